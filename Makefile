@@ -3,13 +3,17 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint types format docs results clean
+.PHONY: demo test hostile lint types format docs results clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fly demo
 
 test: $(VENV)/.installed-dev lint types
 	$(BIN)/pytest -n auto
+
+# Attacks on a server, some minutes. Its figures mean something on a machine that does nothing else.
+hostile: $(VENV)/.installed-dev
+	$(BIN)/pytest -s -vv $(addprefix tests/hostile/,load.py clients.py nonsense.py crash.py)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from fly.errors import instead
+from fly.errors import instead, short
 
 __all__ = ["Sampling", "SamplingParams", "StructuredOutput"]
 
@@ -98,9 +98,9 @@ class StructuredOutput(_Params):
             schema = json.loads(value) if isinstance(value, str) else value
             if isinstance(schema, dict):
                 return value if isinstance(value, str) else json.dumps(schema, ensure_ascii=False)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{value!r} is no JSON: {error}") from None
-        raise ValueError(f"a schema is an object, or the JSON text of one, not {value!r}")
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{short(value)} is no JSON: {error}") from None
+        raise ValueError(f"a schema is an object, or the JSON text of one, not {short(value)}")
 
     @model_validator(mode="after")
     def _one_form(self) -> StructuredOutput:

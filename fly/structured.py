@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections import OrderedDict, abc
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -25,21 +26,23 @@ from fly.request import common_prefix
 from fly.trial import follow
 from fly.types import SamplingParams, StructuredOutput
 
-__all__ = ["BLANKS", "Grammars", "Matcher", "StructuredError"]
+__all__ = ["BLANKS", "LONGEST", "Grammars", "Matcher", "StructuredError"]
 
 _MASKS = 256  # masks kept of a row: more than any draft is long
 # What one grammar may take of the library: states of its lexer (schemas of everyday use take a few thousand), work to
-# set it up and for one mask, symbols. By these a mask, which the engine's thread works out, takes 50 to 80 ms at most.
+# set it up and for one mask, symbols. By these a mask, which the engine's thread works out, takes 10 ms in an
+# expression such as (\d{1,9}[a-z]{0,30}[A-Z]{0,30}){20}, and 200 ms at most.
 LIMITS: dict[str, Any] = {
     "max_lexer_states": 16_384,
-    "initial_lexer_fuel": 150_000,
-    "step_lexer_fuel": 50_000,
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 200_000,
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
 _LIMITS = LLParserLimits(**LIMITS)
 _BEYOND = "too many", "max is", "limit"  # words in the library's messages when one of these limits is reached
-_LONGEST = 256 << 10  # bytes of a schema, an expression or a grammar
+LONGEST = 256 << 10  # bytes of a schema, an expression or a grammar
+_TOLD = 800  # characters of the library's messages, which may quote all of a grammar
 # The library does not say how much memory a compiled grammar takes, and it takes more while it is used: each is counted
 # as the most it was seen to take by the limits above: 26 MB for what it is made of, 60 bytes for a byte of its source.
 _KEPT = 1 << 30
@@ -62,10 +65,11 @@ class StructuredError(ValueError):
 
 class Grammars:
     """The grammars that requests ask for, over one vocabulary. Compiled ones are kept while there is room for them (1
-    GiB). Nothing is kept of a refused grammar, or of one that proves to be beyond the limits while it is followed.
+    GiB), for requests of the same ``cache_salt``: others could tell from the time that somebody had asked for this
+    one. Nothing is kept of a refused grammar, or of one that proves to be beyond the limits while it is followed.
 
-    ``matcher`` may be called from any thread. One grammar is compiled at a time; meanwhile the known ones stay
-    available. ``vet`` gets each grammar before it is compiled, and may refuse it (``ValueError``).
+    ``matcher`` may be called from any thread. ``vet`` gets each grammar before it is compiled, and may refuse it
+    (``ValueError``).
 
     Args:
         tokenizer: spells the vocabulary.
@@ -76,9 +80,14 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
         self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, frozenset(eos_ids)
         self.vet: Callable[[str], None] = lambda grammar: None
-        self._kept: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()  # least recently used first
+        self._kept: OrderedDict[tuple[str, StructuredOutput], LLMatcher] = OrderedDict()  # least recently used first
         self._size = 0  # of those
-        self._looking, self._compiling = threading.Lock(), threading.Lock()
+        self._looking = threading.Lock()
+
+    def warm(self) -> None:
+        """Read the vocabulary and compile the form that has no source, which would take the first requests long."""
+        with suppress(ValueError):  # a tokenizer of an unknown kind, which requests are told
+            self.matcher(SamplingParams(structured=StructuredOutput(json_object=True)))
 
     def matcher(self, params: SamplingParams) -> Matcher:
         """The matcher of one request, at its start.
@@ -97,12 +106,11 @@ class Grammars:
                 "structured output ends with an end-of-sequence token, and this model names none; give a special token "
                 "in stop_token_ids"
             )
-        refuse = partial(self._forget, params.structured)
-        if (start := self._known(params.structured)) is None:
-            with self._compiling:
-                if (start := self._known(params.structured)) is None:
-                    start = self._compile(params.structured)
-                    self._keep(params.structured, start)
+        asked = (params.cache_salt if params.structured.source else "", params.structured)
+        refuse = partial(self._forget, asked)
+        if (start := self._known(asked)) is None:
+            start = self._compile(params.structured)
+            self._keep(asked, start)
         if params.ignore_eos:
             return Matcher(start, refuse, self._never, own - self.eos_ids, self.eos_ids)
         return Matcher(start, refuse, self._never, self.eos_ids | own)
@@ -113,24 +121,25 @@ class Grammars:
         eos = sorted(self.eos_ids or self.tokenizer.control_ids)
         return {"tokenizer": self.tokenizer.raw.to_str(), "n_vocab": self.vocab_size, "eos_token": eos}
 
-    def _known(self, structured: StructuredOutput) -> LLMatcher | None:
+    def _known(self, asked: tuple[str, StructuredOutput]) -> LLMatcher | None:
         with self._looking:
-            if (start := self._kept.get(structured)) is not None:
-                self._kept.move_to_end(structured)
+            if (start := self._kept.get(asked)) is not None:
+                self._kept.move_to_end(asked)
             return start
 
-    def _keep(self, structured: StructuredOutput, start: LLMatcher) -> None:
+    def _keep(self, asked: tuple[str, StructuredOutput], start: LLMatcher) -> None:
+        self._forget(asked)  # another thread may have compiled it meanwhile
         with self._looking:
-            self._kept[structured] = start
-            self._size += _size(structured)
+            self._kept[asked] = start
+            self._size += _size(asked[1])
             while self._size > _KEPT:
-                oldest, _ = self._kept.popitem(last=False)
+                (_, oldest), _ = self._kept.popitem(last=False)
                 self._size -= _size(oldest)
 
-    def _forget(self, structured: StructuredOutput) -> None:
+    def _forget(self, asked: tuple[str, StructuredOutput]) -> None:
         with self._looking:
-            if self._kept.pop(structured, None) is not None:
-                self._size -= _size(structured)
+            if self._kept.pop(asked, None) is not None:
+                self._size -= _size(asked[1])
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
@@ -147,8 +156,8 @@ class Grammars:
     def _compile(self, structured: StructuredOutput) -> LLMatcher:
         source = structured.source
         what = f"structured {structured.kind} {source if len(source) <= 60 else source[:57] + '...'!r}"
-        if (size := len(source.encode("utf-8", "replace"))) > _LONGEST:
-            raise ValueError(f"{what} has {size} bytes; at most {_LONGEST} are compiled")
+        if (size := len(source.encode("utf-8", "replace"))) > LONGEST:
+            raise ValueError(f"{what} has {size} bytes; at most {LONGEST} are compiled")
         if structured.kind == "regex":
             grammar = LLMatcher.grammar_from_regex(source)
         elif structured.kind == "grammar":
@@ -187,7 +196,8 @@ def _size(structured: StructuredOutput) -> int:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    line = " ".join(text.split())
+    return line if len(line) <= _TOLD else f"{line[:_TOLD]}..."
 
 
 def _allow(bits: bytearray, tokens: Iterable[int]) -> None:

@@ -6,8 +6,8 @@ that are planted for it, or nothing else would count. Then the tests of compiled
 memory and of undefined behaviour with a tenth of their examples, and ``tests/test_any_load.py`` on every kernel set;
 the thread sanitizer ``tests/test_threads.py``. The first report ends the process that it is about.
 
-Python and torch are not instrumented: their own memory and threads are not looked at. Why each option of a runtime is
-there stands beside it in ``OPTIONS``. There is no list of reports to be ignored.
+Python and torch are not instrumented: their own memory and threads are not looked at. ``OPTIONS`` says why
+each option of a runtime is there. There is no list of reports to be ignored.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OPTIONS = {
     },
 }
 TESTS = {
-    "address": ["test_sanitizers", "test_any_load", "test_kernels", "test_rounds", "test_tree_rounds"],
+    "address": ["test_sanitizers", "test_any_load", "test_kernels", "test_rounds", "test_tree_rounds", "test_spans"],
     "thread": ["test_sanitizers", "test_threads"],
 }
 NOT_HERE = (

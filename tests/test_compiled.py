@@ -23,7 +23,7 @@ from fly.cache import PagedKVCache
 from fly.models import Llama, LlamaConfig
 from fly.models.compiled import CompiledLayers
 from fly.models.families import FAMILIES, FULL, SLIDING
-from fly.models.llama import Through, in_turn
+from fly.models.llama import LayerLoop, run_layers
 from tests.toys import build_llama
 
 # Operations of a layer in bfloat16 outside of its attention, one by one and compiled. Four of each are products.
@@ -103,7 +103,7 @@ class Norms(TorchFunctionMode):
             self.operations.inside = False
 
 
-def forward(model: Llama, tokens: int = 3, through: Through = in_turn) -> Tensor:
+def forward(model: Llama, tokens: int = 3, through: LayerLoop = run_layers) -> Tensor:
     config = model.config
     attended = Attended(torch.zeros(tokens, config.num_attention_heads, config.head_dim, dtype=model.dtype))
     with torch.inference_mode():
@@ -185,7 +185,7 @@ def test_compiled_layers_give_the_same_values() -> None:
     torch._dynamo.reset()
     model = toy("gemma3_text")
 
-    def run(through: Through) -> list[Tensor]:
+    def run(through: LayerLoop) -> list[Tensor]:
         cache = PagedKVCache(model.config, 16, 4)
         cache.resize(0, 8)
         found = []
@@ -195,7 +195,7 @@ def test_compiled_layers_give_the_same_values() -> None:
                 found.append(model(places, places, kv, through))
         return found
 
-    expected, compiled = run(in_turn), CompiledLayers()
+    expected, compiled = run(run_layers), CompiledLayers()
     with torch._inductor.config.patch(compile_threads=1):
         for ours, theirs in zip(run(compiled), expected):
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)

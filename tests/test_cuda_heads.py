@@ -21,7 +21,7 @@ from fly.executor import Executor
 from fly.models import Llama, load_model
 from fly.models.compiled import CompiledLayers
 from fly.models.eagle import Eagle3Head, HeadConfig, load_head
-from fly.models.llama import DenseCausal, noting
+from fly.models.llama import DenseCausal, record_states
 from fly.models.tokenizer import Tokenizer
 from fly.policies import parse_policy
 from fly.request import Sequence
@@ -182,7 +182,7 @@ def test_hidden_states_come_back_from_rounds() -> None:
 def test_compiled_layers_give_hidden_states(states: tuple[int, ...]) -> None:
     model, tokens = random_llama(3, **{**SIZES, "layers": 2}), torch.tensor([3, 1, 4, 1, 5])
     plain, compiled = (dict.fromkeys(states, tokens) for _ in range(2))
-    want = model(tokens, torch.arange(5), DenseCausal(1, 5), through=noting(plain))
+    want = model(tokens, torch.arange(5), DenseCausal(1, 5), through=record_states(plain))
     layers = CompiledLayers(backend="eager")
     found = model(tokens, torch.arange(5), DenseCausal(1, 5), through=lambda *rest: layers(*rest, states=compiled))
     torch.testing.assert_close(found, want)

@@ -241,3 +241,18 @@ def test_no_docstring_reads_as_a_link_definition() -> None:
 
 def test_the_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_every_example_of_deployment_starts_the_server_again() -> None:
+    """The server has no supervisor of its own: each that runs it must restart it, and leave it time to load."""
+    page = DOCS / "how-to" / "deploy.md"
+    blocks = {each.kind: each.text for each in code(page)}
+    assert re.search(r"docker run (?:.|\n)*? --restart always ", blocks["sh"])
+    pod = yaml.safe_load(blocks["yaml"])
+    startup = pod["containers"][0]["startupProbe"]
+    assert pod["restartPolicy"] == "Always" and pod["containers"][0]["livenessProbe"]["httpGet"]["path"] == "/health"
+    assert startup["httpGet"]["path"] == "/ready" and startup["periodSeconds"] * startup["failureThreshold"] >= 300
+    lines = blocks["ini"].splitlines()
+    assert {"Restart=always", "StartLimitIntervalSec=0", "ExecReload=/bin/kill -HUP $MAINPID"} <= {*lines}
+    image = (ROOT / "Dockerfile").read_text("utf-8")
+    assert 'ENTRYPOINT ["fly", "serve"' in image and "/health" in image  # the first process: its end ends the container

@@ -32,7 +32,7 @@ from fly.models import Llama, LlamaConfig
 from fly.models.config import CheckpointError
 from fly.models.eagle import Eagle3Head, HeadConfig, is_head, load_head, save_head
 from fly.models.families import FAMILIES
-from fly.models.llama import DenseCausal, embedding_scale, noting
+from fly.models.llama import DenseCausal, embedding_scale, record_states
 from fly.params import SamplingParams
 from fly.testing import check_draft
 from fly.testing.toys import toy_target
@@ -184,7 +184,7 @@ def test_every_backend_gives_the_hidden_states_of_every_family(family: str, kern
     )
     model, tokens = toy_target(40, config), [3, 1, 4, 1, 5, 9, 2, 6]
     taken: dict[int, Tensor] = dict.fromkeys((0, 2, 3), torch.empty(0))
-    model(torch.tensor(tokens), torch.arange(8), DenseCausal(1, 8), through=noting(taken))
+    model(torch.tensor(tokens), torch.arange(8), DenseCausal(1, 8), through=record_states(taken))
     executor = executor_of(model, kernels)
     for one in (executor, TokenByToken(executor)):
         found = states_of(one, tokens, (3, 0, 2))
@@ -232,7 +232,7 @@ def naive(head: Eagle3Head, target: Llama, tokens: list[int], count: int) -> lis
     states = head.config.states or ()
     taken: dict[int, Tensor] = dict.fromkeys(states, torch.empty(0))
     length = len(tokens)
-    target(torch.tensor(tokens), torch.arange(length), DenseCausal(1, length), through=noting(taken))
+    target(torch.tensor(tokens), torch.arange(length), DenseCausal(1, length), through=record_states(taken))
     x_TC = head.fuse(torch.cat([taken[number] for number in states], -1)[: length - 1])
     drafted: list[int] = []
     for _ in range(count):
@@ -485,7 +485,7 @@ def test_the_training_time_test_is_drafting(tmp_path: Path) -> None:
     head, model, tokens = make_head(), toy_target(24, TARGET), [3, 1, 4, 1, 5, 9, 2, 6, 5]
     states = head.config.states or ()
     taken: dict[int, Tensor] = dict.fromkeys(states, torch.empty(0))
-    model(torch.tensor(tokens), torch.arange(9), DenseCausal(1, 9), through=noting(taken))
+    model(torch.tensor(tokens), torch.arange(9), DenseCausal(1, 9), through=record_states(taken))
     given = head.fuse(torch.cat([taken[number] for number in states], -1)[:-1])
     kv, x_TC, found = OwnSteps(1, 8), given, []
     for step in range(3):

@@ -14,6 +14,8 @@ import pytest
 
 from fly import LLM, SamplingParams
 from fly.job import Job
+from fly.serve import Settings
+from fly.serve.clients import Clients
 from fly.structured import LIMITS
 from fly.trial import Trial
 from tests.serving import MODEL, Running, eventually, running
@@ -70,7 +72,7 @@ def schema_of(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_others_generate_while_grammars_compile() -> None:
-    with running(api_keys=("a", "b")) as server, ThreadPoolExecutor(24) as clients:
+    with running(api_keys=("a", "b")) as server, ThreadPoolExecutor(32) as clients:
         held, started, go = [], threading.Semaphore(0), threading.Event()
 
         def vet(grammar: str) -> None:
@@ -88,8 +90,9 @@ def test_others_generate_while_grammars_compile() -> None:
                 assert whole["usage"]["completion_tokens"] == 200
             # another client's grammar finds a thread: of one client one is compiled at a time
             other = clients.submit(post, server, {"prompt": "x", **schema_of({"title": "b"})}, "b")
+            assert started.acquire(timeout=60)
             assert not other.done() and not any(bomb.done() for bomb in bombs)
-            assert len(held) == 1
+            assert len(held) == 2
         finally:
             go.set()
         assert {bomb.result().status_code for bomb in [*bombs, other]} == {200}
@@ -144,7 +147,7 @@ def test_grammars_are_kept_up_to_so_many_bytes(llm: LLM, monkeypatch: pytest.Mon
     for number in range(9):
         llm.requests(["x"], SamplingParams(structured={"regex": "a" * (number + 1)}))  # type: ignore[arg-type]
         assert len(llm.grammars._kept) <= 3 and llm.grammars._size <= 3 * (33 << 20)
-    assert [form.regex for form in llm.grammars._kept] == ["a" * 7, "a" * 8, "a" * 9]
+    assert [form.regex for _, form in llm.grammars._kept] == ["a" * 7, "a" * 8, "a" * 9]
 
 
 def test_bad_words_have_a_limit() -> None:
@@ -190,20 +193,11 @@ def test_a_newcomer_does_not_wait_for_one_who_asked_for_much() -> None:
         [other] = server.service.held
         mine = "not yet"
         body = {**ENDLESS, "prompt": PROMPT, "max_tokens": 30}
-        mine = server.service.client(Bearer("b"))  # type: ignore[arg-type]
+        mine = server.service.clients.of("127.0.0.1", {b"authorization": b"Bearer b"}).name
         assert mine != other
         assert post(server, body, "b").status_code == 200
         assert first[0] - came[0] <= 2 and not any(each.done() for each in heavy)
         server.service.llm.worker.fail(RuntimeError("enough"))
-
-
-class Bearer:
-    """As much of a request as says whose it is."""
-
-    client = None
-
-    def __init__(self, key: str) -> None:
-        self.headers = {"authorization": f"Bearer {key}"}
 
 
 def test_a_client_has_its_part_of_the_queue_and_no_more_than_the_operator_allows() -> None:
@@ -237,12 +231,7 @@ def test_a_client_has_its_part_of_the_queue_and_no_more_than_the_operator_allows
     ],
 )
 def test_without_keys_a_client_is_its_address(host: str, client: str) -> None:
-    class Request(Bearer):
-        pass
-
-    Request.client = type("Address", (), {"host": host})  # type: ignore[assignment]
-    with running() as server:
-        assert server.service.client(Request("ignored")) == client  # type: ignore[arg-type]
+    assert Clients(Settings()).of(host, {b"authorization": b"Bearer ignored"}).name == client
 
 
 # --- streams ---------------------------------------------------------------------------------------------

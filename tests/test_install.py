@@ -55,7 +55,7 @@ def test_what_is_imported_is_declared() -> None:
                 found.add(node.module.partition(".")[0])
     outside = found - sys.stdlib_module_names - {"fly", "_typeshed"}
     owners = packages_distributions()
-    assert {"torch", "h11", "starlette", "httpx2"} <= outside
+    assert {"torch", "httptools", "starlette", "httpx2"} <= outside
     assert not [name for name in sorted(outside) if not declared & {plain(each) for each in owners.get(name, [name])}]
 
 

@@ -16,7 +16,7 @@ from fly.backends.int8 import INT8, rounded, rounds
 from fly.backends.torch import TorchExecutor
 from fly.models import DenseCausal, Llama, LlamaConfig, load_model, save_model
 from fly.models.compiled import CompiledLayers
-from fly.models.llama import Through, in_turn
+from fly.models.llama import LayerLoop, run_layers
 from fly.models.loading import Loading
 from fly.parallel import LLAMA, Part, Rule
 from tests.toys import random_llama
@@ -34,7 +34,7 @@ def matrices(model: Llama) -> dict[str, nn.Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
-def logits(model: Llama, through: Through = in_turn) -> torch.Tensor:
+def logits(model: Llama, through: LayerLoop = run_layers) -> torch.Tensor:
     with torch.inference_mode():
         return model.logits(model(torch.arange(6), torch.arange(6), DenseCausal(1, 6), through=through))
 

@@ -42,7 +42,7 @@ CHAT: list[Any] = [{"role": "user", "content": QUESTION}]
 def here() -> Iterator[Running]:
     with running() as server:
         yield server
-        assert server.all_free and server.service.open == 0 and not server.service.llm.worker.jobs
+        assert eventually(lambda: server.all_free and server.service.open == 0 and not server.service.llm.worker.jobs)
 
 
 @pytest.fixture(scope="module")
@@ -713,6 +713,7 @@ def test_an_engine_that_fails_says_so() -> None:
         assert httpx.get(f"{server.url}/health").status_code == 503
         with pytest.raises(openai.InternalServerError, match="has stopped"):
             client.completions.create(model=MODEL, prompt="a")
+        assert eventually(lambda: server.server.should_exit) and server.server.failed  # and is started again
 
 
 def test_a_model_without_a_tokenizer_is_refused(alone: LLM) -> None:

@@ -12,14 +12,14 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 
-from tests.serving import MODEL, Running, running
+from tests.serving import MODEL, Running, eventually, running
 
 
 @pytest.fixture(scope="module")
 def here() -> Iterator[Running]:
     with running(max_tokens=8) as server:
         yield server
-        assert server.all_free and server.service.llm.worker.alive and server.service.open == 0
+        assert server.service.llm.worker.alive and eventually(lambda: server.all_free and server.service.open == 0)
 
 
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]

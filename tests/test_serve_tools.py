@@ -338,6 +338,34 @@ def test_bad_tools_are_named(here: Running, change: dict[str, Any], param: str, 
     assert error["param"] == param and says in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ({"type": "objekt"}, "tools: parameters of 'late': Invalid type: objekt"),
+        ({"properties": {"a": {"type": "string", "pattern": "("}}}, "tools: parameters of 'late': regex parse error"),
+        ({"properties": {"a": {"$ref": "#/nowhere"}}}, "tools: parameters of 'late': Pointer '/nowhere'"),
+        ({"properties": {"a": {"type": "integer", "multipleOf": 999_983}}}, "tools: calls cannot be held to these"),
+    ],
+)
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_a_wrong_schema_is_named_without_our_grammar(here: Running, parameters: Any, says: str, choice: str) -> None:
+    late = {"type": "function", "function": {"name": "late", "strict": True, "parameters": parameters}}
+    body = {"model": MODEL, "messages": CHAT, "tools": [*TOOLS, late], "tool_choice": choice}
+    got = httpx.post(f"{here.url}/v1/chat/completions", json=body, timeout=60)
+    error = got.json()["error"]
+    assert got.status_code == 400 and error["param"] == "tools" and error["message"].startswith(says)
+    assert not any(ours in error["message"] for ours in ("f2", "%json", "x-guidance", "structured", "|"))
+
+
+def test_arguments_that_are_nested_deep_are_refused(here: Running) -> None:
+    for text in ('{"a":' * 100_000 + "1" + "}" * 100_000, "[" * 100_000, '{"a":' * 200 + "1" + "}" * 200):
+        call = {"type": "function", "id": "c", "function": {"name": "weather", "arguments": text}}
+        messages = [*CHAT, {"role": "assistant", "tool_calls": [call]}]
+        got = httpx.post(f"{here.url}/v1/chat/completions", json={"model": MODEL, "messages": messages})
+        assert got.status_code == 400 and "arguments of a call" in got.json()["error"]["message"], got.text
+        assert read("hermes", [f"<tool_call>{text}"])[1] == []  # nor does a model that writes them do any harm
+
+
 def test_a_template_of_another_kind_is_refused(here: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     other = {"default": ChatTemplate(TEMPLATE.replace("<tool_call>", "<call>"))}
     monkeypatch.setattr(here.service.tokenizer, "templates", other)

@@ -86,8 +86,8 @@ class _Row(NamedTuple):
 
 
 class _Forward:
-    """One forward, a ``fly.models.llama.Through``. It notes ``logits`` by token of those that left, ``layers`` by row,
-    and the hidden ``states`` that are wanted."""
+    """One forward, a ``fly.models.llama.LayerLoop``. It notes ``logits`` by token of those that left, ``layers`` by
+    row, and the hidden ``states`` that are wanted."""
 
     def __init__(
         self, owner: EarlyExit, batch: Batch, places: abc.Sequence[int] | None, states: abc.Sequence[int]

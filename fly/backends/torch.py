@@ -16,7 +16,7 @@ from fly.executor import Batch, Executor, Head, Scores
 from fly.models import Llama
 from fly.models.config import LlamaConfig
 from fly.models.eagle import Eagle3Head
-from fly.models.llama import noting
+from fly.models.llama import record_states
 from fly.ops import upload
 
 __all__ = ["Model", "TorchExecutor", "TorchHead"]
@@ -65,7 +65,7 @@ class TorchExecutor(Executor):
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         tokens_T, positions_T = upload([*batch.tokens, *batch.positions], self.device).chunk(2)
         taken: dict[int, Tensor] = dict.fromkeys(states, positions_T)
-        options: dict[str, Any] = {"through": noting(taken)} if states else {}
+        options: dict[str, Any] = {"through": record_states(taken)} if states else {}
         hidden_TC = self.model(tokens_T, positions_T, batch.kv, **options)
         states_TF = torch.cat([taken[number] for number in states], -1) if states else None
         if places is not None:

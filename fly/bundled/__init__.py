@@ -1,4 +1,4 @@
-"""The small checkpoints that ship with the package, their task generators, and what a checkpoint's name stands for."""
+"""The small checkpoints and problems that ship with the package, and the lookup of checkpoints by name."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ HEADS = ("fly-eagle3",)  # draft heads, each for ``fly-target``
 
 
 def find_checkpoint(name: str | Path) -> Path | HubName:
-    """What a name stands for: a bundled checkpoint; a directory or a GGUF file that exists; or a name on the Hugging
-    Face hub, recognised by its form alone, without asking the hub.
+    """Find the checkpoint that a name stands for: a bundled one; an existing directory or GGUF file; or a name on the
+    Hugging Face hub, recognised by its form, without asking the hub.
 
     Raises ``CheckpointError`` (a ``ValueError``) naming all that was tried.
     """
@@ -47,30 +47,30 @@ def find_checkpoint(name: str | Path) -> Path | HubName:
 
 
 def resolve_checkpoint(name: str | Path, weights: bool = True) -> Path:
-    """Where the checkpoint lies that a name stands for (``find_checkpoint``); files from the hub are fetched if they
-    are not here yet; of a directory without the weights if these are not wanted.
+    """Return the path of the checkpoint that a name stands for (``find_checkpoint``). Files from the hub are downloaded
+    if they are missing. Without ``weights`` a directory may lack them.
 
-    Raises ``CheckpointError``, also for what cannot be fetched (``fly.models.hub.fetch``).
+    Raises ``CheckpointError``, also if a download fails (``fly.models.hub.fetch``).
     """
     found = find_checkpoint(name)
     return fetch(found, weights) if isinstance(found, HubName) else found
 
 
 def open_model(name: str | Path | Checkpoint) -> Checkpoint:
-    """The checkpoint that a name stands for; one that is open, as it is. Raises ``CheckpointError``."""
+    """Open the checkpoint that a name stands for; return an open one as it is. Raises ``CheckpointError``."""
     return name if isinstance(name, Checkpoint) else open_checkpoint(resolve_checkpoint(name))
 
 
 def is_here(name: str | Path) -> bool:
-    """Whether a checkpoint can be at this path: a directory, or a GGUF file."""
+    """Whether this path is a directory or a GGUF file."""
     return os.path.isdir(name) or (str(name).endswith(".gguf") and os.path.isfile(name))
 
 
 def usual_draft(model: str | Path | None) -> str:
-    """The default draft of a model: for ``fly-target`` its draft model, for any other none."""
+    """The default draft of a model: the draft model for ``fly-target``, none for others."""
     return BUNDLED[1] if str(model) == BUNDLED[0] else "none"
 
 
 def names_a_checkpoint(name: str) -> bool:
-    """Whether a text can be a checkpoint's name. Does not use the network."""
+    """Whether a text may be the name of a checkpoint. Does not use the network."""
     return name in (*BUNDLED, *HEADS) or is_here(name) or hub_name(name) is not None

@@ -1,8 +1,8 @@
-"""The problems that the bundled models solve, frozen in ``problems/``: word problems (``arithmetic``), lists that are
-rearranged (``text``) and small Python functions (``code``).
+"""The problems that the bundled models solve, stored in ``problems/``: word problems (``arithmetic``), lists to
+rearrange (``text``) and small Python functions (``code``).
 
-``tools/problems.py``, in a checkout, says how they were generated, and generates others. Knows nothing of answers:
-``fly.eval.scorers`` checks those.
+In a checkout, ``tools/problems.py`` describes how they were generated, and generates others. Knows nothing of answers:
+``fly.eval.scorers`` checks them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ FROZEN = Path(__file__).parent / "problems"
 
 @dataclass(frozen=True)
 class Problem:
-    """One task: what is asked, a reference solution, and what a right answer is.
+    """One problem: its prompt, a reference solution, and how to recognise a right answer.
 
-    ``answer`` is the text of the final ``####`` line (empty for code); ``tests`` are Python expressions
-    that hold for a correct program (empty for the other kinds). Problems of the split ``train`` have a prompt alone.
+    ``answer`` is the text of the final ``####`` line (empty for code). ``tests`` are Python expressions that are true
+    for a correct program (empty for the other kinds). Problems of the split ``train`` have only a prompt.
     """
 
     kind: str
@@ -36,10 +36,10 @@ class Problem:
 
 
 def problems(kind: str | None, split: str, seed: int = 0, n: int | None = None) -> list[Problem]:
-    """The first ``n`` problems of a split (None: all there are), of one kind, or of all kinds in turn for None or
-    "all". They are those of seed 0.
+    """Return the first ``n`` problems of a split (None: all), of one kind, or with None or "all" of each kind in turn.
+    They are those of seed 0.
 
-    Raises ``ValueError`` for an unknown kind or split, for another seed, and for more problems than are frozen.
+    Raises ``ValueError`` for an unknown kind or split, for another seed, and for more problems than are stored.
     """
     kinds = kinds_of(kind, split)
     if n is not None and n < 0:
@@ -56,7 +56,8 @@ def problems(kind: str | None, split: str, seed: int = 0, n: int | None = None) 
 
 
 def kinds_of(kind: str | None, split: str) -> tuple[str, ...]:
-    """The kinds that are meant: all of them by None or "all". Raises ``ValueError`` for an unknown kind or split."""
+    """The kinds that ``kind`` means; None or "all" is every kind. Raises ``ValueError`` for an unknown kind or
+    split."""
     if kind is not None and kind != "all" and kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(KINDS)} or all")
     if split not in SPLITS:

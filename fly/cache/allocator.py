@@ -1,4 +1,4 @@
-"""Block tables as plain integers: which sequence owns which page of the cache. Knows nothing of tensors or models."""
+"""Block tables of plain integers: which sequence owns which page of the cache. Knows nothing of tensors or models."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["BlockAllocator", "OutOfBlocks"]
 
 
 class OutOfBlocks(RuntimeError):
-    """The pool cannot serve a request; nothing was changed."""
+    """The pool has too few free pages; nothing was changed."""
 
 
 class _Published(NamedTuple):
-    """How much of a sequence's content is known: its first ``pages`` pages, the last of which has the number ``at``
-    (where there is none, its salt)."""
+    """How much of a sequence is published: its first ``pages`` pages. ``at`` is the content number of the last of them,
+    or the salt if there are none."""
 
     pages: int
     at: int | str
@@ -24,14 +24,14 @@ class _Published(NamedTuple):
 class BlockAllocator:
     """Hands out ``num_blocks`` pages of ``block_size`` tokens to sequences, with reference counts for sharing.
 
-    Every operation is all or nothing. Pages of one sequence are consecutive whenever the pool allows it: a
-    sequence grows into the page after its last one, and a new sequence starts in the middle of the largest free
-    run after another sequence, so that both keep room to grow.
+    Every operation is all or nothing. Pages of one sequence are consecutive whenever possible: a sequence grows into
+    the page after its last one, and a new sequence starts in the middle of the largest free run behind another
+    sequence, so that both have room to grow.
 
-    Pages whose content is known (``publish``) can be shared by later sequences that begin with the same tokens
-    (``adopt``) and have the same ``salt``: sequences of different salts never share any. Content is compared itself,
-    not by a hash. A page that no sequence holds keeps its content until the room is needed; the least recently used go
-    first, the ends of texts before their beginnings.
+    Pages with known content (``publish``) can be shared by later sequences that begin with the same tokens (``adopt``)
+    and have the same ``salt``; sequences with different salts never share. Tokens are compared, not hashes. A page that
+    no sequence holds is *idle*: it keeps its content until the room is needed. The least recently used pages go first,
+    and of one text the last pages before the first.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -39,28 +39,26 @@ class BlockAllocator:
             raise ValueError(f"num_blocks {num_blocks} and block_size {block_size} must be at least 1")
         self.num_blocks, self.block_size = num_blocks, block_size
         self._references = [0] * num_blocks
-        self._used = bytearray(num_blocks)  # 0 where neither held nor idle; searched at C speed for free runs
-        self._free = num_blocks  # how many those are
-        self._idle: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # held by no sequence, content known; least recently used first
+        self._used = bytearray(num_blocks)  # 0: neither held nor idle; searched at C speed for free runs
+        self._free = num_blocks  # number of zeros in ``_used``
+        self._idle: OrderedDict[int, None] = OrderedDict()  # idle pages, least recently used first
         self._tables: dict[Hashable, list[int]] = {}
         self._lengths: dict[Hashable, int] = {}
-        # A page's content is the page before it (or the salt), and its own tokens. Contents are numbered, no number
-        # comes twice.
-        self._contents: dict[tuple[int | str, tuple[int, ...]], tuple[int, int]] = {}  # -> number, a page that holds it
-        self._keys: dict[int, tuple[int | str, tuple[int, ...]]] = {}  # of each page that stands in there
+        # The content of a page is its own tokens and the content before it (or the salt). Contents are numbered, and no
+        # number is used twice.
+        self._contents: dict[tuple[int | str, tuple[int, ...]], tuple[int, int]] = {}  # -> number, page
+        self._keys: dict[int, tuple[int | str, tuple[int, ...]]] = {}  # the key of each page in ``_contents``
         self._published: dict[Hashable, _Published] = {}
         self._last = 0
 
     @property
     def num_free(self) -> int:
-        """Pages no sequence holds."""
+        """Number of pages that no sequence holds."""
         return self._free + len(self._idle)
 
     @property
     def num_idle(self) -> int:
-        """How many of them still have content that a new sequence may share."""
+        """Number of free pages whose content a new sequence may still share."""
         return len(self._idle)
 
     def __contains__(self, seq: Hashable) -> bool:
@@ -68,26 +66,26 @@ class BlockAllocator:
         return seq in self._tables
 
     def sequences(self) -> list[Hashable]:
-        """Sequences with an entry, in order of arrival."""
+        """Sequences with an entry, in the order in which they came."""
         return list(self._tables)
 
     def table(self, seq: Hashable) -> list[int]:
-        """Page numbers of ``seq`` in order of position (its own list: do not change it); empty if unknown."""
+        """Page numbers of ``seq`` in order of position; empty if unknown. This is the live list: do not change it."""
         return self._tables.get(seq, [])
 
     def length(self, seq: Hashable) -> int:
-        """Tokens ``seq`` has room reserved for, as last set by ``resize``; 0 if unknown."""
+        """Number of tokens that ``seq`` has room for, as last set by ``resize``; 0 if unknown."""
         return self._lengths.get(seq, 0)
 
     def blocks_for(self, n_tokens: int) -> int:
-        """Pages that ``n_tokens`` tokens occupy."""
+        """Number of pages that ``n_tokens`` tokens need."""
         return -(-n_tokens // self.block_size)
 
     def resize(self, seq: Hashable, n_tokens: int) -> list[tuple[int, int]]:
-        """Grow ``seq`` to, or roll it back to, ``n_tokens`` tokens; a new ``seq`` starts from nothing.
+        """Grow ``seq`` to ``n_tokens`` tokens, or roll it back to that; a new ``seq`` starts empty.
 
-        Returns the page copies ``(source, destination)`` the owner of the tensors must make before writing:
-        empty unless the sequence would grow into a partly filled page that it shares (copy on write).
+        Returns the page copies ``(source, destination)`` that the owner of the tensors must make before writing. There
+        are some only if the sequence grows into a partly filled page that it shares (copy on write).
 
         Raises:
             OutOfBlocks: not enough free pages; nothing was changed.
@@ -112,26 +110,26 @@ class BlockAllocator:
             self._drop(source)
             copies.append((source, table[-1]))
         elif n_tokens > length and length % self.block_size:
-            self._unlist(table[-1])  # it is written again
+            self._unlist(table[-1])  # it will be overwritten
         if grow > 0:
             self._take(table, grow)
         if seq in self._published and n_tokens // self.block_size < self._published[seq].pages:
-            del self._published[seq]  # found again from the start by the next to publish
+            del self._published[seq]  # the next ``publish`` looks it up from the start
         self._tables[seq], self._lengths[seq] = table, n_tokens
         return copies
 
     def missing(self, seq: Hashable, n_tokens: int) -> int:
-        """Free pages that ``resize`` to ``n_tokens`` tokens would take."""
+        """Number of free pages that ``resize`` to ``n_tokens`` tokens would take."""
         return max(self.blocks_for(n_tokens) - len(self.table(seq)), 0) + self._shares_tail(seq, n_tokens)
 
     def _shares_tail(self, seq: Hashable, n_tokens: int) -> bool:
-        """Whether ``seq`` would grow into a partly filled page that another holds as well."""
+        """Whether ``seq`` would grow into a partly filled page that another sequence also holds."""
         length = self.length(seq)
         return n_tokens > length and length % self.block_size > 0 and self._references[self._tables[seq][-1]] > 1
 
     def publish(self, seq: Hashable, tokens: Sequence[int], n_tokens: int, salt: str = "") -> None:
-        """Declare that ``seq`` holds the first ``n_tokens`` of ``tokens``, so that later sequences of this salt may
-        share their whole pages.
+        """Declare that ``seq`` holds the first ``n_tokens`` of ``tokens``, so that later sequences with this salt can
+        share their full pages.
 
         Raises ``ValueError`` if ``seq`` has no room for so many.
         """
@@ -149,8 +147,8 @@ class BlockAllocator:
         self._published[seq] = _Published(max(first, n_tokens // size), at)
 
     def adopt(self, seq: Hashable, tokens: Sequence[int], salt: str = "") -> int:
-        """Start ``seq`` with the pages that hold the beginning of ``tokens`` under this salt, if there are any, and
-        return how many tokens they hold: a multiple of ``block_size``. Raises ``ValueError`` if ``seq`` is known."""
+        """Start ``seq`` with the published pages that hold the beginning of ``tokens`` under this salt, if any. Return
+        how many tokens they hold, a multiple of ``block_size``. Raises ``ValueError`` if ``seq`` is known."""
         if seq in self._tables:
             raise ValueError(f"sequence {seq!r} has pages already; only a new one can adopt others")
         table: list[int] = self._tables.setdefault(seq, [])
@@ -166,15 +164,15 @@ class BlockAllocator:
         return self._lengths[seq]
 
     def forget(self) -> None:
-        """Let no later sequence share what was published so far."""
+        """Make later sequences share nothing that was published so far."""
         self._evict(self.num_free)
         for block in list(self._keys):
             self._unlist(block)
         self._published.clear()
 
     def next_key(self, seq: Hashable, tokens: Sequence[int], salt: str = "") -> Hashable:
-        """A key of the first whole page of ``tokens`` that ``seq`` has not published: two sequences with the same key
-        would compute the same page. None if there is no whole page left."""
+        """Return a key of the first full page of ``tokens`` that ``seq`` has not published; None if there is none. Two
+        sequences with the same key are about to compute the same page."""
         known = self._published.get(seq, _Published(0, salt))
         start = known.pages * self.block_size
         page = tuple(tokens[start : start + self.block_size])
@@ -193,7 +191,7 @@ class BlockAllocator:
             self._hold(block)
 
     def release(self, seq: Hashable) -> None:
-        """Give back everything ``seq`` holds; an unknown sequence holds nothing."""
+        """Give back everything that ``seq`` holds. Does nothing for an unknown sequence."""
         for block in reversed(self._tables.pop(seq, [])):
             self._drop(block)
         self._lengths.pop(seq, None)
@@ -219,7 +217,7 @@ class BlockAllocator:
             del self._contents[key]
 
     def _evict(self, count: int) -> None:
-        """Make at least ``count`` pages free of content; the caller has checked that there are enough."""
+        """Free at least ``count`` pages of their content; the caller has checked that there are enough."""
         while self._free < count:
             block, _ = self._idle.popitem(last=False)
             self._unlist(block)
@@ -242,7 +240,7 @@ class BlockAllocator:
             count -= len(run)
 
     def _start(self, count: int) -> int:
-        """Where to begin a run of ``count`` pages: the largest free run, at its middle if a neighbour may grow."""
+        """Find the start of a run of ``count`` pages: the largest free run, in its middle if a neighbour may grow."""
         best, longest, at = 0, 0, self._used.find(0)
         while at >= 0:
             end = self._used.find(1, at)

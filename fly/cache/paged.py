@@ -1,7 +1,7 @@
-"""Paged key/value tensors and the one attention function over them. Knows nothing of models, sampling or policies.
+"""Paged key/value tensors, and the one attention function over them. Knows nothing of models, sampling or policies.
 
-Shape legend: T packed new tokens, N new tokens of one row, S tokens of one row so far, H query heads,
-G key/value heads, D head width, L layers, P pages, Z tokens a page.
+Shape legend: T packed new tokens, N new tokens of one row, S tokens of one row so far, H query heads, G key/value
+heads, D head width, L layers, P pages, Z tokens per page.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ DEFAULT_BYTES = 4 << 30  # default bytes of keys and values
 
 
 def block_size_for(device: torch.device | str) -> int:
-    """Tokens in a page on a kind of device: few on the CPU, whose kernels read any table, so that little is unused
-    after the end of a short text; 256 elsewhere, which paged attention kernels on CUDA take."""
+    """Tokens per page on a kind of device. On the CPU, whose kernels read any table, pages are small so that little is
+    wasted at the end of a short text. Elsewhere it is 256, which paged attention kernels on CUDA accept."""
     return 4 if torch.device(device).type == "cpu" else 256
 
 
 class Sizes(Protocol):
-    """The sizes that a cache is made of, such as a ``LlamaConfig`` has."""
+    """The sizes that a cache needs, which a ``LlamaConfig`` has."""
 
     @property
     def num_hidden_layers(self) -> int: ...
@@ -51,7 +51,7 @@ class Sizes(Protocol):
 
 
 class Cacheable(Protocol):
-    """What a cache needs to know of a model."""
+    """What a cache needs from a model."""
 
     @property
     def config(self) -> Sizes: ...
@@ -65,24 +65,24 @@ class Cacheable(Protocol):
 
 @dataclass(frozen=True)
 class _Row:
-    """One sequence's share of a packed forward."""
+    """One sequence's part of a packed forward."""
 
     new: slice  # its tokens among the packed T
-    stored: slice | Tensor  # its slots in the cache: a slice while consecutive, else an index [S]
-    mask_NS: Tensor | None  # True where attention is allowed; None where every key is
-    causal: bool  # no earlier tokens: plain causal attention, no mask needed
+    stored: slice | Tensor  # its slots in the cache: a slice if consecutive, else an index [S]
+    mask_NS: Tensor | None  # True where attention is allowed; None if every token sees everything that is stored
+    causal: bool  # nothing was stored before, so plain causal attention needs no mask
 
     def within(self, window: int, device: torch.device) -> _Row:
-        """The same, each token seeing the last ``window`` tokens of what it sees: of its own branch, in a tree."""
+        """Return the same row with each token seeing only the last ``window`` tokens of its sequence or branch."""
         length, new = _length(self.stored), self.new.stop - self.new.start
         if length <= window:
             return self
-        if self.mask_NS is None and not self.causal:  # a token alone sees all that is read
+        if self.mask_NS is None and not self.causal:  # a single token without a mask sees all slots
             return _Row(self.new, _from(self.stored, length - window), None, False)
         mask_NS = self.mask_NS
         if mask_NS is None:
             mask_NS = torch.ones(new, length, dtype=torch.bool, device=device).tril()
-        after_NS = mask_NS.flip(1).cumsum(1).flip(1)  # of those it sees, how many come from here on
+        after_NS = mask_NS.flip(1).cumsum(1).flip(1)  # number of visible tokens from each slot on
         mask_NS = mask_NS & (after_NS <= window)
         first = int(mask_NS.any(0).nonzero()[0])
         return _Row(self.new, _from(self.stored, first), mask_NS[:, first:], False)
@@ -108,15 +108,15 @@ class PagedBatch:
         masks: Sequence[Tensor | None] | None,
     ) -> None:
         self.cache, self.seqs, self.starts, self.counts, self.masks = cache, seqs, starts, counts, masks
-        self._windowed: dict[int, list[_Row]] = {}  # what each row reads, of layers that see a window only
+        self._windowed: dict[int, list[_Row]] = {}  # rows for layers with a window, by window
 
     def tables(self) -> list[list[int]]:
-        """Each row's pages in order (the allocator's own lists), for an attention that finds its way by itself."""
+        """Each row's pages in order (the allocator's own lists), for attention kernels that read block tables."""
         return [self.cache.allocator.table(seq) for seq in self.seqs]
 
     @cached_property
     def _packed(self) -> tuple[Tensor, list[_Row]]:
-        """Slots [T] that the packed tokens are written to, and what each row reads."""
+        """The slots [T] that packed tokens are written to, and what each row reads."""
         cache, device = self.cache, self.cache.device
         rows, written, at = [], [], 0
         masks = self.masks or [None] * len(self.seqs)
@@ -177,7 +177,7 @@ class PagedBatch:
         return out.squeeze(0).transpose(0, 1).to(q_THD.dtype)
 
     def store(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values of a layer. Returns all that it holds, [S, G, D] each, by slot."""
+        """Store a layer's new keys and values. Return all that the layer has stored, [S, G, D] each, by slot."""
         slots_T = self._packed[0]
         k_SGD, v_SGD = self.cache.keys[layer], self.cache.values[layer]
         k_SGD.index_copy_(0, slots_T, k_TGD.to(k_SGD.dtype))
@@ -185,20 +185,21 @@ class PagedBatch:
         return k_SGD, v_SGD
 
     def rows(self, numbers: Sequence[int]) -> PagedBatch:
-        """Some rows only."""
+        """Return a batch of only some rows."""
         seqs, starts = [self.seqs[b] for b in numbers], [self.starts[b] for b in numbers]
         masks = None if self.masks is None else [self.masks[b] for b in numbers]
         return PagedBatch(self.cache, seqs, starts, [self.counts[b] for b in numbers], masks)
 
     def tokens(self) -> Iterator[PagedBatch]:
-        """The same, token by token: each alone with a copy of all that it sees, in the order of its sequence."""
+        """Yield the batch token by token, in the order of each sequence. Each token sees a copy of all it attends
+        to."""
         slots_T, rows = self._packed
         slots_S = torch.arange(self.cache.keys.shape[1], device=self.cache.device)
         for seq, start, count, row in zip(self.seqs, self.starts, self.counts, rows):
             stored_S = slots_S[row.stored]
             for n in range(count):
                 seen_S = stored_S[: start + n + 1] if row.causal or row.mask_NS is None else stored_S[row.mask_NS[n]]
-                # for an attention that goes by tables: of a tree, what the token sees
+                # for kernels that read tables: what a token of a tree sees
                 mask_1S = None if row.mask_NS is None else row.mask_NS[n : n + 1, : start + n + 1]
                 alone = PagedBatch(self.cache, [seq], [start + n], [1], [mask_1S])
                 at = row.new.start + n
@@ -207,14 +208,14 @@ class PagedBatch:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on the CPU, memory that is taken as it is first written, in large pages where the system has any: a
-    sequence lies in many small ones, and finding them costs more time than reading them."""
+    """Allocate zeros. On the CPU, memory is used only when first written, in huge pages if the system has them: a
+    sequence is spread over many small pages, and address translation would cost more than reading them."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < _LARGE:
         return torch.zeros(shape, dtype=dtype, device=device)
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype)
-    # Private: what processes could share has large pages only where the whole system is set to.
+    # Private memory: shared memory gets huge pages only if the whole system is configured for it.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -226,12 +227,12 @@ class PagedKVCache:
 
     Args:
         config: sizes of the model whose keys and values are stored.
-        num_blocks: pages; one page holds ``block_size`` tokens of all layers.
-        block_size: tokens in a page; None chooses by the device (``block_size_for``).
-        dtype, device: of the stored tensors.
+        num_blocks: number of pages; one page holds ``block_size`` tokens of all layers.
+        block_size: tokens per page; None chooses by the device (``block_size_for``).
+        dtype, device: dtype and device of the stored tensors.
 
-    ``keys`` and ``values`` are [L, P·Z, G, D]: page p is the slots p·Z to (p+1)·Z. On a device that runs forwards of
-    fixed shapes, one more page, ``nobody``, is never handed out: the results of padding go there. ``context`` is the
+    ``keys`` and ``values`` are [L, P·Z, G, D]; page p is the slots p·Z to (p+1)·Z. Devices that run forwards of fixed
+    shapes get one more page, ``nobody``, which is never handed out and takes the results of padding. ``context`` is the
     longest text of the model.
     """
 
@@ -252,9 +253,9 @@ class PagedKVCache:
 
     @classmethod
     def for_model(cls, model: Cacheable, tokens: int | None = None, block_size: int | None = None) -> PagedKVCache:
-        """A cache of the model's dtype on its device, of at least ``tokens`` tokens over all sequences.
+        """Build a cache with the model's dtype and device, for at least ``tokens`` tokens over all sequences.
 
-        None is eight full contexts, or as much of that as 4 GiB hold.
+        None is eight full contexts, or as much of that as fits into 4 GiB.
         """
         dtype, block_size = model.dtype, block_size or block_size_for(model.device)
         if tokens is None:
@@ -264,11 +265,11 @@ class PagedKVCache:
 
     @staticmethod
     def bytes_per_token(config: Sizes, dtype: torch.dtype) -> int:
-        """Bytes one cached token takes over all layers, keys and values together."""
+        """Bytes that one cached token takes over all layers, keys and values together."""
         return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
 
     def resize(self, seq: Hashable, n_tokens: int) -> None:
-        """Grow or roll back ``seq``, making the page copies that sharing asks for. Raises ``OutOfBlocks``."""
+        """Grow or roll back ``seq``, and make the page copies that sharing requires. Raises ``OutOfBlocks``."""
         size = self.allocator.block_size
         for source, destination in self.allocator.resize(seq, n_tokens):
             for stored in (self.keys, self.values):
@@ -276,7 +277,7 @@ class PagedKVCache:
                 pages[:, destination] = pages[:, source]
 
     def slots(self, seq: Hashable, start: int, stop: int) -> slice | list[int]:
-        """Slots of the tokens ``start`` to ``stop`` of ``seq``: a slice where consecutive, else one by one."""
+        """Slots of the tokens ``start`` to ``stop`` of ``seq``: a slice if consecutive, else a list."""
         size, table = self.allocator.block_size, self.allocator.table(seq)
         pages = table[start // size : -(-stop // size)]
         if pages and pages[-1] - pages[0] == len(pages) - 1 and all(b - a == 1 for a, b in itertools.pairwise(pages)):
@@ -285,8 +286,8 @@ class PagedKVCache:
         return [table[at // size] * size + at % size for at in range(start, stop)]
 
     def keep(self, seq: Hashable, start: int, kept: Sequence[int]) -> None:
-        """Roll ``seq`` back to its first ``start`` tokens, followed by those of its later ones that are numbered in
-        ``kept`` (ascending, 0 is the token at ``start``): what stands of a tree moves up to where it belongs."""
+        """Roll ``seq`` back to its first ``start`` tokens, followed by the later ones whose numbers are in ``kept``
+        (ascending; 0 is the token at ``start``). The accepted path of a tree moves together this way."""
         if list(kept) != list(range(len(kept))):
             slots = self.slots(seq, start, start + max(kept) + 1)
             at = list(range(slots.start, slots.stop)) if isinstance(slots, slice) else slots
@@ -304,11 +305,11 @@ class PagedKVCache:
     ) -> PagedBatch:
         """The ``kv`` of a forward that adds ``counts[b]`` tokens at position ``starts[b]`` of each sequence.
 
-        ``masks[b]`` [N, S], bool, says which of the S = starts[b] + counts[b] stored tokens each of the N = counts[b]
-        new ones sees; None is causal. Every count is at least 1.
+        ``masks[b]``, bool [N, S], is True where each of the N = counts[b] new tokens sees each of the S = starts[b] +
+        counts[b] stored ones; None is causal. Every count is at least 1.
 
-        Raises ``ValueError`` where ``resize`` has not reserved the room: the slots after a sequence's last page may be
-        another's.
+        Raises ``ValueError`` if ``resize`` has not reserved the room: the slots after a sequence's last page may belong
+        to another sequence.
         """
         for seq, start, count in zip(seqs, starts, counts, strict=True):
             if (length := start + count) > (room := self.allocator.length(seq)):

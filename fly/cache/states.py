@@ -1,6 +1,6 @@
-"""Hidden states of cached tokens, for heads that draft by them. Knows nothing of models.
+"""Hidden states of cached tokens, for draft heads that read them. Knows nothing of models.
 
-Shape legend: N consecutive tokens of a row, F hidden states side by side.
+Shape legend: N consecutive tokens of a row, F hidden states concatenated.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from fly.request import Sequence
 
 __all__ = ["HiddenStates"]
 
-_MOST = 8192  # tokens of a row whose hidden states are kept while no drafter uses them
+_MOST = 8192  # tokens per row whose states are kept while no draft head reads them
 
 
 class HiddenStates:
-    """A model's hidden states of the cached tokens of each row, for a drafter that needs them: the residual stream
-    after so many ``layers`` each, side by side [n, F], of a run of consecutive tokens up to the last that is cached.
+    """A model's hidden states for the cached tokens of each row: the residual stream after each of ``layers``,
+    concatenated [n, F], for one run of consecutive tokens that ends with the last cached one.
 
-    If tokens are cached that were not fed (their pages came from another row), the run begins after them. ``begin``
-    returns, for a new row, of how many of its first tokens the drafter needs none: no more are shared. ``end`` is
-    called when a row is over.
+    If a row's first tokens were not fed, because their pages came from another row, the run begins after them.
+    ``begin`` returns for a new row how many of its first tokens the draft head can do without; no more than these are
+    shared. ``end`` is called when a row is finished.
     """
 
     def __init__(self, layers: abc.Sequence[int]) -> None:
@@ -35,23 +35,23 @@ class HiddenStates:
         self._runs: dict[int, tuple[int, Tensor]] = {}  # by row: number of the first token, and the run
 
     def run(self, row: Sequence) -> range:
-        """Numbers of the tokens whose hidden states are here."""
+        """Numbers of the tokens whose hidden states are stored."""
         start, states_NF = self._runs.get(row.id, (0, ()))
         return range(start, start + len(states_NF))
 
     def of(self, row: Sequence, tokens: range) -> Tensor:
-        """Those of ``tokens``, which are among the ``run``."""
+        """The hidden states of ``tokens``, which must lie within the ``run``."""
         start, states_NF = self._runs[row.id]
         return states_NF[tokens.start - start : tokens.stop - start]
 
     def drop(self, row: Sequence, before: int) -> None:
-        """Those of tokens before this number are needed no more."""
+        """Drop the states of tokens before this number."""
         start, states_NF = self._runs.get(row.id, (before, None))
         if states_NF is not None and start < before:
             self._runs[row.id] = before, states_NF[before - start :].clone()
 
     def add(self, row: Sequence, first: int, states_NF: Tensor) -> None:
-        """The row's tokens from ``first`` on were fed."""
+        """Store the states of the row's tokens from ``first`` on, which were just fed."""
         start, known_NF = self._runs.get(row.id, (first, None))
         if known_NF is not None and start + len(known_NF) == first:
             first, states_NF = start, torch.cat([known_NF, states_NF])
@@ -61,14 +61,14 @@ class HiddenStates:
         )
 
     def keep(self, row: Sequence, start: int, path: list[int]) -> None:
-        """Of the tokens from ``start`` on, a tree's, those numbered in ``path`` stand."""
+        """Keep, of a tree's tokens from ``start`` on, those numbered in ``path``."""
         first, states_NF = self._runs.get(row.id, (start, None))
         if states_NF is not None and first <= start:
             kept = [*range(start - first), *(start - first + node for node in path)]
             self._runs[row.id] = first, states_NF[upload(kept, states_NF.device)]
 
     def cut(self, row: Sequence, length: int) -> None:
-        """The row is rolled back to so many tokens."""
+        """Roll the row back to ``length`` tokens."""
         start, states_NF = self._runs.get(row.id, (0, None))
         if states_NF is None or start + len(states_NF) <= length:
             return
@@ -78,7 +78,7 @@ class HiddenStates:
             del self._runs[row.id]
 
     def fork(self, parent: Sequence, child: Sequence, length: int) -> None:
-        """``child`` begins with the first ``length`` tokens of ``parent``."""
+        """Let ``child`` begin with the first ``length`` tokens of ``parent``."""
         if parent.id in self._runs:
             self._runs[child.id] = self._runs[parent.id]
             self.cut(child, length)

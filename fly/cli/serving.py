@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -25,6 +29,7 @@ from fly.cli.options import (
     number,
 )
 from fly.cli.run import command, computed, loaded, options_of, ranks_of, setup_of
+from fly.cli.show import errors
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.llm import LLM
 
@@ -57,7 +62,22 @@ def serve(
     ] = False,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help="A key that requests must bear; may be given several times. Default: $FLY_API_KEY."),
+        typer.Option(
+            help="A key that requests must bear; may be given several times. Other users of the machine can see it: "
+            "better use --api-keys-file. Default: $FLY_API_KEY."
+        ),
+    ] = None,
+    api_keys_file: Annotated[
+        Path | None,
+        typer.Option(help="A file with one key a line; requests must bear one of them. It is read again on SIGHUP."),
+    ] = None,
+    trusted_proxies: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trusted-proxies",
+            help="Addresses and networks of proxies whose X-Forwarded-For is believed ('10.0.0.1,192.168.0.0/16'); may "
+            "be given several times. Default: none.",
+        ),
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
@@ -106,7 +126,10 @@ def serve(
 ) -> None:
     """Serve the model over HTTP as OpenAI does, with a playground at /."""
     services: list[Any] = []
-    keys = _keys(api_key)
+    _die_at_once()
+    if api_keys_file is not None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # while the model is loaded: the file is read after that
+    keys = _keys(api_key, api_keys_file)
 
     def lost(message: str) -> None:
         """A rank is lost: open requests get an error before this process ends."""
@@ -124,6 +147,7 @@ def serve(
         lists = {
             "api_keys": keys,
             "policies": None if policies is None else tuple(policies),
+            "trusted_proxies": tuple(part for each in trusted_proxies or () for part in each.split(",")),
             "allowed_hosts": tuple(allowed_host or ()),
             "cors_origins": tuple(cors_origin or ()),
         }
@@ -140,26 +164,46 @@ def serve(
             llm.lead()
         services.append(service := Service(llm, settings, draft=setup.draft, name=setup.model))
         by = f"draft {setup.draft} · policy {llm.policy} · k {llm.k}"
-        typer.echo(f"{service.name} · {by} · context {service.context} · {computed(llm)}", err=True)
+        line = f"{service.name} · {by} · context {service.context} · {computed(llm)}"
+        errors.print(line, markup=False, highlight=False, soft_wrap=True)
+        if api_key:
+            seen = "other users of this machine can see the keys of --api-key; use --api-keys-file"
+            warnings.warn(seen, stacklevel=1)
         services[0].metrics.loaded([of_rank["peak"] for of_rank in memory])
         server = Server(services[0])
         server.obey()
+        warnings.simplefilter("always")  # else each is remembered for ever
+        logging.captureWarnings(True)  # in the log, which clients cannot fill
         try:
             server.run()
         finally:
             llm.close()
-        if server.lost:
+        if server.lost or server.failed:
             raise typer.Exit(1)
 
 
-def _keys(given: list[str] | None) -> tuple[str, ...]:
-    """The keys of the command line, or else of the environment. Raises ``ValueError`` for a bad key, so that a server
-    that should have keys never runs without."""
+def _die_at_once() -> None:
+    """A process that dies keeps its connections until its memory is written to a core file: let it write none, unless
+    it is told to while it runs (``prlimit --core=unlimited --pid``)."""
+    with suppress(ImportError, ValueError, OSError):
+        import resource  # of Unix alone
+
+        hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+        # Of 1 byte there is no file, nor does Linux hand it to another program, as it does of 0.
+        resource.setrlimit(resource.RLIMIT_CORE, (0 if hard == 0 else 1, hard))
+
+
+def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
+    """The keys of the command line, or else of the environment, besides those of the file. Raises ``ValueError`` for a
+    bad key, so that a server that should have keys never runs without; ``OSError`` for a file that is not there."""
+    from fly.serve.clients import read_keys
     from fly.serve.settings import wrong_with_key
 
+    if file is not None:
+        read_keys(file)
     if not given and (key := os.environ.get("FLY_API_KEY")) is not None:
         if wrong := wrong_with_key(key):
-            advice = "; unset the variable to serve without keys, and give several by --api-key"
+            advice = "; unset the variable to serve without keys, and give several by --api-keys-file"
             raise ValueError(f"the environment variable FLY_API_KEY {wrong}{advice}")
         return (key,)
     for key in given or ():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,8 +19,17 @@ from rich.table import Column, Table
 
 from fly.calls import one_bar
 
+
+class _Errors(Console):
+    """Says what it can: where nothing can be written, as on a full disk, the command goes on."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with suppress(OSError):
+            super().print(*objects, **options)
+
+
 console = Console()
-errors = Console(stderr=True)
+errors = _Errors(stderr=True)
 
 _Row = TypeVar("_Row")
 _Key = TypeVar("_Key")

@@ -1,4 +1,4 @@
-"""The model: configuration, Llama itself, checkpoint directories and their tokenizers."""
+"""Models: configuration, the decoder itself, checkpoints on disk and their tokenizers."""
 
 from fly.models.config import CheckpointError, LlamaConfig, RopeScaling
 from fly.models.llama import DenseCausal, Llama

@@ -1,4 +1,4 @@
-"""Chat templates (Jinja), and separating a model's thinking from its answer. No tokens here."""
+"""Chat templates (Jinja), and splitting an answer into the model's thinking and its text. No tokens here."""
 
 from __future__ import annotations
 
@@ -21,40 +21,41 @@ from fly.errors import short
 __all__ = ["ChatPrompt", "ChatTemplate", "Kind", "Splitter", "Tags", "Thinking", "conversation", "pick"]
 
 Kind = Literal["text", "reasoning"]
-_SPEAKERS = ("system", "developer", "user")  # roles that have nothing but a content
-_REASONING = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # names that callers and templates use for a message's thinking
+_SPEAKERS = ("system", "developer", "user")  # roles whose messages must have a content
+# Names under which callers and templates give the thinking of a message.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-_BLANKS = 64  # characters that may stand before the tag that opens thinking
+_BLANKS = 64  # whitespace characters allowed before the tag that opens the thinking
 
 
 class Tags(NamedTuple):
-    """The tags before and after the thinking of a family's models."""
+    """The tags that a model family writes before and after its thinking."""
 
     open: str
     close: str
 
 
-# Families differ in how they write it; a template that mentions either tag belongs to a model that thinks.
+# Families use different tags. A template that mentions either one belongs to a model that thinks.
 TAGS = (Tags("<think>", "</think>"), Tags("[THINK]", "[/THINK]"))
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """How an answer may begin with thinking. ``begun``: the prompt has opened it already."""
+    """How an answer may begin with thinking. ``begun``: the prompt already ends with the opening tag."""
 
     tags: Tags
     begun: bool = False
 
 
 class ChatPrompt(list[int]):
-    """Token ids of a conversation. ``thinking``: how its answer may begin with thinking; None where it does not.
-    ``shown``: special tokens that stay in the answer's text, since they are needed to read it, such as tags around
-    calls of tools. With these the answer may begin with thinking even if it has a form, which then allows for that."""
+    """Token ids of a conversation.
+
+    Attributes:
+        thinking: how the answer may begin with thinking; None if the model does not think. An answer with a form
+            (structured output) may think before the form begins.
+        shown: special tokens that stay in the text of the answer, such as the tags around calls of tools.
+    """
 
     def __init__(self, ids: Iterable[int], thinking: Thinking | None = None, shown: Iterable[str] = ()) -> None:
         super().__init__(ids)
@@ -62,26 +63,26 @@ class ChatPrompt(list[int]):
 
 
 class Splitter:
-    """Separates the thinking of an answer from its text, while the answer comes in, in pieces of any size.
+    """Splits a streamed answer into thinking and text. Pieces may have any size.
 
-    Thinking is the part between the tags, if the answer begins with the first tag (or the prompt ended with it),
-    without the newlines around it; text is the rest, without the newlines after the thinking. An answer that ends
-    before the second tag is all thinking. No part of a tag is given out. Without ``thinking`` everything is text.
+    The thinking is what stands between the tags, if the answer begins with the opening tag or the prompt ended with it.
+    Newlines around the thinking belong to neither part. An answer that ends before the closing tag is all thinking.
+    A tag is never given out, not even in part. If ``thinking`` is None, everything is text.
     """
 
     def __init__(self, thinking: Thinking | None) -> None:
         self._thinking = thinking
-        self._held = ""  # perhaps the beginning of a tag
-        self._newlines = 0  # held back before that: of thinking, which nothing may follow
-        # "start": may open; "think": inside; "answer": after it, nothing said yet; "text": for good
+        self._held = ""  # received, not given out: it may be the beginning of a tag
+        self._newlines = 0  # newlines held back before ``_held``; dropped if no more thinking follows them
+        # "start": thinking may begin; "think": inside; "answer": after it, before any text; "text": to the end
         self._state = "text" if thinking is None else "think" if thinking.begun else "start"
-        self._fresh = True  # nothing of the thinking was given out yet
+        self._fresh = True  # no thinking has been given out yet
         self._pushed = 0
-        self.tokens = 0  # pushed while it thought, tags included
+        self.tokens = 0  # tokens received up to the closing tag, tags included
 
     def push(self, text: str, tokens: int = 1) -> list[tuple[Kind, str]]:
-        """The thinking and text that are settled by this further text (of so many tokens), in order; no empty
-        pieces."""
+        """Take in ``text`` (of ``tokens`` tokens). Return the thinking and text that are now final, in order, without
+        empty pieces."""
         self._pushed += tokens
         self._held += text
         found = [piece for piece in self._settle() if piece[1]]
@@ -90,7 +91,7 @@ class Splitter:
         return found
 
     def finish(self, rest: str = "") -> list[tuple[Kind, str]]:
-        """What the last piece settles, and what was held back: nothing more comes."""
+        """Take in the last piece. Return everything that is left, including what was held back."""
         found = self.push(rest, 0)
         kind: Kind = "reasoning" if self._state == "think" else "text"
         left, self._held = self._held, ""
@@ -99,7 +100,7 @@ class Splitter:
         return [*found, (kind, left)] if left else found
 
     def _thought(self, text: str) -> str:
-        """Thinking that is settled, after the newlines that were held back; those before all of it are left out."""
+        """Add the newlines held back before ``text``; drop them if they come before all of the thinking."""
         if not text:
             return ""
         text = text.lstrip("\n") if self._fresh else "\n" * self._newlines + text
@@ -115,7 +116,7 @@ class Splitter:
             elif begins.startswith(tag):
                 self._state, self._held = "think", begins[len(tag) :]
                 self.tokens = self._pushed
-            elif not tag.startswith(begins):  # nor may it still become one
+            elif not tag.startswith(begins):  # what came cannot become the tag any more
                 self._state = "text"
         if self._state == "think":
             assert self._thinking is not None
@@ -138,28 +139,27 @@ class Splitter:
 
     @staticmethod
     def whole(thinking: Thinking | None, answer: str) -> tuple[str, str]:
-        """The thinking of an answer, and its text."""
+        """Return the thinking and the text of a whole answer."""
         pieces = Splitter(thinking).finish(answer)
         reasoning, text = ("".join(piece for kind, piece in pieces if kind == k) for k in ("reasoning", "text"))
         return reasoning, text
 
 
 class ChatTemplate:
-    """A template in a sandbox, with what transformers gives those of its models: the functions ``raise_exception`` and
+    """A template in a sandbox, with the extensions that transformers offers: the functions ``raise_exception`` and
     ``strftime_now``, a ``tojson`` that writes plain JSON, ``break`` and ``continue``, ``generation`` blocks."""
 
     def __init__(self, source: str) -> None:
         self.source = source
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The text that it makes of ``variables``, by their names in the template. A template is a program: it may
-        raise any error."""
+        """Render the template with ``variables``. A template is a program: it may raise any error."""
         return self._compiled.render(variables)
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """The variables that it reads, such as ``messages`` and ``tools``. Raises ``ValueError`` if it is not a
-        template."""
+        """Names of the variables that the template reads, such as ``messages`` and ``tools``. Raises ``ValueError``
+        if the source is not a valid template."""
         try:
             return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(self.source)))
         except jinja2.TemplateError as error:
@@ -167,12 +167,12 @@ class ChatTemplate:
 
     @property
     def tags(self) -> Tags | None:
-        """Those of the thinking that it knows of."""
+        """The thinking tags that the template mentions, or None."""
         return next((tags for tags in TAGS if any(tag in self.source for tag in tags)), None)
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        """As code, which takes a hundred times as long to make as to run."""
+        """The compiled template. Compiling takes a hundred times as long as rendering, so it is kept."""
         return _environment().from_string(self.source)
 
 
@@ -214,8 +214,8 @@ def _environment() -> jinja2.Environment:
 
 
 def pick(templates: Mapping[str, ChatTemplate], name: str | None, tools: bool) -> ChatTemplate:
-    """The template of a name; without one ``tool_use`` where there are ``tools`` (and such a template), else
-    ``default``. Raises ``ValueError`` naming the choices."""
+    """Choose the template called ``name``. Without a name it is ``tool_use`` if there are ``tools`` and such a
+    template, else ``default``. Raises ``ValueError`` naming the choices."""
     wanted = name or ("tool_use" if tools and "tool_use" in templates else "default")
     if (found := templates.get(wanted)) is not None:
         return found
@@ -226,9 +226,12 @@ def pick(templates: Mapping[str, ChatTemplate], name: str | None, tools: bool) -
 
 
 def conversation(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates read them: a message's thinking (``reasoning_content``, or ``thinking``, or ``reasoning``)
-    gets the first two of these names, and a content in parts (``{"type": "text", ...}``) is one text. Raises
-    ``ValueError`` for anything that is not a message."""
+    """Bring messages into the form that templates read.
+
+    Thinking given as ``reasoning_content``, ``thinking`` or ``reasoning`` is stored under the first two names. A
+    content in parts (``{"type": "text", ...}``) becomes one text. Raises ``ValueError`` for anything that is not a
+    message.
+    """
     found = []
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
@@ -243,7 +246,7 @@ def conversation(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _text(number: int, content: object) -> object:
-    """A content that comes in parts of text, as one text."""
+    """Join the text parts of a content; return any other content unchanged."""
     if not isinstance(content, (list, tuple)):
         return content
     for part in content:

@@ -1,6 +1,7 @@
-"""What a checkpoint is, whatever its files: configuration, tensors by Hugging Face's names, settings, tokenizer.
+"""What every checkpoint offers, whatever its file format: configuration, tensors, settings, tokenizer.
 
-Two kinds make one: ``fly.models.directory`` and ``fly.models.gguf``. Knows nothing of models or devices.
+Tensors go by Hugging Face's names. Implemented by ``fly.models.directory`` and ``fly.models.gguf``. Knows nothing of
+models or devices.
 """
 
 from __future__ import annotations
@@ -21,41 +22,41 @@ from fly.models.config import CheckpointError, LlamaConfig
 
 __all__ = ["Checkpoint", "Stored", "names"]
 
-Cut = tuple[slice, ...]  # a slice for each dimension
+Cut = tuple[slice, ...]  # one slice per dimension
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file. Each reading maps only its own bytes, as long as the result is in use."""
+    """A tensor in a file. Each read maps only the tensor's own bytes, and only while the result is in use."""
 
     path: Path
     offset: int  # where its bytes begin in the file
     nbytes: int
     shape: tuple[int, ...]
-    kind: str  # how its values are stored, as its format calls it
-    dtype: torch.dtype | None  # of what ``read`` gives where that is the file's own memory; None: it is computed
+    kind: str  # the file format's name for how values are stored
+    dtype: torch.dtype | None  # dtype of ``read()`` if it returns mapped memory; None if the values are computed
 
     def bytes(self) -> np.ndarray[Any, Any]:
-        """All of it as it lies in the file, uint8 [nbytes]. Writing there would change a copy."""
+        """The tensor's bytes as they lie in the file, uint8 [nbytes]. Writing to them changes a copy, not the file."""
         if not self.nbytes:
             return np.zeros(0, dtype=np.uint8)
         return np.memmap(self.path, dtype=np.uint8, mode="c", offset=self.offset, shape=(self.nbytes,))
 
     def read(self, cut: Cut = ()) -> Tensor:
-        """The tensor, or a cut of it."""
+        """Return the tensor, or a cut of it."""
         assert self.dtype is not None
         whole = torch.from_numpy(self.bytes()).view(self.dtype).view(self.shape)
         return whole[cut] if cut else whole
 
     def copy_to(self, to: Tensor, cut: Cut = ()) -> None:
-        """Fill a tensor of the same shape, of any dtype and device, with it, or with a cut of it."""
+        """Copy the tensor, or a cut of it, into ``to``, which has the same shape and any dtype and device."""
         to.copy_(self.read(cut))
 
 
 class Checkpoint(ABC):
-    """A model on disk; each part is read when it is needed.
+    """A model on disk. Each part is read when it is needed.
 
-    All of it raises ``CheckpointError`` for parts that are missing, broken or not supported.
+    Every member raises ``CheckpointError`` for parts that are missing, broken or not supported.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,12 +66,12 @@ class Checkpoint(ABC):
     @property
     @abstractmethod
     def raw(self) -> dict[str, Any]:
-        """The facts of a ``config.json``."""
+        """The contents of ``config.json``; formats without that file build the same dictionary."""
 
     @property
     @abstractmethod
     def tensors(self) -> Mapping[str, Stored]:
-        """By Hugging Face's names."""
+        """The tensors by Hugging Face's names."""
 
     @cached_property
     def _full_config(self) -> LlamaConfig:
@@ -78,14 +79,14 @@ class Checkpoint(ABC):
 
     @property
     def config(self) -> LlamaConfig:
-        """Of the model, as far as its context is used."""
+        """The model's configuration, with its context cut to what ``limit`` allows."""
         most, config = self._context, self._full_config
         if most is None or most >= config.max_position_embeddings:
             return config
         return config.model_copy(update={"max_position_embeddings": most})
 
     def limit(self, context: int | None) -> None:
-        """Use positions below ``context`` only, if the model has more; None is all of them."""
+        """Use only positions below ``context``; None uses all that the model has."""
         if context is not None and context < 1:
             raise ValueError(f"context {context} must be at least 1")
         self._context = context
@@ -96,7 +97,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def where(self, name: str) -> str:
-        """Where ``settings(name)`` come from, for errors."""
+        """Name the place that ``settings(name)`` come from, for errors."""
 
     @property
     @abstractmethod
@@ -104,20 +105,20 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def raw_tokenizer(self) -> RawTokenizer | None:
-        """The tokenizer, or None if it has none."""
+        """The tokenizer, or None if the checkpoint has none."""
 
     @abstractmethod
     def templates(self) -> dict[str, str]:
-        """Chat templates that lie in files of their own, by name; ``default`` is of conversations."""
+        """Chat templates in files of their own, by name; ``default`` is the one for conversations."""
 
     @property
     def nbytes(self) -> int:
-        """Of the weights, as they are stored."""
+        """Size of the weights in bytes, as they are stored."""
         return sum(stored.nbytes for stored in self.tensors.values())
 
     def check_tensors(self, expected: Mapping[str, tuple[int, ...]], allowed: frozenset[str] = frozenset()) -> None:
-        """Raise ``CheckpointError`` unless it has exactly the tensors that are expected, with their shapes, and perhaps
-        those ``allowed``."""
+        """Raise ``CheckpointError`` unless the checkpoint has exactly the ``expected`` tensors, with their shapes.
+        Tensors named in ``allowed`` may be there as well."""
         if missing := sorted(set(expected) - set(self.tensors)):
             raise CheckpointError(f"{self.path}: tensors are missing: {names(missing)}")
         if surplus := sorted(set(self.tensors) - set(expected) - allowed):
@@ -130,5 +131,5 @@ class Checkpoint(ABC):
 
 
 def names(items: list[str], most: int = 4) -> str:
-    """The first of a list of names, and how many more there are."""
+    """Join the first names of a list, and say how many more there are."""
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")

@@ -1,8 +1,8 @@
-"""The layers of a decoder in few kernels: what lies between one attention and the next is one graph of torch.compile.
+"""The decoder's layers in few kernels: torch.compile makes one graph of everything between two attentions.
 
-Attention itself stays a call to the cache, whatever that does (``fly.models.llama.KV``): nothing is traced of it. In
-between, the norms, rotation, activation and residuals between two matrix products are one kernel, also across the
-border of two layers. Knows nothing of devices: the caller decides when to use it.
+Attention itself stays a call to the cache (``fly.models.llama.KV``) and is not traced. Between two matrix products, the
+norms, rotation, activation and residuals become one kernel, even across the border of two layers. Knows nothing of
+devices: the caller decides when to use it.
 
 Shape legend: T packed tokens, H query heads, G key/value heads, D head width, C hidden width.
 """
@@ -19,7 +19,7 @@ from fly.models.llama import KV, Layer, Norm
 
 __all__ = ["CompiledLayers"]
 
-_SHAPES = 256  # numbers of tokens that may come, each compiled by itself
+_SHAPES = 256  # distinct numbers of tokens that may be compiled
 
 
 def _first(layer: Layer, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,18 +38,18 @@ def _last(layer: Layer, norm: Norm, x_TC: Tensor, attended_TC: Tensor) -> Tensor
 
 
 class CompiledLayers:
-    """Layers run by three compiled functions: up to the first attention, from each to the next, and after the last. It
-    is a ``fly.models.llama.Through``: ``model(tokens, positions, kv, through=CompiledLayers())``.
+    """Runs the layers by three compiled functions: up to the first attention, between two attentions, after the last.
+    It is a ``fly.models.llama.LayerLoop``: ``model(tokens, positions, kv, through=CompiledLayers())``.
 
-    Values are the same but for rounding. Each number of tokens is compiled when it first comes, which takes seconds; so
-    use it for numbers that come up often, such as the sizes of CUDA graphs, not for prompts of any length. Layers of
+    The values are those of the plain loop up to rounding. Each new number of tokens is compiled when it first occurs,
+    which takes seconds: use this for sizes that come up often, such as those of CUDA graphs, not for prompts. Layers of
     one kind share the compiled code. A graph break is an error (``fullgraph``): nothing ever runs half compiled.
 
-    Hooks on the model's matrices become part of the graphs, so torch must be able to trace them (it can trace sums over
-    ranks); hooks on a whole layer are not called.
+    Hooks on the model's matrices become part of the graphs, so torch must be able to trace them (it traces all-reduce).
+    Hooks on a whole layer are not called.
 
     Args:
-        options: of ``torch.compile``, such as ``mode="max-autotune-no-cudagraphs"`` or ``backend="eager"``.
+        options: options of ``torch.compile``, such as ``mode="max-autotune-no-cudagraphs"`` or ``backend="eager"``.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -67,13 +67,13 @@ class CompiledLayers:
         kv: KV,
         states: dict[int, Tensor] | None = None,
     ) -> Tensor:
-        """``states`` as of ``fly.models.llama.noting``."""
+        """``states``: see ``fly.models.llama.record_states``."""
         states = {} if states is None else states
         if 0 in states:
             states[0] = x_TC
         if not len(layers):
             return norm(x_TC)
-        # Past the limit torch would refuse a further number of tokens.
+        # torch counts one compilation per number of tokens, and refuses more than its limit.
         with torch._dynamo.config.patch(recompile_limit=_SHAPES, accumulated_recompile_limit=8 * _SHAPES):
             layer = layers[0]
             q_THD, k_TGD, v_TGD = self._first(layer, x_TC, *rotary[layer.rope])
@@ -84,6 +84,6 @@ class CompiledLayers:
                 if number in states:
                     states[number] = x_TC
             attended_TC = layer.self_attn.attend(kv, q_THD, k_TGD, v_TGD)
-            if len(layers) in states:  # which ``_last`` does not give
+            if len(layers) in states:  # ``_last`` returns the normed value, so compute the last state here
                 states[len(layers)] = layer.after(x_TC, attended_TC)
             return self._last(layer, norm, x_TC, attended_TC)

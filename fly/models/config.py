@@ -1,4 +1,4 @@
-"""A decoder's sizes and options as data, read from a Hugging Face ``config.json``. Knows nothing of tensors."""
+"""A decoder's sizes and options, read from a Hugging Face ``config.json``. Knows nothing of tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fly.models.families import FAMILIES, FULL, OPTIONS, SLIDING, Family, family
 
 __all__ = ["CheckpointError", "LlamaConfig", "RopeScaling"]
 
-# Of each rope type, the settings it needs and those it may have besides.
+# For each rope type: the settings that it needs, and those that it may have besides.
 ROPE_TYPES: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
     "linear": ({"factor"}, set()),
@@ -33,16 +33,16 @@ ROPE_TYPES: dict[str, tuple[set[str], set[str]]] = {
         },
     ),
 }
-# How configurations say that layers hold several feed-forward networks of which each token takes some.
+# Settings by which a configuration shows a mixture of experts.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint directory cannot be used; the message names the file, the bad value and the choices."""
+    """A checkpoint cannot be used. The message names the file, the bad value and the choices."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no such file. Raises ``CheckpointError``."""
+    """Read the object in a JSON file; return an empty one if there is no such file. Raises ``CheckpointError``."""
     if not path.exists():
         return {}
     try:
@@ -83,7 +83,7 @@ class RopeScaling(BaseModel):
 
     @property
     def table_scale(self) -> float:
-        """What cosines and sines are multiplied with: YaRN's attention factor (arXiv 2309.00071, equation 22)."""
+        """Factor on the cosines and sines: YaRN's attention factor (arXiv 2309.00071, equation 22)."""
         if self.rope_type != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -97,7 +97,7 @@ class RopeScaling(BaseModel):
         return grown(1.0)
 
     def to_hf(self) -> dict[str, Any] | None:
-        """The settings that matter to this type, as in ``config.json``; None is no scaling."""
+        """The settings that this rope type uses, as in ``config.json``; None if nothing is scaled."""
         if self.rope_type == "default":
             return None
         needed, optional = ROPE_TYPES[self.rope_type]
@@ -108,8 +108,8 @@ class RopeScaling(BaseModel):
 class LlamaConfig(BaseModel):
     """Sizes and options of a decoder; field names are those of Hugging Face's ``config.json``.
 
-    ``family`` is one of ``fly.models.families.FAMILIES``: what else sets the model apart from a Llama. Fields that the
-    family has no use for keep their defaults.
+    ``family`` is one of ``fly.models.families.FAMILIES`` and says how the model differs from a Llama in other ways.
+    Options that the family does not have keep their defaults.
 
     Raises ``pydantic.ValidationError`` (a ``ValueError``) for sizes that do not fit together.
     """
@@ -131,14 +131,14 @@ class LlamaConfig(BaseModel):
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
-    sliding_window: int | None = Field(default=None, gt=0)  # tokens that a layer sees, itself included
-    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None  # None: none slides
+    sliding_window: int | None = Field(default=None, gt=0)  # number of last tokens that a sliding layer attends over
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None  # None: all full
     query_pre_attn_scalar: int | None = Field(default=None, gt=0)  # None: head_dim
-    rope_local_base_freq: float | None = Field(default=None, gt=0)  # rope_theta of sliding layers; None: as all
+    rope_local_base_freq: float | None = Field(default=None, gt=0)  # rope_theta of sliding layers; None: rope_theta
     embedding_multiplier: float = Field(default=1.0, gt=0)
     attention_multiplier: float | None = Field(default=None, gt=0)  # None: head_dim ** -0.5
-    residual_multiplier: float = Field(default=1.0, gt=0)  # of what attention and feed-forward add
-    logits_scaling: float = Field(default=1.0, gt=0)  # logits are divided by it
+    residual_multiplier: float = Field(default=1.0, gt=0)  # factor on the outputs of attention and feed-forward
+    logits_scaling: float = Field(default=1.0, gt=0)  # divides the logits
 
     @model_validator(mode="before")
     @classmethod
@@ -147,7 +147,7 @@ class LlamaConfig(BaseModel):
             return values
         hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
         derived = {"num_key_value_heads": heads}
-        # Sizes that are no positive integers are left for the fields to refuse.
+        # Values that are not positive integers are left to the fields, which refuse them.
         if values.get("head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
             if hidden % heads:
                 raise ValueError(
@@ -178,42 +178,42 @@ class LlamaConfig(BaseModel):
 
     @property
     def traits(self) -> Family:
-        """What sets the family apart."""
+        """How the model's family differs from Llama."""
         return FAMILIES[self.family]
 
     @property
     def windows(self) -> list[int | None]:
-        """Of each layer, how many tokens it sees, the last ones up to its own; None is all of them."""
+        """For each layer, the number of last tokens that it attends over; None is all."""
         types = self.layer_types or (FULL,) * self.num_hidden_layers
         return [self.sliding_window if kind == SLIDING else None for kind in types]
 
     @property
     def ropes(self) -> list[tuple[float, RopeScaling]]:
-        """Base and scaling of the rotary embedding: of most layers, and of those that slide where that is another."""
+        """Base and scaling of each rotary embedding: one for all layers, or a second one for sliding layers."""
         usual = self.rope_theta, self.rope_scaling
         return [usual] if self.rope_local_base_freq is None else [usual, (self.rope_local_base_freq, RopeScaling())]
 
     @property
     def attention_scale(self) -> float:
-        """What products of queries and keys are multiplied with."""
+        """Factor on the products of queries and keys."""
         if self.attention_multiplier is not None:
             return self.attention_multiplier
         return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
 
     def resized(self, layers: int, **sizes: Any) -> LlamaConfig:
-        """The same with other ``sizes`` and so many ``layers``, whose kinds are this model's in turn."""
+        """Return a copy with ``layers`` layers and other ``sizes``. Layer kinds repeat this model's."""
         types = self.layer_types and [self.layer_types[i % self.num_hidden_layers] for i in range(layers)]
         changes = {"num_hidden_layers": layers, "layer_types": types, **sizes}
         return LlamaConfig.model_validate(self.model_dump() | changes)
 
     @classmethod
     def from_hf(cls, raw: dict[str, Any], source: str = "config.json") -> LlamaConfig:
-        """Read the dictionary of a ``config.json`` (both the ``rope_scaling`` and ``rope_parameters`` layouts).
+        """Read the dictionary of a ``config.json``, with ``rope_scaling`` or ``rope_parameters``.
 
-        A context that YaRN stretches is the stretched one, even where ``max_position_embeddings`` states the trained
-        one. Dynamic scaling begins after the context, which no text goes beyond here; so it changes nothing.
+        With YaRN the context is the stretched one, even if ``max_position_embeddings`` states the trained one. Dynamic
+        scaling changes nothing, since it begins after the context, and no text here is longer than the context.
 
-        Raises ``CheckpointError`` for an architecture, quantisation, activation or rope type that is not computed here.
+        Raises ``CheckpointError`` for an architecture, quantisation, activation or rope type that is not supported.
         """
         family = _supported(raw, source)
         stated = {**family.defaults, **raw}
@@ -242,7 +242,7 @@ class LlamaConfig(BaseModel):
             raise CheckpointError(f"{source}: {explain(error)}") from error
 
     def to_hf(self, dtype: str = "bfloat16", **extra: Any) -> dict[str, Any]:
-        """The same facts as a ``config.json`` dictionary that transformers also reads."""
+        """Return the dictionary of a ``config.json`` that transformers also reads."""
         family = self.traits
         unused = {"family", "rope_scaling", "layer_types", *(set(OPTIONS) - family.options)}
         types = list(self.layer_types or (FULL,) * self.num_hidden_layers)
@@ -262,7 +262,7 @@ class LlamaConfig(BaseModel):
 
 
 def _supported(raw: dict[str, Any], source: str) -> Family:
-    """The family of a configuration. Raises ``CheckpointError`` naming an architecture that no family has."""
+    """Return the family of a configuration. Raises ``CheckpointError`` for an architecture that no family has."""
     architectures = raw.get("architectures") or []
     if (quantised := raw.get("quantization_config")) is not None:
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
@@ -281,7 +281,7 @@ def _supported(raw: dict[str, Any], source: str) -> Family:
 
 
 def _layers(stated: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Which layers slide, and the window, which is none where no layer does."""
+    """Return which layers slide, and the window; both None if no layer slides."""
     none = {"layer_types": None, "sliding_window": None}
     count, types = stated.get("num_hidden_layers"), stated.get("layer_types")
     if stated.get("sliding_window") is None or not isinstance(count, int):
@@ -291,7 +291,7 @@ def _layers(stated: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _rope(stated: dict[str, Any], source: str) -> tuple[float, RopeScaling, float | None]:
-    """Base and scaling of the rotary embedding, and the base of sliding layers if it is given separately."""
+    """Return base and scaling of the rotary embedding, and the base of sliding layers if they have their own."""
     rope: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(given := stated.get(name) or {}, dict):
@@ -309,7 +309,7 @@ def _rope(stated: dict[str, Any], source: str) -> tuple[float, RopeScaling, floa
     rope_type = rope.pop("rope_type", None) or old_type or "default"
     theta = stated.get("rope_theta") if theta is None else theta
     partial = rope.pop("partial_rotary_factor", None), stated.get("partial_rotary_factor")
-    if any(share not in (None, 1.0) for share in partial):
+    if any(factor not in (None, 1.0) for factor in partial):
         raise CheckpointError(f"{source}: partial_rotary_factor is not supported; every head is rotated whole")
     if rope_type not in ROPE_TYPES:
         raise CheckpointError(f"{source}: rope type {rope_type!r} is not supported; choices: {list(ROPE_TYPES)}")

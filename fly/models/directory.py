@@ -1,4 +1,4 @@
-"""A checkpoint as Hugging Face lays it out: a directory of ``config.json``, safetensors, tokenizer and settings."""
+"""A checkpoint as Hugging Face lays it out: a directory with ``config.json``, safetensors, tokenizer and settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Directory"]
 
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Derived tables that old exporters saved with the weights; this model computes them itself.
+# Tables that old exporters saved with the weights; this model computes them itself.
 _DERIVED = (".rotary_emb.inv_freq",)
 
 
@@ -75,7 +75,7 @@ class Directory(Checkpoint):
         return {name: file.read_text("utf-8") for name, file in files.items() if file.exists()}
 
     def weight_files(self) -> list[Path]:
-        """The files of its weights. Raises ``CheckpointError`` if one is missing."""
+        """List the files of the weights. Raises ``CheckpointError`` if one is missing."""
         index = self.path / _INDEX
         if index.exists():
             try:
@@ -112,7 +112,7 @@ def _parts(key: str, stored: Stored, config: LlamaConfig) -> Iterator[tuple[str,
 
 
 def _tensors(file: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file, which the library checks: they lie within it, one after another."""
+    """List the tensors of a safetensors file. The library has checked that each lies within the file."""
     try:
         with safe_open(file, framework="np"), open(file, "rb") as stream:  # torch would map the file once more
             size = int.from_bytes(stream.read(8), "little")

@@ -1,11 +1,11 @@
-"""EAGLE-3 draft heads (arXiv 2503.01840): one decoder layer that drafts by a target's hidden states. Configuration,
-module and checkpoints. Knows nothing of caches, sampling or drafting.
+"""EAGLE-3 draft heads (arXiv 2503.01840): one decoder layer that drafts from the target's hidden states. Holds the
+configuration, the module and its checkpoints. Knows nothing of caches, sampling or drafting.
 
-Two layouts are published, which differ in their ``config.json`` and in a layer's name: that of the paper's code (one
-flat configuration of the architecture ``LlamaForCausalLMEagle3``, the layer is ``midlayer``), and that of the package
-``speculators`` (the layer's configuration in ``transformer_layer_config``, the layer is ``layers.0``).
+Two layouts are published. The paper's code has one flat configuration of architecture ``LlamaForCausalLMEagle3`` and
+calls the layer ``midlayer``. The package ``speculators`` keeps the layer's configuration in
+``transformer_layer_config`` and calls the layer ``layers.0``.
 
-Shape legend: T packed tokens, F the target's hidden states side by side, C hidden width of the head, U draft
+Shape legend: T packed tokens, F hidden states of the target concatenated, C hidden width of the head, U draft
 vocabulary, V the target's vocabulary.
 """
 
@@ -32,12 +32,12 @@ from fly.models.loading import resolve_dtype
 
 __all__ = ["Eagle3Head", "HeadConfig", "HeadLayer", "is_head", "load_head", "save_head"]
 
-# Architectures that configurations of heads name; those of ``speculators`` also state their type.
+# Architectures of heads. Configurations of ``speculators`` also state a type.
 ARCHITECTURES = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"
 _KIND = "eagle3"  # speculators_model_type
 _FLAGS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
 _STATES = "eagle_aux_hidden_state_layer_ids"
-# What a ``transformer_layer_config`` may leave out, as transformers has it: only what differs from these is stored.
+# Values of a ``transformer_layer_config`` that are not stored because they are the defaults of transformers.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
         "vocab_size": 32000,
@@ -58,7 +58,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def is_head(path: Path) -> bool:
-    """Whether a directory holds a draft head, by its ``config.json``."""
+    """Whether the ``config.json`` in a directory describes a draft head."""
     try:
         return _names_a_head(read_json(path / "config.json"))
     except CheckpointError:
@@ -74,10 +74,12 @@ def _names_a_head(raw: dict[str, Any]) -> bool:
 class HeadConfig(BaseModel):
     """Sizes and options of a head.
 
-    ``layer`` describes its decoder layer (``vocab_size`` is the target's). ``states`` are the numbers of layers of the
-    target after which it takes hidden states; None is ``states_of`` the target. The flags are those of ``speculators``:
-    the residual is the normed feature; all hidden states are normed before ``fc``, together or each; and what is fed on
-    to the next step is normed.
+    ``layer`` describes the head's decoder layer (``vocab_size`` is the target's). ``states`` are the target's layers
+    after which hidden states are taken; None is the default of ``states_of``. The flags are those of ``speculators``:
+
+    - ``norm_before_residual``: the residual stream begins with the normed feature.
+    - ``norm_before_fc``, ``fc_norm``: the hidden states are normed before ``fc``, all together or each by itself.
+    - ``norm_output``: the feature that is fed to the next step is normed.
 
     Raises ``pydantic.ValidationError`` (a ``ValueError``) for sizes that do not fit together.
     """
@@ -103,14 +105,12 @@ class HeadConfig(BaseModel):
 
     @property
     def inputs(self) -> int:
-        """How many hidden states of the target it takes."""
+        """How many hidden states of the target the head takes."""
         return 3 if self.states is None else len(self.states)
 
     def states_of(self, layers: int) -> tuple[int, ...]:
-        """After how many of a target's ``layers`` hidden states are taken; by default as in the paper's code.
-
-        Raises ``ValueError`` for a target too small for that.
-        """
+        """The layers after which hidden states are taken, of a target with ``layers`` layers. The default is that of
+        the paper's code. Raises ``ValueError`` for a target that is too small for it."""
         usual = 2, layers // 2, layers - 3
         if self.states is None and (min(usual) < 0 or len(set(usual)) < 3):
             raise ValueError(
@@ -155,7 +155,7 @@ class HeadConfig(BaseModel):
             raise CheckpointError(f"{source}: {explain(error)}") from error
 
     def to_hf(self, dtype: str, **extra: Any) -> dict[str, Any]:
-        """The same facts as a flat ``config.json``, with those of ``extra``."""
+        """Return the flat ``config.json`` of the head, with ``extra`` added."""
         raw = {**self.layer.to_hf(dtype), "architectures": [ARCHITECTURES[0]], "tie_word_embeddings": False}
         raw |= {"draft_vocab_size": self.draft_vocab_size, "target_hidden_size": self.target_hidden_size}
         raw |= {name: True for name in _FLAGS if getattr(self, name)}
@@ -163,7 +163,7 @@ class HeadConfig(BaseModel):
 
 
 def _stated(raw: dict[str, Any], source: str) -> tuple[int, ...] | None:
-    """After how many layers hidden states are taken. ``eagle_config`` names the layers they come from instead."""
+    """The layers after which hidden states are taken. ``eagle_config`` counts layers from 0, so 1 is added to its."""
     own, nested = raw.get(_STATES), (raw.get("eagle_config") or {}).get(_STATES)
     if own is None and nested is not None:
         own = [number + 1 for number in nested] if isinstance(nested, list) else nested
@@ -175,7 +175,7 @@ def _stated(raw: dict[str, Any], source: str) -> tuple[int, ...] | None:
 
 
 class HeadLayer(nn.Module):
-    """A decoder layer whose queries, keys and values are made of embedding and feature side by side."""
+    """A decoder layer whose queries, keys and values are computed from embedding and feature, concatenated."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -201,12 +201,12 @@ class HeadLayer(nn.Module):
 class Eagle3Head(nn.Module):
     """The head; parameter names are those of ``speculators``, save for the fused ``qkv_proj`` and ``gate_up_proj``.
 
-    A token at position i is fed with the target's hidden states at position i - 1 (``fuse``) or, where those are not
-    known yet, with the head's own feature there. The result is the feature of position i, whose ``logits`` predict the
+    The input for the token at position i is the target's hidden states at position i - 1 (``fuse``) or, if those are
+    not known yet, the head's own feature there. The result is the feature of position i; its ``logits`` predict the
     next token.
 
-    ``to_target_U`` are the target's ids of the draft vocabulary. Without an embedding of its own it needs the target's
-    (``share``).
+    ``to_target_U`` maps the draft vocabulary to the target's ids. A head without an embedding of its own needs the
+    target's (``share``).
     """
 
     to_target_U: Tensor
@@ -214,7 +214,7 @@ class Eagle3Head(nn.Module):
     def __init__(self, config: HeadConfig, embedding: bool = True) -> None:
         super().__init__()
         self.config, layer = config, config.layer
-        width, self.shares = layer.hidden_size, not embedding  # the target's embedding
+        width, self.shares = layer.hidden_size, not embedding  # whether it uses the target's embedding
         self.embed_tokens = nn.Embedding(layer.vocab_size, width) if embedding else None
         given = config.inputs * config.target_hidden_size
         self.input_norm = Norm(given, layer) if config.norm_before_fc else None
@@ -236,7 +236,7 @@ class Eagle3Head(nn.Module):
         return self.fc.weight.device
 
     def share(self, weight_VC: Tensor) -> None:
-        """Take the target's embedding, which is not trained. Raises ``ValueError`` for one of another shape."""
+        """Use the target's embedding, without training it. Raises ``ValueError`` if its shape is wrong."""
         layer = self.config.layer
         if weight_VC.shape != (layer.vocab_size, layer.hidden_size):
             raise ValueError(
@@ -247,7 +247,7 @@ class Eagle3Head(nn.Module):
         self.embed_tokens = nn.Embedding(*weight_VC.shape, _weight=weight, _freeze=True)
 
     def fuse(self, states_TF: Tensor) -> Tensor:
-        """Features [T, C] of the target's hidden states."""
+        """Reduce the target's hidden states to features [T, C]."""
         states_TF = states_TF.to(self.device, self.dtype)
         if self.input_norm is not None:
             states_TF = self.input_norm(states_TF)
@@ -258,7 +258,7 @@ class Eagle3Head(nn.Module):
         return fused_TC
 
     def forward(self, tokens_T: Tensor, x_TC: Tensor, positions_T: Tensor, kv: KV) -> Tensor:
-        """Features [T, C] of packed ``tokens_T`` (int64, the target's ids), each fed with the feature before it."""
+        """Features [T, C] of packed ``tokens_T`` (int64, the target's ids); ``x_TC`` are the features before each."""
         if self.embed_tokens is None:
             raise ValueError("the head has no embedding of its own, and shares none yet")
         if self._rotary is None or self._rotary[0].dtype != self.dtype or self._rotary[0].device != self.device:
@@ -274,7 +274,7 @@ class Eagle3Head(nn.Module):
 
 
 def _pieces(head: Eagle3Head) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a head by the names of ``speculators``; fused matrices are given in parts."""
+    """The tensors of a head by the names of ``speculators``; fused matrices are split."""
     layer = head.config.layer
     heads, kv_heads = (n * layer.head_dim for n in (layer.num_attention_heads, layer.num_key_value_heads))
     fused = {
@@ -289,15 +289,15 @@ def _pieces(head: Eagle3Head) -> Iterator[tuple[str, Tensor]]:
 
 
 def load_head(path: Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Eagle3Head:
-    """Load a head's directory, without gradients: its ``config.json``, and ``model.safetensors`` (or an index and its
-    shards) or ``pytorch_model.bin``. ``dtype`` None is what its configuration states.
+    """Load a head from a directory, without gradients: its ``config.json``, and ``model.safetensors`` (or an index and
+    its shards) or ``pytorch_model.bin``. ``dtype`` None is the one that its configuration states.
 
-    Raises ``CheckpointError`` for what is missing, surplus, misshapen or contradicts itself, by its name.
+    Raises ``CheckpointError`` naming tensors that are missing, surplus or misshapen, or that contradict each other.
     """
     raw = read_json(path / "config.json")
     config = HeadConfig.from_hf(raw, str(path / "config.json"))
     tensors = _read(path)
-    # Either layout's names for the layer, and what a head of the whole vocabulary may leave out.
+    # Use the names of ``speculators`` for both layouts. A head of the whole vocabulary needs no ``d2t``.
     stored = {key.replace("midlayer.", "layers.0.", 1) if key.startswith("midlayer.") else key: key for key in tensors}
     head = Eagle3Head(config, embedding="embed_tokens.weight" in stored)
     head.to(device, dtype or resolve_dtype("auto", raw))
@@ -320,7 +320,7 @@ def load_head(path: Path, dtype: torch.dtype | None = None, device: torch.device
 
 
 def _mapping(path: Path, config: HeadConfig, tensors: dict[str, Tensor]) -> Tensor:
-    """The target's ids [U] of the draft vocabulary, by the offsets ``d2t``; ``t2d`` marks the same."""
+    """The target's ids [U] of the draft vocabulary: id u + ``d2t[u]``. ``t2d`` must mark the same ids."""
     ids_U = torch.arange(config.draft_vocab_size)
     if (offsets_U := tensors.get("d2t")) is not None:
         ids_U = ids_U + offsets_U.long()
@@ -339,7 +339,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     if (binary := path / "pytorch_model.bin").exists() and not (path / "model.safetensors").exists():
         try:
             found = torch.load(binary, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # the library raises what its reader does
+        except Exception as error:  # torch raises many kinds of errors here
             raise CheckpointError(f"{binary}: not a readable file of tensors ({error})") from error
         return dict(found)
     tensors: dict[str, Tensor] = {}
@@ -352,8 +352,8 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def save_head(head: Eagle3Head, directory: str | Path, dtype: torch.dtype = torch.bfloat16, **extra: Any) -> None:
-    """Write ``config.json`` and ``model.safetensors`` in the layout of the paper's code; ``extra`` goes into the
-    configuration. The target's embedding is left out."""
+    """Write ``config.json`` and ``model.safetensors`` in the layout of the paper's code; ``extra`` is added to the
+    configuration. An embedding shared with the target is left out."""
     directory, layer = Path(directory), head.config.layer
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {

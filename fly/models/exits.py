@@ -1,8 +1,9 @@
-"""Predictors of an early exit (SpecEE, arXiv 2504.08850): after some of a target's layers, small networks that look at
-a few candidates for the next token and say whether more layers would change the target's choice. Knows nothing of
-caches or of how a forward is run.
+"""Predictors of an early exit (SpecEE, arXiv 2504.08850): small networks that stand after some of a target's layers,
+look at a few candidates for the next token, and say whether more layers would change the target's choice. Knows nothing
+of caches or of how a forward is run.
 
-Shape legend: N places, E candidates a place, F features of a place (3·E), U tokens looked through for candidates.
+Shape legend: N positions, E candidates per position, F features per position (3·E), U tokens among which candidates are
+sought, L looks.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ _ARCHITECTURE = "EarlyExits"
 
 
 class ExitConfig(BaseModel):
-    """Sizes of the target that it is for, where it looks, and how sure it must be."""
+    """Sizes of the target, the layers after which predictors look, and how sure they must be."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     hidden_size: int = Field(gt=0)
     num_hidden_layers: int = Field(gt=1)
     vocab_size: int = Field(gt=1)
-    layers: tuple[int, ...] = Field(min_length=1)  # it looks after so many of the target's layers, ascending
+    layers: tuple[int, ...] = Field(min_length=1)  # numbers of layers after which a predictor looks, ascending
     candidates: int = Field(default=4, gt=1)
-    looked_through: int = Field(gt=1)  # frequent tokens among which candidates are found
-    width: int = Field(default=64, gt=0)  # of a network
-    thresholds: tuple[float, ...]  # at each look the chance from which on it says yes; above 1 is never
+    looked_through: int = Field(gt=1)  # number of frequent tokens among which candidates are sought
+    width: int = Field(default=64, gt=0)  # hidden width of a predictor
+    thresholds: tuple[float, ...]  # for each look, the least chance that counts as settled; above 1 never exits
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -55,7 +56,7 @@ class ExitConfig(BaseModel):
 
 
 class Exits(nn.Module):
-    """A network of two layers for each look. ``ids_U``: the tokens among which candidates are found."""
+    """A network of two layers for each look. ``ids_U``: the tokens among which candidates are sought."""
 
     ids_U: Tensor
     mean_LF: Tensor
@@ -69,33 +70,33 @@ class Exits(nn.Module):
             for _ in config.layers
         )
         self.register_buffer("ids_U", torch.arange(config.looked_through))
-        # What features are moved and scaled by, so that logits and probabilities weigh alike at first.
+        # Mean and scale of the features in training, so that logits and probabilities start with equal weight.
         self.register_buffer("mean_LF", torch.zeros(len(config.layers), features))
         self.register_buffer("scale_LF", torch.ones(len(config.layers), features))
 
     @staticmethod
     def features(logits_NE: Tensor, earlier_NE: Tensor | None) -> Tensor:
-        """What a look reads, [N, F]: the candidates' logits, likeliest first, their probabilities among themselves, and
-        the change of these since the last look, whose logits are ``earlier_NE`` (None at the first)."""
+        """Features [N, F] that a look reads: the candidates' logits, likeliest first; their probabilities among
+        themselves; and how these changed since the last look, whose logits are ``earlier_NE`` (None at the first)."""
         probs_NE = logits_NE.softmax(-1)
         before_NE = probs_NE if earlier_NE is None else earlier_NE.softmax(-1)
         return torch.cat([logits_NE, probs_NE, probs_NE - before_NE], -1)
 
     def chance(self, look: int, features_NF: Tensor) -> Tensor:
-        """[N] how likely it is that the target's choice is settled."""
+        """Probability [N] that the target's choice is settled."""
         scaled_NF = (features_NF - self.mean_LF[look]) / self.scale_LF[look]
         found_N1: Tensor = self.looks[look](scaled_NF)
         return found_N1.squeeze(-1).sigmoid()
 
     def check(self, target: LlamaConfig) -> None:
-        """Raise ``ValueError`` if it is for a target of other sizes."""
+        """Raise ``ValueError`` if the predictors were trained for a target of other sizes."""
         for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
             if (own := getattr(self.config, name)) != (theirs := getattr(target, name)):
                 raise ValueError(f"these exits are for another target: its {name} is {own}, this one's {theirs}")
 
 
 def save_exits(exits: Exits, directory: Path) -> None:
-    """Write ``config.json`` and ``model.safetensors``."""
+    """Write the predictors as ``config.json`` and ``model.safetensors``."""
     directory.mkdir(parents=True, exist_ok=True)
     said = {"architectures": [_ARCHITECTURE], **exits.config.model_dump(mode="json")}
     (directory / "config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
@@ -105,7 +106,7 @@ def save_exits(exits: Exits, directory: Path) -> None:
 
 
 def load_exits(directory: str | Path) -> Exits:
-    """What ``save_exits`` wrote. Raises ``CheckpointError`` naming what cannot be used."""
+    """Read predictors that ``save_exits`` wrote. Raises ``CheckpointError`` naming what cannot be used."""
     directory = Path(directory)
     try:
         said = json.loads((directory / "config.json").read_text(encoding="utf-8"))

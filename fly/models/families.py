@@ -1,7 +1,7 @@
-"""Model families as data: what the one decoder (``fly.models.llama``) does for each. Knows nothing of tensors.
+"""Model families as data: how the one decoder (``fly.models.llama``) differs for each. Knows nothing of tensors.
 
-A further family is one more ``Family`` here; the tests then compare it with transformers like all others. What a
-``Family`` cannot express yet becomes a new field, and a branch where the decoder and the compiled kernels read it.
+To add a family, add a ``Family`` here; the tests then compare it with transformers like the others. A difference that
+``Family`` cannot express yet becomes a new field, and a branch in the decoder and in the compiled kernels.
 docs/contributing.md has the steps.
 """
 
@@ -17,7 +17,7 @@ __all__ = ["FAMILIES", "FULL", "OPTIONS", "SLIDING", "Activation", "Family", "fa
 Activation = Literal["silu", "gelu_tanh"]
 FULL, SLIDING = "full_attention", "sliding_attention"  # as config.json names the kinds of layers
 
-# Fields of a configuration that only some families have, with their value in all others.
+# Fields of a configuration that only some families have, and their value for all other families.
 OPTIONS: Mapping[str, Any] = MappingProxyType(
     {
         "attention_bias": False,
@@ -43,37 +43,37 @@ def _every(raw: Mapping[str, Any], layers: int) -> list[str]:
 
 
 def _from_max_window_layers(raw: Mapping[str, Any], layers: int) -> list[str]:
-    """None, unless ``use_sliding_window`` says so: then those from ``max_window_layers`` on."""
+    """Full attention, or with ``use_sliding_window`` sliding attention from layer ``max_window_layers`` on."""
     first = raw["max_window_layers"] if raw["use_sliding_window"] else layers
     return [SLIDING if number >= first else FULL for number in range(layers)]
 
 
 def _all_but_each_nth(raw: Mapping[str, Any], layers: int) -> list[str]:
-    """All but each ``sliding_window_pattern``-th."""
+    """Sliding attention except in every ``sliding_window_pattern``-th layer."""
     return [SLIDING if (number + 1) % raw["sliding_window_pattern"] else FULL for number in range(layers)]
 
 
 @dataclass(frozen=True)
 class Family:
-    """How a family differs from Llama, which has all the defaults."""
+    """How a family differs from Llama. The defaults are Llama's."""
 
     name: str  # config.json: model_type
     architecture: str  # config.json: architectures
-    options: frozenset[str] = frozenset()  # which of OPTIONS it has
+    options: frozenset[str] = frozenset()  # those of OPTIONS that the family has
     qkv_bias: bool = False  # query, key and value have a bias, whatever ``attention_bias`` says
-    query_norm: Literal["none", "heads", "whole"] = "none"  # queries and keys are normalised before they are rotated:
-    # head by head, or all heads at once
-    norm_offset: float = 0.0  # what norms add to their weights
-    input_norms: bool = True  # what attention and feed-forward take is normalised
-    output_norms: bool = False  # what attention and feed-forward give is normalised before it is added
-    fused: bool = False  # files have query, key and value as one tensor, and gate and up
+    # Whether queries and keys are normalised before the rotary embedding: head by head, or all heads at once.
+    query_norm: Literal["none", "heads", "whole"] = "none"
+    norm_offset: float = 0.0  # added to the stored weights of norms
+    input_norms: bool = True  # the inputs of attention and feed-forward are normalised
+    output_norms: bool = False  # the outputs of attention and feed-forward are normalised before they are added
+    fused: bool = False  # files store query, key and value as one tensor, and gate and up as another
     scaled_embedding: bool = False  # embeddings are multiplied by the square root of their width
     activation: Activation = "silu"
-    activation_key: str = "hidden_act"  # where config.json names it,
-    activation_name: str = "silu"  # and as what
-    layer_types: Callable[[Mapping[str, Any], int], list[str]] = _none  # where config.json does not list them
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # what config.json may leave out, as transformers has it
-    refused: tuple[str, ...] = ()  # what config.json may ask for, but the decoder does not compute
+    activation_key: str = "hidden_act"  # the field of config.json that names the activation,
+    activation_name: str = "silu"  # and the name that it must have there
+    layer_types: Callable[[Mapping[str, Any], int], list[str]] = _none  # used if config.json does not list them
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults of transformers for absent fields
+    refused: tuple[str, ...] = ()  # fields of config.json that must not be set, since the decoder lacks them
 
 
 _WINDOW = frozenset({"sliding_window", "layer_types"})
@@ -162,6 +162,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def family_of(architectures: object) -> Family | None:
-    """The family whose name is among a configuration's ``architectures``, or None."""
+    """Return the family named in a configuration's ``architectures``, or None."""
     names = architectures if isinstance(architectures, list) else []
     return next((family for family in FAMILIES.values() if family.architecture in names), None)

@@ -1,4 +1,4 @@
-"""A checkpoint's recommended sampling: ``generation_config.json``, with every field used or named. No tensors here."""
+"""Sampling defaults from a checkpoint's ``generation_config.json``; settings without effect are named."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fly.types import SamplingParams
 
 __all__ = ["read_sampling_defaults", "sampling_defaults"]
 
-# By transformers' names -> by ours. Settings of drawing count only if the checkpoint draws at all.
+# transformers' names -> ours. Settings of drawing count only with ``do_sample``.
 _DRAWING = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
 _ALWAYS = {
     "repetition_penalty": "repetition_penalty",
@@ -27,8 +27,8 @@ _ALWAYS = {
     "stop_strings": "stop",
 }
 _IDS = ("suppress_tokens", "bad_words_ids")
-# Those that change no text: of formats, caches, other ways to draft, beams (``num_beams`` says whether there are any);
-# ids that the tokenizer and its template handle, or that are read elsewhere (``read_eos_ids``).
+# Settings that change no text: file formats, caches, other ways to draft, beams (idle without
+# ``num_beams``); ids that the tokenizer and its template handle, or that are read elsewhere (``read_eos_ids``).
 _SILENT = {
     *("_from_model_config", "transformers_version", "generation_kwargs", "trust_remote_code"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
@@ -41,7 +41,7 @@ _SILENT = {
     *("early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"),
     *("renormalize_logits", "remove_invalid_values"),
 }
-# Values without effect, besides none, zero and empty; some are the defaults of transformers.
+# Values that have no effect, besides None, zero and empty; some are defaults of transformers.
 _NEUTRAL: Mapping[str, Any] = {
     "temperature": 1,
     "top_p": 1,
@@ -57,10 +57,10 @@ _NEUTRAL: Mapping[str, Any] = {
 
 
 def read_sampling_defaults(checkpoint: str | Path | Checkpoint, vocab_size: int | None = None) -> SamplingParams:
-    """The defaults of ``generation_config.json``: greedy unless ``do_sample`` is true.
+    """Read the sampling defaults of ``generation_config.json``: greedy unless ``do_sample`` is true.
 
-    One warning names everything in it that has no effect. Raises ``CheckpointError`` for values out of range, token ids
-    outside a vocabulary of ``vocab_size`` among them.
+    One warning names all settings that have no effect. Raises ``CheckpointError`` for values out of range, including
+    token ids outside a vocabulary of ``vocab_size``.
     """
     checkpoint, name = open_checkpoint(checkpoint), "generation_config.json"
     params, ignored = sampling_defaults(checkpoint.settings(name), checkpoint.where(name), vocab_size)
@@ -72,7 +72,7 @@ def read_sampling_defaults(checkpoint: str | Path | Checkpoint, vocab_size: int 
 def sampling_defaults(
     settings: Mapping[str, Any], source: str, vocab_size: int | None = None
 ) -> tuple[SamplingParams, list[str]]:
-    """Settings, of a ``source`` that errors name, as parameters; and, in words, those that are not honoured."""
+    """Convert settings to parameters; also return, in words, the settings without effect. ``source`` is for errors."""
     asked = {name: value for name, value in settings.items() if value is not None and name not in _SILENT}
     draws = asked.pop("do_sample", False)
     given: dict[str, Any] = {} if draws else {"temperature": 0.0}
@@ -97,7 +97,7 @@ def sampling_defaults(
 
 
 def _unmet(asked: dict[str, Any]) -> list[str]:
-    """The settings that remain and would have an effect, in words."""
+    """Describe the remaining settings that would have an effect in transformers."""
 
     def shown(names: list[str]) -> str:
         return ", ".join(f"{name} {asked[name]!r}" for name in names)

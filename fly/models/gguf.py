@@ -1,7 +1,7 @@
-"""A checkpoint in one GGUF file, llama.cpp's format: its metadata and tensors as a Hugging Face directory has them.
+"""A checkpoint in one GGUF file (llama.cpp's format), presented as a Hugging Face directory is.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The ``gguf`` library decodes quantised blocks;
-its reader is not used, since it takes seconds for a vocabulary."""
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The ``gguf`` library decodes quantised blocks.
+Its reader is not used, because it takes seconds to read a vocabulary."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from fly.models.gguf_tokenizer import end_ids, has_vocabulary, make_tokenizer
 
 __all__ = ["GGUF", "TYPES", "Header", "read_header"]
 
-# How values may be stored, by the library's number: those that torch reads as they are, and quantised blocks.
+# How values may be stored, by the library's names: types that torch reads as they are, and quantised blocks.
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TYPES = (*_PLAIN, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 _ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",  # Mistral's too
+    "llama": "LlamaForCausalLM",  # and Mistral
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
@@ -50,7 +50,7 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Of a model whose attention and feed-forward are normalised before and after
+# Gemma normalises before and after attention and feed-forward, so these names mean other tensors there.
 _AROUND = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -63,7 +63,7 @@ _SIZES = {
     "num_attention_heads": "attention.head_count",
     "max_position_embeddings": "context_length",
 }
-# Settings that change the computation in ways that are not supported here.
+# Settings that would change the computation in ways that are not supported.
 _REFUSED = (
     "attention.clamp_kqv",
     "attention.scale",
@@ -75,21 +75,21 @@ _REFUSED = (
 )
 _SCALARS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?", None, None, "Q", "q", "d")))
 _TEXT, _LIST = 8, 9
-_CHUNK = 1 << 20  # values that are computed at once
-_WIDE = 1 << 14  # values of what the library takes for a row: it works on 16 rows at a time
+_CHUNK = 1 << 20  # values computed at once
+_WIDE = 1 << 14  # values that are given to the library as one row: it decodes 16 rows at a time
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF file says of itself: ``fields`` by name, and for each tensor its shape, the number of its type, and
-    where in the file its bytes begin."""
+    """The header of a GGUF file: ``fields`` by name, and for each tensor its shape, the number of its type, and the
+    offset of its bytes in the file."""
 
     fields: Mapping[str, Any]
     tensors: Mapping[str, tuple[tuple[int, ...], int, int]]
 
 
 def read_header(path: Path) -> Header:
-    """Raises ``CheckpointError`` for a file that is no GGUF file, or is broken."""
+    """Read a file's header. Raises ``CheckpointError`` for a file that is not a GGUF file, or is broken."""
     try:
         data = np.memmap(path, dtype=np.uint8, mode="r")
         return _Reader(data.data).header()
@@ -168,11 +168,11 @@ class Listed(NamedTuple):
 
 @dataclass(frozen=True)
 class Converted(Stored):
-    """A tensor whose values are computed as they are read: from quantised blocks, rows in another order, or shifted."""
+    """A tensor whose values are computed on reading: decoded from blocks, with rows reordered, or shifted."""
 
-    plain: torch.dtype | None = None  # what the file holds; None is blocks of ``kind``
-    head_dim: int = 0  # > 0: each head's rows come in pairs, as llama.cpp rotates them; here the halves lie apart
-    shift: float = 0.0  # added to what the file holds
+    plain: torch.dtype | None = None  # dtype of the values in the file; None: quantised blocks of ``kind``
+    head_dim: int = 0  # > 0: reorder each head's rows from llama.cpp's interleaved pairs to two halves
+    shift: float = 0.0  # added to the values in the file
 
     def read(self, cut: Cut = ()) -> Tensor:
         whole = torch.empty(self.shape, dtype=torch.float32)
@@ -180,7 +180,7 @@ class Converted(Stored):
         return whole[cut] if cut else whole
 
     def copy_to(self, to: Tensor, cut: Cut = ()) -> None:
-        """In chunks: there is never a float32 copy of the whole."""
+        """Convert in chunks, so that there is never a float32 copy of the whole tensor."""
         if cut:
             to.copy_(self.read(cut))
             return
@@ -195,7 +195,7 @@ class Converted(Stored):
                     to[at : at + step].copy_(self._ordered(values.view(-1, *self.shape[1:])))
 
     def _values(self, data: np.ndarray[Any, Any]) -> Tensor:
-        """Values of some bytes, in float32."""
+        """Decode some bytes to float32 values."""
         if self.plain is not None:
             return torch.from_numpy(data).view(self.plain).to(torch.float32, copy=True).add_(self.shift)
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
@@ -216,7 +216,7 @@ class GGUF(Checkpoint):
 
     @cached_property
     def _headers(self) -> dict[Path, Header]:
-        """Of its files, which are several where it is split."""
+        """The headers of the checkpoint's files; there are several if it is split."""
         first = read_header(self.path)
         if (count := first.fields.get("split.count", 1)) <= 1:
             return {self.path: first}
@@ -224,12 +224,12 @@ class GGUF(Checkpoint):
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """The metadata, by name."""
+        """The file's metadata, by name."""
         return self._headers[self.path].fields
 
     @cached_property
     def _listed(self) -> dict[str, Listed]:
-        """Its tensors, by their names there."""
+        """The tensors, by their names in the file."""
         found = {}
         for file, header in self._headers.items():
             for name, (shape, number, at) in header.tensors.items():
@@ -302,7 +302,7 @@ class GGUF(Checkpoint):
             config |= {
                 "sliding_window": window,
                 "rope_local_base_freq": _short(self._of("rope.freq_base_swa", 10000.0)),
-                # of the 27B model, which alone has 62 layers, another scale than of the others
+                # Gemma's 27B model, the only one with 62 layers, scales differently from the others.
                 "query_pre_attn_scalar": sizes["hidden_size"] / heads if sizes["num_hidden_layers"] == 62 else head_dim,
             }
             if isinstance(pattern := self._of("attention.sliding_window_pattern"), int):
@@ -310,7 +310,7 @@ class GGUF(Checkpoint):
         return config
 
     def _rope(self) -> dict[str, Any] | None:
-        """How rotary frequencies are scaled, as ``config.json`` says it."""
+        """The scaling of the rotary frequencies, as in ``config.json``."""
         path, kind, factor = self.path, self._of("rope.scaling.type", "none"), self._of("rope.scaling.factor", 1.0)
         if (listed := self._listed.get("rope_freqs.weight")) is not None:
             divided = self._stored("rope_freqs.weight", listed).read().double().numpy()
@@ -335,7 +335,7 @@ class GGUF(Checkpoint):
         return scaling | {name: v for name, key in keys.items() if (v := self._of(f"rope.scaling.{key}")) is not None}
 
     def _name(self, name: str) -> str:
-        """Hugging Face's name of a tensor; one without keeps its own, and has no place then."""
+        """Hugging Face's name of a tensor. A tensor without one keeps its own, and ``check_tensors`` refuses it."""
         part, _, leaf = name.rpartition(".")
         if part in _TOP:
             return f"{_TOP[part]}.{leaf}"
@@ -355,9 +355,9 @@ class GGUF(Checkpoint):
         if at + nbytes > file.stat().st_size:
             raise CheckpointError(f"{file}: not a readable GGUF file ({name} ends after the file does)")
         plain = _PLAIN.get(kind)
-        # llama.cpp rotates neighbours of a head in models of this architecture, halves in all others
+        # llama.cpp rotates interleaved pairs in models of architecture "llama", halves in all others.
         paired = self.architecture == "llama" and re.search(r"\.attn_[qk]\.", name)
-        shift = -1.0 if self.architecture == "gemma3" and "norm" in name else 0.0  # its file holds what is multiplied
+        shift = -1.0 if self.architecture == "gemma3" and "norm" in name else 0.0  # GGUF stores 1 + weight
         if plain is not None and not paired and not shift:
             return Stored(file, at, nbytes, shape, kind, plain)
         return Converted(file, at, nbytes, shape, kind, None, plain, self.head_dim if paired else 0, shift)
@@ -408,7 +408,7 @@ def _type_name(path: Path, tensor: str, kind: int) -> str:
 
 
 def _files_of(path: Path, count: int) -> list[Path]:
-    """All files of a checkpoint that is split into several, of which ``path`` is the first."""
+    """List all files of a split checkpoint, given the first."""
     first = f"-00001-of-{count:05}.gguf"
     if not path.name.endswith(first):
         raise CheckpointError(f"{path}: one of {count} parts; give the first, whose name ends in {first}")
@@ -420,15 +420,16 @@ def _files_of(path: Path, count: int) -> list[Path]:
 
 
 def _short(value: float) -> float:
-    """A number that was written as float32, in its shortest decimal form."""
+    """Convert a float32 value to the float with the same shortest decimal form."""
     return float(str(np.float32(value)))
 
 
 def _llama3(path: Path, divided: np.ndarray[Any, Any], theta: float, head_dim: int) -> dict[str, Any] | None:
-    """The settings of ``llama3`` scaling (``fly.models.llama.rotary_frequencies``) that divide each frequency by these.
+    """Find the settings of ``llama3`` scaling (``fly.models.llama.rotary_frequencies``) that divide the frequencies by
+    ``divided``.
 
-    Where a frequency is blended, the share that is kept is linear in it; any ``low_freq_factor`` gives the same with
-    other values beside it, so it is 1.
+    In the blended band, the kept fraction is linear in the frequency. ``low_freq_factor`` can be chosen freely if the
+    other settings are chosen to match, so it is 1.
     """
     factor = float(divided.max())
     if factor <= 1.0:

@@ -1,8 +1,8 @@
-"""A tokenizer from a GGUF file's metadata. Knows nothing of tensors.
+"""The tokenizer in a GGUF file's metadata. Knows nothing of tensors.
 
-Vocabularies of two kinds: ``gpt2``, byte-level BPE with its merges, whose texts are first cut into words as
-``tokenizer.ggml.pre`` says; and ``llama``, SentencePiece's with a score for each token, which is BPE too, on whole
-texts, with the better scores first (as transformers converts them).
+There are two kinds of vocabulary. ``gpt2`` is byte-level BPE with its merges; texts are first split into words by the
+rules that ``tokenizer.ggml.pre`` names. ``llama`` is SentencePiece's, with a score for each token: BPE on whole texts
+that merges better scores first (as transformers converts it).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fly.models.config import CheckpointError
 __all__ = ["PRE", "end_ids", "has_vocabulary", "make_tokenizer"]
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # tokenizer.ggml.token_type
-# Tokens that end an answer in some families, besides the ids that the metadata name.
+# Tokens that end an answer in some families, in addition to the ids in the metadata.
 _ENDS = {"<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"}
 _END_KEYS = ("eos", "eot", "eom")
 
@@ -38,13 +38,12 @@ _ASCII_MARKS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 
 @dataclass(frozen=True)
 class Pre:
-    """How a text is cut into words before it is merged: by one expression after the other, each within the pieces of
-    those before it."""
+    """How a text is split into words before merging: by each expression in turn, within the pieces of those before."""
 
     splits: tuple[str, ...]
-    whole_words: bool = False  # a word that is a token stays one, whatever the merges say
+    whole_words: bool = False  # a word that is a token stays one token, whatever the merges are
     composed: bool = False  # characters are composed first (Unicode's NFC)
-    begins: bool = False  # a text begins with the begin token, where the metadata say nothing
+    begins: bool = False  # texts begin with the begin token, unless the metadata decide
 
 
 _LLAMA3_PRE = Pre((_LLAMA3,), whole_words=True, begins=True)
@@ -97,14 +96,14 @@ PRE: Mapping[str, Pre] = {
 
 
 def has_vocabulary(fields: Mapping[str, Any]) -> bool:
-    """Whether there is one, of whatever kind."""
+    """Whether the metadata have a vocabulary, of any kind."""
     return fields.get("tokenizer.ggml.model", "no_vocab") not in ("no_vocab", "none")
 
 
 def make_tokenizer(fields: Mapping[str, Any], source: str) -> RawTokenizer | None:
-    """The tokenizer that metadata describe, or None where they have no vocabulary.
+    """Build the tokenizer that the metadata describe; return None if they have no vocabulary.
 
-    Raises ``CheckpointError`` for a kind of vocabulary, or a way to cut texts, that is not known.
+    Raises ``CheckpointError`` for an unknown kind of vocabulary or an unknown way to split texts.
     """
     kind, tokens = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.tokens")
     if not has_vocabulary(fields):
@@ -118,7 +117,7 @@ def make_tokenizer(fields: Mapping[str, Any], source: str) -> RawTokenizer | Non
         raise CheckpointError(f"{source}: {len(tokens)} tokenizer.ggml.tokens, but {len(types)} token_type")
     ids = {text: number for number, text in enumerate(tokens)}
     if len(ids) != len(tokens):
-        ids = {text: tokens.index(text) for text in ids}  # the first of those that are spelled alike
+        ids = {text: tokens.index(text) for text in ids}  # of tokens with the same text, the first counts
     begins = kind == "llama"
     if kind == "gpt2":
         name = fields.get("tokenizer.ggml.pre")
@@ -140,7 +139,7 @@ def make_tokenizer(fields: Mapping[str, Any], source: str) -> RawTokenizer | Non
 
 
 def end_ids(fields: Mapping[str, Any]) -> set[int]:
-    """Ids of the tokens that end an answer."""
+    """Return the ids of the tokens that end an answer."""
     tokens = fields.get("tokenizer.ggml.tokens") or []
     types = fields.get("tokenizer.ggml.token_type") or []
     named = (fields.get(f"tokenizer.ggml.{key}_token_id") for key in _END_KEYS)
@@ -199,7 +198,7 @@ def _sentence_piece(
 
 
 def _add_ends(tokenizer: RawTokenizer, fields: Mapping[str, Any], tokens: list[str], begins: bool) -> None:
-    """Have texts begin and end with the tokens that the metadata ask for."""
+    """Make texts begin and end with the tokens that the metadata ask for."""
     parts, used = ["$A"], []
     for key, first in (("bos", True), ("eos", False)):
         number = fields.get(f"tokenizer.ggml.{key}_token_id")

@@ -1,9 +1,9 @@
-"""Checkpoints on the Hugging Face hub, downloaded into the hub library's cache.
+"""Checkpoints on the Hugging Face hub, downloaded to the cache of the hub library.
 
-A name is ``owner/name``, with ``@revision`` after it for another revision than ``main``, and with ``/file.gguf`` after
-that for one of its GGUF files: ``Qwen/Qwen2.5-Coder-1.5B-Instruct``, ``owner/name@v1.0``,
-``owner/name-GGUF/model-q8_0.gguf``. The library's variables hold: ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT``,
-``HF_HUB_OFFLINE`` and the others. It is imported when there is something to fetch.
+A name is ``owner/name``. ``@revision`` after it picks a revision other than ``main``, and ``/file.gguf`` after that
+picks a GGUF file: ``Qwen/Qwen2.5-Coder-1.5B-Instruct``, ``owner/name@v1.0``, ``owner/name-GGUF/model-q8_0.gguf``. The
+library's environment variables apply: ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE`` and the others.
+The library is imported only when something has to be fetched.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fly.models.config import CheckpointError
 
 __all__ = ["HubName", "fetch", "hub_name"]
 
-# What a checkpoint is made of; nothing else is fetched, such as weights in other formats.
+# The files of a checkpoint. Others, such as weights in other formats, are not fetched.
 _FILES = (
     "config.json",
     "generation_config.json",
@@ -42,7 +42,7 @@ class HubName:
 
 
 def hub_name(text: str) -> HubName | None:
-    """The hub name in a text, recognised by its form alone; None if it is not one."""
+    """Parse a hub name, judging by its form alone; return None if the text is not one."""
     match = _NAME.fullmatch(text)
     if match is None or text.split("/")[1].endswith(".gguf"):  # owner/file.gguf is a path
         return None
@@ -50,8 +50,8 @@ def hub_name(text: str) -> HubName | None:
 
 
 def fetch(name: HubName, weights: bool = True) -> Path:
-    """The path of ``name``'s files, a directory or a GGUF file, after downloading those that are not in the cache yet.
-    Without ``weights`` a directory may lack them.
+    """Download what is not in the cache yet, and return the path of the directory or GGUF file. A directory may lack
+    weights if ``weights`` is false.
 
     Raises ``CheckpointError`` naming the repository, why it cannot be downloaded, and what to do.
     """
@@ -109,12 +109,12 @@ def _patterns(name: HubName, weights: bool) -> list[str]:
 
 
 def _literal(text: str) -> str:
-    """A pattern that only this text matches."""
+    """Return a glob pattern that matches only this text."""
     return re.sub(r"([*?\[])", r"[\1]", text)
 
 
 def _instead(name: HubName) -> str:
-    """Which GGUF files a repository has, as the end of a sentence."""
+    """List a repository's GGUF files, as the end of a sentence."""
     from httpx2 import HTTPError
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError

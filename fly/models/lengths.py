@@ -1,4 +1,4 @@
-"""The least number of tokens that a text can have, from its length alone. No tensors here."""
+"""A lower bound of a text's number of tokens, from its length alone. No tensors here."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from tokenizers import Tokenizer as RawTokenizer
 
 __all__ = ["Lengths", "byte_alphabet", "byte_level"]
 
-# NFC makes three bytes of nine at most (Hangul, Greek with its marks), and one of three (the sign for kelvin).
+# NFC shortens nine bytes to three at most (Hangul, Greek with its marks), and three to one (the kelvin sign).
 _NFC = 3
 _HARMLESS = ("ByteLevel", "Digits", "Metaspace")  # pre-tokenizers that drop nothing
-_PIECEWISE = ("Split", "Punctuation")  # that drop nothing unless they are asked to
+_PIECEWISE = ("Split", "Punctuation")  # pre-tokenizers that drop nothing unless their behaviour is "Removed"
 
 
 class Lengths:
-    """Tells the least number of tokens that texts have under a tokenizer.
+    """Computes the least number of tokens that a text has under a tokenizer.
 
-    With byte-level BPE, or BPE that falls back to bytes, a token covers at most as many bytes of a text as the longest
-    token has. For a tokenizer that may drop or join parts of a text the answer is 0.
+    In byte-level BPE, or BPE that falls back to bytes, a token covers at most as many bytes of a text as the longest
+    token has. The result is 0 for a tokenizer that may drop or join parts of a text.
     """
 
     def __init__(self, raw: RawTokenizer) -> None:
         added = raw.get_added_tokens_decoder().values()
         self._strips = any(token.lstrip or token.rstrip for token in added)
-        self._dropped = b""  # bytes that the vocabulary has no token for
-        self._widest = 0  # bytes of a text that a token stands for at most; 0: unknown
-        shrinks, kinds = _shrinks(_state(raw.normalizer)), _kinds(_state(raw.pre_tokenizer))
-        if shrinks is None or kinds is None or type(raw.model).__name__ != "BPE":
+        self._dropped = b""  # bytes without a token in the vocabulary
+        self._widest = 0  # the most bytes of a text that one token covers; 0: unknown
+        shrink, kinds = _shrink_factor(_state(raw.normalizer)), _kinds(_state(raw.pre_tokenizer))
+        if shrink is None or kinds is None or type(raw.model).__name__ != "BPE":
             return
         vocabulary = raw.get_vocab(with_added_tokens=False)
         if "ByteLevel" in kinds:
@@ -38,11 +38,11 @@ class Lengths:
             longest = max((len(token.encode()) for token in vocabulary), default=0)
         else:
             return
-        if not (self._dropped and shrinks > 1):  # normalising may produce characters that are dropped
-            self._widest = shrinks * max([longest, *(len(token.content.encode()) for token in added), 1])
+        if not (self._dropped and shrink > 1):  # normalising may produce characters that are dropped
+            self._widest = shrink * max([longest, *(len(token.content.encode()) for token in added), 1])
 
     def least(self, text: str) -> int:
-        """The least number of tokens of ``text``; 0 if unknown."""
+        """Return the least number of tokens of ``text``; 0 if unknown."""
         if not self._widest:
             return 0
         if self._strips:  # a special token may take the whitespace around it
@@ -51,8 +51,8 @@ class Lengths:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for: printable bytes stand for themselves, the
-    others, in order, for the characters from 256 on (Radford et al. 2019)."""
+    """Map each character of a byte-level vocabulary to its byte: printable bytes stand for themselves, the others are,
+    in order, the characters from 256 on (Radford et al. 2019)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -62,26 +62,26 @@ _ALPHABET = byte_alphabet()
 
 
 def byte_level(piece: str) -> bytes:
-    """Bytes of a token by its text in a byte-level vocabulary, just as the library's decoder reads it."""
+    """Convert a token's text in a byte-level vocabulary to bytes, as the library's decoder does."""
     if all(character in _ALPHABET for character in piece):
         return bytes(_ALPHABET[character] for character in piece)
     return piece.encode("utf-8")
 
 
 def _state(part: Any) -> Any:
-    """A normalizer or pre-tokenizer as ``tokenizer.json`` has it; None for none."""
+    """Return the JSON of a normalizer or pre-tokenizer; None for none."""
     return None if part is None else json.loads(part.__getstate__())
 
 
-def _shrinks(state: Any) -> int | None:
-    """How many times fewer bytes a normalizer may make of a text; None if any number."""
+def _shrink_factor(state: Any) -> int | None:
+    """Return by what factor a normalizer may shrink a text, in bytes; None if there is no bound."""
     if state is None:
         return 1
     kind = state["type"]
     if kind == "Sequence":
         product = 1
         for part in state["normalizers"]:
-            if (factor := _shrinks(part)) is None:
+            if (factor := _shrink_factor(part)) is None:
                 return None
             product *= factor
         return product
@@ -91,7 +91,7 @@ def _shrinks(state: Any) -> int | None:
 
 
 def _kinds(state: Any) -> set[str] | None:
-    """The types of a pre-tokenizer and its parts; None if one may drop some of a text."""
+    """Return the types of a pre-tokenizer and its parts; None if one may drop parts of a text."""
     if state is None:
         return set()
     kind = state["type"]

@@ -1,11 +1,11 @@
-"""The decoder as a plain ``nn.Module``: a Llama, or what a configuration's family makes of it. Knows nothing of caches,
+"""The decoder as a plain ``nn.Module``: a Llama, or another family as its configuration says. Knows nothing of caches,
 batching, policies or ranks.
 
 Shape legend: T packed tokens, P positions, H query heads, G key/value heads, D head width, C hidden width,
 V vocabulary.
 
-The model sees one flat list of tokens with their positions; which tokens belong together, and what came
-before them, is the business of the ``kv`` object, whose ``attend(layer, q, k, v)`` is the only way tokens mix.
+The model sees one flat list of tokens with their positions. Tokens meet only in ``kv.attend(layer, q, k, v)``; the
+``kv`` object knows which tokens form a sequence and what came before them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch.overrides import TorchFunctionMode
 
 from fly.models.config import LlamaConfig
 
-__all__ = ["KV", "DenseCausal", "Llama", "Through", "allocate", "skeleton"]
+__all__ = ["KV", "DenseCausal", "LayerLoop", "Llama", "allocate", "skeleton"]
 
 
 class KV(Protocol):
-    """What a forward needs of the cache: store this layer's keys and values, and attend over what is stored."""
+    """What a forward needs of a cache: store a layer's keys and values, and attend over all that are stored."""
 
     def attend(
         self,
@@ -42,7 +42,7 @@ class KV(Protocol):
 
 
 class DenseCausal:
-    """``batch`` fresh sequences of ``length`` tokens each, no cache: what training and reference checks use."""
+    """``batch`` new sequences of ``length`` tokens each, without a cache, for training and reference checks."""
 
     def __init__(self, batch: int, length: int) -> None:
         self.batch, self.length = batch, length
@@ -67,11 +67,12 @@ class DenseCausal:
 
 
 def rotary_frequencies(config: LlamaConfig, which: int = 0) -> Tensor:
-    """Angular frequencies [D/2] in radians a position, float32, of one of ``config.ropes``.
+    """Angular frequencies [D/2] in radians per position, float32, of one of ``config.ropes``.
 
-    ``linear`` divides all by the factor; ``llama3`` divides only wavelengths longer than the original context
-    and blends in between (Llama 3.1 release, ``rope_scaling``); ``yarn`` blends by how often a wave turns within the
-    original context (arXiv 2309.00071, section 3.2). ``dynamic`` begins after the context, which no text goes beyond.
+    ``linear`` divides all of them by the factor. ``llama3`` divides those with wavelengths beyond the original context
+    and blends near it (Llama 3.1 release, ``rope_scaling``). ``yarn`` blends by the number of turns of a wave within
+    the original context (arXiv 2309.00071, section 3.2). ``dynamic`` begins after the context, so it changes nothing
+    here.
     """
     theta, scaling = config.ropes[which]
     width = config.head_dim
@@ -83,7 +84,7 @@ def rotary_frequencies(config: LlamaConfig, which: int = 0) -> Tensor:
         return frequency / scaling.factor
     if scaling.rope_type == "yarn":
 
-        def place(turns: float) -> float:  # in the table, of the wave that turns so often within the original context
+        def place(turns: float) -> float:  # index of the wave that makes so many turns within the original context
             length = scaling.original_max_position_embeddings / (2 * math.pi * turns)
             return width * math.log(length) / (2 * math.log(theta))
 
@@ -101,7 +102,7 @@ def rotary_frequencies(config: LlamaConfig, which: int = 0) -> Tensor:
 
 
 def rotary_tables(config: LlamaConfig) -> list[tuple[Tensor, Tensor]]:
-    """Cosines and sines [P, D/2] of every position's angles, float32, for each of ``config.ropes``."""
+    """Cosines and sines [P, D/2] of the angles of every position, float32, for each of ``config.ropes``."""
     found = []
     for which, (_, scaling) in enumerate(config.ropes):
         positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
@@ -121,8 +122,8 @@ def signed_tables(config: LlamaConfig, dtype: torch.dtype, device: torch.device)
 
 
 class Norm(nn.RMSNorm):
-    """Root mean square norm (arXiv 1910.07467); some families store weights without their ``offset``. What it gives is
-    multiplied by ``scale``: of the last norm, that is what logits are multiplied by."""
+    """Root mean square norm (arXiv 1910.07467). ``offset`` is added to the weights of families that store them so. The
+    result is multiplied by ``scale``, which the last norm uses to scale the logits."""
 
     def __init__(self, width: int, config: LlamaConfig, scale: float = 1.0) -> None:
         super().__init__(width, eps=config.rms_norm_eps)
@@ -141,15 +142,15 @@ class Norm(nn.RMSNorm):
 def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     """Rotary embedding (RoFormer) in the half-split layout of the published checkpoints.
 
-    ``sin`` carries the sign: its first half is negated, so the swap of halves needs no negation of its own.
+    The sign is in ``sin``: its first half is negated, so that swapping the halves needs no negation.
     """
     half = x_THD.shape[-1] // 2
     return torch.addcmul(x_THD * cos_T1D, x_THD.roll(half, -1), sin_T1D)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; query, key and value projections are one matrix (rows q, then k, then v). What comes
-    before and after the attention itself is in separate methods, since the cache does the attention (``KV``)."""
+    """Grouped-query attention. The query, key and value projections are one matrix (rows q, then k, then v). The cache
+    computes the attention itself (``KV``), so ``project`` comes before it and the output projection after it."""
 
     def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
@@ -171,7 +172,7 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (Norm(count * width, config) for count in each)
 
     def project(self, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, H, D], keys and values [T, G, D]; the first two rotated."""
+        """Compute queries [T, H, D], keys and values [T, G, D]; queries and keys are rotated."""
         qkv = self.qkv_proj(x_TC).unflatten(-1, (-1, self.head_dim))
         rotated = self.heads + self.kv_heads
         qk = qkv[:, :rotated]
@@ -181,7 +182,7 @@ class Attention(nn.Module):
         return qk[:, : self.heads], qk[:, self.heads :], qkv[:, rotated:]
 
     def keys_and_values(self, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, G, D] each, as ``project`` gives them."""
+        """Compute only keys and values, [T, G, D] each, with the values that ``project`` gives."""
         first, linear = self.heads * self.head_dim, self.qkv_proj
         kv = F.linear(x_TC, linear.weight[first:], None if linear.bias is None else linear.bias[first:])
         k_TGD, v_TGD = kv.unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(1)
@@ -190,11 +191,11 @@ class Attention(nn.Module):
         return rotate(k_TGD, cos_T1D, sin_T1D), v_TGD
 
     def _normalise(self, qk: Tensor) -> Tensor:
-        """Queries and keys, head by head or all heads at once, each by the weights of its kind."""
+        """Normalise queries and keys, head by head or all heads at once, each with its own weights."""
         if self.whole or not torch.compiler.is_compiling():
             parts = qk[:, : self.heads], qk[:, self.heads :]
             return torch.cat([self._normed(norm, part) for norm, part in zip((self.q_norm, self.k_norm), parts)], 1)
-        # One norm of all heads is one kernel where two norms are two; in between nothing is rounded.
+        # When compiled, one norm over all heads is one kernel instead of two. Nothing is rounded in between.
         query_H1 = (torch.arange(qk.shape[1], device=qk.device) < self.heads).unsqueeze(1)
         weight_HD = torch.where(query_H1, self.q_norm.weight, self.k_norm.weight).float() + self.q_norm.offset
         return (F.rms_norm(qk.float(), (self.head_dim,), eps=self.q_norm.eps) * weight_HD).to(qk.dtype)
@@ -203,12 +204,12 @@ class Attention(nn.Module):
         return norm(x_THD.flatten(1)).view_as(x_THD) if self.whole else norm(x_THD)
 
     def attend(self, kv: KV, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-        """[T, H * D] over what ``kv`` holds of this layer."""
+        """Attention output [T, H * D] over all that ``kv`` stores for this layer."""
         return kv.attend(self.layer, q_THD, k_TGD, v_TGD, self.window, self.scale).flatten(1)
 
 
 class FeedForward(nn.Module):
-    """A gated linear unit (SwiGLU, or with GELU); gate and up projections are one matrix (rows gate, then up)."""
+    """A gated linear unit with SiLU or GELU; the gate and up projections are one matrix (rows gate, then up)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -223,9 +224,9 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each after a norm; a family with ``output_norms`` also has one after each, or those
-    alone (without ``input_norms``). The names are those of checkpoints, in which ``post_attention_layernorm`` means
-    either."""
+    """Attention and feed-forward, each after a norm. Families with ``output_norms`` have a norm after each as well, or
+    only there (without ``input_norms``). Names are those of checkpoints, where ``post_attention_layernorm`` has a
+    different place with ``output_norms``."""
 
     def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
@@ -242,18 +243,19 @@ class Layer(nn.Module):
         self.mlp = FeedForward(config)
 
     def norms(self) -> list[Any]:
-        """Before attention and feed-forward (or nothing), then those after each, if there are any."""
+        """The norms before attention and feed-forward (identities without ``input_norms``), then those after each, if
+        the family has them."""
         if not self.output_norms:
             return [self.input_layernorm, self.post_attention_layernorm]
         after = [self.post_attention_layernorm, self.post_feedforward_layernorm]
         return [self.input_layernorm, self.pre_feedforward_layernorm, *after]
 
     def before(self, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What is attended with: queries [T, H, D], keys and values [T, G, D]."""
+        """Compute what attention needs: queries [T, H, D], keys and values [T, G, D]."""
         return self.self_attn.project(self.input_layernorm(x_TC), cos_T1D, sin_T1D)
 
     def after(self, x_TC: Tensor, attended_TC: Tensor) -> Tensor:
-        """What the layer makes of ``x_TC`` by what its attention gave (all heads side by side)."""
+        """Compute the rest of the layer from its input and the attention output (heads concatenated)."""
         _, before_mlp, *after = self.norms()
         out_TC = self.self_attn.o_proj(attended_TC)
         x_TC = self._added(x_TC, after[0](out_TC) if after else out_TC)
@@ -268,22 +270,22 @@ class Layer(nn.Module):
         return self.after(x_TC, self.self_attn.attend(kv, *qkv))
 
 
-# Takes hidden states [T, C] through layers and the last norm, given the rotary tables of the tokens and the cache.
-Through = Callable[[Sequence[Layer], Norm, Tensor, Sequence[tuple[Tensor, Tensor]], KV], Tensor]
+# A loop over the layers and the last norm: takes hidden states [T, C], the tokens' rotary tables and the cache.
+LayerLoop = Callable[[Sequence[Layer], Norm, Tensor, Sequence[tuple[Tensor, Tensor]], KV], Tensor]
 
 
-def in_turn(
+def run_layers(
     layers: Sequence[Layer], norm: Norm, x_TC: Tensor, rotary: Sequence[tuple[Tensor, Tensor]], kv: KV
 ) -> Tensor:
-    """Layer by layer, operation by operation: a ``Through``."""
+    """Run the layers one by one, without compilation. This is the usual ``LayerLoop``."""
     for layer in layers:
         x_TC = layer(x_TC, rotary, kv)
     return norm(x_TC)
 
 
-def noting(states: dict[int, Tensor]) -> Through:
-    """``in_turn`` for a forward whose hidden states are wanted: each number that is a key of ``states`` gets the
-    residual stream [T, C] after so many layers there; 0 is the embedding."""
+def record_states(states: dict[int, Tensor]) -> LayerLoop:
+    """Return a ``LayerLoop`` that also stores hidden states: for each key n of ``states``, the residual stream [T, C]
+    after n layers; 0 is the embedding."""
 
     def through(
         layers: Sequence[Layer], norm: Norm, x_TC: Tensor, rotary: Sequence[tuple[Tensor, Tensor]], kv: KV
@@ -300,7 +302,7 @@ def noting(states: dict[int, Tensor]) -> Through:
 
 
 def embedding_scale(config: LlamaConfig, dtype: torch.dtype) -> float:
-    """What embeddings are multiplied with; the root of their width is rounded as the weights are."""
+    """Factor on the embeddings. The square root of their width is rounded to the dtype of the weights."""
     if not config.traits.scaled_embedding:
         return config.embedding_multiplier
     return torch.tensor(config.hidden_size**0.5, dtype=dtype).item()
@@ -331,8 +333,8 @@ class Llama(nn.Module):
         return self.embed_tokens.weight.device
 
     def rotary(self) -> list[tuple[Tensor, Tensor]]:
-        """Tables ``(cos, sin)`` [P, 1, D] in the model's dtype, for each of ``config.ropes``; built on first use, never
-        saved."""
+        """Tables ``(cos, sin)`` [P, 1, D] in the model's dtype, for each of ``config.ropes``. They are built on first
+        use and never saved."""
         found = self._rotary
         if not found or found[0][0].dtype != self.dtype or found[0][0].device != self.device:
             found = self._rotary = signed_tables(self.config, self.dtype, self.device)
@@ -343,12 +345,12 @@ class Llama(nn.Module):
         tokens_T: Tensor,
         positions_T: Tensor,
         kv: KV,
-        through: Through = in_turn,
+        through: LayerLoop = run_layers,
     ) -> Tensor:
         """Final hidden states [T, C] of packed ``tokens_T`` (int64 [T]) at ``positions_T`` (int64 [T]). ``through``
-        takes them through the layers: ``fly.models.compiled`` has another way, of the same values.
+        runs the layers; ``fly.models.compiled`` has another implementation with the same values.
 
-        Positions must be below ``config.max_position_embeddings``; the index error of the table is the guard.
+        Positions must be below ``config.max_position_embeddings``; otherwise the table lookup raises ``IndexError``.
         """
         rotary = [(cos[positions_T], sin[positions_T]) for cos, sin in self.rotary()]
         x_TC = self.embed_tokens(tokens_T)
@@ -363,7 +365,7 @@ class Llama(nn.Module):
 
 
 class _Uninitialised(TorchFunctionMode):
-    """While it lasts, ``torch.nn.init`` does nothing."""
+    """While active, the functions of ``torch.nn.init`` do nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -373,8 +375,8 @@ class _Uninitialised(TorchFunctionMode):
 
 
 def skeleton(config: LlamaConfig) -> Llama:
-    """A module without memory, on torch's meta device. First values are not drawn either: there, drawing them would
-    import torch's compiler, which takes longer than to load a small model."""
+    """Build a model without memory, on torch's meta device. Initial values are not drawn: on the meta device that would
+    import torch's compiler, which takes longer than loading a small model."""
     with torch.device("meta"), _Uninitialised():
         return Llama(config)
 
@@ -389,7 +391,7 @@ def weight_bytes(config: LlamaConfig, itemsize: int, narrow: bool = False) -> in
 
 
 def allocate(model: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Give a skeleton's parameters memory, with no values yet. One that has two names stays one parameter.
+    """Give a skeleton's parameters memory, without values. A parameter with two names stays one parameter.
 
     ``Module.to_empty`` would import torch's compiler as well, and allocate before the type is known.
     """

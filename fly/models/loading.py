@@ -1,4 +1,4 @@
-"""Checkpoints into models, and models into directories. Every tensor is accounted for before anything runs."""
+"""Load checkpoints into models, and save models. Every tensor is accounted for before anything runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from fly.models.opening import open_checkpoint
 __all__ = [
     "DTYPES",
     "Loading",
-    "Part",
     "Piece",
     "checkpoint_tensors",
     "layout",
@@ -37,34 +36,34 @@ _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "f
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of the checkpoint and the rows of our parameter it fills, with all of it or with a ``cut``."""
+    """One tensor of the checkpoint, and the rows of our parameter that it, or a ``cut`` of it, fills."""
 
     key: str
     shape: tuple[int, ...]
     rows: slice
-    cut: tuple[slice, ...] = ()  # a slice for each dimension
-    stored: bool = True  # False: zeros instead, where another part holds it
+    cut: tuple[slice, ...] = ()  # one slice per dimension
+    stored: bool = True  # False: fill with zeros, because another rank holds the values
 
     def length(self, dim: int) -> int:
-        """What is left of a dimension."""
+        """Size of a dimension after the cut."""
         return self.cut[dim].stop - self.cut[dim].start if self.cut else self.shape[dim]
 
 
-class Part(Protocol):
-    """The part of a model that this process holds, where others hold the rest."""
+class ModelPart(Protocol):
+    """The part of a model that this process holds; other processes hold the rest."""
 
     @property
     def pieces(self) -> Mapping[str, list[Piece]]:
-        """For each parameter, the checkpoint tensors it is made of, in row order."""
+        """For each parameter, the checkpoint tensors that it consists of, in row order."""
         ...
 
     def build(self) -> Llama:
-        """The module that holds it, without memory (on torch's meta device)."""
+        """Build the module of this part without memory (on torch's meta device)."""
         ...
 
 
 def layout(config: LlamaConfig, parameters: dict[str, nn.Parameter]) -> dict[str, list[Piece]]:
-    """For each parameter of ``Llama(config)``, the checkpoint tensors it is made of, in row order."""
+    """For each parameter of ``Llama(config)``, the checkpoint tensors that it consists of, in row order."""
     heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     fused = {
         "qkv_proj": [("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)],
@@ -84,7 +83,7 @@ def layout(config: LlamaConfig, parameters: dict[str, nn.Parameter]) -> dict[str
 
 
 def resolve_dtype(dtype: str | torch.dtype, raw: dict[str, Any]) -> torch.dtype:
-    """``dtype`` as a torch dtype; ``"auto"`` is what the checkpoint's config states (float32 if it states none)."""
+    """Convert ``dtype`` to a torch dtype. ``"auto"`` is the one that the checkpoint's config states, else float32."""
     stated = raw.get("torch_dtype") or raw.get("dtype") or "float32" if dtype == "auto" else dtype
     name = str(stated).removeprefix("torch.")
     if (name := _ALIASES.get(name, name)) not in DTYPES:
@@ -95,7 +94,7 @@ def resolve_dtype(dtype: str | torch.dtype, raw: dict[str, Any]) -> torch.dtype:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """``"auto"`` is the current CUDA device where there is one, else the CPU."""
+    """Convert ``device`` to a torch device. ``"auto"`` is the current CUDA device if there is one, else the CPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -108,10 +107,10 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 class Loading:
-    """A checkpoint on its way into memory: a model without memory (on torch's meta device), which is given its values
-    as a whole or module by module. Everything is checked before anything is read.
+    """A checkpoint that is being loaded: a model on torch's meta device that gets its values all at once or module by
+    module. The list of tensors is checked before any value is read.
 
-    Args: as of ``load_model``.
+    Args: those of ``load_model``.
 
     Raises as ``load_model``.
     """
@@ -122,7 +121,7 @@ class Loading:
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         *,
-        part: Callable[[LlamaConfig], Part] | None = None,
+        part: Callable[[LlamaConfig], ModelPart] | None = None,
     ) -> None:
         self.checkpoint = checkpoint = open_checkpoint(checkpoint)
         config = checkpoint.config
@@ -146,8 +145,8 @@ class Loading:
             )
 
     def whole(self, finish: Callable[[nn.Module], None] | None = None) -> Llama:
-        """The loaded model, without gradients. ``finish`` may change each layer, and a head of its own, as soon as it
-        has its values, before the next has any."""
+        """Return the loaded model, without gradients. If given, ``finish`` is called for each layer, and for a head of
+        its own, right after it has its values; it may change the module before the next one is loaded."""
         model = self.model
         if finish is not None:
             for module in (*model.layers, *([] if model.config.tie_word_embeddings else [model.lm_head])):
@@ -158,8 +157,8 @@ class Loading:
 
     @contextmanager
     def filled(self, module: nn.Module) -> Iterator[None]:
-        """While it lasts, a module of the model has its values, on their device; on the CPU, values that need no
-        conversion are the file's mapped memory."""
+        """While active, a module of the model has its values on their device. On the CPU, values that need no
+        conversion are the mapped memory of the file."""
         before = self._fill(module, borrow=self.device.type == "cpu")
         try:
             yield
@@ -168,8 +167,8 @@ class Loading:
                 setattr(owner, name, parameter)
 
     def _fill(self, module: nn.Module, borrow: bool) -> list[tuple[nn.Module, str, nn.Parameter]]:
-        """Give a module's parameters that have none memory and values. One that has two names stays one parameter.
-        Returns those that were in their places."""
+        """Give memory and values to a module's parameters that have none. A parameter with two names stays one
+        parameter. Return the parameters that were replaced."""
         before = [
             (owner, name, parameter)
             for owner in module.modules()
@@ -185,7 +184,7 @@ class Loading:
         return before
 
     def _values(self, pieces: list[Piece], shape: torch.Size, borrow: bool) -> torch.Tensor:
-        """What a parameter is to hold."""
+        """Read the values of a parameter."""
         tensors = self.checkpoint.tensors
         if borrow and len(pieces) == 1 and pieces[0].stored and tensors[pieces[0].key].dtype == self.dtype:
             return tensors[pieces[0].key].read(pieces[0].cut)
@@ -203,18 +202,18 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
     *,
-    part: Callable[[LlamaConfig], Part] | None = None,
+    part: Callable[[LlamaConfig], ModelPart] | None = None,
 ) -> Llama:
     """Load a checkpoint, memory-mapped, without gradients.
 
     Args:
         path: a Hugging Face directory (``config.json`` and ``model.safetensors``, or an index and its shards), a GGUF
-            file, or a checkpoint that is open.
-        dtype: ``"auto"`` (as the config states; bfloat16 of a GGUF file that is not all float32), or one of bfloat16,
+            file, or an open ``Checkpoint``.
+        dtype: ``"auto"`` (as the config states; bfloat16 for a GGUF file that is not all float32), or one of bfloat16,
             float16, float32.
         device: ``"auto"``, or any torch device.
-        part: gives the part of a model to hold, by its configuration; only that is read. None is the whole model. How
-            parts communicate is no concern of this function.
+        part: returns the part of the model to hold, given its configuration; only that part is read. None is the whole
+            model. How the parts communicate does not matter here.
 
     Raises:
         CheckpointError: unknown architecture or rope type; missing, surplus or misshapen tensors; broken files.
@@ -224,8 +223,8 @@ def load_model(
 
 
 def checkpoint_tensors(model: Llama) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a checkpoint of ``model`` by Hugging Face's names; a head shared with the embedding is among
-    them under the embedding's name."""
+    """Yield the tensors of a checkpoint of ``model`` by Hugging Face's names. A head shared with the embedding appears
+    only under the embedding's name."""
     parameters = dict(model.named_parameters())
     for name, pieces in layout(model.config, parameters).items():
         if model.config.traits.fused and len(pieces) > 1:

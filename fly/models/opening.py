@@ -1,4 +1,4 @@
-"""A path to a checkpoint, whatever its files."""
+"""Open a checkpoint, whatever its file format."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ __all__ = ["open_checkpoint"]
 
 
 def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
-    """The checkpoint that lies at ``path``: a Hugging Face directory or a GGUF file. One that is open, as it is.
+    """Open the checkpoint at ``path``, a Hugging Face directory or a GGUF file. An open checkpoint is returned as it
+    is.
 
-    Its configuration and the list of its tensors are read, but not their values. Raises ``CheckpointError`` for what is
-    missing, broken or not supported."""
+    Reads the configuration and the list of tensors when they are needed, but no values. Raises ``CheckpointError`` for
+    what is missing, broken or not supported."""
     if isinstance(path, Checkpoint):
         return path
     path = Path(path)

@@ -1,10 +1,11 @@
-"""Text in and out: the tokenizer of a checkpoint, its chat template and its ends. No tensors here."""
+"""A checkpoint's tokenizer: text to tokens and back, chat templates, end-of-sequence ids. No tensors here."""
 
 from __future__ import annotations
 
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
 
 __all__ = ["TextStream", "Tokenizer", "TooLong", "read_eos_ids"]
 
-_LONG = 2**14  # characters that take some ten milliseconds
-_TOGETHER = 1024  # texts encoded at a time: what they become takes a hundred times their memory
+_LONG = 2**14  # characters that take about ten milliseconds to encode
+_TOGETHER = 1024  # texts encoded per call: their encodings take a hundred times the memory of the texts
 # Special tokens that chat templates know by these names.
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a single byte, in vocabularies that fall back to them
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token for a single byte, in vocabularies that fall back to bytes
 
 
 def read_eos_ids(checkpoint: str | Path | Checkpoint, vocab_size: int) -> frozenset[int]:
-    """End-of-sequence ids: ``generation_config.json`` before ``config.json``; one id or a list of them.
+    """Read the end-of-sequence ids from ``generation_config.json``, or else from ``config.json``.
 
     Raises ``CheckpointError`` for an id outside the vocabulary.
     """
@@ -49,7 +50,7 @@ def read_eos_ids(checkpoint: str | Path | Checkpoint, vocab_size: int) -> frozen
 
 
 class TooLong(ValueError):
-    """A text that certainly has more tokens than it may."""
+    """A text certainly has more tokens than are allowed."""
 
 
 class Tokenizer:
@@ -64,17 +65,17 @@ class Tokenizer:
         if (raw := checkpoint.raw_tokenizer()) is None:
             raise CheckpointError(f"{checkpoint.where('tokenizer.json')}: not found; this checkpoint has no tokenizer")
         self.raw = raw
-        self.raw.no_padding()  # which are for training: a prompt is neither filled up nor cut in silence
+        self.raw.no_padding()  # padding and truncation are for training; prompts stay whole
         self.raw.no_truncation()
         settings, self._source = checkpoint.settings("tokenizer_config.json"), checkpoint.where("tokenizer.json")
         try:
             given = settings.get("chat_template")
-            if isinstance(given, list):  # several named templates; "default" is the conversation
+            if isinstance(given, list):  # several named templates
                 given = {entry["name"]: entry["template"] for entry in given}
             sources = {} if given is None else given if isinstance(given, dict) else {"default": given}
             if bad := [source for source in sources.values() if not isinstance(source, str)]:
                 raise TypeError(f"chat_template must be text, got {bad[0]!r}")
-            extra = settings.get("extra_special_tokens")  # some that templates know by a name of their own
+            extra = settings.get("extra_special_tokens")  # further special tokens, by the names that templates use
             named = {**(extra if isinstance(extra, dict) else {}), **{name: settings.get(name) for name in _NAMED}}
             self.special_names: dict[str, str] = {
                 name: token["content"] if isinstance(token, dict) else token
@@ -83,7 +84,7 @@ class Tokenizer:
             }
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"{checkpoint.where('tokenizer_config.json')}: {error!r}") from error
-        # files of their own stand before all of these
+        # Templates in files of their own have precedence.
         self.templates = {name: ChatTemplate(source) for name, source in (checkpoint.templates() or sources).items()}
 
     @staticmethod
@@ -92,34 +93,40 @@ class Tokenizer:
         checkpoint = open_checkpoint(checkpoint)
         return Tokenizer(checkpoint) if checkpoint.has_tokenizer else None
 
+    def warm(self) -> None:
+        """Build all lazy tables now, by encoding a short text."""
+        self.check_length(self.decode(self.encode("a")), 100)
+        with suppress(ValueError):  # no chat template, or it refuses this
+            self.apply_chat_template([{"role": "user", "content": "a"}])
+
     @cached_property
     def control_ids(self) -> frozenset[int]:
-        """Ids of the special tokens: ends, turn markers and the like, never plain text."""
+        """Ids of the special tokens, such as ends and turn markers. They are never plain text."""
         return frozenset(i for i, token in self.raw.get_added_tokens_decoder().items() if token.special)
 
     def token_id(self, text: str) -> int:
-        """The id of the one token whose text this is. Raises ``ValueError`` if it is none, or several."""
+        """Return the id of the one token whose text is ``text``. Raises ``ValueError`` if there is none, or several."""
         ids = self.encode(text, add_special_tokens=False)
         if len(ids) != 1:
             raise ValueError(f"{text!r} is {len(ids)} tokens of this vocabulary; a marker must be exactly one")
         return ids[0]
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
-        """How a word is spelled at the start of a text and inside it."""
+        """Return the token sequences of a word at the start of a text and inside a text."""
         found = {tuple(self.encode(text, add_special_tokens=False)) for text in (word, f" {word.lstrip()}")}
         return sorted(ids for ids in found if ids)
 
     def vocabulary(self, size: int, device: torch.device | str = "cpu") -> Vocabulary:
-        """What the ids of a model of ``size`` tokens stand for."""
+        """Return the meaning of the token ids of a model with ``size`` tokens."""
         plain = partial(self.encode, add_special_tokens=False)
         return Vocabulary(size, self._spelled, self.control_ids, self.token_id, device, plain)
 
     def _spelled(self) -> list[bytes]:
-        """What each id adds to a text."""
+        """The bytes that each id adds to a text."""
         pieces = {i: piece for piece, i in self.raw.get_vocab().items()}
         if isinstance(self.raw.decoder, ByteLevel):
             return [byte_level(pieces.get(i, "")) for i in range(max(pieces, default=-1) + 1)]
-        before = self.encode("a", add_special_tokens=False)  # what is put before a word shows after another one
+        before = self.encode("a", add_special_tokens=False)  # decode after "a" to see the space before words
         start = self.decode(before, skip_special_tokens=False)
         ids = range(max(pieces, default=-1) + 1)
         after = self.raw.decode_batch([[*before, i] for i in ids], skip_special_tokens=False)
@@ -131,28 +138,28 @@ class Tokenizer:
         return spelled
 
     def check_fits(self, vocab_size: int) -> None:
-        """Raise ``CheckpointError`` if some token has an id the model of ``vocab_size`` tokens has no row for."""
+        """Raise ``CheckpointError`` if a token has an id that a model of ``vocab_size`` tokens has no row for."""
         if (largest := max(self.raw.get_vocab().values(), default=-1)) >= vocab_size:
             raise CheckpointError(f"{self._source}: has token id {largest}, the model only {vocab_size} tokens")
 
     def same_as(self, other: Tokenizer) -> bool:
-        """Whether both give every token the same id."""
+        """Whether both tokenizers give every token the same id."""
         return self.raw.get_vocab() == other.raw.get_vocab()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of plain text; with the tokenizer's own begin token where it adds one."""
+        """Encode plain text; the tokenizer adds its begin token if it has one."""
         [found] = _encoded(self.raw, [text], add_special_tokens)
         return found.ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``; special tokens are left out by default."""
+        """Decode ``ids`` to text; special tokens are left out by default."""
         if len(ids) < _LONG:
             return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return self.raw.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]  # see _encoded
 
     def offsets(self, prompt: str | Sequence[int]) -> list[int]:
-        """The character at which each token of a prompt begins: of a text as it was given, of token ids as they are
-        decoded with special tokens. Of a character of several tokens, those begin at its start or end."""
+        """Return the character offset at which each token of a prompt begins. A prompt of token ids is decoded with
+        special tokens. Tokens that share a character begin at its start or end."""
         if isinstance(prompt, str):
             [found] = _encoded(self.raw, [prompt], add_special_tokens=True, offsets=True)
             return [start for start, _ in found.offsets]
@@ -166,8 +173,8 @@ class Tokenizer:
         return begins
 
     def check_length(self, text: str, most: int) -> None:
-        """Raise ``TooLong`` if ``text`` certainly has more than ``most`` tokens: found from its length, for encoding it
-        takes time."""
+        """Raise ``TooLong`` if ``text`` certainly has more than ``most`` tokens. This looks at the length only, since
+        encoding takes time."""
         if (least := self._lengths.least(text)) > most:
             raise TooLong(f"{len(text)} characters are {least} tokens or more; at most {most} fit")
 
@@ -177,7 +184,7 @@ class Tokenizer:
 
     @property
     def template(self) -> str | None:
-        """The chat template of plain conversations, as it is written."""
+        """The source of the default chat template, or None."""
         found = self.templates.get("default")
         return None if found is None else found.source
 
@@ -193,24 +200,24 @@ class Tokenizer:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> ChatPrompt:
-        """Token ids of a conversation, rendered by the checkpoint's template in a sandbox.
+        """Render a conversation with the checkpoint's template, in a sandbox, and encode it.
 
-        Control tokens come from the template alone: what spells one in a message or a variable is plain text.
+        Control tokens come from the template alone. Text in a message or variable that spells one stays plain text.
 
         Args:
             messages: dictionaries with a role and a content, and whatever else the template reads.
-            add_generation_prompt: whether the answer's turn is opened.
+            add_generation_prompt: whether to open the answer's turn.
             tools: JSON schemas of functions that the model may call.
-            documents: for templates that answer from some.
-            chat_template: the name of a template, where there are several. None is ``tool_use`` where there are tools
-                (and such a template), else ``default``.
+            documents: documents for templates that answer from them.
+            chat_template: the name of a template, if there are several. None is ``tool_use`` if there are tools (and
+                such a template), else ``default``.
             continue_final_message: whether the last message's turn stays open at the end of its content, so that the
-                answer goes on with it.
-            at_most: tokens, beyond which it is refused before anything is encoded.
-            variables: what else the template looks at, such as ``enable_thinking``.
+                answer continues it.
+            at_most: refuse conversations of more tokens than this, before anything is encoded.
+            variables: other variables of the template, such as ``enable_thinking``.
 
-        Raises ``ValueError`` if the checkpoint has no template, or it refuses the messages, or does not look at what is
-        given; ``TooLong`` where these are certainly more than ``at_most`` tokens.
+        Raises ``ValueError`` if the checkpoint has no template, or the template refuses the messages or does not read
+        a variable; ``TooLong`` if there are certainly more than ``at_most`` tokens.
         """
         template = pick(self.templates, chat_template, bool(tools))
         lists = {"tools": tools, "documents": documents}
@@ -243,9 +250,9 @@ class Tokenizer:
         return ChatPrompt(ids, None if template.tags is None else Thinking(template.tags, begun))
 
     def render(self, messages: Iterable[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The conversation as a text, for callers without token ids. Text in a message that spells a control token
-        becomes one when this is encoded: for messages that you do not trust, use ``apply_chat_template``. Errors as
-        there."""
+        """Render a conversation as text, for callers without token ids. Control tokens that are spelled in a message
+        become real ones when the text is encoded: use ``apply_chat_template`` for messages that you do not trust.
+        Raises as ``apply_chat_template`` does."""
         template = pick(self.templates, None, False)
         given = {"messages": conversation(messages), "add_generation_prompt": add_generation_prompt}
         try:
@@ -254,10 +261,14 @@ class Tokenizer:
             raise ValueError(f"the chat template refused the messages: {error}") from error
 
     def _encode_marked(self, text: str, marks: tuple[str, str], at_most: int | None) -> list[int]:
-        """Token ids of a text; what is between marks is plain text."""
-        parts = re.split("|".join(map(re.escape, marks)), text)
+        """Encode a rendered template. Text between marks came from messages and is read as plain text."""
         if at_most is not None:
-            self.check_length("".join(parts), at_most)
+            self.check_length(text.replace(marks[0], "").replace(marks[1], ""), at_most)
+        parts, last = [], 0
+        for mark in re.finditer("|".join(map(re.escape, marks)), text):  # re.split would block all other threads
+            parts.append(text[last : mark.start()])
+            last = mark.end()
+        parts.append(text[last:])
         found: list[list[int]] = [[] for _ in parts]
         for first, tokenizer in enumerate((self.raw, self._plain)):
             texts = list(dict.fromkeys(parts[first::2]))  # each once: special tokens are few, and may stand there often
@@ -267,20 +278,20 @@ class Tokenizer:
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
-        """What the chat templates look at, such as ``messages`` and ``tools``; empty without any."""
+        """Variables that the chat templates read, such as ``messages`` and ``tools``; empty without templates."""
         return frozenset[str]().union(*(template.variables for template in self.templates.values()))
 
     @cached_property
     def _plain(self) -> RawTokenizer:
-        """The same tokenizer, to which special tokens are text like any other."""
+        """The same tokenizer, except that it reads special tokens as plain text."""
         plain = RawTokenizer.from_str(self.raw.to_str())
         plain.encode_special_tokens = True
         return plain
 
     @cached_property
     def _spelled_special(self) -> re.Pattern[str] | None:
-        """The texts that are read as special tokens, the longest first as in the tokenizer; None if other texts are
-        too: other spellings, or tokens that the vocabulary lacks."""
+        """A pattern of the texts that are read as special tokens, longest first like the tokenizer; None if a pattern
+        is not enough, because other spellings or unknown texts are read as special tokens too."""
         tokens = [token for token in self.raw.get_added_tokens_decoder().values() if token.special]
         unknown = self.special_names.get("unk_token"), getattr(self.raw.model, "unk_token", None)
         if any(token.normalized or token.single_word or token.content in unknown for token in tokens) or not tokens:
@@ -288,7 +299,7 @@ class Tokenizer:
         return re.compile("|".join(sorted((re.escape(token.content) for token in tokens), key=len, reverse=True)))
 
     def _marked(self, value: Any, marks: tuple[str, str]) -> Any:
-        """``value`` with marks around everything in its texts that would be read as a special token."""
+        """Put marks around every part of the texts in ``value`` that would be read as a special token."""
         if isinstance(value, str):
             if self._spelled_special is not None:
                 return self._spelled_special.sub(lambda found: f"{marks[0]}{found[0]}{marks[1]}", value)
@@ -309,8 +320,8 @@ class Tokenizer:
 def _encoded(
     tokenizer: RawTokenizer, texts: list[str], add_special_tokens: bool = False, offsets: bool = False
 ) -> Iterator[Encoding]:
-    """What the tokenizer makes of each text. Only its calls for batches let other threads run meanwhile, so long texts
-    use those calls; short ones do not, since after such calls it warns at every fork."""
+    """Encode each text. Only the library's batch calls release the interpreter lock, so long texts use those; short
+    texts do not, because the library warns at every fork after a batch call."""
     if sum(map(len, texts)) < _LONG:
         for text in texts:
             yield tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -321,11 +332,11 @@ def _encoded(
 
 
 class TextStream:
-    """Text of a growing list of tokens: never half a character, and cut exactly before the first stop string.
+    """Turns a growing list of tokens into text that never contains half a character and ends before a stop string.
 
-    ``push`` gives the text that is settled by one more token: characters that are whole and cannot be the
-    beginning of a stop string. ``finish`` gives the rest. Special tokens are left out but for those in ``shown``.
-    With ``keep_stop`` it is cut after the stop string instead.
+    ``push`` takes one token and returns the text that is final: whole characters that cannot be the beginning of a stop
+    string. ``finish`` returns the rest. Special tokens are left out, except those in ``shown``. With ``keep_stop`` the
+    text ends after the stop string.
     """
 
     def __init__(
@@ -335,36 +346,37 @@ class TextStream:
         ids = {tokenizer.raw.token_to_id(text): text for text in shown}
         self._shown = {i: text for i, text in ids.items() if i in tokenizer.control_ids}
         self._decoder = DecodeStream(skip_special_tokens=True)
-        self._ids: list[int] = []  # what the decoder has seen,
-        self._decoded = 0  # and how many characters of it it has settled
+        self._ids: list[int] = []  # tokens that the decoder has seen
+        self._decoded = 0  # number of characters of their text that are final
         self._held = ""  # decoded, but perhaps the beginning of a stop string
-        self.text = ""  # all that was given out
+        self.text = ""  # all text given out so far
         self.stopped = False
 
     def push(self, token: int, stoppable: bool = True) -> str:
-        """Settled text after ``token``. Sets ``stopped`` when a stop string is complete (if ``stoppable``)."""
+        """Take in ``token`` and return the final text. Sets ``stopped`` if a stop string is complete and
+        ``stoppable``."""
         self._held += self._decode(token)
         return self._settle(stoppable)
 
     def finish(self) -> str:
-        """What was held back when no more tokens come: the rest of the text, unfinished characters included."""
+        """Return the rest of the text after the last token, unfinished characters included."""
         if self.stopped:
             return ""
         self._held += self._unfinished()
         self._ids, self._decoded = [], 0
-        return self._settle(stoppable=True, keep=False)  # what came last may have completed a stop string
+        return self._settle(stoppable=True, keep=False)  # the rest may complete a stop string
 
     def _decode(self, token: int) -> str:
-        """What ``token`` settles of the decoded text."""
+        """Return the characters that ``token`` completes."""
         if token in self._shown:
             before = self._unfinished()
             self._restart()
             return before + self._shown[token]
         try:
             settled = self._decoder.step(self._tokenizer.raw, token) or ""
-        except Exception:  # bare, from the library
-            # Where single bytes are tokens (``<0xF0>``), a run of bytes with one bad byte decodes to replacement
-            # marks only, which takes back characters that were already given out. Start afresh after them.
+        except Exception:  # the library raises bare Exception
+            # In vocabularies with byte tokens (``<0xF0>``), one bad byte turns a whole run of bytes into replacement
+            # marks, which contradicts characters that were already given out. Start a new decoder after them.
             before = self._unfinished()
             self._restart()
             return before + self._decode(token)
@@ -376,11 +388,11 @@ class TextStream:
         self._decoder, self._ids, self._decoded = DecodeStream(skip_special_tokens=True), [], 0
 
     def _unfinished(self) -> str:
-        """Characters the decoder keeps to itself because bytes are missing, as replacement marks."""
+        """Characters whose last bytes are missing, as replacement marks."""
         return self._tokenizer.decode(self._ids)[self._decoded :]
 
     def _settle(self, stoppable: bool, keep: bool = True) -> str:
-        """Give out what is held, up to a stop string, or what may be the beginning of one (if that is to be kept)."""
+        """Give out the held text up to a stop string, or up to what may be the beginning of one (if ``keep``)."""
         stops = self._stop if stoppable else ()
         if found := [(at, len(stop)) for stop in stops if (at := self._held.find(stop)) >= 0]:
             at, length = min(found)
@@ -392,6 +404,6 @@ class TextStream:
         return settled
 
     def _overlap(self, stop: str) -> int:
-        """Length of the longest end of the held text that a stop string begins with."""
+        """Length of the longest suffix of the held text that is a prefix of ``stop``."""
         most = min(len(stop) - 1, len(self._held))
         return next((n for n in range(most, 0, -1) if self._held.endswith(stop[:n])), 0)

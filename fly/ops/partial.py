@@ -1,5 +1,5 @@
-"""What tensors [..., V] whose values are not all at hand have in common (``__torch_function__``): which questions are
-about their shape alone, and how they are indexed."""
+"""Common parts of tensor-like objects [..., V] whose values are not all at hand (``__torch_function__``): which
+questions need only their shape, and how they are indexed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ATTRIBUTES = {
 def at_index(
     dims: int, index: Any, like: Callable[[Callable[[Tensor], Tensor]], Any], pick: Callable[[Any, Tensor], Tensor]
 ) -> Any:
-    """``x[index]`` of such a tensor x of ``dims`` dimensions: positions with the whole vocabulary, or one token at each
-    of them. ``like`` makes another of x, each part of it changed; ``pick`` takes one token at each position.
-    ``NotImplemented`` where an index needs more."""
+    """Compute ``x[index]`` for such an object x with ``dims`` dimensions: positions with the whole vocabulary, or one
+    token at each position. ``like`` applies a function to every part of x; ``pick`` takes one token per position.
+    Returns ``NotImplemented`` for other indices."""
     parts = index if isinstance(index, tuple) else (index,)
     if len(parts) == dims and all(isinstance(part, Tensor) and part.dtype == torch.int64 for part in parts):
         *positions, tokens = torch.broadcast_tensors(*parts)

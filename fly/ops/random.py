@@ -1,7 +1,7 @@
-"""Randomness as data, and drawing by it.
+"""Randomness as data, and drawing with it.
 
-Every random number is a hash of (seed of the request, where its round began, stream, index): a row's output
-depends on its own seed and text alone, never on the batch, and a round that is computed again draws the same.
+Every random number is a hash of (seed of the request, start of its round, stream, index). A row's output therefore
+depends on its own seed and text alone, never on the batch, and computing a round again draws the same numbers.
 
 Shape legend: B rows, V vocabulary, N uniforms.
 """
@@ -28,14 +28,14 @@ _UNSIGNED = tuple(mix % 2**64 for mix in _MIX)
 
 
 def _scramble(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014) on int64 with wrap-around."""
+    """splitmix64's finaliser (Steele, Lea, Flood 2014) on int64 with wrap-around."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX[1]
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX[2]
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
 def uniforms(seed_B: Tensor, round_B: Tensor, stream: int, n: int) -> Tensor:
-    """Uniform float32 in [0, 1) of shape [B, n] for each row's ``seed_B`` and ``round_B`` (int64 [B])."""
+    """Uniform numbers in [0, 1), float32 [B, n], for each row's ``seed_B`` and ``round_B`` (int64 [B])."""
     if not (seed_B.dtype == round_B.dtype == torch.int64 and seed_B.shape == round_B.shape and seed_B.ndim == 1):
         given = [(column.dtype, tuple(column.shape)) for column in (seed_B, round_B)]
         raise ValueError(f"seeds and rounds must be int64 of one shape [B], got {given}")
@@ -52,22 +52,22 @@ def _scramble_one(x: int) -> int:
 
 
 def derive(seed: int, position: int) -> int:
-    """The seed of a strategy that speculates from ``position`` on: independent of the row's own randomness, and
-    of what the same strategy drew in another round."""
+    """Return the seed of a strategy that speculates from ``position`` on. It is independent of the row's own randomness
+    and of the strategy's seeds in other rounds."""
     mixed = _scramble_one((seed % 2**64) ^ _UNSIGNED[2]) + position * _UNSIGNED[0]
     found = _scramble_one(mixed % 2**64)
     return found - 2**64 if found >= 2**63 else found
 
 
 def derived(seed_B: Tensor, position_B: Tensor) -> Tensor:
-    """``derive`` of each row, int64 [B]."""
+    """``derive`` for each row, int64 [B]."""
     return _scramble(_scramble(seed_B ^ _MIX[2]) + position_B * _MIX[0])
 
 
 def draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """One token a row, int64 [B], by inverting the cumulative distribution at ``uniform_B`` in [0, 1).
+    """Draw one token per row, int64 [B], by inverting the cumulative distribution at ``uniform_B`` in [0, 1).
 
-    ``probs_BV`` need not be normalised; a token of mass zero is never drawn. A row without any mass gives token 0.
+    ``probs_BV`` need not be normalised. A token of mass zero is never drawn. A row without any mass gives token 0.
     """
     cumulative = probs_BV.double().cumsum(-1)
     total_B = cumulative[:, -1]

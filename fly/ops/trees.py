@@ -1,4 +1,4 @@
-"""Token trees as lists of parents: a token's parent is the number of the token it follows, -1 for the row's last token.
+"""Token trees as lists of parents: the number of the token that each token follows; -1 is the row's last token.
 
 Shape legend: N new tokens of a row, S tokens of a row.
 """
@@ -12,7 +12,7 @@ __all__ = ["depths", "first_branch", "leaf_paths", "tree_mask"]
 
 
 def depths(parents: list[int]) -> list[int]:
-    """How many tokens of its tree come before each token: 0 for those that follow the row itself."""
+    """Depth of each token: 0 for those that follow the row itself."""
     found: list[int] = []
     for parent in parents:
         found.append(0 if parent < 0 else found[parent] + 1)
@@ -20,7 +20,7 @@ def depths(parents: list[int]) -> list[int]:
 
 
 def first_branch(parents: list[int]) -> list[int]:
-    """Numbers of a tree's tokens along the branch that is tried first at every fork."""
+    """Numbers of the tokens along the branch that is tried first at every fork."""
     branch: list[int] = []
     for node, parent in enumerate(parents):
         if parent == (branch[-1] if branch else -1):
@@ -29,7 +29,7 @@ def first_branch(parents: list[int]) -> list[int]:
 
 
 def leaf_paths(parents: list[int]) -> list[list[int]]:
-    """The numbers of the tokens on the way to each token that none follows."""
+    """For each leaf, the numbers of the tokens on the way to it."""
     paths = []
     for leaf in sorted(set(range(len(parents))) - set(parents)):
         path = [leaf]
@@ -40,10 +40,10 @@ def leaf_paths(parents: list[int]) -> list[list[int]]:
 
 
 def tree_mask(start: int, root: int, parents: list[int]) -> Tensor:
-    """[N, S] bool: what each new token sees, of a row with ``root`` tokens (``start`` of them cached before), and a
-    tree after them: causally all before it in the row, and its ancestors in the tree."""
+    """Attention mask, bool [N, S], for the new tokens of a row with ``root`` tokens, ``start`` of them cached, and a
+    tree after them. Each token sees all before it in the row, and its ancestors in the tree."""
     count, total = len(parents), root + len(parents)
-    # itself and its parent; then, doubled in length again and again, the whole way to the root
+    # Start with each token and its parent; doubling the reach again and again covers the whole way to the root.
     within_NN = torch.eye(count)
     within_NN[[node for node, parent in enumerate(parents) if parent >= 0], [p for p in parents if p >= 0]] = 1
     hops, longest = 1, max(depths(parents), default=0)

@@ -1,13 +1,13 @@
-"""Passes over the vocabulary, as few and as cheap as they can be. Knows nothing of policies or models.
+"""Reductions over the vocabulary that read it as few times as possible. Knows nothing of policies or models.
 
-Shape legend: R positions, N of them, V vocabulary, "..." any leading dimensions.
+Shape legend: R positions, of which N are used, V vocabulary, "..." any leading dimensions.
 
-On the CPU, fresh memory of the size of the logits costs more than the arithmetic done in it, and a selection over
-the vocabulary more than ten plain passes. So the largest are looked for by chunks, and sums taken in a small buffer.
-Accelerators have neither trouble, and must not be asked for intermediate results: there it is torch's own kernels.
+On the CPU, allocating memory of the size of the logits costs more than the arithmetic on them, and a top-k over the
+vocabulary more than ten plain passes. So top-k works by chunks, and sums use a small buffer. Accelerators have neither
+problem, and reading intermediate results would make the host wait, so torch's own kernels are used there.
 
-A tensor with ways of its own (a vocabulary that is not all in one place) overrides these functions as it would torch's
-own, by ``__torch_function__``.
+A tensor-like object whose vocabulary is spread over ranks overrides these functions as it would torch's own, by
+``__torch_function__``.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 __all__ = ["SMALL", "Top", "argmax", "log_mass", "nan_at", "one_hot", "pick", "top"]
 
 _CHUNK = 64
-SMALL = 8192  # vocabularies up to this are done in one go
-_FEW = 1 << 15  # values that are looked through sooner than they are cut into chunks
+SMALL = 8192  # vocabularies up to this size are not divided
+_FEW = 1 << 15  # below this number of values, chunks do not pay
 
 
 def argmax(values: Tensor) -> Tensor:
-    """[...] int64: the index of the largest of the last dimension, the lowest among equals."""
+    """Index of the largest value in the last dimension, int64 [...]; of equal values the lowest index."""
     if has_torch_function_unary(values):
         return handle_torch_function(argmax, (values,), values)
     if values.device.type != "cpu" or values.dtype != torch.float32:
         return values.argmax(-1)
-    return torch.from_numpy(np.asarray(values.numpy(force=True).argmax(-1)))  # vectorised, which torch's is not
+    return torch.from_numpy(np.asarray(values.numpy(force=True).argmax(-1)))  # NumPy's is vectorised, torch's is not
 
 
 def pick(values: Tensor, index: Tensor) -> Tensor:
@@ -50,25 +50,25 @@ def one_hot(like: Tensor, tokens: Tensor) -> Tensor:
 
 
 def nan_at(values: Tensor, index: Tensor) -> Tensor:
-    """[...] bool: whether the element at ``index`` [...] of each vector [..., V] of ``values`` is NaN. Of a vocabulary
-    that ranks share it says no, since they would have to exchange that."""
+    """Whether the element at ``index`` [...] of each vector [..., V] of ``values`` is NaN, bool [...]. False if ranks
+    share the vocabulary, because they would have to communicate."""
     if has_torch_function_unary(values):
         return handle_torch_function(nan_at, (values,), values, index)
     return pick(values, index).isnan()
 
 
 class Top(NamedTuple):
-    """The largest of the last dimension, largest first."""
+    """The largest values of the last dimension, largest first."""
 
     values: Tensor
     indices: Tensor
 
 
 def top(values: Tensor, n: int) -> Top:
-    """The min(n, V) largest of each vector [..., V], and where they are (int64).
+    """The min(n, V) largest values of each vector [..., V] and their indices (int64).
 
-    A large one lies in a chunk whose maximum is large: only the n best chunks, and what is left over at the end, are
-    looked at twice.
+    The n largest values lie in the n chunks with the largest maxima. Only these chunks, and the remainder at the end,
+    are searched.
     """
     if has_torch_function_unary(values):
         return handle_torch_function(top, (values,), values, n)
@@ -93,14 +93,14 @@ def log_mass(
 ) -> Tensor:
     """[N] ln of the sum of exp((logits - peak) / temperature) over logits of at least ``least``.
 
-    ``at_N`` (int64) says which of the R positions; None is all of them. ``peak_N`` is the largest logit there;
-    ``temperature_N`` None is 1, ``least_N`` None leaves nothing out.
+    ``at_N`` (int64) are the positions used, of the R there are; None is all. ``peak_N`` is the largest logit there.
+    ``temperature_N`` None is 1; ``least_N`` None leaves nothing out.
     """
     if has_torch_function_unary(logits_RV):
         return handle_torch_function(log_mass, (logits_RV,), logits_RV, peak_N, temperature_N, least_N, at_N)
 
     def scale(logits_NV: Tensor, rows: slice) -> Tensor:
-        """In place."""
+        """Scale in place."""
         cut_NV = None if least_N is None else logits_NV < least_N[rows, None]
         logits_NV -= peak_N[rows, None]
         if temperature_N is not None:
@@ -114,7 +114,7 @@ def log_mass(
         logits_NV = (logits_RV if at_N is None else logits_RV[at_N]).detach().numpy()
         scaled_NV = logits_NV - peak_N.detach().numpy()[:, None]
         if temperature_N is not None:
-            with np.errstate(over="ignore"):  # of one next to 0
+            with np.errstate(over="ignore"):  # a temperature next to 0 may overflow
                 scaled_NV /= temperature_N.numpy()[:, None]
         mass_NV = np.exp(scaled_NV, out=scaled_NV)
         if least_N is not None:
@@ -129,6 +129,6 @@ def log_mass(
         rows = slice(start, min(start + step, positions))
         scaled_NV, probs_NV = buffers[:, : rows.stop - start]
         scale(torch.index_select(logits_RV, 0, at_N[rows], out=scaled_NV), rows)
-        # The fused softmax is the fastest sum there is; the peak's share of it, exp(0) / sum, gives it away.
+        # softmax is torch's fastest fused sum. The peak's probability is exp(0) / sum, which gives the sum.
         totals.append(-torch.softmax(scaled_NV, -1, out=probs_NV).amax(-1).log())
     return torch.cat(totals)

@@ -1,4 +1,4 @@
-"""Acceptance policies, which decide which drafted tokens are kept, and the conditions they are composed of."""
+"""Acceptance policies, which decide which drafted tokens to keep, and the conditions that they are composed of."""
 
 from fly.policies.base import (
     AcceptancePolicy,

@@ -1,4 +1,4 @@
-"""What an acceptance policy is, and how it judges a chain of tokens. Knows nothing of models, caches or ranks.
+"""The interface of an acceptance policy, and how a policy judges a chain. Knows nothing of models, caches or ranks.
 
 Shape legend: B rows, K longest draft, V vocabulary. Positions are 0-based here, papers count from 1.
 """
@@ -37,9 +37,9 @@ P = TypeVar("P", bound="AcceptancePolicy")
 
 @dataclass(frozen=True)
 class Bound:
-    """How far the distribution of one emitted token may be from the target's: at most ``value`` in ``measure``.
+    """A bound on the distance between the distribution of one emitted token and the target's.
 
-    ``kl`` is KL(emitted || target) in nats, ``tv`` the total variation distance in [0, 1].
+    ``measure`` is ``kl``, KL(emitted || target) in nats, or ``tv``, the total variation distance in [0, 1].
     """
 
     measure: Literal["kl", "tv"]
@@ -50,18 +50,18 @@ class Bound:
 
 
 class AcceptancePolicy(Bindable, ABC):
-    """Decides which drafted tokens are kept. Subclasses are frozen dataclasses of parameters: pure, without state, each
-    row decided by itself, vectorised over the batch, without waits of the host.
+    """Decides which drafted tokens are kept. Subclasses are frozen dataclasses of parameters: pure, without state,
+    judging each row by itself, vectorised over the batch, and never making the host wait for a device.
 
-    A subclass gives ``accept_probs``; it may excuse mismatches (``relax``, or a ``relaxation`` made of
+    A subclass implements ``accept_probs``. It may excuse mismatches (``relax``, or a ``relaxation`` composed of
     conditions) and change the distribution of the correction (``residual``). ``verify`` does the rest.
 
-    ``name`` is what the policy is called in texts and configurations (default: the class name). ``guarantee`` is
+    ``name`` is the policy's name in texts and configurations (default: the class name). ``guarantee`` is
     LOSSLESS, BOUNDED (then ``bound`` says how far) or HEURISTIC; ``fly check`` tests it.
     """
 
     name: ClassVar[str]
-    monotone: ClassVar[Mapping[str, int]] = {}  # parameter -> +1 if a larger one never accepts less, -1 if never more
+    monotone: ClassVar[Mapping[str, int]] = {}  # parameter -> +1: a larger one never accepts less; -1: never more
     guarantee: Guarantee = Guarantee.HEURISTIC
 
     @property
@@ -76,40 +76,40 @@ class AcceptancePolicy(Bindable, ABC):
 
     @property
     def relaxation(self) -> Condition | None:
-        """The condition under which a mismatch is excused; None excuses none. Computed once, and bound as the policy
-        is."""
+        """The condition under which a mismatch is excused; None excuses none. It is computed once, and bound to the
+        policy's vocabulary."""
         return None
 
     @abstractmethod
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        """The chance of keeping token j, given that all tokens before it are kept: [B, K] float in [0, 1]."""
+        """Probability [B, K], float in [0, 1], of keeping token j if all tokens before it are kept."""
 
     def chances(self, target: Target, draft: Draft) -> Tensor:
-        """``accept_probs``, checked to be one number for each drafted token. Raises ``ValueError`` if not: a tensor [B]
-        or [K] would be broadcast in silence."""
+        """Call ``accept_probs`` and check its shape. Raises ``ValueError`` unless there is one number per drafted
+        token: a tensor [B] or [K] would be broadcast silently."""
         found_BK = self.accept_probs(target, draft)
         if not isinstance(found_BK, Tensor) or found_BK.shape != draft.shape:
             raise ValueError(f"{self}: accept_probs gave {given(found_BK)}, not a tensor [B, K] of {list(draft.shape)}")
         return found_BK
 
     def relax(self, target: Target, draft: Draft, agree_BK: Tensor) -> Tensor:
-        """[B, K] bool: mismatches excused, given where the lossless core agreed (``agree_BK``, False on padding)."""
+        """Mismatches to excuse, bool [B, K]. ``agree_BK`` is where the lossless core accepts, False on padding."""
         if self.relaxation is None:
             return torch.zeros_like(agree_BK)
         return self.relaxation.holds(Block(target, draft, agree_BK))
 
     def residual(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
-        """[B, V] distribution of the correction after a rejection, up to a factor: max(target - draft, 0).
+        """Distribution [B, V] of the correction after a rejection, not normalised: max(target - draft, 0).
 
-        (Leviathan et al. 2023, eq. 2; Chen et al. 2023.) For a deterministic draft ``draft_BV`` is one-hot, which
-        leaves the target without the rejected token.
+        (Leviathan et al. 2023, eq. 2; Chen et al. 2023.) For a deterministic draft ``draft_BV`` is one-hot, so the
+        result is the target without the rejected token.
         """
         return (target_BV - draft_BV).clamp_min(0)
 
     def correction(self, target: Target, draft: Draft, at_B: Tensor) -> Tensor:
-        """[B, V] distribution, up to a factor, of the correction where the draft's token number ``at_B`` was rejected.
+        """Distribution [B, V] of the correction, not normalised, after token number ``at_B`` of the draft was rejected.
 
-        Override it, instead of ``residual``, if the distribution depends on which token was rejected.
+        Override this, instead of ``residual``, if the distribution depends on which token was rejected.
         """
         rows_B = torch.arange(at_B.shape[0], device=at_B.device)
         target_BV = target.probs_at(rows_B, at_B)
@@ -121,13 +121,13 @@ class AcceptancePolicy(Bindable, ABC):
 
     def bind(self: P, vocabulary: Vocabulary) -> P:
         bound = super().bind(vocabulary)
-        _ = bound.relaxation  # its conditions look up what they need now
+        _ = bound.relaxation  # conditions look up their tokens now, so that errors come early
         return bound
 
     def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
-        """The decision on a block. A rule that judges whole blocks at once overrides this, and nothing else."""
+        """Decide a block of chains. A rule that judges whole blocks overrides this and nothing else."""
         mask_BK = draft.mask_BK()
-        if not mask_BK.shape[1]:  # nothing to judge, as in every step of autoregressive decoding
+        if not mask_BK.shape[1]:  # no draft, as in autoregressive decoding
             accepted_B, none_BK = torch.zeros_like(draft.lengths_B), torch.zeros_like(mask_BK, dtype=torch.int8)
             return Verdict(accepted_B, _next_token(self, target, draft, noise, accepted_B), none_BK, mask_BK)
         chance_BK = self.chances(target, draft)
@@ -140,17 +140,17 @@ class AcceptancePolicy(Bindable, ABC):
         stands_BK = kept_BK | (excused_BK & mask_BK & target.allowed(draft.tokens_BK))
         exact_BK = kept_BK
         if self.core.guarantee is not Guarantee.LOSSLESS:
-            # The rule itself is not exact: a token that the exact rule would have rejected by the same coin is relaxed.
+            # Of a rule that is not exact: tokens that the exact rule would reject with the same coin count as relaxed.
             exact_BK = (noise.accept_BK < exact_accept_probs(target, draft)) & mask_BK
         verdict = longest_prefix(self, target, draft, noise, stands_BK, exact_BK, block.clauses)
-        # Those of the exact rule are NaN only where the target or the draft is, which is seen without them.
+        # The exact rule's chances are NaN only if the target or draft has a NaN, which ``verify`` finds without them.
         return verdict if accepts_exactly(self) else undecided(verdict, chance_BK, draft)
 
     def __or__(self, condition: Condition) -> AcceptancePolicy:
-        """Excuse mismatches under ``condition``, besides those this policy excuses already.
+        """Excuse mismatches under ``condition``, in addition to those this policy excuses already.
 
-        Raises ``TypeError`` for another policy, since two of them have no common core, and for a policy with a
-        ``verdict`` or a ``relax`` of its own, which would no longer be used.
+        Raises ``TypeError`` for another policy, since two policies have no common core, and for a policy with its own
+        ``verdict`` or ``relax``, which would be ignored.
         """
         self._check_operand("|", condition)
         if not isinstance(condition, Condition):
@@ -158,7 +158,7 @@ class AcceptancePolicy(Bindable, ABC):
         return Relaxed(self.core, condition if self.relaxation is None else self.relaxation | condition)
 
     def __and__(self, condition: Condition) -> AcceptancePolicy:
-        """Excuse mismatches only where ``condition`` holds as well.
+        """Excuse mismatches only where ``condition`` also holds.
 
         Raises ``TypeError`` for a policy that excuses nothing, since there is nothing to restrict, and for another
         policy.
@@ -206,7 +206,7 @@ class AcceptancePolicy(Bindable, ABC):
 
 
 def _bound_alike(relaxation: Any) -> Callable[[AcceptancePolicy], Condition | None]:
-    """The same function of a policy, with its result bound to the policy's vocabulary, if there is one."""
+    """Wrap a function of a policy so that its result is bound to the policy's vocabulary, if it has one."""
 
     @wraps(relaxation)
     def bound(policy: AcceptancePolicy) -> Condition | None:
@@ -225,7 +225,7 @@ class ExactCore(AcceptancePolicy):
 
 @dataclass(frozen=True)
 class Relaxed(AcceptancePolicy):
-    """A core whose mismatches are excused under a condition: ``Exact() | condition``."""
+    """A core whose mismatches are excused under a condition, as in ``Exact() | condition``."""
 
     name: ClassVar[str] = "relaxed"
     base: AcceptancePolicy
@@ -236,7 +236,7 @@ class Relaxed(AcceptancePolicy):
 
     @property
     def guarantee(self) -> Guarantee:  # type: ignore[override]  # depends on the parts
-        """The core's, if its mismatches are never excused; else none can be derived."""
+        """The core's guarantee if no mismatch is ever excused; otherwise HEURISTIC."""
         return Guarantee.HEURISTIC if self.condition.possible else self.base.guarantee
 
     @property
@@ -265,8 +265,8 @@ class Relaxed(AcceptancePolicy):
 
 
 def _check_by_token(policy: AcceptancePolicy, symbol: str, condition: Condition) -> None:
-    """Raise ``TypeError`` for a policy that does more than keep or excuse one token after the other: composed, it would
-    silently become another rule."""
+    """Raise ``TypeError`` for a policy that does more than keep or excuse tokens one by one: composing it would
+    silently make another rule of it."""
     kind, plain = type(policy), AcceptancePolicy
     if kind.verdict is not plain.verdict:
         raise TypeError(
@@ -281,20 +281,20 @@ def _check_by_token(policy: AcceptancePolicy, symbol: str, condition: Condition)
 
 
 def exact_accept_probs(target: Target, draft: Draft) -> Tensor:
-    """min(1, target/draft) at each drafted token [B, K]; at temperature 0 this is 1 where it is the argmax, else 0."""
+    """min(1, target/draft) of each drafted token [B, K]; at temperature 0 it is 1 for the target's argmax, else 0."""
     target_BK = target.probs_of(draft.tokens_BK)
     return target_BK if draft.probs_BKV is None else (target_BK / draft.own_probs_BK()).clamp_max(1.0)
 
 
 def accepts_exactly(policy: AcceptancePolicy) -> bool:
-    """Whether ``policy`` keeps just what the exact rule keeps, and what its ``relaxation`` (if any) excuses."""
+    """Whether ``policy`` keeps exactly what the exact rule keeps, apart from what its ``relaxation`` excuses."""
     kind, core = type(policy), policy.base if type(policy) is Relaxed else policy
     steps = kind.verdict is AcceptancePolicy.verdict and kind.relax is AcceptancePolicy.relax
     return steps and type(core).accept_probs is ExactCore.accept_probs
 
 
 def draws_exactly(policy: AcceptancePolicy) -> bool:
-    """Whether ``policy``, which ``accepts_exactly``, also draws its corrections as the exact rule does."""
+    """Whether a policy that ``accepts_exactly`` also draws its corrections as the exact rule does."""
     kind, plain = type(policy.base if type(policy) is Relaxed else policy), AcceptancePolicy
     return kind.residual is plain.residual and kind.correction is plain.correction
 
@@ -308,9 +308,9 @@ def longest_prefix(
     exact_BK: Tensor,
     clauses: dict[str, Tensor] | None = None,
 ) -> Verdict:
-    """The verdict for given decisions on single tokens: which are kept (``stands_BK``), and which of them the exact
-    rule keeps (``exact_BK``: ``match``; the others are ``relaxed``). Takes the longest prefix, then a correction or a
-    bonus. Both are [B, K] bool, False on padding."""
+    """Build the verdict from decisions on single tokens: ``stands_BK``, which are kept, and ``exact_BK``, which the
+    exact rule keeps (``match``; kept tokens besides them are ``relaxed``). The longest prefix of kept tokens stands,
+    followed by a correction or a bonus. Both tensors are bool [B, K], False on padding."""
     accepted_B = stands_BK.long().cumprod(-1).sum(-1)
     return verdict_of(accepted_B, _next_token(policy, target, draft, noise, accepted_B), exact_BK, draft, clauses)
 
@@ -318,7 +318,7 @@ def longest_prefix(
 def verdict_of(
     accepted_B: Tensor, next_token_B: Tensor, exact_BK: Tensor, draft: Draft, clauses: dict[str, Tensor] | None = None
 ) -> Verdict:
-    """The verdict of a rule that has found prefixes and next tokens; ``exact_BK`` as in ``longest_prefix``."""
+    """Build the verdict from accepted prefixes and next tokens; ``exact_BK`` as in ``longest_prefix``."""
     columns_K = torch.arange(exact_BK.shape[1], device=exact_BK.device)
     codes_BK = torch.where(exact_BK, int(Why.MATCH), int(Why.RELAXED))
     why_BK = torch.where(columns_K < accepted_B.unsqueeze(1), codes_BK, int(Why.REJECTED)).to(torch.int8)
@@ -327,14 +327,14 @@ def verdict_of(
 
 
 def undecided(verdict: Verdict, chance_BK: Tensor, draft: Draft) -> Verdict:
-    """The verdict, with no next token where a chance up to there is NaN."""
+    """Mark the next token as undecided if a chance up to the end of the accepted prefix is NaN."""
     columns_K = torch.arange(chance_BK.shape[1], device=chance_BK.device)
     nan_BK = chance_BK.isnan() & draft.mask_BK() & (columns_K <= verdict.accepted_B.unsqueeze(1))
     return replace(verdict, next_token_B=torch.where(nan_BK.any(1), UNDECIDED, verdict.next_token_B))
 
 
 def _next_token(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise, accepted_B: Tensor) -> Tensor:
-    """The bonus from the target's own distribution, or the correction from the policy's residual distribution."""
+    """Draw the bonus from the target's distribution, or the correction from the policy's residual distribution."""
     if target.all_greedy:
         return target.argmax_BK.gather(1, accepted_B.unsqueeze(1)).squeeze(1)
     rows_B = torch.arange(accepted_B.shape[0], device=accepted_B.device)
@@ -343,11 +343,11 @@ def _next_token(policy: AcceptancePolicy, target: Target, draft: Draft, noise: N
         return draw(probs_BV, noise.sample_B)
     at_B = accepted_B.clamp_max(draft.tokens_BK.shape[1] - 1)
     residual_BV = policy.correction(target, draft, at_B)
-    # Equal distributions leave no residual mass; a rejection then comes from rounding, and the target's distribution is
-    # right. One with a NaN in it has a NaN for its mass.
+    # If target and draft are equal there is no residual mass. A rejection is then a rounding error, and the target's
+    # distribution is the right one. A NaN anywhere makes the mass NaN.
     mass_B, rejected_B = residual_BV.sum(-1), accepted_B < draft.lengths_B
     probs_BV = torch.where((rejected_B & (mass_B > 0)).unsqueeze(1), residual_BV, probs_BV)
     nan_B = rejected_B & mass_B.isnan()
     if target.some_greedy:
-        nan_B = nan_B & ~target.greedy_B  # there the target's choice is the correction
+        nan_B = nan_B & ~target.greedy_B  # greedy rows emit the target's argmax
     return torch.where(nan_B, UNDECIDED, draw(probs_BV, noise.sample_B))

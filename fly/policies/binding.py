@@ -1,4 +1,4 @@
-"""How a rule learns what token ids stand for. Knows nothing of tokenizers."""
+"""How a rule learns the meaning of token ids. Knows nothing of tokenizers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ B = TypeVar("B", bound="Bindable")
 
 
 class Bindable:
-    """A frozen dataclass that can look up what tokens stand for: once bound, it has a ``vocabulary``.
+    """A frozen dataclass that can look up the meaning of tokens. Once bound, it has a ``vocabulary``.
 
-    The vocabulary is not a parameter: bound or not, a rule prints the same, is equal, and has the same hash. A pickled
-    or copied rule is unbound.
+    The vocabulary is not a parameter: a bound rule prints the same as an unbound one, is equal to it and has the same
+    hash. A pickled or copied rule is unbound.
     """
 
     _vocabulary: Vocabulary | None = None
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """What token ids stand for. Raises ``ValueError`` before ``bind``."""
+        """The meaning of token ids. Raises ``ValueError`` before ``bind``."""
         if self._vocabulary is None:
             raise ValueError(
                 f"{self} asks what tokens stand for, and was bound to no vocabulary: fly.LLM and the kit bind what "
@@ -33,9 +33,9 @@ class Bindable:
         return self._vocabulary
 
     def bind(self: B, vocabulary: Vocabulary) -> B:
-        """A copy with this ``vocabulary``, parts included. ``LLM`` calls it for each request.
+        """Return a copy with this ``vocabulary``, parts included. ``LLM`` calls this for each request.
 
-        Override it to find out early that something is missing: a ``ValueError`` raised here is the request's error.
+        Override it to find missing tokens early: a ``ValueError`` raised here is reported as the request's error.
         """
         if self._vocabulary is vocabulary:
             return self
@@ -46,7 +46,7 @@ class Bindable:
         return bound
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its parameters, without the vocabulary and computed values."""
+        """The parameters, without the vocabulary and cached values."""
         cached = {name for kind in type(self).__mro__ for name, part in vars(kind).items() if _is_cached(part)}
         return {name: value for name, value in vars(self).items() if name != "_vocabulary" and name not in cached}
 

@@ -1,4 +1,4 @@
-"""Conditions under which a mismatch may be excused, and how they combine: ``&``, ``|``, ``~``.
+"""Conditions under which a mismatch may be excused. They combine by ``&``, ``|`` and ``~``.
 
 Shape legend: B rows, K longest draft, V vocabulary. Positions are 0-based here, papers count from 1.
 """
@@ -35,7 +35,7 @@ Entropy = Literal["top3", "normalized"]
 
 @dataclass(frozen=True)
 class Block:
-    """What a condition sees. ``clauses`` collects where each leaf condition held."""
+    """The input of a condition. ``clauses`` records, for each leaf condition, where it held."""
 
     target: Target
     draft: Draft
@@ -43,10 +43,10 @@ class Block:
     clauses: dict[str, Tensor] = field(default_factory=dict)
 
     def at_mismatches(self, measure: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """``measure(rows_N, positions_N)`` [N] at mismatches, in a tensor [B, K]; elsewhere False or 0 on the CPU.
+        """Compute ``measure(rows_N, positions_N)`` [N] at mismatches and return [B, K], with False or 0 elsewhere.
 
-        For conditions that read the whole vocabulary. On the CPU only the mismatches are read. An accelerator reads
-        every position, since finding the mismatches would make it wait.
+        Use this for conditions that read the whole vocabulary. On the CPU only mismatches are read. An accelerator
+        reads every position, since listing the mismatches would make the host wait.
         """
         rows_N, positions_N = self._read
         found_N = measure(rows_N, positions_N)
@@ -55,7 +55,7 @@ class Block:
 
     @cached_property
     def _read(self) -> tuple[Tensor, Tensor]:
-        """[N] int64 each: rows and positions that ``at_mismatches`` reads."""
+        """Rows and positions, int64 [N] each, that ``at_mismatches`` reads."""
         (count, longest), device = self.agree_BK.shape, self.agree_BK.device
         if device.type == "cpu":
             drafted_BK = np.arange(longest) < self.draft.lengths_B.numpy()[:, None]
@@ -66,14 +66,14 @@ class Block:
 
 
 class Condition(Bindable, ABC):
-    """A statement about drafted positions, true or false at each. Conditions are frozen dataclasses; they print as
-    their expression."""
+    """A statement that is true or false at each drafted position. Conditions are frozen dataclasses and print as their
+    expression."""
 
     name: ClassVar[str]
 
     @property
     def possible(self) -> bool:
-        """Whether it can hold anywhere at all; a relaxation that cannot leaves its core as it is."""
+        """Whether the condition can hold at all. If not, a relaxation by it leaves the core unchanged."""
         return True
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -83,10 +83,10 @@ class Condition(Bindable, ABC):
 
     @abstractmethod
     def evaluate(self, block: Block) -> Tensor:
-        """[B, K] bool: where it holds. Values on padding and on agreeing positions do not matter."""
+        """Where the condition holds, bool [B, K]. Values on padding and at agreeing positions do not matter."""
 
     def says(self, block: Block) -> Tensor:
-        """``evaluate``, checked to be a yes or no for each drafted token. Raises ``ValueError`` if not."""
+        """Call ``evaluate`` and check its result. Raises ``ValueError`` unless it is one bool per drafted token."""
         said_BK, shape = self.evaluate(block), block.agree_BK.shape
         if not isinstance(said_BK, Tensor) or said_BK.dtype != torch.bool or said_BK.shape != shape:
             raise ValueError(f"{self}: evaluate gave {given(said_BK)}, not a bool tensor [B, K] of {list(shape)}")
@@ -94,18 +94,18 @@ class Condition(Bindable, ABC):
 
     @cached_property
     def label(self) -> str:
-        """Its expression, under which it is noted in ``block.clauses``."""
+        """The condition's expression, its key in ``block.clauses``."""
         return str(self)
 
     def holds(self, block: Block) -> Tensor:
-        """``evaluate``, noted in ``block.clauses`` under the condition's expression, once a block."""
+        """Evaluate the condition once per block, and record the result in ``block.clauses``."""
         if self.label not in block.clauses:
             block.clauses[self.label] = self.says(block)
         return block.clauses[self.label]
 
     @property
     def clauses(self) -> tuple[Condition, ...]:
-        """The conditions whose answers it notes under their labels."""
+        """The conditions that are recorded when this one is evaluated: itself, or the leaves of a composite."""
         return (self,)
 
     @property
@@ -114,12 +114,12 @@ class Condition(Bindable, ABC):
         return ()
 
     def decide(self, held: Mapping[str, bool]) -> bool:
-        """Its answer at one position, from the answers of its clauses there."""
+        """Whether the condition holds at one position, given which clauses hold there."""
         return held[self.label]
 
     def deciding(self, held: Mapping[str, bool]) -> tuple[bool, frozenset[str]]:
-        """Its answer from the answers of its clauses, and the clauses whose opposite answer alone would have changed
-        it."""
+        """Whether the condition holds, given where its clauses hold, and the clauses whose opposite result alone would
+        change that."""
         said = tuple(held.items())
         if (known := self._decided.get(said)) is None:
             outcome = self.decide(held)
@@ -155,12 +155,12 @@ class Condition(Bindable, ABC):
 
 
 def _parts(condition: Condition, kind: type[_Chain]) -> tuple[Condition, ...]:
-    """A chain of one operator is flat."""
+    """The parts of a condition, so that chains of one operator stay flat."""
     return condition.parts if isinstance(condition, kind) else (condition,)
 
 
 class _Composite(Condition):
-    """Composites are not clauses: only their leaves are noted."""
+    """A condition made of others. Only its leaves are recorded as clauses."""
 
     def holds(self, block: Block) -> Tensor:
         return self.evaluate(block)
@@ -175,7 +175,7 @@ class _Composite(Condition):
 
 @dataclass(frozen=True)
 class _Chain(_Composite):
-    """Parts under one operator."""
+    """Conditions joined by one operator."""
 
     parts: tuple[Condition, ...]
 
@@ -194,7 +194,7 @@ class _Chain(_Composite):
 
 @dataclass(frozen=True)
 class All(_Chain):
-    """Every part holds."""
+    """Holds where every part holds."""
 
     name: ClassVar[str] = "all"
 
@@ -214,7 +214,7 @@ class All(_Chain):
 
 @dataclass(frozen=True)
 class AnyOf(_Chain):
-    """At least one part holds."""
+    """Holds where at least one part holds."""
 
     name: ClassVar[str] = "any"
 
@@ -234,7 +234,7 @@ class AnyOf(_Chain):
 
 @dataclass(frozen=True)
 class Not(Condition):
-    """The part does not hold. Noted as a clause of its own when the part is a leaf, so pass rates read naturally."""
+    """Holds where the part does not. The negation of a leaf is recorded as a clause, so that pass rates are its own."""
 
     name: ClassVar[str] = "not"
     part: Condition
@@ -261,7 +261,7 @@ class Not(Condition):
 
 
 def given(value: object) -> str:
-    """What a rule returned instead of the tensor, in words."""
+    """Describe what a rule returned instead of a tensor."""
     return f"a {value.dtype} tensor of {list(value.shape)}" if isinstance(value, Tensor) else short(value)
 
 
@@ -271,8 +271,9 @@ def is_ours(rule: object) -> bool:
 
 
 def expression(instance: NamedDataclass, first: bool = False) -> str:
-    """``name(other=value)``: the parameters that are not at their default; the first one always, bare, if ``first``. Of
-    a user's own class all parameters, by name: nobody else knows its defaults."""
+    """Write ``name(other=value)`` with the parameters that differ from their defaults. With ``first``, the first
+    parameter is always written, without its name. A user's own class gets all parameters by name, since readers do not
+    know its defaults."""
     if not is_dataclass(instance):
         raise TypeError(f"{type(instance).__name__} must be a dataclass: write @dataclass(frozen=True) above it")
     shown, ours = [], is_ours(instance)
@@ -286,18 +287,18 @@ def expression(instance: NamedDataclass, first: bool = False) -> str:
 
 
 def _literal(value: object) -> str:
-    """A value as ``parse_policy`` reads it: a plain word needs no quotes."""
+    """Write a value in the form that ``parse_policy`` reads: plain words need no quotes."""
     return value if isinstance(value, str) and value.isidentifier() else repr(value)
 
 
 @dataclass(frozen=True)
 class EntropyGate(Condition):
-    """The target was undecided: its entropy is at least ``theta`` (FLy, arXiv 2511.22972).
+    """The target was uncertain: its entropy is at least ``theta`` (FLy, arXiv 2511.22972).
 
-    ``entropy`` is ``"top3"``, the sum of -target·ln target over the three most likely tokens, not renormalised, in nats
+    ``entropy`` is ``"top3"``, the sum of -target·ln target over the three likeliest tokens, not renormalised, in nats
     (at most 3/e = 1.104; the authors' code), or ``"normalized"``, the full entropy over ln V, in [0, 1] (the formula in
-    their paper). It is taken on the processed distribution if ``processed``, else on the raw logits; rows at
-    temperature 0 always use the raw logits, since their processed distribution is one-hot.
+    their paper). With ``processed`` it is computed from the processed distribution, else from the raw logits. Rows at
+    temperature 0 always use the raw logits, because their processed distribution is one-hot.
     """
 
     name: ClassVar[str] = "entropy"
@@ -313,7 +314,7 @@ class EntropyGate(Condition):
 
     @property
     def possible(self) -> bool:
-        # Three probabilities of 1/e each give the largest top-3 sum; a full entropy is at most ln V.
+        # The top-3 sum is largest for three probabilities of 1/e. The full entropy is at most ln V.
         return self.theta <= (3 / math.e if self.entropy == "top3" else 1.0) + 1e-5
 
     def evaluate(self, block: Block) -> Tensor:
@@ -326,7 +327,7 @@ class EntropyGate(Condition):
         return found_BK >= self.theta
 
     def _top3(self, block: Block, raw: bool) -> Tensor:
-        """[B, K]; three logits and the total mass, no softmax over the vocabulary."""
+        """Top-3 entropy [B, K], from three logits and the total mass, without a softmax over the vocabulary."""
         if not raw:
             return entropy(block.target.top_probs(3)[:, :-1])
         target = block.target
@@ -354,7 +355,7 @@ class EntropyGate(Condition):
 
 @dataclass(frozen=True)
 class AgreeingWindow(Condition):
-    """The target agrees with the ``window`` tokens that follow the mismatch, all of them drafted."""
+    """The ``window`` drafted tokens after the mismatch exist, and the target agrees with all of them."""
 
     name: ClassVar[str] = "window"
     window: int = 6
@@ -374,7 +375,7 @@ class AgreeingWindow(Condition):
 
 @dataclass(frozen=True)
 class Room(Condition):
-    """At least ``hold`` drafted tokens follow: a mismatch nearer the block's end cannot be judged."""
+    """At least ``hold`` drafted tokens follow. A mismatch nearer to the block's end cannot be judged."""
 
     name: ClassVar[str] = "room"
     hold: int = 6
@@ -389,7 +390,7 @@ class Room(Condition):
 
 @dataclass(frozen=True)
 class ControlToken(Condition):
-    """The drafted token is a control token: end-of-sequence, end-of-turn or another special of the tokenizer."""
+    """The drafted token is a control token: end of sequence, end of turn or another special token."""
 
     name: ClassVar[str] = "control"
 

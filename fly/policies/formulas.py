@@ -1,11 +1,11 @@
-"""What the rules of the literature and of other engines have in common.
+"""Formulas that the rules of the literature and of other engines share.
 
-- A token to which the target gives no mass is never kept, whatever a rule's formula says: bans, top-k and top-p bind
-    every rule. "No mass" is 0 in the processed distribution, and a logit of -inf at temperature 0.
-- At temperature 0 the processed distribution is one-hot. Rules that *reshape or bound* it take it as it is; rules that
-  *gate* on how probable the token is look at the raw distribution softmax(logits) there, and keep the target's own
-  choice in any case. A correction at temperature 0 is always the target's most likely token.
-- A deterministic draft (no distribution) counts as one-hot on its token.
+- A token without mass in the target is never kept, whatever the rule's formula: bans, top-k and top-p bind every rule.
+  "Without mass" means 0 in the processed distribution, or a logit of -inf at temperature 0.
+- At temperature 0 the processed distribution is one-hot. Rules that *reshape or bound* it use it as it is. Rules that
+  *gate* on a token's probability use the raw distribution softmax(logits) there, and always keep the target's argmax.
+  A correction at temperature 0 is always the target's argmax.
+- A deterministic draft (without distributions) counts as one-hot on its token.
 
 Shape legend: B rows, K longest draft, V vocabulary, N any leading shape. Positions are 0-based, papers count from 1.
 """
@@ -32,38 +32,39 @@ __all__ = [
 
 
 def drafted(chance_BK: Tensor, draft: Draft) -> Tensor:
-    """Chances as float, 0 on padding (whatever was there, even NaN)."""
+    """Chances as float, with 0 on padding, whatever the value there, even NaN."""
     return torch.where(draft.mask_BK(), chance_BK.float(), 0.0)
 
 
 def matches(target: Target, draft: Draft) -> Tensor:
-    """[B, K] bool: the token is the target's most likely one."""
+    """Whether each drafted token is the target's argmax, bool [B, K]."""
     return draft.tokens_BK == target.argmax_BK[:, :-1]
 
 
 def by_temperature(target: Target, greedy: Tensor, sampled: Callable[[], Tensor]) -> Tensor:
-    """``greedy`` in rows at temperature 0, ``sampled()`` in the others; both have a row of the batch each."""
+    """Take ``greedy`` for rows at temperature 0 and ``sampled()`` for the others; both have one row per row of the
+    batch."""
     if target.all_greedy:
         return greedy
     return torch.where(target.greedy_B.view(-1, *[1] * (greedy.dim() - 1)), greedy, sampled())
 
 
 def possible(target: Target, draft: Draft) -> Tensor:
-    """[B, K] bool: the target gives the token some mass."""
+    """Whether the target gives each drafted token any mass, bool [B, K]."""
     tokens_BK = draft.tokens_BK
     return by_temperature(target, target.allowed(tokens_BK), lambda: target.probs_of(tokens_BK) > 0)
 
 
 def gate_distribution(target: Target) -> Tensor:
-    """[B, K, V] the distribution a gate looks at: processed, raw at temperature 0."""
+    """The distribution [B, K, V] that gates use: the processed one, or at temperature 0 the raw one."""
     if not target.some_greedy:
         return target.probs_BKV[:, :-1]
     return by_temperature(target, target.logits_BKV[:, :-1].softmax(-1), lambda: target.probs_BKV[:, :-1])
 
 
 def gate_probs(target: Target, draft: Draft) -> tuple[Tensor, Tensor]:
-    """The probabilities, in the distribution that a gate looks at, of the drafted token and of the likeliest token: [B,
-    K] each."""
+    """Probabilities, in the distribution that gates use, of the drafted token and of the likeliest token: [B, K]
+    each."""
     tokens_BK, choice_BK = draft.tokens_BK, target.argmax_BK[:, :-1]
     if not target.some_greedy:
         return target.probs_of(tokens_BK), target.probs_of(choice_BK)
@@ -77,8 +78,8 @@ def gate_probs(target: Target, draft: Draft) -> tuple[Tensor, Tensor]:
 
 
 def raw_log_probs(target: Target, draft: Draft, rows_N: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-    """The log-probabilities, in the unprocessed distribution at these positions, of the drafted token and of the
-    likeliest token: [N] each. No softmax over the vocabulary."""
+    """Log-probabilities, in the unprocessed distribution at these positions, of the drafted token and of the likeliest
+    token: [N] each. Needs no softmax over the vocabulary."""
     peak_N = -target.log_mass(rows_N, positions_N)
     at = rows_N, positions_N
     gap_N = target.logits_BKV[(*at, draft.tokens_BK[at])] - target.logits_BKV[(*at, target.argmax_BK[at])]
@@ -86,8 +87,8 @@ def raw_log_probs(target: Target, draft: Draft, rows_N: Tensor, positions_N: Ten
 
 
 def binary(token_N: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, 2] twice, a target that gives the token probability ``token_N`` and a draft that is one-hot on it: all other
-    tokens count as one, which changes no divergence between the two."""
+    """Two distributions [N, 2]: a target that gives the token probability ``token_N``, and a draft that is one-hot on
+    it. All other tokens are merged into one, which does not change any divergence between the two."""
     target_N2 = torch.stack([token_N, (1 - token_N).clamp_min(0)], -1)
     draft_N2 = torch.zeros_like(target_N2)
     draft_N2[..., 0] = 1.0

@@ -1,5 +1,5 @@
-"""Gates: rules and conditions that ask how probable the target finds the token, and how sure it is.
-``fly.policies.formulas`` says what all rules have in common.
+"""Gates: rules and conditions that depend on how probable the target finds the token, and how certain the target is.
+``fly.policies.formulas`` describes what all rules share.
 
 Shape legend: B rows, K longest draft, V vocabulary, N any leading shape. Positions are 0-based, papers count from 1.
 """
@@ -27,15 +27,15 @@ __all__ = ["BiLD", "Fuzzy", "LogMargin", "Regret", "RelaxedTopN", "TopRatio", "T
 
 
 class _Gate(AcceptancePolicy, Checked):
-    """Rules that do not compare the target's distribution with the draft's: after a rejection the target draws
-    afresh."""
+    """A rule that does not compare the target's distribution with the draft's. After a rejection it draws from the
+    target's own distribution."""
 
     @abstractmethod
     def opens(self, target: Target, draft: Draft) -> Tensor:
-        """[B, K] bool: where the gate keeps a token."""
+        """Whether the gate keeps each token, bool [B, K]."""
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        """1 where the gate opens, and for the target's choice at temperature 0 in any case; else 0."""
+        """1 where the gate opens and, at temperature 0, for the target's argmax; else 0."""
         own_BK = target.greedy_B.unsqueeze(1) & matches(target, draft)
         return drafted(self.opens(target, draft) | own_BK, draft)
 
@@ -47,7 +47,7 @@ class _Gate(AcceptancePolicy, Checked):
 @dataclass(frozen=True)
 class Typical(_Gate):
     """Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1): keep x if target(x) > min(eps, delta·exp(-H)),
-    H the entropy of the target in nats; else the target draws afresh.
+    where H is the target's entropy in nats; otherwise draw from the target.
 
     Usual values: eps 0.09, delta 0.3 (Medusa: delta = sqrt(eps)). At temperature 0 it uses the raw distribution, and
     always keeps the argmax.
@@ -67,10 +67,10 @@ class Typical(_Gate):
 @dataclass(frozen=True)
 class RelaxedTopN(_Gate):
     """Relaxed acceptance (TensorRT-LLM, ``relaxed_topk`` and ``relaxed_delta``): keep x if it is among the target's
-    ``n`` most likely tokens and target(x) >= max target - delta; else the target draws afresh.
+    ``n`` most likely tokens and target(x) >= max target - delta; otherwise draw from the target.
 
-    Usual values: n 10, delta 0.6 (in TensorRT-LLM only while a model thinks). Tokens as likely as the n-th count as
-    among them. At temperature 0 it uses the raw distribution, and always keeps the argmax.
+    Usual values: n 10, delta 0.6 (in TensorRT-LLM only while a model thinks). Ties with the n-th token count. At
+    temperature 0 it uses the raw distribution, and always keeps the argmax.
     """
 
     name: ClassVar[str] = "topn"
@@ -80,7 +80,7 @@ class RelaxedTopN(_Gate):
 
     def opens(self, target: Target, draft: Draft) -> Tensor:
         token_BK, peak_BK = gate_probs(target, draft)
-        logits_BKV = target.logits_BKV[:, :-1]  # their order is that of the distribution, without a softmax
+        logits_BKV = target.logits_BKV[:, :-1]  # logits have the order of the distribution: no softmax needed
         among_BK = pick(logits_BKV, draft.tokens_BK) >= top(logits_BKV, self.n).values[..., -1]
         return among_BK & (token_BK >= peak_BK - self.delta) & (token_BK > 0)
 
@@ -88,10 +88,10 @@ class RelaxedTopN(_Gate):
 @dataclass(frozen=True)
 class BiLD(_Gate):
     """BiLD's rollback (Kim et al., arXiv 2302.07863): reject x if -ln target(x) > r and x is not the target's most
-    likely token; else keep it. After a rejection the target draws afresh.
+    likely token; otherwise keep it. After a rejection, draw from the target.
 
-    ``r`` >= 0, usually 2 to 5; 0 keeps only tokens that the target is certain of, and its own choice. BiLD's fallback
-    policy, when the drafter hands over, is a matter of the draft strategy. At temperature 0 it uses the raw
+    ``r`` >= 0, usually 2 to 5; 0 keeps only tokens that the target is certain of, and its argmax. BiLD's fallback
+    policy, which decides when the draft model stops, belongs to the draft strategy. At temperature 0 it uses the raw
     distribution.
     """
 
@@ -109,15 +109,15 @@ _DIVERGENCES = {"js": jensen_shannon, "kl": kl, "tv": total_variation}
 
 @dataclass(frozen=True)
 class Fuzzy(_Gate):
-    """Fuzzy speculative decoding (arXiv 2502.20704): keep any x where the target's and the draft's distributions are
-    near (divergence <= threshold); else the target draws afresh.
+    """Fuzzy speculative decoding (arXiv 2502.20704): keep any x if the target's and the draft's distributions are close
+    (divergence <= threshold); otherwise draw from the target.
 
-    ``divergence``: ``"js"`` (Jensen-Shannon, at most ln 2), ``"kl"`` (KL(draft || target), infinite where the draft
-    may propose what the target excludes) in nats, or ``"tv"`` (total variation). ``threshold`` is tuned for a pair.
+    ``divergence``: ``"js"`` (Jensen-Shannon, at most ln 2), ``"kl"`` (KL(draft || target), infinite if the draft may
+    propose a token that the target excludes) in nats, or ``"tv"`` (total variation). ``threshold`` is tuned per pair.
 
-    Above temperature 0 a token's emitted distribution is the draft's where the two are near, else the target's, so
-    within the threshold of it; at temperature 0 the raw distribution is compared with the draft's, without such a
-    promise: HEURISTIC. The argmax is always kept there.
+    Above temperature 0 a token is emitted from the draft's distribution if the two are close, and from the target's
+    otherwise, so its distribution is within the threshold. At temperature 0 the raw distribution is compared, which
+    bounds nothing: HEURISTIC. The argmax is always kept there.
     """
 
     name: ClassVar[str] = "fuzzy"
@@ -135,10 +135,10 @@ class Fuzzy(_Gate):
 
 @dataclass(frozen=True)
 class LogMargin(Condition, Checked):
-    """The target barely prefers another token: its largest logit is less than ``tau`` above the drafted token's.
+    """The target barely prefers another token: its largest logit exceeds the drafted token's by less than ``tau``.
 
-    The gate of llama.cpp's FLy (there 0.3 nats, so at least 74 % as likely as the first choice). On the raw logits;
-    a banned token never passes. ``Exact() | LogMargin(0.3)`` is a policy.
+    This is the gate of llama.cpp's FLy (0.3 nats there: at least 74 % as likely as the first choice). It uses the raw
+    logits; a banned token never passes. ``Exact() | LogMargin(0.3)`` is a policy.
     """
 
     name: ClassVar[str] = "margin"
@@ -152,13 +152,13 @@ class LogMargin(Condition, Checked):
 
 @dataclass(frozen=True)
 class Regret(Condition, Checked):
-    """The draft costs little from the mismatch to the end of a window: the ``window`` tokens after it were drafted, and
-    the logits of all of them lie, in sum, at most ``nats`` below those of the target's own choices.
+    """The draft costs little over a window: ``window`` tokens after the mismatch were drafted, and the sum of the
+    logits of the mismatch and of these is at most ``nats`` below that of the target's own choices.
 
-    First described here (docs/results/real-pair.md). A margin asks how much the target prefers another token, a window
-    asks whether it agrees with what follows. This asks both at once, in one currency: how much likelier, in nats, the
-    target finds its own choices than the drafted tokens. So a window may contain a second small mismatch, and a near
-    miss needs less agreement after it than a far one. On the raw logits; a banned token never passes.
+    First described here (docs/results/real-pair.md). A margin looks at how much the target prefers another token; a
+    window looks at whether the target agrees with what follows. This condition measures both in nats: how much likelier
+    the target finds its own choices than the drafted tokens. So a window may contain a second small mismatch, and a
+    close mismatch needs less agreement after it than a distant one. It uses raw logits; a banned token never passes.
     """
 
     name: ClassVar[str] = "regret"
@@ -177,12 +177,12 @@ class Regret(Condition, Checked):
 
 @dataclass(frozen=True)
 class TopRatio(Condition, Checked):
-    """MARS's margin (arXiv 2601.15498): the drafted token is the target's first choice, or its second with a logit
-    above ``theta`` times the first.
+    """MARS's margin (arXiv 2601.15498): the drafted token is the target's first choice, or its second choice with a
+    logit above ``theta`` times the first.
 
-    ``theta`` in [0, 1], usually 0.9. A ratio of logits changes with a constant added to all of them (``LogMargin`` is
-    the safer gate), and means nothing unless the largest is positive, so otherwise only the first choice passes.
-    Tokens that tie for second count as second.
+    ``theta`` in [0, 1], usually 0.9. A ratio of logits depends on a constant that may be added to all of them
+    (``LogMargin`` is the safer gate). It means nothing unless the largest logit is positive, so otherwise only the
+    first choice passes. Tokens that tie for second place count as second.
     """
 
     name: ClassVar[str] = "mars"

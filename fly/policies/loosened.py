@@ -1,5 +1,5 @@
-"""The token-wise test of speculative sampling, loosened: with a slack, a threshold, or against another distribution
-than the target's. ``fly.policies.formulas`` says what all rules have in common.
+"""The token-wise test of speculative sampling, loosened: with a slack, with a threshold, or against a distribution
+other than the target's. ``fly.policies.formulas`` describes what all rules share.
 
 Shape legend: B rows, K longest draft, V vocabulary, N any leading shape. Positions are 0-based, papers count from 1.
 """
@@ -26,7 +26,7 @@ __all__ = ["AdditiveSlack", "Cactus", "Cascade", "Ears", "Mentored", "Thresholds
 
 
 def _with_slack(target: Target, draft: Draft, slack: Tensor | float) -> Tensor:
-    """[B, K] min(1, target(x)/draft(x) + slack), 0 for what the target excludes."""
+    """min(1, target(x)/draft(x) + slack) [B, K], and 0 for tokens that the target excludes."""
     loose_BK = (exact_accept_probs(target, draft) + slack).clamp_max(1)
     return drafted(torch.where(possible(target, draft), loose_BK, 0.0), draft)
 
@@ -35,9 +35,9 @@ def _with_slack(target: Target, draft: Draft, slack: Tensor | float) -> Tensor:
 class AdditiveSlack(AcceptancePolicy, Checked):
     """Additive slack: keep x with probability min(1, target(x)/draft(x) + eps), else the exact residual.
 
-    ``eps`` in [0, 1]; 0 is ``Exact``. Bounded: with the same coins it differs from ``Exact`` only where a coin falls
-    into the slack, a chance of at most eps, so TV(emitted, target) <= eps a token. At temperature 0 the same on the
-    one-hot distribution: a mismatch is kept with probability eps.
+    ``eps`` in [0, 1]; 0 is ``Exact``. Bounded: with the same coins it differs from ``Exact`` only if a coin falls into
+    the slack, which has a chance of at most eps, so TV(emitted, target) <= eps per token. At temperature 0 the same
+    holds for the one-hot distribution: a mismatch is kept with probability eps.
     """
 
     name: ClassVar[str] = "slack"
@@ -56,11 +56,11 @@ class AdditiveSlack(AcceptancePolicy, Checked):
 @dataclass(frozen=True)
 class Ears(AcceptancePolicy, Checked):
     """EARS, adaptive rejection sampling (arXiv 2512.13194): keep x if target(x)/draft(x) >= u - beta·(1 - max target),
-    so with probability min(1, target(x)/draft(x) + beta·(1 - max target)); else the exact residual.
+    that is, with probability min(1, target(x)/draft(x) + beta·(1 - max target)); otherwise the exact residual.
 
-    ``beta`` in [0, 1], usually 0.3 to 0.5; 0 is ``Exact``. Bounded like ``AdditiveSlack``, by a slack that the
-    target's certainty shrinks: TV(emitted, target) <= beta·(1 - max target) <= beta. At temperature 0 the target is
-    certain and this is exact match, as in the authors' patch of vLLM.
+    ``beta`` in [0, 1], usually 0.3 to 0.5; 0 is ``Exact``. Bounded like ``AdditiveSlack``, with a slack that shrinks as
+    the target becomes certain: TV(emitted, target) <= beta·(1 - max target) <= beta. At temperature 0 the target is
+    certain, so this is exact match, as in the authors' patch of vLLM.
     """
 
     name: ClassVar[str] = "ears"
@@ -79,8 +79,8 @@ class Ears(AcceptancePolicy, Checked):
 @dataclass(frozen=True)
 class Thresholds(AcceptancePolicy, Checked):
     """SGLang's ``speculative_accept_threshold_acc`` and ``_single``: keep x with probability
-    min(1, target(x)/(draft(x)·threshold_acc)), and in any case if target(x) >= threshold_single; else the exact
-    residual.
+    min(1, target(x)/(draft(x)·threshold_acc)), and always if target(x) >= threshold_single; otherwise draw from the
+    exact residual.
 
     Both in (0, 1]; 1 and 1 are ``Exact`` and lossless, other values carry no stated bound (so ``guarantee`` is a
     property of the instance). At temperature 0: exact match, or raw target(x) >= threshold_single; threshold_acc
@@ -99,23 +99,23 @@ class Thresholds(AcceptancePolicy, Checked):
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
         chance_BK = (exact_accept_probs(target, draft) / self.threshold_acc).clamp_max(1)
-        if self.threshold_single < 1:  # at 1 the token is certain, and the test above keeps it
+        if self.threshold_single < 1:  # at 1 the test above already keeps the token
             token_BK, _ = gate_probs(target, draft)
             chance_BK = torch.where(token_BK >= self.threshold_single, 1.0, chance_BK)
         return drafted(chance_BK, draft)
 
 
 class _Reshaped(AcceptancePolicy, Checked):
-    """Speculative sampling against another distribution than the target's: keep x with probability min(1,
-    distribution(x)/draft(x)), else draw from max(distribution - draft, 0)."""
+    """Speculative sampling against a distribution other than the target's: keep x with probability min(1,
+    distribution(x)/draft(x)), otherwise draw from max(distribution - draft, 0)."""
 
     @abstractmethod
     def reshape(self, target_NV: Tensor, draft_NV: Tensor, token_N: Tensor) -> Tensor:
-        """[N, V] the distribution aimed at (not at temperature 0, where it is the target's own)."""
+        """The distribution to aim at, [N, V]. Not used at temperature 0, where it is the target's."""
 
     def correction(self, target: Target, draft: Draft, at_B: Tensor) -> Tensor:
-        """max(distribution - draft, 0). For a deterministic draft every reshaped distribution here leaves the target
-        without the rejected token."""
+        """max(distribution - draft, 0). With a deterministic draft, all reshaped distributions of this module leave the
+        target without the rejected token."""
         if draft.probs_BKV is None:
             return super().correction(target, draft, at_B)
         rows_B = torch.arange(at_B.shape[0], device=at_B.device)
@@ -126,15 +126,15 @@ class _Reshaped(AcceptancePolicy, Checked):
 
 @dataclass(frozen=True)
 class Cascade(_Reshaped):
-    """Speculative cascades (Narasimhan et al., arXiv 2405.19261): speculative sampling against the target where the
-    drafter should defer to it, against the draft's own distribution (so keep x) where not.
+    """Speculative cascades (Narasimhan et al., arXiv 2405.19261): where the draft model should defer to the target,
+    speculative sampling against the target; elsewhere against the draft's own distribution, which keeps x.
 
-    ``rule`` ``"chow"`` defers if max draft < 1 - alpha, ``"diff"`` if max draft < max target - alpha. ``alpha`` in
+    ``rule`` ``"chow"`` defers if max draft < 1 - alpha; ``"diff"`` if max draft < max target - alpha. ``alpha`` in
     [0, 1], usually 0.2; chow with 0 always defers and is ``Exact``.
 
-    max draft stands for how likely the drafter is to be right. A one-hot draft's certainty says nothing about that,
-    so there, and at temperature 0, it is target(x) itself that is compared (the paper's token-specific rule), on the
-    raw distribution at temperature 0.
+    max draft stands for the probability that the draft model is right. For a one-hot draft it carries no information.
+    So there, and at temperature 0, target(x) is compared instead (the paper's token-specific rule), at temperature 0 in
+    the raw distribution.
     """
 
     name: ClassVar[str] = "cascade"
@@ -143,7 +143,7 @@ class Cascade(_Reshaped):
     alpha: Share = 0.2
 
     def defers(self, sure_N: Tensor, peak_N: Tensor) -> Tensor:
-        """[N] bool, given how sure the drafter is and the target's largest probability."""
+        """Whether to defer, bool [N], given the draft's certainty and the target's largest probability."""
         return sure_N < ((1.0 if self.rule == "chow" else peak_N) - self.alpha)
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
@@ -159,7 +159,7 @@ class Cascade(_Reshaped):
         sure_N = draft_NV.amax(-1)
         sure_N = torch.where(sure_N >= 1, pick(target_NV, token_N), sure_N)
         defers_N1 = self.defers(sure_N, target_NV.amax(-1)).unsqueeze(-1)
-        # What the draft puts on tokens that the target excludes, the target draws.
+        # The draft's mass on tokens that the target excludes is drawn from the target instead.
         outside_N1 = torch.where(target_NV > 0, 0.0, draft_NV).sum(-1, keepdim=True)
         kept_NV = torch.where(target_NV > 0, draft_NV + outside_N1 * target_NV, 0.0)
         return torch.where(defers_N1, target_NV, kept_NV)
@@ -170,12 +170,12 @@ class Cactus(_Reshaped):
     """Cactus, constrained acceptance (arXiv 2604.04987): speculative sampling against the distribution h that gives the
     drafted x more, gamma = min(1, t + sqrt(2·delta·t·(1 - t))) with t = target(x), and scales the others down.
 
-    Keep x with probability min(1, gamma/draft(x)), else draw from max(h - draft, 0). ``delta`` >= 0, usually 1; 0 is
-    ``Exact``. At temperature 0 the target is certain, gamma = t, and this is exact match.
+    Keep x with probability min(1, gamma/draft(x)), otherwise draw from max(h - draft, 0). ``delta`` >= 0, usually 1; 0
+    is ``Exact``. At temperature 0 the target is certain, gamma = t, and this is exact match.
 
-    HEURISTIC: the paper's budget KL(h || target) <= delta is a second-order approximation, and it is one of h, which
-    changes with x, not of the emitted distribution: many unlikely tokens, each raised within the budget, add up. (With
-    n tokens of target probability t and n·sqrt(2·delta·t) near 1 the draft's distribution is emitted untouched, at a
+    HEURISTIC: the paper's budget KL(h || target) <= delta is a second-order approximation. It also bounds h, which
+    depends on x, not the emitted distribution: many unlikely tokens, each raised within the budget, add up. (With n
+    tokens of target probability t and n·sqrt(2·delta·t) near 1, the draft's distribution is emitted unchanged, at a
     divergence near ln(2·delta/t)/2, which has no limit.)
     """
 
@@ -199,8 +199,8 @@ class Cactus(_Reshaped):
         return (target_NV * scale_N1).scatter(-1, token_N1, gamma_N1)
 
 
-_STEPS = 24  # of a bisection, about the precision of float32
-_MOST = 30.0  # of -ln alpha: a token of which the draft makes e^30 times as much as the target is cut in any case
+_STEPS = 24  # steps of the bisection, about the precision of float32
+_MOST = 30.0  # largest -ln alpha: a token e^30 times as likely in the draft as in the target is cut in any case
 _LEAST = 1e-300  # keeps float64 quotients finite
 
 
@@ -209,15 +209,16 @@ class Mentored(_Reshaped):
     """Mentored decoding (Tran-Thien 2023, huggingface.co/blog/vivien/optimal-lossy-variant-of-speculative-decoding):
     the distribution that keeps most drafted tokens while its divergence from the target is at most ``budget``.
 
-    Keep x with probability min(1, target(x)/(alpha·draft(x))), else draw from max(target/beta - draft, 0), with alpha
-    <= 1 <= beta: the emitted distribution is the draft's, held between target/beta and target/alpha. beta follows from
-    alpha (mass 1), alpha is the least for which the divergence keeps to the budget, by bisection. ``budget`` in nats,
-    usually 0.1 to 0.5; 0 is ``Exact``. Where the draft's own distribution is within the budget, every token is kept.
+    Keep x with probability min(1, target(x)/(alpha·draft(x))), otherwise draw from max(target/beta - draft, 0), where
+    alpha <= 1 <= beta: the emitted distribution is the draft's, clamped between target/beta and target/alpha. beta
+    follows from alpha because the mass is 1. alpha is the least one whose divergence is within the budget, found by
+    bisection. ``budget`` in nats, usually 0.1 to 0.5; 0 is ``Exact``. If the draft's own distribution is within the
+    budget, every token is kept.
 
-    Bounded: KL(emitted || target) <= budget a token, by construction. (The blog measures KL(target || emitted). The
-    best distribution has the same form, and this direction stays finite, and is what ``Bound`` states.) At temperature
-    0 no other distribution than the target's is within a finite budget: exact match. Costs a sort of the vocabulary a
-    position, except for deterministic drafts.
+    Bounded: KL(emitted || target) <= budget per token, by construction. (The blog measures KL(target || emitted). The
+    best distribution has the same form; this direction stays finite, and is the one that ``Bound`` states.) At
+    temperature 0 only the target's distribution is within a finite budget: exact match. Costs a sort of the vocabulary
+    per position, except for deterministic drafts.
     """
 
     name: ClassVar[str] = "mentored"
@@ -244,11 +245,11 @@ class Mentored(_Reshaped):
         return probs_NV.to(target_NV.dtype)
 
     def _limits(self, target_NV: Tensor, draft_NV: Tensor) -> tuple[Tensor, Tensor]:
-        """alpha and beta [N], float64. With tokens in the order of target/draft, all sums are differences of prefix
-        sums, so a step of the bisection is two binary searches and no pass over the vocabulary."""
+        """Find alpha and beta [N], float64. Tokens are sorted by target/draft, so every sum is a difference of prefix
+        sums, and a step of the bisection is two binary searches instead of a pass over the vocabulary."""
         target_NV, draft_NV = (
             probs_NV.double() / probs_NV.double().sum(-1, keepdim=True) for probs_NV in (target_NV, draft_NV)
-        )  # a float32 distribution's error of 1e-7 would pass for a divergence
+        )  # float32 rounding of 1e-7 would look like a divergence
         ratio_NV, order_NV = (target_NV / draft_NV.clamp_min(_LEAST)).sort(-1)
         target_NV, draft_NV = target_NV.gather(-1, order_NV), draft_NV.gather(-1, order_NV)
         apart_NV = torch.special.xlogy(draft_NV, draft_NV / target_NV.clamp_min(_LEAST))
@@ -259,24 +260,24 @@ class Mentored(_Reshaped):
         targets, drafts = prefix(target_NV), prefix(draft_NV)
         aparts = prefix(torch.where(target_NV > 0, apart_NV, 0.0))
         all_targets, all_drafts = targets[..., -1:], drafts[..., -1:]
-        # minus the mass of max(target/beta - draft, 0) when beta is the ratio of each token: rises along the order
+        # For beta equal to each token's ratio: minus the mass of max(target/beta - draft, 0). It rises along the order.
         rising_NV = (all_drafts - drafts[..., :-1]) - (all_targets - targets[..., :-1]) / ratio_NV
 
         def at(raise_N1: Tensor) -> tuple[Tensor, Tensor]:
-            """ln beta, and the divergence of the distribution that alpha = exp(-raise) gives."""
+            """ln beta, and the divergence of the emitted distribution, for alpha = exp(-raise)."""
             low_N1 = torch.searchsorted(ratio_NV, (-raise_N1).exp())  # tokens before it are cut to target/alpha
             cut_N1 = targets.gather(-1, low_N1) * raise_N1.exp()
             missing_N1 = (drafts.gather(-1, low_N1) - cut_N1).clamp_min(0)
             high_N1 = torch.searchsorted(rising_NV, -missing_N1)  # tokens from it on are lifted to target/beta
             top_N1 = all_targets - targets.gather(-1, high_N1)
             topped_N1 = missing_N1 + all_drafts - drafts.gather(-1, high_N1)
-            lifts_N1 = (top_N1 > 0) & (topped_N1 > 0)  # else nothing is missing, and no token lifted
+            lifts_N1 = (top_N1 > 0) & (topped_N1 > 0)  # otherwise no mass is missing and no token is lifted
             drop_N1 = torch.where(lifts_N1, top_N1.log() - topped_N1.log(), -math.log(_LEAST))
             between_N1 = aparts.gather(-1, high_N1) - aparts.gather(-1, low_N1)
             return drop_N1, cut_N1 * raise_N1 + between_N1 - torch.where(lifts_N1, topped_N1 * drop_N1, 0.0)
 
         low_N1, high_N1 = torch.zeros_like(all_targets), torch.full_like(all_targets, _MOST)
-        for _ in range(_STEPS):  # the divergence grows with raise; the lower end always keeps to the budget
+        for _ in range(_STEPS):  # the divergence grows with raise; the lower end stays within the budget
             middle_N1 = (low_N1 + high_N1) / 2
             within_N1 = at(middle_N1)[1] <= self.budget
             low_N1, high_N1 = torch.where(within_N1, middle_N1, low_N1), torch.where(within_N1, high_N1, middle_N1)

@@ -1,4 +1,4 @@
-"""Lossless rules besides ``Exact``: the target's own sample, and whole blocks at once.
+"""Lossless rules other than ``Exact``: comparison with the target's own sample, and verification of whole blocks.
 
 Shape legend: B rows, K longest draft, V vocabulary, N any leading shape. Positions are 0-based, papers count from 1.
 """
@@ -22,28 +22,27 @@ __all__ = ["BlockVerification", "ExactSample"]
 @dataclass(frozen=True)
 class ExactSample(AcceptancePolicy):
     """Lossless by construction: keep x if it equals the target's own sample at that position, drawn from the row's
-    random stream; the first sample that differs is the correction. (The rule of llama.cpp and of many n-gram engines:
-    sample from the target, compare.)
+    random stream. The first sample that differs is the correction. (The rule of llama.cpp and many n-gram engines.)
 
-    Whatever the draft proposes, the emitted text is the one that sampling without a draft gives from the same coins.
-    Coin j draws position j by inverting the cumulative distribution; the bonus has its own. At temperature 0: exact
+    Whatever the draft proposes, the emitted text is what sampling without a draft gives with the same coins. Coin j
+    draws position j by inverting the cumulative distribution; the bonus has a coin of its own. At temperature 0: exact
     match. Accepts with probability target(x), so less often than ``Exact`` unless the draft is deterministic. Draws at
-    all K positions: costs K passes over the vocabulary.
+    all K positions, which takes K passes over the vocabulary.
     """
 
     name: ClassVar[str] = "sample"
     guarantee = Guarantee.LOSSLESS
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        """target(x), the chance that the target draws x as well."""
+        """target(x), the probability that the target's sample is x too."""
         return drafted(target.probs_of(draft.tokens_BK), draft)
 
     def correction(self, target: Target, draft: Draft, at_B: Tensor) -> Tensor:
-        """The target without the rejected token: the distribution of its sample, given that it was another one."""
+        """The target without the rejected token: the distribution of a sample that is known to differ from it."""
         return super().correction(target, Draft(draft.tokens_BK, draft.lengths_B), at_B)
 
     def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
-        """A coin draws a token here instead of being compared with a chance, and a sample that differs is emitted."""
+        """Here a coin draws a token instead of deciding on one, and a sample that differs is emitted."""
         longest = draft.tokens_BK.shape[1]
         if target.all_greedy or not longest:
             return super().verdict(target, draft, noise)
@@ -60,9 +59,9 @@ class BlockVerification(AcceptancePolicy):
     """Block verification (Sun et al., arXiv 2403.10444, alg. 2): lossless, and it accepts at least as many tokens in
     expectation as the token-wise rule, since a late token may rescue an early one.
 
-    With p_0 = 1 and p_i = min(1, p_{i-1}·target(x_i)/draft(x_i)), the first i tokens are kept if some coin j >= i falls
-    below h_j: S_j = sum over v of max(p_j·target_{j+1}(v) - draft_{j+1}(v), 0), h_j = S_j / (S_j + 1 - p_j), and h = p
-    at the row's last token. After n tokens the correction is drawn from max(p_n·target - draft, 0).
+    With p_0 = 1 and p_i = min(1, p_{i-1}·target(x_i)/draft(x_i)), the first i tokens are kept if a coin j >= i falls
+    below h_j. S_j is the sum over v of max(p_j·target_{j+1}(v) - draft_{j+1}(v), 0), h_j = S_j / (S_j + 1 - p_j), and
+    h = p at the row's last token. After n tokens the correction is drawn from max(p_n·target - draft, 0).
 
     A deterministic draft is one-hot. At temperature 0 this is exact match.
     """
@@ -71,7 +70,7 @@ class BlockVerification(AcceptancePolicy):
     guarantee = Guarantee.LOSSLESS
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        """Those of the token-wise rule; a block's chances are not chances of single tokens."""
+        """The token-wise chances. The chances of a block are not chances of single tokens."""
         return drafted(exact_accept_probs(target, draft), draft)
 
     def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
@@ -82,7 +81,7 @@ class BlockVerification(AcceptancePolicy):
         rows_B = torch.arange(rows, device=mask_BK.device)
         counts_K = torch.arange(1, longest + 1, device=mask_BK.device)
         target_BK = target.probs_of(draft.tokens_BK)
-        # p as a sum of logarithms that is pushed back to 0 wherever it would rise above
+        # p as a running sum of logarithms, lowered to 0 wherever it would rise above.
         log_BK = torch.where(mask_BK, (target_BK / draft.own_probs_BK()).double().log(), 0.0).cumsum(-1)
         reach_BK = (log_BK - log_BK.cummax(-1).values.clamp_min(0)).exp().to(target_BK.dtype)
 
@@ -92,12 +91,12 @@ class BlockVerification(AcceptancePolicy):
         else:
             spare_BK = (before_BK[..., None] * target.probs_BKV[:, 1:-1] - draft.probs_BKV[:, 1:]).clamp_min(0).sum(-1)
         below_BK = spare_BK + (1 - before_BK)
-        # Nothing to spare and nothing short (0/0): the distributions are equal from here, and keeping on is right.
+        # 0/0 means that the distributions are equal from here on, so keep the tokens.
         early_BK = torch.where(below_BK <= 0, 1.0, spare_BK / below_BK.clamp_min(torch.finfo(below_BK.dtype).tiny))
         last_BK = counts_K == draft.lengths_B.unsqueeze(1)
         chance_BK = torch.where(last_BK, reach_BK, torch.nn.functional.pad(early_BK, (0, 1)))
 
-        accepted_B = (counts_K * ((noise.accept_BK < chance_BK) & mask_BK)).amax(-1)  # one carries all before it
+        accepted_B = (counts_K * ((noise.accept_BK < chance_BK) & mask_BK)).amax(-1)  # one keeps all before it
         at_B = accepted_B.clamp_max(longest - 1)
         probs_BV = target.probs_at(rows_B, accepted_B)
         reach_B = torch.where(accepted_B > 0, pick(reach_BK, (accepted_B - 1).clamp_min(0)), 1.0)

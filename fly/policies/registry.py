@@ -1,8 +1,8 @@
-"""Policies by name, in every form people write them: text, YAML or JSON, configuration fields, plug-ins.
+"""Policies by name, in every form in which people write them: text, YAML or JSON, configuration fields, plug-ins.
 
-A policy is one thing in all of them. ``load_policy`` reads a text such as ``fly(theta=0.3) & after(2)``, a mapping
-such as ``{"name": "fly", "theta": 0.3}``, or a policy itself; ``str(policy)`` and ``dump_policy(policy)`` write what
-it reads. Nothing in a text is executed; ``module:Class`` imports only where the caller trusts the source.
+All forms describe the same policy. ``load_policy`` reads a text such as ``fly(theta=0.3) & after(2)``, a mapping such
+as ``{"name": "fly", "theta": 0.3}``, or a policy. ``str(policy)`` and ``dump_policy(policy)`` write what it reads.
+Nothing in a text is executed; ``module:Class`` imports only if the caller trusts the source.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PRESETS: dict[str, Callable[[], AcceptancePolicy]] = {
     "fly.vllm": FLy.vllm,
 }
 _COMPOSITES: dict[str, type[Rule]] = {rule.name: rule for rule in (Relaxed, All, AnyOf, Not)}
-# Rules of the literature and of other engines, beside ``Exact``, ``LossySampling`` and ``FLy``; all can be built with
+# Rules of the literature and of other engines, besides ``Exact``, ``LossySampling`` and ``FLy``. All can be built with
 # their defaults.
 CATALOGUE: tuple[type[AcceptancePolicy], ...] = (
     *(ExactSample, BlockVerification, AdditiveSlack, Ears, Thresholds, Typical),
@@ -76,30 +76,30 @@ RULES = Registry(
 
 
 def policy_types() -> dict[str, type[AcceptancePolicy]]:
-    """Every policy class by name: ours, and those installed under the entry-point group ``fly.policies``.
+    """Every policy class by name: built-in ones, and those installed under the entry-point group ``fly.policies``.
 
-    Raises ``ValueError`` if two packages claim one name, or a plug-in is no policy.
+    Raises ``ValueError`` if two packages use the same name, or a plug-in is not a policy.
     """
     return {name: rule for name, rule in RULES.types.items() if issubclass(rule, AcceptancePolicy)}
 
 
 def condition_types() -> dict[str, type[Condition]]:
-    """Every condition class by name: ours, and those installed under the entry-point group ``fly.conditions``.
+    """Every condition class by name: built-in ones, and those installed under the entry-point group ``fly.conditions``.
 
-    Raises ``ValueError`` as ``policy_types`` does.
+    Raises ``ValueError`` like ``policy_types``.
     """
     return {name: rule for name, rule in RULES.types.items() if issubclass(rule, Condition)}
 
 
 def parse_policy(text: str, *, trusted: bool = False) -> AcceptancePolicy:
-    """The policy a text describes, in Python's own grammar of names, calls, ``&``, ``|``, ``~`` and parentheses::
+    """Parse a policy, in Python's own grammar of names, calls, ``&``, ``|``, ``~`` and parentheses::
 
         exact                                        lossy(lenience=3)
         fly(theta=0.3, window=6) & after(2)          fly.reference
         exact | entropy(0.3) & window(6) & ~control  my_rules:MyRule(alpha=2)
 
     Args:
-        trusted: whether ``module:Class`` may import. Never true for a text from the network.
+        trusted: whether ``module:Class`` may import. Never true for texts from the network.
 
     Raises ``ValueError`` naming the part that is wrong, and the choices.
     """
@@ -107,7 +107,7 @@ def parse_policy(text: str, *, trusted: bool = False) -> AcceptancePolicy:
 
 
 def load_policy(value: object, *, trusted: bool = False) -> AcceptancePolicy:
-    """A policy from its text, its mapping (as YAML or JSON give it), or itself.
+    """Read a policy from a text or a mapping (as YAML or JSON give it); return a policy as it is.
 
     Raises ``ValueError`` naming the bad part and the choices.
     """
@@ -115,9 +115,9 @@ def load_policy(value: object, *, trusted: bool = False) -> AcceptancePolicy:
 
 
 def read_policy(value: object, *, trusted: bool = False) -> tuple[AcceptancePolicy, set[str]]:
-    """The policy of a text or a mapping, and the rules that it names (without those that only combine others).
+    """Read a policy, and list the rules that the text or mapping names (without those that only combine others).
 
-    (The policy does not show it: ``fly & after(2)`` has become the conditions that it is made of.)
+    (The policy itself does not show them: ``fly & after(2)`` becomes a composition of conditions.)
     """
     source = Text(RULES, value, trusted) if isinstance(value, str) else Source(RULES, value, trusted)
     if isinstance(source, Text):
@@ -134,7 +134,7 @@ def read_policy(value: object, *, trusted: bool = False) -> tuple[AcceptancePoli
 
 
 def dump_policy(rule: Rule) -> dict[str, Any]:
-    """The mapping that ``load_policy`` reads: the name and every parameter, nested rules included."""
+    """Write the mapping that ``load_policy`` reads: the name and every parameter, including nested rules."""
     known = type(rule) in (RULES.types.get(rule.name), *_COMPOSITES.values())
     name = rule.name if known else f"{type(rule).__module__}:{type(rule).__qualname__}"
     parameters = fields(rule)  # type: ignore[arg-type]  # rules are dataclasses
@@ -145,8 +145,8 @@ def _validate(value: object, info: ValidationInfo) -> AcceptancePolicy:
     return load_policy(value, trusted=bool(info.context and info.context.get("trusted")))
 
 
-# A field of a pydantic model that holds a policy: reads texts and mappings, writes mappings. It imports a class path
-# only where the validation context says {"trusted": True}.
+# A field of a pydantic model that holds a policy: it reads texts and mappings, and writes mappings. It imports a class
+# path only if the validation context is {"trusted": True}.
 PolicyField = Annotated[
     InstanceOf[AcceptancePolicy],
     BeforeValidator(_validate),
@@ -185,7 +185,7 @@ def _from_text(text: Text, node: ast.expr) -> Any:
         try:
             return left & right if both else left | right
         except TypeError as error:
-            # Python's own words for operands that are no rules ("unsupported operand") would add nothing.
+            # Python's message for operands that are not rules ("unsupported operand") would explain nothing.
             reason = "" if "operand" in str(error) else f": {error}"
             raise text.error(f"cannot combine '{left}' {'&' if both else '|'} '{right}'{reason}") from None
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):

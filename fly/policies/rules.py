@@ -33,11 +33,11 @@ __all__ = ["Exact", "FLy", "LossySampling"]
 
 @dataclass(frozen=True)
 class Exact(ExactCore):
-    """Lossless speculative sampling: keep x with probability min(1, target(x)/draft(x)), else draw from
+    """Lossless speculative sampling: keep x with probability min(1, target(x)/draft(x)), otherwise draw from
     norm(max(target - draft, 0)) (Leviathan et al. 2023, alg. 1; Chen et al. 2023, alg. 2).
 
-    ``draft`` is the processed distribution the drafter sampled from, one-hot for deterministic drafts. At temperature 0
-    this is: keep x while it is the target's argmax, else emit the argmax.
+    ``draft`` is the processed distribution that the draft was sampled from; for deterministic drafts it is one-hot. At
+    temperature 0: keep x if it is the target's argmax, otherwise emit the argmax.
 
     ``Exact() | condition`` excuses mismatches under the condition (``Relaxed``).
     """
@@ -51,7 +51,7 @@ class LossySampling(AcceptancePolicy, Checked):
     """Lenience (Leviathan et al. 2023, appendix A.5): keep x with probability min(1, l·target(x)/draft(x)); at
     temperature 0, keep x if its probability is at least that of the most likely token over l.
 
-    ``lenience`` l >= 1; 1 is ``Exact``. Usual values 2 to 5. A rejection draws from the exact residual.
+    ``lenience`` l >= 1; 1 is ``Exact``. Usual values are 2 to 5. After a rejection it draws from the exact residual.
     """
 
     name: ClassVar[str] = "lossy"
@@ -60,8 +60,8 @@ class LossySampling(AcceptancePolicy, Checked):
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
         logits_BKV, near_BK = target.logits_BKV[:, :-1], matches(target, draft)
-        if self.lenience > 1:  # at 1, a token as likely as the argmax is still not the argmax
-            # target(x) >= max target / l, in logits: no softmax over the vocabulary needed
+        if self.lenience > 1:  # at 1, a token that ties with the argmax is still rejected
+            # target(x) >= max target / l, in logits, which needs no softmax over the vocabulary.
             gap_BK = pick(logits_BKV, target.argmax_BK[:, :-1]) - pick(logits_BKV, draft.tokens_BK)
             near_BK = near_BK | (gap_BK <= math.log(self.lenience))
 
@@ -77,18 +77,18 @@ class FLy(ExactCore):
 
     A drafted token is kept if the exact rule keeps it, or if all of these hold:
 
-    - gate: the target was undecided there, entropy >= ``theta``;
-    - window: it agrees with the next ``window`` drafted tokens (counted *after* the mismatch);
+    - gate: the target was uncertain there, entropy >= ``theta``;
+    - window: the target agrees with the next ``window`` drafted tokens (counted *after* the mismatch);
     - room: at least ``hold`` drafted tokens follow;
-    - the token is not a control token (added here).
+    - the token is not a control token (not in the paper).
 
-    ``entropy``: ``"top3"`` (nats over the three likeliest tokens) or ``"normalized"`` (full, over ln V).
-    ``processed``: take it on the processed distribution (raw logits at temperature 0 in any case).
+    ``entropy``: ``"top3"`` (nats, over the three likeliest tokens) or ``"normalized"`` (full entropy over ln V).
+    ``processed``: use the processed distribution (at temperature 0 it is always the raw logits).
 
-    Presets: ``FLy()`` is ``FLy.vllm()``; ``FLy.reference()`` is the authors' code; ``FLy.paper()`` the formula in their
-        paper, whose gate of 0.3 almost never opens on large vocabularies (3.5 nats at 128k): watch the pass rate. It
-        *is* ``Exact() | (EntropyGate(theta) & AgreeingWindow(window) & Room(hold) & ~ControlToken())``.
-        docs/explanation/fly.md says what it does and where it fails.
+    Presets: ``FLy()`` is ``FLy.vllm()``; ``FLy.reference()`` is the authors' code; ``FLy.paper()`` is the formula in
+        their paper, whose gate of 0.3 almost never opens on large vocabularies (3.5 nats at 128k): watch the pass rate.
+        FLy *is* ``Exact() | (EntropyGate(theta) & AgreeingWindow(window) & Room(hold) & ~ControlToken())``.
+        docs/explanation/fly.md explains what it does and where it fails.
     """
 
     name: ClassVar[str] = "fly"
@@ -104,7 +104,7 @@ class FLy(ExactCore):
 
     @classmethod
     def reference(cls) -> FLy:
-        """AMD-AGI/FLy's code: top-3 entropy of the raw distribution, five agreeing tokens, six held back."""
+        """AMD-AGI/FLy's code: top-3 entropy of the raw distribution, five agreeing tokens, room for six."""
         return cls("top3", 0.3, window=5, hold=6, processed=False)
 
     @classmethod

@@ -1,9 +1,9 @@
-"""Conditions that say *when* mismatches may be excused: how far into the text, how often, in which phase.
+"""Conditions on *when* mismatches may be excused: how far into the text, how often, in which phase.
 
 Shape legend: B rows, K longest draft, V vocabulary. Positions are 0-based here.
 
-What a condition needs of the past comes with the block (``Target.generated_B`` and others). Within the block a position
-only matters if every mismatch before it was excused, so the mismatches before it *are* the relaxed tokens.
+The block brings along what a condition needs from the past (``Target.generated_B`` and others). Within the block, a
+position matters only if every mismatch before it was excused, so the mismatches before it *are* the relaxed tokens.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def _columns(block: Block) -> Tensor:
 
 
 def _mismatches_so_far(block: Block) -> Tensor:
-    """[B, K] int64: mismatches at or before each position."""
+    """Number of mismatches at or before each position, int64 [B, K]."""
     return (~block.agree_BK).long().cumsum(-1)
 
 
 @dataclass(frozen=True)
 class AfterTokens(Condition, Checked):
-    """At least ``count`` tokens were generated before this one: the first ``count`` stay exact.
+    """At least ``count`` tokens were generated before this one, so the first ``count`` tokens stay exact.
 
-    Exact first tokens recover most of what relaxed rules cost in refusals and other safety behaviour.
+    Keeping the first tokens exact restores most refusals and other safety behaviour that relaxed rules lose.
     """
 
     name: ClassVar[str] = "after"
@@ -53,7 +53,7 @@ class AfterTokens(Condition, Checked):
 class AboveContext(Condition, Checked):
     """The token's position in the whole context, prompt included, is at least ``position``.
 
-    Raises ``ValueError`` if the block does not say how long the rows are.
+    Raises ``ValueError`` if the block does not know how long the rows are.
     """
 
     name: ClassVar[str] = "above"
@@ -66,7 +66,7 @@ class AboveContext(Condition, Checked):
 
 @dataclass(frozen=True)
 class Budget(Condition, Checked):
-    """Relaxed tokens are at most this ``share`` of the tokens generated, this one included."""
+    """Relaxed tokens are at most this ``share`` of all generated tokens, this one included."""
 
     name: ClassVar[str] = "budget"
     share: Share = 0.1
@@ -83,7 +83,7 @@ class Budget(Condition, Checked):
 
 @dataclass(frozen=True)
 class AtMost(Condition, Checked):
-    """At most ``count`` tokens of the whole output are relaxed; exact for the rest."""
+    """At most ``count`` tokens of the whole output are relaxed; the rest is exact."""
 
     name: ClassVar[str] = "at_most"
     count: Count = 10
@@ -126,10 +126,10 @@ class CostBudget(Condition):
 
 @dataclass(frozen=True)
 class NatsBudget(CostBudget, Checked):
-    """The divergence spent on relaxed tokens stays within ``nats`` over the whole output; exact for the rest.
+    """The divergence spent on relaxed tokens stays within ``nats`` over the whole output; the rest is exact.
 
-    A relaxed token x replaces the target's distribution by certainty, at a cost of KL(x || target) = -ln target(x),
-    taken on the unprocessed distribution. Costs add up over the output (chain rule of the KL divergence).
+    A relaxed token x replaces the target's distribution by certainty, which costs KL(x || target) = -ln target(x) in
+    the unprocessed distribution. Costs add up over the output (chain rule of the KL divergence).
     """
 
     name: ClassVar[str] = "nats"
@@ -156,14 +156,13 @@ class NatsBudget(CostBudget, Checked):
 
 @dataclass(frozen=True)
 class Phase(Condition):
-    """Inside a phase of the text: after a ``start`` marker, and before the next ``end`` marker.
+    """The token is inside a phase of the text: after a ``start`` marker and before the next ``end`` marker.
 
-    Markers are token ids, or the text of single tokens, which are looked up when the policy meets a vocabulary
-    (``bind``). In a shell: ``--policy "fly & phase('<think>', '</think>')"``. The last marker before the token decides,
-    prompt included; before any marker the text is outside, unless ``inside_first``. The markers themselves count as
-    outside.
+    Markers are token ids, or texts of single tokens, which ``bind`` looks up in the vocabulary. In a shell:
+    ``--policy "fly & phase('<think>', '</think>')"``. The last marker before the token decides, including markers in
+    the prompt. Before any marker the text is outside, unless ``inside_first``. Markers themselves are outside.
 
-    Raises ``ValueError`` if a marker's text was never bound, or the block does not say what came before.
+    Raises ``ValueError`` if a marker's text was never bound, or the block does not know what came before.
     """
 
     name: ClassVar[str] = "phase"
@@ -180,7 +179,7 @@ class Phase(Condition):
 
     def bind(self, vocabulary: Vocabulary) -> Phase:
         bound = super().bind(vocabulary)
-        _ = bound._markers  # an unknown marker is found now
+        _ = bound._markers  # unknown markers raise now
         return bound
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Conditions on what the drafted token says. Knows nothing of tokenizers: a policy is bound to a vocabulary.
+"""Conditions on the text of the drafted token. Knows nothing of tokenizers: a policy is bound to a vocabulary.
 
 Shape legend: B rows, K longest draft, V vocabulary.
 """
@@ -20,19 +20,19 @@ __all__ = ["TextCondition", "TokenText"]
 
 
 class TextCondition(Condition):
-    """A condition on the drafted token's text alone: a subclass gives ``holds_for``, which is asked once for each
-    token of a vocabulary. Control tokens, and ids that stand for no text, never hold.
+    """A condition on the drafted token's text alone. A subclass implements ``holds_for``, which is called once for each
+    token of the vocabulary. Control tokens, and ids without a text, never hold.
 
     ``bind`` raises ``ValueError`` if the model has no tokenizer.
     """
 
     @abstractmethod
     def holds_for(self, text: str) -> bool:
-        """Whether it holds for a token with this text, a word's leading space included. A token that is only a part of
-        a character has replacement marks."""
+        """Whether the condition holds for a token with this text, which includes a leading space. If the token is only
+        part of a character, the text has replacement marks."""
 
     def bind(self, vocabulary: Vocabulary) -> TextCondition:
-        vocabulary.where(self.holds_for)  # now, and not between two forwards
+        vocabulary.where(self.holds_for)  # look through the vocabulary now, not between two forwards
         return super().bind(vocabulary)
 
     def evaluate(self, block: Block) -> Tensor:
@@ -41,9 +41,9 @@ class TextCondition(Condition):
 
 @dataclass(frozen=True)
 class TokenText(TextCondition, Checked):
-    """The drafted token's text is of a kind: ``token(digits)`` holds a digit, ``token(capitals)`` begins with a capital
-    letter (a space before it aside), ``token(newlines)`` holds a newline; ``token(letters)``, ``token(punctuation)``
-    and ``token(blanks)`` consist of nothing else (spaces around it aside).
+    """The drafted token's text is of a kind. ``token(digits)`` contains a digit, ``token(capitals)`` begins with a
+    capital letter (after an optional space), ``token(newlines)`` contains a newline. ``token(letters)``,
+    ``token(punctuation)`` and ``token(blanks)`` consist of nothing else (apart from spaces around them).
 
     ``fly & ~token(digits)`` never excuses a token with a digit.
     """

@@ -1,7 +1,7 @@
-"""Applying a policy to what was drafted, chains and trees. Knows nothing of models, caches or ranks.
+"""Apply a policy to a draft, a chain or a tree. Knows nothing of models, caches or ranks.
 
-Shape legend: B rows, K drafted tokens, M = K + 1 places a token can follow (0 is the row's last token, j + 1 the
-drafted token j), V vocabulary, P paths from the row to a leaf, D longest path.
+Shape legend: B rows, K drafted tokens, M = K + 1 places where a token can follow (place 0 is after the row's last
+token, place j + 1 after drafted token j), V vocabulary, P paths from the row to a leaf, D longest path, N packed items.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["decide", "priced", "verify"]
 
 
 def decide(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise | None) -> list[Decision]:
-    """``verify``, as the plain value of each row that an engine goes on with. Asks the host, once."""
+    """Call ``verify`` and convert its result to one plain ``Decision`` per row. Makes the host wait once."""
     verdict = verify(policy, target, draft, noise)
     why_BK, asked_BK, following = verdict.why_BK.tolist(), verdict.asked_BK.tolist(), verdict.next_token_B.tolist()
     held = {label: held_BK.tolist() for label, held_BK in verdict.clauses.items()}
     relaxed, trees, found = int(Why.RELAXED), draft.trees, []
-    places: list[tuple[int, int, int]] = []  # row, place and id of each relaxed token
+    places: list[tuple[int, int, int]] = []  # (row, place, token id) of each relaxed token
     for b, (chain, path, why, asked) in enumerate(zip(draft.chains, verdict.paths(), why_BK, asked_BK)):
         parents = range(-1, len(chain) - 1) if trees is None else trees[b]
         mismatches = []
@@ -70,18 +70,18 @@ def priced(budgets: Sequence[Any], target: Target, draft: Draft, b: int, decisio
 
 def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise | None) -> Verdict:
     """Apply ``policy`` to a block: flip the coins (``noise < accept_probs``, strictly), OR the relaxation, take the
-    longest prefix, draw the correction or the bonus, and say why each token stands.
+    longest prefix, draw the correction or the bonus, and record why each token stands.
 
     Args:
-        target: distributions of K+1 positions. draft: [B, K] tokens, chains or trees. noise: one coin a drafted token,
-            one draw a row; None where none decides anything, at temperature 0 of a policy that ``accepts_exactly``.
+        target: distributions at K+1 positions. draft: [B, K] tokens, chains or trees. noise: one coin per drafted token
+            and one draw per row; None if no coin matters: at temperature 0, for a policy that ``accepts_exactly``.
 
-    Of a tree, a rule that judges whole blocks (it overrides ``verdict``) gets the chain of first children. Where the
-    rule's chances or its correction, the draft's distribution or the target's logits hold a NaN on which the outcome
-    depends, the next token is ``UNDECIDED``.
+    A rule that judges whole blocks (it overrides ``verdict``) gets only the chain of first children of a tree. If the
+    outcome depends on a NaN in the rule's chances, its correction, the draft's distribution or the target's logits, the
+    next token is ``UNDECIDED``.
 
     Raises:
-        ValueError: the shapes of target, draft and noise do not belong together.
+        ValueError: the shapes of target, draft and noise do not fit together.
     """
     rows, longest = draft.shape
     if target.logits_BKV.shape[:2] != (rows, longest + 1):
@@ -112,29 +112,32 @@ def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
     end_B, path_BD = verdict.accepted_B, verdict.path_BK
     if path_BD is not None and path_BD.shape[1]:
         end_B = torch.where(end_B > 0, pick(path_BD, (end_B - 1).clamp_min(0)) + 1, 0)
-    nan_B = pick(nan_at(target.logits_BKV, target.argmax_BK), end_B)  # a NaN is the largest of all
+    nan_B = pick(nan_at(target.logits_BKV, target.argmax_BK), end_B)  # argmax points to a NaN if there is one
     return replace(verdict, next_token_B=torch.where(nan_B, UNDECIDED, verdict.next_token_B))
 
 
 def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise) -> Verdict:
-    """The verdict on a tree: siblings are tried in order, and the accepted path goes from one that stands to the next.
+    """Judge a tree: siblings are tried in order, and the accepted path continues from each token that stands.
 
-    Multi-candidate speculative sampling (SpecInfer, arXiv 2305.09781, alg. 2), with the rule in the place of the p/q
-    test: each sibling is a draft of one token, and a rejection leaves the rule's correction as the distribution that
-    the next one is tried against, and that the correction is drawn from in the end. Where the rule is lossless for one
-    token, each of these steps replaces a distribution by "keep the token, or go on with what is left of it", so the
-    tree is lossless too, whatever was drafted.
+    Multi-candidate speculative sampling (SpecInfer, arXiv 2305.09781, alg. 2), with the policy in place of the test
+    target/draft. Each sibling is a draft of one token. A rejection replaces the distribution by the policy's
+    correction; the next sibling is tried against that, and the final correction is drawn from it. If the policy is
+    lossless for one token, each step splits a distribution into "keep the token" and "continue with the remaining
+    mass", so the tree is lossless as well, whatever was drafted.
 
-    A relaxation is asked along every path as if it were a chain; a token it excuses stands only if the rule keeps none
-    of its siblings. Of the host this needs the trees' shapes alone (``Draft.trees``), and no wait where they are known.
+    A relaxation is evaluated along every path as if the path were a chain. An excused token stands only if the rule
+    keeps none of its siblings. The host needs only the trees' shapes (``Draft.trees``), and does not wait if it has
+    them.
     """
     rows, device = len(draft.tokens_BK), draft.tokens_BK.device
     trees = draft.trees
     assert draft.parents_BK is not None and trees is not None
+    # Which tokens does the rule keep, which does the relaxation excuse, and which path do they give?
     kept_BK, exact_BK, probs_BMV, nan_BM = _try_siblings(policy, target, draft, noise)
     excused_BK, clauses = _excuse(policy, target, draft, trees, kept_BK)
     path_BD, accepted_B, last_B = _walk(draft, kept_BK, excused_BK)
 
+    # Reasons: tokens on the path stand; siblings that were tried at its end are the mismatches to report.
     rows_B1 = torch.arange(rows, device=device).unsqueeze(1)
     stands_BD = torch.arange(path_BD.shape[1], device=device) < accepted_B.unsqueeze(1)
     on_path_BK = _at_tokens(stands_BD, rows_B1, path_BD, stands_BD, draft) > 0
@@ -142,6 +145,7 @@ def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: 
     why_BK = torch.where(on_path_BK, codes_BK, int(Why.REJECTED)).to(torch.int8)
     tried_BK = draft.parents_BK + 1 == last_B.unsqueeze(1)
     asked_BK = ~exact_BK & draft.mask_BK() & (on_path_BK | tried_BK)
+    # The correction, or the bonus at a leaf, is drawn at the place where the path ends.
     if probs_BMV is None:
         next_token_B = pick(target.argmax_BK, last_B)
     else:
@@ -151,7 +155,7 @@ def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: 
 
 
 def _verify_first_path(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise) -> Verdict:
-    """The verdict of a rule that judges chains only, on the first children of each tree."""
+    """Judge only the first children of each tree, for a rule that judges chains."""
     assert draft.trees is not None
     chains = [first_branch(parents) for parents in draft.trees]
     path_BD, lengths_B = _padded(chains, draft.tokens_BK.device)
@@ -162,6 +166,7 @@ def _verify_first_path(policy: AcceptancePolicy, target: Target, draft: Draft, n
     verdict = policy.verdict(_along(target, rows_B1, path_BD, list(range(len(chains)))), first, coins)
     mask_BD = first.mask_BK()
 
+    # Map results along the chains back to the trees' tokens.
     def of_all(found_BD: Tensor) -> Tensor:
         return _at_tokens(found_BD, rows_B1, path_BD, mask_BD, draft).to(found_BD.dtype)
 
@@ -171,7 +176,7 @@ def _verify_first_path(policy: AcceptancePolicy, target: Target, draft: Draft, n
 
 
 def _padded(paths: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """[P, D] int64 padded with the number 0, and the lengths [P]."""
+    """Pad paths with 0 to int64 [P, D]; also return their lengths [P]."""
     longest = max(map(len, paths), default=0)
     lines = [[len(path), *path, *[0] * (longest - len(path))] for path in paths]
     both = upload([number for line in lines for number in line], device).view(len(paths), longest + 1)
@@ -179,22 +184,22 @@ def _padded(paths: list[list[int]], device: torch.device) -> tuple[Tensor, Tenso
 
 
 def _at_tokens(found_PD: Tensor, rows_P1: Tensor, path_PD: Tensor, there_PD: Tensor, draft: Draft) -> Tensor:
-    """[B, K] int64: what was found along paths of these rows, summed up at each token; only where ``there``."""
+    """Sum values along paths of these rows at each token they pass, int64 [B, K]; only where ``there_PD``."""
     rows, longest = draft.tokens_BK.shape
-    at_PD = rows_P1 * (longest + 1) + torch.where(there_PD, path_PD, longest)  # the last column is for the others
+    at_PD = rows_P1 * (longest + 1) + torch.where(there_PD, path_PD, longest)  # the last column collects the others
     sums_N = torch.zeros(rows * (longest + 1), dtype=torch.int64, device=path_PD.device)
     return sums_N.scatter_add_(0, at_PD.flatten(), found_PD.long().flatten()).view(rows, -1)[:, :longest]
 
 
 def _along(target: Target, rows_P1: Tensor, path_PD: Tensor, numbers: list[int]) -> Target:
-    """What the target says along paths, as of a chain: P rows, which are those of ``numbers`` of the target."""
+    """The target along paths, as if they were chains: P rows, whose numbers in the batch are ``numbers``."""
     places_PJ = torch.cat([path_PD.new_zeros(len(path_PD), 1), path_PD + 1], dim=1)
     probs = None if target.all_greedy else target.probs_BKV[rows_P1, places_PJ]
     return target.about(rows_P1.squeeze(1), target.logits_BKV[rows_P1, places_PJ], probs, numbers)
 
 
 def _places(draft: Draft) -> Tensor:
-    """[B, K] the place that each token follows; M where there is no token."""
+    """The place [B, K] that each token follows; M for padding."""
     assert draft.parents_BK is not None
     return torch.where(draft.mask_BK(), draft.parents_BK + 1, draft.shape[1] + 1)
 
@@ -202,20 +207,24 @@ def _places(draft: Draft) -> Tensor:
 def _try_siblings(
     policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Which tokens the rule and which the exact rule keeps, once those before them among their siblings are rejected
-    ([B, K] bool), the distribution [B, M, V] at each place when all that follow it are rejected (None at temperature
-    0), and at which places a NaN leaves that open ([B, M] bool)."""
+    """Try the children of every place, one sibling after another.
+
+    Returns which tokens the policy keeps and which the exact rule keeps if their older siblings are rejected (bool
+    [B, K] each); the distribution [B, M, V] at each place after all children are rejected (None at temperature 0);
+    and at which places a NaN leaves the outcome open (bool [B, M])."""
     rows, longest = draft.tokens_BK.shape
     places = longest + 1
+    # Every place of every row is a chain of one token: N = B * M rows.
     logits_N2V = target.logits_BKV.flatten(0, 1).unsqueeze(1).expand(-1, 2, -1)
     probs_NV = None if target.all_greedy else target.probs_BKV.flatten(0, 1)
     row_N = torch.arange(rows, device=logits_N2V.device).repeat_interleave(places)
     row_numbers = [b for b in range(rows) for _ in range(places)]
     place_BK, node_BK = _places(draft), torch.arange(longest, device=row_N.device).expand(rows, -1)
-    older_BK = (place_BK.unsqueeze(2) == place_BK.unsqueeze(1)).tril(-1).sum(2)  # siblings that are tried before
+    older_BK = (place_BK.unsqueeze(2) == place_BK.unsqueeze(1)).tril(-1).sum(2)  # number of siblings tried before
     kept_BM, exact_BM, nan_BM = (torch.zeros(rows, places, dtype=torch.bool, device=row_N.device) for _ in range(3))
     most = max((max(Counter(tree).values()) for tree in draft.trees or () if tree), default=0)
     for number in range(most):
+        # The child number ``number`` of each place, where there is one, as a draft of one token.
         there_BK = older_BK == number
         child_BM = torch.full((rows, places + 1), -1, device=row_N.device)
         child_BM = child_BM.scatter_(1, torch.where(there_BK, place_BK, places), node_BK)[:, :places]
@@ -228,6 +237,7 @@ def _try_siblings(
         )
         probs_N2V = None if probs_NV is None else probs_NV.unsqueeze(1).expand(-1, 2, -1)
         block = target.about(row_N, logits_N2V, probs_N2V, row_numbers)
+        # Flip its coin against the policy's chance, and against the exact rule's for the reason.
         coin_N = noise.accept_BK[row_N, node_N]
         chance_N = policy.chances(block, one).squeeze(1)
         keeps_N = there_N & (coin_N < chance_N)
@@ -235,14 +245,15 @@ def _try_siblings(
         exact_N = keeps_N
         if policy.core.guarantee is not Guarantee.LOSSLESS:
             exact_N = there_N & (coin_N < exact_accept_probs(block, one).squeeze(1))
-        at_BM = torch.where(there_BM, node_BM, longest)  # the last column is for places that none follows
+        at_BM = torch.where(there_BM, node_BM, longest)  # the last column collects places without a child
         for found_BM, found_N in ((kept_BM, keeps_N), (exact_BM, exact_N)):
             found_BM.scatter_(1, at_BM, found_N.view(rows, places))
+        # After a rejection the next sibling faces the policy's correction.
         if probs_NV is not None:
             rest_NV = policy.correction(block, one, torch.zeros_like(node_N))
             mass_N1 = rest_NV.sum(-1, keepdim=True)
-            # Equal distributions leave no mass; a rejection is then a rounding matter, and the distribution as it was
-            # is right.
+            # Without residual mass the distributions are equal. A rejection is then a rounding error, and the
+            # distribution before it is the right one.
             probs_NV = torch.where(there_N.unsqueeze(1) & (mass_N1 > 0), rest_NV / mass_N1, probs_NV)
             nan_N = nan_N | (mass_N1.squeeze(1).isnan() & ~keeps_N & ~block.greedy_B)
         nan_BM |= (there_N & nan_N).view(rows, places)
@@ -253,13 +264,14 @@ def _try_siblings(
 def _excuse(
     policy: AcceptancePolicy, target: Target, draft: Draft, trees: list[list[int]], kept_BK: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """[B, K] bool, which tokens are excused along some path through them, and where the clauses held."""
+    """Which tokens are excused along some path through them, bool [B, K], and where each clause held."""
     excused_BK = torch.zeros_like(kept_BK)
     if policy.relaxation is None and type(policy).relax is AcceptancePolicy.relax:
         return excused_BK, {}
     paths = [(b, path) for b, tree in enumerate(trees) for path in leaf_paths(tree)]
     if not paths:
         return excused_BK, {}
+    # Each path from the row to a leaf is a chain. A token agrees if the policy keeps it.
     device = kept_BK.device
     path_PD, lengths_P = _padded([path for _, path in paths], device)
     numbers = [b for b, _ in paths]
@@ -280,10 +292,11 @@ def _excuse(
 
 
 def _walk(draft: Draft, kept_BK: Tensor, excused_BK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The accepted path [B, D], padded with 0, its length [B] and the place [B] where it ends: at each place the first
-    token to follow that is kept, or else the first that is excused."""
+    """Follow the accepted path: at each place, go to the first child that is kept, else to the first that is excused.
+    Returns the path [B, D] padded with 0, its length [B] and the place [B] where it ends."""
     (rows, longest), device = draft.tokens_BK.shape, kept_BK.device
     node_K = torch.arange(longest, device=device)
+    # Children in order of preference: kept ones by number, then excused ones, then none.
     order_BK = torch.where(kept_BK, node_K, torch.where(excused_BK, node_K + longest, 2 * longest))
     best_BM = torch.full((rows, longest + 2), 2 * longest, device=device)
     best_BM.scatter_reduce_(1, _places(draft), order_BK, "amin")

@@ -1,4 +1,7 @@
-"""The answers to clients: OpenAI's bodies, with what speculation did. Knows nothing of HTTP or engines."""
+"""The bodies of answers in OpenAI's form, with what speculation did. Knows nothing of HTTP or engines.
+
+Lists with one entry per token are iterators; their entries are built when they are written (``fly.serve.jsons``).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,21 +19,17 @@ from fly.models.chat import Kind, Splitter, Thinking
 from fly.models.lengths import byte_alphabet
 from fly.models.tokenizer import Tokenizer
 from fly.request import Token
+from fly.serve.jsons import written
 from fly.serve.rules import Speculation
 from fly.serve.tools import CallDelta, CallReader
 
-__all__ = ["Choice", "Completion", "Vocabulary", "error_body"]
+__all__ = ["Choice", "Completion", "Vocabulary"]
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's form of an error."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
 class Vocabulary:
-    """What the tokens of a tokenizer look like, one by one."""
+    """The text and bytes of single tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -38,11 +37,11 @@ class Vocabulary:
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def text(self, token: int) -> str:
-        """The token's text; replacement marks where it is a part of a character."""
+        """The token's text; replacement marks if the token is part of a character."""
         return self._look_up(token)[0]
 
     def bytes(self, token: int) -> list[int]:
-        """The token's bytes, which add up to the text even where a character is split."""
+        """The token's bytes. Joined over tokens they give the text, even if a character is split among tokens."""
         return self._look_up(token)[1]
 
     def _look_up(self, token: int) -> tuple[str, list[int]]:
@@ -61,7 +60,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt that is repeated before its completion, and where its tokens begin in it, if they are listed."""
+    """A prompt that is repeated before its completion, with the offsets of its tokens if they are listed."""
 
     text: str
     offsets: list[int] | None = None
@@ -69,39 +68,39 @@ class Echo:
 
 @dataclass
 class Choice:
-    """One completion as it comes in."""
+    """One completion while it comes in. The lists hold what has not been sent yet."""
 
     index: int
     splitter: Splitter
     reader: CallReader | None = None
     text: str = ""
     reasoning: str = ""
-    calls: list[CallDelta] = field(default_factory=list)  # pieces of those
-    generated: int = 0  # tokens
-    tokens: list[tuple[Token, str, int]] = field(default_factory=list)  # with its settled text and its block
+    calls: list[CallDelta] = field(default_factory=list)  # pieces of tool calls
+    generated: int = 0  # number of tokens
+    tokens: list[tuple[Token, str, int]] = field(default_factory=list)  # token, its text, its block
     logprobs: list[dict[int, float]] = field(default_factory=list)
     blocks: int = 0
-    offset: int = 0  # characters before this, for the completions' log-probabilities
+    offset: int = 0  # characters sent so far, for ``text_offset``
     finish_reason: str | None = None
     prompt: list[int] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float] | None] | None = None
-    told: bool = False  # whether a chunk had that
+    reason_sent: bool = False  # whether a chunk with the finish reason was sent
 
 
 class Completion:
-    """Puts one request's answer together: whole, or in chunks.
+    """Assembles the answer to one request, as a whole or in chunks.
 
     Args:
         chat: whether it is a chat completion.
-        model: as the client calls it.
-        speculation: what it was decoded by.
-        thinking: how the answers may begin with thinking, for each choice.
-        explains: whether every token is accounted for.
-        echoes: what stands before each choice, where it is asked for.
-        top: likely tokens to list at each place; None for no log-probabilities.
-        prompt_top: the same of the prompt, in a list of its own.
-        readers: what tells calls of functions from text, for each choice; None where there are none to call.
-        prompts: the token ids of each choice's prompt, where they are asked for with those of the answer.
+        model: the model's name for clients.
+        speculation: the speculation that the request runs with.
+        thinking: for each choice, how the answer may begin with thinking.
+        explains: whether to add a reason for every token.
+        echoes: the text before each choice, if the request asks for it.
+        top: number of likely tokens to list at each position; None for no log-probabilities.
+        prompt_top: the same for the prompt, in a list of its own.
+        readers: for each choice, what splits tool calls from text; None if there are no tools.
+        prompts: the token ids of each choice's prompt, if the request asks for token ids.
     """
 
     def __init__(
@@ -132,23 +131,23 @@ class Completion:
         for choice in self.choices:
             choice.offset = len(self._echo(choice))
         self._cached = self._drafted = self._accepted = 0
-        self._histogram: Counter[int] = Counter()  # of accepted tokens a drafted round
+        self._histogram: Counter[int] = Counter()  # rounds with a draft, by number of accepted tokens
 
     def add(self, news: News) -> Choice:
-        """Take in what a step did; the choice has what was not fetched (``chunk``) since."""
+        """Take in the news of one step. Return the choice, which collects them until ``chunk`` is called."""
         choice = self.choices[news.index]
         for token, text in news.pieces:
-            self._say(choice, choice.splitter.push(text))
+            self._add_found(choice, choice.splitter.push(text))
             choice.tokens.append((token, text, choice.blocks))
         if news.pieces:
             choice.blocks += 1
             choice.generated += len(news.pieces)
         choice.logprobs += news.logprobs
         if news.over:
-            self._say(choice, choice.splitter.finish(news.rest))
+            self._add_found(choice, choice.splitter.finish(news.rest))
             if choice.reader is not None:
                 cut = news.output is not None and news.output.finish_reason == "length"
-                self._read(choice, choice.reader.finish(cut))
+                self._add_calls(choice, choice.reader.finish(cut))
         self._histogram.update(accepted for _, accepted in news.drafts)
         if news.output is not None:
             stats = news.output.stats
@@ -162,29 +161,60 @@ class Completion:
             self._accepted += stats.accepted
         return choice
 
-    def _say(self, choice: Choice, found: list[tuple[Kind, str]]) -> None:
+    def _add_found(self, choice: Choice, found: list[tuple[Kind, str]]) -> None:
         for kind, text in found:
             if kind == "reasoning":
                 choice.reasoning += text
             elif choice.reader is None:
                 choice.text += text
             else:
-                self._read(choice, choice.reader.push(text))
+                self._add_calls(choice, choice.reader.push(text))
 
     @staticmethod
-    def _read(choice: Choice, found: list[str | CallDelta]) -> None:
-        for said in found:
-            if isinstance(said, str):
-                choice.text += said
+    def _add_calls(choice: Choice, found: list[str | CallDelta]) -> None:
+        for delta in found:
+            if isinstance(delta, str):
+                choice.text += delta
             else:
-                choice.calls.append(said)
+                choice.calls.append(delta)
+
+    def entries(self, found: Sequence[News]) -> int:
+        """Estimate how many JSON entries it takes to write this news; for no news, to write the opening."""
+        prompts = 0 if self._prompts is None else sum(map(len, self._prompts))
+        each = 1 + (0 if self.top is None else 1 + self.top) + 3 * self.explains
+        scored = sum(len(news.output.prompt_logprobs or ()) for news in found if news.output is not None)
+        return (
+            prompts
+            + each * sum(len(news.pieces) for news in found)
+            + (1 + max(self.top or 0, self.prompt_top or 0)) * scored
+        )
+
+    def events(self, found: Sequence[News], prompt_tokens: int, usage: bool, running_usage: bool) -> Iterator[bytes]:
+        """Write news as server-sent events. The last event carries the statistics of the whole request."""
+        touched = list({news.index: self.add(news) for news in found}.values())
+        for choice in touched:
+            while (chunk := self.chunk(choice)) is not None:
+                last = self.ended() and choice is touched[-1] and not usage and choice.reason_sent
+                yield self._event(self.last(chunk) if last else chunk, prompt_tokens, running_usage)
+        if usage and self.ended():
+            yield self._event(self.last(self.usage_chunk(prompt_tokens)), prompt_tokens)
+
+    def opening(self, prompt_tokens: int, running_usage: bool) -> Iterator[bytes]:
+        """Write the first events of a stream, one for every choice."""
+        for choice in self.choices:
+            yield self._event(self.first(choice), prompt_tokens, running_usage)
+
+    def _event(self, chunk: dict[str, Any], prompt_tokens: int, running_usage: bool = False) -> bytes:
+        if running_usage:
+            chunk |= {"usage": self.usage(prompt_tokens)}
+        return b"data: " + b"".join(written(chunk)) + b"\n\n"
 
     def ended(self) -> bool:
-        """Whether every choice has come to its end."""
+        """Whether every choice has ended."""
         return all(choice.finish_reason for choice in self.choices)
 
     def usage(self, prompt_tokens: int) -> dict[str, Any]:
-        """Counts of tokens, drafted ones included."""
+        """Token counts, including drafted tokens."""
         generated = sum(choice.generated for choice in self.choices)
         return {
             "prompt_tokens": prompt_tokens,
@@ -199,8 +229,8 @@ class Completion:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """What speculation did, by vLLM's names. ``acceptance_histogram[n]`` counts the drafts of which n tokens stand,
-        for n from 0 to K; the mean acceptance length counts the target's own token with each."""
+        """Statistics of speculation under vLLM's names. ``acceptance_histogram[n]`` counts the rounds with n accepted
+        tokens, n from 0 to K. The mean acceptance length includes the target's own token of each round."""
         steps = sum(self._histogram.values())
         longest = max(self.speculation.k, *self._histogram, 0)
         return {
@@ -216,7 +246,7 @@ class Completion:
         }
 
     def whole(self, prompt_tokens: int) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Build the whole answer."""
         choices = []
         for choice in self.choices:
             text, reason = choice.text, choice.finish_reason
@@ -232,13 +262,13 @@ class Completion:
                 body["text"] = self._echo(choice) + text
                 if self.prompt_top is not None:
                     listed = zip(choice.prompt, choice.prompt_logprobs or ())
-                    body["prompt_logprobs"] = [self._prompt_entry(*entry) for entry in listed]
+                    body["prompt_logprobs"] = (self._prompt_entry(*entry) for entry in listed)
             choices.append(body)
             self._add_prompt(body, choice)
         return self._body(choices, "") | {"usage": self.usage(prompt_tokens)} | self._extras()
 
     def first(self, choice: Choice) -> dict[str, Any]:
-        """The chunk that opens a choice: its role, or the prompt it echoes. It states what it is decoded by."""
+        """Build the chunk that opens a choice: its role, or the echoed prompt, and the speculation it runs with."""
         body: dict[str, Any] = {"index": choice.index, "finish_reason": None, "logprobs": None}
         if self.chat:
             body["delta"] = {"role": "assistant", "content": ""}
@@ -248,23 +278,25 @@ class Completion:
         return self._body([body], ".chunk") | {"speculation": self.speculation.as_dict()}
 
     def chunk(self, choice: Choice) -> dict[str, Any] | None:
-        """What came in for a choice since the last chunk; None if there is nothing to show yet. Of calls a chunk has
-        one piece, as clients expect it: ask again until there is nothing."""
+        """Build a chunk of what came in for a choice since the last one; None if there is nothing to show yet. A chunk
+        has one piece of a tool call at most, as clients expect: call again until the result is None."""
         pieces = _joined(choice.calls)
         if len(pieces) > 1:
             choice.calls = pieces[1:]
-            said = {"content": choice.text} if choice.text else {}
+            delta = {"content": choice.text} if choice.text else {}
             choice.text = ""
             body: dict[str, Any] = {"index": choice.index, "finish_reason": None, "logprobs": None}
-            return self._body([body | {"delta": said | {"tool_calls": [_call_delta(pieces[0])]}}], ".chunk")
+            return self._body([body | {"delta": delta | {"tool_calls": [_call_delta(pieces[0])]}}], ".chunk")
         shown = choice.tokens if self.explains or self.top is not None or self._prompts is not None else []
-        if not (choice.text or choice.reasoning or pieces or shown or (choice.finish_reason and not choice.told)):
+        if not (
+            choice.text or choice.reasoning or pieces or shown or (choice.finish_reason and not choice.reason_sent)
+        ):
             return None
-        choice.told = choice.finish_reason is not None
+        choice.reason_sent = choice.finish_reason is not None
         body = self._choice(choice, choice.finish_reason)
         if self.chat:
-            said = {"reasoning_content": choice.reasoning, "content": choice.text}
-            body["delta"] = {name: text for name, text in said.items() if text}
+            delta = {"reasoning_content": choice.reasoning, "content": choice.text}
+            body["delta"] = {name: text for name, text in delta.items() if text}
             if pieces:
                 body["delta"]["tool_calls"] = [_call_delta(pieces[0])]
         else:
@@ -274,11 +306,11 @@ class Completion:
         return self._body([body], ".chunk")
 
     def last(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        """The same chunk, with what can only be said at the end."""
+        """Add the statistics that are known only at the end."""
         return chunk | self._extras()
 
     def usage_chunk(self, prompt_tokens: int) -> dict[str, Any]:
-        """The chunk without choices."""
+        """Build the final chunk with usage and without choices."""
         return self._body([], ".chunk") | {"usage": self.usage(prompt_tokens)}
 
     def _extras(self) -> dict[str, Any]:
@@ -286,7 +318,7 @@ class Completion:
 
     def _add_prompt(self, body: dict[str, Any], choice: Choice) -> None:
         if self._prompts is not None:
-            body["prompt_token_ids"] = self._prompts[choice.index]
+            body["prompt_token_ids"] = iter(self._prompts[choice.index])
 
     def _echo(self, choice: Choice) -> str:
         return "" if self._echoes is None else self._echoes[choice.index].text
@@ -302,14 +334,14 @@ class Completion:
         }
 
     def _choice(self, choice: Choice, reason: str | None) -> dict[str, Any]:
-        """What every form of a choice has, of its tokens that were not fetched yet."""
+        """Build what both endpoints share: log-probabilities and reasons of the tokens that were not sent yet."""
         body: dict[str, Any] = {"index": choice.index, "finish_reason": reason, "logprobs": None}
         if self.top is not None:
             body["logprobs"] = self._chat_logprobs(choice) if self.chat else self._completion_logprobs(choice)
         if self.explains:
-            body["provenance"] = [self._explained(*entry) for entry in choice.tokens]
+            body["provenance"] = (self._explained(*entry) for entry in choice.tokens)
         if self._prompts is not None:
-            body["token_ids"] = [token.id for token, _, _ in choice.tokens]
+            body["token_ids"] = (token.id for token, _, _ in choice.tokens)
         choice.offset += sum(len(text) for _, text, _ in choice.tokens)
         return body
 
@@ -318,11 +350,13 @@ class Completion:
             words = self._vocabulary
             return {"token": words.text(token), "logprob": _finite(logprob), "bytes": words.bytes(token)}
 
-        content = []
-        for (token, _, _), likely in zip(choice.tokens, choice.logprobs):
-            top = [entry(other, value) for other, value in list(likely.items())[: self.top]]
-            content.append(entry(token.id, likely[token.id]) | {"top_logprobs": top})
-        return {"content": content, "refusal": None}
+        def content() -> Iterator[dict[str, Any]]:
+            for token, likely in listed:
+                top = [entry(other, value) for other, value in itertools.islice(likely.items(), self.top)]
+                yield entry(token, likely[token]) | {"top_logprobs": top}
+
+        listed = zip([token.id for token, _, _ in choice.tokens], choice.logprobs)
+        return {"content": content(), "refusal": None}
 
     def _completion_logprobs(self, choice: Choice) -> dict[str, Any]:
         ids, offsets, offset = [token.id for token, _, _ in choice.tokens], list[int](), choice.offset
@@ -334,14 +368,14 @@ class Completion:
             ids, offsets = choice.prompt + ids, (self._echoes[choice.index].offsets or []) + offsets
             likely = choice.prompt_logprobs + likely
         return {
-            "tokens": [self._vocabulary.text(token) for token in ids],
-            "token_logprobs": [None if each is None else _finite(each[token]) for token, each in zip(ids, likely)],
-            "top_logprobs": [self._named(token, each) for token, each in zip(ids, likely)] if self.top else None,
-            "text_offset": offsets,
+            "tokens": (self._vocabulary.text(token) for token in ids),
+            "token_logprobs": (None if each is None else _finite(each[token]) for token, each in zip(ids, likely)),
+            "top_logprobs": (self._named(token, each) for token, each in zip(ids, likely)) if self.top else None,
+            "text_offset": iter(offsets),
         }
 
     def _named(self, token: int, likely: dict[int, float] | None) -> dict[str, float] | None:
-        """The likeliest tokens by their texts, and ``token`` itself; of several with one text the likeliest."""
+        """Log-probabilities by token text, including ``token``. Of tokens with the same text, the likeliest counts."""
         if likely is None:
             return None
         named: dict[str, float] = {}
@@ -350,7 +384,7 @@ class Completion:
         return named
 
     def _prompt_entry(self, token: int, likely: dict[int, float] | None) -> dict[str, dict[str, Any]] | None:
-        """As vLLM has it. The rank of a token that is not among the likeliest is not known."""
+        """A prompt token in vLLM's form. The rank is unknown (None) if the token is not among the likeliest."""
         if likely is None:
             return None
         top = [*itertools.islice(likely, self.prompt_top)]
@@ -365,8 +399,8 @@ class Completion:
         }
 
     def _explained(self, token: Token, text: str, block: int) -> dict[str, Any]:
-        """Why a token was kept. ``text`` is the text that it settled; ``block`` numbers the rounds, starting with the
-        prompt's."""
+        """Explain why a token was kept. ``text`` is the text that it completed; ``block`` is the number of its round,
+        counted from the prompt's."""
         choice = token.target_choice
         return {
             "id": token.id,
@@ -384,12 +418,12 @@ class Completion:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinities; OpenAI writes -9999 for what cannot be."""
+    """Replace minus infinity, which JSON lacks, by OpenAI's -9999."""
     return max(logprob, -9999.0)
 
 
 def _whole_calls(pieces: list[CallDelta]) -> list[dict[str, Any]]:
-    """Calls in OpenAI's form, of all of their pieces."""
+    """Join all pieces of tool calls to calls in OpenAI's form."""
     calls: list[dict[str, Any]] = []
     for piece in pieces:
         if piece.name is not None:
@@ -399,7 +433,7 @@ def _whole_calls(pieces: list[CallDelta]) -> list[dict[str, Any]]:
 
 
 def _joined(pieces: list[CallDelta]) -> list[CallDelta]:
-    """The same with neighbouring pieces of one call's arguments in one."""
+    """Join neighbouring pieces of the same call's arguments."""
     found: list[CallDelta] = []
     for piece in pieces:
         if found and piece.name is None and found[-1].name is None and found[-1].at == piece.at:
@@ -410,7 +444,7 @@ def _joined(pieces: list[CallDelta]) -> list[CallDelta]:
 
 
 def _call_delta(piece: CallDelta) -> dict[str, Any]:
-    """More of a call in OpenAI's form."""
+    """One piece of a tool call in OpenAI's form."""
     if piece.name is None:
         return {"index": piece.at, "function": {"arguments": piece.arguments}}
     function = {"name": piece.name, "arguments": piece.arguments}

@@ -1,35 +1,42 @@
-"""Connections on which no whole request has come in: how many there may be, and how long they may take. Knows nothing
-of endpoints.
+"""Connections: how many may be open, and what each may use before its request is complete. Knows nothing of endpoints.
 
-uvicorn waits for a request's headers as long as the client likes and accepts connections until no file descriptor is
-left. Here a request has its time from its first byte on (a connection that says nothing: from its start), and where
-too many are open, the one that has waited longest for its request gives way to the newcomer.
+uvicorn waits for headers without a time limit, reads any number of them, and accepts connections until no file
+descriptor is left. Here a request has a time limit from its first byte (for a new connection: from its start), and a
+limit of bytes besides its body. Requests that take several reads take turns. If too many connections are open, the one
+that has waited longest for its request is closed in favour of the new one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
-import time
+from collections import deque
 from typing import Any
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from fly.serve.answers import error_body
+from fly.serve.errors import error_body
 
-__all__ = ["Connection", "Crowd", "Sparing", "room_for"]
+__all__ = ["HOLD", "Connection", "Crowd", "room_for"]
 
-_SPARE = 16  # connections that are for health checks and metrics alone
-_AT_ONCE = 2**13  # bytes read in one turn of the event loop: in chunks of one byte they take it some 30 ms
-_WHOLE = (h11.DONE, h11.MUST_CLOSE, h11.CLOSED)  # states of a client whose request has come in
+_SPARE = 16  # connections reserved for health checks and metrics
+# Bytes per read: small for headers and chunks, which may be many and small; large for a body with a length.
+_AT_ONCE, _IN_ONE = 2**10, 2**16
+_READERS = 8  # of the connections in the middle of a request, how many are read in one turn of the event loop
+_HEAD, _HEADERS = 2**15, 128  # limits of a request's headers: bytes and number,
+_BETWEEN = 2**12  # and bytes besides body and headers: sizes and extensions of chunks, and what follows them
+# After a refusal, the rest of the request is read and thrown away, once in _PAUSE seconds, which slows down senders of
+# bad requests. The connection stays open for _AFTER seconds, so that no reset destroys the answer.
+_PAUSE, _AFTER = 0.05, 2.0
+HOLD = 0.5  # seconds before a refused body in chunks is answered, so that sending it again and again does not pay
 
 
 def room_for(wanted: int) -> tuple[int, int]:
-    """How many connections to allow, at most ``wanted``, and how many to accept at a time, under the process's limit of
-    file descriptors. Raises ``ValueError`` if that leaves no room."""
+    """Return how many connections to allow, at most ``wanted``, and how many to accept at a time, given the process's
+    limit of file descriptors. Raises ``ValueError`` if there is no room."""
     try:
         import resource
     except ImportError:  # a system without such limits
@@ -39,7 +46,7 @@ def room_for(wanted: int) -> tuple[int, int]:
         return wanted, 2048
     taken = len(os.listdir("/dev/fd"))
     at_a_time = min(2048, max(4, most // 16))
-    # Those that are given up are closed a few turns of the event loop later, in which more are accepted.
+    # Connections that give way are closed a few turns of the event loop later, and meanwhile others are accepted.
     room = most - taken - 4 * at_a_time - 16
     if room < 2 * _SPARE:
         raise ValueError(f"{most} file descriptors, {taken} of them taken, are too few for a server; raise 'ulimit -n'")
@@ -50,14 +57,15 @@ class Crowd:
     """All connections of one server.
 
     Args:
-        limit: so many may be open; of which the last few are for the paths that need no key.
-        patience: seconds for all of a request to come in.
+        limit: number of connections that may be open. The last few are reserved for the paths that need no key.
+        patience: seconds within which a request must be complete.
     """
 
     def __init__(self, limit: int, patience: float) -> None:
         self.limit, self.patience = limit, patience
         self.open: set[Connection] = set()
-        self.waiting: dict[Connection, None] = {}  # for a request, or the rest of one; the longest first
+        self.waiting: dict[Connection, None] = {}  # those without a complete request, oldest first
+        self._resting: deque[Connection] = deque()
 
     def enter(self, connection: Connection) -> None:
         self.open.add(connection)
@@ -69,65 +77,192 @@ class Crowd:
         self.open.discard(connection)
         self.waiting.pop(connection, None)
 
+    def rest(self, connection: Connection) -> None:
+        """Stop reading from this connection until others in the middle of a request had their turn."""
+        connection.flow.rest()
+        if not self._resting:
+            connection.loop.call_soon(self._wake)
+        self._resting.append(connection)
+
+    def _wake(self) -> None:
+        for _ in range(min(_READERS, len(self._resting))):
+            (connection := self._resting.popleft()).flow.wake()
+        if self._resting:
+            connection.loop.call_soon(self._wake)
+
     def full(self) -> bool:
-        """Whether so many requests are being answered that no more can be taken."""
+        """Whether the server is answering as many requests as it can."""
         return len(self.open) - len(self.waiting) > self.limit - min(_SPARE, self.limit // 2)
 
 
-class Connection(H11Protocol):
-    """One connection, which its ``Crowd`` knows of."""
+class _Flow(FlowControl):
+    """Pauses reading while earlier requests of the connection wait, and while the connection waits for its turn."""
+
+    def __init__(self, transport: asyncio.Transport, pipeline: deque[Any]) -> None:
+        super().__init__(transport)
+        self._pipeline, self._resting = pipeline, False
+
+    def resume_reading(self) -> None:
+        if self._resting:
+            self.read_paused = False
+        elif not self._pipeline:
+            super().resume_reading()
+
+    def rest(self) -> None:
+        self._resting = True
+        self._transport.pause_reading()
+
+    def wake(self) -> None:
+        self._resting = False
+        if not self.read_paused:
+            self._transport.resume_reading()
+
+
+class Connection(HttpToolsProtocol):
+    """One connection, which its ``Crowd`` counts.
+
+    The parser refuses what another server might read differently: a length with chunks or given twice, unusual line
+    ends, blanks around names. Trailers do not count as headers, and other protocols are not accepted.
+    """
 
     def __init__(self, crowd: Crowd, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.app_state = {**self.app_state, "full": crowd.full}  # for the guard
         self._crowd = crowd
-        self._begun = False  # whether anything of a request has come in
+        self._begun = False  # whether a byte of the awaited request has come in
+        self._headed = False  # whether all of its headers have
+        self._whole = True  # whether all of it has
+        self._chunked = False  # whether its body comes in chunks
+        self._left = 0  # bytes of a body of known length that have not come yet
+        self._wanted = False  # whether the application is to ask for them
+        self._refused = False  # whether nothing more is read
+        self._around, self._most = 0, _HEAD  # bytes so far besides the body, and their limit
+        self._parts: list[bytes] = []  # parts of a body from one read: there may be many chunks
+        self._cycles: list[RequestResponseCycle] = []  # requests that are being answered or wait for it
         self._clock: asyncio.TimerHandle | None = None
+
+    flow: _Flow
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.max_size = _AT_ONCE  # type: ignore[attr-defined]  # of asyncio's own event loop
+        self.flow = _Flow(transport, self.pipeline)
+        transport.max_size = _AT_ONCE  # type: ignore[attr-defined]  # an attribute of asyncio's event loop
         self._crowd.enter(self)
         self._start_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._crowd.leave(self)
         self._stop_clock()
+        self._notify_application()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._refused or self._is_unwanted():
+            self.transport.max_size = _IN_ONE  # type: ignore[attr-defined]
+            self.flow.rest()
+            self.loop.call_later(_PAUSE, self.flow.wake)
+            return
         if not self._begun and self in self._crowd.waiting:
             self._begun = True
-            if self._clock is None:  # that of a new connection goes on
+            if self._clock is None:  # a new connection's clock runs already
                 self._start_clock()
-        super().data_received(data)
-        self._look()
+        self._around += len(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+            self._hand_over()
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("")
+            return
+        # No more than the rest of a body, behind which there may be a thousand requests.
+        self.transport.max_size = min(_IN_ONE, max(_AT_ONCE, self._left))  # type: ignore[attr-defined]
+        if self._around > self._most:
+            self._refused = True
+            self._stop_clock()
+            self._notify_application()
+            what = "Request Header Fields Too Large", "too many headers, or too small chunks"
+            self.loop.call_later(HOLD, self._refuse, 431, *what, _AFTER)
+        elif self._whole:
+            self._crowd.waiting.pop(self, None)
+            self._stop_clock()
+        elif self._chunked and self._headed and not self._wanted:
+            self._wanted = True
+            self.flow.pause_reading()  # until the application asks for the body, and has found nothing wrong
+        else:
+            self._crowd.rest(self)
+
+    def _is_unwanted(self) -> bool:
+        """Whether more of a body in chunks comes in after the answer began: the request was refused earlier."""
+        return self._chunked and not self._whole and self.cycle is not None and self.cycle.response_started
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            # The parser treats the rest as another protocol. Parse the request again without its upgrade.
+            if self.parser.get_method() == b"CONNECT":
+                raise httptools.HttpParserError("this is no proxy") from None
+            version = self.parser.get_http_version().encode()
+            head = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+            head += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+            self.parser = httptools.HttpRequestParser(self)
+            self._feed(b"\r\n".join(head) + b"\r\n\r\n" + data[upgrade.args[0] :])
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._headed = self._whole = self._chunked = self._wanted = False
+        self._most = _HEAD
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._headed:  # otherwise it is a trailer
+            super().on_header(name, value)
+            if len(self.headers) > _HEADERS:
+                raise httptools.HttpParserError("too many headers")
+
+    def on_headers_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            self._headed, self._around, self._most = True, 0, _BETWEEN
+            self._chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
+            self._left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
+            super().on_headers_complete()
+            self._cycles = [*(each for each in self._cycles if not each.response_complete), self.cycle]
+
+    def on_body(self, body: bytes) -> None:
+        self._parts.append(body)
+
+    def _hand_over(self) -> None:
+        if self._parts:
+            body = b"".join(self._parts)
+            self._parts.clear()
+            self._around -= 2 * len(body)
+            self._left -= len(body)
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._hand_over()
+        if self._headed:
+            self._whole, self._around, self._left = True, 0, 0
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.transport.is_closing():
-            return
-        if self.conn.their_state not in _WHOLE:  # the next request is not there, or the rest of this one
-            self._crowd.waiting[self] = None
-            self._begun = self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
-            if self._begun:
-                self._start_clock()
+        if self.transport.is_closing() or (self._whole and not self.cycle.response_complete):
+            return  # the next request has come in already
+        self._crowd.waiting[self] = None  # it waits for the next request, or the rest of this one
+        self._begun = not self._whole
+        if self._begun:
+            self._start_clock()
 
     def give_up(self) -> None:
-        """Close it at once, in favour of others."""
+        """Close the connection at once, in favour of others."""
         self._crowd.leave(self)
         self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
-            self.transport.close()
-        else:
-            self._refuse(400, "Bad Request", "this is no HTTP request, or its headers are too long")
-
-    def _look(self) -> None:
-        if self.conn.their_state in _WHOLE:
-            self._crowd.waiting.pop(self, None)
-            self._stop_clock()
+        self._refuse(400, "Bad Request", "this is no HTTP request, or one that may be read in two ways")
 
     def _start_clock(self) -> None:
         self._stop_clock()
@@ -142,38 +277,31 @@ class Connection(H11Protocol):
         self._clock = None
         if self.transport.is_closing():
             return
-        if self.conn.their_state is h11.IDLE and self._begun:
+        if self._begun and not self._headed:
             self._refuse(408, "Request Timeout", f"the request did not come in within {self._crowd.patience:g} s")
         elif self.cycle is None or self.cycle.response_complete:
             self.transport.close()
-        # else the guard waits for a body, and says so when it is late
+        # Otherwise the guard waits for the body, and reports that it is late.
 
-    def _refuse(self, status: int, phrase: str, message: str) -> None:
-        body = json.dumps(error_body(message, "invalid_request_error")).encode()
-        head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
-        if self.cycle is not None:  # the application hears that it is over
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        self.transport.close()
+    def _refuse(self, status: int, phrase: str, message: str, after: float = 0.0) -> None:
+        """Answer with an error, unless an answer has begun, and close the connection ``after`` some seconds."""
+        if self.transport.is_closing():
+            return
+        if not self.pipeline and not any(each.response_started for each in self._cycles if not each.response_complete):
+            body = json.dumps(error_body(message, "invalid_request_error")).encode()
+            head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        else:
+            after = 0.0
+        self._notify_application()
+        if after:
+            self.transport.write_eof()
+            self.loop.call_later(after, self.transport.close)
+        else:
+            self.transport.close()
 
-
-class Sparing(logging.Filter):
-    """Lets a few records of each kind through in a while, and says how many there would have been."""
-
-    def __init__(self, most: int = 5, seconds: float = 10.0) -> None:
-        super().__init__()
-        self.most, self.seconds = most, seconds
-        self._counts: dict[tuple[str, str], tuple[float, int]] = {}  # since when, and how many
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        kind, now = (record.name, str(record.msg)), time.monotonic()
-        since, count = self._counts.get(kind, (now, 0))
-        if now - since > self.seconds:
-            if count > self.most:
-                record.msg = f"{record.msg} ({count - self.most} more like this in the last {now - since:.0f} s)"
-            since, count = now, 0
-        if len(self._counts) > 1000:  # kinds that never come again
-            self._counts.clear()
-        self._counts[kind] = since, count + 1
-        return count < self.most
+    def _notify_application(self) -> None:
+        """Tell the application that its client is gone."""
+        for cycle in self._cycles:
+            cycle.disconnected = True
+            cycle.message_event.set()

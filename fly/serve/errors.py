@@ -1,4 +1,4 @@
-"""Errors of requests, and how they are reported to clients. Knows nothing of engines."""
+"""Errors of requests and their form for clients. Knows nothing of engines."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-from fly.serve.answers import error_body
+__all__ = ["ApiError", "ClientLeft", "Plain", "error_body"]
 
-__all__ = ["ApiError", "Left", "Plain"]
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Build an error in OpenAI's form."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class ApiError(Exception):
-    """Becomes an answer in OpenAI's form."""
+    """An error that is answered in OpenAI's form."""
 
     def __init__(
         self,
@@ -29,7 +32,7 @@ class ApiError(Exception):
     @property
     def kind(self) -> str:
         if self.status < 500:
-            return {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
+            return {408: "timeout_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
         return {503: "service_unavailable_error", 504: "timeout_error"}.get(self.status, "server_error")
 
     def body(self) -> dict[str, Any]:
@@ -37,15 +40,17 @@ class ApiError(Exception):
 
     def response(self) -> JSONResponse:
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
         return Plain(self.body(), self.status, headers)
 
 
-class Left(Exception):
+class ClientLeft(Exception):
     """The client has closed its connection and no longer waits for the answer."""
 
 
 class Plain(JSONResponse):
-    """JSON in ASCII: an error may quote half a surrogate pair, which UTF-8 cannot."""
+    """JSON in ASCII: an error may quote half a surrogate pair, which UTF-8 cannot encode."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, separators=(",", ":")).encode()

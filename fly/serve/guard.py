@@ -1,11 +1,8 @@
-"""What every request passes before the application sees it: a name, a key, and limits of size and time."""
+"""The checks that every request passes before the application sees it: host, key, limits of size and time."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-import json
 import logging
 import time
 import uuid
@@ -15,7 +12,10 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fly.serve.answers import error_body
+from fly.serve.clients import Client, Clients, Shares, wrong_with_headers
+from fly.serve.connections import HOLD
+from fly.serve.errors import ApiError
+from fly.serve.logs import escaped
 from fly.serve.origins import Origins
 from fly.serve.settings import Settings
 
@@ -25,47 +25,40 @@ log = logging.getLogger(__name__)
 OPEN = ("/", "/health", "/ready", "/metrics", "/version", "/openapi.json")
 
 
-_LINGER = 2.0  # seconds that a body which is too long is still read
-
-
-# All bodies together may be as large as so many of the largest; those of a few bytes are taken even so.
+_LINGER, _UNWANTED = 2.0, 2**24  # seconds and bytes for which the body of a refused request is still read
+# All bodies together may take as much memory as this many of the largest; tiny bodies are accepted even beyond that.
 _BODIES = 64
 _SMALL = 2**14
-_FULL = error_body(
-    "too many requests are being answered; try again in 1 s", "service_unavailable_error", None, "too_many_requests"
-)
-
-
-class _Full(Exception):
-    """There is no room for the body."""
 
 
 class _Stalled(Exception):
-    """A reader does not read."""
+    """The client does not take the data that it is sent."""
 
 
 class Guard:
-    """Middleware.
+    """Middleware that checks requests.
 
-    Every request gets an id. It must use an allowed name and come from an allowed page (``Origins``), and bear one of
-    the API keys, if there are any, except on the open paths (``Authorization: Bearer ...``; keys are compared in
-    constant time). Its body must not be too long, or too slow. HEAD is answered as GET is, without the body.
+    Every request gets an id. Its headers must be unambiguous. It must use an allowed host name and come from an allowed
+    page (``Origins``). If there are API keys, it must have one (``Authorization: Bearer ...``), except on open paths.
+    Only then is the body read, which must be neither too long nor too slow. The application finds the client
+    (``Client``) as ``client`` in the request's state. HEAD is answered like GET, without the body.
 
     Args:
-        app: what it guards.
-        settings: those of the server.
-        refused: is given the status of every error.
+        app: the application.
+        settings: the settings of the server.
+        clients: identifies the client of a request.
+        requests: counts admitted requests by client until their answers are sent (except open paths).
+        refused: called with the status of every error.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings, refused: Callable[[int], None]) -> None:
-        self.app, self.refused = app, refused
+    def __init__(
+        self, app: ASGIApp, settings: Settings, clients: Clients, requests: Shares, refused: Callable[[int], None]
+    ) -> None:
+        self.app, self.clients, self.requests, self.refused = app, clients, requests, refused
         self.max_body, self.access_log = settings.max_body, settings.access_log
         self.read_timeout, self.write_timeout = settings.read_timeout, settings.write_timeout
-        self._held = 0  # bytes of bodies that came in, of requests that are not answered yet
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
-        self._origins = Origins(
-            settings.host, settings.allowed_hosts, settings.cors_origins, keys=bool(settings.api_keys)
-        )
+        self.bodies = Shares(_BODIES * settings.max_body)  # bytes in memory
+        self._origins = Origins(settings.host, settings.allowed_hosts, settings.cors_origins, keys=clients.keyed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -73,6 +66,8 @@ class Guard:
             return
         name, start, status = uuid.uuid4().hex, time.monotonic(), 499  # a client that left gets no answer
         head, whole = scope["method"] == "HEAD", False
+        address = (scope.get("client") or ("",))[0]
+        client = Client(address, escaped(address[:100]))
 
         async def answer(message: Message) -> None:
             nonlocal status, whole
@@ -90,111 +85,119 @@ class Guard:
                 raise _Stalled from None
             whole = message["type"] == "http.response.body" and not message.get("more_body")
 
-        headers = dict(scope["headers"])
-        key = self._key(headers.get(b"authorization", b""))
-        held = [0]
         try:
-            await self._serve({**scope, "method": "GET"} if head else scope, headers, key, held, receive, answer)
+            client = self._client(scope, address)
+            await self._serve({**scope, "method": "GET"} if head else scope, client, receive, answer)
+        except ApiError as error:
+            await self._refuse(error, scope, receive, answer)
         except _Stalled:
             log.warning("a reader took nothing for %g s; its connection is closed", self.write_timeout)
         except Exception:
             if not whole:
                 raise
-            # It has its answer. uvicorn would close the connection, which the client keeps for its next request.
+            # The answer has been sent. uvicorn would close the connection, which the client keeps for its next request.
             log.exception("a request was answered with status %d", status)
         finally:
-            self._held -= held[0]
             if self.access_log:
-                client, whose = (scope.get("client") or ("-",))[0], "-" if key is None else key.hex()[:12]
                 line = f'{scope["method"]} {quote(scope["path"])}" {status} {time.monotonic() - start:.3f} s'
-                log.info(f'{client} key {whose} "{line} id {name}')
+                log.info('%s key %s "%s id %s', client.address or "-", (client.key or "-")[:12], line, name)
 
-    async def _serve(
-        self,
-        scope: Scope,
-        headers: dict[bytes, bytes],
-        key: bytes | None,
-        held: list[int],
-        receive: Receive,
-        answer: Send,
-    ) -> None:
-        """Answers, with an error or by the application. ``held`` takes the bytes of the body."""
+    def _client(self, scope: Scope, address: str) -> Client:
+        """Check the headers and return the client. Raises ``ApiError``."""
+        if wrong := wrong_with_headers(scope["method"], scope["http_version"], scope["headers"]):
+            raise ApiError(400, wrong, code="invalid_headers")
+        headers = dict(scope["headers"])
         if (reason := self._origins.refuse(scope["method"], headers)) is not None:
-            body = error_body(reason, "invalid_request_error", None, "not_allowed")
-            await _refuse(answer, 403, body)
-            return
-        if self._digests and key is None and scope["path"] not in OPEN:
-            message = "no valid API key; give one as 'Authorization: Bearer ...'"
-            body = error_body(message, "invalid_request_error", None, "invalid_api_key")
-            await _refuse(answer, 401, body, (b"www-authenticate", b"Bearer"))
-            return
+            raise ApiError(403, reason, code="not_allowed")
         try:
-            first = await self._body(headers, held, receive)
-        except _Full:
-            await _refuse(answer, 503, _FULL, (b"connection", b"close"), (b"retry-after", b"1"), coming=receive)
-            return
-        except TimeoutError:
-            body = error_body(f"the body did not come in within {self.read_timeout:g} s", "timeout", None, "timeout")
-            await _refuse(answer, 408, body, (b"connection", b"close"))
-            return
-        if first is None:
-            body = error_body(
-                f"the body has more than {self.max_body} bytes", "invalid_request_error", None, "too_large"
-            )
-            await _refuse(answer, 413, body, (b"connection", b"close"), coming=receive)
-            return
-        if scope["path"] not in OPEN and scope.get("state", {}).get("full", bool)():
-            await _refuse(answer, 503, _FULL, (b"connection", b"close"), (b"retry-after", b"1"))
-            return
-        ahead = [first]
+            client = self.clients.of(address, headers)
+        except ValueError as error:
+            raise ApiError(400, str(error), code="invalid_headers") from None
+        if self.clients.keyed and client.key is None and scope["path"] not in OPEN:
+            raise ApiError(401, "no valid API key; give one as 'Authorization: Bearer ...'", code="invalid_api_key")
+        return client
 
-        async def replay() -> Message:
-            return ahead.pop() if ahead else await receive()
+    async def _serve(self, scope: Scope, client: Client, receive: Receive, answer: Send) -> None:
+        """Read the body and call the application. Raises ``ApiError`` only before that."""
+        state = scope.setdefault("state", {})
+        state["client"] = client
+        counted, held = int(scope["path"] not in OPEN), [0]
+        if counted:
+            if state.get("full", bool)():
+                raise _full()
+            if not self.requests.has_room(client.name, 1):
+                message = "too many requests of one client are being answered; try again in 1 s"
+                raise ApiError(429, message, code="client_limit", retry_after=1)
+        self.requests.take(client.name, counted)
+        try:
+            ahead = [await self._body(scope, client, held, receive)]
+            if ahead[0]["type"] == "http.disconnect":
+                return
 
-        await self.app(scope, replay, answer)
+            async def replay() -> Message:
+                return ahead.pop() if ahead else await receive()
 
-    def _key(self, header: bytes) -> bytes | None:
-        """The digest of the key that a request bears; None if it is none of ours."""
-        scheme, _, key = header.partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
-        found = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, whichever fits
-        return digest if scheme.lower() == b"bearer" and any(found) else None
+            await self.app(scope, replay, answer)
+        finally:
+            self.requests.take(client.name, -counted)
+            self.bodies.take(client.name, -held[0])
 
-    async def _body(self, headers: dict[bytes, bytes], held: list[int], receive: Receive) -> Message | None:
-        """The whole body as one message; None if it is too long. A client that left has none. Raises ``_Full``."""
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length[:20]) > self.max_body:
-            return None
+    async def _body(self, scope: Scope, client: Client, held: list[int], receive: Receive) -> Message:
+        """Return the whole body as one message, or a disconnect. ``held`` counts its bytes. Raises ``ApiError``."""
+        too_long = ApiError(413, f"the body has more than {self.max_body} bytes", code="too_large")
+        if _length(scope) > self.max_body:
+            raise too_long
         parts = []
-        async with asyncio.timeout(self.read_timeout):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return message
-                parts.append(message.get("body", b""))
-                held[0] += len(parts[-1])
-                self._held += len(parts[-1])
-                if held[0] > self.max_body:
-                    return None
-                if held[0] > _SMALL and self._held > _BODIES * self.max_body:
-                    raise _Full
-                if not message.get("more_body"):
-                    return {"type": "http.request", "body": b"".join(parts), "more_body": False}
+        try:
+            async with asyncio.timeout(self.read_timeout):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return message
+                    parts.append(part := message.get("body", b""))
+                    if held[0] + len(part) > self.max_body:
+                        raise too_long
+                    if held[0] + len(part) > _SMALL and not self.bodies.has_room(client.name, len(part)):
+                        raise _full()
+                    held[0] += len(part)
+                    self.bodies.take(client.name, len(part))
+                    if not message.get("more_body"):
+                        return {"type": "http.request", "body": b"".join(parts), "more_body": False}
+        except TimeoutError:
+            late = f"the body did not come in within {self.read_timeout:g} s"
+            raise ApiError(408, late, code="timeout") from None
+
+    async def _refuse(self, error: ApiError, scope: Scope, coming: Receive, send: Send) -> None:
+        """Answer with an error. The rest of the body is read for a moment and thrown away: closing the connection with
+        unread data resets it, and the client might lose the answer."""
+        response = error.response()
+        unread = error.status != 408 and (_length(scope) > 0 or _chunked(scope))
+        if unread and _chunked(scope):
+            await asyncio.sleep(HOLD)
+        if unread or error.status in (400, 408):  # it may be unclear where the next request begins
+            response.headers["connection"] = "close"
+        await send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
+        await send({"type": "http.response.body", "body": response.body, "more_body": unread})
+        if not unread:
+            return
+        left = _UNWANTED
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER):
+                while (message := await coming()).get("more_body") and left > 0:
+                    left -= len(message.get("body", b""))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _refuse(
-    send: Send, status: int, body: dict[str, object], *more: tuple[bytes, bytes], coming: Receive | None = None
-) -> None:
-    """Answer with an error. What is still ``coming`` is read for a moment and thrown away: a connection that is closed
-    before is reset, and with it the answer may be lost."""
-    data = json.dumps(body).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode()), *more]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": data, "more_body": coming is not None})
-    if coming is None:
-        return
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_LINGER):
-            while (await coming()).get("more_body"):
-                pass
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+def _full() -> ApiError:
+    message = "too many requests are being answered; try again in 1 s"
+    return ApiError(503, message, code="too_many_requests", retry_after=1)
+
+
+def _length(scope: Scope) -> int:
+    """The length of the body, from the headers."""
+    given = next((value.strip() for name, value in scope["headers"] if name == b"content-length"), b"0")
+    return int(given[:20]) if given.isdigit() else 0
+
+
+def _chunked(scope: Scope) -> bool:
+    return any(name == b"transfer-encoding" for name, _ in scope["headers"])

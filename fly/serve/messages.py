@@ -1,13 +1,11 @@
-"""What conversations are made of, as clients send it: messages, and functions that the model may call. Knows nothing of
-engines.
+"""Conversations as clients send them: messages, and functions that the model may call. Knows nothing of engines.
 
-A field that is not here is an error that names it.
+Unknown fields are errors that name the field.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 from collections import Counter
 from typing import Annotated, Any, Literal
 
@@ -15,7 +13,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from fly.errors import meant
+from fly.errors import meant, short
+from fly.serve.jsons import TooMuch, loads
 
 __all__ = [
     "MOST",
@@ -35,47 +34,47 @@ MOST = 1024  # entries of a small list or mapping
 
 
 class Body(BaseModel):
-    """Values are taken as they are: a number in quotes is no number."""
+    """Values are not converted: a number in quotes is not a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
     def _only_known_fields(cls, data: Any) -> Any:
-        """Named all at once, before anything else is looked at."""
+        """Refuse unknown fields, all in one error, before anything else is checked."""
         if (
             not isinstance(data, dict) or data.keys() <= (known := known_fields(cls)).keys()
-        ):  # of which a body may have 100,000
+        ):  # a body may have 100,000 messages
             return data
         if unknown := [name for name in data if name not in known]:
-            shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
+            shown = ", ".join(map(short, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
             shown += meant(unknown[0], known) if len(unknown) == 1 and len(unknown[0]) < 100 else ""
             raise PydanticCustomError(
                 "unknown_parameter",
                 "unknown or unsupported: {shown}; known: {known}",
-                {"shown": shown, "known": ", ".join(known), "name": str(unknown[0])},
+                {"shown": shown, "known": ", ".join(known), "name": str(unknown[0])[:100]},
             )
         return data
 
 
 @functools.cache
 def known_fields(model: type[BaseModel]) -> dict[str, None]:
-    """The names of its fields, as clients know them, in their order."""
+    """The names of a model's fields as clients know them, in order."""
     return {field.alias or name: None for name, field in model.model_fields.items()}
 
 
 class Part(TypedDict):
-    """A piece of a message. There are no images, sounds or files here. (No ``Body``, since of these a request may have
-    100,000, and they are read in the event loop.)"""
+    """A part of a message. Images, sounds and files are not supported. This is not a ``Body``, because a request may
+    have 100,000 parts and they are read in the event loop."""
 
-    __pydantic_config__ = Body.model_config  # type: ignore[misc]  # as pydantic has it
+    __pydantic_config__ = Body.model_config  # type: ignore[misc]  # pydantic's way to configure a TypedDict
 
     type: Literal["text"]
     text: str
 
 
 class Message(Body):
-    """One message. A message of an answer can be sent back as it came."""
+    """A message. The message of an answer can be sent back unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[Part], Field(fail_fast=True, max_length=MOST)] | None = None
@@ -95,7 +94,7 @@ class Message(Body):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: text in one piece, and nothing that was not said."""
+        """The message as chat templates expect it: content as one text, absent fields left out."""
         parts = self.content or ()
         content = parts if isinstance(parts, str) else "".join(part["text"] for part in parts)
         said = {
@@ -114,20 +113,22 @@ Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_leng
 
 
 def _readable(call: dict[str, Any]) -> dict[str, Any]:
-    """A call as templates expect it: its arguments are an object. What a model wrote that is none stays text."""
+    """A call as templates expect it, with its arguments as an object; arguments that are not JSON stay text."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(text or "{}")
+        arguments = loads(text or "{}", once=False)
+    except TooMuch as error:
+        raise ValueError(f"arguments of a call: {error}") from None
     except ValueError:
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 class Function(Body):
-    """A function that the model may call, with a JSON schema of its arguments. ``strict`` holds calls to it where the
-    model may but need not call; where it must, they are held to it in any case."""
+    """A function that the model may call, with a JSON schema of its arguments. With ``strict``, voluntary calls must
+    match the schema; calls that are required must match it in any case."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: str | None = None
@@ -137,31 +138,31 @@ class Function(Body):
 
     @property
     def schema_(self) -> dict[str, Any]:
-        """Of its arguments: without ``parameters`` it has none."""
+        """The schema of the arguments; without ``parameters`` there are none."""
         if self.parameters is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
         return {"type": "object", **self.parameters}
 
 
 class Tool(Body):
-    """Something that the model may use."""
+    """A tool: always a function."""
 
     type: Literal["function"]
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it."""
+        """The tool as chat templates expect it."""
         return self.model_dump(by_alias=True, exclude_unset=True, exclude={"function": {"strict"}})
 
 
 class NamedFunction(Body):
-    """The name of one."""
+    """The name of a function."""
 
     name: str
 
 
 class NamedTool(Body):
-    """The one that the model must call."""
+    """The function that the model must call."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -178,8 +179,8 @@ Tools = Annotated[list[Tool], Field(fail_fast=True, min_length=1, max_length=MOS
 
 
 class Conversation(Body):
-    """What the chat template makes a prompt of. ``continue_final_message``: the answer goes on where the last message
-    ends, whose turn stays open; without ``add_generation_prompt`` no turn is opened."""
+    """What the chat template renders. With ``continue_final_message``, the last message's turn stays open and the
+    answer continues it; without ``add_generation_prompt`` no turn is opened for the answer."""
 
     tools: Tools | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MOST)] | None = None

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus. Names and meanings are vLLM's where it has them, so that its dashboards and tools work;
+"""Prometheus metrics. Names and meanings are vLLM's where vLLM has the metric, so that its dashboards and tools work;
 metrics of this server alone begin with ``fly:``. Knows nothing of HTTP.
 """
 
@@ -20,16 +20,18 @@ __all__ = ["Measured", "Metrics"]
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _COUNTS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 32, 48, 64)
-_MOST_CLAUSES = 100  # label values; a request composes its own clauses, and Prometheus keeps each for ever
+_FRESH = 0.1  # seconds for which gauges are reused
+_MOST_CLAUSES = 100  # distinct label values: requests compose their own clauses, and Prometheus keeps each for ever
 
 
 class Metrics:
-    """Counters, gauges and histograms of one server, in a registry of their own."""
+    """The counters, gauges and histograms of one server, in a registry of their own."""
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
         self._model = model
-        self.seconds = 1.0  # that a job took lately
+        self.seconds = 1.0  # moving average of a job's duration
+        self._text, self._written = b"", -1.0
         self._clauses: set[str] = set()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -82,21 +84,25 @@ class Metrics:
         for reason in ("stop", "length", "abort", "error"):
             self._finished.labels(model, reason)
 
-    def text(self) -> bytes:
-        """The exposition format."""
-        return generate_latest(self.registry)
+    def text(self, load: Load | None = None) -> bytes:
+        """Return the metrics in Prometheus' text format, with the engine's load if given. A text that is a moment old
+        is reused, because anybody may ask for it."""
+        if time.monotonic() > self._written + _FRESH:
+            self._load(load or Load())
+            self._text, self._written = generate_latest(self.registry), time.monotonic()
+        return self._text
 
     def loaded(self, peaks: list[int]) -> None:
-        """What loading took, rank by rank, in bytes."""
+        """Record the peak memory of loading, in bytes per rank."""
         for rank, peak in enumerate(peaks):
             self._memory.labels(self._model, str(rank)).set(peak)
 
     def refused(self, status: int) -> None:
-        """A request got an error as its answer."""
+        """Count a request that was answered with an error."""
         self._refused.labels(self._model, str(status)).inc()
 
-    def load(self, load: Load) -> None:
-        """How full the engine is."""
+    def _load(self, load: Load) -> None:
+        """Set the gauges of the engine's load."""
         self._running.set(load.running)
         self._waiting.set(load.waiting)
         for level, share in enumerate(load.caches):
@@ -106,8 +112,8 @@ class Metrics:
                 self._cache.set(share)
 
     def step(self, tokens: list[Token], drafts: list[tuple[int, int]]) -> None:
-        """One step of one completion: its tokens, and of each round with a draft how many tokens that had and how many
-        of them stand."""
+        """Record one step of one completion: its tokens and, for each round with a draft, the numbers of drafted and of
+        accepted tokens."""
         self._generated.inc(len(tokens))
         for why, count in Counts(token.why for token in tokens).items():
             self._stands.labels(self._model, why.name.lower()).inc(count)
@@ -123,7 +129,7 @@ class Metrics:
                 self._by_position.labels(self._model, str(position)).inc()
 
     def ended(self, reason: str, stats: Stats | None) -> None:
-        """A completion is over: ``stop``, ``length``, ``abort`` (its client left, or its time was up) or ``error``."""
+        """Count a completion that ended: ``stop``, ``length``, ``abort`` (client gone or time up) or ``error``."""
         self._finished.labels(self._model, reason).inc()
         if stats is None:
             return
@@ -137,7 +143,7 @@ class Metrics:
             self._gate_passed.labels(self._model, clause).inc(gate.passed)
 
     def _clause(self, text: str) -> str:
-        """A clause without its parameters, of which requests can make up any number."""
+        """Strip a clause's parameters, which requests can vary without end."""
         name = text
         while (shorter := re.sub(r"\([^()]*\)", "", name)) != name:
             name = shorter
@@ -149,16 +155,16 @@ class Metrics:
 
 
 class Measured(Job):
-    """A job that is counted, on the engine's thread."""
+    """A job that records its metrics on the engine's thread."""
 
     def __init__(
         self, requests: list[Request], streamed: bool, loop: asyncio.AbstractEventLoop, metrics: Metrics
     ) -> None:
         super().__init__(requests, stepwise=streamed, loop=loop)
         self._metrics = metrics
-        self._first: dict[int, float] = {}  # when each completion had tokens for the first time
-        self._last: dict[int, float] = {}  # and when last,
-        self._tokens: Counts[int] = Counts()  # and how many
+        self._first: dict[int, float] = {}  # time of each completion's first tokens
+        self._last: dict[int, float] = {}  # time of its latest tokens
+        self._tokens: Counts[int] = Counts()  # number of its tokens
 
     def admitted(self) -> None:
         self._metrics.queue.observe(time.monotonic() - self.arrived)

@@ -1,8 +1,9 @@
-"""Which names a server answers to, and which pages may send it requests. Knows nothing of keys or endpoints.
+"""Checks by which host names a server is called, and which pages may send it requests. Knows nothing of keys or
+endpoints.
 
-A page of a stranger can have a browser send requests to any address, and under a name of its own that it has resolved
-to that address (DNS rebinding) read the answers. So the name must be known (``Host``), and what changes anything must
-not come from elsewhere (``Origin``). Clients that are no browsers send no ``Origin``.
+Any web page can make a browser send requests to any address. With DNS rebinding, where a page's own name resolves to
+that address, it can even read the answers. So the host name must be known (``Host``), and requests that change anything
+must not come from another page (``Origin``). Clients other than browsers send no ``Origin``.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ def is_loopback(name: str) -> bool:
 
 
 class Origins:
-    """What is checked of every request before anything else.
+    """Checks host name and origin of every request, before anything else.
 
     Args:
-        bound: the address that is served.
-        allowed_hosts: further names to answer to; ``*.example.org`` is any below it, ``*`` any at all.
-        cors_origins: pages that may send requests, besides our own; ``*`` is any.
-        keys: whether requests must bear a key, which no stranger's page has.
+        bound: the address that the server listens on.
+        allowed_hosts: further host names; ``*.example.org`` allows any name below it, ``*`` any name.
+        cors_origins: pages that may send requests, besides the server's own; ``*`` allows any page.
+        keys: whether requests need an API key, which pages of strangers do not have.
     """
 
     def __init__(self, bound: str, allowed_hosts: tuple[str, ...], cors_origins: tuple[str, ...], keys: bool) -> None:
@@ -48,7 +49,7 @@ class Origins:
         self._cors = {origin.lower() for origin in cors_origins}
 
     def refuse(self, method: str, headers: dict[bytes, bytes]) -> str | None:
-        """Why a request with these headers is not answered; None if it is."""
+        """Say why a request with these headers is refused; None if it is not."""
         host = headers.get(b"host")
         if host is not None and not self._any and not self._known(host.decode("latin-1").lower()):
             return f"this server does not answer to the name {_short(host)}; the operator may allow it (--allowed-host)"
@@ -65,7 +66,7 @@ class Origins:
             return False
         name = found["name"].rstrip(".")
         if (address := _address(name)) is not None:
-            return not self._local or address.is_loopback or name in self._names  # a number cannot be rebound
+            return not self._local or address.is_loopback or name in self._names  # DNS rebinding needs a name
         parents = (f"*.{name.split('.', n)[-1]}" for n in range(1, name.count(".") + 1))
         return name in self._names or any(parent in self._names for parent in parents)
 

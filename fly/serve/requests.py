@@ -1,7 +1,7 @@
-"""The requests of clients: OpenAI's with extensions, as pydantic models. Knows nothing of engines.
+"""Request bodies: OpenAI's fields with extensions, as pydantic models. Knows nothing of engines.
 
-An unknown field, or a value that is not supported, is an error that names it. Fields of OpenAI's service that have no
-meaning here are missing, or allow their neutral value only.
+Unknown fields and unsupported values are errors that name the field. Fields of OpenAI's service that mean nothing here
+are missing, or allow only their neutral value.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from llguidance.gbnf_to_lark import any_to_lark
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from fly.serve.messages import MOST, Body, Conversation, Function, Messages, NamedTool, known_fields
+from fly.structured import LONGEST
 from fly.types import SamplingParams
 
 __all__ = [
@@ -25,22 +26,33 @@ __all__ = [
     "TokenizeRequest",
 ]
 
-# A limit of length has pydantic read it as Unicode, which half a surrogate pair is not.
+# With a length limit, pydantic checks that the text is valid Unicode; half a surrogate pair is not.
 Word = Annotated[str, Field(min_length=0)]
+Stop = Annotated[str, Field(min_length=0, max_length=1024)]
 _LONGEST = 64 << 10  # characters of all bad words
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-# One error is enough: a list of a million wrong entries would make a million.
+# One error is enough: a list of a million wrong entries would yield a million errors.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST)]
 
 
-class SpeculationRequest(Body):
-    """How tokens are drafted and judged for this request, within what the operator enabled.
+def _few(value: Any) -> Any:
+    """Check the size before anything else, because each wrong entry of a mapping is an error of its own."""
+    if isinstance(value, dict) and len(value) > MOST:
+        raise ValueError(f"{len(value)} entries; at most {MOST} are read")
+    return value
 
-    ``policy`` is a text such as ``fly(theta=0.3) & after(2)``, or the same as a mapping. At most ``k`` tokens are
-    drafted in a round, by ``draft``. ``off`` decodes without speculation. ``provenance`` asks for each token's reason,
-    the target's own choice and its entropy.
+
+Few = BeforeValidator(_few)
+
+
+class SpeculationRequest(Body):
+    """How to draft and verify tokens for this request, within what the operator enabled.
+
+    ``policy`` is a text such as ``fly(theta=0.3) & after(2)``, or the same as a mapping. ``draft`` drafts at most ``k``
+    tokens per round. ``off`` decodes without speculation. ``provenance`` adds to each token its reason, the target's
+    own choice and the entropy there.
     """
 
     policy: Annotated[str, Field(min_length=1)] | dict[str, Any] | None = None
@@ -51,8 +63,8 @@ class SpeculationRequest(Body):
 
 
 class StreamOptions(Body):
-    """``include_usage``: a last chunk without choices has the usage. ``continuous_usage_stats``, as in vLLM: with that,
-    every chunk has what there is of it."""
+    """``include_usage``: send the usage in a last chunk without choices. ``continuous_usage_stats`` (from vLLM): with
+    it, every chunk also has the usage so far."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -60,7 +72,7 @@ class StreamOptions(Body):
 
 
 class JSONSchema(Body):
-    """A form for the answer. ``strict`` changes nothing: the form always holds."""
+    """A JSON schema for the answer. ``strict`` changes nothing: the schema is always enforced."""
 
     name: str | None = None
     description: str | None = None
@@ -82,7 +94,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's ``structured_outputs``: one form for the answer."""
+    """vLLM's ``structured_outputs``: one constraint on the answer."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -92,35 +104,35 @@ class StructuredOutputs(Body):
 
 
 class Generation(Body):
-    """What both endpoints share. None is the default: for sampling, that of the checkpoint.
+    """Fields of both endpoints. None is the default; for sampling it is the checkpoint's.
 
     ``user``, ``metadata``, ``safety_identifier`` and ``prompt_cache_key`` are for a service's own records; they are
-    taken and have no effect. As in vLLM: ``cache_salt``, nothing of the prompt is shared with requests of another one;
-    ``priority``, the smallest are served first; ``structured_outputs`` or ``guided_json`` and the like, a form for the
-    answer; ``return_token_ids``, those of prompt and answer.
+    accepted and have no effect. Fields from vLLM: ``cache_salt``, share cached prefixes only with requests that have
+    the same salt; ``priority``, the smallest is served first; ``structured_outputs``, or ``guided_json`` and the like,
+    constrain the answer; ``return_token_ids``, return the token ids of prompt and answer.
     """
 
     model: str
     temperature: Finite | None = Field(None, ge=0)
     top_p: Finite | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=2**31)  # 0 and -1 are off
+    top_k: int | None = Field(None, ge=-1, lt=2**31)  # 0 and -1: no limit
     min_p: Finite | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    stop: Word | Annotated[list[Word], Field(fail_fast=True, max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MOST)] | None = None
     ignore_eos: bool | None = None
     presence_penalty: Finite | None = Field(None, ge=-2, le=2)
     frequency_penalty: Finite | None = Field(None, ge=-2, le=2)
     repetition_penalty: Finite | None = Field(None, gt=0)
-    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[Finite, Field(ge=-100, le=100)]], Few] | None = None
     bad_words: Annotated[list[Word], Field(fail_fast=True, max_length=MOST)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
-    priority: int | None = Field(None, ge=0, lt=2**31)  # who asks may let others go first, not push in
+    priority: int | None = Field(None, ge=0, lt=2**31)  # clients may yield to others, but not jump the queue
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
@@ -131,19 +143,12 @@ class Generation(Body):
     stream_options: StreamOptions | None = None
     speculation: SpeculationRequest | None = None
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Few] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few_biases(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(bias := data.get("logit_bias"), dict) and len(bias) > MOST:
-            raise ValueError(f"logit_bias: {len(bias)} entries; at most {MOST} are read")
-        return data
 
     @model_validator(mode="after")
     def _not_too_much_is_bad(self) -> Generation:
@@ -164,7 +169,7 @@ class Generation(Body):
         return self
 
     def _forms(self) -> Iterator[str]:
-        """The names of the fields that give the answer a form."""
+        """Names of the given fields that constrain the answer."""
         if self.response_format is not None and self.response_format.type != "text":
             yield "response_format"
         for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
@@ -173,11 +178,11 @@ class Generation(Body):
 
     @property
     def form(self) -> str | None:
-        """The name of the field that gives the answer a form."""
+        """Name of the field that constrains the answer, or None."""
         return next(self._forms(), None)
 
     def structured(self) -> dict[str, Any] | None:
-        """That form, as sampling parameters have it. Raises ``ValueError`` whose text starts with the field's name."""
+        """The constraint as in ``SamplingParams``. Raises ``ValueError``; its message starts with the field's name."""
         if (name := self.form) is None:
             return None
         if name == "response_format":
@@ -197,6 +202,10 @@ class Generation(Body):
         if kind == "choice":
             return {"grammar": "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)}
         if kind == "grammar":
+            if len(value) > LONGEST:
+                raise ValueError(f"{name}: {len(value)} characters; at most {LONGEST} are compiled")
+            # Drop empty lines: even to find the syntax, the library compares each with all that follow it.
+            value = "\n".join(line for line in value.split("\n") if line.strip())
             try:
                 return {"grammar": any_to_lark(value)}
             except Exception as error:  # whatever the library raises
@@ -205,19 +214,19 @@ class Generation(Body):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """The limit that the request sets itself."""
+        """The request's own limit of tokens."""
         return self.max_tokens
 
     @property
     def takes_time(self) -> bool:
-        """Whether there is more to prepare than a text to read: a grammar to compile, words to spell."""
+        """Whether preparing takes more than encoding a text: a grammar to compile, words to spell."""
         return bool(self.bad_words) or (
             self.form is not None and (self.response_format is None or self.response_format.type != "json_object")
         )
 
     @property
     def explains(self) -> bool:
-        """Whether every token is to be accounted for."""
+        """Whether to explain every token."""
         return self.speculation is not None and self.speculation.provenance
 
     @property
@@ -231,15 +240,15 @@ class Generation(Body):
         return self.with_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def top(self) -> int | None:
-        """How many likely tokens to list at each place; None for no log-probabilities at all."""
+        """Number of likely tokens to list at each position; None for no log-probabilities."""
         raise NotImplementedError
 
     def prompt_top(self) -> int | None:
-        """The same of the prompt."""
+        """The same for the prompt."""
         return None
 
     def params(self, default: SamplingParams, seed: int, max_tokens: int, salt: str = "") -> SamplingParams:
-        """How it is sampled. Raises ``ValueError`` whose text starts with the name of the field."""
+        """Build the sampling parameters. Raises ``ValueError``; its message starts with the field's name."""
         names = (
             *("temperature", "top_p", "top_k", "min_p", "n", "min_tokens", "ignore_eos"),
             *("presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -264,8 +273,8 @@ class Generation(Body):
 
 
 class CompletionRequest(Generation):
-    """``/v1/completions``. Texts are read as they stand, special tokens included. ``echo`` with ``logprobs`` lists the
-    prompt's tokens too; ``prompt_logprobs`` does so, as vLLM has it, in a list of its own."""
+    """``/v1/completions``. Special tokens in a text prompt count as such. ``echo`` with ``logprobs`` lists the prompt's
+    tokens too; ``prompt_logprobs`` (from vLLM) lists them separately."""
 
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST)]
     echo: bool | None = None
@@ -285,7 +294,7 @@ class CompletionRequest(Generation):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One entry a prompt."""
+        """The prompts of the request."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -301,7 +310,7 @@ class CompletionRequest(Generation):
 
 
 class ChatRequest(Conversation, Generation):
-    """``/v1/chat/completions``. ``tools`` and ``chat_template_kwargs`` go to the chat template."""
+    """``/v1/chat/completions``. The chat template gets ``tools`` and ``chat_template_kwargs``."""
 
     messages: Messages
     max_completion_tokens: int | None = Field(None, ge=0, lt=2**31)
@@ -327,12 +336,12 @@ class ChatRequest(Conversation, Generation):
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer has to be a call."""
+        """Whether the answer must be a call."""
         return self.tool_choice not in (None, "none", "auto")
 
     @property
     def may_repeat(self) -> bool:
-        """Whether an answer may have several calls: one of a function that is named is meant to be one."""
+        """Whether an answer may have several calls. If the request names the function, one call is meant."""
         return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
 
     @property
@@ -345,7 +354,7 @@ class ChatRequest(Conversation, Generation):
 
     @property
     def calls_by_form(self) -> bool:
-        """Whether a grammar holds its calls to what may be called, and how often."""
+        """Whether a grammar restricts the calls."""
         loose = not self.must_call and self.parallel_tool_calls is not False and self.form is None
         return bool(self.usable) and not (loose and not any(function.strict for function in self.usable))
 
@@ -362,7 +371,7 @@ class ChatRequest(Conversation, Generation):
 
 
 class TokenizeRequest(Conversation):
-    """``/tokenize``: of a text, or of a conversation by the chat template. ``return_token_strs``: with their texts."""
+    """``/tokenize`` of a text, or of a conversation with the chat template. ``return_token_strs`` adds token texts."""
 
     model: str | None = None
     prompt: str | None = None
@@ -378,9 +387,17 @@ class TokenizeRequest(Conversation):
             raise ValueError("add_special_tokens: the chat template puts what belongs before messages")
         return self
 
+    def texts(self) -> Iterator[str]:
+        """The texts to encode."""
+        if self.prompt is not None:
+            yield self.prompt
+        yield from (json.dumps(tool.for_template()) for tool in self.tools or ())
+        yield from map(json.dumps, filter(None, [self.chat_template_kwargs]))
+        yield from (message.for_template()["content"] for message in self.messages or ())
+
 
 class DetokenizeRequest(Body):
-    """``/detokenize``: the text of tokens, special ones included."""
+    """``/detokenize``: the text of token ids, special tokens included."""
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]

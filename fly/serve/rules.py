@@ -1,6 +1,6 @@
-"""The speculation that a request may ask for. Knows nothing of HTTP or engines.
+"""Which speculation a request may ask for. Knows nothing of HTTP or engines.
 
-A request's policy is untrusted: it may combine the rules that the operator enabled, and never imports code.
+Policies in requests are untrusted: they may combine the rules that the operator enabled, and never import code.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from fly.types import Guarantee
 
 __all__ = ["Rules", "Speculation"]
 
-_LONGEST = 2000  # characters of a policy from a request: a hundred conditions
+_LONGEST = 2000  # characters of a policy in a request: about a hundred conditions
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """What a request gets."""
+    """The speculation that a request runs with."""
 
     policy: AcceptancePolicy
     k: int
-    draft: str  # "none" where nothing is drafted
+    draft: str  # "none" without a draft
 
     def as_dict(self) -> dict[str, Any]:
-        """As it stands in an answer: ``guarantee`` is what the policy promises about the distribution of the text."""
+        """The form in answers. ``guarantee`` says what the policy promises about the distribution of the text."""
         bound = self.policy.bound
         return {
             "policy": str(self.policy),
@@ -40,21 +40,21 @@ class Speculation:
 
 
 class Rules:
-    """What a server speculates by, and what requests may change about it.
+    """The server's default speculation, and what requests may change.
 
     Args:
-        policy, k, draft: the defaults of requests. ``draft`` is its text, "none" if there is none.
-        among: the names of several drafts that are loaded (``choose(...)``): requests name one of these, and the first
-            is what ``draft`` stands for.
-        enabled: what requests may name. A rule's name (``fly``, ``entropy``) enables it with any parameters; a whole
-            policy (``fly(theta=0.3) & after(2)``, ``my_rules:Mine``) or a preset (``fly.paper``) enables just that.
-            None is every rule that is installed. ``exact`` and the default policy are always enabled.
-        max_k: the most tokens that may be drafted in a round; None is 64, or ``k`` if that is more.
-        require_lossless: whether policies that promise less are refused.
+        policy, k, draft: defaults of requests. ``draft`` is the draft's text, "none" if there is none.
+        among: names of the drafts if several are loaded (``choose(...)``). Requests choose one of them; the first is
+            the one that ``draft`` stands for.
+        enabled: policies that requests may use. A rule's name (``fly``, ``entropy``) enables it with any parameters; a
+            whole policy (``fly(theta=0.3) & after(2)``, ``my_rules:Mine``) or a preset (``fly.paper``) enables just
+            that. None enables every installed rule. ``exact`` and the default policy are always enabled.
+        max_k: upper limit of drafted tokens per round; None is 64, or ``k`` if that is more.
+        require_lossless: whether to refuse policies that are not lossless.
 
     Raises:
-        ValueError: an entry is neither, the default policy is not lossless where it has to be, or ``k`` is above
-            ``max_k``.
+        ValueError: an entry is not a rule or policy, the default policy is not lossless although it has to be, or ``k``
+            is above ``max_k``.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Rules:
         among: Sequence[str] = (),
     ) -> None:
         self.policy, self.k, self.draft = policy, k, among[0] if among else draft
-        self.drafts = list(dict.fromkeys([*(among or [draft]), "none"]))  # what requests may name
+        self.drafts = list(dict.fromkeys([*(among or [draft]), "none"]))  # drafts that requests may name
         self.max_k, self.require_lossless = max(64, k) if max_k is None else max_k, require_lossless
         if k > self.max_k:
             raise ValueError(f"k {k} is what requests get that say nothing, and above max_k {max_k}; lower --k as well")
@@ -86,7 +86,7 @@ class Rules:
 
     @property
     def choices(self) -> list[str]:
-        """What requests may name."""
+        """Rules, policies and presets that requests may name."""
         return list(dict.fromkeys([*self.names, *map(str, self._whole)]))
 
     def choose(
@@ -96,8 +96,8 @@ class Rules:
         draft: str | None = None,
         off: bool = False,
     ) -> Speculation:
-        """What a request gets that asks for these. Raises ``ValueError`` naming what it may not have, and the choices;
-        its first argument starts with the name of the field."""
+        """Return the speculation of a request that asks for this. Raises ``ValueError`` naming what is not allowed and
+        the choices; its message starts with the field's name."""
         if draft is not None and draft not in self.drafts:
             raise ValueError(f"draft: {draft!r} is not enabled here; choices: {self.drafts}")
         if k is not None and not 0 <= k <= self.max_k:

@@ -1,53 +1,55 @@
-"""One model being served: how its requests are prepared for the engine, and how their answers come back. It waits for
-the engine in coroutines only, and leaves slow work (tokenizers, templates, policies) to threads.
+"""Serves one model: prepares requests for the engine, and brings answers back. Coroutines only wait for the engine;
+slow work (tokenizers, templates, policies) runs in threads.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
-import json
 import os
 import re
 import secrets
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
-from pydantic import ValidationError
-from starlette.requests import HTTPConnection
-from starlette.types import Receive
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request as HttpRequest
 
 from fly import __version__
-from fly.errors import explain
-from fly.job import News, Request
+from fly.errors import explain, short
+from fly.job import Request
 from fly.llm import LLM
 from fly.models.chat import ChatPrompt, Thinking, pick
 from fly.models.tokenizer import TooLong
+from fly.serve import bodies
+from fly.serve.answering import until_left
 from fly.serve.answers import Echo, Vocabulary
-from fly.serve.errors import ApiError, Left, Plain
+from fly.serve.clients import Client, Clients, Shares
+from fly.serve.errors import ApiError, ClientLeft, Plain
+from fly.serve.jsons import loads
 from fly.serve.metrics import Measured, Metrics
 from fly.serve.requests import ChatRequest, CompletionRequest, Generation, TokenizeRequest
 from fly.serve.rules import Rules, Speculation
 from fly.serve.settings import Settings
-from fly.serve.tools import FORMATS, CallFormat, CallReader, format_of, grammar
-from fly.structured import LIMITS, StructuredError
+from fly.serve.tools import FORMATS, CallFormat, CallReader, format_of, grammar, wrong_with_tools
+from fly.serve.turns import Busy, Turns
+from fly.structured import LIMITS
 from fly.trial import Trial
 from fly.types import StructuredOutput
 from fly.worker import Stopped
 
-__all__ = ["Answering", "ApiError", "Left", "Plain", "Prepared", "Service"]
+__all__ = ["ApiError", "ClientLeft", "Plain", "Prepared", "Service"]
 
-_SCORES = 2**18  # log-probabilities of prompt tokens that one answer lists: some ten megabytes
-_COMPILE = 2  # threads that compile grammars
+_SCORES = 2**18  # log-probabilities of prompt tokens in one answer: about ten megabytes
+_MOMENT = 2**12  # bytes of a body that is parsed at once, without a thread
+_SHORT = 2**15  # bytes of a body whose request takes little time: about 30 ms
+_READ = 2**20  # characters that /tokenize accepts: a few seconds and 200 MB
+_WAITING = 64  # pieces of long work that one client may have in the queue
 T = TypeVar("T")
+Model = TypeVar("Model", bound=BaseModel)
 
 
 @dataclass
@@ -61,23 +63,23 @@ class Prepared:
     speculation: Speculation
     top: int | None
     client: str = ""
-    form: str = "response_format"  # the field that gives the answer its form, if it has one
-    calls: CallFormat | None = None  # how the answer calls functions, if it may
-    functions: tuple[str, ...] = ()  # which
+    form: str = "response_format"  # the field that constrains the answer, for errors
+    calls: CallFormat | None = None  # how the answer writes tool calls, if it may have any
+    functions: tuple[str, ...] = ()  # names of the functions that it may call
 
     def reader(self) -> CallReader | None:
-        """Of the calls of one answer."""
+        """Build the reader that finds calls in one answer."""
         return None if self.calls is None else CallReader(self.calls, self.functions)
 
 
 class Service:
-    """One model being served: what endpoints share.
+    """The model being served; all endpoints share it.
 
     Args:
-        llm: belongs to the service alone from now on; it has a tokenizer.
-        settings: what the operator decided.
+        llm: a model with a tokenizer; the service owns it from now on.
+        settings: the operator's settings.
         draft: the name of its draft; "none" if it has none.
-        name: what clients call the model, where the settings say nothing.
+        name: the model's name for clients, unless the settings have one.
 
     Raises:
         ValueError: a model without a tokenizer, or settings that contradict one another.
@@ -97,15 +99,14 @@ class Service:
         )  # fmt: skip
         self.metrics = Metrics(self.name)
         self.vocabulary = Vocabulary(self.tokenizer)
-        # Endpoints that any text may be sent to have a thread of their own, so that completions need not wait for it.
-        self._preparing = ThreadPoolExecutor(max(2, min(8, os.cpu_count() or 2)), "fly-prepare")
-        self.reading = ThreadPoolExecutor(1, "fly-tokenize")
+        self.clients = Clients(settings)
+        # Short work need not wait for long work. A client may have as much short work as completions.
+        processors = os.cpu_count() or 2
+        self.short = Turns("fly-short", max(2, min(8, processors)), settings.max_connections)
+        self.long = Turns("fly-long", max(2, min(4, processors)), _WAITING)
         self.draining = False
-        self.open = 0  # requests that were let in and have not got all of their answer
-        self.held: Counter[str] = Counter()  # completions that each client has, waiting ones too
-        # So have grammars and long lists of words, of one client one at a time, so that others get their turn.
-        self._compiling = ThreadPoolExecutor(_COMPILE, "fly-compile")
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self.requests = Shares(settings.max_connections)  # admitted requests whose answers are not sent yet
+        self.held: Counter[str] = Counter()  # completions of each client, those in the queue included
         self._trial = Trial(llm.grammars.spelling, LIMITS)
         llm.grammars.vet = self._trial
         llm.worker.interval = settings.stream_interval
@@ -114,91 +115,71 @@ class Service:
         self.version = __version__
 
     @property
+    def open(self) -> int:
+        """Number of admitted requests whose answers are not sent yet."""
+        return self.requests.sum
+
+    @property
     def ready(self) -> bool:
         return self.llm.worker.alive and not self.draining
 
+    def warm(self) -> None:
+        """Build all tables that the first requests would wait for."""
+        self.tokenizer.warm()
+        self.llm.grammars.warm()
+        _ = self.llm.vocabulary.texts
+
     def check_model(self, model: str | None) -> None:
-        """Raises ``ApiError`` if this is another model."""
+        """Raise ``ApiError`` if a request asks for another model."""
         if model is not None and model != self.name:
-            raise ApiError(404, f"model {model!r} is not served here; choose {self.name!r}", "model", "model_not_found")
+            message = f"model {short(model)} is not served here; choose {self.name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
 
-    async def aside(
-        self,
-        work: Callable[[], T],
-        receive: Receive,
-        pool: Executor | None = None,
-        turn: asyncio.Lock | None = None,
-    ) -> T:
-        """What ``work`` gives, which takes time and so runs in a thread of ``pool`` (None: those that prepare
-        completions), when its ``turn`` has come.
+    async def read(self, kind: type[Model], request: HttpRequest) -> Model:
+        """Read the body of a request. Raises ``ApiError``, and ``ClientLeft`` if the client leaves."""
+        data = await request.body()
+        work = partial(bodies.read, kind, data, request.headers.get("content-type", ""))
+        return work() if len(data) <= _MOMENT else await self.aside(work, request)
 
-        Raises ``Left`` when the client leaves: then work that still waits is never begun.
-        """
-        working = asyncio.create_task(_in_turn(work, pool or self._preparing, turn))
-        leaving = asyncio.create_task(_until_left(receive))
+    async def aside(self, work: Callable[[], T], request: HttpRequest, long: bool = False) -> T:
+        """Run ``work`` in a thread when it is the client's turn, and return its result. Raises ``ApiError`` if the
+        client has too much in the queue, and ``ClientLeft`` if it leaves; work still in the queue then never begins."""
+        client: Client = request.state.client
+        turns = self.long if long or len(await request.body()) > _SHORT else self.short
+        working = asyncio.create_task(turns.run(client.name, work))
+        leaving = asyncio.create_task(until_left(request.receive))
         try:
             await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                raise Left
+                raise ClientLeft
             return working.result()
+        except Busy:
+            message = f"{turns.most} requests of one client wait to be read or prepared; try again in 1 s"
+            raise ApiError(429, message, code="client_limit", retry_after=1) from None
         finally:
             leaving.cancel()
             working.cancel()
 
-    def client(self, request: HTTPConnection) -> str:
-        """Whose a request is: its key's (hashed); without keys its address's (of IPv6 the network, of which anybody has
-        a whole one)."""
-        if self.settings.api_keys:
-            key = request.headers.get("authorization", "").partition(" ")[2].strip()
-            return hashlib.sha256(key.encode()).hexdigest()
-        host = request.client.host if request.client else ""
-        try:
-            address = ip_address(host)
-        except ValueError:
-            return host
-        if isinstance(address, IPv6Address):
-            mapped = address.ipv4_mapped
-            return str(ip_network((address, 64), strict=False) if mapped is None else mapped)
-        return host
-
     def close(self) -> None:
-        """End the engine, and what prepares for it."""
-        for pool in (self._preparing, self.reading, self._compiling):
-            pool.shutdown(wait=False, cancel_futures=True)
+        """Stop the engine and the threads."""
+        self.short.close()
+        self.long.close()
         self.llm.close()
         self._trial.close()
 
-    async def prepared(self, body: Generation, client: str, receive: Receive) -> Prepared:
-        """``prepare`` in a thread. Raises ``Left`` when the client leaves."""
-        work = partial(self.prepare, body, client)
-        if not body.takes_time:
-            return await self.aside(work, receive)
-        if (turn := self._turns.get(client)) is None:
-            turn = self._turns[client] = asyncio.Lock()
-        return await self.aside(work, receive, self._compiling, turn)
+    async def prepared(self, body: Generation, request: HttpRequest) -> Prepared:
+        """Call ``prepare`` in a thread. Raises ``ClientLeft`` if the client leaves."""
+        work = partial(self.prepare, body, request.state.client.name)
+        return await self.aside(work, request, body.takes_time)
 
     def prepare(self, body: Generation, client: str = "") -> Prepared:
-        """What the engine needs of a request. Takes time: call it in a thread. Raises ``ApiError``."""
+        """Convert a request to what the engine needs. Slow: call it in a thread. Raises ``ApiError``."""
         self.check_model(body.model)
-        asked = body.speculation
-        try:
-            chosen = (
-                self.rules.choose()
-                if asked is None
-                else self.rules.choose(asked.policy, asked.k, asked.draft, asked.off)
-            )
-        except ValueError as error:
-            field = str(error).partition(":")[0]
-            raise ApiError(400, f"speculation.{error}", f"speculation.{field}", "invalid_value") from None
-        try:
-            chosen.policy.bind(self.llm.vocabulary)
-        except ValueError as error:
-            message = f"speculation.policy: {str(chosen.policy)!r}: {error}"
-            raise ApiError(400, message, "speculation.policy", "invalid_value") from None
+        chosen = self.speculation(body)
         echoes = None
         several = len(body.prompts) if isinstance(body, CompletionRequest) else 1
         at_once = min(self.settings.max_n, self.settings.max_open or self.settings.max_n)
-        if (count := several * (body.n or 1)) > at_once:  # however often it is tried
+        if (count := several * (body.n or 1)) > at_once:  # trying again would not help
             name = "prompt" if (body.n or 1) == 1 else "n"
             message = f"{name}: {count} completions; at most {at_once} at once"
             raise ApiError(400, message, name, "invalid_value")
@@ -222,6 +203,7 @@ class Service:
         if isinstance(body, CompletionRequest) and body.echo:
             found = [self.echo(prompt, body.logprobs is not None) for prompt in body.prompts]
             echoes = [echo for echo in found for _ in range(body.n or 1)]
+        functions = tuple(function.name for function in body.usable) if isinstance(body, ChatRequest) else ()
         by_calls = isinstance(body, ChatRequest) and body.calls_by_form
         form = "tools" if by_calls else body.form or "response_format"
         try:
@@ -243,16 +225,35 @@ class Service:
                 prompts, params, chosen.policy, chosen.k, body.priority or 0, draft, client, streamed=True
             )
         except ValueError as error:
-            param = _param_of(str(error))
-            raise ApiError(400, str(error), form if param == "structured" else param, "invalid_value") from None
-        functions = tuple(function.name for function in body.usable) if isinstance(body, ChatRequest) else ()
+            message, param = str(error), _param_of(str(error))
+            message = wrong_with_tools(message, functions) if by_calls and param == "structured" else message
+            raise ApiError(400, message, form if param == "structured" else param, "invalid_value") from None
         prompt_top = body.prompt_logprobs if isinstance(body, CompletionRequest) else None
         return Prepared(
             requests, sum(map(len, prompts)), echoes, prompt_top, chosen, body.top(), client, form, calls, functions
         )
 
+    def speculation(self, body: Generation) -> Speculation:
+        """Return the speculation of a request. Raises ``ApiError``."""
+        asked = body.speculation
+        try:
+            chosen = (
+                self.rules.choose()
+                if asked is None
+                else self.rules.choose(asked.policy, asked.k, asked.draft, asked.off)
+            )
+        except ValueError as error:
+            field = str(error).partition(":")[0]
+            raise ApiError(400, f"speculation.{error}", f"speculation.{field}", "invalid_value") from None
+        try:
+            chosen.policy.bind(self.llm.vocabulary)
+        except ValueError as error:
+            message = f"speculation.policy: {str(chosen.policy)!r}: {error}"
+            raise ApiError(400, message, "speculation.policy", "invalid_value") from None
+        return chosen
+
     def call_format(self) -> CallFormat:
-        """How the model writes calls. Raises ``ApiError`` if its chat template shows none that is known."""
+        """How the model writes calls. Raises ``ApiError`` if its chat template has no known format of calls."""
         if (found := format_of(pick(self.tokenizer.templates, None, tools=True).source)) is None:
             message = (
                 f"tools: this model's chat template writes calls in a way that is not known here (known: "
@@ -264,12 +265,12 @@ class Service:
     def form_of_calls(
         self, body: ChatRequest, calls: CallFormat, answer: StructuredOutput | None, thinking: Thinking | None
     ) -> StructuredOutput:
-        """What holds an answer to the functions that it may or must call. Raises ``ValueError``."""
+        """Build the grammar that restricts calls to the functions of the request. Raises ``ValueError``."""
         schema = None
         if answer is not None and not body.must_call:
             if answer.kind not in ("json_schema", "json_object"):
                 raise ValueError(f"{body.form}: beside tools the answer can have a JSON schema, no {answer.kind}")
-            schema = json.loads(answer.source or '{"type": "object"}')
+            schema = loads(answer.source or '{"type": "object"}')
         functions = {function.name: function.schema_ for function in body.usable}
         text = grammar(
             calls, functions, self.tokenizer, required=body.must_call, parallel=body.may_repeat,
@@ -279,13 +280,13 @@ class Service:
 
     @staticmethod
     def seed(body: Generation) -> int:
-        """Drawn here where the request leaves it open, so that the engine has nothing to draw."""
+        """Return the request's seed, or draw one, so that the engine need not."""
         return secrets.randbits(63) if body.seed is None else body.seed
 
     def salt(self, body: Generation, client: str) -> str:
-        """What requests must have in common to share what is cached of their prompts."""
+        """Return the salt: requests share cached prefixes only if their salts are equal."""
         own = body.cache_salt or ""
-        return f"{client} {own}" if self.settings.api_keys and self.settings.share_prefixes == "key" else own
+        return f"{client} {own}" if self.clients.keyed and self.settings.share_prefixes == "key" else own
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, list):
@@ -295,16 +296,36 @@ class Service:
             return self.tokenizer.encode(prompt)
         except TooLong as error:
             raise self._no_room(error, "prompt") from None
-        except (TypeError, ValueError) as error:  # half a surrogate pair
+        except (TypeError, ValueError) as error:  # such as half a surrogate pair
             raise ApiError(400, f"prompt: {error}", "prompt", "invalid_value") from None
 
     def echo(self, prompt: str | list[int], scored: bool) -> Echo:
-        """A prompt, to be repeated before its completion: where it is ``scored``, token by token."""
+        """Return the text of a prompt for repetition, with offsets of its tokens if they are ``scored``."""
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, False)
         return Echo(text, self.tokenizer.offsets(prompt) if scored else None)
 
+    def tokens(self, body: TokenizeRequest) -> list[int]:
+        """Encode a text or a conversation. Raises ``ApiError``."""
+        name = "messages" if body.prompt is None else "prompt"
+        if (size := sum(map(len, body.texts()))) > _READ:
+            message = f"{name}: {size} characters; at most {_READ} are encoded at once"
+            raise ApiError(400, message, name, "invalid_value")
+        if body.prompt is None:
+            return self.conversation(body)
+        try:
+            return self.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+        except (TypeError, ValueError) as error:
+            raise ApiError(400, f"prompt: {error}", "prompt", "invalid_value") from None
+
+    def text(self, tokens: list[int]) -> str:
+        """Decode token ids to text, special tokens included. Raises ``ApiError``."""
+        size = self.llm.engine.runner.executor.config.vocab_size
+        if (bad := next((token for token in tokens if token >= size), None)) is not None:
+            raise ApiError(400, f"tokens: {bad} is outside the vocabulary of {size}", "tokens", "invalid_value")
+        return self.tokenizer.decode(tokens, False)
+
     def conversation(self, body: ChatRequest | TokenizeRequest) -> ChatPrompt:
-        """Token ids of its messages by the chat template. Those of a chat must leave room for an answer."""
+        """Encode messages with the chat template. A chat must leave room for an answer."""
         try:
             variables = self.template_variables(body)
             messages = [message.for_template() for message in body.messages or ()]
@@ -323,8 +344,8 @@ class Service:
         return ApiError(400, message, name, "context_length_exceeded")
 
     def template_variables(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-        """What a request gives the chat template besides its messages: no tools where none may be called. Raises
-        ``ApiError`` for what that does not look at."""
+        """Variables for the chat template besides the messages; no tools if none may be called. Raises ``ApiError`` for
+        variables that the template does not read."""
         given, name = body.chat_template_kwargs or {}, "chat_template_kwargs"
         tools = None if isinstance(body, ChatRequest) and not body.usable else body.tools
         if body.tools is None and not given:
@@ -339,7 +360,7 @@ class Service:
         return given | ({} if tools is None else {"tools": [tool.for_template() for tool in tools]})
 
     def check_prompt(self, tokens: list[int], name: str) -> None:
-        """Raises ``ApiError`` for one, of the field ``name``, that cannot be completed."""
+        """Raise ``ApiError`` if a prompt, from the field ``name``, cannot be completed."""
         if not tokens:
             raise ApiError(400, f"{name}: empty; it has no token to go on from", name, "invalid_value")
         if len(tokens) >= self.context:
@@ -347,8 +368,8 @@ class Service:
             raise ApiError(400, message, name, "context_length_exceeded")
 
     def max_tokens(self, body: Generation, prompts: Sequence[list[int]]) -> int:
-        """As the request says, or the checkpoint, or (as OpenAI has it) 16 for completions, and what the context holds
-        for chats."""
+        """Limit of new tokens: the request's, else the checkpoint's, else (like OpenAI) 16 for completions and the rest
+        of the context for chats."""
         most, wanted = self.settings.max_tokens, body.wanted_tokens
         if wanted is not None and most is not None and wanted > most:
             name = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) is not None else "max_tokens"
@@ -364,16 +385,16 @@ class Service:
         return min(wanted, room)
 
     def submit(self, prepared: Prepared, streamed: bool) -> Measured:
-        """Hand it to the engine. Raises ``ApiError`` where there is no room, or no engine."""
+        """Submit a prepared request to the engine. Raises ``ApiError`` if the queue is full or the engine stopped."""
         worker, load, count = self.llm.worker, self.llm.worker.load, len(prepared.requests)
         own = self.held[prepared.client] + count
         if (most := self.settings.max_open) is not None and own > most:
             message = f"{own} completions of one client; at most {most} at once"
             raise ApiError(429, message, code="client_limit", retry_after=max(1, min(60, round(self.metrics.seconds))))
         free = max(0, self.llm.scheduler.max_rows - load.running)
-        coming = worker.submitted - load.taken + count  # that the engine has not seen
+        coming = worker.submitted - load.taken + count  # submitted, but not yet seen by the engine
         waiting = load.waiting + max(0, coming - free)
-        # a client within its part of the queue finds room, however many others wait
+        # A client within its part of the queue finds room, however many others wait.
         part = self.settings.max_waiting // len({*self.held, prepared.client})
         if waiting > self.settings.max_waiting and own > part:
             retry_after = max(1, min(60, round(self.metrics.seconds * waiting / max(1, load.running))))
@@ -388,94 +409,16 @@ class Service:
         return job
 
     def left(self, prepared: Prepared) -> None:
-        """The client has its answer, or has left."""
+        """Release what the request held: its client has the answer, or has left."""
         self.held.subtract({prepared.client: len(prepared.requests)})
-        self.held += Counter()  # drops those that have nothing
+        self.held += Counter()  # drops clients without completions
 
 
-async def _in_turn(work: Callable[[], T], pool: Executor, turn: asyncio.Lock | None) -> T:
-    """``work`` in a thread of ``pool``. ``turn`` is over when the work is, or will not begin."""
-    loop = asyncio.get_running_loop()
-    if turn is not None:
-        await turn.acquire()
-
-    def over(_: Future[T]) -> None:
-        if turn is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(turn.release)
-
-    future = pool.submit(work)
-    future.add_done_callback(over)
-    return await asyncio.wrap_future(future)
-
-
-async def _until_left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class Answering:
-    """The news of one job while its client listens and its time lasts."""
-
-    def __init__(self, service: Service, job: Measured, receive: Receive, form: str = "response_format") -> None:
-        self.worker, self.job, self.form = service.llm.worker, job, form
-        self.timeout = service.settings.timeout
-        self._ahead: deque[News | BaseException | None] = deque()  # taken off the queue; None: the client has left
-        self._deadline = asyncio.get_running_loop().time() + self.timeout
-        self._watch = asyncio.create_task(self._until_gone(receive))
-
-    async def _until_gone(self, receive: Receive) -> None:
-        await _until_left(receive)
-        self.worker.cancel(self.job)
-        self.job.queue.put_nowait([None])
-
-    async def begun(self) -> bool:
-        """Wait until the engine has it, or for the first news; whether the client still listens. Raises ``ApiError`` as
-        ``next`` does."""
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                self._add(await self.job.queue.get())
-        except TimeoutError:
-            raise ApiError(504, f"not finished within {self.timeout:g} s", code="timeout") from None
-        if self._ahead and isinstance(self._ahead[0], BaseException):
-            await self.next()
-        return not (self._ahead and self._ahead[0] is None)
-
-    async def next(self) -> list[News] | None:
-        """The news since the last call, in one piece for a slow reader; None if the client has left. Raises
-        ``ApiError`` for a job that failed, after the news before it were fetched."""
-        while not self._ahead:
-            await self.begun()
-        while not self.job.queue.empty():
-            self._add(self.job.queue.get_nowait())
-        found: list[News] = []
-        while self._ahead and isinstance(news := self._ahead[0], News) and news.error is None:
-            found.append(news)
-            self._ahead.popleft()
-        if found:
-            return found
-        last = self._ahead.popleft()
-        error = last.error if isinstance(last, News) else last
-        if isinstance(error, StructuredError):
-            raise ApiError(400, str(error), self.form, "invalid_value")
-        if error is not None:
-            raise ApiError(500, f"the request failed: {type(error).__name__}: {error}", code="generation_failed")
-        return None
-
-    def _add(self, entry: Any) -> None:
-        self._ahead.extend(entry if isinstance(entry, list) else [entry])
-
-    def close(self) -> None:
-        """Whatever has become of it, nothing is left of the job."""
-        self._watch.cancel()
-        self.worker.cancel(self.job)
-
-
-_OWN = {"messages", "tools", "add_generation_prompt"}  # of a template's variables, those that are asked for otherwise
+_OWN = {"messages", "tools", "add_generation_prompt"}  # template variables that have fields of their own
 _OF_ENGINE = {name: name for name in Generation.model_fields} | {"prompt": "prompt", "structured": "structured"}
 
 
 def _param_of(message: str) -> str | None:
-    """The field that an error of the engine or of ``SamplingParams`` starts with; None where it is about several."""
-    found = re.match(r"(\w+)\b(?! \d+:)", message)  # "prompt 0: ..." is of the prompt with all that is asked for it
+    """The field that an error of the engine or of ``SamplingParams`` starts with; None if it is about several."""
+    found = re.match(r"(\w+)\b(?! \d+:)", message)  # "prompt 0: ..." is about a prompt with its parameters
     return _OF_ENGINE.get(found[1]) if found else None

@@ -1,8 +1,10 @@
-"""What an operator decides about a server, the model aside. Knows nothing of HTTP or engines."""
+"""The operator's settings of a server, apart from the model. Knows nothing of HTTP or engines."""
 
 from __future__ import annotations
 
 import re
+from ipaddress import ip_network
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -14,7 +16,7 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 
 
 def wrong_with_key(key: str) -> str | None:
-    """What is wrong with an API key, which the answer does not show; None if nothing is."""
+    """Say what is wrong with an API key, without showing the key; None if nothing is."""
     if not key.strip():
         return "is empty: that is no key, and would let everybody in"
     if any(character.isspace() for character in key):
@@ -30,28 +32,31 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, le=65535)  # 0 is any that is free
+    port: int = Field(default=8000, ge=0, le=65535)  # 0 is any free port
     name: str | None = Field(default=None, min_length=1)  # what clients call the model; None is its path
     policies: tuple[str, ...] | None = None  # rules that requests may name (see ``Rules``); None is all installed ones
-    require_lossless: bool = False  # whether a policy without that guarantee is refused
-    api_keys: tuple[str, ...] = ()  # one of which requests must bear; none asks for none
-    allowed_hosts: tuple[str, ...] = ()  # names to answer to besides its own: see ``Origins``
-    cors_origins: tuple[str, ...] = ()  # pages from elsewhere that may send requests
+    require_lossless: bool = False  # whether to refuse policies that are not lossless
+    api_keys: tuple[str, ...] = ()  # requests must have one of them; empty: no key is needed
+    api_keys_file: Path | None = None  # further keys, one per line; SIGHUP reads it again
+    # Addresses and networks of proxies whose X-Forwarded-For is believed.
+    trusted_proxies: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()  # host names besides its own: see ``Origins``
+    cors_origins: tuple[str, ...] = ()  # other pages that may send requests
     access_log: bool = False  # a line for every request
-    max_connections: int = Field(default=1000, ge=16)  # open at the same time; fewer where there are few descriptors
-    max_waiting: int = Field(default=256, ge=0)  # completions that wait for their turn; more are refused (429)
-    max_open: int | None = Field(default=None, ge=1)  # completions that a client may have at once, waiting ones too
-    max_tokens: int | None = Field(default=None, ge=1)  # of one completion; None is the model's context
-    max_k: int | None = Field(default=None, ge=0)  # most tokens that may be drafted a round; None: see ``Rules``
+    max_connections: int = Field(default=1000, ge=16)  # fewer if file descriptors are few
+    max_waiting: int = Field(default=256, ge=0)  # completions in the queue; more are refused (429)
+    max_open: int | None = Field(default=None, ge=1)  # completions of one client at once
+    max_tokens: int | None = Field(default=None, ge=1)  # per completion; None is the model's context
+    max_k: int | None = Field(default=None, ge=0)  # limit of drafted tokens per round; None: see ``Rules``
     max_n: int = Field(default=32, ge=1)  # completions of one request, over all of its prompts
-    # Whose prompts share what is cached of their beginnings: those of one key (without keys, everybody's), or of all.
+    # Which requests share the cache of a common prompt prefix: those with the same key (without keys: all), or all.
     share_prefixes: Literal["key", "all"] = "key"
-    # Seconds for which tokens of rounds that are taken in one call are held back while a stream is open.
+    # While a stream is open, tokens of several rounds in one engine call are held back for at most this many seconds.
     stream_interval: float = Field(default=0.01, ge=0, le=1, allow_inf_nan=False)
     max_body: int = Field(default=4 * 2**20, ge=1)  # bytes of a request
-    timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False)  # seconds for one request, its wait included
-    read_timeout: float = Field(default=30.0, gt=0, allow_inf_nan=False)  # seconds for a request to come in
-    write_timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False)  # for a reader to take what was written
+    timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False)  # seconds per request, including its wait
+    read_timeout: float = Field(default=30.0, gt=0, allow_inf_nan=False)  # seconds to receive a request
+    write_timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False)  # seconds for a client to take data
     drain_timeout: float = Field(
         default=600.0, ge=0, allow_inf_nan=False
     )  # for running requests to finish when the server is stopped
@@ -62,6 +67,16 @@ class Settings(BaseModel):
         for number, key in enumerate(value):
             if wrong := wrong_with_key(key):
                 raise ValueError(f"api_keys {number} {wrong}")
+        return value
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _proxies_are_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for network in value:
+            try:
+                ip_network(network)
+            except ValueError as error:
+                raise ValueError(f"trusted_proxies: {error}; give an address or a network, as 10.0.0.0/8") from None
         return value
 
     @field_validator("allowed_hosts")

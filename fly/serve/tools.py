@@ -1,36 +1,37 @@
-"""Tool calls: how families of models write them, read out of an answer as it comes in, and the grammar that holds one
-to the functions it may call. Knows nothing of HTTP or engines."""
+"""Tool calls: how model families write them, how to find them in an answer while it streams, and a grammar that
+restricts an answer to the functions it may call. Knows nothing of HTTP or engines."""
 
 from __future__ import annotations
 
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fly.models.chat import Thinking
 from fly.models.tokenizer import Tokenizer
+from fly.serve.jsons import loads
 from fly.structured import BLANKS
 
-__all__ = ["FORMATS", "CallDelta", "CallFormat", "CallReader", "format_of", "grammar"]
+__all__ = ["FORMATS", "CallDelta", "CallFormat", "CallReader", "format_of", "grammar", "wrong_with_tools"]
 
 _BLANKS = {"whitespace_pattern": BLANKS}
 _FENCE = "```json"
-_NAME = '{"name":"'  # what the JSON of a call begins with, blanks aside
+_NAME = '{"name":"'  # the beginning of a call's JSON, without blanks
 _SPACE = r"[ \n]{0,16}"
-_MOST = 16  # calls in one answer, of which small models write for ever where they must
-_HEAD = 1024  # characters of a call within which its name and the beginning of its arguments are looked for
+_MOST = 16  # calls in one answer: small models that must call would never stop
+_HEAD = 1024  # the name and the start of the arguments must come within this many characters
 
 
 @dataclass(frozen=True)
 class CallFormat:
     """How a family's models write calls: JSON with a name and arguments, one call after another.
 
-    ``opener`` stands before each (of ``listed`` ones once, before a JSON list of them), ``closer`` after each,
-    ``separator`` between. Ids are ``prefix`` and ``digits`` hexadecimal digits (some templates refuse ids of other
-    lengths).
+    ``opener`` stands before each call, or, with ``listed``, once before a JSON list of calls. ``closer`` stands after
+    each call and ``separator`` between calls. Ids are ``prefix`` plus ``digits`` hexadecimal digits (some templates
+    refuse ids of other lengths).
     """
 
     name: str
@@ -49,21 +50,21 @@ class CallFormat:
 FORMATS = {
     each.name: each
     for each in (
-        # Qwen 2.5 and 3, and Hermes, from which they have it.
+        # Qwen 2.5 and 3 took it from Hermes.
         CallFormat("hermes", "<tool_call>", "</tool_call>", "arguments", "\n"),
-        # Mistral, up to the models that write [ARGS].
+        # Mistral, except for the models that write [ARGS].
         CallFormat("mistral", "[TOOL_CALLS]", "", "arguments", ", ", listed=True, prefix="", digits=9),
-        # Llama 3.1 and later, whose marker is seldom written.
+        # Llama 3.1 and later; the models seldom write the marker.
         CallFormat("llama", "<|python_tag|>", "", "parameters", "; "),
     )
 }
 
 
 def format_of(template: str) -> CallFormat | None:
-    """The one that a chat template shows a model; None if it shows none of these."""
+    """Find the format that a chat template shows the model; None if it shows none of these."""
     if "[TOOL_CALLS]" in template:
         return None if "[ARGS]" in template else FORMATS["mistral"]
-    if "<tool_call>" in template:  # some families have XML inside
+    if "<tool_call>" in template:  # some families write XML inside the tags
         return None if "<function=" in template or "<arg_key>" in template else FORMATS["hermes"]
     if re.search(r'\\?"parameters\\?": ', template) and ("<|python_tag|>" in template or "ipython" in template):
         return FORMATS["llama"]
@@ -71,7 +72,7 @@ def format_of(template: str) -> CallFormat | None:
 
 
 class CallDelta(NamedTuple):
-    """More of the call number ``at`` of an answer: its ``id`` and ``name`` first, pieces of its arguments after."""
+    """A piece of the call with number ``at`` in an answer: first ``id`` and ``name``, then pieces of the arguments."""
 
     at: int
     id: str | None
@@ -88,12 +89,12 @@ class _Call:
         self.text = ""
         self.name: str | None = None
         self.over = False
-        self._start = self._end = -1  # of the arguments
-        self._given = 0  # characters of them
+        self._start = self._end = -1  # of the arguments, in characters
+        self._given = 0  # characters of the arguments given out
         self._depth, self._quoted, self._escaped = 0, False, False
 
     def push(self, text: str) -> str:
-        """Take what belongs to it; the rest."""
+        """Take in the text that belongs to the call; return the rest."""
         at = len(self.text)
         self.text += text
         if self.name is None and at < _HEAD and (head := self._head.match(self.text)):
@@ -120,13 +121,13 @@ class _Call:
             self.over = self._depth == 0
 
     def arguments(self) -> str:
-        """What came in of them since."""
+        """The arguments that came in since the last call."""
         said = self.text[self._start : None if self._end < 0 else self._end] if self._start >= 0 else ""
         new, self._given = said[self._given :], len(said)
         return new
 
     def may_name(self, names: frozenset[str]) -> bool:
-        """Whether what has come so far may still be the beginning of a call of one of these."""
+        """Whether the text so far may still become a call of one of these functions."""
         begins = "".join(self.text[:_HEAD].split())
         if not begins.startswith(_NAME):
             return _NAME.startswith(begins)
@@ -134,7 +135,7 @@ class _Call:
         return name in names if whole else any(each.startswith(name) for each in names)
 
     def whole(self) -> tuple[str, str] | None:
-        """Name and arguments, in whatever order they stand; None if this is no call."""
+        """Name and arguments, in either order; None if this is not a call."""
         said = _loaded(self.text)
         if not isinstance(said, dict) or not isinstance(name := said.get("name"), str):
             return None
@@ -143,38 +144,38 @@ class _Call:
 
 
 class CallReader:
-    """Tells the calls of an answer from its text, as the answer comes in, in pieces of any size.
+    """Splits a streamed answer into text and calls. Pieces may have any size.
 
-    Nothing of a marker is given out as text, nor are the blanks beside it. What begins like a call and turns out to be
-    none is text as it stands, markers included. Arguments are passed on as the model writes them.
+    Markers, and the blanks beside them, are never given out as text. What begins like a call and turns out not to be
+    one is given out unchanged as text, markers included. Arguments are passed on as the model writes them.
 
-    Models often leave the markers out, or write a fence instead: an answer that begins with the JSON of a call of a
-    known function is that call, with or without a fence around it.
+    Models often leave the markers out, or write a code fence instead. So an answer that begins with the JSON of a call
+    of a known function counts as that call, with or without a fence.
 
     Args:
-        form: how its model writes them.
-        names: the functions there are. Behind a marker any name will do: who runs the functions tells the model that
-            there is none such.
+        form: how the model writes calls.
+        names: the known functions. After a marker any name is accepted: whoever runs the functions can tell the model
+            that a function does not exist.
     """
 
     def __init__(self, form: CallFormat, names: Iterable[str]) -> None:
         self._form, self._names = form, frozenset(names)
-        self._held = ""  # not settled yet
-        self._raw = ""  # what stood before a call, and is text if that is none
+        self._held = ""  # received, but not decided yet
+        self._raw = ""  # text before a call, given out if it turns out not to be a call
         self._call = _Call(form.arguments)
-        # "start": may begin without a marker; "text"; "opened": a call is to begin; "call": in it; "closing": after it
+        # "start": may begin without a marker; "text"; "opened": a call begins; "call": inside; "closing": after it
         self._state = "text" if form.listed else "start"
-        self._marked = self._announced = self._behind = False  # of the last call: by a marker; given out; just ended
+        self._marked = self._announced = self._behind = False  # the last call: had a marker; was given out; just ended
         self.calls = 0  # given out so far
 
     def push(self, text: str) -> list[str | CallDelta]:
-        """What more text settles, in order: text, and pieces of calls; nothing empty."""
+        """Take in text. Return what is decided, in order: text and pieces of calls, none of them empty."""
         self._held += text
         return [said for said in self._settle(last=False) if said]
 
     def finish(self, cut: bool = False) -> list[str | CallDelta]:
-        """What was held back: nothing more comes. Where the answer was ``cut`` by its length, a marked call that has
-        not come to its arguments is left out; else it is text, as the model meant to say no more."""
+        """Return what was held back, after the last piece. If the answer was ``cut`` by its length, a marked call
+        without arguments is dropped; otherwise it is text, because the model chose to stop there."""
         begun = self._state in ("opened", "call") and self._marked and not self._announced
         return [] if cut and begun else [said for said in self._settle(last=True) if said]
 
@@ -194,7 +195,7 @@ class CallReader:
             self._state, self._marked = "opened", False
             self._raw, self._held = self._held[: -len(inside)], inside
         elif last or (inside and not _FENCE.startswith(begins)):
-            self._state = "text"  # which knows the marker
+            self._state = "text"  # that state looks for the marker
         yield from ()
 
     def _text(self, last: bool) -> Iterator[str | CallDelta]:
@@ -232,7 +233,7 @@ class CallReader:
         if not self._announced:
             known = self._marked or (call.may_name(self._names) if name is None else name in self._names)
             if not known or (name is None and (call.over or last)):
-                self._held = call.text + self._held  # in which a call may begin
+                self._held = call.text + self._held  # a call may begin in it
                 yield self._no_call()
                 return
             if name is None:
@@ -246,7 +247,7 @@ class CallReader:
             self._state, self._behind = "closing", True
 
     def _no_call(self) -> str:
-        """What seemed to begin one is text."""
+        """Give out as text what seemed to be a call."""
         said, self._raw, self._state, self._behind = self._raw, "", "text", False
         return said
 
@@ -269,9 +270,9 @@ class CallReader:
 
 
 def _loaded(text: str) -> Any:
-    """What the JSON says; None if it is none."""
+    """Parse JSON; return None if it is invalid."""
     try:
-        return json.loads(text)
+        return loads(text, once=False)
     except ValueError:
         return None
 
@@ -286,16 +287,16 @@ def grammar(
     answer: Mapping[str, Any] | None = None,
     thinking: Thinking | None = None,
 ) -> str:
-    """What an answer may be that calls these functions, in llguidance's variant of Lark's syntax.
+    """Build a grammar of answers that call these functions, in llguidance's variant of Lark's syntax.
 
     Args:
         form: how calls are written.
-        functions: the schema of each one's arguments, by its name.
-        tokenizer: which markers are tokens of their own.
-        required: whether it is calls and nothing else; else it may be text, with calls in it.
-        parallel: whether there may be several calls, where the family has a way to write them.
-        answer: a schema of the answer that calls nothing; None is any text.
-        thinking: how it may begin with thinking.
+        functions: the schema of each function's arguments, by name.
+        tokenizer: shows which markers are single tokens.
+        required: whether the answer must consist of calls; otherwise it may be text with calls in it.
+        parallel: whether there may be several calls, if the family can write them.
+        answer: a schema for an answer without calls; None allows any text.
+        thinking: how the answer may begin with thinking.
     """
     opener, closer = (_marker(tokenizer, text) for text in (form.opener, form.closer))
     rules = []
@@ -353,8 +354,20 @@ def grammar(
     return "\n".join(rules)
 
 
+def wrong_with_tools(message: str, names: Sequence[str]) -> str:
+    """Rewrite the library's error about a grammar of calls, which clients do not know. The grammar has one line per
+    function, in order, so the line number in the error shows which function is meant."""
+    reason = message.partition(" cannot be used: ")[2]
+    found = re.match(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*?) \d+ \| ", reason)
+    if found is None:
+        return f"tools: calls cannot be held to these functions: {reason or message}"
+    whose = f"parameters of {names[int(found[1]) - 1]!r}: " if int(found[1]) <= len(names) else ""
+    return f"tools: {whose}{found[2]}"
+
+
 def _marker(tokenizer: Tokenizer, text: str) -> str:
-    """A marker in a grammar: by its token where it is one, for such tokens are no text to the library."""
+    """A marker in a grammar. A marker that is one token must be given as a token, because the library does not treat
+    special tokens as text."""
     token = tokenizer.raw.token_to_id(text)
     if token is not None and token in tokenizer.raw.get_added_tokens_decoder():
         return f"<[{token}]>"

@@ -1,4 +1,4 @@
-"""Training on answers by the target itself: draft heads by the training-time test of EAGLE-3, and early exits."""
+"""Training on the target's own answers: EAGLE-3 draft heads, and predictors of early exits."""
 
 from fly.train.answers import Answer, answers, prompts_of
 from fly.train.card import card

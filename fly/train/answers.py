@@ -1,4 +1,4 @@
-"""The data that a head is trained on: prompts, and the target's answers to them. Knows nothing of heads."""
+"""Training data: prompts, and the target's answers to them. Knows nothing of heads."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ __all__ = ["Answer", "answers", "prompts_of"]
 
 
 class Answer(NamedTuple):
-    """Token ids of a prompt, and of what the target answered."""
+    """Token ids of a prompt and of the target's answer."""
 
     prompt: list[int]
     answer: list[int]
 
 
 def prompts_of(path: Path | None, task: str | None, count: int | None) -> list[Any]:
-    """Prompts of a file, or of a kind of the bundled tasks (its training split): texts, or lists of messages.
+    """Read prompts from a file, or from the training split of a bundled task: texts, or lists of messages.
 
-    A ``.jsonl`` file has on each line a text, a list of messages, or an object with ``prompt`` or ``messages``; any
-    other a prompt on each line. ``count`` takes the first so many; None is all of a file, and 2000 of a task.
+    Each line of a ``.jsonl`` file is a text, a list of messages, or an object with ``prompt`` or ``messages``. Each
+    line of any other file is a prompt. ``count`` takes the first ones; None is the whole file, or 2000 prompts of a
+    task.
 
-    Raises ``ValueError`` for neither or both, an unknown task, more prompts than it has, or a line that is no prompt.
+    Raises ``ValueError`` if neither or both are given, for an unknown task, too few prompts, or an invalid line.
     """
     if (path is None) == (task is None):
         raise ValueError("give either a file of prompts or a bundled task")
@@ -64,12 +65,12 @@ def answers(
     path: Path,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[Answer]:
-    """The target's answers to ``prompts`` under its chat template, where it has one. Answers that are already in the
-    file at ``path`` are not made again. Each answer is written there as soon as all before it are.
+    """Generate the target's answers to ``prompts``, with its chat template if it has one. Answers that are in the file
+    at ``path`` are not generated again. Each answer is written there once all before it are.
 
-    ``advance`` is called with the number of further answers. Prompts that leave no room to answer get none.
+    ``advance`` is called with the number of new answers. Prompts that leave no room for an answer are skipped.
 
-    Raises ``ValueError`` if the file has answers of another target, to other prompts, or with other ``params``.
+    Raises ``ValueError`` if the file is about another target, other prompts or other ``params``.
     """
     found = [Answer(**json.loads(line)) for line in _whole_lines(path)]
     about, said = path.with_suffix(".json"), json.dumps({"llm": repr(llm), "params": repr(params)})
@@ -93,8 +94,8 @@ async def _ask(
     advance: Callable[[int], None],
     found: list[Answer],
 ) -> None:
-    """Add the answers to the other prompts, in their order. All wait for the engine at once, so that a row that has
-    ended makes room for the next."""
+    """Generate the remaining answers, in order. All requests are submitted at once, so that a row that ends makes room
+    for the next."""
     asked = [(_ids(llm, prompts[n]), params.changed({"seed": n})) for n in range(len(found), len(prompts))]
     room = llm.engine.context - 1
     fit = {
@@ -118,7 +119,7 @@ def _ids(llm: LLM, prompt: Any) -> list[int]:
 
 
 def _whole_lines(path: Path) -> list[str]:
-    """The lines of a file that were written to their end; what a kill cut off is removed."""
+    """Return the complete lines of a file, and remove a last line that a killed process left incomplete."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")

@@ -1,4 +1,5 @@
-"""A trained head's card: what it is, what it was trained on, and how well it drafts. Knows nothing of how."""
+"""The model card of a trained head: what it is, what it was trained on, how well it drafts. Knows nothing of
+training."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ __all__ = ["card"]
 
 
 def card(name: str, target: str, data: str, tokens: int, head: Eagle3Head, plan: Plan, training: Training) -> str:
-    """Its README.md. ``data`` says in a sentence what it was trained on, ``tokens`` how many the answers have."""
+    """Write the README.md. ``data`` is a sentence about the training data; ``tokens`` is the answers' token count."""
     config = head.config
     layer = config.layer
     parameters = sum(p.numel() for p in head.parameters() if not (head.shares and p is _embedding(head)))
@@ -52,8 +53,8 @@ up to {plan.length} tokens, AdamW, learning rate {plan.learning_rate:g}, seed {p
 
 ## Acceptance by depth
 
-Of one answer in {plan.held_out}, which it was not trained on: how often the head's likeliest token is the target's,
-where all tokens drafted before it were.
+Measured on one answer in {plan.held_out}, which was not trained on: how often the head's likeliest token is the
+target's, given that all tokens drafted before it were.
 
 | depth | {depths} |
 | --- |{" --- |" * len(training.held_out)}

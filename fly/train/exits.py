@@ -1,7 +1,7 @@
-"""Training the predictors of an early exit on a target's own answers (SpecEE, arXiv 2504.08850).
+"""Trains the predictors of an early exit on a target's own answers (SpecEE, arXiv 2504.08850).
 
-Shape legend: N places of an answer, M places in all, E candidates, F features, U tokens looked through, S states side
-by side.
+Shape legend: N positions of an answer, M positions in all, E candidates, F features, U tokens among which candidates
+are sought, S hidden states concatenated.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from fly.train.head import frequent_tokens
 
 __all__ = ["ExitPlan", "Look", "exit_card", "looks_of", "train_exits"]
 
-_NEVER = 2.0  # a threshold that no chance reaches
-_FEW = 20  # places whose share says nothing
+_NEVER = 2.0  # a threshold that no probability reaches
+_FEW = 20  # a share of fewer positions than this is too uncertain
 
 
 @dataclass(frozen=True)
 class ExitPlan:
-    """Settings of a training. ``layers``: it looks after so many (None: about eight looks from a third on).
-    ``vocabulary``: frequent tokens among which candidates are found. ``agreement``: the share of held-out places that
-    leave at a look whose choice must be the whole target's; that sets the threshold. ``places``: of answers, at most.
-    One answer in ``held_out`` is not trained on."""
+    """Settings of a training. ``layers``: numbers of layers after which predictors look (None: about eight, from a
+    third of the depth on). ``vocabulary``: frequent tokens among which candidates are sought. ``agreement``: of the
+    held-out positions that exit at a look, the share that must have the whole target's choice; this sets the threshold.
+    ``places``: upper limit of positions. One answer in ``held_out`` is not trained on."""
 
     layers: tuple[int, ...] | None = None
     candidates: int = 4
@@ -51,8 +51,8 @@ class ExitPlan:
 
 @dataclass(frozen=True)
 class Look:
-    """The result of a look on held-out answers: ``settled``, the share of all places whose choice no further layer
-    would change; ``leave``, the share that leaves here among the places that had not left before; and ``agree``, the
+    """The result of a look on held-out answers. ``settled``: the share of all positions whose choice no further layer
+    would change. ``leave``: the share that exits here, of the positions that had not exited before. ``agree``: the
     share of these whose choice is the whole target's (None if there are none)."""
 
     layer: int
@@ -63,7 +63,7 @@ class Look:
 
 
 def looks_of(layers: int) -> tuple[int, ...]:
-    """After how many of a target's layers it looks by default."""
+    """The default numbers of layers after which predictors look."""
     return tuple(range(max(1, layers // 3), layers, max(1, round(layers * 2 / 3 / 8))))
 
 
@@ -75,11 +75,11 @@ def train_exits(
     advance: Callable[[int], None] = lambda places: None,
 ) -> tuple[Exits, list[Look], float]:
     """Train early exits for the target that ``executor`` runs, on its ``answers``, and write them to ``directory``.
-    Returns them, what each look came to, and the share of layers that held-out places went through.
+    Returns the predictors, the result of each look, and the mean share of layers that held-out positions use.
 
-    ``advance`` is called with the number of further places looked at; in all these are ``plan.places`` at most.
+    ``advance`` is called with the number of positions just read; there are ``plan.places`` at most.
 
-    Raises ``ValueError`` for another executor than PyTorch's of a Llama, layers that it has not, or too few answers.
+    Raises ``ValueError`` for executors other than PyTorch's of a Llama, for missing layers, or too few answers.
     """
     if not isinstance(executor, TorchExecutor) or not isinstance(executor.model, Llama):
         raise ValueError(f"exits are trained on PyTorch's kernels, kernels='torch', not {executor.kernels!r}")
@@ -115,7 +115,7 @@ def train_exits(
     tests, lessons = (tuple(torch.cat(parts, 1) for parts in zip(*found[held_out])) for held_out in (True, False))
     exits.cpu()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # products so small take longer on several
+    torch.set_num_threads(1)  # products this small are slower on several threads
     try:
         _learn(exits, lessons[0], lessons[1], plan)
     finally:
@@ -128,8 +128,8 @@ def train_exits(
 
 @torch.no_grad()
 def _seen(executor: TorchExecutor, exits: Exits, one: Answer) -> tuple[Tensor, Tensor]:
-    """Features [L, N, F] of each look at the places of an answer, and whether its choice is settled there [L, N]: the
-    likeliest token of all is the whole target's, and a candidate."""
+    """Features [L, N, F] of each look at the positions of an answer, and whether its choice is settled [L, N]: the
+    likeliest token there is the whole target's, and is a candidate."""
     model, layers = executor.model, exits.config.layers
     assert isinstance(model, Llama)
     row = [*one.prompt, *one.answer][: executor.config.max_position_embeddings]
@@ -172,8 +172,8 @@ def _learn(exits: Exits, features_LMF: Tensor, settled_LM: Tensor, plan: ExitPla
 
 @torch.no_grad()
 def _calibrate(exits: Exits, features_LMF: Tensor, settled_LM: Tensor, plan: ExitPlan) -> tuple[list[Look], float]:
-    """The lowest threshold of each look, one after the other, at which the places that are left agree often enough
-    where they leave; and the share of layers that all go through."""
+    """Set the thresholds, one look after the other: the lowest at which the positions that exit agree often enough.
+    Return the looks' results, and the mean share of layers used."""
     count = settled_LM.shape[1]
     going_M = torch.ones(count, dtype=torch.bool)
     looks, passed = [], 0.0
@@ -197,7 +197,7 @@ def _calibrate(exits: Exits, features_LMF: Tensor, settled_LM: Tensor, plan: Exi
 def exit_card(
     name: str, target: str, data: str, exits: Exits, plan: ExitPlan, looks: abc.Sequence[Look], passed: float
 ) -> str:
-    """The README.md of a directory of early exits. ``data`` says in a sentence what they were trained on."""
+    """Write the README.md of a directory of early exits. ``data`` is a sentence about the training data."""
     config, parameters = exits.config, sum(p.numel() for p in exits.parameters())
     rows = "\n".join(
         f"| {look.layer} | {look.settled:.1%} | {'never' if look.threshold > 1 else f'{look.threshold:g}'} | "
@@ -207,13 +207,13 @@ def exit_card(
     return f"""# {name}
 
 Early exits for `{target}` with {parameters:,} parameters, written by `fly train-exit`: `LLM("{target}", exits="DIR")`,
-or `--exits DIR`. The text is then no longer the target's own: this is heuristic, under any acceptance rule.
+or `--exits DIR`. The text is then no longer the target's own, so every acceptance rule is heuristic.
 
 {data}
 Candidates are the {config.candidates} likeliest of {config.looked_through} frequent tokens and the drafted one.
-Thresholds are the lowest at which {plan.agreement:g} of the held-out places that leave have the whole target's choice.
-Held-out places, with all tokens before them given, go through {passed:.1%} of the {config.num_hidden_layers} layers;
-the tokens of one draft leave together, so drafts go through more.
+Thresholds are the lowest at which {plan.agreement:g} of the held-out positions that exit have the whole target's
+choice. Held-out positions, given all tokens before them, use {passed:.1%} of the {config.num_hidden_layers} layers. The
+tokens of one draft exit together, so drafts use more.
 
 | after layers | settled | threshold | leave, of those left | of these agree |
 | ---: | ---: | ---: | ---: | ---: |

@@ -1,8 +1,8 @@
-"""Training a draft head by the training-time test of EAGLE-3 (arXiv 2503.01840, section 3.2): the head takes several
-steps from every token, each fed with its own features, as it will when it drafts.
+"""Trains a draft head by the training-time test of EAGLE-3 (arXiv 2503.01840, section 3.2): from every token the head
+takes several steps, each fed with its own features, as in drafting.
 
-Shape legend: B rows of a batch, L tokens of a row, T packed tokens, S steps, N places to learn, M those of a step, F
-hidden states side by side, C hidden width of the head, U draft vocabulary, V the target's vocabulary.
+Shape legend: B rows of a batch, L tokens of a row, T packed tokens, S steps, N positions to learn, M those of a step, F
+hidden states concatenated, C hidden width of the head, U draft vocabulary, V the target's vocabulary.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from fly.train.answers import Answer
 __all__ = ["Plan", "Training", "train_head"]
 
 _STATE = "state.pt"
-_MAY_CHANGE = "steps", "save_every"  # of a plan, while it is trained: where the time that it takes is known only then
-_ALIKE = 32  # batches that are made of answers drawn together
-_SAMPLED = 8  # answers that the target reads at a time before training
+_MAY_CHANGE = "steps", "save_every"  # settings of a plan that may change when a training continues
+_ALIKE = 32  # batches whose answers are drawn together and sorted by length
+_SAMPLED = 8  # answers that the target reads at a time before the training
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,18 @@ class Plan:
     """Sizes of a head, and how it is trained.
 
     Attributes:
-        width: hidden width; None is the target's, whose embedding is shared then. Else it has an embedding of its own.
-        intermediate: width of its feed-forward; None is 8/3 of its width, in whole 32s.
-        states: after how many layers of the target it takes hidden states; None spreads three over them as usual.
-        draft_vocabulary: tokens that it can draft, those that come up most in the answers; None is 32,000 at most.
-        steps: of the optimiser. batch: rows of one. length: tokens of a row, longer ones are cut.
-        test_steps: of the training-time test: how far it goes on by its own features.
+        width: hidden width. None is the target's, whose embedding is then shared; otherwise the head has its own.
+        intermediate: width of the feed-forward; None is 8/3 of the width, in multiples of 32.
+        states: layers of the target after which hidden states are taken; None is the usual three.
+        draft_vocabulary: number of tokens that the head can draft, the most frequent ones; None is 32,000 at most.
+        steps: optimiser steps. batch: rows per step. length: tokens per row; longer rows are cut.
+        test_steps: steps of the training-time test, each on the head's own features.
         decay: weight of each of those steps relative to the one before.
-        learning_rate: of AdamW, after a warm-up; it falls to a tenth along a cosine.
+        learning_rate: peak rate of AdamW, after a warm-up; it falls to a tenth along a cosine.
         held_out: one answer in this many is not trained on, but measured.
-        precision: of products while it is trained, bfloat16 or float32; weights are float32 until they are written.
+        precision: of products in training, bfloat16 or float32; weights stay float32 until they are saved.
         save_every: steps between two checkpoints.
-        seed: of the first values and the order of the answers.
+        seed: of the initial values and the order of the answers.
     """
 
     width: int | None = None
@@ -84,7 +84,7 @@ class Plan:
             raise ValueError(f"decay {self.decay} and learning_rate {self.learning_rate} must be in (0, 1]")
 
     def config(self, target: LlamaConfig, draft_vocabulary: int) -> HeadConfig:
-        """The head for a target. Raises ``ValueError`` for sizes that do not fit together."""
+        """Build the head's configuration for a target. Raises ``ValueError`` for sizes that do not fit together."""
         width = self.width or target.hidden_size
         head_dim = next((n for n in (min(target.head_dim, width // 2), 64, 32, 16, 8) if n and width % n == 0), 0)
         if not head_dim or head_dim % 2:
@@ -111,8 +111,8 @@ class Plan:
 
 
 class OwnSteps:
-    """The ``kv`` of the training-time test: a token's first step sees those of the tokens up to it, its later ones
-    these and its own steps before."""
+    """The ``kv`` of the training-time test. In the first step a token attends to all tokens up to itself; in later
+    steps also to its own earlier steps."""
 
     def __init__(self, batch: int, length: int) -> None:
         self.batch, self.length = batch, length
@@ -149,8 +149,8 @@ class OwnSteps:
 
 @dataclass
 class Training:
-    """What is known of a training: ``losses`` by step of the optimiser, ``held_out`` by depth: the share of places
-    where the head's likeliest token is the target's, given that all before it were; and the seconds it took."""
+    """The record of a training: ``losses`` by optimiser step; ``held_out`` by depth, the share of positions where the
+    head's likeliest token is the target's, given that all before it were; and the time in seconds."""
 
     losses: list[float] = field(default_factory=list)
     held_out: list[float] = field(default_factory=list)
@@ -162,10 +162,10 @@ class Training:
 
 
 class _Lessons(NamedTuple):
-    """Some answers as the target sees them, rows padded to the longest.
+    """A batch of answers as the target sees them, padded to the longest.
 
-    ``number_BL`` says of each place which of the N it is that are learned: those after which a token of the answer
-    comes, -1 elsewhere. Of these the target's distribution over the draft vocabulary, and its own choice.
+    ``number_BL`` numbers the N positions to learn, those after which a token of the answer comes; it is -1 elsewhere.
+    For these positions there are the target's distribution over the draft vocabulary, and its argmax.
     """
 
     tokens_BL: Tensor
@@ -176,10 +176,10 @@ class _Lessons(NamedTuple):
 
 
 class _Rows:
-    """Hidden states and distributions of answers, worked out when they are needed.
+    """Hidden states and distributions of answers, computed when they are needed.
 
-    Hidden states are divided by ``scale_F``: a few channels of a real model are a thousand times as large as the
-    others, and an optimiser with one rate learns from all alike only if they are alike.
+    Hidden states are divided by ``scale_F``: a few channels of a real model are a thousand times larger than the
+    others, and an optimiser with one learning rate needs channels of similar size.
     """
 
     def __init__(self, executor: Executor, states: abc.Sequence[int], length: int) -> None:
@@ -191,12 +191,12 @@ class _Rows:
         return [*one.prompt, *one.answer][: self.length]
 
     def places(self, one: Answer) -> range:
-        """The places after which a token of the answer comes, after the answer was cut."""
+        """Positions after which a token of the answer comes, after the answer was cut to length."""
         return range(len(one.prompt) - 1, min(len(one.prompt) + len(one.answer) - 1, self.length))
 
     @torch.no_grad()
     def score(self, answers: abc.Sequence[Answer], states: abc.Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:
-        """Of packed answers: logits [N, V] at the places to learn, hidden states [T, F], and those places."""
+        """Score packed answers: logits [N, V] at the positions to learn, hidden states [T, F], and those positions."""
         rows = [self.cut(one) for one in answers]
         if self.cache is None or self.cache.allocator.num_free * self.cache.allocator.block_size < sum(map(len, rows)):
             self.cache = PagedKVCache.for_model(self.executor, len(rows) * (self.length + 256))
@@ -237,14 +237,14 @@ def train_head(
     directory: Path,
     advance: Callable[[int, str], None] = lambda count, said: None,
 ) -> tuple[Eagle3Head, Training]:
-    """Train a head for the target that ``executor`` runs on its ``answers``, and write it to ``directory`` in the
-    published layout. A training that was begun there with the same plan and answers goes on from its last checkpoint.
-    The number of steps may be changed then; the learning rate follows the new number from there on.
+    """Train a head for the target that ``executor`` runs, on its ``answers``, and write it to ``directory`` in the
+    published layout. A training that was begun there with the same plan and answers continues from its last checkpoint.
+    Its number of steps may change; the learning rate then follows the new number.
 
-    ``advance`` is called with the number of further steps taken, and a text about them.
+    ``advance`` is called with the number of steps just taken, and a text about them.
 
-    Raises ``ValueError`` if the target gives no hidden states, there are too few answers, or a checkpoint there is of
-    another plan.
+    Raises ``ValueError`` if the target gives no hidden states, there are too few answers, or a checkpoint there belongs
+    to another plan.
     """
     used = [one for one in answers if one.answer]
     tests = used[:: plan.held_out]
@@ -281,7 +281,7 @@ def train_head(
     else:
         _begin_like_the_target(head, rows, lessons)
     lengths = tuple(len(rows.cut(one)) for one in lessons)
-    # Norms have float32 weights, and bfloat16 is given to them: PyTorch says that this is slower than it might be.
+    # Norms have float32 weights and bfloat16 input; PyTorch warns that this is not the fastest way.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     begun = time.monotonic() - training.seconds
     while training.step < plan.steps:
@@ -304,14 +304,14 @@ def train_head(
             _save(state, {"said": said, "head": own, "scale": rows.scale_F,
                           "optimiser": optimiser.state_dict(), "training": asdict(training)})  # fmt: skip
     training.held_out = acceptance(head, rows, tests, ids_U, plan)
-    head.fc.weight.data /= rows.scale_F  # what drafts is given hidden states as they are
+    head.fc.weight.data /= rows.scale_F  # in drafting, hidden states are not scaled
     save_head(head, directory)
     return head.eval().requires_grad_(False), training
 
 
 @torch.no_grad()
 def acceptance(head: Eagle3Head, rows: _Rows, tests: abc.Sequence[Answer], ids_U: Tensor, plan: Plan) -> list[float]:
-    """Of held-out answers, by depth: how often the head's likeliest token is the target's, where all before were."""
+    """For held-out answers, by depth: how often the head's likeliest token is the target's, if all before it were."""
     right, asked = torch.zeros(plan.test_steps), torch.zeros(plan.test_steps)
     for start in range(0, len(tests), plan.batch):
         _, counts = _test_time(head, rows.of(tests[start : start + plan.batch], ids_U), plan.test_steps)
@@ -321,7 +321,7 @@ def acceptance(head: Eagle3Head, rows: _Rows, tests: abc.Sequence[Answer], ids_U
 
 
 def _test_time(head: Eagle3Head, given: _Lessons, steps: int) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
-    """The loss of each step, and of each step how many of the target's choices were found, of how many asked."""
+    """Return the loss of each step, and for each step how many of the target's choices were found, out of how many."""
     tokens_BL, states_BLF, number_BL, truth_NU, choice_N = given
     batch, length = tokens_BL.shape
     kv, losses = OwnSteps(batch, length - 1), []
@@ -331,11 +331,11 @@ def _test_time(head: Eagle3Head, given: _Lessons, steps: int) -> tuple[list[Tens
     inside_N = torch.isin(choice_N, ids_U)
     standing_BL = torch.ones(batch, length - 1, dtype=torch.bool)
     for step in range(min(steps, length - 1)):
-        # The place i of this step is fed token i + 1 + step, and says what the target does of that one.
+        # In this step, position i is fed token i + 1 + step, and predicts the token after it.
         fed_BL = F.pad(tokens_BL[:, 1 + step :], (0, step))
         positions_T = torch.arange(length - 1).repeat(batch) + step
         x_TC = head(fed_BL.flatten(), x_TC, positions_T, kv)
-        # Only at the M places to be learned is the rest worked out.
+        # Compute the rest only at the M positions to learn.
         number_BM = number_BL[:, 1 + step :]
         at_M = tuple((number_BM >= 0).nonzero().unbind(1))
         number_M = number_BM[at_M]
@@ -346,14 +346,14 @@ def _test_time(head: Eagle3Head, given: _Lessons, steps: int) -> tuple[list[Tens
         stands_M = standing_BL[at_M]
         hit_M = (ids_U[found_MU.detach().argmax(-1)] == own_M) & stands_M
         right_S[step], asked_S[step] = hit_M.sum(), stands_M.sum()
-        # The next step counts where the token it is fed is the one that was drafted.
+        # The next step counts only where the token that it is fed is the one that was drafted.
         next_M = F.pad(tokens_BL[:, 2 + step :], (0, 1))[at_M] == own_M
         standing_BL = torch.zeros_like(standing_BL).index_put(at_M, hit_M & next_M)
     return losses, (right_S, asked_S)
 
 
 def frequent_tokens(answers: abc.Sequence[Answer], size: int, vocab: int) -> Tensor:
-    """The ids [U] that come up most in the answers, in ascending order; the first of the vocabulary fill up."""
+    """The ids [U] of the most frequent tokens in the answers, ascending, filled up with the first of the vocabulary."""
     counts = Counter(token for one in answers for token in one.answer)
     most = [token for token, _ in counts.most_common(size)]
     rest = (token for token in range(vocab) if token not in counts)
@@ -367,15 +367,15 @@ def _initialise(head: Eagle3Head) -> None:
 
 
 def _begin_like_the_target(head: Eagle3Head, rows: _Rows, lessons: abc.Sequence[Answer]) -> None:
-    """Scale hidden states by their root mean squares. A head of the target's width begins near the target, which saves
-    it hundreds of steps: its feature is the last hidden state that it takes, and its output matrix the target's own, by
-    least squares of logits on normed last hidden states, since backends do not show their weights."""
+    """Scale hidden states by their root mean squares. A head of the target's width starts close to the target, which
+    saves hundreds of steps: its feature is the last hidden state, and its output matrix is the target's, found by least
+    squares of logits on normed hidden states, because executors do not show their weights."""
     config, width = rows.executor.config, rows.executor.config.hidden_size
     square_F, read, asked = torch.zeros(len(rows.scale_F)), 0, 0
     gram_CC, product_CU = torch.zeros(width, width), torch.zeros(width, head.config.draft_vocab_size)
     states = (*rows.states, config.num_hidden_layers)
     for start in range(0, len(lessons), _SAMPLED):
-        if asked >= 4 * width:  # four equations for each unknown weight
+        if asked >= 4 * width:  # four equations per unknown weight
             break
         logits_NV, states_TF, places = rows.score(lessons[start : start + _SAMPLED], states)
         square_F += states_TF[:, :-width].square().sum(0)
@@ -386,7 +386,7 @@ def _begin_like_the_target(head: Eagle3Head, rows: _Rows, lessons: abc.Sequence[
         product_CU += last_NC.T @ logits_NV[:, head.to_target_U]
     rows.scale_F = (square_F / read).sqrt().clamp_min(1e-6)
     if head.config.layer.hidden_size == width:
-        gram_CC += 1e-4 * gram_CC.diagonal().mean() * torch.eye(width)  # if there are too few answers to solve for it
+        gram_CC += 1e-4 * gram_CC.diagonal().mean() * torch.eye(width)  # for too few answers to solve the equations
         head.lm_head.weight.data.copy_(torch.linalg.solve(gram_CC, product_CU).T)
         scale_C = rows.scale_F[-width:]
         head.fc.weight.data.mul_(0.3)[:, -width:] = torch.diag(scale_C / scale_C.median())
@@ -402,15 +402,15 @@ def _rate(step: int, steps: int) -> float:
 
 
 def _order(lengths: tuple[int, ...], step: int, batch: int, seed: int) -> list[int]:
-    """Numbers of the answers of a step: all in a new order, again and again (but for a rest too small for a step)."""
+    """The answers' numbers for a step: all answers in a new order, again and again (less an incomplete batch)."""
     turn, place = divmod(step, max(1, len(lengths) // batch))
     return _turn(lengths, batch, f"{seed}/{turn}")[place]
 
 
 @lru_cache(maxsize=1)
 def _turn(lengths: tuple[int, ...], batch: int, seed: str) -> list[list[int]]:
-    """Batches of answers about as long as each other, so that little is padded: the like of each other among some
-    hundred that were drawn, and these batches in any order."""
+    """Batches of answers of similar length, so that there is little padding: some hundred answers are drawn and sorted,
+    and the batches are shuffled."""
     random, order = Random(seed), list(range(len(lengths)))
     random.shuffle(order)
     order = order[: max(len(order) // batch, 1) * batch]
@@ -423,7 +423,7 @@ def _turn(lengths: tuple[int, ...], batch: int, seed: str) -> list[list[int]]:
 
 
 def _save(path: Path, kept: dict[str, Any]) -> None:
-    """Written whole or not at all, whenever the process is killed."""
+    """Save a file completely or not at all, even if the process is killed."""
     new = path.with_suffix(".new")
     torch.save(kept, new)
     os.replace(new, path)

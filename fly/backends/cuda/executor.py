@@ -30,7 +30,7 @@ from fly.backends.torch import TorchExecutor, TorchHead
 from fly.cache import PagedKVCache
 from fly.executor import Answer, Batch, DraftSpec, Executor, Question, RoundPlan, Rounds, Scores, TokenByToken
 from fly.models.compiled import CompiledLayers
-from fly.models.llama import Llama, noting
+from fly.models.llama import Llama, record_states
 from fly.ops import upload
 from fly.policies import AcceptancePolicy
 from fly.types import Decision
@@ -90,7 +90,7 @@ class CudaExecutor(TorchExecutor):
         compiled: bool = False,
     ) -> Tensor:
         """Final hidden states [T, C]. Each key of ``states`` gets the residual stream after so many layers
-        (``fly.models.llama.noting``). ``compiled``: by compiled layers, unless these have failed."""
+        (``fly.models.llama.record_states``). ``compiled``: by compiled layers, unless these have failed."""
         states, model, hidden_TC = {} if states is None else states, cast(Llama, self.model), None
         if compiled and self.compiles:
             try:
@@ -99,7 +99,7 @@ class CudaExecutor(TorchExecutor):
                 self.compiles, reason = False, f"{type(error).__name__}: {error}".splitlines()[0]
                 _log.warning("layers are not compiled, and run operation by operation in CUDA graphs: %s", reason)
         if hidden_TC is None:
-            hidden_TC = model(tokens_T, positions_T, kv, through=noting(states))
+            hidden_TC = model(tokens_T, positions_T, kv, through=record_states(states))
         return hidden_TC
 
     def logits(self, hidden_TC: Tensor) -> Tensor:

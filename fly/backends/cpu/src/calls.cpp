@@ -146,7 +146,8 @@ EXPORT int fly_score(Model* model, const Batch* batch, Span<const int32_t> kept,
                      Span<const int32_t> state, Span<char> read) {
     const Shape& shape = model->shape;
     const int64_t count = kept.there() ? kept.count() : batch->tokens, states = state.count();
-    if (const int error = holds("logits", logits, count, shape.vocab) ?: holds_or_none("choice", choice, count) ?:
+    if (const int error = within("tokens", batch->tokens, 0, MOST) ?: holds("logits", logits, count, shape.vocab) ?:
+                          holds_or_none("choice", choice, count) ?:
                           (states ? holds("read", read, batch->tokens, states, shape.width, value_bytes(model)) : OK))
         return error;
     for (const int32_t number : kept)

@@ -115,6 +115,7 @@ struct Play {
                within("room", row.room, row.length + needs(row, row.left), MOST) ?: holds("text", row.text, row.room + 1L) ?:
                (lookup ? holds("copied", row.copied, row.room + 1L) : OK) ?: within("clauses", row.clauses, 0, 31) ?:
                within("clause_at", row.clause_at, 0, it->clause.count() - row.clauses) ?: within("first", row.first, 0, MOST) ?:
+               within("context", row.context, 0, INT32_MAX) ?:
                (drafter ? within("draft_start", row.draft_start, row.first, row.length - 1) : OK);
     }
 

@@ -1,0 +1,88 @@
+"""Reads request bodies, and words the errors for bad ones. Knows nothing of endpoints or engines."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from fly.errors import short
+from fly.serve.errors import ApiError
+from fly.serve.jsons import Twice, loads
+from fly.serve.messages import Part
+
+__all__ = ["read"]
+
+_UNKNOWN = ("unknown_parameter", "extra_forbidden")  # pydantic's names for an unknown field
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def read(kind: type[Model], data: bytes, content_type: str) -> Model:
+    """Parse a body. Raises ``ApiError`` naming what is wrong with it. A large body takes a second: call this in a
+    thread."""
+    if not data:
+        raise ApiError(400, "the body is missing", code="invalid_value")
+    form = content_type.partition(";")[0].strip().lower()
+    if form != "application/json" and not re.fullmatch(r"application/.*\+json", form):
+        given = f"is {content_type[:100]!r}" if content_type else "is missing"
+        message = f"the header content-type {given}; a body is read where that is 'application/json'"
+        raise ApiError(400, message, code="invalid_content_type")
+    try:
+        value = loads(data)
+    except json.JSONDecodeError as error:
+        message = f"the body is no JSON: {error.msg} at character {error.pos}"
+        raise ApiError(400, message, code="invalid_value") from None
+    except Twice as error:
+        name = str(error)
+        message = f"{short(name)} is given twice in one object of the body"
+        raise ApiError(400, message, name[:100], "invalid_value") from None
+    except ValueError as error:
+        raise ApiError(400, f"the body cannot be read as JSON: {error}", code="invalid_value") from None
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        try:
+            wrong = _wrong(error, value)
+        except UnicodeEncodeError:  # pydantic cannot report a field name that is not valid Unicode
+            wrong = ApiError(400, "the body has half a surrogate pair in the name of a field")
+    raise wrong
+
+
+def _wrong(error: ValidationError, body: Any) -> ApiError:
+    """Word the error of a body that does not validate.
+
+    Unknown fields come first. A value that may have several types yields one error per type. The error shown is that of
+    the value's own type or, failing that, the one that pydantic found deepest: that is most likely what was meant.
+    """
+
+    def path(problem: Any) -> list[str | int]:
+        found, value = [], body
+        for part in problem["loc"]:
+            if part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int):
+                value = value[part]
+            elif problem["type"] != "missing" or part != problem["loc"][-1]:  # the name of a type
+                continue
+            found.append(part)
+        if problem["type"] == "unknown_parameter":
+            found.append(problem["ctx"]["name"])
+        return found
+
+    def rank(problem: Any) -> tuple[Any, ...]:
+        return not problem["type"].endswith("_type"), [(isinstance(part, int), part) for part in path(problem)]
+
+    problems = error.errors(include_url=False)
+    first: Any = next((p for p in problems if p["type"] in _UNKNOWN), problems[0])
+    if first["type"] not in _UNKNOWN:
+        first = max((p for p in problems if path(p)[:1] == path(first)[:1]), key=rank)
+    where, message = list(map(str, path(first))), first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error" and not where:
+        where = [name] if (name := message.partition(":")[0]).isidentifier() else []
+    elif first["type"] == "extra_forbidden":
+        message = f"unknown or unsupported: {short(where[-1])}; known: {', '.join(Part.__annotations__)}"
+    elif first["type"] not in _UNKNOWN and where:
+        got = isinstance(first["input"], (int, float, str)) and first["type"] not in ("value_error", "missing")
+        message = f"{'.'.join(where)}: {message}" + (f", got {short(first['input'])}" if got else "")
+    code = "unknown_parameter" if first["type"] in _UNKNOWN else "invalid_value"
+    return ApiError(400, message, ".".join(where)[:200] or None, code)

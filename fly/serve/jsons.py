@@ -1,0 +1,111 @@
+"""Reads untrusted JSON within limits, and writes large JSON in pieces. Knows nothing of bodies or answers.
+
+Parsing JSON blocks all other threads. So its entries are counted before, and large JSON is written a little at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+__all__ = ["TooMuch", "Twice", "loads", "written"]
+
+ENTRIES, MEMBERS = 2**18, 2**16  # of all lists, of all objects: about 50 ms to parse
+DEEPEST = 100  # nesting of lists and objects
+_TEXT = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_TOGETHER, _LONG = 64, 2**16  # entries of a long list, characters of a text, per piece
+
+
+class TooMuch(ValueError):
+    """The JSON has too many entries or is nested too deep."""
+
+
+class Twice(ValueError):
+    """An object has two members of the same name, which is the argument."""
+
+
+def loads(text: bytes | str, once: bool = True) -> Any:
+    """Parse JSON. Raises ``ValueError``: ``TooMuch`` beyond the limits; ``Twice`` with ``once``, if an object repeats a
+    name, because it would be unclear which value is meant."""
+    if isinstance(text, bytes):
+        text = text.decode()  # UTF-8 only: in other encodings the count below would be wrong
+    entries, members = _counted(text)
+    if entries > ENTRIES or members > MEMBERS:
+        raise TooMuch(f"more than {ENTRIES} entries of lists, or {MEMBERS} members of objects")
+    try:
+        value = json.loads(text, object_pairs_hook=_once if once else None)
+    except RecursionError as error:
+        raise TooMuch(f"{error}: it is nested more than {DEEPEST} deep") from None
+    level: list[Any] = [[value]]
+    for _ in range(DEEPEST + 1):
+        inner = (each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer))
+        level = [each for each in inner if isinstance(each, (dict, list))]
+        if not level:
+            return value
+    raise TooMuch(f"it is nested more than {DEEPEST} deep")
+
+
+def written(value: Any) -> Iterator[bytes]:
+    """Write ``value`` as JSON in pieces, each of which takes little time. An iterator in an object is written as a
+    list; its entries are built when they are written."""
+    if isinstance(value, dict):
+        before = b"{"
+        for name, each in value.items():
+            yield before + _json(name) + b":"
+            yield from written(each)
+            before = b","
+        yield b"}" if before == b"," else b"{}"
+    elif isinstance(value, Iterator):
+        before = b"["
+        while some := list(islice(value, _TOGETHER)):
+            yield before + _json(some)[1:-1]
+            before = b","
+        yield b"]" if before == b"," else b"[]"
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for number, each in enumerate(value):
+            yield b"," if number else b"["
+            yield from written(each)
+        yield b"]"
+    elif isinstance(value, str) and len(value) > _LONG:
+        yield b'"'
+        for at in range(0, len(value), _LONG):
+            yield _json(value[at : at + _LONG])[1:-1]
+        yield b'"'
+    else:
+        yield _json(value)
+
+
+def _json(value: Any) -> bytes:
+    """Write in ASCII: a text may have half a surrogate pair, which UTF-8 cannot encode."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise Twice(Counter(name for name, _ in pairs).most_common(1)[0][0])
+    return found
+
+
+def _counted(data: str) -> tuple[int, int]:
+    """Upper bounds of the numbers of entries and members. They are exact if punctuation inside texts would exceed the
+    limits."""
+
+    def punctuation(start: int = 0, end: int | None = None) -> tuple[int, int]:
+        return sum(data.count(each, start, end) for each in ",[{"), data.count(":", start, end)
+
+    entries, members = punctuation()
+    if entries <= ENTRIES and members <= MEMBERS:
+        return entries, members
+    entries = members = texts = at = 0
+    for text in _TEXT.finditer(data):
+        more = punctuation(at, text.start())
+        entries, members, texts, at = entries + more[0], members + more[1], texts + 1, text.end()
+        if max(entries, texts) > ENTRIES + MEMBERS or members > MEMBERS:
+            return ENTRIES + 1, members
+    more = punctuation(at)
+    return entries + more[0], members + more[1]

@@ -1,0 +1,1 @@
+"""Attacks on a server, all that we know of: ``make hostile``."""
