@@ -315,7 +315,7 @@ def test_a_task_of_ones_own_shows_its_format(tmp_path: Path) -> None:
     [
         ({"scorer": "nummer"}, "scorer 'nummer' is none of none, exact, number"),
         ({"scorer": {"kind": "regex", "pattern": "("}}, "is no regular expression"),
-        ({"promt": "x"}, "promt: Extra inputs are not permitted, got 'x'"),
+        ({"promt": "x"}, "promt: there is no such field (did you mean 'prompt'?)"),
         ({"prompt": "{{ county }}"}, "'county' is undefined; fields: ['capital', 'country', 'number']"),
         ({"prompt": "{{ country"}, "prompt '{{ country'"),
         ({"shots": 5}, "shots 5 are more than the 2 examples"),
@@ -724,4 +724,6 @@ def test_the_commands_go_together(tmp_path: Path) -> None:
     wrong = command("eval", run, "--k", "9")
     assert wrong.exit_code == 2 and "k: [4] then, [9] now" in words(wrong.stderr)
     (tmp_path / "plan.yaml").write_text("polices: fly")
-    assert "polices: Extra inputs are not permitted" in words(command("eval", str(tmp_path / "plan.yaml")).stderr)
+    assert "polices: there is no such field (did you mean 'policies'?)" in words(
+        command("eval", str(tmp_path / "plan.yaml")).stderr
+    )

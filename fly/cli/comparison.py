@@ -10,11 +10,13 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
+from fly.bundled.tasks import SPLITS
 from fly.cli.completion import legend, show_stream
 from fly.cli.evaluation import run_plan, show_report
 from fly.cli.options import DraftLength, Dtype, Kernels, Policy, Split, gone
 from fly.cli.run import alone
 from fly.cli.show import console
+from fly.errors import instead
 from fly.eval.plan import Plan
 from fly.llm import LLM
 from fly.policies import parse_policy
@@ -51,6 +53,8 @@ def demo(
 
 def bundled_plan(rule: str, count: int, k: int, split: str = "heldout", **options: Any) -> Plan:
     """A plan of the first ``count`` bundled problems of a split, on the bundled models."""
+    if split not in (tested := SPLITS[1:]):  # the first is what the models were trained on
+        raise ValueError(f"unknown split {split!r}{instead(split, tested)}")
     return Plan.of({"k": k, "policies": [rule], "tasks": [f"bundled-{split}"], "limit": count, **options})
 
 
