@@ -106,7 +106,7 @@ def make(rng: Random, level: int) -> Made:
             f"What is the result when you take {listed} and {wanted}?",
         )
     )
-    said = [opening(rng, f"the list is {listed}")]
-    said += [step(rng, clause, after) for clause, after in zip(clauses, states)]
-    said.append(ending(rng, f"the result of the task is {answer}"))
-    return answered("text", f"list {listed} {wanted}", prompt, said, answer)
+    sentences = [opening(rng, f"the list is {listed}")]
+    sentences += [step(rng, clause, after) for clause, after in zip(clauses, states)]
+    sentences.append(ending(rng, f"the result of the task is {answer}"))
+    return answered("text", f"list {listed} {wanted}", prompt, sentences, answer)

@@ -240,8 +240,8 @@ def conversation(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             lacks = "content" if "role" in message else "role"
             raise ValueError(f"message {number} has no {lacks}: {short(dict(message))}")
         made = {**message, "content": _text(number, message["content"])} if "content" in message else dict(message)
-        said = next((message[name] for name in _REASONING if message.get(name) is not None), None)
-        found.append(made if said is None else {"thinking": said, **made, "reasoning_content": said})
+        thought = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+        found.append(made if thought is None else {"thinking": thought, **made, "reasoning_content": thought})
     return found
 
 

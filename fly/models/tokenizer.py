@@ -227,9 +227,9 @@ class Tokenizer:
         if continue_final_message:
             if add_generation_prompt:
                 raise ValueError("continue_final_message: not with add_generation_prompt")
-            if not listed or not isinstance(said := listed[-1].get("content"), str) or not said:
+            if not listed or not isinstance(content := listed[-1].get("content"), str) or not content:
                 raise ValueError("continue_final_message: the last message has no text to go on from")
-            listed[-1]["content"] = said + (end := secrets.token_hex(8))
+            listed[-1]["content"] = content + (end := secrets.token_hex(8))
         try:
             if unread := sorted(given.keys() - template.variables):
                 known = sorted(template.variables - {"messages", "add_generation_prompt", *self.special_names})

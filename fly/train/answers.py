@@ -73,13 +73,13 @@ def answers(
     Raises ``ValueError`` if the file is about another target, other prompts or other ``params``.
     """
     found = [Answer(**json.loads(line)) for line in _whole_lines(path)]
-    about, said = path.with_suffix(".json"), json.dumps({"llm": repr(llm), "params": repr(params)})
-    same = not found or (about.exists() and about.read_text(encoding="utf-8") == said)
+    about, settings = path.with_suffix(".json"), json.dumps({"llm": repr(llm), "params": repr(params)})
+    same = not found or (about.exists() and about.read_text(encoding="utf-8") == settings)
     if not same or any(_ids(llm, prompt) != one.prompt for prompt, one in zip(prompts, found)):
         raise ValueError(
             f"{path} has answers of another target, to other prompts or sampled otherwise; go on elsewhere"
         )
-    about.write_text(said, encoding="utf-8")
+    about.write_text(settings, encoding="utf-8")
     advance(len(found))
     if len(prompts) > len(found):
         asyncio.run(_ask(llm, prompts, params, path, advance, found))
