@@ -132,15 +132,15 @@ def changed(path: Path, tensors: dict[str, Tensor | None], **config: Any) -> Pat
     [
         ({"fc.weight": None}, {}, "tensors are missing: fc.weight"),
         ({"d2t": None}, {}, "tensors are missing: d2t"),
-        ({"midlayer.odd": torch.zeros(2)}, {}, "no place for: midlayer.odd"),
+        ({"midlayer.odd": torch.zeros(2)}, {}, "unexpected tensors for this configuration: midlayer.odd"),
         ({"norm.weight": torch.zeros(31)}, {}, r"norm.weight has shape \[31\], the configuration asks \[32\]"),
-        ({"d2t": torch.full((12,), 40)}, {}, "d2t leads to the ids .* outside 24 tokens"),
+        ({"d2t": torch.full((12,), 40)}, {}, "d2t maps to the ids .* outside 24 tokens"),
         ({"d2t": -torch.arange(12)}, {}, "several draft tokens to one"),
-        ({"t2d": torch.zeros(24, dtype=torch.bool)}, {}, "d2t and t2d differ"),
+        ({"t2d": torch.zeros(24, dtype=torch.bool)}, {}, "d2t and t2d disagree"),
         ({}, {"num_hidden_layers": 2}, "a head of 2 layers is not supported"),
         ({}, {"draft_vocab_size": 25}, "draft_vocab_size 25 exceeds vocab_size 24"),
         ({}, {"eagle_aux_hidden_state_layer_ids": "2"}, "must list numbers of layers, got '2'"),
-        ({}, {"architectures": ["LlamaForCausalLM"]}, "is no draft head"),
+        ({}, {"architectures": ["LlamaForCausalLM"]}, "is not a draft head"),
     ],
 )
 def test_what_does_not_fit_is_named(checkpoint: Path, tensors: Any, config: Any, said: str) -> None:
@@ -154,7 +154,7 @@ def test_other_places_and_files(checkpoint: Path) -> None:
     states = raw.pop("eagle_aux_hidden_state_layer_ids")
     assert HeadConfig.from_hf(raw).states is None
     assert HeadConfig.from_hf(raw).states_of(8) == (2, 4, 5)
-    with pytest.raises(ValueError, match=r"the usual \[2, 2, 1\] are none of a target of 4 layers"):
+    with pytest.raises(ValueError, match=r"the usual \[2, 2, 1\] do not fit a target of 4 layers"):
         HeadConfig.from_hf(raw).states_of(4)
     nested = raw | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}
     assert HeadConfig.from_hf(nested).states == (2, 3) != tuple(states)
@@ -428,7 +428,7 @@ def test_a_training_that_was_killed_goes_on_as_if_it_was_not(tmp_path: Path) -> 
     assert second.losses == first.losses and second.held_out == first.held_out
     for name, parameter in again.named_parameters():
         assert torch.equal(parameter, dict(whole.named_parameters())[name])
-    with pytest.raises(ValueError, match=r"is of another training \(its \['batch'\] differ\)"):
+    with pytest.raises(ValueError, match=r"belongs to another training \(its \['batch'\] differ\)"):
         train_head(executor, answers, replace(PLAN, batch=3), tmp_path / "killed")
     _, longer = train_head(executor, answers, replace(PLAN, steps=13), tmp_path / "killed")
     assert longer.losses[:12] == first.losses and longer.step == 13

@@ -317,6 +317,7 @@ def grammar(
     calls += f" ({_quoted(form.separator)} {opener} call){{0,{_MOST - 1}}}" if several else ""
     if answer is not None:
         rules.append(f"answer: %json {json.dumps({'x-guidance': _BLANKS, **answer})}")
+    # What an answer may be: calls only; calls or an answer with a schema; or text with calls in it.
     if required:
         choices = calls
     elif answer is not None:
@@ -325,6 +326,7 @@ def grammar(
         anything = f"/(.|\\n)*{re.escape(form.opener)}"
         no_call, text = "", f"/(.|\\n)*/ & ~{anything}(.|\\n)*/"
         choices = f"(begun call){{0,{_MOST}}} TEXT" if several else "begun call | TEXT"
+        # A call without markers at the beginning of the answer counts, so text must not begin like one.
         if not form.listed:
             bare, known = rf"{_SPACE}(```json{_SPACE})?\{{{_SPACE}\"name\"", "|".join(map(re.escape, functions))
             no_call = f' & ~/{bare}{_SPACE}:{_SPACE}"({known})"(.|\\n)*/'
@@ -339,6 +341,7 @@ def grammar(
         else:
             rules.append(f"begun[lazy]: BEGUN\nBEGUN: {anything}/{no_call}")
     rules.append(f"said: {choices}")
+    # The answer may begin with thinking, between its tags.
     if thinking is None:
         rules.append("start: said")
     else:

@@ -272,7 +272,9 @@ def train_head(
     if (state := directory / _STATE).exists():
         kept = torch.load(state, weights_only=True)
         if different := [name for name in settings if kept["said"].get(name) != settings[name]]:
-            raise ValueError(f"{state} is of another training (its {different} differ); go on with that, or elsewhere")
+            raise ValueError(
+                f"{state} belongs to another training (its {different} differ); keep them, or use another directory"
+            )
         head.load_state_dict({**head.state_dict(), **kept["head"]})
         optimiser.load_state_dict(kept["optimiser"])
         rows.scale_F = kept["scale"]
