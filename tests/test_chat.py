@@ -332,7 +332,7 @@ def test_what_a_template_does_not_look_at_is_refused(pairs: dict[str, tuple[Toke
         bracketed.apply_chat_template(ASKED, tools=[TOOL])
     with pytest.raises(ValueError, match=r"\['enable_thought'\]; it knows .*'enable_thinking'"):
         thinking.apply_chat_template(ASKED, enable_thought=False)
-    with pytest.raises(ValueError, match="no dictionary"):
+    with pytest.raises(ValueError, match="not a dictionary"):
         thinking.apply_chat_template(["hello"])  # type: ignore[list-item]
 
 

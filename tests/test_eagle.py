@@ -355,7 +355,7 @@ def test_a_row_whose_prompt_nobody_watched_is_drafted_for_all_the_same() -> None
 
 def test_a_head_of_the_targets_embedding(tmp_path: Path) -> None:
     head, model = make_head(12, embedding=False), toy_target(24, TARGET)
-    with pytest.raises(ValueError, match="shares none yet"):
+    with pytest.raises(ValueError, match="head has no embedding"):
         head(torch.tensor([1]), torch.zeros(1, 32), torch.tensor([0]), DenseCausal(1, 1))
     save_head(head, tmp_path, torch.float32)
     draft = parse_draft(str(tmp_path), dtype="float32")
@@ -508,7 +508,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     assert prompts_of(lines, None, None) == ["one", "two"]
     assert prompts_of(objects, None, 2) == ["one", "two"] and len(prompts_of(objects, None, None)) == 3
     objects.write_text('"one"\n{"text": "two"}\n')
-    with pytest.raises(ValueError, match=r"b.jsonl:2: no prompt"):
+    with pytest.raises(ValueError, match=r"b.jsonl:2: must be a text"):
         prompts_of(objects, None, None)
     with pytest.raises(ValueError, match="either a file of prompts or a bundled task"):
         prompts_of(None, None, None)
@@ -527,7 +527,7 @@ def test_the_command_trains_a_head_and_goes_on(tmp_path: Path) -> None:
     assert again.exit_code == 0, again.output
     assert (tmp_path / "head" / "answers.jsonl").read_text().splitlines() == lines
     other = CliRunner().invoke(app, [*words.replace("24", "25").split(), *told])
-    assert other.exit_code == 2 and "answers of another target, to other prompts or" in " ".join(other.output.split())
+    assert other.exit_code == 2 and "answers of another target, to other prompts, or" in " ".join(other.output.split())
     card = (tmp_path / "head" / "README.md").read_text()
     assert "| depth | 1 | 2 | 3 | 4 | 5 |" in card and "drafts | 100 of the target's 1024" in card
     out = LLM("fly-tiny", str(tmp_path / "head")).generate(["Sam has 4"], temperature=0, max_tokens=8)[0]

@@ -49,7 +49,7 @@ def test_headers_that_matter_are_given_once(name: str) -> None:
         ("GET", "1.1", [HOST, (b"content-length", b"0")], None),
         ("GET", "1.1", [], "host is missing"),
         ("GET", "1.0", [], None),
-        ("GET", "3.0", [HOST], "not spoken"),
+        ("GET", "3.0", [HOST], "is not supported"),
     ],
 )
 def test_headers_that_leave_something_open(method: str, version: str, headers: Any, says: str | None) -> None:
