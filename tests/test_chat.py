@@ -330,7 +330,7 @@ def test_what_a_template_does_not_look_at_is_refused(pairs: dict[str, tuple[Toke
     bracketed, thinking = pairs["bracketed"][0], pairs["thinking"][0]
     with pytest.raises(ValueError, match=r"does not read \['tools'\]"):
         bracketed.apply_chat_template(ASKED, tools=[TOOL])
-    with pytest.raises(ValueError, match=r"\['enable_thought'\]; it knows .*'enable_thinking'"):
+    with pytest.raises(ValueError, match=r"\['enable_thought'\]; it reads .*'enable_thinking'"):
         thinking.apply_chat_template(ASKED, enable_thought=False)
     with pytest.raises(ValueError, match="not a dictionary"):
         thinking.apply_chat_template(["hello"])  # type: ignore[list-item]
