@@ -1,1 +1,1 @@
-"""Benches that run from a checkout, as ``python -m benchmarks.peers``; README.md says what each does."""
+"""Benchmarks that run from a checkout, such as ``python -m benchmarks.peers``; README.md describes each."""

@@ -1,4 +1,4 @@
-"""Many requests at once: throughput, latency and memory by batch size, with speculation and without:
+"""Many requests at once: throughput, latency and memory by batch size, with and without speculation:
 ``python -m benchmarks.batch``, or ``torchrun --nproc-per-node N -m benchmarks.batch``."""
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from fly.types import SamplingParams
 
 @dataclass
 class Load:
-    """What a setting did with ``size`` requests at a time. Times are in seconds: ``first`` from a request's arrival to
-    its first token, ``each`` a token after that (mean of a request), ``whole`` to its end.
+    """The result of a setting with ``size`` requests at a time. Times are in seconds: ``first`` from a request's
+    arrival to its first token, ``each`` per later token (mean over a request), ``whole`` to its end.
 
-    ``held`` adds up the tokens that the pages in use could hold, ``unused`` the empty ones of these, over all steps and
-    over the caches of target and draft.
+    ``held`` is the number of tokens that the pages in use can hold, and ``unused`` the empty ones among them, summed
+    over all steps and over the caches of target and draft.
     """
 
     setting: Setting
@@ -71,7 +71,7 @@ class Load:
 
     @property
     def waste(self) -> float:
-        """Share of the memory in use that holds nothing."""
+        """Share of the memory in use that is empty."""
         return self.unused / self.held if self.held else 0.0
 
     @property
@@ -79,7 +79,7 @@ class Load:
         return sum(self.right) / len(self.right)
 
     def percentiles(self, name: str) -> tuple[float, float]:
-        """The median of ``first``, ``each`` or ``whole``, and the 95th of 100."""
+        """The median and the 95th percentile of ``first``, ``each`` or ``whole``."""
         ordered = sorted({"first": self.first, "each": self.each, "whole": self.whole}[name])
         return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
 
@@ -110,21 +110,21 @@ def measure_load(
     params: SamplingParams,
     advance: Callable[[], None] = lambda: None,
 ) -> list[Load]:
-    """Run ``problems`` through every setting with every number of requests at a time: as one ends, the next comes.
+    """Run ``problems`` through every setting with every number of requests at a time; as one ends, the next begins.
 
-    Settings take turns at each size, after a warm-up. What one run leaves in the cache is forgotten before the next.
+    Settings take turns at each size, after a warm-up. The cache is emptied before each run.
     ``advance`` is called after every request.
     """
     for setting in settings:
         for runner in runners_of(setting.llm):
             for stored in (runner.cache.keys, runner.cache.values):
-                stored.zero_()  # memory is taken when it is first written, which is not part of decoding
+                stored.zero_()  # allocate now: the first write takes the memory
         _run(Load(setting, 2), problems[:2], params)
     return [_run(Load(setting, size), problems, params, advance) for size in sizes for setting in settings]
 
 
 class _Asked(Job):
-    """A request that notes its times; ``ended`` is called on the engine's thread when the request ends."""
+    """A request that records its times. ``ended`` is called on the engine's thread when the request ends."""
 
     def __init__(self, requests: list[Request], ended: Callable[[], None]) -> None:
         super().__init__(requests)
@@ -143,7 +143,7 @@ class _Asked(Job):
 def _run(
     load: Load, problems: Sequence[Problem], params: SamplingParams, advance: Callable[[], None] = lambda: None
 ) -> Load:
-    """Fill in what happens to ``problems``. Returns ``load``."""
+    """Run ``problems`` and fill in ``load``, which is returned."""
     llm, setting = load.setting.llm, load.setting
     for allocator in llm.scheduler.allocators():
         allocator.forget()
@@ -151,7 +151,7 @@ def _run(
 
     coming = threading.Lock()
 
-    def come() -> None:  # when one has ended, on the engine's thread: the next step has the next
+    def come() -> None:  # called on the engine's thread when a request ends: submit the next
         with coming:
             if waiting:
                 prompt = llm.chat_prompt(waiting.popleft().prompt)
@@ -233,7 +233,7 @@ def main(
         console.print(load_table(loads, title))
         note(
             "first: ms to a request's first token · each: ms a token after it (medians / 95 of 100)\n"
-            "unused: share of the pages in use in which no token stands"
+            "unused: share of the pages in use that is empty"
         )
         if plot is not None and (ranks is None or ranks.leads):
             lines = {
@@ -245,7 +245,8 @@ def main(
 
 
 def load_table(loads: list[Load], title: str) -> Table:
-    """Throughput, latency and memory by size; the first setting of each size is autoregressive, the second exact."""
+    """A table of throughput, latency and memory by size; of each size the first setting is autoregressive, the second
+    exact."""
     by_size = grouped(loads, lambda load: load.size)
 
     def over(load: Load, which: int) -> str:

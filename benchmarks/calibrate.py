@@ -1,9 +1,9 @@
-"""This machine's figures for the model of costs (``fly bench plan``), and whether their predictions come true:
+"""Measures this machine's figures for the cost model (``fly bench plan``), and checks its predictions:
 ``python -m benchmarks.calibrate``, or ``torchrun --nproc-per-node N -m benchmarks.calibrate``.
 
-Figures come from stand-ins: random models that are narrower and wider, shallower and deeper than the predicted models,
-run by the same code on the same ranks. So the predicted models themselves are never used for a prediction. All runs
-take turns, so that other work on the machine affects all alike.
+The figures come from stand-ins: random models that are narrower, wider, shallower and deeper than the predicted models,
+run by the same code on the same ranks. So the predicted models themselves never contribute to a prediction. All runs
+take turns, so that other work on the machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from fly.request import Sequence, Stats
 from fly.runner import Runner
 from fly.types import Draft, SamplingParams
 
-_WIDTHS, _CONTEXTS = (0.75, 1.25), (64, 320)  # of stand-ins: times the width; tokens before a forward
-_DEEPEST = 6  # layers of what a stand-in stands for: enough to tell a layer's cost
-_WINDOW = 0.05  # seconds that one thing is timed for in a turn
+_WIDTHS, _CONTEXTS = (0.75, 1.25), (64, 320)  # of stand-ins: factors on the width; cached tokens
+_DEEPEST = 6  # layers of the largest model that stand-ins are built around: enough to measure a layer's cost
+_WINDOW = 0.05  # seconds for which one thing is timed in a turn
 _TURNS, _PROMPTS, _TOKENS = 7, 2, 48
 _Figure = TypeVar("_Figure")
 
 
 @dataclass(frozen=True)
 class Check:
-    """Tokens a second, predicted and measured, without and with a draft; what a rank took of memory, in bytes; and the
-    figures that predicted it, for models of the target's size and of the draft's, ``tokens`` multiplied at once."""
+    """Tokens per second, predicted and measured, without and with a draft; a rank's memory in bytes; and the figures
+    behind the prediction, for models of the target's and the draft's size and ``tokens`` per forward."""
 
     predicted: tuple[float, float]
     measured: tuple[float, float]
@@ -69,10 +69,10 @@ class Check:
 def check_here(
     target: str, draft: str, policy: AcceptancePolicy, k: int, dtype: str, ranks: Ranks | None, placement: Placement
 ) -> Check:
-    """Predict a setting on this machine from the figures of other models, run it, and compare.
+    """Predict the speed of a setting on this machine from the figures of other models, run it, and compare.
 
     ``draft`` is one checkpoint. The tokens that a round emits (``tau``) are measured; every time is predicted.
-    Raises ``ValueError`` for a draft on the first rank alone, which the model of costs knows nothing of.
+    Raises ``ValueError`` for a draft on the first rank alone, which the cost model does not cover.
     """
     if placement == "first":
         raise ValueError("draft_placement 'first' is no part of the plan; choices: ['auto', 'replicated', 'sharded']")
@@ -80,7 +80,7 @@ def check_here(
         *(target, draft, policy, k, dtype, "cpu"),
         cache_tokens=4096,
         prefix_reuse=False,
-        kernels="torch",  # whose costs these are
+        kernels="torch",  # the cost model is about these kernels
         ranks=ranks,
         draft_placement=placement,
     )
@@ -105,7 +105,7 @@ def check_here(
     setting = Setting(large, small, round(drafted.drafted / drafted.rounds), drafted.tau, context=length + _TOKENS // 2)
     found = forecast(replace(setting, itemsize=kind.itemsize), here, beside)
     where = "sharded" if sharded else "replicated"
-    # Prompts are read once in a turn; the draft has them from the turn before.
+    # Prompts are read once per turn; the draft has them cached from the turn before.
     prompt = len(prompts) * (step_seconds(large, here, length, 1, length // 2, kind.itemsize) + here.device.round)
     return Check(
         predicted=(
@@ -123,15 +123,15 @@ def check_here(
 
 
 class _Timer:
-    """Times many things in turns, on all ranks at once; ranks all get the first one's figures."""
+    """Times many things in turns, on all ranks at once. All ranks get the first rank's figures."""
 
     def __init__(self, ranks: Ranks | None) -> None:
         self.ranks = ranks
         self._timed: list[tuple[Callable[[], float], list[float]]] = []
 
     def add(self, run: Callable[[], float | None], once: bool = False) -> list[float]:
-        """Time ``run`` a call, again and again for a window; or ``once`` a turn, by what it returns. The seconds of
-        every turn will be in the list."""
+        """Register ``run`` for timing: per call, repeated for a window, or with ``once`` one call per turn that returns
+        its own time. The returned list will hold the seconds of every turn."""
         count = 1 if once else 0
 
         def calls() -> float:
@@ -141,9 +141,9 @@ class _Timer:
             nonlocal count
             if not count:
                 each = min(clocked(run)[1] for _ in range(5))
-                count = self._shared(min(200, max(8, int(_WINDOW / each))))  # ranks that have waited begin unevenly
+                count = self._shared(min(200, max(8, int(_WINDOW / each))))  # ranks begin unevenly
             if self.ranks is not None:
-                self.ranks.collect(None)  # so that all begin together
+                self.ranks.collect(None)  # a barrier: all ranks begin together
             own, seconds = clocked(calls)
             return own or seconds / count
 
@@ -162,14 +162,14 @@ class _Timer:
 
 
 def _middle(times: abc.Iterable[float]) -> float:
-    """The mean without the smallest and the largest. A median would favour short runs, which may fall between the other
-    work on the machine, over long ones, which cannot."""
+    """The mean without the smallest and the largest value. A median would favour short runs, which may fall between
+    other work on the machine, over long ones, which cannot."""
     return statistics.mean(sorted(times)[1:-1])
 
 
 def _stand_ins(config: LlamaConfig, ranks: int) -> list[LlamaConfig]:
-    """Models smaller and larger than ``config`` (or than its first layers, if it is deep), but none of the same
-    sizes."""
+    """Configurations of models smaller and larger than ``config`` (or than its first layers, if it is deep), none of
+    the same size."""
     depth, unit = min(config.num_hidden_layers, _DEEPEST), 16 * ranks
     return [
         config.resized(
@@ -185,7 +185,7 @@ def _stand_ins(config: LlamaConfig, ranks: int) -> list[LlamaConfig]:
 
 
 def _part(config: LlamaConfig, dtype: torch.dtype, ranks: Ranks | None, joined: bool) -> Executor:
-    """A random model: this rank's part of it, whose forwards are ``joined`` with the others' or left to itself."""
+    """Build this rank's part of a random model; with ``joined``, forwards include communication with other ranks."""
     if ranks is None or ranks.size == 1:
         return TorchExecutor(random_model(config, dtype))
     part = Part(config, ranks.rank, ranks.size)
@@ -196,9 +196,9 @@ def _part(config: LlamaConfig, dtype: torch.dtype, ranks: Ranks | None, joined: 
 def _time_stand_ins(
     timer: _Timer, config: LlamaConfig, dtype: torch.dtype, tokens: int, ranks: Ranks | None
 ) -> Callable[[], Machines]:
-    """Time forwards of the models around ``config``, of one token and of as many as a verification looks at.
+    """Time forwards of the models around ``config``, over one token and over as many as a verification has.
 
-    Gives a function that, once all is timed, gives the figures of all ranks, still without the engine's time.
+    Returns a function that, after all timing, computes the figures of all ranks, without the engine's time.
     """
     size = 1 if ranks is None else ranks.size
     local: list[tuple[LlamaConfig, int, int, list[float]]] = []
@@ -226,11 +226,11 @@ def explain(
     size: int,
     itemsize: int,
 ) -> Machines:
-    """The figures by which ``step_seconds`` comes closest to the measurements.
+    """Fit the figures with which ``step_seconds`` comes closest to the measurements.
 
     Args:
-        local: model, tokens, context and seconds of forwards over a rank's part alone.
-        more: model, tokens, and what the same took longer for what ``size`` ranks exchange; empty for one rank.
+        local: model, tokens, context and seconds of forwards of a rank's part alone.
+        more: model, tokens and additional seconds for the communication of ``size`` ranks; empty for one rank.
     """
     forwards = [(Work.of(config, size, n, 1, context, itemsize), n, seconds) for config, n, context, seconds in local]
     ones = [((1.0, work.layers, work.read, work.cached), seconds, seconds) for work, n, seconds in forwards if n == 1]
@@ -256,7 +256,7 @@ def explain(
 
 
 def _fit(equations: abc.Sequence[tuple[abc.Sequence[float], float, float]]) -> list[float]:
-    """Least squares of (factors, result, scale), each divided by its scale, with no solution below 0."""
+    """Weighted least squares of (factors, result, scale), each divided by its scale, with solutions of at least 0."""
     a = torch.tensor([[factor / scale for factor in factors] for factors, _, scale in equations], dtype=torch.float64)
     b = torch.tensor([result / scale for _, result, scale in equations], dtype=torch.float64)
     units = a.norm(dim=0).clamp_min(1e-300)
@@ -273,7 +273,7 @@ def _fit(equations: abc.Sequence[tuple[abc.Sequence[float], float, float]]) -> l
 
 
 def feeding(executor: Executor, tokens: int, context: int) -> Callable[[], None]:
-    """A forward over ``tokens`` after ``context``, and its most likely tokens; it can be called any number of times."""
+    """Return a function that runs a forward over ``tokens`` after ``context`` and picks the most likely tokens."""
     text = [1, 2, 3, 4] * (context // 4)
     row = Sequence(text, context, SamplingParams(temperature=0.0), Exact(), seed=0, k=0)
     runner = Runner(executor, PagedKVCache.for_model(executor, context + tokens + 64))
@@ -287,7 +287,7 @@ def feeding(executor: Executor, tokens: int, context: int) -> Callable[[], None]
 
 
 def is_divided(draft: DraftStrategy | None) -> bool:
-    """Whether each rank has a part of the draft's one model."""
+    """Whether the draft is one model of which each rank has a part."""
     executor = draft.executor if isinstance(draft, SingleDraft) else None
     if not isinstance(executor, TorchExecutor) or not isinstance(model := executor.model, Llama):
         return False
@@ -295,8 +295,8 @@ def is_divided(draft: DraftStrategy | None) -> bool:
 
 
 class _Slips(SingleDraft):
-    """A draft that is wrong once in the middle of each block, so that a rule has something to judge: the most likely
-    token of a small random model is its last one, be it the target or the draft."""
+    """A draft with one error in the middle of each block, so that the rule has something to judge: the argmax of a
+    small random model is always its last token, for the target as for the draft."""
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         draft = super().propose(rows, max_len)
@@ -316,9 +316,9 @@ def _time_rounds(
     ranks: Ranks | None,
     sharded: bool,
 ) -> Callable[[Machines], Machines]:
-    """Time rounds of stand-ins, and their forwards: the rest of a round is the engine's time.
+    """Time rounds of stand-ins and their forwards; the difference is the engine's time.
 
-    Gives a function that, once all is timed, adds to machines the engine's seconds for a round and for a drafted token.
+    Returns a function that, after all timing, adds to machines the engine's seconds per round and per drafted token.
     """
     size = 1 if ranks is None else ranks.size
     small = LlamaConfig.model_validate({**small.model_dump(), "vocab_size": large.vocab_size})
@@ -333,10 +333,10 @@ def _time_rounds(
 
     def with_engine(machines: Machines) -> Machines:
         judged = JUDGED * machines.all_reduce((k + 1) * 8 * machines.ranks)
-        rounds, count = plain.stats.rounds + 1, drafted.stats  # the prompt's is one more
-        beside, besides = [], []  # the time of a run without a draft, and with one, that is not in forwards
+        rounds, count = plain.stats.rounds + 1, drafted.stats  # plus the prompt's
+        beside, besides = [], []  # time outside forwards, without and with a draft
         for one, both, step, verify, draft in zip(plain.times, drafted.times, *alone):
-            # turn by turn: what slows one down slows all
+            # Turn by turn: interference slows both alike.
             beside.append(one * plain.stats.generated - rounds * step)
             besides.append(both * count.generated - step - count.rounds * (verify + judged) - count.drafted * draft)
         each = max(_middle(beside) / rounds, 0.0)
@@ -347,7 +347,7 @@ def _time_rounds(
 
 
 class _Run:
-    """Completions of prompts, drafted for or not; times are those of a token."""
+    """Completions of prompts, with or without a draft; times are per token."""
 
     def __init__(self, timer: _Timer, llm: LLM, prompts: list[list[int]], k: int) -> None:
         self.stats = Stats()
@@ -380,7 +380,7 @@ def main(
 
 
 def _show_check(found: Check, target: str, draft: str) -> None:
-    """Print what was predicted and measured on this machine, and the figures that predicted it."""
+    """Print the prediction, the measurement, and the figures behind the prediction."""
     here, beside = found.target.device, found.draft.device
     speeds = [
         (name, f"{predicted:,.0f} tokens/s", f"{measured:,.0f} tokens/s", f"{predicted / measured:.2f}")

@@ -1,8 +1,8 @@
-"""The libraries that ``peers.py`` compares: fly, transformers and llama.cpp, each as a function from a prompt to new
+"""The libraries that ``peers.py`` compares (fly, transformers and llama.cpp), each as a function from a prompt to new
 token ids.
 
-transformers and llama.cpp are optional (the ``peers`` extra); one that is not installed, or cannot run a checkpoint, is
-skipped by name.
+transformers and llama.cpp are optional (the ``peers`` extra). One that is missing, or cannot run a checkpoint, is
+skipped with a message.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Decode = Callable[[list[int], int], list[int]]
 DecodeTogether = Callable[[list[list[int]], int], list[list[int]]]
 
 SURE, MOST_SURE = 0.4, 20
-"""How transformers drafts by default: least probability, most tokens."""
+"""transformers' defaults for drafting: least probability, most tokens."""
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """What every library gets: a target and perhaps a draft, the draft length, and ``ends``, the ids that end an output
-    (none: it goes on to the most tokens). ``directory`` takes the files that a library needs the weights in; ``narrow``
-    asks for 8 bits where it has them."""
+    """The input of every library: a target and perhaps a draft, the draft length, and ``ends``, the ids that end an
+    output (empty: it continues to the token limit). ``directory`` is for files with weights that a library needs;
+    ``narrow`` asks for 8 bits if the library has them."""
 
     target: Path
     draft: Path | None
@@ -42,13 +42,13 @@ class Checkpoints:
     directory: Path
     ends: frozenset[int]
     narrow: bool = False
-    rows: int = 1  # prompts that are decoded together
+    rows: int = 1  # prompts decoded together
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A library that decodes: ``decode(prompt ids, most tokens)`` returns the new ids, end token included, and
-    ``together`` (None if it cannot) those of several prompts at once."""
+    """A library that decodes. ``decode(prompt ids, most tokens)`` returns the new ids, end token included; ``together``
+    does so for several prompts at once, or is None if the library cannot."""
 
     name: str
     library: str
@@ -59,7 +59,7 @@ class Contender:
 
 
 def fly_contender(setting: Setting, ignore_eos: bool) -> Contender:
-    """fly itself. Its cache of earlier requests is emptied before each, since no peer keeps prompts."""
+    """fly itself. Its prefix cache is emptied before each request, since no peer keeps prompts."""
 
     def together(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         for allocator in setting.llm.scheduler.allocators():
@@ -85,11 +85,11 @@ def load_peers(
     narrow: bool = False,
     rows: int = 1,
 ) -> tuple[list[Contender], list[str]]:
-    """Every peer on the checkpoints ``target`` and ``draft``, and why those that are missing are.
+    """Load every peer on the checkpoints ``target`` and ``draft``; also return why others are missing.
 
-    ``narrow``: in 8 bits, weights and activations, where a peer has that (llama.cpp's Q8_0). ``directory`` takes the
-    files that a peer needs the weights in. Peers run on the CPU, with as many threads as PyTorch uses. ``draft`` None
-    leaves out what needs one; ``ignore_eos`` decodes on after an end. ``rows``: prompts that are decoded together.
+    ``narrow`` asks for 8-bit weights and activations where a peer has them (llama.cpp's Q8_0). ``directory`` is for
+    files with weights that a peer needs. Peers run on the CPU, with as many threads as PyTorch. ``draft`` None leaves
+    out decoding with a draft; ``ignore_eos`` decodes on after an end; ``rows``: prompts decoded together.
     """
     ends = frozenset() if ignore_eos else read_eos_ids(target, open_checkpoint(target).config.vocab_size)
     given = Checkpoints(target, draft, k, dtype, directory, ends, narrow, rows)
@@ -104,7 +104,7 @@ def load_peers(
 
 
 def transformers(given: Checkpoints) -> list[Contender]:
-    """transformers' ``generate``: alone, with prompt lookup, and assisted. Raises ``Skipped`` if it is missing."""
+    """transformers' ``generate``: plain, with prompt lookup, and assisted. Raises ``Skipped`` if it is missing."""
     library = import_library("transformers", "transformers")
     library.utils.logging.set_verbosity_error()
     library.utils.logging.disable_progress_bar()
@@ -158,7 +158,7 @@ def transformers(given: Checkpoints) -> list[Contender]:
 
 
 def llama_cpp(given: Checkpoints) -> list[Contender]:
-    """llama.cpp's own decoding, and exact speculation on its calls. Raises ``Skipped`` where it cannot take part."""
+    """llama.cpp's own decoding, and exact speculation built on its calls. Raises ``Skipped`` if it cannot run."""
     library = import_library("llama_cpp", "llama.cpp")
 
     def load(name: str, checkpoint: Path) -> LlamaCpp:

@@ -1,24 +1,24 @@
-"""What the ways of a run would give over autoregression at the costs of large pairs:
-``python -m benchmarks.costs REPORT.json``, of ``fly report RUN --json REPORT.json``.
+"""The speed that the settings of a run would have over autoregressive decoding at the costs of large pairs:
+``python -m benchmarks.costs REPORT.json``, where ``fly report RUN --json REPORT.json`` wrote the file.
 
-Speed is tokens a round / (tokens drafted a round · c + v): each way's τ and drafts are the small pair's own, as
-measured; c (a drafted token) and v (a verification) are the large pair's, over one token of the target. A head's c
-counts its layer and output matrix by the parameters they would have beside such a target; its fusion of hidden states,
-once a round, counts as a token more.
+Speed is tokens per round / (drafted tokens per round · c + v). τ and the drafted tokens are the small pair's, as
+measured. c (a drafted token) and v (a verification) are the large pair's, in forwards of the target over one token. A
+head's c counts the parameters that its layer and output matrix would have with such a target; combining the hidden
+states, once per round, counts as one more token.
 """
 
 import json
 import sys
 from pathlib import Path
 
-# (hidden width, feed-forward, key/value width, parameters) of the targets; 8.03e9 those of the draft model.
+# (hidden width, feed-forward, key/value width, parameters) of the targets; the draft model has 8.03e9 parameters.
 TARGETS = {"70B": (8192, 28672, 1024, 70.6e9), "405B": (16384, 53248, 1024, 405.9e9)}
 VERIFY = {"70B": 1.1, "405B": 1.05}
 WORDS = 32000  # a head's usual draft vocabulary
 
 
 def costs(name: str) -> dict[str, float]:
-    """c of a head, of a draft model of 8B, and of prompt lookup."""
+    """c of a draft head, of an 8B draft model, and of prompt lookup."""
     width, feed, key, parameters = TARGETS[name]
     layer = 2 * width * (width + 2 * key) + width * width + 3 * width * feed
     return {"head": (layer + WORDS * width) / parameters, "model": 8.03e9 / parameters, "ngram": 0.0}

@@ -1,7 +1,7 @@
-"""Rounds on a CUDA device: the time of target, draft and host, compared with the limit of the memory's bandwidth, and
-with transformers: ``python -m benchmarks.gpu``.
+"""Rounds on a CUDA device: the time of target, draft and host, compared with the memory bandwidth's limit and with
+transformers: ``python -m benchmarks.gpu``.
 
-Models have the shapes of published ones and random weights, which take as long to read as trained ones.
+Models have published shapes and random weights, which take as long to read as trained ones.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PROMPT, _WARM, _ROUNDS, _POSITIONS = 512, 4, 40, 4096
 
 
 def cuda_device(name: str) -> torch.device:
-    """The device. Raises ``ValueError`` where there is no such CUDA device."""
+    """Return the device. Raises ``ValueError`` if there is no such CUDA device."""
     device = torch.device("cuda" if name == "auto" else name)
     if device.type != "cuda" or not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
@@ -61,9 +61,9 @@ def cuda_device(name: str) -> torch.device:
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of a usual round: all of it, and the device's for the target (with the decision) and for the draft.
-    ``limit`` is the least that reading all weights, and the keys and values of the prompts, would take. ``compiled``:
-    whether the target's layers were compiled."""
+    """Seconds of a typical round: in all, and on the device for the target (with the decision) and the draft. ``limit``
+    is the least time for reading all weights and the prompts' keys and values. ``compiled``: whether the target's
+    layers were compiled."""
 
     rows: int
     k: int
@@ -77,12 +77,12 @@ class Round:
 
     @property
     def lost(self) -> float:
-        """The share of the round in which the device ran neither target nor draft."""
+        """Share of the round in which the device ran neither target nor draft."""
         return 1 - (self.target + self.draft) / self.whole
 
 
 class _Watched(Wrapper):
-    """A draft model whose rounds note what they take."""
+    """A draft model whose rounds record their times."""
 
     def __init__(self, inner: DraftStrategy) -> None:
         super().__init__([inner])
@@ -97,7 +97,7 @@ class _Watched(Wrapper):
 
 
 def random_executor(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> Executor:
-    """A model of these sizes, ready to run."""
+    """Build a random model of these sizes, ready to run."""
     return executor_of(random_model(config.model_copy(update={"max_position_embeddings": _POSITIONS}), dtype, device))
 
 
@@ -111,10 +111,10 @@ def measure_gpu_rounds(
     bandwidth: float,
     advance: Callable[[], None] = lambda: None,
 ) -> list[Round]:
-    """Rounds of every number of rows and draft length (0 is autoregressive decoding), once layers are compiled (which
-    usually waits until a shape came often) and graphs are captured.
+    """Time rounds for every number of rows and every draft length (0 is autoregressive decoding), after layers are
+    compiled (which usually waits until a shape is frequent) and graphs are captured.
 
-    ``bandwidth`` is in bytes a second.
+    ``bandwidth`` is in bytes per second.
     """
     target.often = drafter.often = 1
     found = []
@@ -137,7 +137,7 @@ def _rounds_of(
     engine: Engine, strategy: _Watched, rows: list[Sequence], k: int, rule: str, temperature: float, bandwidth: float
 ) -> Round:
     sums = [0, 0.0, 0.0, 0.0]
-    stretch, engine.stretch = engine.stretch, 1e-9  # a round a step: the second compiles, and the third is captured
+    stretch, engine.stretch = engine.stretch, 1e-9  # one round per step: the second compiles, the third is captured
     while rows[0].stats.rounds < _WARM:
         engine.step(rows)
     engine.stretch = stretch
@@ -159,7 +159,7 @@ def _rounds_of(
 def measure_transformers(
     config: LlamaConfig, dtype: torch.dtype, device: torch.device, tokens: int = 64
 ) -> float | None:
-    """Seconds a token of ``transformers``' own greedy decoding of one row of the same shape; None where it is not
+    """Seconds per token of ``transformers``' greedy decoding of one row with the same shape; None if it is not
     installed."""
     if importlib.util.find_spec("transformers") is None:
         return None
@@ -202,8 +202,8 @@ def main(
     device: Device = "auto",
     json_: Json = None,
 ) -> None:
-    """A CUDA device: autoregressive decoding against its bandwidth, the cost of verifying K tokens, what a round
-    loses."""
+    """A CUDA device: autoregressive decoding against its bandwidth, the cost of verifying K tokens, the time that a
+    round loses."""
     for name in (target, draft):
         if name not in SHAPES:
             raise ValueError(f"shape {name!r} is unknown; choices: {list(SHAPES)}")

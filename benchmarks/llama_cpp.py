@@ -1,4 +1,4 @@
-"""llama.cpp: weights in its file format, and decoding by calls of its C interface; errors of missing libraries."""
+"""llama.cpp: writes weights in its file format, and decodes through its C interface."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fly.models.loading import checkpoint_tensors
 __all__ = ["LlamaCpp", "Skipped", "import_library", "write_gguf"]
 
 
-# What llama.cpp calls a family.
+# llama.cpp's names of the families.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
 
@@ -30,7 +30,7 @@ class Skipped(Exception):
 
 
 def import_library(name: str, library: str) -> Any:
-    """The module ``name``. Raises ``Skipped`` where it is not installed."""
+    """Import the module ``name``. Raises ``Skipped`` if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -38,11 +38,11 @@ def import_library(name: str, library: str) -> Any:
 
 
 def write_gguf(model: Llama, path: Path, narrow: bool = False) -> None:
-    """Write ``model``'s weights in its dtype (norms in float32), without a tokenizer, in the format of llama.cpp; its
-    matrices as Q8_0 if ``narrow``: 8 bits, and a scale for every 32 inputs.
+    """Write ``model``'s weights in llama.cpp's format, without a tokenizer, in the model's dtype (norms in float32).
+    With ``narrow`` the matrices are Q8_0: 8 bits, and a scale for every 32 inputs.
 
-    Raises ``Skipped`` without the ``gguf`` package, for a family or options that this does not write, and where Q8_0
-    does not divide a width.
+    Raises ``Skipped`` without the ``gguf`` package, for a family or options that are not supported, and if a width is
+    not a multiple of 32 with Q8_0.
     """
     gguf = import_library("gguf", "llama.cpp")
     config = model.config
@@ -82,9 +82,7 @@ def write_gguf(model: Llama, path: Path, narrow: bool = False) -> None:
             continue
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(key.split(".")[-2])
-        if (
-            heads is not None and architecture == "llama"
-        ):  # its rotary embedding pairs neighbours, ours the halves of a head
+        if heads is not None and architecture == "llama":  # it rotates interleaved pairs, we rotate halves
             tensor = tensor.unflatten(0, (heads, 2, config.head_dim // 2)).transpose(1, 2).reshape(tensor.shape)
         own_type = {"raw_dtype": raw_type}
         if narrow and tensor.dim() == 2:
@@ -102,12 +100,12 @@ def write_gguf(model: Llama, path: Path, narrow: bool = False) -> None:
     writer.close()
 
 
-_CONTEXT = 4096  # tokens of a row, at most
+_CONTEXT = 4096  # most tokens per row
 
 
 class LlamaCpp:
-    """A model of llama.cpp, through its C interface, with as little Python as possible around a call. ``cached`` is of
-    the first of ``rows`` sequences."""
+    """A model in llama.cpp, through its C interface, with as little Python as possible around each call. ``cached`` is
+    about the first of ``rows`` sequences."""
 
     def __init__(self, library: Any, path: Path, dtype: torch.dtype, rows: int = 1) -> None:
         self._c = library.llama_cpp if hasattr(library, "llama_cpp") else library
@@ -126,7 +124,7 @@ class LlamaCpp:
             options.n_threads = options.n_threads_batch = torch.get_num_threads()
             options.no_perf = True
             if dtype == torch.float32:
-                options.type_k = options.type_v = 0  # GGML_TYPE_F32; else its default, float16
+                options.type_k = options.type_v = 0  # GGML_TYPE_F32; its default is float16
             self._context = c.llama_init_from_model(self._model, options)
             if not self._context:
                 raise Skipped("llama.cpp is skipped: it makes no context for this model")
@@ -143,7 +141,7 @@ class LlamaCpp:
             del self.cached[count:]
 
     def feed(self, ids: list[int], every: bool = False) -> list[int]:
-        """Append ``ids``; the most likely token after the last of them, or after every one."""
+        """Append ``ids``; return the most likely token after the last of them, or after each."""
         choices: list[int] = []
         for first in range(0, len(ids), 512):
             part = ids[first : first + 512]
@@ -162,7 +160,7 @@ class LlamaCpp:
         return choices
 
     def decode(self, prompt: list[int], most: int, ends: frozenset[int]) -> list[int]:
-        """Greedy decoding, a token a call."""
+        """Decode greedily, one token per call."""
         self.keep(0)
         (token,) = self.feed(prompt)
         new = [token]
@@ -172,7 +170,7 @@ class LlamaCpp:
         return new
 
     def decode_together(self, prompts: list[list[int]], most: int, ends: frozenset[int]) -> list[list[int]]:
-        """Greedy decoding of several prompts, a call for a token of each."""
+        """Decode several prompts greedily, one token of each per call."""
         if len(prompts) > self._rows:
             raise ValueError(f"{len(prompts)} prompts, made for {self._rows}")
         self.keep(0)
@@ -204,7 +202,7 @@ class LlamaCpp:
         return new
 
     def speculate(self, prompt: list[int], most: int, draft: LlamaCpp, k: int, ends: frozenset[int]) -> list[int]:
-        """Exact speculation, greedy: ``draft`` proposes up to ``k`` tokens, one call verifies them."""
+        """Speculate exactly and greedily: ``draft`` proposes up to ``k`` tokens, and one call verifies them."""
         self.keep(0)
         draft.keep(0)
         new = self.feed(prompt)
@@ -228,7 +226,7 @@ class LlamaCpp:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide what native code writes to standard error while this lasts."""
+    """While active, hide what native code writes to standard error."""
     libc = ctypes.CDLL(None)
     kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

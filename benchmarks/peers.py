@@ -1,4 +1,4 @@
-"""Other libraries on the same checkpoints, prompts, draft length, dtype and threads, in the same run:
+"""Other libraries on the same checkpoints, prompts, draft length, dtype and threads, within one run:
 ``python -m benchmarks.peers``.
 
 All decode greedily, one request at a time or several together.
@@ -50,8 +50,8 @@ from fly.policies import AcceptancePolicy
 
 @dataclass
 class Match:
-    """What a contender did: new ids by prompt, the seconds of each time it decoded all prompts, and which answers are
-    right (empty where they were not checked)."""
+    """A contender's result: new ids by prompt, the seconds of each pass over all prompts, and which answers are right
+    (empty if they were not checked)."""
 
     contender: Contender
     outputs: list[list[int]] = field(default_factory=list)
@@ -63,14 +63,14 @@ class Match:
         return Timing(tuple(generated / seconds for seconds in self.seconds))
 
     def agreement(self, other: Match) -> tuple[int, float]:
-        """Prompts with the same output as ``other``'s, and the share of ``other``'s tokens before the first that
-        differs."""
+        """Number of prompts with the same output as ``other``'s, and the share of ``other``'s tokens before the first
+        difference."""
         pairs = list(zip(self.outputs, other.outputs))
         common = sum(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b))) for a, b in pairs)
         return sum(a == b for a, b in pairs), common / max(1, sum(len(b) for _, b in pairs))
 
     def as_json(self, reference: Match) -> dict[str, Any]:
-        """With its agreement with ``reference``."""
+        """The result as JSON, with its agreement with ``reference``."""
         same, share = self.agreement(reference)
         return {
             "library": self.contender.library,
@@ -92,12 +92,12 @@ def measure_matches(
     advance: Callable[[str], None] = lambda name: None,
     rows: int = 1,
 ) -> list[Match]:
-    """Let every contender decode every prompt, ``rows`` of them together, ``turns`` times over, in turns of a few
-    prompts after a warm-up.
+    """Let every contender decode every prompt ``turns`` times, ``rows`` prompts together, in turns of a few prompts
+    after a warm-up.
 
-    Turns are short, since a library begins with the processor's caches full of another's weights, and at first beside
-    threads of the other that still look for work. Outputs are those of the first turn. ``advance(name)`` is called
-    after every completion, or every ``rows`` of them."""
+    Turns are short, because each library starts with the processor's caches full of another's weights, and with another
+    library's threads still spinning. Outputs are those of the first turn. ``advance(name)`` is called after every
+    completion, or every ``rows`` of them."""
     if not contenders or not prompts or turns < 1:
         raise ValueError(f"need contenders, prompts and turns, got {len(contenders)}, {len(prompts)} and {turns}")
 
@@ -125,8 +125,8 @@ def measure_matches(
 def measure_prompts(
     contenders: Sequence[Contender], vocabulary: int, lengths: Sequence[int], turns: int
 ) -> dict[str, dict[int, Timing]]:
-    """Tokens a second that each library reads of prompts of these lengths, of random tokens that no cache has seen: by
-    the time to the first token after them, for the libraries that decode step by step."""
+    """Tokens per second at which each library reads prompts of these lengths (random tokens that are in no cache), from
+    the time to the first token. Covers libraries that decode step by step."""
     rng = random.Random(1)
     plain = [contender for contender in contenders if not contender.speculative]
     found: dict[str, dict[int, Timing]] = {contender.library: {} for contender in plain}
@@ -136,7 +136,7 @@ def measure_prompts(
             for contender in plain:
                 prompt = [rng.randrange(vocabulary) for _ in range(length)]
                 _, seconds = clocked(partial(contender.decode, prompt, 1))
-                if turn:  # the first makes room
+                if turn:  # the first turn is a warm-up
                     rates[contender.library].append(length / seconds)
         for library, seen in rates.items():
             found[library][length] = Timing(tuple(seen))
@@ -145,17 +145,17 @@ def measure_prompts(
 
 @dataclass
 class Lineup:
-    """Contenders on one model, why others are missing, and the prompts that all decode to at most ``tokens`` tokens."""
+    """The contenders on one model, why others are missing, and prompts that all decode up to ``tokens`` tokens."""
 
     config: LlamaConfig
     dtype: torch.dtype
-    narrow: str  # fly's kernels of 8 bits, if it runs on such
+    narrow: str  # fly's 8-bit kernels, if it uses some
     llm: LLM  # fly on the model, without a draft
     contenders: list[Contender]
     skipped: list[str]
     prompts: list[list[int]]
     tokens: int
-    problems: list[Problem] = field(default_factory=list)  # those of the prompts, if any
+    problems: list[Problem] = field(default_factory=list)  # the problems behind the prompts, if any
     rows: int = 1  # prompts decoded together
 
     @property
@@ -164,11 +164,11 @@ class Lineup:
         return dtype_name(self.dtype) + (f" (fly {self.narrow}, llama.cpp Q8_0)" if self.narrow else "")
 
     def token_bytes(self) -> int:
-        """Bytes that one token has to read, after 128 others."""
+        """Bytes that are read for one token, after 128 others."""
         return forward_bytes(self.config, self.dtype, 1, 128, 1 if self.narrow else None)
 
     def measure(self, turns: int, advance: Callable[[str], None] = lambda name: None) -> tuple[list[Match], bool]:
-        """The results of all contenders (``measure_matches``), and whether answers are cut: then none is checked."""
+        """Measure all contenders (``measure_matches``); also return whether answers are cut, and so not checked."""
         matches = measure_matches(self.contenders, self.prompts, self.tokens, turns, advance, self.rows)
         cut = any(len(ids) == self.tokens for ids in matches[0].outputs)
         if self.problems and self.llm.tokenizer is not None and not cut:
@@ -191,13 +191,13 @@ def line_up(
     kernels: str = "auto",
     rows: int = 1,
 ) -> Lineup:
-    """fly's settings and every peer on the checkpoints ``model`` and ``draft``, with held-out problems where the model
-    is a bundled one and ``PROMPTS`` where not; or, if there is a ``shape``, on a random model of that, autoregressive
+    """Prepare fly's settings and every peer on the checkpoints ``model`` and ``draft``. Prompts are held-out problems
+    for a bundled model, else ``PROMPTS``. With a ``shape``, use a random model of that shape instead: autoregressive
     only, with random prompts.
 
-    ``problems`` and ``tokens``: how many prompts, and most tokens of each (None: ``usual_amount``). ``directory`` takes
-    files. ``rows``: prompts that are decoded together. Raises ``ValueError`` for a ``k`` that the model's context does
-    not hold.
+    ``problems`` and ``tokens``: number of prompts, and of tokens for each (None: ``usual_amount``). ``directory`` is
+    for files. ``rows``: prompts decoded together. Raises ``ValueError`` for a ``k`` that the model's context cannot
+    hold.
     """
     helper: Path | None = None
     if shape is None:
@@ -227,7 +227,7 @@ def line_up(
         asked, prompts = asked_of(plain, model, count)
     if helper is not None:
         settings += _speculation(plain, helper, rules, k, options)
-    narrow = split(chosen(kernels))[1]  # which kernels of 8 bits, if any
+    narrow = split(chosen(kernels))[1]  # the 8-bit kernels, if any
     contenders = [fly_contender(setting, shape is not None) for setting in settings]
     peers, skipped = load_peers(source, helper, k, number, directory, shape is not None, bool(narrow), rows)
     found = [each for each in contenders + peers if rows == 1 or each.together is not None]
@@ -235,7 +235,7 @@ def line_up(
 
 
 def _check_same_tokens(checkpoint: Checkpoint, helper: Path | None) -> None:
-    """Raise ``ValueError``, before anything is loaded, for a draft of another tokenizer: only fly could translate."""
+    """Raise ``ValueError``, before anything is loaded, if the draft has another tokenizer: only fly can translate."""
     own, other = Tokenizer.load(checkpoint), None if helper is None else Tokenizer.load(helper)
     if own is not None and other is not None and not own.same_as(other):
         raise ValueError(f"draft {helper} has another tokenizer than the model; peers need the same, or 'none'")
@@ -244,8 +244,8 @@ def _check_same_tokens(checkpoint: Checkpoint, helper: Path | None) -> None:
 def _speculation(
     plain: LLM, draft: Path, rules: Sequence[AcceptancePolicy], k: int, options: dict[str, Any]
 ) -> list[Setting]:
-    """fly's ways to speculate, all of ``plain``'s weights: a copy for each would drive the others from the caches of
-    the processor."""
+    """fly's settings with speculation. All share ``plain``'s weights: copies would evict each other from the
+    processor's caches."""
     levels, lookup = (LLM(plain, text, **options) for text in (str(draft), "ngram"))
     fast = LLM(plain, SingleDraft(draft, reach=None, **options))
     surely = LLM(plain, SingleDraft(draft, confidence=SURE, **options))
@@ -342,7 +342,7 @@ def peers_table(matches: Sequence[Match], title: str) -> Table:
     own = by_library["fly"]
 
     def over(match: Match, rivals: Sequence[Match]) -> str:
-        """The fastest of fly's ``rivals`` over a peer."""
+        """fly's fastest ``rivals`` over a peer."""
         if match in own:
             return ""
         fastest = max((rival.tokens_per_second().high for rival in rivals), default=None)
@@ -371,12 +371,12 @@ def peers_table(matches: Sequence[Match], title: str) -> Table:
 
 
 def prompts_table(reading: dict[str, dict[int, Timing]], limits: Limits, lineup: Lineup) -> Table:
-    """How fast each library reads long prompts, and what that is of the machine's rate of multiplying."""
+    """A table of how fast each library reads long prompts, also relative to the machine's rate of multiplications."""
     config, products = lineup.config, torch.int8 if lineup.narrow == "w8a8" else None
     columns: dict[str, Callable[[str], str]] = {"library": lambda name: name}
     for length in next(iter(reading.values())):
         operations = forward_operations(config, lineup.dtype, tokens=length, products=products)
-        # of the head for the last token alone
+        # The head runs for the last token only.
         operations[products or lineup.dtype] -= 2 * config.hidden_size * config.vocab_size * (length - 1)
         least = limits.seconds(0, operations)
 

@@ -1,4 +1,4 @@
-"""What a decision costs, compared with the verification forward before it: ``python -m benchmarks.policy``.
+"""The cost of a decision, compared with the verification forward before it: ``python -m benchmarks.policy``.
 
 Shape legend: B rows, K longest draft, V vocabulary.
 """
@@ -35,7 +35,7 @@ from fly.types import Draft, SamplingParams, Target
 
 @dataclass(frozen=True)
 class Cost:
-    """Median seconds of one round's forward and of the decisions on it, for one shape."""
+    """Median seconds of one round's forward and of the decisions about it, for one shape."""
 
     rows: int
     k: int
@@ -53,12 +53,12 @@ def measure_decisions(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
 ) -> Iterator[Cost]:
-    """For each ``(rows, k, vocab)`` of ``shapes``, the cost of ``policy`` and of the forward before it.
+    """Measure the cost of ``policy`` and of the forward before it, for each ``(rows, k, vocab)`` of ``shapes``.
 
-    The model has 12 layers of width 768 (85M parameters) and random weights, with logits scaled until the distribution
-    is about as sharp as a trained model's (one to two nats); the draft is its own greedy text with every fifth token
-    replaced, so that every clause of a rule has mismatches to look at. The decision includes everything from the logits
-    to the kept tokens: the processed distribution if the rule needs it, coins, and the correction."""
+    The model has 12 layers of width 768 (85M parameters) and random weights. Its logits are scaled until the
+    distribution is about as sharp as a trained model's (one to two nats). The draft is the model's own greedy text with
+    every fifth token replaced, so that every clause of a rule has mismatches to judge. The decision is everything from
+    the logits to the kept tokens: the processed distribution if the rule needs it, coins, and the correction."""
     model: Llama | None = None
     for rows, k, vocab in shapes:
         if model is None or model.config.vocab_size != vocab:
@@ -75,8 +75,8 @@ def measure_decisions(
 
 @torch.inference_mode()
 def _sharpen(model: Llama) -> None:
-    """Scale the last norm so that logits have a standard deviation of 1.3·sqrt(2 ln V): normal logits freeze into a
-    few likely tokens above sqrt(2 ln V), and spread over the vocabulary below it."""
+    """Scale the last norm so that logits have a standard deviation of 1.3·sqrt(2 ln V). Normally distributed logits
+    concentrate on a few tokens above sqrt(2 ln V), and spread over the vocabulary below it."""
     vocab = model.config.vocab_size
     hidden_TC = torch.randn(64, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
     hidden_TC = hidden_TC / hidden_TC.square().mean(-1, keepdim=True).sqrt()
@@ -110,13 +110,13 @@ def _measure(
     greedy, sampled = sequences(0.0), sequences(0.8)
     score(greedy, Draft.empty(rows, device))  # the prompts
     draft = pad(torch.randint(0, vocab, (rows, k), generator=generator).tolist(), device)
-    for _ in range(2):  # follow the model's own choices, so that most of the draft agrees
+    for _ in range(2):  # draft the model's own choices, so that most tokens agree
         tokens_BK = score(greedy, draft).argmax_BK[:, :-1].clone()
         tokens_BK[:, 4::5] = (tokens_BK[:, 4::5] + 1) % vocab
         draft = Draft(tokens_BK, draft.lengths_B)
 
     def decide(batch: list[Row]) -> float:
-        # a fresh target each time: it remembers distributions it has built; all are held, since to free one takes time
+        # Use a new target each time, because it caches distributions. Keep all alive, since freeing one takes time.
         targets = [score(batch, draft) for _ in range(repeats + 1)]
         left = iter(targets)
         return median(lambda: runner.executor.judge(batch, next(left), draft))
@@ -133,7 +133,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     device: Device = "auto",
 ) -> None:
-    """What a decision costs, for B × K × V, beside the verification forward before it (12 layers of width 768)."""
+    """The cost of a decision, for B × K × V, beside the verification forward before it (12 layers of width 768)."""
     rules = rules_of(policy)
     shapes = [(b, n, v) for v in vocab or [32_000, 128_256, 262_144] for b in rows or [1, 8] for n in k or [15]]
     where = {"dtype": resolve_dtype(dtype, {}), "device": resolve_device(device)}

@@ -1,4 +1,4 @@
-"""Start-up, memory and full caches, which no command measures: ``python -m benchmarks.start``."""
+"""Start-up time, memory and full caches: ``python -m benchmarks.start``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def seconds(*command: str) -> float:
 
 
 def resident() -> float:
-    """Megabytes of this process."""
+    """Memory of this process in megabytes."""
     gc.collect()
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
     return int(line.split()[1]) / 1024

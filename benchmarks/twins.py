@@ -1,7 +1,7 @@
-"""Cost twins: a checkpoint that computes the same function at a multiple of the cost: ``python -m benchmarks.twins``.
+"""Cost twins: checkpoints that compute the same function at a multiple of the cost: ``python -m benchmarks.twins``.
 
-What a pair of small models accepts can then be measured at the cost ratio of a large pair. Every figure of a twin must
-be named as such: texts and acceptance are the small model's, times are not."""
+They measure what a pair of small models gains at the cost ratio of a large pair. Every figure must be labelled as a
+twin's: texts and acceptance are the small pair's, times are not."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ from fly.policies import AcceptancePolicy, Exact
 from fly.types import SamplingParams
 
 PAIRS = {"70b:8b": (8 / 70, 15), "405b:8b": (8 / 405, 25)}
-"""Cost of a drafted token over a target's, taken as the ratio of parameters, and the draft length published for the
-pair (arXiv 2511.22972, section 4)."""
+"""Cost of a drafted token relative to a token of the target, taken as the ratio of parameters, and the draft length
+published for the pair (arXiv 2511.22972, section 4)."""
 
 _CONTEXT = 128  # stored tokens after which forwards are timed
-_TOKENS = 1024  # of each cache
+_TOKENS = 1024  # tokens per cache
 
 
 def twin(model: Llama, width: int = 1, layers: int | None = None) -> Llama:
-    """``model``'s function, ``width`` times as wide and with ``layers`` layers.
+    """Build a model with ``model``'s function, ``width`` times as wide and with ``layers`` layers.
 
-    Wider: hidden and feed-forward width, heads and key/value heads all times ``width``, the new ones zero: the cost of
-    a layer grows with its square. RMSNorm divides by the mean square over all channels, which is ``width`` times
-    smaller then, so its weights are divided by the square root of ``width``, and epsilon by ``width``.
-    Deeper: layers after the last whose output matrices are zero, so that each adds nothing.
+    Wider: hidden and feed-forward width, heads and key/value heads are multiplied by ``width``, and the new ones are
+    zero; the cost of a layer grows with the square. RMSNorm divides by the mean square over all channels, which is
+    then ``width`` times smaller, so its weights are divided by the square root of ``width``, and epsilon by ``width``.
+    Deeper: layers with zero output matrices are appended; each adds nothing.
 
-    The only difference is rounding: sums may be taken in another order, and where ``width`` is no power of four, norm
-    weights are rounded once more in the model's dtype.
+    The only difference is rounding: sums may have another order and, if ``width`` is not a power of four, norm weights
+    are rounded once more to the model's dtype.
 
     Raises ``ValueError`` for a width below one, fewer layers than the model has, or a family whose function depends on
-    its width in other ways too.
+    its width in other ways.
     """
     config = model.config
     layers = config.num_hidden_layers if layers is None else layers
@@ -86,8 +86,8 @@ def twin(model: Llama, width: int = 1, layers: int | None = None) -> Llama:
 
 
 def _source(name: str, config: LlamaConfig) -> tuple[str, bool]:
-    """The parameter of the original that ``name`` is made from, and whether its layer was added. Added layers have the
-    weights of the original's in turn, to be numbers like any others."""
+    """The original parameter that ``name`` is made from, and whether its layer was added. Added layers repeat the
+    original's weights, so that their values are ordinary numbers."""
     if not name.startswith("layers."):
         return name, False
     _, number, rest = name.split(".", 2)
@@ -95,7 +95,7 @@ def _source(name: str, config: LlamaConfig) -> tuple[str, bool]:
 
 
 def _fused(name: str, config: LlamaConfig) -> list[int] | None:
-    """Rows of the matrices that ``name`` holds one above another, of which each is padded by itself."""
+    """Row counts of the matrices that are fused in ``name``, each of which is padded by itself."""
     if ".qkv_proj." in name:
         heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         return [count * config.head_dim for count in heads]
@@ -103,7 +103,7 @@ def _fused(name: str, config: LlamaConfig) -> list[int] | None:
 
 
 def save_twin(model: Llama, source: Path, directory: Path) -> None:
-    """Write a twin of the checkpoint in ``source`` to ``directory``, with the tokenizer and the ends of ``source``."""
+    """Write a twin of the checkpoint ``source`` to ``directory``, with its tokenizer and end tokens."""
     directory.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         if (source / name).exists():
@@ -126,9 +126,9 @@ def parse_pair(text: str) -> tuple[float, int]:
 
 @dataclass(frozen=True)
 class Twins:
-    """What a pair of twins did: ``results`` of autoregressive decoding, then of every policy at every draft length;
-    and what was timed alone: the target decoding step by step (``plain``), its forwards by tokens (``target``), and the
-    draft decoding so many tokens step by step (``draft``)."""
+    """Measurements of a pair of twins. ``results``: autoregressive decoding, then every policy at every draft length.
+    Timed alone: the target decoding step by step (``plain``), its forwards by number of tokens (``target``), and the
+    draft decoding a number of tokens (``draft``)."""
 
     results: list[Result]
     plain: Forward
@@ -137,30 +137,30 @@ class Twins:
 
     @property
     def token(self) -> float:
-        """Seconds a token of the target, decoding step by step."""
+        """Seconds per token of the target, decoding step by step."""
         return self.plain.timing.low / self.plain.tokens
 
     def cost(self, k: int) -> float:
-        """c: time of a drafted token over that of the target's, measured."""
+        """c, measured: time of a drafted token over time of a target token."""
         return self.draft[k].timing.low / k / self.token
 
     def verification(self, k: int) -> float:
-        """v(K): time of the target's forward of K+1 tokens over that of one it decodes, measured."""
+        """v(K), measured: time of the target's forward over K+1 tokens over time of one decoded token."""
         return self.target[k + 1].timing.low / self.token
 
     def exact(self, result: Result) -> bool:
-        """Whether it is exact speculation, of one level or of two."""
+        """Whether this is exact speculation, with one level or two."""
         return result.setting.k > 0 and result.setting.policy == Exact()
 
     def predicted(self, result: Result) -> float | None:
-        """S = E[emitted] / (K·c + v(K)); None where drafts have no fixed cost a token, or not K of them."""
+        """The formula τ / (K·c + v(K)); None if drafted tokens have no fixed cost, or drafts are not K long."""
         k, strategy = result.setting.k, result.setting.llm.draft
         if not k or not drafts_alone(strategy) or strategy.confidence:
             return None
         return result.stats.tau / (k * self.cost(k) + self.verification(k))
 
     def describe(self) -> str:
-        """The twins' sizes, and how long their tokens take."""
+        """The twins' sizes and times per token."""
         target, draft = self.plain, next(iter(self.draft.values()))
         sizes = [
             f"{f.config.num_hidden_layers} layers of {f.config.hidden_size}, {f.weights / 1e6:,.0f} MB"
@@ -205,12 +205,13 @@ def measure_twins(
     confidence: float = SURE,
     advance: Callable[[str], None] = lambda name: None,
 ) -> Twins:
-    """Make twins of ``model`` and ``draft`` whose cost ratio is about ``cost`` here, and decode held-out problems.
+    """Make twins of ``model`` and ``draft`` with a cost ratio of about ``cost`` here, and decode held-out problems.
 
-    Both are made ``width`` times as wide; then the target deeper, or else the draft, until the times of a token have
-    that ratio. Autoregressive decoding, and speculation by each of ``rules``, also on a draft that prompt lookup drafts
-    for, take turns of two problems, greedily, at every draft length; and both at the longest while the draft has
-    some ``confidence``. ``advance(name)`` is called after every completion; ``directory`` takes the twins' weights.
+    Both are made ``width`` times as wide. Then the target is made deeper, or else the draft, until the times per token
+    have that ratio. Settings take turns of two problems, greedily: autoregressive decoding; speculation by each of
+    ``rules``, with the draft model alone and with prompt lookup drafting for it, at every draft length; and both at the
+    longest with a draft that stops below a ``confidence``. ``advance(name)`` is called after every completion;
+    ``directory`` is for the twins' weights.
     """
     if (longest := max(lengths)) >= _TOKENS - _CONTEXT:
         raise ValueError(f"k {longest} must be below {_TOKENS - _CONTEXT}, for which twins have room")
@@ -236,21 +237,21 @@ def measure_twins(
     subjects = subjects_of(single, "target", "draft")
     target, drafting = (Forwards(subject.name, subject.make(), _TOKENS) for subject in subjects)
     wanted = [(target, Shape(1, _CONTEXT, longest, drafting=True))]
-    for k in lengths:  # in the order of a round: each model finds the caches full of the other's weights
+    for k in lengths:  # in the order of a round, so that each model finds cold caches
         wanted += [(target, Shape(1, _CONTEXT, k + 1)), (drafting, Shape(1, _CONTEXT, k, drafting=True))]
     decoded, *forwards = measure_forwards(wanted)
     asked = bundled_problems(None, "heldout", 0, problems)
-    clocked = target.model.device.type == "cpu"  # a GPU would be waited for after every forward
+    clocked = target.model.device.type == "cpu"  # on a GPU the clock would wait after every forward
     params = SamplingParams(temperature=0.0, max_tokens=400)
-    # Turns of few problems: a prompt takes long, and all settings share the target's weights.
+    # Turns of few problems: reading prompts takes long, and all settings share the target's weights.
     results = compare(settings, asked, params, advance, clocked, together=2)
     alone = [{f.tokens: f for f in forwards if f.drafting == steps} for steps in (False, True)]
     return Twins(results, decoded, *alone)
 
 
 def _depths(originals: Sequence[Llama], width: int, cost: float, k: int, kernels: str) -> list[int]:
-    """Layers of target and draft twin, for which one of ``k`` decoded tokens takes the draft ``cost`` of the target's
-    time."""
+    """Numbers of layers of target and draft twin with which a drafted token, one of ``k``, takes ``cost`` times a
+    target token's time."""
     room = _CONTEXT + k + 16
     wanted = [
         (Forwards("", executor_of(twin(original, width, layers), kernels), room), Shape(1, _CONTEXT, k, drafting=True))
@@ -262,7 +263,8 @@ def _depths(originals: Sequence[Llama], width: int, cost: float, k: int, kernels
     layers, few = (original.config.num_hidden_layers for original in originals)
 
     def deeper(least: int, shallow: float, deep: float, wanted: float) -> int:
-        """Layers for ``wanted`` seconds, of a model that takes ``shallow`` with the least and ``deep`` with thrice."""
+        """Layers for ``wanted`` seconds, given a model's time with the least number of layers and with thrice as
+        many."""
         each = max(deep - shallow, shallow * 1e-3) / (2 * least)
         return max(least, least + round((wanted - shallow) / each))
 
@@ -324,7 +326,7 @@ def main(
 
 
 def twins_table(twins: Twins, title: str) -> Table:
-    """Speed, acceptance and accuracy of every setting on a pair of twins; the first is autoregressive."""
+    """A table of speed, acceptance and accuracy of all settings on a pair of twins; the first is autoregressive."""
     lengths = "; ".join(f"K {k}: c {twins.cost(k):.3f}, v {twins.verification(k):.2f}" for k in twins.draft)
     plain = twins.results[0]
     right = f"{len(plain.right)} held-out problems, of which autoregressive decoding solves {sum(plain.right)}"

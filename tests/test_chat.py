@@ -328,11 +328,11 @@ def test_what_templates_take_besides(
 
 def test_what_a_template_does_not_look_at_is_refused(pairs: dict[str, tuple[Tokenizer, Any]]) -> None:
     bracketed, thinking = pairs["bracketed"][0], pairs["thinking"][0]
-    with pytest.raises(ValueError, match=r"does not look at \['tools'\]"):
+    with pytest.raises(ValueError, match=r"does not read \['tools'\]"):
         bracketed.apply_chat_template(ASKED, tools=[TOOL])
-    with pytest.raises(ValueError, match=r"\['enable_thought'\]; it knows .*'enable_thinking'"):
+    with pytest.raises(ValueError, match=r"\['enable_thought'\]; it reads .*'enable_thinking'"):
         thinking.apply_chat_template(ASKED, enable_thought=False)
-    with pytest.raises(ValueError, match="no dictionary"):
+    with pytest.raises(ValueError, match="not a dictionary"):
         thinking.apply_chat_template(["hello"])  # type: ignore[list-item]
 
 
@@ -708,7 +708,7 @@ def test_options_of_a_conversation(target: LLM) -> None:
         refused = talk("hi", arguments=arguments)
         assert refused.exit_code == 2 and words in refused.stderr and "Traceback" not in refused.stderr
     unread = talk(QUESTIONS[0], arguments=("fly-tiny", "--chat-template-kwargs", '{"think": 1}'))
-    assert unread.exit_code == 0 and "does not look at ['think']" in unread.stderr
+    assert unread.exit_code == 0 and "does not read ['think']" in unread.stderr
 
 
 def test_a_conversation_beyond_the_context_gets_a_message() -> None:

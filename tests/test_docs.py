@@ -31,6 +31,7 @@ PROSE = {
     "docs/contributing.md",
     "docs/reference/commands.md",
     "docs/explanation/layout.md",
+    "docs/explanation/words.md",
     "docs/how-to/early-exit.md",
 }
 PROSE |= {"docs/tutorials/evaluate.md"}  # pages without Python

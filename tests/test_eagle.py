@@ -132,15 +132,15 @@ def changed(path: Path, tensors: dict[str, Tensor | None], **config: Any) -> Pat
     [
         ({"fc.weight": None}, {}, "tensors are missing: fc.weight"),
         ({"d2t": None}, {}, "tensors are missing: d2t"),
-        ({"midlayer.odd": torch.zeros(2)}, {}, "no place for: midlayer.odd"),
+        ({"midlayer.odd": torch.zeros(2)}, {}, "unexpected tensors for this configuration: midlayer.odd"),
         ({"norm.weight": torch.zeros(31)}, {}, r"norm.weight has shape \[31\], the configuration asks \[32\]"),
-        ({"d2t": torch.full((12,), 40)}, {}, "d2t leads to the ids .* outside 24 tokens"),
+        ({"d2t": torch.full((12,), 40)}, {}, "d2t maps to the ids .* outside 24 tokens"),
         ({"d2t": -torch.arange(12)}, {}, "several draft tokens to one"),
-        ({"t2d": torch.zeros(24, dtype=torch.bool)}, {}, "d2t and t2d differ"),
+        ({"t2d": torch.zeros(24, dtype=torch.bool)}, {}, "d2t and t2d disagree"),
         ({}, {"num_hidden_layers": 2}, "a head of 2 layers is not supported"),
         ({}, {"draft_vocab_size": 25}, "draft_vocab_size 25 exceeds vocab_size 24"),
         ({}, {"eagle_aux_hidden_state_layer_ids": "2"}, "must list numbers of layers, got '2'"),
-        ({}, {"architectures": ["LlamaForCausalLM"]}, "is no draft head"),
+        ({}, {"architectures": ["LlamaForCausalLM"]}, "is not a draft head"),
     ],
 )
 def test_what_does_not_fit_is_named(checkpoint: Path, tensors: Any, config: Any, said: str) -> None:
@@ -154,7 +154,7 @@ def test_other_places_and_files(checkpoint: Path) -> None:
     states = raw.pop("eagle_aux_hidden_state_layer_ids")
     assert HeadConfig.from_hf(raw).states is None
     assert HeadConfig.from_hf(raw).states_of(8) == (2, 4, 5)
-    with pytest.raises(ValueError, match=r"the usual \[2, 2, 1\] are none of a target of 4 layers"):
+    with pytest.raises(ValueError, match=r"the usual \[2, 2, 1\] do not fit a target of 4 layers"):
         HeadConfig.from_hf(raw).states_of(4)
     nested = raw | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}
     assert HeadConfig.from_hf(nested).states == (2, 3) != tuple(states)
@@ -355,7 +355,7 @@ def test_a_row_whose_prompt_nobody_watched_is_drafted_for_all_the_same() -> None
 
 def test_a_head_of_the_targets_embedding(tmp_path: Path) -> None:
     head, model = make_head(12, embedding=False), toy_target(24, TARGET)
-    with pytest.raises(ValueError, match="shares none yet"):
+    with pytest.raises(ValueError, match="head has no embedding"):
         head(torch.tensor([1]), torch.zeros(1, 32), torch.tensor([0]), DenseCausal(1, 1))
     save_head(head, tmp_path, torch.float32)
     draft = parse_draft(str(tmp_path), dtype="float32")
@@ -428,7 +428,7 @@ def test_a_training_that_was_killed_goes_on_as_if_it_was_not(tmp_path: Path) -> 
     assert second.losses == first.losses and second.held_out == first.held_out
     for name, parameter in again.named_parameters():
         assert torch.equal(parameter, dict(whole.named_parameters())[name])
-    with pytest.raises(ValueError, match=r"is of another training \(its \['batch'\] differ\)"):
+    with pytest.raises(ValueError, match=r"belongs to another training \(its \['batch'\] differ\)"):
         train_head(executor, answers, replace(PLAN, batch=3), tmp_path / "killed")
     _, longer = train_head(executor, answers, replace(PLAN, steps=13), tmp_path / "killed")
     assert longer.losses[:12] == first.losses and longer.step == 13
@@ -508,7 +508,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     assert prompts_of(lines, None, None) == ["one", "two"]
     assert prompts_of(objects, None, 2) == ["one", "two"] and len(prompts_of(objects, None, None)) == 3
     objects.write_text('"one"\n{"text": "two"}\n')
-    with pytest.raises(ValueError, match=r"b.jsonl:2: no prompt"):
+    with pytest.raises(ValueError, match=r"b.jsonl:2: must be a text"):
         prompts_of(objects, None, None)
     with pytest.raises(ValueError, match="either a file of prompts or a bundled task"):
         prompts_of(None, None, None)
@@ -527,7 +527,7 @@ def test_the_command_trains_a_head_and_goes_on(tmp_path: Path) -> None:
     assert again.exit_code == 0, again.output
     assert (tmp_path / "head" / "answers.jsonl").read_text().splitlines() == lines
     other = CliRunner().invoke(app, [*words.replace("24", "25").split(), *told])
-    assert other.exit_code == 2 and "answers of another target, to other prompts or" in " ".join(other.output.split())
+    assert other.exit_code == 2 and "answers of another target, to other prompts, or" in " ".join(other.output.split())
     card = (tmp_path / "head" / "README.md").read_text()
     assert "| depth | 1 | 2 | 3 | 4 | 5 |" in card and "drafts | 100 of the target's 1024" in card
     out = LLM("fly-tiny", str(tmp_path / "head")).generate(["Sam has 4"], temperature=0, max_tokens=8)[0]

@@ -185,7 +185,7 @@ def test_names_revisions_and_files_are_what_they_say(online: tuple[Path, dict[st
     ("name", "message"),
     [
         ("gated/small", r"'gated/small' .* is gated: accept its terms at http.*/gated/small, and log in .*HF_TOKEN"),
-        ("me/nothing", r"'me/nothing' .* does not exist, or is not for you to see: .* nor a bundled checkpoint"),
+        ("me/nothing", r"'me/nothing' .* does not exist, or you have no access: .* nor a bundled checkpoint"),
         ("me/small@v9", r"'me/small' .*, revision 'v9' does not exist: the repository has no such branch"),
         ("me/files-GGUF", r"has no config.json; its GGUF files: .*'me/files-GGUF/q/small-f32.gguf'\]"),
         ("me/files-GGUF/q/none.gguf", r"has no file 'q/none.gguf'; its GGUF files: .*small-f32"),
@@ -203,9 +203,7 @@ def test_what_is_in_the_cache_needs_no_network(hub: Hub, online: tuple[Path, dic
     before = len(hub.asked)
     offline, _ = resolved(hub.url, home, "me/small", "me/small@v2", "me/other", HF_HUB_OFFLINE="1")
     assert offline[:2] == [found["me/small"], found["me/small@v2"]] and len(hub.asked) == before
-    assert re.search(
-        r"'me/other' .*offline mode is on \(HF_HUB_OFFLINE\), and not all of it is in the cache", offline[2]
-    )
+    assert re.search(r"'me/other' .*offline mode is on \(HF_HUB_OFFLINE\), and the cache lacks files of it", offline[2])
     away, _ = resolved("http://127.0.0.1:9", home, "me/small", "me/other")
     assert away[0] == found["me/small"]
     assert re.search(r"'me/other' .*http://127.0.0.1:9 cannot be reached, .*check the network", away[1])

@@ -215,7 +215,7 @@ def test_a_missing_tensor_is_named(checkpoint: Path, key: str) -> None:
 @pytest.mark.parametrize("key", ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "extra"])
 def test_a_surplus_tensor_is_named(checkpoint: Path, key: str) -> None:
     edit_tensors(checkpoint, lambda tensors: tensors.update({key: torch.zeros(32)}))
-    refused(checkpoint, "no place", key)
+    refused(checkpoint, "unexpected tensors", key)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_headers_that_matter_are_given_once(name: str) -> None:
         ("GET", "1.1", [HOST, (b"content-length", b"0")], None),
         ("GET", "1.1", [], "host is missing"),
         ("GET", "1.0", [], None),
-        ("GET", "3.0", [HOST], "not spoken"),
+        ("GET", "3.0", [HOST], "is not supported"),
     ],
 )
 def test_headers_that_leave_something_open(method: str, version: str, headers: Any, says: str | None) -> None:
@@ -109,7 +109,7 @@ def test_keys_come_from_a_file(tmp_path: Path) -> None:
     clients = Clients(Settings(api_keys=("zero",), api_keys_file=file))
     known = [clients.of("::1", {b"authorization": b"Bearer " + key}).key for key in (b"zero", b"one", b"two", b"three")]
     assert len({*known}) == 4 and known[3] is None and not {*known} & {"one", "two"}
-    for text, says in (("", "has no key"), ("one\na b\n", "line 2: the key has a blank"), ("ä\n", "line 1")):
+    for text, says in (("", "has no keys"), ("one\na b\n", "line 2: the key has a blank"), ("ä\n", "line 1")):
         file.write_text(text)
         with pytest.raises(ValueError, match=says):
             clients.reload()

@@ -1,4 +1,4 @@
-"""Lists of words or digits that are rearranged, picked from, counted and joined."""
+"""Problems about lists of words or digits to rearrange, filter, count and join."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _NUMBERS = tuple(str(i) for i in range(10))
 _SEPARATORS = ("and", "or", "plus", "then")
 
 _LENGTHS = ((3, 5), (6, 6), (6, 8))  # by level
-# Rearranging is learned in training; only out-of-domain problems ask to pick items by their kind.
+# Training teaches rearranging; only out-of-domain problems ask to pick items by their kind.
 _MOVES = ("reverse", "first", "last", "front", "end", "swap")
-_OPS: dict[tuple[bool, bool], tuple[str, ...]] = {  # by whether they are words, and out of domain
+_OPS: dict[tuple[bool, bool], tuple[str, ...]] = {  # by (words, out of domain)
     (True, False): _MOVES,
     (True, True): (*_MOVES, "remove", "replace"),
     (False, False): (*_MOVES, "up", "down"),
@@ -28,7 +28,7 @@ _OPS: dict[tuple[bool, bool], tuple[str, ...]] = {  # by whether they are words,
 
 
 def _apply(op: str, rng: Random, items: list[str], pool: tuple[str, ...]) -> tuple[str, str, list[str]]:
-    """A step's request in the prompt, its clause in the solution, and the list after it."""
+    """Return a step's request in the prompt, its clause in the solution, and the list after it."""
     match op:
         case "reverse":
             return "reverse the list", "we reverse the list so that the last one comes first", items[::-1]
@@ -63,7 +63,7 @@ def _apply(op: str, rng: Random, items: list[str], pool: tuple[str, ...]) -> tup
 
 
 def make(rng: Random, level: int) -> Made:
-    """One or two (out of domain, ``level`` 2: three) operations applied to a list, possibly counted or joined last."""
+    """Apply one or two operations (out of domain, ``level`` 2: three) to a list; the last may count or join it."""
     words = rng.random() < 0.7
     pool = WORDS if words else _NUMBERS
     ops = _OPS[words, level == 2]
@@ -106,7 +106,7 @@ def make(rng: Random, level: int) -> Made:
             f"What is the result when you take {listed} and {wanted}?",
         )
     )
-    said = [opening(rng, f"the list is {listed}")]
-    said += [step(rng, clause, after) for clause, after in zip(clauses, states)]
-    said.append(ending(rng, f"the result of the task is {answer}"))
-    return answered("text", f"list {listed} {wanted}", prompt, said, answer)
+    sentences = [opening(rng, f"the list is {listed}")]
+    sentences += [step(rng, clause, after) for clause, after in zip(clauses, states)]
+    sentences.append(ending(rng, f"the result of the task is {answer}"))
+    return answered("text", f"list {listed} {wanted}", prompt, sentences, answer)

@@ -1,18 +1,17 @@
 """Seeded generators of the bundled tasks: word problems, list transformations and small Python functions.
 
-``python -m tools.problems freeze`` writes those that the package holds (``fly/bundled/problems``), ``write`` others.
+``python -m tools.problems freeze`` writes the problems in the package (``fly/bundled/problems``), ``write`` others.
 
-Each solution mixes *facts* (numbers, names, list items, program semantics), which are determined by the
-prompt and checked, with *free wording* (connectives, verbs, variable names), which is drawn uniformly at
-random.  A model trained on these texts is therefore undecided at the wording and certain at the facts,
-which is the situation loosely speculative decoding is about.  Choice points are a single word each and mostly
-lie several tokens apart, with a continuation that does not depend on the choice.
+Each solution mixes *facts* (numbers, names, list items, program semantics), which the prompt determines and the checks
+compare, with *free wording* (connectives, verbs, variable names), which is drawn uniformly at random. A model trained
+on these texts is therefore uncertain at the wording and certain at the facts, the situation that loosely speculative
+decoding is about. Choice points are single words, mostly several tokens apart, and do not affect what follows.
 
-A problem's *content key* (its numbers, operations and constants, but not its wording) decides by hash
-whether it belongs to ``train`` or to ``heldout``; the two splits never share a prompt.  ``middle`` takes one step out
-of what training has (longer lists, or a question in other words), which the bundled target solves two times in
-five.  ``ood`` uses the same words, but longer chains and lists than ``train`` ever has, larger constants,
-combinations of operations that never occur together, and questions worded in other ways.
+A problem's *content key* (its numbers, operations and constants, without its wording) decides by hash whether it
+belongs to ``train`` or to ``heldout``; the two splits never share a prompt. ``middle`` goes one step beyond training
+(longer lists, or a question in other words); the bundled target solves about two in five of these. ``ood`` uses the
+same words, but longer chains and lists than ``train`` ever has, larger constants, new combinations of operations, and
+questions worded in other ways.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from tools import lists, programs, stories
 __all__ = ["FROZEN_COUNTS", "frozen", "generate"]
 
 _MAKERS = {"arithmetic": stories.make, "text": lists.make, "code": programs.make}
-_LEVELS = {"middle": 1, "ood": 2}  # of difficulty; others 0
+_LEVELS = {"middle": 1, "ood": 2}  # level of difficulty; 0 for other splits
 
 _HELDOUT_SHARE = 10  # one content key in this many is held out
 
 FROZEN_COUNTS = {"train": 3000, "heldout": 400, "middle": 400, "ood": 400}
-"""Problems of each kind that the package holds. Those of ``train`` are prompts alone: heads and exits are trained on
+"""Number of problems of each kind in the package. Those of ``train`` are prompts only: heads and exits are trained on
 the target's own answers."""
 
 app = typer.Typer(add_completion=False, help="Problems of the bundled tasks, as JSON lines.")
 
 
 def generate(kind: str | None, split: str, seed: int, n: int | None = None) -> Iterator[Problem]:
-    """Yield ``n`` problems (without end if None) of one kind, or of all in turn for None or "all".
+    """Yield ``n`` problems (None: without end) of one kind, or with None or "all" of each kind in turn.
 
     The sequence depends on the arguments alone.  Raises ValueError for an unknown kind or split.
     """
@@ -70,7 +69,7 @@ def _is_heldout(key: str) -> bool:
 
 
 def frozen(kind: str, split: str) -> str:
-    """The problems of a kind and split that the package holds, as JSON lines."""
+    """The package's problems of a kind and split, as JSON lines."""
     left_out = ("kind", "solution", "answer", "tests") if split == "train" else ("kind",)
     return _lines(generate(kind, split, 0, FROZEN_COUNTS[split]), left_out)
 
@@ -82,7 +81,7 @@ def _lines(some: Iterator[Problem], left_out: tuple[str, ...] = ()) -> str:
 
 @app.command("freeze")
 def freeze() -> None:
-    """Write the problems that the package holds."""
+    """Write the package's problems."""
     FROZEN.mkdir(exist_ok=True)
     for split in SPLITS:
         for kind in KINDS:
@@ -99,7 +98,7 @@ def write(
     seed: Annotated[int, typer.Option(help="Which problems are drawn.")] = 1,
     count: Annotated[int, typer.Option(min=1, help="How many.")] = 400,
 ) -> None:
-    """Write problems of another seed, or more of them."""
+    """Write problems of another seed, or more problems."""
     out.write_text(_lines(generate(kind, split, seed, count)), encoding="utf-8")
     typer.echo(f"{out}: {count} problems")
 

@@ -1,4 +1,4 @@
-"""Small Python functions, with tests that a right one passes."""
+"""Problems that ask for a small Python function, with tests for the answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LETTERS = "abcdefghilmnoprst"
 
 
 class _Condition(NamedTuple):
-    """A filter: how it is described, its Python test with ``{v}`` for the variable, and what it means."""
+    """A filter: its description, its Python test with ``{v}`` for the variable, and its meaning."""
 
     phrase: str
     test: str
@@ -101,7 +101,7 @@ def _word_change(rng: Random) -> _Change:
 
 
 def _filter(rng: Random, level: int) -> Made:
-    """Filter a list, change what is left, and collect, add up, count or look for it."""
+    """Filter a list, change the remaining elements, and collect, add up, count or search them."""
     words = rng.random() < 0.4
     phrase, test, holds = (_word_condition if words else _number_condition)(rng, level == 2)
     operation = rng.choice(
@@ -109,7 +109,7 @@ def _filter(rng: Random, level: int) -> Made:
     )
     draw_change = _word_change if words else _number_change
     change = draw_change(rng)
-    if level == 2:  # these operations never come with a change in training
+    if level == 2:  # in training, these operations never come with a change
         operation = rng.choice(("first", "longest" if words else "max"))
         while not change.phrase:
             change = draw_change(rng)
@@ -123,7 +123,7 @@ def _filter(rng: Random, level: int) -> Made:
     append, separator = f"{t}.append({expression})", ""
     if operation == "join":
         separator = rng.choice(("-", " ", ", ", "+", "/"))
-    # What is asked for, how the total starts, is updated and returned, and what that makes of the elements.
+    # For each operation: what is asked for; how the total starts, is updated and is returned; its value.
     ways: dict[str, tuple[str, str, str, str, Callable[[list[Any]], object]]] = {
         "list": (f"a list of the {phrase}", "[]", append, t, list),
         "count": (f"the count of the {phrase}", "0", f"{t} += 1", t, len),
@@ -174,19 +174,19 @@ def _filter(rng: Random, level: int) -> Made:
 
 
 def _number_case(rng: Random, test: str) -> list[int]:
-    """Numbers around the constants of ``test``, so that an off-by-one comparison is noticed."""
+    """Numbers around the constants in ``test``, so that off-by-one comparisons fail."""
     near = [int(k) for k in re.findall(r"\d+", test)]
     pool = [k + d for k in near for d in (-1, 0, 1)] + [2 * k for k in near]
     return [rng.choice(pool) if rng.random() < 0.5 else rng.randint(-40, 140) for _ in range(8)] + near
 
 
 def _word_case(rng: Random) -> list[str]:
-    """Made-up words of 1 to 13 letters, each letter likely at both ends somewhere."""
+    """Made-up words of 1 to 13 letters, in which each letter is likely to stand at both ends somewhere."""
     return ["".join(rng.choices(_LETTERS, k=rng.randint(1, 13))) for _ in range(14)]
 
 
 def _scalar(rng: Random, ood: bool) -> Made:
-    """One number in; a formula, a label or a yes/no out."""
+    """A function of one number that returns a formula's value, a label or a yes/no."""
     edge = (40, 99) if ood else (2, 39)
     a, b = rng.randint(*edge), rng.randint(*edge)
     argument = rng.choice(("n", "x", "number", "value"))
@@ -245,8 +245,8 @@ def _made(key: str, prompt: str, lead: str, code: list[str], tests: list[str]) -
 
 
 def make(rng: Random, level: int) -> Made:
-    """A function to write; at ``level`` 1 asked in other words than in training, at 2 also with larger constants and
-    combinations that training never has."""
+    """A function to write. ``level`` 1 asks in other words than training; 2 also has larger constants and combinations
+    that training never has."""
     if level == 1:
         return _filter(rng, level)
     return _scalar(rng, level == 2) if rng.random() < 0.2 else _filter(rng, level)

@@ -1,9 +1,9 @@
-"""Prompts to train a draft head on: code and instructions, made of nothing but Python's standard library and templates.
-``python -m tools.prompts OUT`` writes ``train.jsonl``, and a task for ``fly eval`` of each kind that is held out.
+"""Prompts for training a draft head: code and instructions, made only from Python's standard library and templates.
+``python -m tools.prompts OUT`` writes ``train.jsonl``, and one held-out task for ``fly eval`` of each kind.
 
-Of the standard library come signatures with docstrings, to complete, and short functions, to explain, test or change;
-of templates small functions with examples, and instructions about everyday subjects. Functions of a held-out part come
-from other modules than those of the training part, and instructions of it are about other subjects.
+From the standard library come signatures with docstrings to complete, and short functions to explain, test or change.
+From templates come small functions with examples, and instructions about everyday subjects. Held-out functions come
+from other modules than those for training, and held-out instructions are about other subjects.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ READ = (
     "How could this Python function be made simpler? Show the new version.",
 )
 
-# Small functions: what is worked out, of which of the numbers. Examples are worked out by the expressions themselves.
+# Small functions: what to compute, from which numbers. The examples are evaluated with the expressions themselves.
 OPERATIONS = {
     "sum": ("the sum of", "sum(found)"),
     "count": ("how many there are of", "len(found)"),

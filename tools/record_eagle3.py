@@ -1,9 +1,10 @@
-"""Record what the package ``speculators`` says of a small random EAGLE-3 head, for tests/test_eagle.py to compare with:
-``python -m tools.record_eagle3 tests/data``, in an environment that has that package (0.9 was used) and transformers.
+"""Record the outputs of the package ``speculators`` for a small random EAGLE-3 head, as references for
+tests/test_eagle.py: ``python -m tools.record_eagle3 tests/data``, in an environment with speculators (0.9) and
+transformers.
 
-Written are a checkpoint in each published layout, and their logits over several of the head's own steps.
+Writes a checkpoint in each published layout, and its logits over several of the head's own steps.
 
-Shape legend: T tokens, F hidden states side by side, U draft vocabulary.
+Shape legend: T tokens, F hidden states concatenated, U draft vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ STEPS, LENGTH = 3, 9
 
 
 def record(directory: Path, kind: str) -> None:
-    """The head of one kind of layer, ``llama`` or ``qwen3``, and its logits."""
+    """Write a head with one kind of layer, ``llama`` or ``qwen3``, and its logits."""
     sys.modules.setdefault("datasets", types.SimpleNamespace(load_from_disk=None))  # type: ignore[arg-type]
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig

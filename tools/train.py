@@ -1,7 +1,7 @@
 """Train and evaluate the bundled checkpoints, from a checkout: ``python -m tools.train all``.
 
-One byte-level BPE tokenizer is shared by all three models, which differ in size alone.  Everything is a
-function of the seed: the problems, their order, the initial weights and the number of steps.
+All three models share one byte-level BPE tokenizer and differ only in size. The seed determines everything: the
+problems, their order, the initial weights and the number of steps.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ _SYSTEM_TEXTS = (
     "You are a helpful assistant.",
     "Answer the question and show your steps.",
 )
-# Prompts are in the loss a little: they teach the words, but are not to be predicted.
+# Prompts count a little in the loss: they teach the words, but need not be predicted.
 _PROMPT_WEIGHT = 0.05
-# Freely chosen words cannot be predicted better than their frequencies; at full weight they would contribute
-# most of the gradient's noise.
+# Freely chosen words cannot be predicted better than by their frequencies. At full weight they would cause most of the
+# gradient's noise.
 _FREE_WEIGHT = 0.1
-_SEED_STRIDE = 1_000_003  # between the data seeds of a run's rounds
+_SEED_STRIDE = 1_000_003  # distance between the data seeds of two rounds
 
 app = typer.Typer(add_completion=False, help=__doc__)
 console = Console()
@@ -72,10 +72,10 @@ console = Console()
 
 @dataclass(frozen=True)
 class Round:
-    """A run of ``steps`` from one checkpoint to the next: warm-up, plateau, decay to zero.
+    """Part of a training that goes from one checkpoint to the next: warm-up, plateau, decay to zero.
 
-    ``peak`` is the highest share of the recipe's learning rates; ``shares`` says how many problems of each kind
-    (arithmetic, text, code) are drawn in turn.
+    ``peak`` is the highest fraction of the recipe's learning rates. ``shares`` are the numbers of problems of each kind
+    (arithmetic, text, code) that are drawn in turn.
     """
 
     steps: int
@@ -142,7 +142,7 @@ RECIPES = {
 def build_tokenizer(seed: int = 0, count: int = 12_000) -> Tokenizer:
     """Train the shared tokenizer on ``count`` training problems."""
     tokenizer = Tokenizer(models.BPE())
-    # Digits stay apart so that numbers are spelled the same way everywhere.
+    # Split digits, so that numbers are spelled the same way everywhere.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(r"\p{N}"), behavior="isolated"),
@@ -233,11 +233,11 @@ def _mixed(shares: tuple[int, int, int], seed: int) -> Iterator[Problem]:
 def _conversations(
     tokenizer: Tokenizer, shares: tuple[int, int, int], seed: int
 ) -> Iterator[tuple[list[int], list[float]]]:
-    """Training problems as chats: token ids and the loss weight of each id, without end."""
+    """Yield training problems as chats, without end: token ids, and the loss weight of each id."""
     rng = Random(f"chat/{seed}")
     begin, user, assistant, system, end = _ids(tokenizer, BEGIN, USER, ASSISTANT, SYSTEM, END)
     systems = _encode(tokenizer, _SYSTEM_TEXTS)
-    # Words of several tokens are chosen with their first; in lower case that may be a letter with other uses.
+    # A word of several tokens is chosen with its first token, which in lower case may be a letter with other uses.
     spelled = _encode(tokenizer, [space + word for word in sorted(set().union(*wording.FREE)) for space in ("", " ")])
     free = {ids[0] for ids in spelled if len(ids) == 1 or tokenizer.decode(ids[:1]).strip().istitle()}
     stream = _mixed(shares, seed)
@@ -283,9 +283,9 @@ class _PackedCausal:
 
 
 def _batches(tokenizer: Tokenizer, recipe: Recipe, number: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """``(ids, weights)`` of shape [batch, length + 1] of a round; whole conversations packed by best fit.
+    """Yield ``(ids, weights)`` of shape [batch, length + 1] for a round; whole conversations packed by best fit.
 
-    What is left of a row is padding with weight 0.
+    The rest of a row is padding with weight 0.
     """
     width, (pad,) = recipe.length + 1, _ids(tokenizer, ENDOFTEXT)
     stream = _conversations(tokenizer, recipe.rounds[number].shares, seed + number * _SEED_STRIDE)
@@ -301,7 +301,7 @@ def _batches(tokenizer: Tokenizer, recipe: Recipe, number: int, seed: int) -> It
             row[1].extend(weights)
         else:
             rows.append((ids, weights))
-        if len(rows) > 64:  # close the fullest row; the others wait for something that fits
+        if len(rows) > 64:  # close the fullest row; the others wait for more
             fullest = max(range(len(rows)), key=lambda i: len(rows[i][0]))
             done.append(rows.pop(fullest))
         if len(done) == recipe.batch:
@@ -316,7 +316,7 @@ def _batches(tokenizer: Tokenizer, recipe: Recipe, number: int, seed: int) -> It
 
 
 def _initialise(model: Llama, seed: int) -> None:
-    """Normal(0, 0.02), with the projections that write to the residual stream scaled by its depth."""
+    """Normal(0, 0.02), with the projections into the residual stream scaled down by its depth."""
     generator = torch.Generator().manual_seed(seed)
     depth = 1 / math.sqrt(2 * len(model.layers))
     for name, parameter in model.named_parameters():
@@ -334,13 +334,13 @@ def _optimizers(model: Llama, recipe: Recipe) -> list[torch.optim.Optimizer]:
     if not recipe.muon_lr:
         adamw.add_param_group({"params": hidden})
         return [adamw]
-    # The learning rate carries over between matrix shapes when updates are scaled by their aspect ratio.
+    # Updates scaled by their aspect ratio let one learning rate fit all matrix shapes.
     muon = torch.optim.Muon(hidden, lr=recipe.muon_lr, weight_decay=0.01, momentum=0.95, nesterov=True)
     return [muon, adamw]
 
 
 def _rate(step: int, steps: int) -> float:
-    """Learning-rate factor: a short warm-up, a plateau, then linear to zero over the last 75 %."""
+    """Learning-rate factor: a short warm-up, a plateau, then linearly to zero over the last 75 %."""
     warm, decay = max(1, min(100, steps // 20)), 0.75 * steps
     return min((step + 1) / warm, 1.0, (steps - step) / decay)
 
@@ -348,9 +348,9 @@ def _rate(step: int, steps: int) -> float:
 def train(
     recipe: Recipe, tokenizer: Tokenizer, seed: int, directory: Path, compiled: bool = False, resume: bool = False
 ) -> dict[str, Any]:
-    """Train one model; returns the measured facts, which also go to ``training.json``.
+    """Train one model and return the measured facts, which are also written to ``training.json``.
 
-    With ``resume``, the rounds that ``training.json`` counts as finished are not repeated.
+    With ``resume``, the rounds that ``training.json`` lists as finished are skipped.
     """
     facts: dict[str, Any] = {"seed": seed, "rounds": 0, "steps": 0, "tokens": 0, "minutes": 0.0}
     if resume:
@@ -360,7 +360,7 @@ def train(
         _initialise(model, seed)
         save_model(model, directory, torch.float32)
     for number in range(facts["rounds"], len(recipe.rounds)):
-        # Every round starts from what was saved, so that resuming and going on are the same thing.
+        # Every round starts from the saved checkpoint, so that resuming changes nothing.
         model = load_model(directory, dtype=torch.float32, device="cpu").requires_grad_(True).train()
         start = time.monotonic()
         loss, tokens = _train_round(model, recipe, number, tokenizer, facts["seed"], directory, compiled)
@@ -449,7 +449,7 @@ class _LeftPadded:
         columns = torch.arange(total)
         causal = columns[None, :] <= torch.arange(total - new, total)[:, None]
         real = columns[None, :] >= self._padding[:, None]
-        # A padding row sees itself, so that its softmax is over something; nothing reads the result.
+        # A padding row attends to itself, because softmax needs a value; nothing reads the result.
         own = columns[None, :] == torch.arange(total - new, total)[:, None]
         mask = (causal[None] & real[:, None]) | own[None]
         groups = q.shape[1] // k.shape[1]
@@ -612,7 +612,7 @@ def _train_one(name: str, out: Path, seed: int, steps: int | None, resume: bool,
     directory = out / name
     tokenizer = _load_or_build_tokenizer(directory, seed)
     facts = train(recipe, tokenizer, seed, directory, compiled, resume)
-    # What is evaluated is what was saved, at the precision it was saved in.
+    # Evaluate what was saved, with the precision it was saved in.
     model = load_model(directory, dtype=torch.float32)
     scores, _ = evaluate(model, tokenizer, n)
     _report(name, scores, n)

@@ -1,4 +1,4 @@
-"""A generated problem, and the words that its solution chooses freely."""
+"""Generated problems, and the words that their solutions choose freely."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OPEN = ("First", "Initially", "Originally", "Today", "Here", "Clearly", "Well",
 _NEXT = ("Then", "Next", "Now", "So", "Afterwards", "Later", "Second", "Also", "Again", "Soon")
 _GIVES = ("gives", "makes", "means", "is", "equals", "yields", "leaves", "shows", "becomes", "brings")
 _LAST = ("Therefore", "Finally", "Hence", "Thus", "Overall", "Altogether", "Consequently", "Lastly")
-# What introduces a function, how it goes through its argument, and how its comment begins.
+# Words that introduce a function, describe how it goes through its argument, and begin its comment.
 HERE = ("Sure", "Okay", "Well", "Yes", "Right", "Fine", "Good", "Certainly")
 WALKS = ("goes", "loops", "walks", "runs", "moves", "steps", "passes", "iterates")
 RETURN = ("Return", "Give", "Compute", "Find", "Get", "Calculate", "Produce", "Build")
@@ -38,7 +38,7 @@ def opening(rng: Random, fact: str) -> str:
 
 
 def step(rng: Random, done: str, result: str, first: bool = False) -> str:
-    """A sentence that says what is done, and what it gives."""
+    """A sentence about an operation and its result."""
     return f"{rng.choice(_OPEN if first else _NEXT)}, {done}, which {rng.choice(_GIVES)} {result}."
 
 

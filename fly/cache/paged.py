@@ -122,6 +122,7 @@ class PagedBatch:
         masks = self.masks or [None] * len(self.seqs)
         for seq, start, count, mask_NS in zip(self.seqs, self.starts, self.counts, masks):
             length = start + count
+            # The row reads all of its slots, and writes to the last ``count`` of them.
             stored: slice | list[int] | Tensor = cache.slots(seq, 0, length)
             if isinstance(stored, slice):
                 written.append(torch.arange(stored.start + start, stored.stop, device=device))
@@ -129,6 +130,7 @@ class PagedBatch:
                 stored = torch.tensor(stored, device=device)
                 written.append(stored[start:])
             mask_NS = None if mask_NS is None else mask_NS.to(device)
+            # Several new tokens need a causal mask, unless nothing was stored before them.
             fresh = mask_NS is None and count > 1 and start == 0
             if mask_NS is None and count > 1 and not fresh:
                 mask_NS = torch.ones(count, length, dtype=torch.bool, device=device).tril_(start)

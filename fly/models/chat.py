@@ -108,6 +108,7 @@ class Splitter:
         return text
 
     def _settle(self) -> Iterator[tuple[Kind, str]]:
+        # Each state may hand over to the next, so that one piece of text can pass through several.
         if self._state == "start":
             assert self._thinking is not None
             begins, tag = self._held.lstrip(), self._thinking.tags.open
@@ -126,6 +127,7 @@ class Splitter:
                 yield "reasoning", self._thought(thought.rstrip("\n"))
                 self._fresh, self._newlines = False, 0
             else:
+                # Hold back the end of the text that may be the beginning of the closing tag.
                 keep = len(thought) - next(n for n in range(len(tag), -1, -1) if thought.endswith(tag[:n]))
                 self._held, settled = thought[keep:], thought[:keep].rstrip("\n")
                 yield "reasoning", self._thought(settled)
@@ -235,13 +237,13 @@ def conversation(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise ValueError(f"message {message!r} is no dictionary with a role and a content")
+            raise ValueError(f"message {message!r} is not a dictionary with a role and a content")
         if "role" not in message or (message["role"] in _SPEAKERS and message.get("content") is None):
             lacks = "content" if "role" in message else "role"
             raise ValueError(f"message {number} has no {lacks}: {short(dict(message))}")
         made = {**message, "content": _text(number, message["content"])} if "content" in message else dict(message)
-        said = next((message[name] for name in _REASONING if message.get(name) is not None), None)
-        found.append(made if said is None else {"thinking": said, **made, "reasoning_content": said})
+        thought = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+        found.append(made if thought is None else {"thinking": thought, **made, "reasoning_content": thought})
     return found
 
 
@@ -252,5 +254,5 @@ def _text(number: int, content: object) -> object:
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             form = "{'type': 'text', 'text': ...}"
-            raise ValueError(f"message {number} has a part that is no text: {short(part)}; only {form} is taken")
+            raise ValueError(f"message {number} has a part that is not text: {short(part)}; only {form} is supported")
     return "".join(part["text"] for part in content)

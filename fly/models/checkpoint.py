@@ -122,7 +122,7 @@ class Checkpoint(ABC):
         if missing := sorted(set(expected) - set(self.tensors)):
             raise CheckpointError(f"{self.path}: tensors are missing: {names(missing)}")
         if surplus := sorted(set(self.tensors) - set(expected) - allowed):
-            raise CheckpointError(f"{self.path}: tensors this configuration has no place for: {names(surplus)}")
+            raise CheckpointError(f"{self.path}: unexpected tensors for this configuration: {names(surplus)}")
         for key, shape in expected.items():
             if (found := self.tensors[key].shape) != shape:
                 raise CheckpointError(

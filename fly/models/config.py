@@ -151,7 +151,7 @@ class LlamaConfig(BaseModel):
         if values.get("head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
             if hidden % heads:
                 raise ValueError(
-                    f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and head_dim is not given"
+                    f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and head_dim is not given"
                 )
             derived["head_dim"] = hidden // heads
         return values | {name: value for name, value in derived.items() if values.get(name) is None}
@@ -160,7 +160,7 @@ class LlamaConfig(BaseModel):
     def _sizes_fit(self) -> LlamaConfig:
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is no multiple of "
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}"
             )
         if self.head_dim % 2:
@@ -169,11 +169,13 @@ class LlamaConfig(BaseModel):
             raise ValueError(f"family {self.family!r} is unknown; choices: {list(FAMILIES)}")
         for name, usual in OPTIONS.items():
             if name not in self.traits.options and (value := getattr(self, name)) != usual:
-                raise ValueError(f"{name} {value!r}: a model of family {self.family!r} has none")
+                raise ValueError(f"{name} {value!r}: models of family {self.family!r} have no such option")
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(f"layer_types lists {len(self.layer_types)} layers of {self.num_hidden_layers}")
+            raise ValueError(
+                f"layer_types lists {len(self.layer_types)} layers, the model has {self.num_hidden_layers}"
+            )
         if SLIDING in (self.layer_types or ()) and self.sliding_window is None:
-            raise ValueError("layer_types has layers that slide, but sliding_window is not given")
+            raise ValueError("layer_types has sliding layers, but sliding_window is not given")
         return self
 
     @property
@@ -215,6 +217,7 @@ class LlamaConfig(BaseModel):
 
         Raises ``CheckpointError`` for an architecture, quantisation, activation or rope type that is not supported.
         """
+        # What the family supports decides; absent fields have the defaults of transformers.
         family = _supported(raw, source)
         stated = {**family.defaults, **raw}
         if (activation := stated.get(family.activation_key, family.activation_name)) != family.activation_name:
@@ -225,6 +228,7 @@ class LlamaConfig(BaseModel):
         for name in family.refused:
             if stated.get(name):
                 raise CheckpointError(f"{source}: {name} {stated[name]!r} is not supported; it must be null")
+        # Collect the fields of this class, those of the family's options among them.
         options = {name: stated[name] for name in family.options if name in stated}
         fields = set(cls.model_fields) - set(OPTIONS) - {"family", "rope_theta", "rope_scaling"}
         values = {name: stated[name] for name in fields if name in stated}
@@ -234,6 +238,7 @@ class LlamaConfig(BaseModel):
                 options["rope_local_base_freq"] = local or options.get("rope_local_base_freq")
             if "layer_types" in family.options:
                 options |= _layers(stated, family)
+            # YaRN stretches the context.
             if scaling.rope_type == "yarn":
                 longest = int(scaling.factor * scaling.original_max_position_embeddings)
                 values["max_position_embeddings"] = max(values.get("max_position_embeddings", 2048), longest)
@@ -292,6 +297,7 @@ def _layers(stated: dict[str, Any], family: Family) -> dict[str, Any]:
 
 def _rope(stated: dict[str, Any], source: str) -> tuple[float, RopeScaling, float | None]:
     """Return base and scaling of the rotary embedding, and the base of sliding layers if they have their own."""
+    # Newer configurations have rope_parameters, perhaps with settings per kind of layer; older ones rope_scaling.
     rope: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(given := stated.get(name) or {}, dict):
@@ -310,7 +316,8 @@ def _rope(stated: dict[str, Any], source: str) -> tuple[float, RopeScaling, floa
     theta = stated.get("rope_theta") if theta is None else theta
     partial = rope.pop("partial_rotary_factor", None), stated.get("partial_rotary_factor")
     if any(factor not in (None, 1.0) for factor in partial):
-        raise CheckpointError(f"{source}: partial_rotary_factor is not supported; every head is rotated whole")
+        raise CheckpointError(f"{source}: partial_rotary_factor is not supported; the whole of every head is rotated")
+    # Check the settings against those that the type takes.
     if rope_type not in ROPE_TYPES:
         raise CheckpointError(f"{source}: rope type {rope_type!r} is not supported; choices: {list(ROPE_TYPES)}")
     needed, optional = ROPE_TYPES[rope_type]

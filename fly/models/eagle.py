@@ -100,7 +100,7 @@ class HeadConfig(BaseModel):
         if self.draft_vocab_size > self.layer.vocab_size:
             raise ValueError(f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {self.layer.vocab_size}")
         if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc and fc_norm are both set; a head has one of them at most")
+            raise ValueError("norm_before_fc and fc_norm are both set; set at most one of them")
         return self
 
     @property
@@ -115,7 +115,7 @@ class HeadConfig(BaseModel):
         if self.states is None and (min(usual) < 0 or len(set(usual)) < 3):
             raise ValueError(
                 f"the head does not say after which layers it takes hidden states ({_STATES}), and the usual "
-                f"{list(usual)} are none of a target of {layers} layers"
+                f"{list(usual)} do not fit a target of {layers} layers"
             )
         return usual if self.states is None else self.states
 
@@ -124,9 +124,10 @@ class HeadConfig(BaseModel):
         """Read the dictionary of a head's ``config.json``, in either layout. Raises ``CheckpointError``."""
         if not _names_a_head(raw):
             raise CheckpointError(
-                f"{source}: architecture {raw.get('architectures') or 'missing'} is no draft head; choices: "
+                f"{source}: architecture {raw.get('architectures') or 'missing'} is not a draft head; choices: "
                 f"{[*ARCHITECTURES]}"
             )
+        # ``speculators`` nests the layer's configuration and leaves out the defaults of transformers.
         own, kind = raw, raw["model_type"] if raw.get("model_type") in _DEFAULTS else "llama"
         if "transformer_layer_config" in raw:
             own = raw["transformer_layer_config"]
@@ -137,8 +138,9 @@ class HeadConfig(BaseModel):
                 raise CheckpointError(f"{source}: a head's layer of type {kind!r} is not supported: {[*_DEFAULTS]}")
             own = {**_DEFAULTS[kind], **own}
         own = {"num_hidden_layers": 1, **own}
+        # A head has one layer, which is read as a model of its family.
         if (layers := own["num_hidden_layers"]) != 1:
-            raise CheckpointError(f"{source}: a head of {layers} layers is not supported; it must be 1")
+            raise CheckpointError(f"{source}: a head of {layers} layers is not supported; it must have 1")
         layer = LlamaConfig.from_hf({**own, "architectures": [FAMILIES[kind].architecture]}, source)
         for name in _FLAGS:
             if not isinstance(raw.get(name, False), bool):
@@ -260,7 +262,7 @@ class Eagle3Head(nn.Module):
     def forward(self, tokens_T: Tensor, x_TC: Tensor, positions_T: Tensor, kv: KV) -> Tensor:
         """Features [T, C] of packed ``tokens_T`` (int64, the target's ids); ``x_TC`` are the features before each."""
         if self.embed_tokens is None:
-            raise ValueError("the head has no embedding of its own, and shares none yet")
+            raise ValueError("the head has no embedding: call share() with the target's")
         if self._rotary is None or self._rotary[0].dtype != self.dtype or self._rotary[0].device != self.device:
             (self._rotary,) = signed_tables(self.config.layer, self.dtype, self.device)
         cos, sin = self._rotary
@@ -302,17 +304,19 @@ def load_head(path: Path, dtype: torch.dtype | None = None, device: torch.device
     head = Eagle3Head(config, embedding="embed_tokens.weight" in stored)
     head.to(device, dtype or resolve_dtype("auto", raw))
     expected = dict(_pieces(head))
+    # Everything that the head needs must be there, nothing else, and with the right shapes.
     mappings = {"d2t": (config.draft_vocab_size,), "t2d": (config.layer.vocab_size,)}
     whole = config.draft_vocab_size == config.layer.vocab_size
     needed = {*expected, *(() if whole else ("d2t",))}
     if missing := sorted(needed - stored.keys()):
         raise CheckpointError(f"{path}: tensors are missing: {names(missing)}")
     if surplus := sorted(stored[key] for key in stored.keys() - expected.keys() - mappings.keys()):
-        raise CheckpointError(f"{path}: tensors this configuration has no place for: {names(surplus)}")
+        raise CheckpointError(f"{path}: unexpected tensors for this configuration: {names(surplus)}")
     shapes = {key: tuple(value.shape) for key, value in expected.items()} | mappings
     for key, name in stored.items():
         if (found := tuple(tensors[name].shape)) != shapes[key]:
             raise CheckpointError(f"{path}: {name} has shape {list(found)}, the configuration asks {list(shapes[key])}")
+    # Copy the values; the mapping to the target's ids is stored as offsets.
     for key, value in expected.items():
         value.copy_(tensors[stored[key]])
     head.to_target_U.copy_(_mapping(path, config, tensors))
@@ -325,13 +329,13 @@ def _mapping(path: Path, config: HeadConfig, tensors: dict[str, Tensor]) -> Tens
     if (offsets_U := tensors.get("d2t")) is not None:
         ids_U = ids_U + offsets_U.long()
     if bad := ids_U[(ids_U < 0) | (ids_U >= config.layer.vocab_size)].tolist():
-        raise CheckpointError(f"{path}: d2t leads to the ids {bad[:4]}, outside {config.layer.vocab_size} tokens")
+        raise CheckpointError(f"{path}: d2t maps to the ids {bad[:4]}, outside {config.layer.vocab_size} tokens")
     if len(ids_U.unique()) < len(ids_U):
-        raise CheckpointError(f"{path}: d2t leads from several draft tokens to one")
+        raise CheckpointError(f"{path}: d2t maps several draft tokens to one id")
     if (marked_V := tensors.get("t2d")) is not None:
         marked = set(marked_V.bool().nonzero().flatten().tolist())
         if different := sorted(marked ^ set(ids_U.tolist())):
-            raise CheckpointError(f"{path}: d2t and t2d differ on the draft vocabulary, at the ids {different[:4]}")
+            raise CheckpointError(f"{path}: d2t and t2d disagree on the draft vocabulary, at the ids {different[:4]}")
     return ids_U
 
 

@@ -98,8 +98,8 @@ class Exits(nn.Module):
 def save_exits(exits: Exits, directory: Path) -> None:
     """Write the predictors as ``config.json`` and ``model.safetensors``."""
     directory.mkdir(parents=True, exist_ok=True)
-    said = {"architectures": [_ARCHITECTURE], **exits.config.model_dump(mode="json")}
-    (directory / "config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+    raw = {"architectures": [_ARCHITECTURE], **exits.config.model_dump(mode="json")}
+    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     save_file(
         {name: tensor.contiguous() for name, tensor in exits.state_dict().items()}, directory / "model.safetensors"
     )
@@ -109,10 +109,10 @@ def load_exits(directory: str | Path) -> Exits:
     """Read predictors that ``save_exits`` wrote. Raises ``CheckpointError`` naming what cannot be used."""
     directory = Path(directory)
     try:
-        said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        if not isinstance(said, dict) or said.pop("architectures", None) != [_ARCHITECTURE]:
+        raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(raw, dict) or raw.pop("architectures", None) != [_ARCHITECTURE]:
             raise CheckpointError(f"{directory} holds no early exits, which `fly train-exit` writes")
-        exits = Exits(ExitConfig.model_validate(said))
+        exits = Exits(ExitConfig.model_validate(raw))
         exits.load_state_dict(load_file(directory / "model.safetensors"))
     except ValidationError as error:
         raise CheckpointError(f"{directory}/config.json: {explain(error)}") from error

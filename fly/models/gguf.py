@@ -258,6 +258,7 @@ class GGUF(Checkpoint):
     @cached_property
     def raw(self) -> dict[str, Any]:
         path, found = self.path, self._listed
+        # Refuse what is missing or would change the computation.
         if missing := [key for key in (*_SIZES.values(), "attention.layer_norm_rms_epsilon") if self._of(key) is None]:
             raise CheckpointError(f"{path}: {self.architecture}.{missing[0]} is missing")
         if (experts := self._of("expert_count")) or any("_exps" in name for name in found):
@@ -271,13 +272,14 @@ class GGUF(Checkpoint):
             raise CheckpointError(f"{path}: {odd[0]} is {sizes[odd[0]]!r}; it must be one number for all layers")
         layers = sizes["num_hidden_layers"]
         if f"blk.{layers - 1}.attn_norm.weight" not in found:
-            raise CheckpointError(f"{path}: tensors are missing: of layer {layers - 1}, though it has {layers} layers")
+            raise CheckpointError(f"{path}: tensors of layer {layers - 1} are missing, but block_count is {layers}")
         head_dim = self.head_dim
         for key in ("attention.value_length", "rope.dimension_count"):
             if self._of(key, head_dim) != head_dim:
                 raise CheckpointError(
                     f"{path}: {self.architecture}.{key} {self._of(key)} must be {head_dim}, as of keys"
                 )
+        # The facts that all architectures have, by Hugging Face's names.
         ids = {name: self.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
         config = {
             "architectures": [_ARCHITECTURES[self.architecture]],
@@ -293,6 +295,7 @@ class GGUF(Checkpoint):
             "bos_token_id": ids["bos"],
             "eos_token_id": ids["eos"],
         }
+        # And those of single architectures. Mistral's files call themselves llama.
         if (window := self._of("attention.sliding_window")) and self.architecture == "llama":
             config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
         elif self.architecture == "llama":
@@ -350,7 +353,7 @@ class GGUF(Checkpoint):
         file, shape, kind, at = listed
         values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
         if shape[-1] % values:
-            raise CheckpointError(f"{file}: {name} has rows of {shape[-1]}, no multiple of {values} as {kind} needs")
+            raise CheckpointError(f"{file}: {name} has rows of {shape[-1]}, not a multiple of {values} as {kind} needs")
         nbytes = math.prod(shape) // values * size
         if at + nbytes > file.stat().st_size:
             raise CheckpointError(f"{file}: not a readable GGUF file ({name} ends after the file does)")
@@ -447,4 +450,4 @@ def _llama3(path: Path, divided: np.ndarray[Any, Any], theta: float, head_dim: i
         if start < 0 < slope and np.allclose(fits, keep, atol=1e-3):
             found = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": round(float(high), 4)}
             return {"rope_type": "llama3", **found, "original_max_position_embeddings": original}
-    raise CheckpointError(f"{path}: rope_freqs.weight are not those of llama3 scaling, which alone is supported")
+    raise CheckpointError(f"{path}: rope_freqs.weight is not llama3 scaling, the only kind that is supported")

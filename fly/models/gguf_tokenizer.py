@@ -118,6 +118,7 @@ def make_tokenizer(fields: Mapping[str, Any], source: str) -> RawTokenizer | Non
     ids = {text: number for number, text in enumerate(tokens)}
     if len(ids) != len(tokens):
         ids = {text: tokens.index(text) for text in ids}  # of tokens with the same text, the first counts
+    # Build the BPE of the kind, then add the special tokens and the tokens at both ends of a text.
     begins = kind == "llama"
     if kind == "gpt2":
         name = fields.get("tokenizer.ggml.pre")
@@ -171,6 +172,7 @@ def _sentence_piece(
     if (scores := fields.get("tokenizer.ggml.scores")) is None or len(scores) != len(tokens):
         raise CheckpointError(f"{source}: tokenizer.ggml.scores are missing, or not one for each token")
     mergeable = {text for text, number in ids.items() if types[number] in (_NORMAL, _USER_DEFINED, _UNUSED)}
+    # Every split of a token into two tokens is a merge. Better scores merge first; the rest of the key breaks ties.
     merges = []
     for text in mergeable:
         score = scores[ids[text]]
@@ -188,6 +190,7 @@ def _sentence_piece(
         byte_fallback=_BYTE in types,
     )
     tokenizer = RawTokenizer(model)
+    # Spaces are stored as ▁, and may be put before a text.
     steps: list[Any] = [normalizers.Replace(" ", "▁")]
     undo: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if fields.get("tokenizer.ggml.add_space_prefix", True):

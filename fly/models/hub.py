@@ -70,22 +70,22 @@ def fetch(name: HubName, weights: bool = True) -> Path:
             "check the name; if it is private, log in with 'hf auth login' or the variable HF_TOKEN. There is no such "
             "directory here, nor a bundled checkpoint of this name"
         )
-        raise CheckpointError(f"{where} does not exist, or is not for you to see: {advice}") from error
+        raise CheckpointError(f"{where} does not exist, or you have no access: {advice}") from error
     except errors.RevisionNotFoundError as error:
         raise CheckpointError(f"{where} does not exist: the repository has no such branch, tag or commit") from error
     except (errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError, errors.OfflineModeIsEnabled) as error:
         if constants.HF_HUB_OFFLINE:
-            reason = "offline mode is on (HF_HUB_OFFLINE), and not all of it is in the cache; fetch it once without"
+            reason = "offline mode is on (HF_HUB_OFFLINE), and the cache lacks files of it; fetch it once online"
         else:
             reason = (
-                f"{site} cannot be reached, and not all of it is in the cache ({constants.HF_HUB_CACHE}). There is no "
+                f"{site} cannot be reached, and the cache lacks files of it ({constants.HF_HUB_CACHE}). There is no "
                 "such directory or file here, nor a bundled checkpoint of this name; check the network, or the name"
             )
         cause = error.__cause__ or error
         raise CheckpointError(f"{where}: {reason} ({type(cause).__name__}: {_first_line(cause)})") from error
     except (HTTPError, errors.HfHubHTTPError, errors.FileMetadataError, errors.XetDownloadError) as error:
         raise CheckpointError(
-            f"{where} cannot be fetched from {site}: {_first_line(error)}; try again, what has been fetched is kept"
+            f"{where} cannot be fetched from {site}: {_first_line(error)}; try again; files fetched so far are kept"
         ) from error
     except errors.HFValidationError as error:
         raise CheckpointError(f"{where}: {_first_line(error)}") from error

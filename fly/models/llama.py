@@ -75,6 +75,7 @@ def rotary_frequencies(config: LlamaConfig, which: int = 0) -> Tensor:
     here.
     """
     theta, scaling = config.ropes[which]
+    # RoFormer (arXiv 2104.09864), section 3.2.2: wave i turns by theta^(-2i/D) radians per position.
     width = config.head_dim
     exponent = torch.arange(0, width, 2, dtype=torch.int64).float() / width
     frequency = 1.0 / (theta**exponent)
@@ -83,6 +84,7 @@ def rotary_frequencies(config: LlamaConfig, which: int = 0) -> Tensor:
     if scaling.rope_type == "linear":
         return frequency / scaling.factor
     if scaling.rope_type == "yarn":
+        # Waves with more than beta_fast turns keep their frequency, those with fewer than beta_slow are divided.
 
         def place(turns: float) -> float:  # index of the wave that makes so many turns within the original context
             length = scaling.original_max_position_embeddings / (2 * math.pi * turns)
@@ -95,9 +97,11 @@ def rotary_frequencies(config: LlamaConfig, which: int = 0) -> Tensor:
         stretched = (torch.arange(width // 2).float() - low) / (high - low or 0.001)
         keep = 1 - stretched.clamp(0, 1)
     else:
+        # llama3: the kept fraction falls linearly with the number of turns within the original context.
         turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         keep = ((turns - low) / (high - low)).clamp(0, 1)
+    # Blend the original frequency with the divided one.
     return frequency * (keep + (1 - keep) / scaling.factor)
 
 

@@ -140,7 +140,7 @@ class Tokenizer:
     def check_fits(self, vocab_size: int) -> None:
         """Raise ``CheckpointError`` if a token has an id that a model of ``vocab_size`` tokens has no row for."""
         if (largest := max(self.raw.get_vocab().values(), default=-1)) >= vocab_size:
-            raise CheckpointError(f"{self._source}: has token id {largest}, the model only {vocab_size} tokens")
+            raise CheckpointError(f"{self._source}: has token id {largest}, but the model has only {vocab_size} tokens")
 
     def same_as(self, other: Tokenizer) -> bool:
         """Whether both tokenizers give every token the same id."""
@@ -227,14 +227,14 @@ class Tokenizer:
         listed = conversation(messages)
         if continue_final_message:
             if add_generation_prompt:
-                raise ValueError("continue_final_message: not with add_generation_prompt")
-            if not listed or not isinstance(said := listed[-1].get("content"), str) or not said:
-                raise ValueError("continue_final_message: the last message has no text to go on from")
-            listed[-1]["content"] = said + (end := secrets.token_hex(8))
+                raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+            if not listed or not isinstance(content := listed[-1].get("content"), str) or not content:
+                raise ValueError("continue_final_message: the last message has no text to continue")
+            listed[-1]["content"] = content + (end := secrets.token_hex(8))
         try:
             if unread := sorted(given.keys() - template.variables):
                 known = sorted(template.variables - {"messages", "add_generation_prompt", *self.special_names})
-                raise ValueError(f"it does not look at {unread}; it knows {known}")
+                raise ValueError(f"it does not read {unread}; it reads {known}")
             text = template.render(
                 {**self.special_names, **lists, "add_generation_prompt": add_generation_prompt}
                 | self._marked({**given, "messages": listed}, marks)
@@ -242,7 +242,7 @@ class Tokenizer:
             if continue_final_message:
                 text, open_turn, _ = text.rpartition(end)
                 if not open_turn:
-                    raise ValueError("it does not show the last message, with which the answer would go on")
+                    raise ValueError("it does not show the last message, which the answer would continue")
         except Exception as error:  # a template is a program: it fails as it likes
             raise ValueError(f"the chat template refused the messages: {error}") from error
         ids = self._encode_marked(text, marks, at_most)

@@ -27,8 +27,8 @@ class Bindable:
         """The meaning of token ids. Raises ``ValueError`` before ``bind``."""
         if self._vocabulary is None:
             raise ValueError(
-                f"{self} asks what tokens stand for, and was bound to no vocabulary: fly.LLM and the kit bind what "
-                "they are given, elsewhere call bind(vocabulary)"
+                f"{self} needs the meaning of tokens, but is bound to no vocabulary: fly.LLM and the kit bind the "
+                "policies they are given; elsewhere call bind(vocabulary)"
             )
         return self._vocabulary
 

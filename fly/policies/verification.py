@@ -29,6 +29,7 @@ def decide(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
     held = {label: held_BK.tolist() for label, held_BK in verdict.clauses.items()}
     relaxed, trees, found = int(Why.RELAXED), draft.trees, []
     places: list[tuple[int, int, int]] = []  # (row, place, token id) of each relaxed token
+    # For each row, collect the mismatches that decided its block.
     for b, (chain, path, why, asked) in enumerate(zip(draft.chains, verdict.paths(), why_BK, asked_BK)):
         parents = range(-1, len(chain) - 1) if trees is None else trees[b]
         mismatches = []
@@ -42,6 +43,7 @@ def decide(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
         found.append(Decision(chain, path, following[b], end not in parents, target.choices[b], mismatches))
     if not places:
         return found
+    # The cost of relaxed tokens needs the target's log-probabilities, so it is computed for all rows at once.
     nats = iter(target.nats_of(places))
     for b, decision in enumerate(found):
         mismatches = [m._replace(nats=next(nats)) if m.relaxed else m for m in decision.mismatches]
@@ -83,6 +85,7 @@ def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
     Raises:
         ValueError: the shapes of target, draft and noise do not fit together.
     """
+    # Check that the shapes fit, and that there are coins if any are needed.
     rows, longest = draft.shape
     if target.logits_BKV.shape[:2] != (rows, longest + 1):
         raise ValueError(
@@ -101,6 +104,7 @@ def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
     if noise is None:
         device = target.logits_BKV.device
         noise = Noise(torch.zeros(rows, longest, device=device), torch.zeros(rows, device=device))
+    # Judge chains or trees.
     if draft.parents_BK is None:
         verdict = policy.verdict(target, draft, noise)
     elif type(policy).verdict is AcceptancePolicy.verdict:
@@ -109,6 +113,7 @@ def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
         verdict = _verify_first_path(policy, target, draft, noise)
     if target.checked:
         return verdict
+    # A NaN among the target's logits at the end of the accepted path leaves the next token open.
     end_B, path_BD = verdict.accepted_B, verdict.path_BK
     if path_BD is not None and path_BD.shape[1]:
         end_B = torch.where(end_B > 0, pick(path_BD, (end_B - 1).clamp_min(0)) + 1, 0)

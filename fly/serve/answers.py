@@ -136,6 +136,7 @@ class Completion:
     def add(self, news: News) -> Choice:
         """Take in the news of one step. Return the choice, which collects them until ``chunk`` is called."""
         choice = self.choices[news.index]
+        # Split the text into thinking, text and tool calls.
         for token, text in news.pieces:
             self._add_found(choice, choice.splitter.push(text))
             choice.tokens.append((token, text, choice.blocks))
@@ -148,6 +149,7 @@ class Completion:
             if choice.reader is not None:
                 cut = news.output is not None and news.output.finish_reason == "length"
                 self._add_calls(choice, choice.reader.finish(cut))
+        # Count what speculation did.
         self._histogram.update(accepted for _, accepted in news.drafts)
         if news.output is not None:
             stats = news.output.stats
@@ -281,12 +283,14 @@ class Completion:
         """Build a chunk of what came in for a choice since the last one; None if there is nothing to show yet. A chunk
         has one piece of a tool call at most, as clients expect: call again until the result is None."""
         pieces = _joined(choice.calls)
+        # Of several pieces of tool calls, send the first.
         if len(pieces) > 1:
             choice.calls = pieces[1:]
             delta = {"content": choice.text} if choice.text else {}
             choice.text = ""
             body: dict[str, Any] = {"index": choice.index, "finish_reason": None, "logprobs": None}
             return self._body([body | {"delta": delta | {"tool_calls": [_call_delta(pieces[0])]}}], ".chunk")
+        # Otherwise send everything that came in, if there is anything to show.
         shown = choice.tokens if self.explains or self.top is not None or self._prompts is not None else []
         if not (
             choice.text or choice.reasoning or pieces or shown or (choice.finish_reason and not choice.reason_sent)

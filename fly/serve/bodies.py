@@ -27,12 +27,12 @@ def read(kind: type[Model], data: bytes, content_type: str) -> Model:
     form = content_type.partition(";")[0].strip().lower()
     if form != "application/json" and not re.fullmatch(r"application/.*\+json", form):
         given = f"is {content_type[:100]!r}" if content_type else "is missing"
-        message = f"the header content-type {given}; a body is read where that is 'application/json'"
+        message = f"the header content-type {given}; a body must be 'application/json'"
         raise ApiError(400, message, code="invalid_content_type")
     try:
         value = loads(data)
     except json.JSONDecodeError as error:
-        message = f"the body is no JSON: {error.msg} at character {error.pos}"
+        message = f"the body is not JSON: {error.msg} at character {error.pos}"
         raise ApiError(400, message, code="invalid_value") from None
     except Twice as error:
         name = str(error)
@@ -57,6 +57,7 @@ def _wrong(error: ValidationError, body: Any) -> ApiError:
     the value's own type or, failing that, the one that pydantic found deepest: that is most likely what was meant.
     """
 
+    # The location of a problem in the body; pydantic's also has names of types.
     def path(problem: Any) -> list[str | int]:
         found, value = [], body
         for part in problem["loc"]:
@@ -69,6 +70,7 @@ def _wrong(error: ValidationError, body: Any) -> ApiError:
             found.append(problem["ctx"]["name"])
         return found
 
+    # Problems other than a wrong type rank first, then those that are deepest in the body.
     def rank(problem: Any) -> tuple[Any, ...]:
         return not problem["type"].endswith("_type"), [(isinstance(part, int), part) for part in path(problem)]
 
@@ -76,6 +78,7 @@ def _wrong(error: ValidationError, body: Any) -> ApiError:
     first: Any = next((p for p in problems if p["type"] in _UNKNOWN), problems[0])
     if first["type"] not in _UNKNOWN:
         first = max((p for p in problems if path(p)[:1] == path(first)[:1]), key=rank)
+    # Word the problem, with the field that it is about.
     where, message = list(map(str, path(first))), first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error" and not where:
         where = [name] if (name := message.partition(":")[0]).isidentifier() else []

@@ -61,7 +61,7 @@ class Clients:
             found = ip_address(address)
         except ValueError:
             if self._settings.trusted_proxies:
-                raise ValueError(f"x-forwarded-for: {address[:60]!r} is no address") from None
+                raise ValueError(f"x-forwarded-for: {address[:60]!r} is not an address") from None
             network = address  # a Unix socket has no address
         else:
             if isinstance(found, IPv6Address) and found.ipv4_mapped is not None:
@@ -86,7 +86,7 @@ def read_keys(path: Path) -> list[str]:
             raise ValueError(f"{path}, line {number}: the key {wrong}")
         keys.append(key)
     if not keys:
-        raise ValueError(f"{path}: has no key in it, which would let nobody in")
+        raise ValueError(f"{path}: has no keys, so nobody could connect")
     return keys
 
 
@@ -98,7 +98,7 @@ def wrong_with_headers(method: str, version: str, headers: Iterable[tuple[bytes,
         return f"the header {twice[0]} is given {names[twice[0].encode()]} times"
     found = dict(headers)
     if version not in ("1.0", "1.1", "2"):
-        return f"HTTP/{version} is not spoken here"
+        return f"HTTP/{version} is not supported"
     if version == "1.1" and b"host" not in found:
         return "the header host is missing"
     if b"content-length" in found and b"transfer-encoding" in found:

@@ -204,7 +204,7 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             # The parser treats the rest as another protocol. Parse the request again without its upgrade.
             if self.parser.get_method() == b"CONNECT":
-                raise httptools.HttpParserError("this is no proxy") from None
+                raise httptools.HttpParserError("this server is not a proxy") from None
             version = self.parser.get_http_version().encode()
             head = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
             head += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
@@ -262,7 +262,7 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "Bad Request", "this is no HTTP request, or one that may be read in two ways")
+        self._refuse(400, "Bad Request", "this is not an HTTP request, or an ambiguous one")
 
     def _start_clock(self) -> None:
         self._stop_clock()

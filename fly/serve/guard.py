@@ -130,12 +130,12 @@ class Guard:
                 raise ApiError(429, message, code="client_limit", retry_after=1)
         self.requests.take(client.name, counted)
         try:
-            ahead = [await self._body(scope, client, held, receive)]
-            if ahead[0]["type"] == "http.disconnect":
+            messages = [await self._body(scope, client, held, receive)]
+            if messages[0]["type"] == "http.disconnect":
                 return
 
             async def replay() -> Message:
-                return ahead.pop() if ahead else await receive()
+                return messages.pop() if messages else await receive()
 
             await self.app(scope, replay, answer)
         finally:

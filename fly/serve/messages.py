@@ -97,16 +97,16 @@ class Message(Body):
         """The message as chat templates expect it: content as one text, absent fields left out."""
         parts = self.content or ()
         content = parts if isinstance(parts, str) else "".join(part["text"] for part in parts)
-        said = {
+        fields = {
             "name": self.name,
             "tool_calls": self.tool_calls,
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning_content,
         }
         if self.tool_calls is not None:
-            said["tool_calls"] = list(map(_readable, self.tool_calls))
+            fields["tool_calls"] = list(map(_readable, self.tool_calls))
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content} | {name: value for name, value in said.items() if value is not None}
+        return {"role": role, "content": content} | {name: value for name, value in fields.items() if value is not None}
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4 * MOST)]
@@ -190,7 +190,7 @@ class Conversation(Body):
     @model_validator(mode="after")
     def _goes_on_or_opens(self) -> Conversation:
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message: not with add_generation_prompt: true")
+            raise ValueError("continue_final_message and add_generation_prompt: true exclude each other")
         return self
 
     @property

@@ -260,7 +260,7 @@ class Generation(Body):
                 given[name] = value if isinstance(value, str) else tuple(value)
         if self.logit_bias is not None:
             if bad := [key for key in self.logit_bias if not (key.isascii() and key.isdigit() and len(key) < 10)]:
-                raise ValueError(f"logit_bias: {bad[0]!r} is no token id")
+                raise ValueError(f"logit_bias: {bad[0]!r} is not a token id")
             given["logit_bias"] = {int(key): value for key, value in self.logit_bias.items()}
         if (form := self.structured()) is not None:
             given["structured"] = form
@@ -289,7 +289,7 @@ class CompletionRequest(Generation):
             raise ValueError(f"best_of: {self.best_of} is not supported beyond n; every completion is returned")
         if self.stream and self.prompt_top() is not None:
             name = "prompt_logprobs" if self.prompt_logprobs is not None else "echo: with logprobs it"
-            raise ValueError(f"{name} comes with a whole answer only, not with stream: true")
+            raise ValueError(f"{name} needs a whole answer, not stream: true")
         return self
 
     @property

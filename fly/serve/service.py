@@ -177,12 +177,14 @@ class Service:
         self.check_model(body.model)
         chosen = self.speculation(body)
         echoes = None
+        # Refuse more completions than may run at once.
         several = len(body.prompts) if isinstance(body, CompletionRequest) else 1
         at_once = min(self.settings.max_n, self.settings.max_open or self.settings.max_n)
         if (count := several * (body.n or 1)) > at_once:  # trying again would not help
             name = "prompt" if (body.n or 1) == 1 else "n"
             message = f"{name}: {count} completions; at most {at_once} at once"
             raise ApiError(400, message, name, "invalid_value")
+        # Encode the prompts.
         calls, prompts = None, list[list[int]]()
         if isinstance(body, ChatRequest):
             prompt = self.conversation(body)
@@ -195,6 +197,7 @@ class Service:
             name, prompts = "prompt", [self.encode(prompt) for prompt in body.prompts]
         for tokens in prompts:
             self.check_prompt(tokens, name)
+        # Refuse lists of log-probabilities that would be too long.
         if (top := body.prompt_top()) is not None:
             entries = sum(map(len, prompts)) * (top + 1) * (body.n or 1)
             if entries > _SCORES:
@@ -203,6 +206,7 @@ class Service:
         if isinstance(body, CompletionRequest) and body.echo:
             found = [self.echo(prompt, body.logprobs is not None) for prompt in body.prompts]
             echoes = [echo for echo in found for _ in range(body.n or 1)]
+        # Build the sampling parameters, with a grammar for tool calls if they need one.
         functions = tuple(function.name for function in body.usable) if isinstance(body, ChatRequest) else ()
         by_calls = isinstance(body, ChatRequest) and body.calls_by_form
         form = "tools" if by_calls else body.form or "response_format"
@@ -219,6 +223,7 @@ class Service:
             raise ApiError(400, message, param, "invalid_value") from None
         except ValueError as error:
             raise ApiError(400, str(error), str(error).partition(":")[0], "invalid_value") from None
+        # Build the engine's requests; their errors name the field of the request that is at fault.
         try:
             draft = chosen.draft if chosen.draft in self._named else None
             requests = self.llm.requests(
@@ -352,17 +357,17 @@ class Service:
             return {}
         looks_at = self.tokenizer.template_variables
         if body.tools is not None and "tools" not in looks_at:
-            raise ApiError(400, "tools: this model's chat template takes none", "tools", "unsupported_parameter")
+            raise ApiError(400, "tools: the chat template of this model has none", "tools", "unsupported_parameter")
         if unread := sorted(given.keys() - (looks_at - _OWN)):
             known = sorted(looks_at - _OWN)
-            message = f"{name}: this model's chat template does not look at {unread}; it knows {known}"
+            message = f"{name}: this model's chat template does not read {unread}; it reads {known}"
             raise ApiError(400, message, name, "invalid_value")
         return given | ({} if tools is None else {"tools": [tool.for_template() for tool in tools]})
 
     def check_prompt(self, tokens: list[int], name: str) -> None:
         """Raise ``ApiError`` if a prompt, from the field ``name``, cannot be completed."""
         if not tokens:
-            raise ApiError(400, f"{name}: empty; it has no token to go on from", name, "invalid_value")
+            raise ApiError(400, f"{name}: empty; there is nothing to continue", name, "invalid_value")
         if len(tokens) >= self.context:
             message = f"{len(tokens)} tokens of prompt leave no room in the model's context of {self.context}"
             raise ApiError(400, message, name, "context_length_exceeded")

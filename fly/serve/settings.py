@@ -18,7 +18,7 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 def wrong_with_key(key: str) -> str | None:
     """Say what is wrong with an API key, without showing the key; None if nothing is."""
     if not key.strip():
-        return "is empty: that is no key, and would let everybody in"
+        return "is empty, which would let everybody in"
     if any(character.isspace() for character in key):
         return "has a blank in it: a key is one word"
     if not (key.isascii() and key.isprintable()):
@@ -84,7 +84,7 @@ class Settings(BaseModel):
     def _hosts_are_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for name in value:
             if not _NAME.fullmatch(name):
-                raise ValueError(f"allowed_hosts {name!r} is no name without a port, such as fly.example.org")
+                raise ValueError(f"allowed_hosts {name!r} is not a host name without a port, such as fly.example.org")
         return value
 
     @field_validator("cors_origins")
@@ -92,5 +92,5 @@ class Settings(BaseModel):
     def _origins_are_whole(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for origin in value:
             if not _ORIGIN.fullmatch(origin):
-                raise ValueError(f"cors_origins {origin!r} is no origin such as https://example.org:8080, nor '*'")
+                raise ValueError(f"cors_origins {origin!r} must be '*' or an origin such as https://example.org:8080")
         return value

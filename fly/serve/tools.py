@@ -122,8 +122,8 @@ class _Call:
 
     def arguments(self) -> str:
         """The arguments that came in since the last call."""
-        said = self.text[self._start : None if self._end < 0 else self._end] if self._start >= 0 else ""
-        new, self._given = said[self._given :], len(said)
+        arguments = self.text[self._start : None if self._end < 0 else self._end] if self._start >= 0 else ""
+        new, self._given = arguments[self._given :], len(arguments)
         return new
 
     def may_name(self, names: frozenset[str]) -> bool:
@@ -136,10 +136,10 @@ class _Call:
 
     def whole(self) -> tuple[str, str] | None:
         """Name and arguments, in either order; None if this is not a call."""
-        said = _loaded(self.text)
-        if not isinstance(said, dict) or not isinstance(name := said.get("name"), str):
+        call = _loaded(self.text)
+        if not isinstance(call, dict) or not isinstance(name := call.get("name"), str):
             return None
-        given = said.get(self._key, said.get("arguments", {}))
+        given = call.get(self._key, call.get("arguments", {}))
         return name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
@@ -171,13 +171,13 @@ class CallReader:
     def push(self, text: str) -> list[str | CallDelta]:
         """Take in text. Return what is decided, in order: text and pieces of calls, none of them empty."""
         self._held += text
-        return [said for said in self._settle(last=False) if said]
+        return [piece for piece in self._settle(last=False) if piece]
 
     def finish(self, cut: bool = False) -> list[str | CallDelta]:
         """Return what was held back, after the last piece. If the answer was ``cut`` by its length, a marked call
         without arguments is dropped; otherwise it is text, because the model chose to stop there."""
         begun = self._state in ("opened", "call") and self._marked and not self._announced
-        return [] if cut and begun else [said for said in self._settle(last=True) if said]
+        return [] if cut and begun else [piece for piece in self._settle(last=True) if piece]
 
     def _settle(self, last: bool) -> Iterator[str | CallDelta]:
         steps = {
@@ -203,15 +203,15 @@ class CallReader:
             self._held = self._held.lstrip()
         before, found, after = self._held.partition(opener := self._form.opener)
         part = 0 if found or last else next(n for n in range(len(opener), -1, -1) if before.endswith(opener[:n]))
-        said = before[: len(before) - part]
-        said = said.rstrip() if found or not last else said
-        self._behind = self._behind and not said
+        text = before[: len(before) - part]
+        text = text.rstrip() if found or not last else text
+        self._behind = self._behind and not text
         if found:
-            self._raw, self._held = before[len(said) :] + found, after
+            self._raw, self._held = before[len(text) :] + found, after
             self._state, self._marked = "opened", True
         else:
-            self._held = before[len(said) :]
-        yield said
+            self._held = before[len(text) :]
+        yield text
 
     def _opened(self, last: bool) -> Iterator[str | CallDelta]:
         listed = r"\[?\s*" if self._form.listed else ""
@@ -248,8 +248,8 @@ class CallReader:
 
     def _no_call(self) -> str:
         """Give out as text what seemed to be a call."""
-        said, self._raw, self._state, self._behind = self._raw, "", "text", False
-        return said
+        text, self._raw, self._state, self._behind = self._raw, "", "text", False
+        return text
 
     def _closing(self, last: bool) -> Iterator[str | CallDelta]:
         form, begins = self._form, self._held.lstrip()
@@ -317,6 +317,7 @@ def grammar(
     calls += f" ({_quoted(form.separator)} {opener} call){{0,{_MOST - 1}}}" if several else ""
     if answer is not None:
         rules.append(f"answer: %json {json.dumps({'x-guidance': _BLANKS, **answer})}")
+    # What an answer may be: calls only; calls or an answer with a schema; or text with calls in it.
     if required:
         choices = calls
     elif answer is not None:
@@ -325,6 +326,7 @@ def grammar(
         anything = f"/(.|\\n)*{re.escape(form.opener)}"
         no_call, text = "", f"/(.|\\n)*/ & ~{anything}(.|\\n)*/"
         choices = f"(begun call){{0,{_MOST}}} TEXT" if several else "begun call | TEXT"
+        # A call without markers at the beginning of the answer counts, so text must not begin like one.
         if not form.listed:
             bare, known = rf"{_SPACE}(```json{_SPACE})?\{{{_SPACE}\"name\"", "|".join(map(re.escape, functions))
             no_call = f' & ~/{bare}{_SPACE}:{_SPACE}"({known})"(.|\\n)*/'
@@ -339,6 +341,7 @@ def grammar(
         else:
             rules.append(f"begun[lazy]: BEGUN\nBEGUN: {anything}/{no_call}")
     rules.append(f"said: {choices}")
+    # The answer may begin with thinking, between its tags.
     if thinking is None:
         rules.append("start: said")
     else:

@@ -42,7 +42,7 @@ def prompts_of(path: Path | None, task: str | None, count: int | None) -> list[A
         if line.strip():
             found.append(_read(line, f"{path}:{number}") if path.suffix == ".jsonl" else line)
     if not found:
-        raise ValueError(f"{path}: holds no prompt")
+        raise ValueError(f"{path}: has no prompts")
     return found[:count]
 
 
@@ -54,7 +54,7 @@ def _read(line: str, where: str) -> Any:
     if isinstance(value, dict):
         value = value.get("prompt", value.get("messages"))
     if not isinstance(value, (str, list)) or not value:
-        raise ValueError(f"{where}: no prompt: a text, a list of messages, or an object with 'prompt' or 'messages'")
+        raise ValueError(f"{where}: must be a text, a list of messages, or an object with 'prompt' or 'messages'")
     return value
 
 
@@ -73,13 +73,13 @@ def answers(
     Raises ``ValueError`` if the file is about another target, other prompts or other ``params``.
     """
     found = [Answer(**json.loads(line)) for line in _whole_lines(path)]
-    about, said = path.with_suffix(".json"), json.dumps({"llm": repr(llm), "params": repr(params)})
-    same = not found or (about.exists() and about.read_text(encoding="utf-8") == said)
+    about, settings = path.with_suffix(".json"), json.dumps({"llm": repr(llm), "params": repr(params)})
+    same = not found or (about.exists() and about.read_text(encoding="utf-8") == settings)
     if not same or any(_ids(llm, prompt) != one.prompt for prompt, one in zip(prompts, found)):
         raise ValueError(
-            f"{path} has answers of another target, to other prompts or sampled otherwise; go on elsewhere"
+            f"{path} has answers of another target, to other prompts, or sampled in another way; choose another file"
         )
-    about.write_text(said, encoding="utf-8")
+    about.write_text(settings, encoding="utf-8")
     advance(len(found))
     if len(prompts) > len(found):
         asyncio.run(_ask(llm, prompts, params, path, advance, found))

@@ -235,7 +235,7 @@ def train_head(
     answers: abc.Sequence[Answer],
     plan: Plan,
     directory: Path,
-    advance: Callable[[int, str], None] = lambda count, said: None,
+    advance: Callable[[int, str], None] = lambda count, text: None,
 ) -> tuple[Eagle3Head, Training]:
     """Train a head for the target that ``executor`` runs, on its ``answers``, and write it to ``directory`` in the
     published layout. A training that was begun there with the same plan and answers continues from its last checkpoint.
@@ -266,13 +266,15 @@ def train_head(
     )
     rows = _Rows(executor, config.states or (), plan.length)
     training = Training()
-    said = {**asdict(plan), "answers": len(used), "config": config.model_dump(mode="json")}
-    said = {name: json.loads(json.dumps(value)) for name, value in said.items() if name not in _MAY_CHANGE}
+    settings = {**asdict(plan), "answers": len(used), "config": config.model_dump(mode="json")}
+    settings = {name: json.loads(json.dumps(value)) for name, value in settings.items() if name not in _MAY_CHANGE}
     directory.mkdir(parents=True, exist_ok=True)
     if (state := directory / _STATE).exists():
         kept = torch.load(state, weights_only=True)
-        if different := [name for name in said if kept["said"].get(name) != said[name]]:
-            raise ValueError(f"{state} is of another training (its {different} differ); go on with that, or elsewhere")
+        if different := [name for name in settings if kept["said"].get(name) != settings[name]]:
+            raise ValueError(
+                f"{state} belongs to another training (its {different} differ); keep them, or use another directory"
+            )
         head.load_state_dict({**head.state_dict(), **kept["head"]})
         optimiser.load_state_dict(kept["optimiser"])
         rows.scale_F = kept["scale"]
@@ -301,7 +303,7 @@ def train_head(
         advance(1, f"loss {sum(training.losses[-20:]) / len(training.losses[-20:]):.3f}")
         if training.step % plan.save_every == 0 or training.step == plan.steps:
             own = {name: value for name, value in head.state_dict().items() if not (head.shares and "embed" in name)}
-            _save(state, {"said": said, "head": own, "scale": rows.scale_F,
+            _save(state, {"said": settings, "head": own, "scale": rows.scale_F,
                           "optimiser": optimiser.state_dict(), "training": asdict(training)})  # fmt: skip
     training.held_out = acceptance(head, rows, tests, ids_U, plan)
     head.fc.weight.data /= rows.scale_F  # in drafting, hidden states are not scaled

@@ -95,7 +95,7 @@ def test_keys_of_a_file_are_read_again(tmp_path: Path) -> None:
         assert (complete(alice)[1], complete(mallory)[1]) == (200, 401)
         for text, says, statuses in (
             (f"{MALLORY}\n", "1 keys", (401, 200)),
-            ("", "no key in it", (401, 200)),
+            ("", "has no keys", (401, 200)),
             (f"{ALICE}\ntwo words\n", "line 2", (401, 200)),
             (f"{ALICE}\n{MALLORY}\n", "2 keys", (200, 200)),
         ):
