@@ -272,25 +272,20 @@ class Runner:
         most: abc.Sequence[int],
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
-    ) -> Drafted | None:
+    ) -> Drafted:
         """What the model generates for every row, token after token (``Executor.extend``), up to ``most[b]`` (at least
         1) or one that ends the row; all but that one are then cached. As ``feed`` and an argmax or a draw, again and
         again. Or a tree of so many levels, of which nothing is cached then.
 
-        None if the executor has no such call, or if hidden states are needed. Raises ``OutOfBlocks`` where the cache
-        has no room for all of it. Nothing was changed then.
+        Raises ``OutOfBlocks`` where the cache has no room for all of it. Nothing was changed then.
         """
-        if self._watches:
-            return None
         strange = self._strange(rows)
         starts = [len(self.begin(row)) for row in rows]
         new = [row.tokens[start:] for row, start in zip(rows, starts)]
         counts = [len(tokens) for tokens in new]
         room = [count + (n - 1 if spec.tree is None else spec.tree.spare) for count, n in zip(counts, most)]
         batch = Batch.of(new, self._reserve(rows, starts, counts, None, room, strange))
-        if (drafted := self.executor.extend(batch, spec, rows, most, sampling, seeds)) is None:
-            self._give_back(rows, starts, strange)
-            return None
+        drafted = self.executor.extend(batch, spec, rows, most, sampling, seeds)
         for row, added, tokens, n in zip(rows, new, drafted.tokens, most):
             cached = self._cached[row.id]
             cached += added + (tokens[:-1] if spec.tree is None else [])

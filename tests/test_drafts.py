@@ -11,10 +11,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from fly.backends import load
-from fly.backends.torch import TorchExecutor
 from fly.cache import OutOfBlocks
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
-from fly.executor import Batch, Drafted
 from fly.models import Llama
 from fly.ops import Stream, derive, draw, uniforms
 from fly.policies import Exact, FLy, LossySampling
@@ -348,41 +346,6 @@ def test_a_lossy_level_is_refused_above_temperature_zero(policy: Exact) -> None:
         strategy.propose(rows, [4, 4])
     assert strategy.propose(rows, [4, 0]).lengths_B.tolist() == [4, 0]
     assert strategy.propose(rows[:1], [4]).lengths_B.tolist() == [4]
-
-
-@pytest.mark.parametrize("below_is_faster", [True, False])
-def test_a_level_asks_the_one_below_only_while_that_is_faster(below_is_faster: bool) -> None:
-    """The clock runs by what is done; the tokens are the same either way."""
-    model, now = random_llama(3), [0.0]
-    asked, alone = [0], [0]
-
-    class Whole(TorchExecutor):
-        def extend(self, batch, spec, rows, most, sampling=None, seeds=()):  # type: ignore[no-untyped-def]
-            """As the compiled kernels do, for one row."""
-            alone[0] += 1
-            now[0] += 1.0
-            drafted, kv = [], batch.kv
-            while True:
-                drafted.append(int(self.score(batch).logits_NV[-1].argmax()))
-                if len(drafted) == most[0] or drafted[-1] in rows[0].stop_ids:
-                    return Drafted([drafted])
-                at = batch.positions[-1] + 1
-                batch = Batch(drafted[-1:], [at], kv.cache.batch(kv.seqs, [at], [1]))
-
-    class Below(NGramDraft):
-        def propose(self, rows, max_len):  # type: ignore[no-untyped-def]
-            asked[0] += 1
-            now[0] += 0.01 if below_is_faster else 1.0
-            return super().propose(rows, max_len)
-
-    level = SingleDraft(Whole(model), Below())
-    level.clock = lambda: now[0]
-    twin = SingleDraft(run(model))
-    for number in range(60):
-        tokens = [number % 7, 1, 2, 1, 2, number % 5]
-        (mine,), (plain,) = (s.propose([make_row(tokens)], [8]).chains for s in (level, twin))
-        assert mine == plain
-    assert (asked[0] > 50 > 8 > alone[0]) if below_is_faster else (alone[0] > 50)
 
 
 def test_a_level_of_a_cascade_is_loaded_once_by_its_owner() -> None:

@@ -6,7 +6,6 @@ Skipped as a whole where the library was not built, save what must hold then.
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import subprocess
 import sys
@@ -436,10 +435,10 @@ def test_drafting_at_once_is_drafting_step_by_step(variant: str, data: st.DataOb
     every_params = [GREEDY] * rows_n if data.draw(st.booleans()) else data.draw(drawn)
     seeds = [data.draw(st.integers(0, 2**62)) for _ in range(rows_n)]
     rows = [make_row(*row) for row in zip(prompts, stops, every_params, seeds)]
-    tokens = data.draw(st.sampled_from([48, 96, 400]))  # a small cache makes drafting at once give way
+    tokens = data.draw(st.sampled_from([48, 96, 400]))
     stop = {
         "confidence": data.draw(st.sampled_from([0.0, 0.0, 0.313, 0.571, 0.99])),
-        "entropy": data.draw(st.sampled_from([math.inf, math.inf, 1.517, 0.717, 0.003])),
+        "reach": data.draw(st.sampled_from([0.0, 0.0, 0.117, 0.517])),
     }
     fast, slow = (
         SingleDraft(some, cache_tokens=tokens, block_size=4, **stop)  # type: ignore[arg-type]
@@ -768,7 +767,7 @@ def test_drafting_at_once_is_used_and_only_where_it_is_the_same(monkeypatch: pyt
         return bool(calls)
 
     assert proposes(SingleDraft(model), row)
-    assert proposes(SingleDraft(model, confidence=0.1), row) and proposes(SingleDraft(model, entropy=9.0), row)
+    assert proposes(SingleDraft(model, confidence=0.1), row) and proposes(SingleDraft(model, reach=0.1), row)
     other = Sequence([1, 2, 3], 3, SamplingParams(), Exact(), seed=0, k=8, stop_ids=frozenset({4}))
     assert proposes(SingleDraft(model), other)
     assert proposes(SingleDraft(model, draft=NGramDraft()), other)
@@ -779,7 +778,8 @@ def test_drafting_at_once_is_used_and_only_where_it_is_the_same(monkeypatch: pyt
     for changed in ({"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}, {"min_tokens": 9}):
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 64, **changed})  # type: ignore[arg-type]
         other = Sequence([1, 2, 3], 3, params, Exact(), seed=0, k=8, stop_ids=frozenset({4}))
-        assert not proposes(SingleDraft(model), other)
+        assert not model.looks_up([other]) and model.looks_up([row])
+        assert not proposes(SingleDraft(model, draft=NGramDraft()), other)
 
 
 @built

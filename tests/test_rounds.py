@@ -116,7 +116,7 @@ def test_rounds_of_one_call_are_the_rounds_of_as_many_steps(data: st.DataObject)
     setting = drafting, data.draw(st.booleans()), data.draw(st.sampled_from([None, 3])), blocks, size
     stop = {
         "confidence": data.draw(st.sampled_from([0.0, 0.0, 0.3, 0.6])),
-        "entropy": data.draw(st.sampled_from([math.inf, math.inf, 1.5, 0.7])),
+        "reach": data.draw(st.sampled_from([0.0, 0.0, 0.1, 0.4])),
     }
     cold = data.draw(st.booleans())
     drawn = {
@@ -319,7 +319,7 @@ def test_it_is_used_only_if_nothing_has_to_be_done_between_two_rounds(monkeypatc
         return bool(calls)
 
     near = DRAFTS[0]
-    assert used(SingleDraft(near, confidence=0.4)) and used(SingleDraft(near, entropy=2.0))
+    assert used(SingleDraft(near, confidence=0.4)) and used(SingleDraft(near, reach=0.2))
     assert used(None) and used(SingleDraft(near)) and used(SingleDraft(near), k=0)
     assert used(SingleDraft(near), rule="fly") and used(CascadeDraft([NGramDraft(), SingleDraft(near)]))
     assert used(NGramDraft()) and not used(Own(near)) and not used(type("Own", (NGramDraft,), {})())

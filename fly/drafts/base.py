@@ -33,6 +33,7 @@ __all__ = [
     "pad_trees",
     "pieces_of",
     "together",
+    "unchanged",
     "until_end",
 ]
 
@@ -236,6 +237,12 @@ class Wrapper(DraftStrategy):
     def reserve(self, tokens: int) -> None:
         for member in self.members:
             member.reserve(tokens)
+
+
+def unchanged(strategy: DraftStrategy, kind: type[DraftStrategy]) -> bool:
+    """Whether ``strategy`` proposes, and learns, as strategies of this kind do, whatever else a subclass changes."""
+    own = type(strategy)
+    return own.propose is kind.propose and own.observe is kind.observe
 
 
 def drafted_of(rows: int, active: list[int], found: Drafted) -> Draft:

@@ -1,32 +1,23 @@
-"""Drafting by a trained head that reads the target's hidden states: EAGLE-3 (arXiv 2503.01840).
-
-Shape legend: B rows, N places, K longest draft, S cached tokens of a row, F hidden states side by side, C hidden width
-of the head, U draft vocabulary, V the target's vocabulary.
-"""
+"""Drafting by a trained head that reads the target's hidden states: EAGLE-3 (arXiv 2503.01840)."""
 
 from __future__ import annotations
 
-import heapq
 import sys
 from collections import abc
 from contextlib import suppress
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from fly.bundled import find_checkpoint
 from fly.cache import BlockAllocator, OutOfBlocks, PagedKVCache
-from fly.constraints import constrain, constrains
-from fly.drafts.base import Continuation, DraftStrategy, Load, drafted_of, pad, pad_trees
+from fly.drafts.base import Continuation, DraftStrategy, Load, drafted_of
 from fly.drafts.heads import HeadRunner
 from fly.drafts.model import seed_of
-from fly.drafts.stops import Certainty, check_chance, reach_of
-from fly.drafts.tree import Tree
+from fly.drafts.stops import check_chance, reach_of
 from fly.executor import DraftSpec, Executor, Growth, Head
 from fly.models.config import LlamaConfig
 from fly.models.loading import resolve_device, resolve_dtype
-from fly.ops import Stream, draw, top, uniforms
 from fly.request import Sequence
 from fly.runner import Runner
 from fly.sampling import BatchSampling
@@ -99,7 +90,6 @@ class Eagle3Draft(DraftStrategy):
             self._path = found if isinstance(found, Path) else str(found)
             resolve_dtype(dtype, {})  # what names none is refused at once
             resolve_device(device)
-        self._one_call = True  # whether the head drafts in one call, until it says no
         self._options = {"dtype": dtype, "device": device, "kernels": kernels}
         self._cache_tokens, self._block_size, self._own_size = cache_tokens, block_size, cache_tokens is not None
 
@@ -157,15 +147,15 @@ class Eagle3Draft(DraftStrategy):
         active = [b for b, n in enumerate(most) if n]
         if not active:
             return Draft.empty(len(rows), self.device)
-        try:
-            if (found := self._at_once(rows, active, most)) is not None:
-                return found
-            return self._trees(rows, active, most) if self.nodes else self._chains(rows, active, most)
-        finally:
-            self.runner.roll_back([rows[b] for b in active])
+        going, sampling = [rows[b] for b in active], None
+        if not self.nodes and not all(row.greedy for row in going):
+            sampling = BatchSampling.of([row.params for row in going])
+        seeds = [seed_of(row) for row in going]
+        found = self.runner.chains(going, self._spec(going), [most[b] for b in active], sampling, seeds)
+        return drafted_of(len(rows), active, found)
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
-        if not all(self.head.may_extend(row) and self.runner.may_draft(row) for row in rows):
+        if not all(map(self.runner.may_draft, rows)):
             return None
         longest = sys.maxsize if self.growth is None else self.depth
         most = longest if self.k is None else min(self.k, longest)
@@ -203,143 +193,3 @@ class Eagle3Draft(DraftStrategy):
     def reserve(self, tokens: int) -> None:
         if not self._own_size:
             self._cache_tokens = tokens
-
-    def _at_once(self, rows: abc.Sequence[Sequence], active: list[int], most: list[int]) -> Draft | None:
-        """The proposal in one call of the head, for rows ``active``; None where it has no such call."""
-        going, sampling = [rows[b] for b in active], None
-        if not self._one_call or not all(map(self.head.may_extend, going)):
-            return None
-        if not self.nodes and not all(row.greedy for row in going):
-            sampling = BatchSampling.of([row.params for row in going])
-        seeds = [seed_of(row) for row in going]
-        found = self.runner.chains(going, self._spec(going), [most[b] for b in active], sampling, seeds)
-        self._one_call = found is not None
-        return None if found is None else drafted_of(len(rows), active, found)
-
-    def _chains(self, rows: abc.Sequence[Sequence], active: list[int], most: list[int]) -> Draft:
-        scratch = {b: rows[b].fork(rows[b].policy, seed_of(rows[b])) for b in active}
-        starts = {b: len(rows[b].tokens) for b in active}
-        probs: dict[int, list[Tensor]] = {b: [] for b in active}
-        greedy = all(rows[b].greedy for b in active)
-        spec = self._spec(rows)
-        certainty = [Certainty(spec, reach) for reach in spec.reach]
-        asks = any(certainty[b].asks for b in active)
-        logits_NU, x_NC = self.runner.begin_drafts([rows[b] for b in active], [most[b] - 1 for b in active])
-        while active:
-            going = [scratch[b] for b in active]
-            tokens, probs_NV, said_NV = self._next(logits_NU, going, greedy, asks)
-            kept = []
-            for i, (b, token) in enumerate(zip(active, tokens)):
-                sure = said_NV is None or certainty[b].after(said_NV[i : i + 1])[0]
-                scratch[b].tokens.append(token)
-                if probs_NV is not None:
-                    probs[b].append(probs_NV[i])
-                if sure and len(scratch[b].tokens) - starts[b] < most[b] and token not in rows[b].stop_ids:
-                    kept.append(i)
-            active = [active[i] for i in kept]
-            if active:
-                x_NC = x_NC if len(kept) == len(x_NC) else x_NC[kept]
-                logits_NU, x_NC = self.runner.go_on([scratch[b] for b in active], x_NC)
-        chains = [scratch[b].tokens[starts[b] :] if b in scratch else [] for b in range(len(rows))]
-        proposal = pad(chains, self.device)
-        if greedy:
-            return proposal
-        probs_BKV = torch.zeros(*proposal.tokens_BK.shape, self.head.config.vocab_size, device=self.device)
-        for b, row_probs in probs.items():
-            if row_probs:
-                probs_BKV[b, : len(row_probs)] = torch.stack(row_probs)
-        return Draft(proposal.tokens_BK, proposal.lengths_B, probs_BKV)
-
-    def _next(
-        self, logits_NU: Tensor, rows: list[Sequence], greedy: bool, asks: bool
-    ) -> tuple[list[int], Tensor | None, Tensor | None]:
-        """The next token of each row, what it was drawn from [N, V] (sampling only), and if ``asks`` the distribution
-        that says how sure the head is."""
-        head = self.head
-        bound = any(map(constrains, rows))
-        if greedy and not bound:
-            tokens: list[int] = head.to_target_U[logits_NU.argmax(-1)].tolist()
-            return tokens, None, logits_NU.softmax(-1) if asks else None
-        logits_N1V = self._spread(logits_NU).unsqueeze(1)
-        if bound:
-            allowed_N1V = constrain(logits_N1V, rows, [[]] * len(rows))
-            # Its vocabulary may have nothing that is allowed: then the target refuses what it says.
-            lost_N11 = allowed_N1V.amax(-1, keepdim=True) == -torch.inf
-            logits_N1V = torch.where(lost_N11, logits_N1V, allowed_N1V)
-        if greedy:
-            raw_NV, probs_NV = logits_N1V.squeeze(1), None
-        else:
-            sampling = BatchSampling.of([row.params for row in rows], self.device)
-            raw_NV, probs_NV = logits_N1V.squeeze(1), sampling.probs(logits_N1V).squeeze(1)
-        said_NV: Tensor | None = None
-        if asks:
-            said_NV = raw_NV.softmax(-1)
-            if probs_NV is not None:
-                greedy_N1 = torch.tensor([[row.greedy] for row in rows], device=self.device)
-                said_NV = torch.where(greedy_N1, said_NV, probs_NV)
-        if probs_NV is None:
-            return raw_NV.argmax(-1).tolist(), None, said_NV
-        seed_N = torch.tensor([row.seed for row in rows], device=self.device)
-        length_N = torch.tensor([len(row.tokens) for row in rows], device=self.device)
-        uniform_N = uniforms(seed_N, length_N, Stream.SAMPLE, 1).squeeze(1)
-        return draw(probs_NV, uniform_N).tolist(), probs_NV, said_NV
-
-    def _spread(self, logits_NU: Tensor) -> Tensor:
-        """Logits [N, V] over the target's vocabulary: what is not in the head's is never drafted."""
-        ids_U, vocab = self.head.to_target_U, self.head.config.vocab_size
-        spread_NV = logits_NU.new_full((len(logits_NU), vocab), -torch.inf)
-        return spread_NV.index_copy_(1, ids_U, logits_NU)
-
-    def _trees(self, rows: abc.Sequence[Sequence], active: list[int], most: list[int]) -> Draft:
-        trees = {b: Tree() for b in active}
-        room = [(min(most[b], self.depth) - 1) * self.width for b in active]
-        logits_NU, x_NC = self.runner.begin_drafts([rows[b] for b in active], room)
-        frontier = [(b, -1) for b in active]  # row and node that each line of logits follows
-        for level in range(max(most)):
-            grown: dict[int, list[tuple[int, int]]] = {}  # of each row, new nodes and the line that each follows
-            for i, ((b, node), ids, log_probs) in enumerate(self._likeliest(rows, trees, frontier, logits_NU)):
-                for token, log_prob in zip(ids, log_probs):
-                    if log_prob > -torch.inf:  # a banned token can never stand
-                        grown.setdefault(b, []).append((trees[b].add(token, node, log_prob), i))
-            follow: list[tuple[int, int, int]] = []
-            for b, new in grown.items():
-                if most[b] > level + 1:
-                    # nothing follows a token that ends the row
-                    tree, ends = trees[b], rows[b].stop_ids
-                    going = [(node, i) for node, i in new if tree.tokens[node] not in ends]
-                    best = heapq.nlargest(self.width, going, key=lambda each: tree.scores[each[0]])
-                    follow += [(b, node, i) for node, i in best]
-            if not follow:
-                break
-            frontier = [(b, node) for b, node, _ in follow]
-            by_row = {b: [node for other, node in frontier if other == b] for b, _ in frontier}
-            lines = [i for _, _, i in follow]
-            logits_NU, x_NC = self.runner.branch({b: rows[b] for b in by_row}, trees, by_row, x_NC[lines])
-        found = [trees[b].best(self.nodes) if b in trees else ([], []) for b in range(len(rows))]
-        return pad_trees(found)
-
-    def _likeliest(
-        self,
-        rows: abc.Sequence[Sequence],
-        trees: dict[int, Tree],
-        frontier: list[tuple[int, int]],
-        logits_NU: Tensor,
-    ) -> list[tuple[tuple[int, int], list[int], list[float]]]:
-        """The ``width`` likeliest tokens after each node of the frontier, and ln of their probabilities."""
-        ids_U: Tensor | None = self.head.to_target_U
-        if any(constrains(rows[b]) for b, _ in frontier):
-            paths = []
-            for b, node in frontier:
-                scratch, path = rows[b].fork(rows[b].policy, 0), list[int]()
-                while node >= 0:
-                    path.append(trees[b].tokens[node])
-                    node = trees[b].parents[node]
-                scratch.tokens += path[::-1]
-                paths.append(scratch)
-            logits_NV = constrain(self._spread(logits_NU).unsqueeze(1), paths, [[]] * len(paths)).squeeze(1)
-            log_N, ids_U = logits_NV.log_softmax(-1), None
-        else:
-            log_N = logits_NU.log_softmax(-1)
-        best_NW = top(log_N, min(self.width, log_N.shape[-1]))
-        found_NW = best_NW.indices if ids_U is None else ids_U[best_NW.indices]
-        return list(zip(frontier, found_NW.tolist(), best_NW.values.tolist()))

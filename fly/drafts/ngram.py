@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import abc
 
-from fly.drafts.base import Continuation, DraftStrategy, pad, until_end
+from fly.drafts.base import Continuation, DraftStrategy, pad, unchanged, until_end
 from fly.executor import DraftSpec, Executor, Lookup
 from fly.request import Sequence, common_prefix
 from fly.types import Draft
@@ -86,7 +86,7 @@ class NGramDraft(DraftStrategy):
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
         spec = DraftSpec(lookup=self.lookup)
-        return Continuation(None, [self.k] * len(rows), spec) if type(self) is NGramDraft else None
+        return Continuation(None, [self.k] * len(rows), spec) if unchanged(self, NGramDraft) else None
 
     def release(self, row: Sequence) -> None:
         self._indices.pop(row.id, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +109,6 @@ def _drafter(text: str) -> SingleDraft | None:
     except ValueError:  # a checkpoint that is gone
         return None
     last = None if strategy is None else strategy.last
-    if type(last) is not SingleDraft or last.entropy < math.inf or last.policy.guarantee is not Guarantee.LOSSLESS:
+    if type(last) is not SingleDraft or last.policy.guarantee is not Guarantee.LOSSLESS:
         return None
     return last

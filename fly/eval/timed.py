@@ -65,13 +65,13 @@ class Clock(Wrapped):
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         return self._clocked(self.inner.score, batch, places, *([states] if states else []))
 
-    def may_extend(self, row: Sequence) -> bool:
-        return self.inner.may_extend(row)
+    def looks_up(self, rows: abc.Sequence[Sequence]) -> bool:
+        return self.inner.looks_up(rows)
 
     def may_round(self, row: Sequence) -> bool:
         return self.inner.may_round(row)
 
-    def extend(self, *arguments: Any, **options: Any) -> Drafted | None:
+    def extend(self, *arguments: Any, **options: Any) -> Drafted:
         return self._clocked(self.inner.extend, *arguments, **options)
 
     def embedding(self) -> Tensor:
@@ -124,7 +124,7 @@ class HeadClock(Clock, Head):
     def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
         return self._clocked(self.head.step, batch, x_TC, places)
 
-    def chains(self, *arguments: Any, **options: Any) -> Drafted | None:
+    def chains(self, *arguments: Any, **options: Any) -> Drafted:
         return self._clocked(self.head.chains, *arguments, **options)
 
 
