@@ -245,8 +245,8 @@ def _draft_chains(
             row.tokens.append(token)
             sure = True
             if certainty[b].asks:
-                raw = row.greedy or probs_NV is None
-                (sure,) = certainty[b].after(logits_NV[n : n + 1].softmax(-1) if raw else probs_NV[n : n + 1])
+                own_1V = logits_NV[n : n + 1].softmax(-1) if probs_NV is None or row.greedy else probs_NV[n : n + 1]
+                (sure,) = certainty[b].after(own_1V)
             if sure and len(row.tokens) - len(rows[b].tokens) < most[b] and token not in row.stop_ids:
                 goes_on.append(n)
         if not goes_on:

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from fly import LLM, SamplingParams
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.adaptive import AdaptiveDraft
-from fly.drafts.base import Continuation, pad, pad_trees
+from fly.drafts.base import Continuation, StopsByChance, pad, pad_trees
 from fly.executor import Spent
 from fly.request import Sequence
 from fly.types import Draft
 from tests.test_drafts import LARGE, MEDIUM, SMALL, VOCAB, make_row, proposals
-from tests.toys import dense_logits, run
+from tests.toys import caches, dense_logits, ready, run
 
 texts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=10)
 
@@ -44,8 +44,8 @@ def test_drafting_ends_after_the_first_token_it_is_unsure_of(
     draw."""
     rows = [make_row(text, 1.0 if sampled else 0.0, seed=b) for b, text in enumerate(texts)]
     below = (lambda: NGramDraft()) if cascade else (lambda: None)
-    free = SingleDraft(run(MEDIUM), draft=below()).propose(rows, [6] * len(rows))
-    limited = SingleDraft(run(MEDIUM), draft=below(), confidence=confidence, reach=reach)
+    free = ready(SingleDraft(run(MEDIUM), draft=below())).propose(rows, [6] * len(rows))
+    limited = ready(SingleDraft(run(MEDIUM), draft=below(), confidence=confidence, reach=reach))
     draft = limited.propose(rows, [6] * len(rows))
     for row, everything, some in zip(rows, proposals(free), proposals(draft)):
         assert some == everything[: len(some)]
@@ -60,7 +60,7 @@ def test_drafting_ends_after_the_first_token_it_is_unsure_of(
                 assert not sure
                 event("stopped")
         limited.release(row)
-    for allocator in limited.allocators():
+    for allocator in caches(limited):
         assert allocator.num_free == allocator.num_blocks
 
 
@@ -252,10 +252,9 @@ class HardPlaces(Machine):
         return [self.rng.random() < self.chance_at(at) for at in range(length)]
 
 
-class Knowing(Simulated):
+class Knowing(Simulated, StopsByChance):
     """Knows the chance of each token that it drafts, and ends where the next is not worth it."""
 
-    knows_chances = True
     machine: HardPlaces
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:

@@ -22,7 +22,7 @@ from fly.backends.torch import Model, TorchExecutor, TorchHead
 from fly.bundled import open_model
 from fly.drafts.base import Loaded
 from fly.errors import short
-from fly.executor import Executor
+from fly.executor import Executor, Wrapped
 from fly.models import Llama
 from fly.models.checkpoint import Checkpoint
 from fly.models.eagle import is_head, load_head
@@ -132,6 +132,7 @@ def load(
     kernels: str = "auto",
     by: LoadExecutor = load_executor,
     context: int | None = None,
+    like: Executor | None = None,
 ) -> Loaded:
     """A model or a draft head by name (``fly.bundled.find_checkpoint``), a checkpoint, or a loaded model as it is, on
     PyTorch where it is no executor.
@@ -139,9 +140,12 @@ def load(
     Args:
         by: loads a checkpoint.
         context: positions used at most, where the model has more. A loaded model's are what they are.
+        like: the model that this one drafts for, whose dtype, device and kernels are what ``"auto"`` stands for.
 
     Raises ``ValueError`` (``CheckpointError``) for a checkpoint that cannot be used.
     """
+    if isinstance(model, Loaded):
+        return model
     if isinstance(model, Executor):
         return Loaded(model)
     if not isinstance(model, (str, Path, Checkpoint)):
@@ -149,6 +153,9 @@ def load(
             raise ValueError(f"model {short(model)} is no name, path, open checkpoint or loaded model")
         return Loaded(executor_of(model, TORCH))
     checkpoint = open_model(model)
+    if like is not None:
+        dtype, device = (like.dtype if dtype == "auto" else dtype), (like.device if device == "auto" else device)
+        kernels = _kernels_like(like, device) if kernels == "auto" else kernels
     if is_head(checkpoint.path):
         where, own = resolve_device(device), None if dtype == "auto" else resolve_dtype(dtype, {})
         variant = split(chosen(kernels))[0] if where.type == "cpu" else TORCH  # its few weights are not rounded
@@ -159,3 +166,16 @@ def load(
     executor, tokenizer = by(checkpoint, dtype, device, kernels=kernels), Tokenizer.load(checkpoint)
     control_ids = read_eos_ids(checkpoint, executor.config.vocab_size)
     return Loaded(executor, tokenizer, control_ids | (tokenizer.control_ids if tokenizer else frozenset()))
+
+
+def _kernels_like(target: Executor, device: str | torch.device) -> str:
+    """The target's kernels, for a draft on ``device``; ``"auto"`` on another kind of device, and where the target runs
+    on PyTorch because nothing else could run it."""
+    inner: Any = target
+    while isinstance(inner, Wrapped):
+        inner = inner.inner
+    model = getattr(inner, "model", None)
+    forced = target.leaves_early or not isinstance(model, Llama) or refusal(model) is not None
+    if resolve_device(device).type != target.device.type or (target.kernels == TORCH and forced):
+        return "auto"
+    return target.kernels

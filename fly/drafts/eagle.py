@@ -10,16 +10,14 @@ from pathlib import Path
 import torch
 
 from fly.bundled import find_checkpoint
-from fly.cache import BlockAllocator, OutOfBlocks, PagedKVCache
-from fly.drafts.base import Continuation, DraftStrategy, Load, drafted_of
+from fly.cache import OutOfBlocks
+from fly.drafts.base import Continuation, DraftSetup, StopsByChance, drafted_of
 from fly.drafts.heads import HeadRunner
 from fly.drafts.model import seed_of
 from fly.drafts.stops import check_chance, reach_of
-from fly.executor import DraftSpec, Executor, Growth, Head
-from fly.models.config import LlamaConfig
+from fly.executor import DraftSpec, Growth, Head
 from fly.models.loading import resolve_device, resolve_dtype
 from fly.request import Sequence
-from fly.runner import Runner
 from fly.sampling import BatchSampling
 from fly.types import Draft
 
@@ -28,7 +26,7 @@ __all__ = ["Eagle3Draft"]
 _BACKLOG = 256  # tokens that a row is behind at most before the head catches up with it
 
 
-class Eagle3Draft(DraftStrategy):
+class Eagle3Draft(StopsByChance):
     """A trained EAGLE-3 head: one layer that goes on from the target's own hidden states, token after token.
 
     Its keys and values are cached as a draft model's are. It knows nothing of tokens whose hidden states are gone
@@ -37,7 +35,7 @@ class Eagle3Draft(DraftStrategy):
 
     Args:
         head: the path, bundled name or hub name of a head in either published layout (``fly.models.eagle``), which
-            ``LLM`` loads, or a loaded one.
+            is loaded when the strategy is attached, or a loaded one.
         k: tokens of a path it proposes at most (None: as many as asked).
         nodes: 0 drafts chains. Else it drafts trees as in EAGLE-2 (arXiv 2406.16858, section 4): the ``width``
             likeliest tokens of each level, by the probability of the whole path, are followed by ``width`` candidates
@@ -77,67 +75,55 @@ class Eagle3Draft(DraftStrategy):
         check_chance("confidence", confidence)
         check_chance("reach", reach)
         self.k, self.nodes, self.width, self.confidence = k, nodes, width, confidence
-        self.reach, self.knows_chances = reach, not nodes
+        self.reach, self.worth = reach, None if nodes else 0.0  # as of ``SingleDraft``
         self.growth = Growth.even(depth, width, nodes) if nodes else None
         self.depth = depth if self.growth is None else len(self.growth.widths)
         self.spare = self.growth.spare if self.growth is not None else 0
-        self._path: str | Path | None = None
-        self._head: Head | None = None
-        if isinstance(head, Head):
-            self._take(head)
-        else:
+        self.model: object = head
+        if not isinstance(head, Head):
             found = find_checkpoint(head)
-            self._path = found if isinstance(found, Path) else str(found)
+            self.model = found if isinstance(found, Path) else str(found)
             resolve_dtype(dtype, {})  # what names none is refused at once
             resolve_device(device)
         self._options = {"dtype": dtype, "device": device, "kernels": kernels}
-        self._cache_tokens, self._block_size, self._own_size = cache_tokens, block_size, cache_tokens is not None
+        self._cache_tokens, self._block_size = cache_tokens, block_size
+        self._runner: HeadRunner | None = None
 
-    def _take(self, head: Head) -> None:
-        self._head, self.device = head, head.device
-        self.context = head.config.max_position_embeddings
-
-    def resolve(self, load: Load) -> None:
-        if self._head is None:
-            loaded = load(self._path, **self._options).executor
-            if not isinstance(loaded, Head):
-                raise ValueError(f"{str(self._path)!r} is a model, not a draft head; as a draft it is model(...) of it")
-            self._take(loaded)
+    @property
+    def runner(self) -> HeadRunner:
+        """The head with its cache. Raises ``ValueError`` while it is only a description."""
+        if self._runner is None:
+            raise ValueError(f"the draft head {str(self.model)!r} is not loaded yet: LLM attaches the strategy")
+        return self._runner
 
     @property
     def head(self) -> Head:
-        """The loaded head. Raises ``ValueError`` while it is only a name."""
-        if self._head is None:
-            raise ValueError(f"the draft head {str(self._path)!r} is not loaded yet: LLM loads it (``resolve``)")
-        return self._head
+        """The head."""
+        return self.runner.head
 
-    @property
-    def made_for(self) -> LlamaConfig | None:  # type: ignore[override]
-        if self._head is None:
-            return None
-        options, states = self._head.options, self._head.options.states
-        sizes = {"hidden_size": options.target_hidden_size, "num_attention_heads": 1, "num_key_value_heads": 1}
-        return self._head.config.resized(8 if states is None else max(*states, 1), **sizes, head_dim=8)
-
-    def attach(self, target: Runner) -> None:
-        head, executor = self.head, target.executor
-        options, sizes = head.options, executor.config
+    def attach(self, setup: DraftSetup) -> None:
+        if self._runner is not None:
+            raise ValueError("this Eagle3Draft drafts for another target already; make a new one")
+        head, target = setup.open(self.model, **self._options).executor, setup.target
+        if not isinstance(head, Head):
+            raise ValueError(f"{str(self.model)!r} is a model, not a draft head; as a draft it is model(...) of it")
+        options, sizes = head.options, target.executor.config
         pairs = [
             ("hidden_size", "target_hidden_size", sizes.hidden_size, options.target_hidden_size),
             ("vocab_size", "vocab_size", sizes.vocab_size, head.config.vocab_size),
         ]
         for name, own, theirs, wanted in pairs:
             if theirs != wanted:
-                where = "" if self._path is None else f" {self._path}"
+                where = "" if isinstance(self.model, Head) else f" {self.model}"
                 raise ValueError(
                     f"the draft head{where} is for another target: its {own} is {wanted}, the target's {name} {theirs}"
                 )
         states = target.watch(options.states_of(sizes.num_hidden_layers))
         if head.shares:
-            head.share(executor.embedding())
-        self.vocab_size = sizes.vocab_size
-        cache = PagedKVCache.for_model(head, self._cache_tokens, self._block_size)
-        self.runner = HeadRunner(head, cache, states, target.share)
+            head.share(target.executor.embedding())
+        self.vocab_size, self.context = sizes.vocab_size, head.config.max_position_embeddings
+        self._runner = HeadRunner(head, states, target.share)
+        setup.add(self.runner, self._cache_tokens, self._block_size)
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         context, most = self.head.config.max_position_embeddings, []
@@ -146,7 +132,7 @@ class Eagle3Draft(DraftStrategy):
             most.append(n if n > 0 and self.runner.may_draft(row) else 0)
         active = [b for b, n in enumerate(most) if n]
         if not active:
-            return Draft.empty(len(rows), self.device)
+            return Draft.empty(len(rows), self.head.device)
         going, sampling = [rows[b] for b in active], None
         if not self.nodes and not all(row.greedy for row in going):
             sampling = BatchSampling.of([row.params for row in going])
@@ -164,7 +150,7 @@ class Eagle3Draft(DraftStrategy):
     def _spec(self, rows: abc.Sequence[Sequence]) -> DraftSpec:
         if self.growth is not None:
             return DraftSpec(tree=self.growth)
-        return DraftSpec(self.confidence, reach=reach_of(rows, self.reach, self.worth))
+        return DraftSpec(self.confidence, reach=reach_of(rows, self.reach, self.worth or 0.0))
 
     def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
         """The target's hidden states of earlier chunks are here by now; those of this one come with it."""
@@ -180,16 +166,3 @@ class Eagle3Draft(DraftStrategy):
 
     def release(self, row: Sequence) -> None:
         self.runner.release(row)
-
-    def executors(self) -> list[Executor]:
-        return [self.head]
-
-    def allocators(self) -> list[BlockAllocator]:
-        return [self.runner.cache.allocator]
-
-    def bytes_per_token(self) -> int:
-        return 0 if self._own_size else PagedKVCache.bytes_per_token(self.head.config, self.head.dtype)
-
-    def reserve(self, tokens: int) -> None:
-        if not self._own_size:
-            self._cache_tokens = tokens

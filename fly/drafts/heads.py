@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fly.cache import HiddenStates, OutOfBlocks, PagedBatch, PagedKVCache
+from fly.cache import BlockAllocator, HiddenStates, OutOfBlocks, PagedBatch, PagedKVCache
 from fly.drafting import Batch, Drafted, DraftSpec, ends_of
 from fly.executor import Executor, Given, Head
 from fly.request import Sequence, common_prefix
@@ -43,8 +43,10 @@ class HeadRunner:
     """A head, its cache, and the hidden states of its target (``Runner.watch``). Rows ``share`` pages as a target's.
     It is a ``fly.runner.Drafter``."""
 
-    def __init__(self, head: Head, cache: PagedKVCache, states: HiddenStates, share: bool = True) -> None:
-        self.head, self.cache, self.states, self.share = head, cache, states, share
+    cache: PagedKVCache  # is made later, by ``reserve``
+
+    def __init__(self, head: Head, states: HiddenStates, share: bool = True) -> None:
+        self.head, self.states, self.share = head, states, share
         self._held: dict[int, _Held] = {}
         states.begin, states.end = self.begin, self.release
 
@@ -103,6 +105,21 @@ class HeadRunner:
     @property
     def executor(self) -> Executor:
         return self.head
+
+    @property
+    def bytes_per_token(self) -> int:
+        return PagedKVCache.bytes_per_token(self.head.config, self.head.dtype)
+
+    @property
+    def context(self) -> int:
+        return self.head.config.max_position_embeddings
+
+    @property
+    def allocator(self) -> BlockAllocator:
+        return self.cache.allocator
+
+    def reserve(self, tokens: int | None = None, block_size: int | None = None) -> None:
+        self.cache = PagedKVCache.for_model(self.head, tokens, block_size)
 
     def fits(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> bool:
         allocator = self.cache.allocator

@@ -8,21 +8,28 @@ from __future__ import annotations
 import sys
 from collections import abc
 from contextlib import suppress
-from copy import copy
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fly.bundled import find_checkpoint
-from fly.cache import BlockAllocator, OutOfBlocks, PagedKVCache
+from fly.cache import OutOfBlocks
 from fly.drafting import Certainty, Drafted, draw_tokens
-from fly.drafts.base import Continuation, DraftStrategy, Load, Loaded, Wrapper, drafted_of, unchanged, until_end
+from fly.drafts.base import (
+    Continuation,
+    DraftSetup,
+    DraftStrategy,
+    Loaded,
+    StopsByChance,
+    drafted_of,
+    is_ours,
+    until_end,
+)
 from fly.drafts.ngram import NGramDraft
 from fly.drafts.stops import check_chance, reach_of
-from fly.drafts.translate import translated
-from fly.executor import Batch, DraftSpec, Executor, Head, Scores, Wrapped
+from fly.executor import DraftSpec, Executor
 from fly.models.loading import resolve_device, resolve_dtype
 from fly.ops import derive, sent
 from fly.policies import AcceptancePolicy, Exact
@@ -30,17 +37,17 @@ from fly.request import Sequence, common_prefix
 from fly.runner import Runner
 from fly.sampling import BatchSampling
 from fly.types import Draft, Guarantee, Target
-from fly.vocabulary import Vocabulary
 
 __all__ = ["CascadeDraft", "SingleDraft", "seed_of"]
 
 
-class SingleDraft(DraftStrategy):
+class SingleDraft(StopsByChance):
     """One draft model. Alone it decodes autoregressively. With a ``draft`` strategy of its own, that strategy proposes
     and this model verifies, round after round, until enough tokens are kept: a speculative decoder is a draft strategy.
 
     Args:
-        model: the path or bundled name of a checkpoint, which ``LLM`` loads, or a loaded model.
+        model: the path or bundled name of a checkpoint, which is loaded when the strategy is attached, or a loaded
+            model. Until then the strategy is a description.
         draft: proposes for this model; None for no strategy. Prompt lookup (``NGramDraft``) changes no token that this
             model drafts, only how many forwards that takes.
         policy: how this model verifies its own draft. A rule that is not lossless changes the distribution of the
@@ -55,14 +62,12 @@ class SingleDraft(DraftStrategy):
             drawn, so a lossless rule stays lossless. The token that is not sure is known by then and costs little to
             verify.
         cache_tokens: tokens its cache holds over all rows (None: as many as the target's, see ``LLM``).
-        dtype, device, kernels: how a path is loaded and run, as for ``LLM``.
+        dtype, device, kernels: how a path is loaded and run, as for ``LLM``; ``"auto"`` is as the target.
     """
-
-    knows_chances = True
 
     def __init__(
         self,
-        model: str | Path | Executor | torch.nn.Module,
+        model: str | Path | Executor | Loaded | torch.nn.Module,
         draft: DraftStrategy | None = None,
         policy: AcceptancePolicy | None = None,
         k: int | None = None,
@@ -74,121 +79,57 @@ class SingleDraft(DraftStrategy):
         device: str | torch.device = "auto",
         kernels: str = "auto",
     ) -> None:
-        self._set_limits(k, confidence, reach)
+        if k is not None and k < 1:
+            raise ValueError(f"k {k} must be at least 1")
+        check_chance("confidence", confidence)
+        check_chance("reach", reach)
+        self.k, self.confidence, self.reach = k, confidence, reach
+        self.says = False  # whether greedy drafts come with their logits; rounds are then taken one by one
         self.model: object = model
         if isinstance(model, (str, Path)):
             found = find_checkpoint(model)
             self.model = found if isinstance(found, Path) else str(found)  # what is on the hub is fetched when loaded
             resolve_dtype(dtype, {})  # what names none is refused at once
             resolve_device(device)
-        self.options = {"dtype": dtype, "device": device, "kernels": kernels}
+        self.options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
+        self.options |= {"cache_tokens": cache_tokens, "block_size": block_size}
         self.draft, self.policy = draft, policy or Exact()
-        self._cache_tokens, self._block_size, self._own_size = cache_tokens, block_size, cache_tokens is not None
-        self._loaded: Loaded | None = None
-        self._first: SingleDraft | None = None  # the same model without a level below it
-        self._attached = False
-        self.says = False  # whether greedy drafts come with their logits; rounds are then taken one by one
-        if isinstance(model, Executor):
-            self._take(Loaded(model))
-            self._translate_below()
+        self._runner: Runner | None = None
+        self.spare = 0 if draft is None else draft.spare
 
-    def resolve(self, load: Load) -> None:
-        super().resolve(load)
-        if self._loaded is None and self._first is not None:
-            self._first.resolve(load)
-            self._loaded = self._first._loaded
-        if self._loaded is None:
-            self._loaded = load(self.model, **self.options)
-        self._take(self._loaded)
-        self._translate_below()
+    def attach(self, setup: DraftSetup) -> None:
+        if self._runner is not None:
+            raise ValueError(f"this {type(self).__name__} drafts for another model already; make a new one")
+        self._runner = setup.load(self.model, **self.options)
+        self.vocab_size, self.context = self.runner.executor.config.vocab_size, self.runner.context
+        # The level below and its rule see rows of this model.
+        below = setup.below(self.runner)
+        self.policy = self.policy.bind(below.vocabulary)
+        if self.draft is not None:
+            self.draft = below.attach(self.draft)
+            self.spare = self.draft.spare
 
-    def bind(self, vocabulary: Vocabulary) -> None:
-        """Its own vocabulary is that of its model, and the level below and its rule see rows of that."""
-        own = vocabulary
-        if self.tokenizer is not None and self.vocab_size is not None:
-            own = self.tokenizer.vocabulary(self.vocab_size, self.device)
-        super().bind(own)
-        self.policy = self.policy.bind(own)
-
-    def _translate_below(self) -> None:
-        if self.draft is not None and self._loaded is not None:
-            self.draft = translated(self.draft, self.tokenizer, self._loaded.executor.config.vocab_size)
-
-    def _take(self, loaded: Loaded) -> None:
-        if isinstance(loaded.executor, Head):
-            raise ValueError(f"{str(self.model)!r} is a draft head, not a model by itself; write eagle3({self.model})")
-        self._loaded, self.tokenizer = loaded, self.tokenizer or loaded.tokenizer
-        self.vocab_size = loaded.executor.config.vocab_size
-        self.context = loaded.executor.config.max_position_embeddings
-        self.device = loaded.executor.device
+    @property
+    def runner(self) -> Runner:
+        """The draft model with its cache. Raises ``ValueError`` while it is only a description."""
+        if self._runner is None:
+            raise ValueError(f"the draft model {str(self.model)!r} is not loaded yet: LLM attaches the strategy")
+        return self._runner
 
     @property
     def executor(self) -> Executor:
-        """The draft model. Raises ``ValueError`` while it is only a name."""
-        if self._loaded is None:
-            raise ValueError(f"the draft model {str(self.model)!r} is not loaded yet: LLM loads it (``resolve``)")
-        return self._loaded.executor
-
-    @cached_property
-    def runner(self) -> Runner:
-        """The model with its cache, which is made when it is first needed: by then its size is known."""
-        executor, control_ids = self.executor, self._loaded.control_ids if self._loaded else ()
-        return Runner(executor, PagedKVCache.for_model(executor, self._cache_tokens, self._block_size), control_ids)
-
-    def attach(self, target: Runner) -> None:
-        self._attach_below()
-
-    def _attach_below(self) -> None:
-        if self.draft is not None and not self._attached:
-            self._attached = True
-            self.draft.attach(self.runner)
-
-    def bytes_per_token(self) -> int:
-        below = 0 if self.draft is None else self.draft.bytes_per_token()
-        if self._own_size:
-            return below
-        return below + PagedKVCache.bytes_per_token(self.executor.config, self.executor.dtype)
-
-    def reserve(self, tokens: int) -> None:
-        if not self._own_size:
-            self._cache_tokens = tokens
-        if self.draft is not None:
-            self.draft.reserve(tokens)
-
-    def _set_limits(self, k: int | None, confidence: float, reach: float | None) -> None:
-        if k is not None and k < 1:
-            raise ValueError(f"k {k} must be at least 1")
-        check_chance("confidence", confidence)
-        check_chance("reach", reach)
-        self.k, self.confidence, self.reach = k, confidence, reach
+        """The draft model."""
+        return self.runner.executor
 
     def spec(self, rows: abc.Sequence[Sequence]) -> DraftSpec:
         """How the model drafts for ``rows``, as numbers; with prompt lookup where that is all that drafts for it."""
         lookup = self.draft.lookup if type(self.draft) is NGramDraft and self._lossless else None
-        reach = reach_of(rows, self.reach, self.worth)
+        reach = reach_of(rows, self.reach, self.worth or 0.0)
         return DraftSpec(self.confidence, reach, lookup, self.says)
 
     @property
     def _lossless(self) -> bool:
         return self.policy.guarantee is Guarantee.LOSSLESS
-
-    def over(self, draft: DraftStrategy) -> SingleDraft:
-        """The same model and cache, with ``draft`` proposing for it."""
-        if self.draft is not None:
-            raise ValueError("this level has a draft strategy already; a cascade gives it one")
-        level = copy(self)
-        level.draft, level._first = draft, self
-        level._translate_below()
-        return level
-
-    def restricted(self, size: int | None) -> DraftStrategy:
-        if size is None:
-            return self
-        level = copy(self)
-        level._loaded = Loaded(_Restricted(self.executor, size), self.tokenizer)
-        level.__dict__.pop("runner", None)  # the cached property; it is made anew, of this model
-        level._attached = False
-        return level
 
     def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
         context = self.executor.config.max_position_embeddings
@@ -210,7 +151,6 @@ class SingleDraft(DraftStrategy):
             return Draft.empty(len(rows), self.executor.device)
         if not self._lossless and not all(rows[b].greedy for b in active):
             raise ValueError(f"a draft level verified by {self.policy} has no known distribution above temperature 0")
-        self._attach_below()  # if this level was not attached itself
         going, wanted = [rows[b] for b in active], [most[b] for b in active]
         spec = self.spec(going)
         self.runner.commit(rows)  # what was drafted last may still be cached, even for a fork of other tokens
@@ -220,7 +160,7 @@ class SingleDraft(DraftStrategy):
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
         spec = self.spec(rows)
-        plain = unchanged(self, SingleDraft) and (self.draft is None or spec.lookup is not None) and not self.says
+        plain = is_ours(type(self)) and (self.draft is None or spec.lookup is not None) and not self.says
         known = all(row.greedy for row in rows) or self._lossless  # else ``propose`` refuses
         if not plain or not known:
             return None
@@ -235,18 +175,6 @@ class SingleDraft(DraftStrategy):
         self.runner.release(row)
         if self.draft is not None:
             self.draft.release(row)
-
-    @property
-    def spare(self) -> int:  # type: ignore[override]  # that of the level below
-        return 0 if self.draft is None else self.draft.spare
-
-    def executors(self) -> list[Executor] | None:
-        below = [] if self.draft is None else self.draft.executors()
-        return None if below is None else [self.executor, *below]
-
-    def allocators(self) -> list[BlockAllocator]:
-        below = [] if self.draft is None else self.draft.allocators()
-        return [self.runner.cache.allocator, *below]
 
     def _by_itself(self, rows: list[Sequence], most: list[int], spec: DraftSpec) -> Drafted:
         """What the model alone drafts, in one call of the executor."""
@@ -329,51 +257,27 @@ def seed_of(row: Sequence) -> int:
     return 0 if row.greedy else derive(row.seed, len(row.tokens))
 
 
-class _Restricted(Wrapped):
-    """A model that cannot say ids from ``size`` on: their logits are -inf, so every distribution made of them is one of
-    the others."""
-
-    def __init__(self, inner: Executor, size: int) -> None:
-        super().__init__(inner)
-        self._size = size
-
-    def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
-        found = self.inner.score(batch, places, states)
-        logits_NV = found.logits_NV.clone()
-        logits_NV[:, self._size :] = -torch.inf
-        return Scores(logits_NV, states_TF=found.states_TF)
-
-
-class CascadeDraft(Wrapper):
+class CascadeDraft(SingleDraft):
     """Levels that draft for one another, cheapest first: ``CascadeDraft([NGramDraft(), SingleDraft(small)])`` is
     FLy's multi-level acceleration (arXiv 2511.22972, section 3.3), to any depth.
 
     The first level is any strategy; each further one is a ``SingleDraft``, which verifies the level below by its
-    own policy (exact by default, so the cascade proposes just what its last level alone would).
+    own policy (exact by default, so the cascade proposes just what its last level alone would). A cascade is its last
+    level, with the others as its ``draft``.
     """
 
     def __init__(self, levels: abc.Sequence[DraftStrategy]) -> None:
-        if not levels:
-            raise ValueError("a cascade needs at least one level")
+        if len(levels) < 2:
+            raise ValueError("a cascade needs at least two levels; one alone is the strategy itself")
         if len(set(map(id, levels))) < len(levels):
             raise ValueError("a level stands twice in a cascade; each needs a cache of its own")
-        top = levels[0]
-        for number, level in enumerate(levels[1:], start=1):
-            if type(level) is not SingleDraft:  # its subclasses draft in ways of their own
-                raise ValueError(
-                    f"level {number} of a cascade is {type(level).__name__}; "
-                    "only a SingleDraft can verify a level below it"
-                )
-            top = level.over(top)
-        super().__init__([top])
-        self.top = top
-
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
-        return self.top.propose(rows, max_len)
-
-    def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
-        return self.top.continuation(rows) if unchanged(self, CascadeDraft) else None
-
-    @property
-    def last(self) -> DraftStrategy:
-        return self.top
+        *below, last = levels
+        if type(last) is not SingleDraft:  # its subclasses draft in ways of their own
+            raise ValueError(
+                f"level {len(below)} of a cascade is {type(last).__name__}; only a SingleDraft can verify a level below"
+            )
+        if last.draft is not None:
+            raise ValueError(f"level {len(below)} has a draft strategy already; a cascade gives it one")
+        vars(self).update(vars(last))
+        self.draft = below[0] if len(below) == 1 else CascadeDraft(below)
+        self.spare = self.draft.spare

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fly.drafting import DraftSpec, Growth
+from fly.drafts.base import Loaded
 from fly.drafts.model import SingleDraft
 from fly.executor import Executor
 from fly.request import Sequence
@@ -27,11 +28,9 @@ class TreeDraft(SingleDraft):
     and a lossless rule stays lossless at any temperature. Other arguments as for ``SingleDraft``.
     """
 
-    knows_chances = False  # other tokens than the likeliest may be kept where that one is not
-
     def __init__(
         self,
-        model: str | Path | Executor | torch.nn.Module,
+        model: str | Path | Executor | Loaded | torch.nn.Module,
         nodes: int = 16,
         depth: int = 12,
         width: int = 2,
@@ -50,10 +49,8 @@ class TreeDraft(SingleDraft):
         self.growth = Growth.even(depth, width, nodes)
         levels = len(self.growth.widths)
         self.k = levels if k is None else min(k, levels)
-
-    @property
-    def spare(self) -> int:  # type: ignore[override]  # a row's longest path may be a single token
-        return self.growth.spare
+        self.spare = self.growth.spare  # a row's longest path may be a single token
+        self.worth = None  # other tokens than the likeliest may be kept where that one is not
 
     def spec(self, rows: abc.Sequence[Sequence]) -> DraftSpec:
         return DraftSpec(tree=self.growth)
