@@ -149,7 +149,8 @@ def _rounds_of(
     for row in rows:
         engine.release(row)
     count, context = len(rows), len(rows[0].tokens)
-    target, (drafter,) = engine.runner.executor, strategy.executors() or []
+    target, drafter = engine.runner.executor, engine.setup.drafters[0].executor
+    assert drafter is not None
     read = forward_bytes(target.config, target.dtype, count, context)
     read += k * forward_bytes(drafter.config, drafter.dtype, count, context)
     whole, scoring, drafting = (total / max(sums[0], 1) for total in sums[1:])

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from fly.account import OnToken, apply, logprobs, note
-from fly.drafts.base import DraftStrategy
+from fly.drafts.base import DraftSetup, DraftStrategy
 from fly.drafts.limits import check_draft
+from fly.drafts.translate import TranslatingSetup
 from fly.executor import OpenBlocks, Spent
 from fly.request import Sequence, Token
 from fly.runner import Runner
@@ -34,14 +35,17 @@ class Engine:
     Args:
         runner: the target with its cache.
         strategy: proposes drafts; None decodes autoregressively.
+        setup: what the strategy is attached to; None attaches it here, and makes its caches.
     """
 
     stretch = 0.05  # a step that takes several rounds begins no further round after so many seconds
 
-    def __init__(self, runner: Runner, strategy: DraftStrategy | None = None) -> None:
-        self.runner, self.strategy = runner, strategy
-        if strategy is not None:
-            strategy.attach(runner)
+    def __init__(self, runner: Runner, strategy: DraftStrategy | None = None, setup: DraftSetup | None = None) -> None:
+        if setup is None:
+            setup = TranslatingSetup(runner)
+            strategy = None if strategy is None else setup.attach(strategy)
+            setup.reserve()
+        self.runner, self.strategy, self.setup = runner, strategy, setup
         self.context = runner.executor.config.max_position_embeddings
         self._hurry = array("i", [0])
 
@@ -116,9 +120,10 @@ class Engine:
 
     def enter_thread(self) -> None:
         """Called once on the thread that will take all steps, before the first."""
-        beside = [] if self.strategy is None else self.strategy.executors()
-        if beside is not None and all(executor.own_threads for executor in (self.runner.executor, *beside)):
-            self.runner.executor.enter_thread()
+        executor = self.runner.executor
+        beside = [drafter.executor for drafter in self.setup.drafters]
+        if self.setup.only_ours and all(each is not None and each.own_threads for each in (executor, *beside)):
+            executor.enter_thread()
 
     def release(self, row: Sequence) -> None:
         """Free everything ``row`` holds, in the target's cache and the strategy's."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fly.cache import PagedBatch
 from fly.constraints import constrains
+from fly.drafting import Batch, Drafted, DraftSpec, DraftStart, Growth, Lookup, Scores, draft_by_forwards, ends_of
 from fly.models.config import LlamaConfig
 from fly.models.eagle import HeadConfig
 from fly.ops import Stream, sent, uniforms, upload
@@ -56,103 +57,6 @@ def asks_between(row: Sequence) -> bool:
     """Whether something has to be done for ``row`` between two rounds: penalties, bans, a form, log-probabilities,
     explanations."""
     return constrains(row) or row.params.logprobs is not None or row.params.explain
-
-
-@dataclass(frozen=True)
-class Batch:
-    """New tokens of ragged rows. ``kv`` says which cached tokens come before them, where their own keys and values go
-    (block tables), and in a tree what each token sees."""
-
-    tokens: list[int]  # T, one row after the other
-    positions: list[int]  # T, of each in its row
-    kv: PagedBatch
-
-    @staticmethod
-    def of(new: abc.Sequence[list[int]], kv: PagedBatch) -> Batch:
-        """The new tokens of each row, which follow the cached ones."""
-        if len(new) == 1:
-            return Batch(new[0], list(range(kv.starts[0], kv.starts[0] + len(new[0]))), kv)
-        positions = [at for start, tokens in zip(kv.starts, new) for at in range(start, start + len(tokens))]
-        return Batch([token for tokens in new for token in tokens], positions, kv)
-
-
-class Scores(NamedTuple):
-    """What a model says after some of a batch's tokens."""
-
-    logits_NV: Tensor  # float32
-    argmax: list[int] | None = None  # the most likely token of each (of NaN: below 0), if the backend has it anyway
-    states_TF: Tensor | None = None  # hidden states of all tokens of the batch, if they were wanted
-    layers: list[int] | None = None  # layers that each row of the batch went through, if the executor leaves early
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """Prompt lookup as numbers (``fly.drafts.NGramDraft``)."""
-
-    longest: int
-    shortest: int
-    k: int
-
-
-@dataclass(frozen=True)
-class Growth:
-    """How a model drafts a tree, level by level: ``widths[i]`` likeliest tokens after each token of level i - 1 that is
-    followed (level 0 is after the row itself). Of each level the ``follow`` likeliest are followed, by the probability
-    of the path to them, and of all of them the ``nodes`` likeliest are proposed, where there are more."""
-
-    widths: tuple[int, ...]
-    follow: int
-    nodes: int
-
-    @staticmethod
-    def even(depth: int, width: int, nodes: int) -> Growth:
-        """Of so many levels (or as many as so many nodes can make), all of one width."""
-        depth = min(depth, nodes)
-        return Growth((width,) * depth, width, min(nodes, width + (depth - 1) * width * width))
-
-    @property
-    def spare(self) -> int:
-        """Tokens that it may store in one of the two caches besides those of a row: the tree, or the followed
-        tokens."""
-        level, followed = 1, 0
-        for width in self.widths[:-1]:
-            level = min(level * width, self.follow)
-            followed += level
-        return max(self.nodes, followed)
-
-
-@dataclass(frozen=True)
-class DraftSpec:
-    """How a model drafts: token after token, the most likely or drawn ones, up to the first that it is not sure of; or
-    a tree of its likeliest ones (``tree``), which does not stop early and is not drawn.
-
-    ``lookup`` changes no token. It feeds a forward a copy of what followed the last time the text looked like this;
-    drafting goes on from the first token that differs.
-    """
-
-    confidence: float = 0.0  # it stops after a token if no token had this probability
-    entropy: float = float("inf")  # it stops after a token if the entropy was higher, in nats
-    # it stops after a token if the product of the largest probabilities up to there is less; of each row, () is never
-    reach: tuple[float, ...] = ()
-    lookup: Lookup | None = None
-    says: bool = False  # whether the logits of the most likely tokens are wanted too
-    tree: Growth | None = None
-
-    @property
-    def stops(self) -> bool:
-        """Whether a draft may stop by itself."""
-        return self.confidence > 0 or any(self.reach) or self.entropy < float("inf")
-
-
-class Drafted(NamedTuple):
-    """What a model drafted for each row, and what that was drawn from: [B, K, V], zeros after a row's last token, or
-    None where nothing was drawn. Then it may have the logits that tokens are the most likely ones of
-    (``DraftSpec.says``), zeros after a row's last. Of trees, the parents of the tokens (as in ``Draft``)."""
-
-    tokens: list[list[int]]
-    probs_BKV: Tensor | None = None
-    logits_BKV: Tensor | None = None
-    parents: list[list[int]] | None = None
 
 
 class Spent(NamedTuple):
@@ -291,22 +195,27 @@ class Executor(ABC):
         most: abc.Sequence[int],
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
-    ) -> Drafted | None:
-        """Feed the batch, then for each row its next token, again and again, in one call: until it has ``most[b]`` (at
-        least 1), one that ends the row, or the first it is not sure of (``spec``).
+    ) -> Drafted:
+        """Feed the batch, then for each row its next token, again and again: until it has ``most[b]`` (at least 1), one
+        that ends the row, or the first that the model is not sure of (``spec``). Or draft a tree (``spec.tree``) of
+        ``most[b]`` levels at most. The default takes one forward for each token or level, and makes no use of a lookup.
 
         Without ``sampling`` a token is the most likely one (the lowest id among equals), else it is drawn as
-        ``fly.ops.draw`` does, by ``uniforms(seeds[b], length of the row so far, Stream.SAMPLE, 1)``. ``rows`` are the
-        batch's, whose tokens are the text so far. There is room in the cache for ``most[b]`` - 1 tokens after them; all
-        drafted tokens but the last are cached then. A tree (``spec.tree``) of ``most[b]`` levels at most has room for
-        ``spare`` tokens, and leaves anything there. None: this executor cannot do it; nothing has changed.
+        ``fly.ops.draw`` does, by ``uniforms(seeds[b], length of the row so far, Stream.SAMPLE, 1)``; in both cases of
+        what the row allows (penalties, bans, a form). ``rows`` are the batch's, whose tokens are the text so far. The
+        cache has room for ``most[b]`` - 1 tokens after them, or of a tree for ``spare``. All tokens of a chain but the
+        last are cached then; a tree leaves anything there.
         """
-        return None
+        logits_BV = self.score(batch, ends_of(batch.kv)).logits_NV
 
-    def may_extend(self, row: Sequence) -> bool:
-        """Whether ``extend`` keeps to what ``row`` asks of its text: penalties, bans, a form. The default does for rows
-        that ask for nothing."""
-        return not constrains(row)
+        def step(drafted: Batch, x_TC: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            return self.score(drafted).logits_NV, None
+
+        return draft_by_forwards(self, DraftStart.after(batch, logits_BV), step, spec, rows, most, sampling, seeds)
+
+    def looks_up(self, rows: abc.Sequence[Sequence]) -> bool:
+        """Whether ``extend`` takes fewer forwards for these rows by a lookup (``DraftSpec.lookup``)."""
+        return False
 
     def takes(self, rows: abc.Sequence[Sequence]) -> bool:
         """Whether ``rounds`` takes these rows, whatever drafts for them. The default takes none."""
@@ -417,10 +326,23 @@ class Head(Executor):
         most: abc.Sequence[int],
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
-    ) -> Drafted | None:
-        """Feed the batch by the target's hidden states before each token, then for each row its next token by the
-        head's own features, again and again, in one call, or a tree; the rest as of ``extend``. None: it cannot."""
-        return None
+    ) -> Drafted:
+        """Feed the batch, each token with the target's hidden states before it, then draft as ``extend`` does, each
+        token by the head's own feature before it."""
+        logits_BU, x_BC = self.begin(batch, states_TF, ends_of(batch.kv))
+
+        def step(drafted: Batch, x_TC: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            assert x_TC is not None
+            logits_TU, x_TC = self.step(drafted, x_TC, range(len(drafted.tokens)))
+            return self.spread(logits_TU), x_TC
+
+        start = DraftStart.after(batch, self.spread(logits_BU), x_BC)
+        return draft_by_forwards(self, start, step, spec, rows, most, sampling, seeds)
+
+    def spread(self, logits_NU: Tensor) -> Tensor:
+        """Logits [N, V] over the target's vocabulary: what is not in the head's is never drafted."""
+        spread_NV = logits_NU.new_full((len(logits_NU), self.config.vocab_size), -torch.inf)
+        return spread_NV.index_copy_(1, self.to_target_U, logits_NU)
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         """Raises ``ValueError``: a head alone has no scores."""

@@ -18,11 +18,11 @@ from fly.backends.choice import LoadExecutor, early, load_executor
 from fly.backends.choice import load as load_model
 from fly.backends.cpu.library import TORCH
 from fly.bundled import open_model
-from fly.cache import PagedKVCache, block_size_for
+from fly.cache import block_size_for
 from fly.calls import Calls, Params, PolicyLike, Prompt, Prompts, as_policy, for_chat, listed
 from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
-from fly.drafts.translate import translated
+from fly.drafts.translate import TranslatingSetup
 from fly.engine import Engine
 from fly.errors import instead, short
 from fly.job import Request, read_along
@@ -193,38 +193,38 @@ class LLM(Calls):
         self.vocabulary, self._bound = vocabulary, lru_cache(256)(lambda policy: policy.bind(vocabulary))
         if draft_placement == "sharded" and isinstance(draft, DraftStrategy):
             raise ValueError("draft_placement 'sharded' divides what it loads; give the draft as a text")
-        given = draft
         self._named = _name_of(model), _name_of(draft)
+        control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
+        target = Runner(executor, None, control, share=prefix_reuse)
+        target.tokenizer = self.tokenizer
 
-        def make_draft(by: LoadExecutor = load_executor) -> DraftStrategy | None:
-            made: Any = given
-            if isinstance(given, (str, Path)):
-                made = parse_draft(str(given), trusted=True, dtype=dtype, device=device, kernels=kernels)
-            if made is None:
-                return None
-            made.resolve(partial(load_model, by=by, context=max_context, like=executor))
-            made = translated(made, self.tokenizer, config.vocab_size)
-            made.bind(vocabulary)
-            return made
+        # The strategy loads its models when it is attached; then it is known how large all caches can be.
+        loading = partial(load_model, context=max_context)
+        setup = TranslatingSetup(target, vocabulary, loading)
 
-        draft = make_draft() if ranks is None else place_draft(make_draft, ranks, draft_placement, by)
-        block_size = block_size_for(executor.device) if block_size is None else block_size
+        def make_draft() -> DraftStrategy | None:
+            if not isinstance(draft, (str, Path)):
+                return draft
+            return parse_draft(str(draft), trusted=True, dtype=dtype, device=device, kernels=kernels)
+
+        if ranks is not None:
+            strategy = place_draft(make_draft, setup, ranks, draft_placement, by)
+        elif (strategy := make_draft()) is not None:
+            strategy = setup.attach(strategy)
         if cache_tokens is None:
-            each = PagedKVCache.bytes_per_token(config, executor.dtype)
-            each += 0 if draft is None else draft.bytes_per_token()
+            block_size = block_size_for(executor.device) if block_size is None else block_size
+            each = target.bytes_per_token + setup.bytes_per_token
             cache_tokens = cache_size(executor, each, block_size, cache_bytes, cache_share)
         elif cache_share is not None:
             raise ValueError(f"cache_tokens {cache_tokens} and cache_share {cache_share} both say how large to be")
         if ranks is not None:  # free memory may differ between ranks, but all must admit the same requests
             cache_tokens = min(ranks.collect(cache_tokens))
-        if draft is not None:
-            draft.reserve(cache_tokens)
-        needed = PagedKVCache.bytes_per_token(config, executor.dtype) * cache_tokens
+        needed = (target.bytes_per_token + setup.bytes_per_token) * cache_tokens
         advice = "cache_bytes, cache_tokens or max_context makes it smaller"
         with room_for(f"a cache of {cache_tokens} tokens", needed, executor.device, advice):
-            cache = PagedKVCache.for_model(executor, cache_tokens, block_size)
-        control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
-        self.engine = Engine(Runner(executor, cache, control, share=prefix_reuse), draft)
+            target.reserve(cache_tokens, block_size)
+            setup.reserve(cache_tokens)
+        self.engine = Engine(target, strategy, setup)
         # An error on one rank alone is not a request's fault: the other ranks would wait for it.
         failed = {} if ranks is None else {"failed": ranks.agree_on}
         self.scheduler = Scheduler(self.engine, max_rows, step_tokens, **failed)
@@ -243,6 +243,11 @@ class LLM(Calls):
         """The draft strategy, or None."""
         return self.engine.strategy
 
+    @property
+    def draft_names(self) -> list[str]:
+        """The names that a request may choose its draft from (``ChooseDraft``)."""
+        return getattr(self.draft, "names", [])
+
     def __repr__(self) -> str:
         own, *drafts = (f"{kernels} in {dtype}" for kernels, dtype in self.computed)
         runs = f", runs={own!r}" + (f", draft_runs={' + '.join(drafts)!r}" if drafts else "")
@@ -251,8 +256,8 @@ class LLM(Calls):
     @property
     def computed(self) -> list[tuple[str, str]]:
         """Kernels and dtype of the target, and then of each model that drafts."""
-        executors = [self.engine.runner.executor, *((self.draft and self.draft.executors()) or [])]
-        return [(each.kernels, str(each.dtype).removeprefix("torch.")) for each in executors]
+        executors = [self.engine.runner.executor, *(each.executor for each in self.engine.setup.drafters)]
+        return [(each.kernels, str(each.dtype).removeprefix("torch.")) for each in executors if each is not None]
 
     def _means(self, size: int, device: torch.device) -> Vocabulary:
         """What the target's ids stand for."""
@@ -294,7 +299,7 @@ class LLM(Calls):
         every_policy = _one_each(rule if isinstance(rule, (list, tuple)) else as_policy(rule), len(given), "policy")
         every_k = _one_each(self.k if k is None else k, len(given), "k")
         every_draft = _one_each("" if draft is None else draft, len(given), "draft")
-        choices = self.draft.choices() if self.draft else []
+        choices = self.draft_names
         requests = []
         for number, (name, *asked) in enumerate(zip(every_draft, given, every_params, every_policy, every_k)):
             if name and name not in choices:

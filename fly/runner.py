@@ -15,9 +15,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fly.cache import HiddenStates, OutOfBlocks, PagedBatch, PagedKVCache
+from fly.cache import BlockAllocator, HiddenStates, OutOfBlocks, PagedBatch, PagedKVCache
 from fly.constraints import constrain
 from fly.executor import Batch, Drafted, DraftSpec, Executor, Given, RoundPlan, RoundRow, Rounds, Spent
+from fly.models.tokenizer import Tokenizer
 from fly.ops import depths, sent, tree_mask, upload
 from fly.policies.verification import priced
 from fly.request import Sequence, common_prefix
@@ -73,16 +74,21 @@ class Runner:
     """An executor with its own paged cache. It knows which tokens of each sequence are cached, and feeds the rest.
 
     ``control_ids`` are the control tokens of its vocabulary (end-of-sequence, end-of-turn, other specials). Rows that
-    begin with the same tokens and have the same ``cache_salt`` share their pages, unless ``share`` is false.
+    begin with the same tokens and have the same ``cache_salt`` share their pages, unless ``share`` is false. ``cache``
+    None is made later, when it is known how large all caches are to be (``reserve``).
 
     The one rule of bookkeeping: what is cached is a prefix of the row's tokens, and at times a speculation after it.
     ``commit`` restores the rule, whatever was speculated and by whom, by comparing tokens.
     """
 
     def __init__(
-        self, executor: Executor, cache: PagedKVCache, control_ids: Iterable[int] = (), share: bool = True
+        self, executor: Executor, cache: PagedKVCache | None, control_ids: Iterable[int] = (), share: bool = True
     ) -> None:
-        self.executor, self.cache, self.share = executor, cache, share
+        self.cache: PagedKVCache
+        if cache is not None:
+            self.cache = cache
+        self.executor, self.share = executor, share
+        self.tokenizer: Tokenizer | None = None  # of its model, where it is known
         self.control_V = torch.zeros(executor.config.vocab_size, dtype=torch.bool, device=executor.device)
         self.control_V[sorted(set(control_ids))] = True
         self._cached: dict[int, list[int]] = {}
@@ -90,6 +96,25 @@ class Runner:
         self.states: HiddenStates | None = None  # a model needs no hidden states of the target
         self._watches: list[HiddenStates] = []
         self._states: tuple[int, ...] = ()  # the layers that the executor is asked for, for all of them
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that its cache takes for one token."""
+        return PagedKVCache.bytes_per_token(self.executor.config, self.executor.dtype)
+
+    @property
+    def context(self) -> int:
+        """The most tokens of a text."""
+        return self.executor.config.max_position_embeddings
+
+    @property
+    def allocator(self) -> BlockAllocator:
+        """The allocator of its cache."""
+        return self.cache.allocator
+
+    def reserve(self, tokens: int | None = None, block_size: int | None = None) -> None:
+        """Make its cache, of so many tokens over all rows (``PagedKVCache.for_model``)."""
+        self.cache = PagedKVCache.for_model(self.executor, tokens, block_size)
 
     def watch(self, layers: abc.Sequence[int]) -> HiddenStates:
         """Keep hidden states of what is fed from now on, of rows that may be drafted for: after so many of the model's
@@ -289,25 +314,22 @@ class Runner:
         most: abc.Sequence[int],
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
-    ) -> Drafted | None:
+    ) -> Drafted:
         """What the model generates for every row, token after token (``Executor.extend``), up to ``most[b]`` (at least
         1) or one that ends the row; all but that one are then cached. As ``feed`` and an argmax or a draw, again and
         again. Or a tree of so many levels, of which nothing is cached then.
 
-        None if the executor has no such call, or if hidden states are needed. Raises ``OutOfBlocks`` where the cache
-        has no room for all of it. Nothing was changed then.
+        Raises ``OutOfBlocks`` where the cache has no room for all of it. Nothing was changed then.
         """
-        if self._watches:
-            return None
+        if not rows:
+            return Drafted([])
         strange = self._strange(rows)
         starts = [len(self.begin(row)) for row in rows]
         new = [row.tokens[start:] for row, start in zip(rows, starts)]
         counts = [len(tokens) for tokens in new]
         room = [count + (n - 1 if spec.tree is None else spec.tree.spare) for count, n in zip(counts, most)]
         batch = Batch.of(new, self._reserve(rows, starts, counts, None, room, strange))
-        if (drafted := self.executor.extend(batch, spec, rows, most, sampling, seeds)) is None:
-            self._give_back(rows, starts, strange)
-            return None
+        drafted = self.executor.extend(batch, spec, rows, most, sampling, seeds)
         for row, added, tokens, n in zip(rows, new, drafted.tokens, most):
             cached = self._cached[row.id]
             cached += added + (tokens[:-1] if spec.tree is None else [])

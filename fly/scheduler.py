@@ -364,12 +364,9 @@ class Scheduler:
 
     def _allocators(self) -> abc.Sequence[tuple[BlockAllocator, int, bool]]:
         """Every allocator, the most tokens that one row takes of it, and whether it belongs to a drafter."""
-        context, strategy = self.engine.context, self.engine.strategy
-        own = (self.engine.runner.cache.allocator, context + self._spare, False)
-        if strategy is None:
-            return [own]
-        most = (strategy.context or context) + self._spare
-        return [own, *((allocator, most, True) for allocator in strategy.allocators())]
+        own = self.engine.runner.cache.allocator, self.engine.context + self._spare, False
+        drafters = self.engine.setup.drafters
+        return [own, *((drafter.allocator, drafter.context + self._spare, True) for drafter in drafters)]
 
 
 _Wants = TypeVar("_Wants", bound=abc.Hashable)

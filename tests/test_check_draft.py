@@ -22,10 +22,9 @@ from fly.drafts import (
     TreeDraft,
     UnionDraft,
 )
-from fly.drafts.base import pad, until_end
+from fly.drafts.base import DraftSetup, pad, until_end
 from fly.ops import Stream, derive, draw, uniforms
 from fly.request import Sequence
-from fly.runner import Runner
 from fly.sampling import BatchSampling
 from fly.testing import DRAFT_CHECKS, ConformanceError, check_draft, stage
 from fly.testing.blocks import toy_vocabulary
@@ -40,6 +39,18 @@ MODEL = random_llama(1, VOCAB, hidden=16, heads=2, kv_heads=1, layers=1, max_pos
 OTHER = random_llama(2, VOCAB, hidden=16, heads=2, kv_heads=1, layers=1, max_positions=20)
 
 
+class Pages:
+    """A cache of a strategy's own making."""
+
+    executor, bytes_per_token, context = None, 0, 60
+
+    def __init__(self, allocator: BlockAllocator) -> None:
+        self.allocator = allocator
+
+    def reserve(self, tokens: int | None = None, block_size: int | None = None) -> None:
+        """It has a size."""
+
+
 class Bigram(DraftStrategy):
     """A right strategy, in steps that the wrong ones below replace: it draws each token by the one before."""
 
@@ -50,6 +61,9 @@ class Bigram(DraftStrategy):
         self.logits_VV = 1.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(3))
         self.allocator = BlockAllocator(256, 4)
         self.texts: dict[int, list[int]] = {}  # of every row with what was drafted last
+
+    def attach(self, setup: DraftSetup) -> None:
+        setup.add(Pages(self.allocator))
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         most = [self.length(row, n) for row, n in zip(rows, max_len)]
@@ -82,9 +96,6 @@ class Bigram(DraftStrategy):
     def release(self, row: Sequence) -> None:
         self.texts.pop(row.id, None)
         self.allocator.release(row.id)
-
-    def allocators(self) -> list[BlockAllocator]:
-        return [self.allocator]
 
     def length(self, row: Sequence, asked: int) -> int:
         assert self.context is not None
@@ -320,8 +331,9 @@ class OtherErrorWhenFull(Bigram):
 class Meddling(Bigram):
     """Wipes the target's cache."""
 
-    def attach(self, target: Runner) -> None:
-        self.target = target
+    def attach(self, setup: DraftSetup) -> None:
+        super().attach(setup)
+        self.target = setup.target
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         self.target.cache.values.zero_()
@@ -428,7 +440,7 @@ def test_a_strategy_that_was_made_is_copied_and_its_model_is_not() -> None:
     calls: list[int] = []
     report = check_draft(strategy, advance=lambda: calls.append(1))
     assert report.passed and len(calls) == len(DRAFT_CHECKS)
-    assert strategy.runner.executor.model is MODEL and not strategy.allocators()[0].sequences()
+    assert strategy.model.model is MODEL  # type: ignore[attr-defined]
 
 
 class Learning(Bigram):

@@ -81,7 +81,7 @@ def test_names_are_checked() -> None:
 
 def test_a_text_loads_several_each_in_the_targets_vocabulary() -> None:
     strategy = parse_draft("choose(copy=ngram(k=3), small=fly-tiny)")
-    assert isinstance(strategy, ChooseDraft) and strategy.choices() == ["copy", "small"]
+    assert isinstance(strategy, ChooseDraft) and strategy.names == ["copy", "small"]
     torch.manual_seed(0)
     other = SingleDraft(random_llama(3))  # of a vocabulary of its own, and no tokenizer
     with pytest.raises(ValueError, match="vocabulary"):

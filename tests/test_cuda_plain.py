@@ -85,7 +85,6 @@ STRATEGIES: dict[str, Callable[[Callable[[Llama], Executor]], DraftStrategy | No
     "three levels": lambda run: CascadeDraft([NGramDraft(3, 1, 4), model(run, DRAFTS["short"]), model(run)]),
     "union": lambda run: UnionDraft([NGramDraft(3, 1, 4), model(run)]),
     "choice": lambda run: ChooseDraft(small=model(run), tree=tree(run, nodes=5, depth=3)),
-    "static tree": lambda run: tree(run, branching=(3, 2, 1)),
     "windowed tree": lambda run: tree(run, WINDOWED[1], nodes=8, depth=3),
 }
 

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fly import expressions
-from fly.backends import load
 from fly.bundled import resolve_checkpoint
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.base import pad
@@ -23,6 +22,7 @@ from fly.models import CheckpointError
 from fly.policies import AfterTokens, Exact, FLy
 from fly.request import Sequence
 from fly.types import Draft
+from tests.toys import ready
 
 HERE = __name__
 
@@ -85,7 +85,7 @@ def ngram(strategy: DraftStrategy | None) -> tuple[int, int, int]:
 def read(text: str) -> Any:
     strategy = parse_draft(text, trusted=True, dtype="float32", device="cpu")
     if strategy is not None:
-        strategy.resolve(load)
+        strategy = ready(strategy)
     return strategy
 
 
@@ -99,7 +99,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def levels(strategy: DraftStrategy | None) -> list[DraftStrategy]:
     """From the cheapest to the one that drafts for the target."""
-    found = strategy.top if isinstance(strategy, CascadeDraft) else strategy
+    found = strategy
     chain: list[DraftStrategy] = []
     while found is not None:
         chain.insert(0, found)
@@ -114,8 +114,8 @@ def test_todays_texts_keep_working(checkpoint: Path, monkeypatch: pytest.MonkeyP
     assert isinstance(small, SingleDraft) and type(small.draft) is NGramDraft
     alone = read("model(fly-tiny)")
     assert isinstance(alone, SingleDraft) and alone.draft is None and alone.reach == 0 and small.reach is None
-    assert [type(level) for level in levels(read("ngram+fly-tiny+fly-draft"))] == [NGramDraft, SingleDraft, SingleDraft]
-    assert [type(level) for level in levels(read(" ngram + fly-tiny "))] == [NGramDraft, SingleDraft]
+    assert [type(level) for level in levels(read("ngram+fly-tiny+fly-draft"))] == [NGramDraft, *[CascadeDraft] * 2]
+    assert [type(level) for level in levels(read(" ngram + fly-tiny "))] == [NGramDraft, CascadeDraft]
     for text in (str(checkpoint), f'"{checkpoint}"', str(resolve_checkpoint("fly-tiny"))):
         assert read(text).vocab_size == small.vocab_size
     monkeypatch.chdir(resolve_checkpoint("fly-tiny").parent)
@@ -139,7 +139,7 @@ def test_dtype_and_device_reach_every_checkpoint_unless_the_text_says_otherwise(
     for text in ("fly-tiny", "model(fly-tiny)", "'fly-tiny'"):
         assert read(text).runner.executor.dtype == torch.float32
     assert read("model(fly-tiny, dtype=bfloat16)").runner.executor.dtype == torch.bfloat16
-    assert read(f"{HERE}:Several(fly-tiny)").members[0].runner.executor.dtype == torch.float32
+    assert read(f"{HERE}:Several(fly-tiny)").members[0].options["dtype"] == "float32"
     assert read(f"{HERE}:Several()").dtype == "float32"
 
 

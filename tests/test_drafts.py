@@ -10,18 +10,15 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from fly.backends import load
-from fly.backends.torch import TorchExecutor
 from fly.cache import OutOfBlocks
-from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
-from fly.executor import Batch, Drafted
+from fly.drafts import CascadeDraft, NGramDraft, SingleDraft
 from fly.models import Llama
 from fly.ops import Stream, derive, draw, uniforms
 from fly.policies import Exact, FLy, LossySampling
 from fly.request import Sequence
 from fly.sampling import BatchSampling
 from fly.types import Draft, SamplingParams
-from tests.toys import dense_logits, random_llama, run
+from tests.toys import caches, dense_logits, random_llama, ready, run
 
 VOCAB = 17
 
@@ -145,7 +142,7 @@ stops = st.sampled_from([(), (3,), (0, 1, 2, 5, 8)])
 def test_at_temperature_zero_the_last_level_decodes_greedily(
     name: str, batch: list[tuple[list[int], int]], stop: tuple[int, ...]
 ) -> None:
-    strategy = STRATEGIES[name]()
+    strategy = ready(STRATEGIES[name]())
     rows = [make_row(tokens, stop=stop) for tokens, _ in batch]
     draft = strategy.propose(rows, [most for _, most in batch])
     assert draft.probs_BKV is None
@@ -174,7 +171,7 @@ def test_the_claimed_distribution_is_the_last_levels_own(
     top_k: int,
     least: int,
 ) -> None:
-    strategy = STRATEGIES[name]()
+    strategy = ready(STRATEGIES[name]())
     rows = [
         make_row(tokens, t, seed ^ i, stop, top_k=top_k, min_tokens=least)
         for i, ((tokens, _), t) in enumerate(zip(batch, temperatures))
@@ -202,7 +199,7 @@ def test_the_claimed_distribution_is_the_last_levels_own(
 @given(batch=batches, seed=st.integers(0, 2**63 - 1))
 def test_a_single_draft_draws_with_its_own_randomness(batch: list[tuple[list[int], int]], seed: int) -> None:
     rows = [make_row(tokens, 1.0, seed ^ b) for b, (tokens, _) in enumerate(batch)]
-    draft = SingleDraft(run(LARGE)).propose(rows, [most for _, most in batch])
+    draft = ready(SingleDraft(run(LARGE))).propose(rows, [most for _, most in batch])
     for b, (row, drafted) in enumerate(zip(rows, proposals(draft))):
         own = torch.tensor([derive(row.seed, len(row.tokens))])
         for j, token in enumerate(drafted):
@@ -226,12 +223,12 @@ rounds = st.lists(st.tuples(st.integers(0, 8), st.integers(0, VOCAB - 1), st.int
 def test_after_any_history_it_proposes_what_a_fresh_one_would(
     name: str, start: list[list[int]], pattern: list[tuple[int, int, int]], temperature: float, skip: bool
 ) -> None:
-    strategy = STRATEGIES[name]()
+    strategy = ready(STRATEGIES[name]())
     rows = [make_row(tokens, temperature, seed=11) for tokens in start]
     for number, (kept, token, most) in enumerate(pattern):
         limits = [0 if skip and (b + number) % 3 == 0 else most for b in range(len(rows))]
         draft = strategy.propose(rows, limits)
-        fresh = STRATEGIES[name]().propose([make_row(row.tokens, temperature, seed=11) for row in rows], limits)
+        fresh = ready(STRATEGIES[name]()).propose([make_row(row.tokens, temperature, seed=11) for row in rows], limits)
         assert proposals(draft) == proposals(fresh)
         if draft.probs_BKV is not None and fresh.probs_BKV is not None:
             torch.testing.assert_close(draft.probs_BKV, fresh.probs_BKV, atol=2e-4, rtol=1e-3)
@@ -239,12 +236,12 @@ def test_after_any_history_it_proposes_what_a_fresh_one_would(
             row.tokens += [*drafted[:kept], token]
         strategy.commit(rows)
     held = {row.id for row in rows}
-    for allocator in strategy.allocators():
+    for allocator in caches(strategy):
         assert set(allocator.sequences()) <= held
     for row in rows:
         strategy.release(row)
-    assert strategy.allocators()
-    for allocator in strategy.allocators():
+    assert caches(strategy)
+    for allocator in caches(strategy):
         assert allocator.num_free == allocator.num_blocks and not allocator.sequences()
 
 
@@ -256,7 +253,7 @@ def test_no_draft_goes_beyond_a_context(temperature: float) -> None:
         lambda: CascadeDraft([NGramDraft(), SingleDraft(run(short))]),
         lambda: CascadeDraft([SingleDraft(run(SMALL)), SingleDraft(run(short))]),
     ):
-        strategy: DraftStrategy = make()
+        strategy = ready(make())
         assert strategy.context == 12
         rows = [make_row([i % 5 for i in range(n)], temperature) for n in (1, 8, 11, 12, 13, 20)]
         assert strategy.propose(rows, [6] * 6).lengths_B.tolist() == [6, 4, 1, 0, 0, 0]
@@ -266,7 +263,7 @@ def test_no_draft_goes_beyond_a_context(temperature: float) -> None:
 
 def test_a_lower_level_with_a_shorter_context_leaves_the_rest_to_the_one_above() -> None:
     short = random_llama(3, VOCAB, hidden=16, heads=2, kv_heads=1, layers=1, max_positions=6)
-    strategy = CascadeDraft([SingleDraft(run(short)), SingleDraft(run(LARGE))])
+    strategy = ready(CascadeDraft([SingleDraft(run(short)), SingleDraft(run(LARGE))]))
     tokens = [[1, 2], [1, 2, 3, 4, 5], [1] * 9]
     draft = strategy.propose([make_row(t) for t in tokens], [12, 12, 12])
     assert proposals(draft) == [greedy(LARGE, t, 12) for t in tokens]
@@ -274,7 +271,7 @@ def test_a_lower_level_with_a_shorter_context_leaves_the_rest_to_the_one_above()
 
 def test_k_caps_a_level() -> None:
     rows = [make_row([1, 2]), make_row([3])]
-    assert SingleDraft(run(LARGE), k=3).propose(rows, [9, 2]).lengths_B.tolist() == [3, 2]
+    assert ready(SingleDraft(run(LARGE), k=3)).propose(rows, [9, 2]).lengths_B.tolist() == [3, 2]
     assert NGramDraft(k=2).propose([make_row([1, 1, 1])], [9]).lengths_B.tolist() == [2]
 
 
@@ -294,6 +291,7 @@ def test_a_full_cache_refuses_and_recovers(name: str) -> None:
             [SingleDraft(run(SMALL)), SingleDraft(run(MEDIUM), cache_tokens=20, block_size=2), SingleDraft(run(LARGE))]
         ),
     }[name]()
+    small = ready(small)
     rows = [make_row([2, 4, 6, 8] * 2), make_row([1, 3, 5, 7] * 2)]
     with pytest.raises(OutOfBlocks):
         small.propose(rows, [12, 12])
@@ -302,17 +300,20 @@ def test_a_full_cache_refuses_and_recovers(name: str) -> None:
     assert proposals(small.propose(rows[:1], [4])) == [greedy(LARGE, rows[0].tokens, 4)]
     for row in rows:
         small.release(row)
-    assert all(a.num_free == a.num_blocks and not a.sequences() for a in small.allocators())
+    assert all(a.num_free == a.num_blocks and not a.sequences() for a in caches(small))
 
 
 # --- errors ----------------------------------------------------------------------------------------------
 
 
 def test_vocabularies_must_agree() -> None:
-    other = SingleDraft(run(random_llama(0, VOCAB + 1)))
-    for make in (lambda: CascadeDraft([other, SingleDraft(run(LARGE))]), lambda: SingleDraft(run(LARGE), draft=other)):
+    other = run(random_llama(0, VOCAB + 1))
+    for make in (
+        lambda: CascadeDraft([SingleDraft(other), SingleDraft(run(LARGE))]),
+        lambda: SingleDraft(run(LARGE), draft=SingleDraft(other)),
+    ):
         with pytest.raises(ValueError, match=r"18 .* 17"):
-            make()
+            ready(make())
 
 
 def test_bad_arguments_are_named() -> None:
@@ -321,9 +322,8 @@ def test_bad_arguments_are_named() -> None:
         (lambda: NGramDraft(k=0), "k 0"),
         (lambda: NGramDraft(2, 3), "3 and 2"),
         (lambda: NGramDraft(2, 0), "0 and 2"),
-        (lambda: CascadeDraft([]), "at least one level"),
+        (lambda: CascadeDraft([]), "at least two levels"),
         (lambda: CascadeDraft([SingleDraft(run(SMALL)), NGramDraft()]), "level 1 .*NGramDraft"),
-        (lambda: SingleDraft(run(LARGE), draft=NGramDraft()).over(NGramDraft()), "already"),
         (lambda: CascadeDraft([NGramDraft(), SingleDraft(run(LARGE), draft=NGramDraft())]), "already"),
         (lambda: SingleDraft("no-such-model"), "'no-such-model'.*fly-target.*fly-draft"),
     ]
@@ -342,7 +342,7 @@ def test_one_level_cannot_be_twice_in_a_cascade() -> None:
 
 @pytest.mark.parametrize("policy", [FLy(), LossySampling(2), Exact() | ~FLy().relaxation])
 def test_a_lossy_level_is_refused_above_temperature_zero(policy: Exact) -> None:
-    strategy = SingleDraft(run(LARGE), NGramDraft(), policy)
+    strategy = ready(SingleDraft(run(LARGE), NGramDraft(), policy))
     rows = [make_row([1, 2, 1, 2, 1]), make_row([1, 2, 1, 2, 1], temperature=1.0)]
     with pytest.raises(ValueError, match="temperature 0"):
         strategy.propose(rows, [4, 4])
@@ -350,45 +350,11 @@ def test_a_lossy_level_is_refused_above_temperature_zero(policy: Exact) -> None:
     assert strategy.propose(rows[:1], [4]).lengths_B.tolist() == [4]
 
 
-@pytest.mark.parametrize("below_is_faster", [True, False])
-def test_a_level_asks_the_one_below_only_while_that_is_faster(below_is_faster: bool) -> None:
-    """The clock runs by what is done; the tokens are the same either way."""
-    model, now = random_llama(3), [0.0]
-    asked, alone = [0], [0]
-
-    class Whole(TorchExecutor):
-        def extend(self, batch, spec, rows, most, sampling=None, seeds=()):  # type: ignore[no-untyped-def]
-            """As the compiled kernels do, for one row."""
-            alone[0] += 1
-            now[0] += 1.0
-            drafted, kv = [], batch.kv
-            while True:
-                drafted.append(int(self.score(batch).logits_NV[-1].argmax()))
-                if len(drafted) == most[0] or drafted[-1] in rows[0].stop_ids:
-                    return Drafted([drafted])
-                at = batch.positions[-1] + 1
-                batch = Batch(drafted[-1:], [at], kv.cache.batch(kv.seqs, [at], [1]))
-
-    class Below(NGramDraft):
-        def propose(self, rows, max_len):  # type: ignore[no-untyped-def]
-            asked[0] += 1
-            now[0] += 0.01 if below_is_faster else 1.0
-            return super().propose(rows, max_len)
-
-    level = SingleDraft(Whole(model), Below())
-    level.clock = lambda: now[0]
-    twin = SingleDraft(run(model))
-    for number in range(60):
-        tokens = [number % 7, 1, 2, 1, 2, number % 5]
-        (mine,), (plain,) = (s.propose([make_row(tokens)], [8]).chains for s in (level, twin))
-        assert mine == plain
-    assert (asked[0] > 50 > 8 > alone[0]) if below_is_faster else (alone[0] > 50)
-
-
-def test_a_level_of_a_cascade_is_loaded_once_by_its_owner() -> None:
+def test_a_strategy_drafts_for_one_model() -> None:
     level = SingleDraft("fly-tiny")
-    cascades = [CascadeDraft([NGramDraft(), level]), CascadeDraft([NGramDraft(2), level])]
-    for cascade in cascades:
-        cascade.resolve(load)
-    assert level.executor is cascades[0].top.executor is cascades[1].top.executor  # type: ignore[attr-defined]
-    assert level.vocab_size == cascades[0].vocab_size
+    with pytest.raises(ValueError, match="fly-tiny' is not loaded yet"):
+        level.propose([make_row([1])], [1])
+    attached = ready(level)
+    assert attached is level and level.vocab_size == level.executor.config.vocab_size
+    with pytest.raises(ValueError, match="already"):
+        ready(level)

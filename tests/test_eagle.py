@@ -312,7 +312,7 @@ def test_a_head_knows_of_rounds_that_others_took() -> None:
             texts.append(row.tokens)
             row.draft = "copy"
             llm.engine.release(row)
-            assert not mine.runner._held and mine.allocators()[0].num_free == mine.allocators()[0].num_blocks
+            assert not mine.runner._held and mine.runner.allocator.num_free == mine.runner.allocator.num_blocks
         found.append(texts)
     assert found[0] == found[1]
 
@@ -341,7 +341,7 @@ def test_the_texts_are_the_targets_own(kernels: str) -> None:
         assert found[0].stats.cached >= 4 and all(one.stats.drafted for one in found)
         several = llm.generate([prompts[2]], greedy.changed({"n": 3}))[0]
         assert {tuple(one.token_ids) for one in (several, *several.others)} == {tuple(plain[2].token_ids)}
-        for allocator in (llm.engine.runner.cache.allocator, *llm.draft.allocators()):  # type: ignore[union-attr]
+        for allocator in llm.scheduler.allocators():  # type: ignore[union-attr]
             assert allocator.num_free == allocator.num_blocks
 
 

@@ -48,7 +48,7 @@ from fly.runner import Runner
 from fly.sampling import BatchSampling
 from fly.types import Draft, Noise, Target
 from tests.test_drafts import perturbed
-from tests.toys import dense_logits, random_llama, run
+from tests.toys import caches, dense_logits, random_llama, run
 
 VOCAB, CONTEXT = 23, 128
 SIZES = {"vocab_size": VOCAB, "hidden": 16, "heads": 2, "kv_heads": 1, "layers": 1, "max_positions": CONTEXT}
@@ -506,9 +506,6 @@ class Breaking(DraftStrategy):
     def release(self, row: Sequence) -> None:
         self.inner.release(row)
 
-    def allocators(self) -> list:  # type: ignore[type-arg]
-        return self.inner.allocators()
-
 
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
 
@@ -559,7 +556,7 @@ def test_a_step_that_fails_can_be_taken_again(name: str, broken: str) -> None:
     rows = [engine_row(prompt) for prompt in PROMPTS[:2]]
     if broken == "policy":
         rows[1].policy = Fragile(after=9)
-    allocators = [runner.cache.allocator, *(strategy.allocators() if strategy else [])]
+    allocators = [runner.cache.allocator, *(caches(strategy) if strategy else [])]
     failures = 0
     for _ in range(60):
         before = [(list(row.tokens), list(row.provenance), row.stats.rounds) for row in rows]

@@ -5,7 +5,6 @@ Skipped as a whole where the library was not built, save what must hold then.
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -39,7 +38,7 @@ from fly.policies import Exact, FLy
 from fly.request import Sequence
 from fly.sampling import BatchSampling
 from tests.test_ops import values
-from tests.toys import PLAIN, build_llama, dense_logits, llama_configs, random_llama
+from tests.toys import PLAIN, build_llama, dense_logits, llama_configs, random_llama, ready
 
 VARIANTS = [name for name in available() if name != "torch"]
 INT8, W8A8 = ([f"{name}-{kind}" for name in VARIANTS] for kind in ("int8", "w8a8"))
@@ -476,17 +475,19 @@ def test_drafting_at_once_is_drafting_step_by_step(variant: str, data: st.DataOb
     every_params = [GREEDY] * rows_n if data.draw(st.booleans()) else data.draw(drawn)
     seeds = [data.draw(st.integers(0, 2**62)) for _ in range(rows_n)]
     rows = [make_row(*row) for row in zip(prompts, stops, every_params, seeds)]
-    tokens = data.draw(st.sampled_from([48, 96, 400]))  # a small cache makes drafting at once give way
+    tokens = data.draw(st.sampled_from([48, 96, 400]))
     stop = {
         "confidence": data.draw(st.sampled_from([0.0, 0.0, 0.313, 0.571, 0.99])),
-        "entropy": data.draw(st.sampled_from([math.inf, math.inf, 1.517, 0.717, 0.003])),
+        "reach": data.draw(st.sampled_from([0.0, 0.0, 0.117, 0.517])),
     }
     fast, slow = (
-        SingleDraft(some, cache_tokens=tokens, block_size=4, **stop)  # type: ignore[arg-type]
+        ready(SingleDraft(some, cache_tokens=tokens, block_size=4, **stop))  # type: ignore[arg-type]
         for some in (model, stepwise(model))
     )
     if tokens == 400 and data.draw(st.booleans()):  # with room, a lookup changes nothing
-        fast = fast.over(NGramDraft(data.draw(st.integers(1, 5)), 1, data.draw(st.integers(1, 9))))
+        fast = ready(
+            SingleDraft(model, NGramDraft(data.draw(st.integers(1, 5)), 1, data.draw(st.integers(1, 9))), **stop)
+        )
     for _ in range(data.draw(st.integers(1, 4))):
         most = [data.draw(st.integers(0, 9)) for _ in rows]
         outcomes, distributions = [], []
@@ -661,7 +662,7 @@ def test_a_repetition_is_drafted_in_one_forward(variant: str) -> None:
 def test_a_level_looks_up_by_itself_where_its_call_cannot() -> None:
     """A constrained row takes the n-gram index, which never heard of the rounds before."""
     model = executor_of(random_llama(4, vocab_size=11, layers=1), VARIANTS[0])
-    level, twin = SingleDraft(model).over(NGramDraft()), SingleDraft(stepwise(model))  # type: ignore[arg-type]
+    level, twin = ready(SingleDraft(model, NGramDraft())), ready(SingleDraft(stepwise(model)))
     rows = [make_row([1, 2, 3]), make_row([1, 2, 3])]
     rows[1].params = SamplingParams(temperature=0.0, logit_bias={5: -1.0})
     for number in range(6):
@@ -682,7 +683,7 @@ def test_what_a_row_draws_does_not_hang_on_the_rows_beside_it() -> None:
     for seed in range(8):
         alone, beside = (make_row([1, 2, 3, 1, 2, 3], frozenset(), drawn, seed) for _ in range(2))
         other = make_row([4, 5], frozenset(), SamplingParams(temperature=0.0, logit_bias={5: -1.0}), 0)
-        one, two = SingleDraft(model).over(NGramDraft()), SingleDraft(model).over(NGramDraft())
+        one, two = (ready(SingleDraft(model, NGramDraft())) for _ in range(2))
         mine, theirs = one.propose([alone], [8]), two.propose([beside, other], [8, 8])
         assert mine.chains[0] == theirs.chains[0]
         assert mine.probs_BKV is not None and theirs.probs_BKV is not None
@@ -721,23 +722,24 @@ def test_drafting_at_once_is_used_and_only_where_it_is_the_same(monkeypatch: pyt
 
     def proposes(strategy: SingleDraft, row: Sequence) -> bool:
         calls.clear()
+        strategy = ready(strategy)
         strategy.propose([row], [5])
         strategy.release(row)
         return bool(calls)
 
     assert proposes(SingleDraft(model), row)
-    assert proposes(SingleDraft(model, confidence=0.1), row) and proposes(SingleDraft(model, entropy=9.0), row)
+    assert proposes(SingleDraft(model, confidence=0.1), row) and proposes(SingleDraft(model, reach=0.1), row)
     other = Sequence([1, 2, 3], 3, SamplingParams(), Exact(), seed=0, k=8, stop_ids=frozenset({4}))
     assert proposes(SingleDraft(model), other)
     assert proposes(SingleDraft(model, draft=NGramDraft()), other)
-    assert proposes(SingleDraft(model).over(NGramDraft()), other)
     assert not proposes(SingleDraft(model, draft=SuffixDraft()), other)
     assert not proposes(SingleDraft(model, draft=type("Own", (NGramDraft,), {})()), other)
     assert not proposes(SingleDraft(model, draft=NGramDraft(), policy=FLy()), row)
     for changed in ({"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}, {"min_tokens": 9}):
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 64, **changed})  # type: ignore[arg-type]
         other = Sequence([1, 2, 3], 3, params, Exact(), seed=0, k=8, stop_ids=frozenset({4}))
-        assert not proposes(SingleDraft(model), other)
+        assert not model.looks_up([other]) and model.looks_up([row])
+        assert not proposes(SingleDraft(model, draft=NGramDraft()), other)
 
 
 @built
@@ -747,7 +749,7 @@ def test_the_drafts_argmax_is_the_lowest_id_among_equals(variant: str) -> None:
     with torch.no_grad():
         model.lm_head.weight.copy_(model.lm_head.weight[torch.arange(70) % 35])  # every logit twice
     packed = executor_of(model, variant)
-    (draft,) = SingleDraft(packed).propose([make_row([1, 2, 3])], [8]).tokens_BK.tolist()
+    (draft,) = ready(SingleDraft(packed)).propose([make_row([1, 2, 3])], [8]).tokens_BK.tolist()
     assert len(draft) == 8 and max(draft) < 35
 
 

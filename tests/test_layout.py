@@ -14,9 +14,9 @@ FILES = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "fly"
 # A room imports only itself and rooms that stand before it, annotations included.
 ROOMS = [
     "errors", "expressions", "params", "ops", "vocabulary", "types", "sampling", "policies", "request", "cache",
-    "memory", "models", "bundled", "constraints", "trial", "structured", "executor", "runner", "drafts", "account",
-    "engine", "scheduler", "output", "job", "worker", "stream", "backends", "config", "parallel", "calls", "llm",
-    "testing", "eval", "bench", "train", "serve", "audit", "cli",
+    "memory", "models", "bundled", "constraints", "trial", "structured", "drafting", "executor", "runner", "drafts",
+    "account", "engine", "scheduler", "output", "job", "worker", "stream", "backends", "config", "parallel", "calls",
+    "llm", "testing", "eval", "bench", "train", "serve", "audit", "cli",
 ]  # fmt: skip
 PACKAGE = {"__init__", "__main__"}  # may import any
 # These know no backend: what a model can is asked of its executor alone.

@@ -42,6 +42,7 @@ from fly.bench.shapes import matrix_parameters
 from fly.cache import PagedKVCache
 from fly.config import Config
 from fly.drafts import CascadeDraft, DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft, parse_draft
+from fly.drafts.translate import TranslatingSetup
 from fly.engine import Engine
 from fly.executor import Batch, Executor
 from fly.models import Llama, LlamaConfig, load_model, save_model
@@ -354,10 +355,9 @@ def generate_with_noise(target: str, draft: str, request: dict[str, Any], noise:
         )
         return TorchExecutor(model)
 
-    strategy = parse_draft(draft)
-    if strategy is not None:
-        strategy.resolve(partial(load_whole, by=load_noisily))
-    llm = fly.LLM(load_noisily(target), strategy, k=5, cache_tokens=2048)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fly.llm.load_model", lambda model, *_, **__: load_whole(model, by=load_noisily))
+        llm = fly.LLM(load_noisily(target), draft, k=5, cache_tokens=2048)
     first = llm.generate(**request)
     return told(first) + told(llm.generate(**request))
 
@@ -451,13 +451,10 @@ def tokens_of_head(executor: Any) -> int:
 
 
 def place(ranks: Ranks, draft: str, placement: Any) -> list[str]:
-    def make(by: Any = load_executor) -> Any:
-        strategy = parse_draft(draft)
-        if strategy is not None:
-            strategy.resolve(partial(load_whole, by=by))
-        return strategy
-
-    strategy = place_draft(make, ranks, placement, partial(load, ranks=ranks))
+    known = draft if Path(draft).exists() else "fly-target"
+    setup = TranslatingSetup(Runner(load_whole(known).executor, None), load=load_whole)
+    make, load_part = partial(parse_draft, draft), partial(load, ranks=ranks)
+    strategy = place_draft(make, setup, ranks, placement, load_part)
     shapes = [] if not isinstance(strategy, SingleDraft) else [tokens_of_head(strategy.executor)]
     return [type(strategy).__name__, str(shapes)]
 
@@ -589,15 +586,10 @@ class Elsewhere(TorchExecutor):
 def draft_first(ranks: Ranks, target: str, draft: str) -> list[list[str]]:
     """What the first rank drafts, as each rank has it."""
     executor = (TorchExecutor if ranks.leads else Elsewhere)(load_model(target))
-
-    def make(by: Any = load_executor) -> Any:
-        strategy = parse_draft(draft)
-        assert strategy is not None
-        strategy.resolve(partial(load_whole, by=by))
-        return strategy
-
-    first = FirstDraft(ranks, make)
-    first.attach(Runner(executor, PagedKVCache(executor.config, 64, 4)))
+    first = FirstDraft(ranks, partial(parse_draft, draft))
+    setup = TranslatingSetup(Runner(executor, PagedKVCache(executor.config, 64, 4)), load=load_whole)
+    setup.attach(first)
+    setup.reserve()
     params = SamplingParams(temperature=0.0)
     row = Sequence(tokens=[1, 2, 1, 2, 1], prompt_length=5, params=params, policy=Exact(), seed=1, k=3)
     proposed = first.propose([row], [3])

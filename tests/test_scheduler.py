@@ -416,11 +416,10 @@ def test_a_sample_of_a_request_that_lost_its_pages_begins_without_them() -> None
 def test_out_of_blocks_in_the_middle_of_a_step_is_no_error_of_anybody() -> None:
     """A strategy that takes more room than it says: the latest makes room, none is lost."""
 
-    class Greedy(SingleDraft):
-        def allocators(self) -> list:  # type: ignore[type-arg]
-            return []
-
-    engine = Engine(Runner(TARGET, PagedKVCache(TARGET.config, 99, 2)), Greedy(NEAR, cache_tokens=36, block_size=2))
+    engine = Engine(
+        Runner(TARGET, PagedKVCache(TARGET.config, 99, 2)), SingleDraft(NEAR, cache_tokens=36, block_size=2)
+    )
+    engine.setup.caches.clear()
     scheduler = Scheduler(engine)
     batch = [Asked((number, 1), max_tokens=20) for number in range(4)]
     rows = [asked.row() for asked in batch]

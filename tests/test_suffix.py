@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 import fly
 from fly.drafts import DraftStrategy, SingleDraft
+from fly.drafts.base import DraftSetup
 from fly.drafts.suffix import SuffixDraft
 from fly.policies import Exact
 from fly.request import Sequence, Token
 from fly.runner import Runner
 from fly.types import Draft, SamplingParams, Why
-from tests.toys import random_llama, run
+from tests.toys import random_llama, ready, run
 
 VOCAB = 17
 FAR = 10**6  # a lookback that reaches everything here
@@ -302,10 +303,10 @@ def test_outputs_are_shared_within_one_vocabulary() -> None:
         fly.LLM(random_llama(0, vocab + 1), draft=alone)
     with pytest.raises(ValueError, match=r"17 .* 18"):
         fly.LLM(random_llama(0, VOCAB + 1), draft=strategy)
-    runner = SingleDraft(run(random_llama(0, VOCAB + 1))).runner
+    runner = ready(SingleDraft(run(random_llama(0, VOCAB + 1)))).runner
     assert isinstance(runner, Runner)
     with pytest.raises(ValueError, match=r"17 .* 18"):
-        strategy.attach(runner)
+        strategy.attach(DraftSetup(runner))
 
 
 # --- with an engine --------------------------------------------------------------------------------------
@@ -358,4 +359,4 @@ def test_bad_arguments_are_named() -> None:
         with pytest.raises(ValueError, match=words):
             SuffixDraft(**arguments)  # type: ignore[arg-type]
     strategy: DraftStrategy = SuffixDraft()
-    assert strategy.context is None and strategy.vocab_size is None and strategy.allocators() == []
+    assert strategy.context is None and strategy.vocab_size is None

@@ -35,9 +35,7 @@ def makers(draw: st.DrawFn) -> tuple[object, ...]:
     k = draw(st.sampled_from([None, None, 2]))
     most = {"nodes": 12, "depth": 5, "width": 4}
     sizes: dict[str, object] = {name: draw(st.integers(1, size)) for name, size in most.items()}
-    kind = draw(st.sampled_from(["model", "model", "head", "branching"]))
-    if kind == "branching":
-        sizes = {"branching": draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))}
+    kind = draw(st.sampled_from(["model", "model", "head"]))
     return kind, draw(st.integers(0, 2)), {"k": k, **sizes}, blocks, size
 
 
@@ -107,7 +105,7 @@ def test_they_are_used_and_only_where_nothing_is_to_be_done_between_two_rounds(m
         return bool(calls)
 
     near = test_rounds.DRAFTS[0]
-    assert used(TreeDraft(near)) and used(TreeDraft(near, branching=(2, 1))) and used(AdaptiveDraft(TreeDraft(near)))
+    assert used(TreeDraft(near)) and used(TreeDraft(near, width=1)) and used(AdaptiveDraft(TreeDraft(near)))
     assert used(TreeDraft(near), rule="fly") and used(TreeDraft(near), temperature=0.8, top_p=0.9)
     assert used(TreeDraft(near), rule="fly & budget(0.1)")  # asked of Python, round by round
     assert not used(TreeDraft(near), rule="lossy(lenience=3)") and not used(Own(near))

@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 import fly
 from fly.cache import BlockAllocator
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
-from fly.drafts.base import pad
+from fly.drafts.base import DraftSetup, pad
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.tree import TreeDraft
 from fly.drafts.union import UnionDraft
 from fly.policies import AcceptancePolicy, BlockVerification, Exact
 from fly.request import Sequence
-from fly.runner import Runner
 from fly.types import Draft, SamplingParams, Target
 from tests.test_drafts import perturbed
-from tests.toys import dense_logits, random_llama, run
+from tests.toys import caches, dense_logits, random_llama, ready, run
 
 VOCAB = 17
 SMALL = random_llama(1, VOCAB, hidden=16, heads=2, kv_heads=1, layers=1, max_positions=64)
@@ -49,8 +48,8 @@ class Scripted(DraftStrategy):
         self.says, self.distribution, self.vocab_size = says, distribution, vocab
         self.heard: list[tuple[str, object]] = []
 
-    def attach(self, target: Runner) -> None:
-        self.heard.append(("attach", target))
+    def attach(self, setup: DraftSetup) -> None:
+        self.heard.append(("attach", setup.target))
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         self.heard.append(("propose", [(row.id, list(row.tokens), n) for row, n in zip(rows, max_len)]))
@@ -275,13 +274,13 @@ def test_of_two_that_draw_the_one_expected_to_offer_more_is_asked() -> None:
 def test_a_union_hands_on_the_distribution_of_what_it_chose(
     batch: list[tuple[list[int], int]], heat: list[float], seed: int
 ) -> None:
-    union = UnionDraft([NGramDraft(k=2), SingleDraft(run(LARGE))])
+    union = ready(UnionDraft([NGramDraft(k=2), SingleDraft(run(LARGE))]))
     rows = [make_row(tokens, t, seed ^ b) for b, ((tokens, _), t) in enumerate(zip(batch, heat))]
     limits = [most for _, most in batch]
     draft = union.propose(rows, limits)
     lookups = proposals(NGramDraft(k=2).propose([make_row(row.tokens) for row in rows], limits))
     alone = [
-        SingleDraft(run(LARGE)).propose([make_row(row.tokens, t, row.seed)], [n])
+        ready(SingleDraft(run(LARGE))).propose([make_row(row.tokens, t, row.seed)], [n])
         for row, t, n in zip(rows, heat, limits)
     ]
     for b, drafted in enumerate(proposals(draft)):
@@ -298,9 +297,9 @@ def test_a_union_hands_on_the_distribution_of_what_it_chose(
 
 
 def nothing_is_held(strategy: DraftStrategy) -> None:
-    for allocator in strategy.allocators():
+    for allocator in caches(strategy):
         assert allocator.num_free == allocator.num_blocks and not allocator.sequences()
-    members = [strategy.top.draft] if isinstance(strategy, CascadeDraft) else getattr(strategy, "members", [])  # type: ignore[attr-defined]
+    members = [strategy.draft] if isinstance(strategy, CascadeDraft) else getattr(strategy, "members", [])
     for member in members:
         nothing_is_held(member)
     for held in ("_averages", "_rounds", "_own", "_indices"):
@@ -366,7 +365,7 @@ def test_a_sampled_text_has_the_targets_distribution(policy: AcceptancePolicy) -
 def test_members_hear_of_everything() -> None:
     one, two = Scripted(constant(1)), Scripted(constant(2, 3), vocab=VOCAB)
     strategy = UnionDraft([one, two])
-    assert strategy.vocab_size == VOCAB and strategy.context is None and strategy.tokenizer is None
+    assert strategy.vocab_size == VOCAB and strategy.context is None
     llm = fly.LLM(SMALL, draft=strategy, policy=Exact())
     llm.generate([[1, 2], [3]], SamplingParams(temperature=0.0, max_tokens=6))
     for spy in (one, two):
@@ -375,10 +374,10 @@ def test_members_hear_of_everything() -> None:
             assert what in {name for name, _ in spy.heard}
         assert [what for what, _ in spy.heard].count("release") == 2
     models = SingleDraft(run(SMALL)), SingleDraft(run(random_llama(3, VOCAB, max_positions=12)))
-    both = UnionDraft(models)
+    both = ready(UnionDraft(models))
     assert both.context == 64
     allocators: list[BlockAllocator] = [model.runner.cache.allocator for model in models]
-    assert both.allocators() == allocators
+    assert caches(both) == allocators
 
 
 def test_bad_arguments_are_named() -> None:
@@ -386,7 +385,7 @@ def test_bad_arguments_are_named() -> None:
     cases: abc.Sequence[tuple[object, str]] = [
         (lambda: UnionDraft([]), "UnionDraft needs at least one"),
         (lambda: UnionDraft([model, NGramDraft(), model]), "twice"),
-        (lambda: UnionDraft([model, NGramDraft(), other]), r"\[17, 18\]"),
+        (lambda: ready(UnionDraft([model, NGramDraft(), other])), "18 .* 17, and neither has a tokenizer"),
         (lambda: UnionDraft([model], rate=0.0), "rate 0.0"),
         (lambda: UnionDraft([model], prior=1.1), "prior 1.1"),
     ]

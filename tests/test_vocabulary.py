@@ -17,7 +17,8 @@ from torch import Tensor
 
 import fly
 from fly.bundled import resolve_checkpoint
-from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft, pad
+from fly.drafts import CascadeDraft, DraftStrategy, SingleDraft, pad
+from fly.drafts.base import DraftSetup
 from fly.models.tokenizer import Tokenizer
 from fly.policies import (
     AcceptancePolicy,
@@ -248,18 +249,18 @@ def test_the_engine_decides_rows_of_equal_rules_together() -> None:
 class Bound(DraftStrategy):
     """Notes what it is bound to, and states a size only then."""
 
-    def bind(self, vocabulary: Vocabulary) -> None:
-        super().bind(vocabulary)
-        self.vocab_size = vocabulary.size
+    def attach(self, setup: DraftSetup) -> None:
+        self.vocabulary = setup.vocabulary
+        self.vocab_size = setup.vocabulary.size
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
-        assert self.vocabulary is not None
         last = [(row.tokens[-1] + 1) % self.vocabulary.size for row in rows]
         return pad([[token][:most] for token, most in zip(last, max_len)])
 
 
 class Unstated(Bound):
-    bind = DraftStrategy.bind
+    def attach(self, setup: DraftSetup) -> None:
+        self.vocabulary = setup.vocabulary
 
 
 def test_drafts_are_bound_to_the_vocabulary_of_their_rows() -> None:
@@ -274,7 +275,6 @@ def test_drafts_are_bound_to_the_vocabulary_of_their_rows() -> None:
     assert out.text == plain.text
     other = fly.LLM(llm, beside)
     assert beside.vocabulary is other.vocabulary and beside.vocab_size == 1024
-    assert NGramDraft().vocabulary is None
 
 
 def test_a_forgotten_vocab_size_is_one_line() -> None:

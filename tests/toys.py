@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fly.backends import load
 from fly.backends.torch import TorchExecutor
-from fly.executor import Batch, Executor, Scores
+from fly.cache import BlockAllocator
+from fly.drafts.base import DraftStrategy, Loaded
+from fly.drafts.translate import TranslatingSetup
+from fly.executor import Batch, Executor, Head, Scores
 from fly.models import DenseCausal, Llama, LlamaConfig, RopeScaling
 from fly.models.families import FAMILIES, FULL, SLIDING, Family
+from fly.models.tokenizer import Tokenizer
+from fly.runner import Runner
 
-__all__ = ["PLAIN", "HashModel", "build_llama", "dense_logits", "llama_configs", "random_llama", "rope_scalings", "run"]
+__all__ = [
+    "PLAIN",
+    "HashModel",
+    "build_llama",
+    "caches",
+    "dense_logits",
+    "llama_configs",
+    "random_llama",
+    "ready",
+    "rope_scalings",
+    "run",
+]
 
 
 def build_llama(config: LlamaConfig, seed: int = 0, scale: float | None = None) -> Llama:
@@ -162,6 +180,33 @@ def llama_configs(
 def run(model: Any) -> Executor:
     """A loaded model on PyTorch's executor, or an executor as it is."""
     return model if isinstance(model, Executor) else TorchExecutor(model)
+
+
+def ready(strategy: DraftStrategy, target: Any = None, tokenizer: Tokenizer | None = None) -> Any:
+    """``strategy``, attached to a target (None: one of the vocabulary of its own models), with its caches."""
+    runner = Runner(run(target or _model_of(strategy) or random_llama()), None)
+    runner.tokenizer = tokenizer
+    setup = TranslatingSetup(runner, load=load)
+    made = setup.attach(strategy)
+    runner.reserve()
+    setup.reserve()
+    return made
+
+
+def caches(strategy: Any) -> list[BlockAllocator]:
+    """The allocators of an attached strategy's models."""
+    own = [strategy.runner.allocator] if hasattr(strategy, "runner") else []
+    parts = [getattr(strategy, "draft", None), *getattr(strategy, "members", [])]
+    return own + [allocator for part in parts if part is not None for allocator in caches(part)]
+
+
+def _model_of(strategy: Any) -> Any:
+    parts = [getattr(strategy, "model", None), *map(_model_of, getattr(strategy, "members", []))]
+    found = next((part for part in parts if part is not None), None)
+    if not isinstance(found, (str, Path, Loaded)):
+        return found
+    executor = load(found).executor
+    return load("fly-target").executor if isinstance(executor, Head) else executor
 
 
 class HashModel(Executor):

@@ -147,6 +147,8 @@ def load(
 
     Raises ``ValueError`` (``CheckpointError``) for a checkpoint that cannot be used.
     """
+    if isinstance(model, Loaded):
+        return model
     if isinstance(model, Executor):
         return Loaded(model)
     if not isinstance(model, (str, Path, Checkpoint)):

@@ -57,7 +57,7 @@ def target_of(llm: LLM) -> Executor:
 
 def runners_of(llm: LLM) -> list[Runner]:
     """The target's, and those of the draft models."""
-    return [llm.engine.runner, *draft_runners(llm.draft)]
+    return [llm.engine.runner, *draft_runners(llm)]
 
 
 def subjects_of(llm: LLM, target: str, draft: str) -> list[Subject]:

@@ -1,7 +1,7 @@
 """Draft strategies, which propose tokens."""
 
 from fly.drafts.adaptive import AdaptiveDraft
-from fly.drafts.base import DraftStrategy, pad, pad_trees
+from fly.drafts.base import DraftSetup, DraftStrategy, pad, pad_trees
 from fly.drafts.choose import ChooseDraft
 from fly.drafts.eagle import Eagle3Draft
 from fly.drafts.model import CascadeDraft, SingleDraft
@@ -16,6 +16,7 @@ __all__ = [
     "AdaptiveDraft",
     "CascadeDraft",
     "ChooseDraft",
+    "DraftSetup",
     "DraftStrategy",
     "Eagle3Draft",
     "NGramDraft",

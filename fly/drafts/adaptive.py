@@ -8,7 +8,7 @@ from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fly.drafts.base import Continuation, DraftStrategy, Wrapper
+from fly.drafts.base import Continuation, DraftSetup, DraftStrategy, StopsByChance, Wrapper
 from fly.drafts.measures import Line, Rates
 from fly.drafts.ways import Ways
 from fly.executor import Spent
@@ -79,17 +79,27 @@ class AdaptiveDraft(Wrapper):
 
     Args:
         strategy: proposes the drafts.
-        clock: gives seconds; ranks that share the work use the same.
+        clock: gives seconds; None is that of the setup, which ranks share.
     """
 
     learns = True
 
-    def __init__(self, strategy: DraftStrategy, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, strategy: DraftStrategy, clock: Callable[[], float] | None = None) -> None:
         super().__init__([strategy])
-        self.strategy, self.clock = strategy, clock
+        self._given_clock = clock
+        self.clock = clock or time.perf_counter
         self._loads: dict[tuple[int, bool], _Load] = {}
         self._last, self._rows = _PLAIN, set[int]()  # the way of the last round, and the ids of its rows
         self._round: _Round | None = None
+
+    def attach(self, setup: DraftSetup) -> None:
+        super().attach(setup)
+        self.clock = self._given_clock or setup.clock
+
+    @property
+    def strategy(self) -> DraftStrategy:
+        """What proposes the drafts."""
+        return self.members[0]
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         this = self._round
@@ -162,8 +172,9 @@ class AdaptiveDraft(Wrapper):
 
     def _lengths(self, load: _Load, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[int]:
         """How many tokens to ask for in each row, at most."""
-        self.worth = load.worth
-        if self.knows_chances:
+        strategy = self.strategy
+        if isinstance(strategy, StopsByChance) and strategy.worth is not None:
+            strategy.worth = load.worth
             return list(max_len)
         if load.drafting.slope == load.scoring.slope == 0:
             return [min(most, _SHORT) for most in max_len]

@@ -6,13 +6,14 @@ import time
 from abc import ABC, abstractmethod
 from collections import abc
 from collections.abc import Callable
-from typing import NamedTuple
+from copy import copy
+from inspect import signature
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from fly.cache import BlockAllocator
-from fly.executor import Drafted, Executor
-from fly.models.config import LlamaConfig
+from fly.executor import Drafted, Executor, Head
 from fly.models.tokenizer import Tokenizer
 from fly.ops import upload
 from fly.request import Sequence
@@ -22,12 +23,16 @@ from fly.vocabulary import Vocabulary
 
 __all__ = [
     "Continuation",
+    "DraftSetup",
     "DraftStrategy",
     "Load",
     "Loaded",
+    "OwnCache",
     "Piece",
+    "StopsByChance",
     "Wrapper",
     "drafted_of",
+    "is_ours",
     "pad",
     "pad_trees",
     "pieces_of",
@@ -48,53 +53,181 @@ class Loaded(NamedTuple):
 Load = Callable[..., Loaded]
 
 
-class DraftStrategy(ABC):
-    """Proposes the tokens that the target verifies. A strategy may keep state by ``row.id``; it must never change a
-    row.
+# What strategies defined in earlier versions, and what stands in its place.
+_GONE = {
+    "bind": "take setup.vocabulary in attach(self, setup)",
+    "resolve": "load models in attach(self, setup), by setup.load(NAME)",
+    "executors": "setup.load(NAME) knows the models that a strategy drafts with",
+    "allocators": "setup.load(NAME) knows the caches of these models",
+    "bytes_per_token": "setup.load(NAME) knows the caches of these models",
+    "reserve": "setup.load(NAME) knows the caches of these models",
+    "choices": "only ChooseDraft has names for requests to choose from",
+}
 
-    ``row.tokens`` is always the truth. A level above may call ``propose`` with forks of a row (same ``id``, other
-    tokens at the end) several times before it commits: state follows the tokens it is given, by comparing them.
+
+class OwnCache(Protocol):
+    """A drafter with a cache of its own, such as a ``Runner``."""
+
+    @property
+    def executor(self) -> Executor | None: ...
+
+    @property
+    def bytes_per_token(self) -> int: ...
+
+    @property
+    def context(self) -> int:
+        """The most tokens of a text that it drafts for."""
+
+    @property
+    def allocator(self) -> BlockAllocator: ...
+
+    def reserve(self, tokens: int | None = None, block_size: int | None = None) -> None:
+        """Make the cache, of so many tokens."""
+
+
+def _take(model: object, **options: Any) -> Loaded:
+    """A loaded model as it is."""
+    if isinstance(model, Loaded):
+        return model
+    if not isinstance(model, Executor):
+        raise ValueError(f"{model!r} is no loaded model (fly.backends.load), and only LLM loads one by its name")
+    return Loaded(model)
+
+
+class DraftSetup:
+    """What ``DraftStrategy.attach`` is given.
+
+    Attributes:
+        target: the model to draft for. Its cache is made after all strategies are attached.
+        tokenizer, vocabulary: what the ids of its rows stand for; ``tokenizer`` is None where it is not known.
+        clock: gives seconds, to strategies that decide by time. Ranks that share the work use the same.
+        load_by: how a model is loaded.
+        caches: each model that was loaded, with the size of its cache, None where that is still open, and of its pages.
+    """
+
+    def __init__(
+        self,
+        target: Runner,
+        vocabulary: Vocabulary | None = None,
+        load: Load = _take,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.target, self.tokenizer, self.clock = target, target.tokenizer, clock
+        size, device = target.executor.config.vocab_size, target.executor.device
+        self.vocabulary = vocabulary or Vocabulary(size, device=device)
+        self.load_by = load
+        self.caches: list[tuple[OwnCache, int | None, int | None]] = []
+        self._kinds: list[type[DraftStrategy]] = []
+
+    def load(
+        self,
+        model: object,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        kernels: str = "auto",
+        cache_tokens: int | None = None,
+        block_size: int | None = None,
+    ) -> Runner:
+        """A model to draft with, and its cache, which is made later.
+
+        Args:
+            model: a name, a path, or a loaded model.
+            dtype, device, kernels: of one that is loaded by its name; ``"auto"`` is what the target has.
+            cache_tokens: tokens that its cache holds over all rows; None: as many as the target's.
+            block_size: tokens in a page of its cache; None chooses by the device.
+
+        Raises ``ValueError`` (``CheckpointError`` if the checkpoint cannot be used).
+        """
+        loaded = self.open(model, dtype=dtype, device=device, kernels=kernels)
+        if isinstance(loaded.executor, Head):
+            raise ValueError(f"{str(model)!r} is a draft head, not a model by itself; write eagle3({model})")
+        runner = Runner(loaded.executor, None, loaded.control_ids)
+        runner.tokenizer = loaded.tokenizer
+        self.add(runner, cache_tokens, block_size)
+        return runner
+
+    def open(self, model: object, **options: Any) -> Loaded:
+        """A model or a draft head, loaded, without a cache."""
+        return self.load_by(model, **options, like=self.target.executor)
+
+    def add(self, drafter: OwnCache, cache_tokens: int | None = None, block_size: int | None = None) -> None:
+        """Note a drafter, so that its cache is made, and requests are admitted only if it has room for them."""
+        self.caches.append((drafter, cache_tokens, block_size))
+
+    def attach(self, strategy: DraftStrategy) -> DraftStrategy:
+        """Attach ``strategy``, or another one that it is made of. Returns it, or what translates its drafts where its
+        model has another vocabulary than the target.
+
+        Raises ``ValueError`` if it cannot draft for this target, and ``TypeError`` for methods of earlier versions.
+        """
+        kind = type(strategy)
+        for name, instead in _GONE.items():
+            if name in dir(kind):
+                raise TypeError(f"{kind.__name__}.{name} is not called any more: {instead}")
+        if {"target", "runner"} & set(signature(strategy.attach).parameters):
+            raise TypeError(f"{kind.__name__}.attach takes a setup now: def attach(self, setup), with setup.target")
+        strategy.attach(self)
+        self._kinds.append(kind)
+        return self.translate(strategy)
+
+    def translate(self, strategy: DraftStrategy) -> DraftStrategy:
+        """``strategy``, which is attached, or what translates its drafts. Raises ``ValueError`` where nothing does."""
+        size = self.target.executor.config.vocab_size
+        if strategy.vocab_size not in (None, size):
+            raise ValueError(f"{type(strategy).__name__} drafts {strategy.vocab_size} ids for a target of {size}")
+        return strategy
+
+    def below(self, runner: Runner) -> DraftSetup:
+        """The setup of a strategy that drafts for ``runner``, a model that was loaded here."""
+        setup, config = copy(self), runner.executor.config
+        setup.target, setup.tokenizer = runner, runner.tokenizer
+        if runner.tokenizer is not None:
+            setup.vocabulary = runner.tokenizer.vocabulary(config.vocab_size, runner.executor.device)
+        elif config.vocab_size != self.vocabulary.size:
+            setup.vocabulary = Vocabulary(config.vocab_size, device=runner.executor.device)
+        return setup
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in all caches whose size is not set yet."""
+        return sum(drafter.bytes_per_token for drafter, tokens, _ in self.caches if tokens is None)
+
+    def reserve(self, tokens: int | None = None) -> None:
+        """Make all caches, of so many tokens each where their size is still open."""
+        for drafter, own, block_size in self.caches:
+            drafter.reserve(tokens if own is None else own, block_size)
+
+    @property
+    def drafters(self) -> list[OwnCache]:
+        """The models that were loaded, in this order."""
+        return [drafter for drafter, *_ in self.caches]
+
+    def alone(self) -> DraftSetup:
+        """The same for a strategy whose caches are counted elsewhere."""
+        setup = copy(self)
+        setup.caches = []
+        return setup
+
+    @property
+    def only_ours(self) -> bool:
+        """Whether all attached strategies are part of fly, and so compute nothing but by executors."""
+        return all(map(is_ours, self._kinds))
+
+
+class DraftStrategy(ABC):
+    """Proposes the tokens that the target verifies. Only ``propose`` has to be written; the other methods are called at
+    their time, and do nothing by default.
+
+    A strategy may keep state by ``row.id``; it must never change a row. ``row.tokens`` is always the truth. A level
+    above may call ``propose`` with forks of a row (same ``id``, other tokens at the end) several times before it
+    commits: state follows the tokens it is given, by comparing them.
     """
 
     vocab_size: int | None = None  # ids it may propose are below this; None: only ids it has seen in the row
-    tokenizer: Tokenizer | None = None  # the tokenizer of its vocabulary, if it knows one
-    vocabulary: Vocabulary | None = None  # what the ids of the rows stand for, once it is bound
     context: int | None = None  # tokens a row may have at most to be drafted for; None: no limit
     learns: bool = False  # whether it remembers past texts, or other rows, on purpose
-    device: torch.device = torch.device("cpu")  # of its drafts' tensors
-    clock: Callable[[], float] = staticmethod(time.perf_counter)  # of one that decides by time; ranks share the first's
-    knows_chances: bool = False  # whether it knows how likely its tokens are kept, and ends a draft by ``worth``
-    worth: float = 0.0  # the chance of being kept from which on a token pays; set by ``AdaptiveDraft``
-    made_for: LlamaConfig | None = None  # sizes of the only targets that it can draft for; None: any of its vocabulary
     spare: int = 0  # tokens of a tree outside its longest path: room that the caches need beyond a row's end
-
-    def parts(self) -> list[DraftStrategy]:
-        """The strategies in its attributes, alone or in a list or tuple."""
-        values = (value if isinstance(value, (list, tuple)) else (value,) for value in vars(self).values())
-        return [part for several in values for part in several if isinstance(part, DraftStrategy)]
-
-    def resolve(self, load: Load) -> None:
-        """Load the models that it holds by name. Called once, by ``LLM``, before ``attach``. The default has none, and
-        calls it for its ``parts``."""
-        for part in self.parts():
-            part.resolve(load)
-
-    def bind(self, vocabulary: Vocabulary) -> None:
-        """Take the vocabulary of the rows that it will draft for. Called once, after ``resolve`` and before ``attach``;
-        for its ``parts`` too, unless these read rows of their own."""
-        self.vocabulary = vocabulary
-        for part in self.parts():
-            part.bind(vocabulary)
-
-    def attach(self, target: Runner) -> None:
-        """Called once, by the engine or the level above that it will draft for. The default needs nothing of it.
-
-        Raises ``ValueError`` if it cannot draft for this target, with the reason.
-        """
-
-    def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
-        """The target reads a prompt in chunks, up to so many tokens of each row now. A strategy may do the same, so
-        that it need not read everything when it first drafts. The default waits until then."""
 
     @abstractmethod
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
@@ -105,94 +238,57 @@ class DraftStrategy(ABC):
         The length of a draft must not depend on what was drawn, except that it may end after a token that ends the row.
         """
 
+    def attach(self, setup: DraftSetup) -> None:
+        """Learn who to draft for, and load models (``setup.load``). Called once, before everything else.
+
+        Raises ``ValueError`` if it cannot draft for this target, with the reason.
+        """
+
+    def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
+        """The target reads a prompt in chunks, up to so many tokens of each row now. A strategy may do the same, so
+        that it need not read everything when it first drafts. The default waits until then."""
+
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
         """For a strategy that just continues each row with a model, or with its own text, whatever the target says:
         how. Rounds may then be taken without ``propose`` and ``observe``. None, the default, is any other strategy."""
         return None
 
-    @property
-    def last(self) -> DraftStrategy:
-        """The level whose tokens it proposes: itself, except for a cascade."""
-        return self
-
-    def restricted(self, size: int | None) -> DraftStrategy | None:
-        """The same strategy with a model that uses only ids below ``size`` (None: all), so that it can be translated to
-        another vocabulary. None, the default, if there is no such model."""
-        return None
-
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
-        """Learn what the target said about a draft of this strategy, before any of it is committed. The default ignores
-        it."""
+        """Learn what the target said about a draft of this strategy, before any of it is committed."""
 
     def commit(self, rows: abc.Sequence[Sequence]) -> None:
-        """The rows' tokens are now the truth: roll own state back to it. The default has no state.
-
-        Called after every round in which it was asked to propose, and sometimes after others."""
+        """The rows' tokens are now the truth: roll own state back to it. Called after every round in which it was asked
+        to propose, and sometimes after others."""
 
     def release(self, row: Sequence) -> None:
-        """``row`` is over: free what is held for it. The default holds nothing."""
+        """``row`` is over: free what is held for it."""
 
-    def choices(self) -> list[str]:
-        """The names that a request may choose from (``Sequence.draft``); empty if there is no choice."""
-        return []
 
-    def executors(self) -> list[Executor] | None:
-        """The models that it drafts with, except its target's. None, the default: unknown."""
-        return None
+class StopsByChance(DraftStrategy):
+    """A strategy that knows how likely its tokens are kept, and ends a draft where a token is not worth it."""
 
-    def allocators(self) -> list[BlockAllocator]:
-        """The allocators of its caches, so that requests are admitted only if all of them have room."""
-        return []
-
-    def bytes_per_token(self) -> int:
-        """Bytes that its caches take for one token, without caches that have a size of their own: its part of a budget
-        that it shares with the target's cache."""
-        return 0
-
-    def reserve(self, tokens: int) -> None:
-        """Set how many tokens its caches hold, unless they have a size of their own; called before ``attach``."""
+    worth: float | None = 0.0  # the chance of being kept from which on a token pays; 0: unknown; None: it does not stop
 
 
 class Wrapper(DraftStrategy):
-    """A strategy over others, its ``members``: calls are passed on to each. With a single member it has that one's
-    vocabulary and limits."""
+    """A strategy over others, its ``members``, which all draft for the same target: calls are passed on to each."""
 
     def __init__(self, members: abc.Sequence[DraftStrategy]) -> None:
+        if len(set(map(id, members))) < len(members):
+            raise ValueError(f"a strategy stands twice in {type(self).__name__}; each needs a state of its own")
         self.members = list(members)
         self._follow_members()
 
     def _follow_members(self) -> None:
-        if len(self.members) == 1:
-            (member,) = self.members
-            self.vocab_size, self.tokenizer = member.vocab_size, member.tokenizer
-            self.context, self.spare, self.device = member.context, member.spare, member.device
+        """Take over the limits of the members, each of which stops by itself at its own."""
+        self.vocab_size = next((each.vocab_size for each in self.members if each.vocab_size is not None), None)
+        contexts = [each.context for each in self.members if each.context is not None]
+        self.context = max(contexts) if len(contexts) == len(self.members) else None
+        self.spare = max(each.spare for each in self.members)
 
-    @property
-    def knows_chances(self) -> bool:  # type: ignore[override]
-        return len(self.members) == 1 and self.members[0].knows_chances
-
-    @property
-    def worth(self) -> float:
-        return self.members[0].worth
-
-    @worth.setter
-    def worth(self, worth: float) -> None:
-        for member in self.members:
-            member.worth = worth
-
-    def resolve(self, load: Load) -> None:
-        super().resolve(load)
+    def attach(self, setup: DraftSetup) -> None:
+        self.members = [setup.attach(member) for member in self.members]
         self._follow_members()
-
-    def bind(self, vocabulary: Vocabulary) -> None:
-        self.vocabulary = vocabulary
-        for member in self.members:
-            member.bind(vocabulary)
-        self._follow_members()
-
-    def attach(self, target: Runner) -> None:
-        for member in self.members:
-            member.attach(target)
 
     def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
         for member in self.members:
@@ -211,19 +307,10 @@ class Wrapper(DraftStrategy):
         for member in self.members:
             member.release(row)
 
-    def executors(self) -> list[Executor] | None:
-        each = [member.executors() for member in self.members]
-        return None if None in each else [executor for some in each for executor in some or ()]
 
-    def allocators(self) -> list[BlockAllocator]:
-        return [allocator for member in self.members for allocator in member.allocators()]
-
-    def bytes_per_token(self) -> int:
-        return sum(member.bytes_per_token() for member in self.members)
-
-    def reserve(self, tokens: int) -> None:
-        for member in self.members:
-            member.reserve(tokens)
+def is_ours(kind: type[DraftStrategy]) -> bool:
+    """Whether a strategy is part of fly. A user's class, a subclass of ours too, may do anything in its methods."""
+    return kind.__module__.startswith("fly.")
 
 
 def drafted_of(rows: int, active: list[int], found: Drafted) -> Draft:

@@ -27,22 +27,12 @@ class ChooseDraft(Wrapper):
             raise ValueError("choose needs at least one strategy, as in choose(small=fly-tiny, copy=ngram)")
         if "none" in members:
             raise ValueError("'none' is no name for a strategy: requests that draft nothing have k 0")
-        if len(set(map(id, members.values()))) < len(members):
-            raise ValueError("a strategy stands twice in choose; each needs a state of its own")
         self.names = list(members)
         super().__init__(list(members.values()))
 
     def _follow_members(self) -> None:
-        sizes = {member.vocab_size for member in self.members} - {None}
-        self.vocab_size = sizes.pop() if len(sizes) == 1 else None
-        contexts = [member.context for member in self.members if member.context is not None]
-        self.context = max(contexts) if len(contexts) == len(self.members) else None
-        self.spare = max(member.spare for member in self.members)
+        super()._follow_members()
         self.learns = any(member.learns for member in self.members)
-        self.device = self.members[0].device
-
-    def choices(self) -> list[str]:
-        return self.names
 
     def _of(self, row: Sequence) -> DraftStrategy:
         return self.members[self.names.index(row.draft) if row.draft else 0]

@@ -10,16 +10,15 @@ vocabulary.
 
 from __future__ import annotations
 
-import itertools
 from collections import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fly.cache import HiddenStates, OutOfBlocks, PagedBatch, PagedKVCache
-from fly.drafts.tree import Tree
-from fly.executor import Batch, Drafted, DraftSpec, Executor, Given, Head
+from fly.cache import BlockAllocator, HiddenStates, OutOfBlocks, PagedBatch, PagedKVCache
+from fly.drafting import Batch, Drafted, DraftSpec, ends_of
+from fly.executor import Executor, Given, Head
 from fly.request import Sequence, common_prefix
 from fly.sampling import BatchSampling
 
@@ -30,13 +29,10 @@ _KEPT = 64  # hidden states that stay for a row that is rolled back: more tokens
 
 @dataclass
 class _Held:
-    """What the head has taken in of a row: ``text`` up to its end, of which it holds the tokens from ``first`` on; and
-    after those, what was drafted last: its tokens' own slots, and of a tree which of them each token sees."""
+    """What the head has taken in of a row: ``text`` up to its end, of which it holds the tokens from ``first`` on."""
 
     first: int
     text: list[int]
-    drafted: int = 0
-    sees: dict[int, list[int]] = field(default_factory=dict)  # by node: its drafted slots, its own last
 
     @property
     def slots(self) -> int:
@@ -47,8 +43,10 @@ class HeadRunner:
     """A head, its cache, and the hidden states of its target (``Runner.watch``). Rows ``share`` pages as a target's.
     It is a ``fly.runner.Drafter``."""
 
-    def __init__(self, head: Head, cache: PagedKVCache, states: HiddenStates, share: bool = True) -> None:
-        self.head, self.cache, self.states, self.share = head, cache, states, share
+    cache: PagedKVCache  # is made later, by ``reserve``
+
+    def __init__(self, head: Head, states: HiddenStates, share: bool = True) -> None:
+        self.head, self.states, self.share = head, states, share
         self._held: dict[int, _Held] = {}
         states.begin, states.end = self.begin, self.release
 
@@ -70,19 +68,17 @@ class HeadRunner:
         held = self._held.get(row.id)
         return self.states.run(row).stop + 1 - (1 if held is None else len(held.text))
 
-    def begin_drafts(self, rows: abc.Sequence[Sequence], room: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Take in all of ``rows``, which may be drafted for, with room for so many drafted tokens. Returns logits
-        [B, U] and features [B, C] after their last tokens.
-
-        Raises ``OutOfBlocks`` where there is no room; nothing was changed then.
-        """
-        return self._feed(rows, [self._rest(row) for row in rows], room)
-
     def catch_up(self, rows: abc.Sequence[Sequence]) -> None:
         """Take in what there is of ``rows``. Raises ``OutOfBlocks``; nothing was changed then."""
-        rests = [(row, rest) for row in rows if len(rest := self._rest(row)) > 0]
-        if rests:
-            self._feed([row for row, _ in rests], [rest for _, rest in rests], [0] * len(rests))
+        rests = {row: rest for row in rows if (rest := self._rest(row))}
+        if not rests:
+            return
+        going, taken = list(rests), list(rests.values())
+        new = [row.tokens[rest.start : rest.stop] for row, rest in rests.items()]
+        batch, states_TF = Batch.of(new, self._reserve(going, taken, [0] * len(new))), self._states_of(going, taken)
+        for row, tokens in zip(going, new):
+            self._held[row.id].text += tokens
+        self.head.begin(batch, states_TF, ends_of(batch.kv))
 
     def chains(
         self,
@@ -91,22 +87,39 @@ class HeadRunner:
         most: abc.Sequence[int],
         sampling: BatchSampling | None,
         seeds: abc.Sequence[int],
-    ) -> Drafted | None:
-        """Take in all of ``rows``, which may be drafted for, and draft chains or trees, in one call; None where the
-        head cannot. ``OutOfBlocks`` as above."""
+    ) -> Drafted:
+        """Take in all of ``rows``, which may be drafted for, and draft chains or trees (``Head.chains``); nothing that
+        was drafted stays cached. Raises ``OutOfBlocks`` where there is no room; nothing was changed then."""
         rests = [self._rest(row) for row in rows]
         kv = self._reserve(rows, rests, [(n - 1) * (1 if spec.tree is None else spec.tree.follow) for n in most])
         batch = Batch.of([row.tokens[rest.start : rest.stop] for row, rest in zip(rows, rests)], kv)
-        if (
-            found := self.head.chains(batch, self._states_of(rows, rests), spec, rows, most, sampling, seeds)
-        ) is not None:
+        try:
+            found = self.head.chains(batch, self._states_of(rows, rests), spec, rows, most, sampling, seeds)
             for row, rest in zip(rows, rests):
                 self._held[row.id].text += row.tokens[rest.start : rest.stop]
+        finally:
+            for row in rows:
+                self.cache.resize(row.id, self._held[row.id].slots)
         return found
 
     @property
     def executor(self) -> Executor:
         return self.head
+
+    @property
+    def bytes_per_token(self) -> int:
+        return PagedKVCache.bytes_per_token(self.head.config, self.head.dtype)
+
+    @property
+    def context(self) -> int:
+        return self.head.config.max_position_embeddings
+
+    @property
+    def allocator(self) -> BlockAllocator:
+        return self.cache.allocator
+
+    def reserve(self, tokens: int | None = None, block_size: int | None = None) -> None:
+        self.cache = PagedKVCache.for_model(self.head, tokens, block_size)
 
     def fits(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> bool:
         allocator = self.cache.allocator
@@ -123,43 +136,6 @@ class HeadRunner:
 
     def drafted(self, row: Sequence, text: list[int]) -> None:
         self._held[row.id].text = text
-
-    def go_on(self, rows: abc.Sequence[Sequence], x_NC: Tensor) -> tuple[Tensor, Tensor]:
-        """Feed the last token of each row, which was drafted, with the feature of the one before."""
-        held = [self._held[row.id] for row in rows]
-        starts = [one.slots + one.drafted for one in held]
-        kv = self.cache.batch([row.id for row in rows], starts, [1] * len(rows))
-        for one in held:
-            one.drafted += 1
-        return self.head.step(Batch([row.tokens[-1] for row in rows], starts, kv), x_NC, range(len(rows)))
-
-    def branch(
-        self, rows: dict[int, Sequence], trees: dict[int, Tree], nodes: dict[int, list[int]], x_NC: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Feed some nodes of each row's tree, each with the feature of its parent; rows and nodes in order."""
-        tokens, positions, starts, masks = list[int](), list[int](), list[int](), list[Tensor | None]()
-        for b, row in rows.items():
-            held, tree, new = self._held[row.id], trees[b], nodes[b]
-            start = held.slots + held.drafted
-            mask_NS = torch.zeros(len(new), start + len(new), dtype=torch.bool)
-            mask_NS[:, : held.slots] = True
-            for n, node in enumerate(new):
-                seen = held.sees[node] = [*held.sees.get(tree.parents[node], ()), start + n]
-                mask_NS[n, seen] = True
-                tokens.append(tree.tokens[node])
-                positions.append(held.slots + len(seen) - 1)
-            held.drafted += len(new)
-            starts.append(start)
-            masks.append(mask_NS.to(self.head.device))
-        kv = self.cache.batch([row.id for row in rows.values()], starts, [len(nodes[b]) for b in rows], masks)
-        return self.head.step(Batch(tokens, positions, kv), x_NC, range(len(tokens)))
-
-    def roll_back(self, rows: abc.Iterable[Sequence]) -> None:
-        """Forget what was drafted after what was taken in of ``rows``."""
-        for row in rows:
-            if (held := self._held.get(row.id)) is not None:
-                held.drafted, held.sees = 0, {}
-                self.cache.resize(row.id, held.slots)
 
     def commit(self, rows: abc.Iterable[Sequence]) -> None:
         """The rows' tokens are now the truth: roll back to it."""
@@ -185,7 +161,6 @@ class HeadRunner:
             self.release(row)
             return None
         del held.text[keep:]
-        held.drafted, held.sees = 0, {}
         if held.slots != self.cache.allocator.length(row.id):
             self.cache.resize(row.id, held.slots)
         return held
@@ -200,19 +175,6 @@ class HeadRunner:
             self.release(row)
             held = self._held[row.id] = _Held(run.start + 1, row.tokens[: run.start + 1])
         return range(len(held.text), min(run.stop + 1, len(row.tokens)))
-
-    def _feed(
-        self, rows: abc.Sequence[Sequence], rests: abc.Sequence[range], room: abc.Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """Take in the tokens ``rests`` of the rows, none of them empty."""
-        batch = Batch.of(
-            [row.tokens[rest.start : rest.stop] for row, rest in zip(rows, rests)], self._reserve(rows, rests, room)
-        )
-        states_TF = self._states_of(rows, rests)
-        for row, rest in zip(rows, rests):
-            self._held[row.id].text += row.tokens[rest.start : rest.stop]
-        ends = [end - 1 for end in itertools.accumulate(map(len, rests))]
-        return self.head.begin(batch, states_TF, ends)
 
     def _reserve(self, rows: abc.Sequence[Sequence], rests: abc.Sequence[range], room: abc.Sequence[int]) -> PagedBatch:
         """The batch of tokens ``rests``, with room for so many more of each row."""

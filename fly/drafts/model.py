@@ -5,46 +5,51 @@ Shape legend: B rows, K longest draft, J positions of a row, N places, V vocabul
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import abc
 from contextlib import suppress
-from copy import copy
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fly.bundled import find_checkpoint
-from fly.cache import BlockAllocator, OutOfBlocks, PagedKVCache
-from fly.drafts.base import Continuation, DraftStrategy, Load, Loaded, Wrapper, drafted_of, pad, until_end
+from fly.cache import OutOfBlocks
+from fly.drafting import Certainty, Drafted, draw_tokens
+from fly.drafts.base import (
+    Continuation,
+    DraftSetup,
+    DraftStrategy,
+    Loaded,
+    StopsByChance,
+    drafted_of,
+    is_ours,
+    until_end,
+)
 from fly.drafts.ngram import NGramDraft
-from fly.drafts.stops import Certainty, check_chance, reach_of
-from fly.drafts.translate import translated
-from fly.drafts.ways import Ways
-from fly.executor import Batch, DraftSpec, Executor, Head, Scores, Wrapped
+from fly.drafts.stops import check_chance, reach_of
+from fly.executor import DraftSpec, Executor
 from fly.models.loading import resolve_device, resolve_dtype
-from fly.ops import Stream, derive, draw, sent, uniforms, upload
+from fly.ops import derive, sent
 from fly.policies import AcceptancePolicy, Exact
-from fly.request import Sequence
+from fly.request import Sequence, common_prefix
 from fly.runner import Runner
 from fly.sampling import BatchSampling
-from fly.types import Draft, Guarantee
-from fly.vocabulary import Vocabulary
+from fly.types import Draft, Guarantee, Target
 
 __all__ = ["CascadeDraft", "SingleDraft", "seed_of"]
 
 
-class SingleDraft(DraftStrategy):
+class SingleDraft(StopsByChance):
     """One draft model. Alone it decodes autoregressively. With a ``draft`` strategy of its own, that strategy proposes
     and this model verifies, round after round, until enough tokens are kept: a speculative decoder is a draft strategy.
 
     Args:
-        model: the path or bundled name of a checkpoint, which ``LLM`` loads, or a loaded model.
+        model: the path or bundled name of a checkpoint, which is loaded when the strategy is attached, or a loaded
+            model. Until then the strategy is a description.
         draft: proposes for this model; None for no strategy. Prompt lookup (``NGramDraft``) changes no token that this
-            model drafts, only how many forwards that takes. If the executor drafts in one call, another ``draft`` is
-            used, at temperature 0, only while it is measured to take less time.
+            model drafts, only how many forwards that takes.
         policy: how this model verifies its own draft. A rule that is not lossless changes the distribution of the
             drafted tokens in an unknown way, so it is refused above temperature 0.
         k: the most tokens it proposes (None: as many as asked).
@@ -53,24 +58,20 @@ class SingleDraft(DraftStrategy):
             checkpoint's bare name means, is 0.5 for rows under a lossless rule, and 0.1 for others, which may need the
             tokens after a mismatch. ``AdaptiveDraft`` sets it by what tokens cost.
         confidence: it stops after a token if none had at least this probability there (0 never stops).
-        entropy: it stops after a token if the entropy there exceeded this many nats (SVIP, arXiv 2411.18462, stops
-            where a function of the draft's entropy exceeds a threshold; infinity never stops). All three look at the
-            distribution that tokens are drawn from (at temperature 0 at the raw one), not at what was drawn, so a
-            lossless rule stays lossless. The token that is not sure is known by then and costs little to verify.
+            Both look at the distribution that tokens are drawn from (at temperature 0 at the raw one), not at what was
+            drawn, so a lossless rule stays lossless. The token that is not sure is known by then and costs little to
+            verify.
         cache_tokens: tokens its cache holds over all rows (None: as many as the target's, see ``LLM``).
-        dtype, device, kernels: how a path is loaded and run, as for ``LLM``.
+        dtype, device, kernels: how a path is loaded and run, as for ``LLM``; ``"auto"`` is as the target.
     """
-
-    knows_chances = True
 
     def __init__(
         self,
-        model: str | Path | Executor | torch.nn.Module,
+        model: str | Path | Executor | Loaded | torch.nn.Module,
         draft: DraftStrategy | None = None,
         policy: AcceptancePolicy | None = None,
         k: int | None = None,
         confidence: float = 0.0,
-        entropy: float = math.inf,
         reach: float | None = 0.0,
         cache_tokens: int | None = None,
         block_size: int | None = None,
@@ -78,124 +79,57 @@ class SingleDraft(DraftStrategy):
         device: str | torch.device = "auto",
         kernels: str = "auto",
     ) -> None:
-        self._set_limits(k, confidence, entropy, reach)
+        if k is not None and k < 1:
+            raise ValueError(f"k {k} must be at least 1")
+        check_chance("confidence", confidence)
+        check_chance("reach", reach)
+        self.k, self.confidence, self.reach = k, confidence, reach
+        self.says = False  # whether greedy drafts come with their logits; rounds are then taken one by one
         self.model: object = model
         if isinstance(model, (str, Path)):
             found = find_checkpoint(model)
             self.model = found if isinstance(found, Path) else str(found)  # what is on the hub is fetched when loaded
             resolve_dtype(dtype, {})  # what names none is refused at once
             resolve_device(device)
-        self.options = {"dtype": dtype, "device": device, "kernels": kernels}
+        self.options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
+        self.options |= {"cache_tokens": cache_tokens, "block_size": block_size}
         self.draft, self.policy = draft, policy or Exact()
-        self._cache_tokens, self._block_size, self._own_size = cache_tokens, block_size, cache_tokens is not None
-        self._loaded: Loaded | None = None
-        self._first: SingleDraft | None = None  # the same model without a level below it
-        self._attached, self._one_call = False, True  # whether the executor drafts in one call, until it says no
-        self._ways = Ways()
-        self.says = False  # whether greedy drafts come with their logits; rounds are then taken one by one
-        if isinstance(model, Executor):
-            self._take(Loaded(model))
-            self._translate_below()
+        self._runner: Runner | None = None
+        self.spare = 0 if draft is None else draft.spare
 
-    def resolve(self, load: Load) -> None:
-        super().resolve(load)
-        if self._loaded is None and self._first is not None:
-            self._first.resolve(load)
-            self._loaded = self._first._loaded
-        if self._loaded is None:
-            self._loaded = load(self.model, **self.options)
-        self._take(self._loaded)
-        self._translate_below()
+    def attach(self, setup: DraftSetup) -> None:
+        if self._runner is not None:
+            raise ValueError(f"this {type(self).__name__} drafts for another model already; make a new one")
+        self._runner = setup.load(self.model, **self.options)
+        self.vocab_size, self.context = self.runner.executor.config.vocab_size, self.runner.context
+        # The level below and its rule see rows of this model.
+        below = setup.below(self.runner)
+        self.policy = self.policy.bind(below.vocabulary)
+        if self.draft is not None:
+            self.draft = below.attach(self.draft)
+            self.spare = self.draft.spare
 
-    def bind(self, vocabulary: Vocabulary) -> None:
-        """Its own vocabulary is that of its model, and the level below and its rule see rows of that."""
-        own = vocabulary
-        if self.tokenizer is not None and self.vocab_size is not None:
-            own = self.tokenizer.vocabulary(self.vocab_size, self.device)
-        super().bind(own)
-        self.policy = self.policy.bind(own)
-
-    def _translate_below(self) -> None:
-        if self.draft is not None and self._loaded is not None:
-            self.draft = translated(self.draft, self.tokenizer, self._loaded.executor.config.vocab_size)
-
-    def _take(self, loaded: Loaded) -> None:
-        if isinstance(loaded.executor, Head):
-            raise ValueError(f"{str(self.model)!r} is a draft head, not a model by itself; write eagle3({self.model})")
-        self._loaded, self.tokenizer = loaded, self.tokenizer or loaded.tokenizer
-        self.vocab_size = loaded.executor.config.vocab_size
-        self.context = loaded.executor.config.max_position_embeddings
-        self.device = loaded.executor.device
+    @property
+    def runner(self) -> Runner:
+        """The draft model with its cache. Raises ``ValueError`` while it is only a description."""
+        if self._runner is None:
+            raise ValueError(f"the draft model {str(self.model)!r} is not loaded yet: LLM attaches the strategy")
+        return self._runner
 
     @property
     def executor(self) -> Executor:
-        """The draft model. Raises ``ValueError`` while it is only a name."""
-        if self._loaded is None:
-            raise ValueError(f"the draft model {str(self.model)!r} is not loaded yet: LLM loads it (``resolve``)")
-        return self._loaded.executor
-
-    @cached_property
-    def runner(self) -> Runner:
-        """The model with its cache, which is made when it is first needed: by then its size is known."""
-        executor, control_ids = self.executor, self._loaded.control_ids if self._loaded else ()
-        return Runner(executor, PagedKVCache.for_model(executor, self._cache_tokens, self._block_size), control_ids)
-
-    def attach(self, target: Runner) -> None:
-        self._attach_below()
-
-    def _attach_below(self) -> None:
-        if self.draft is not None and not self._attached:
-            self._attached = True
-            self.draft.attach(self.runner)
-
-    def bytes_per_token(self) -> int:
-        below = 0 if self.draft is None else self.draft.bytes_per_token()
-        if self._own_size:
-            return below
-        return below + PagedKVCache.bytes_per_token(self.executor.config, self.executor.dtype)
-
-    def reserve(self, tokens: int) -> None:
-        if not self._own_size:
-            self._cache_tokens = tokens
-        if self.draft is not None:
-            self.draft.reserve(tokens)
-
-    def _set_limits(self, k: int | None, confidence: float, entropy: float, reach: float | None) -> None:
-        if k is not None and k < 1:
-            raise ValueError(f"k {k} must be at least 1")
-        check_chance("confidence", confidence)
-        check_chance("reach", reach)
-        if not entropy >= 0:
-            raise ValueError(f"entropy {entropy} must be a number of nats, at least 0")
-        self.k, self.confidence, self.entropy, self.reach = k, confidence, entropy, reach
+        """The draft model."""
+        return self.runner.executor
 
     def spec(self, rows: abc.Sequence[Sequence]) -> DraftSpec:
         """How the model drafts for ``rows``, as numbers; with prompt lookup where that is all that drafts for it."""
         lookup = self.draft.lookup if type(self.draft) is NGramDraft and self._lossless else None
-        reach = reach_of(rows, self.reach, self.worth)
-        return DraftSpec(self.confidence, self.entropy, reach, lookup, self.says)
+        reach = reach_of(rows, self.reach, self.worth or 0.0)
+        return DraftSpec(self.confidence, reach, lookup, self.says)
 
     @property
     def _lossless(self) -> bool:
         return self.policy.guarantee is Guarantee.LOSSLESS
-
-    def over(self, draft: DraftStrategy) -> SingleDraft:
-        """The same model and cache, with ``draft`` proposing for it."""
-        if self.draft is not None:
-            raise ValueError("this level has a draft strategy already; a cascade gives it one")
-        level = copy(self)
-        level.draft, level._ways, level._first = draft, Ways(), self
-        level._translate_below()
-        return level
-
-    def restricted(self, size: int | None) -> DraftStrategy:
-        if size is None:
-            return self
-        level = copy(self)
-        level._loaded = Loaded(_Restricted(self.executor, size), self.tokenizer)
-        level.__dict__.pop("runner", None)  # the cached property; it is made anew, of this model
-        level._attached = False
-        return level
 
     def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
         context = self.executor.config.max_position_embeddings
@@ -210,35 +144,25 @@ class SingleDraft(DraftStrategy):
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         context = self.executor.config.max_position_embeddings
-        most = [
-            max(0, min(n, context - len(row.tokens), n if self.k is None else self.k)) for row, n in zip(rows, max_len)
-        ]
+        own = [n if self.k is None else min(n, self.k) for n in max_len]
+        most = [max(0, min(n, context - len(row.tokens))) for row, n in zip(rows, own)]
         active = [b for b, n in enumerate(most) if n]
         if not active:
             return Draft.empty(len(rows), self.executor.device)
         if not self._lossless and not all(rows[b].greedy for b in active):
             raise ValueError(f"a draft level verified by {self.policy} has no known distribution above temperature 0")
-        self._attach_below()  # if this level was not attached itself
-        going = [rows[b] for b in active]
+        going, wanted = [rows[b] for b in active], [most[b] for b in active]
         spec = self.spec(going)
-        if not (self._one_call and self._is_one_model(going, spec)):
-            return self._step_by_step(rows, active, most)
-        if self.draft is None or spec.lookup is not None:
-            return self._at_once(rows, active, most, spec) or self._step_by_step(rows, active, most)
-        (way, _), begin = self._ways.choose(), self.clock()
-        proposal = self._at_once(rows, active, most, spec) if way else None
-        if proposal is None:
-            proposal = self._step_by_step(rows, active, most)
-            if way:  # no room to go that way: this took the time of neither
-                return proposal
-        self._ways.add(way, self.clock() - begin, max(sum(map(len, proposal.chains)), 1))
-        return proposal
+        self.runner.commit(rows)  # what was drafted last may still be cached, even for a fork of other tokens
+        if self.draft is None or (spec.lookup is not None and self.executor.looks_up(going)):
+            return drafted_of(len(rows), active, self._by_itself(going, wanted, spec))
+        return drafted_of(len(rows), active, self._above_draft(going, wanted, spec))
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
         spec = self.spec(rows)
-        plain = type(self) is SingleDraft and (self.draft is None or spec.lookup is not None) and not self.says
+        plain = is_ours(type(self)) and (self.draft is None or spec.lookup is not None) and not self.says
         known = all(row.greedy for row in rows) or self._lossless  # else ``propose`` refuses
-        if not plain or not known or not all(map(self.executor.may_extend, rows)):
+        if not plain or not known:
             return None
         return Continuation(self.runner, [sys.maxsize if self.k is None else self.k] * len(rows), spec)
 
@@ -252,144 +176,80 @@ class SingleDraft(DraftStrategy):
         if self.draft is not None:
             self.draft.release(row)
 
-    @property
-    def spare(self) -> int:  # type: ignore[override]  # that of the level below
-        return 0 if self.draft is None else self.draft.spare
-
-    def executors(self) -> list[Executor] | None:
-        below = [] if self.draft is None else self.draft.executors()
-        return None if below is None else [self.executor, *below]
-
-    def allocators(self) -> list[BlockAllocator]:
-        below = [] if self.draft is None else self.draft.allocators()
-        return [self.runner.cache.allocator, *below]
-
-    def _is_one_model(self, rows: abc.Sequence[Sequence], spec: DraftSpec) -> bool:
-        """Whether the draft is what the model alone says of these rows, token after token."""
-        if not all(map(self.executor.may_extend, rows)):
-            return False
-        # with another level below, what is drawn depends on what that proposes
-        return self.draft is None or spec.lookup is not None or (self._lossless and all(row.greedy for row in rows))
-
-    def _at_once(
-        self, rows: abc.Sequence[Sequence], active: list[int], most: list[int], spec: DraftSpec
-    ) -> Draft | None:
-        """The proposal in one call of the executor, for rows ``active``; None where it has no such call, or the cache
-        no room for it."""
-        self.runner.commit(rows)  # what was drafted last may still be cached, even for a fork of other tokens
-        going, wanted = [rows[b] for b in active], [most[b] for b in active]
-        sampling, seeds = None, [seed_of(row) for row in going]
+    def _by_itself(self, rows: list[Sequence], most: list[int], spec: DraftSpec) -> Drafted:
+        """What the model alone drafts, in one call of the executor."""
+        seeds = [seed_of(row) for row in rows]
+        sampling = None
         if spec.tree is None and not all(row.greedy for row in rows):
-            sampling = BatchSampling.of([row.params for row in going])
-        try:
-            found = self.runner.extend(going, spec, wanted, sampling, seeds)
-        except OutOfBlocks:
-            return None
-        if found is None:
-            self._one_call = False
-            return None
-        return drafted_of(len(rows), active, found)
+            sampling = BatchSampling.of([row.params for row in rows])
+        return self.runner.extend(rows, spec, most, sampling, seeds)
 
-    def _step_by_step(self, rows: abc.Sequence[Sequence], active: list[int], most: list[int]) -> Draft:
-        """The proposal by one forward after the other, each verifying what the level below proposes, if there is
-        one."""
+    def _above_draft(self, rows: list[Sequence], most: list[int], spec: DraftSpec) -> Drafted:
+        """Rounds of this level: the strategy below proposes, this model verifies, until each row has enough tokens."""
         scratch = [row.fork(self.policy, seed_of(row)) for row in rows]
-        self.runner.commit(scratch)
-        starts = [len(row.tokens) for row in rows]
-        probs: list[list[Tensor]] = [[] for _ in rows]  # per row, what was said [V] of each of its tokens
-        spec = self.spec(rows)
+        ends = [len(row.tokens) + n for row, n in zip(rows, most)]
+        greedy = all(row.greedy for row in rows)
+        said: list[list[Tensor]] = [[] for _ in rows]  # of each token, the distribution (or the logits) that it is from
         certainty = [Certainty(spec, reach) for reach in spec.reach]
+        active = list(range(len(rows)))
+        assert self.draft is not None
         while active:
             going = [scratch[b] for b in active]
-            left = [starts[b] + most[b] - len(row.tokens) for b, row in zip(active, going)]
-            new_probs, sure = self._advance(going, left, [certainty[b] for b in active])
-            for b, row_probs in zip(active, new_probs):
-                probs[b] += row_probs
-            active = [b for b, more in zip(active, sure) if more and len(scratch[b].tokens) < starts[b] + most[b]]
-            active = [b for b in active if scratch[b].tokens[-1] not in scratch[b].stop_ids]
-        device, proposal = self.executor.device, pad([row.tokens[start:] for row, start in zip(scratch, starts)])
-        if all(row.greedy for row in rows):
-            if not self.says:
-                return proposal
-            logits_BKV = torch.zeros(*proposal.tokens_BK.shape, self.executor.config.vocab_size, device=device)
-            for b, row_logits in enumerate(probs):
-                if row_logits:
-                    logits_BKV[b, : len(row_logits)] = torch.stack(row_logits)
-            return Draft(proposal.tokens_BK, proposal.lengths_B, logits_BKV=logits_BKV)
-        probs_BKV = torch.zeros(*proposal.tokens_BK.shape, self.executor.config.vocab_size, device=device)
-        for b, (row, row_probs) in enumerate(zip(rows, probs)):
-            if row.greedy:
-                probs_BKV[b].scatter_(1, sent(proposal.tokens_BK[b], device).unsqueeze(1), 1.0)
-            elif row_probs:
-                probs_BKV[b, : len(row_probs)] = torch.stack(row_probs)
-        return Draft(proposal.tokens_BK, proposal.lengths_B, probs_BKV)
-
-    def _advance(
-        self, rows: list[Sequence], left: list[int], certainty: list[Certainty]
-    ) -> tuple[list[list[Tensor]], list[bool]]:
-        """Extend every row by one token or more, at most ``left``, up to the first that this level is not sure of.
-        Returns the distributions they were drawn from, or their logits if nothing was drawn and it ``says``, and
-        whether it was sure all the way.
-
-        Without a level below, and above a deterministic one if the rule is exact, each place's token is the most likely
-        one, or drawn by a number of that place alone; what was proposed stands as long as it is the same. So the draft
-        is the model's own, whatever is proposed to it.
-        """
-        # A round emits one token beyond its draft.
-        below = Draft.empty(len(rows)) if self.draft is None else self.draft.propose(rows, [n - 1 for n in left])
-        target, _ = self.runner.score(rows, below)
-        if self.draft is not None:
-            self.draft.observe(rows, below, target)
-        proposed, device = below.chains, target.logits_BKV.device
-        if below.probs_BKV is None and below.trees is None and type(self.policy) is Exact:
-            tokens = self._own_tokens(rows, target.choices, None if target.all_greedy else target.probs_BKV)
-            new = []
-            for own, chain in zip(tokens, proposed):
-                n = next((j for j, token in enumerate(chain) if token != own[j]), len(chain))
-                new.append((own[: n + 1], list(range(n + 1))))
-        else:
-            new = []
-            for decision in self.runner.judge(rows, target, below, self.draft):
-                ids = [*(decision.drafted[node] for node in decision.path), decision.next_token]
-                new.append((ids, [0, *(node + 1 for node in decision.path)]))
-        probs: list[list[Tensor]] = [[] for _ in rows]
-        surely = [True] * len(rows)
-        for b, (row, (ids, places)) in enumerate(zip(rows, new)):
-            ids = until_end(ids, row)
-            if target.all_greedy and not certainty[b].asks and not self.says:
+            # A round emits one token beyond its draft.
+            below = self.draft.propose(going, [ends[b] - len(row.tokens) - 1 for b, row in zip(active, going)])
+            target, _ = self.runner.score(going, below)
+            self.draft.observe(going, below, target)
+            new = self._kept(going, target, below)
+            goes_on = []
+            for n, (b, row, (ids, places)) in enumerate(zip(active, going, new)):
+                ids, sure = until_end(ids, row), True
+                at_N = sent(torch.tensor([[n] * len(ids), places[: len(ids)]]), target.logits_BKV.device).unbind(0)
+                if certainty[b].asks:
+                    each = certainty[b].after(
+                        target.logits_BKV[at_N].softmax(-1) if row.greedy else target.probs_at(*at_N)
+                    )
+                    sure = all(each)
+                    ids = ids if sure else ids[: each.index(False) + 1]
+                if not greedy or self.says:
+                    said[b] += list(target.logits_BKV[at_N] if greedy else target.probs_at(*at_N))[: len(ids)]
                 row.tokens += ids
-                continue
-            places_N = upload(places[: len(ids)], device)
-            at_N = torch.full_like(places_N, b), places_N
-            probs_NV = None if target.all_greedy else target.probs_at(*at_N)
-            if certainty[b].asks:
-                raw_NV = target.logits_BKV[at_N].softmax(-1) if row.greedy or probs_NV is None else probs_NV
-                sure = certainty[b].after(raw_NV)
-                surely[b] = all(sure)
-                ids = ids if surely[b] else ids[: sure.index(False) + 1]
-            row.tokens += ids
-            if target.all_greedy and self.says:
-                probs_NV = target.logits_BKV[at_N]
-            if probs_NV is not None:
-                probs[b] += list(probs_NV)[: len(ids)]
-        if self.draft is not None:
-            self.runner.commit(rows)
-            self.draft.commit(rows)
-        return probs, surely
+                if sure and len(row.tokens) < ends[b] and ids[-1] not in row.stop_ids:
+                    goes_on.append(b)
+            self.runner.commit(going)
+            self.draft.commit(going)
+            active = goes_on
+        chains = [made.tokens[len(row.tokens) :] for made, row in zip(scratch, rows)]
+        if greedy and not self.says:
+            return Drafted(chains)
+        said_BKV = said[0][0].new_zeros(len(rows), max(map(len, chains)), len(said[0][0]))
+        for b, each_V in enumerate(said):
+            said_BKV[b, : len(each_V)] = torch.stack(each_V)
+        return Drafted(chains, None, said_BKV) if greedy else Drafted(chains, said_BKV)
 
-    @staticmethod
-    def _own_tokens(rows: list[Sequence], choices: list[list[int]], probs_BJV: Tensor | None) -> list[list[int]]:
-        """The model's own token at each place of each row."""
-        if probs_BJV is None:
-            return choices
-        device = probs_BJV.device
-        count, places = probs_BJV.shape[:2]
-        seed_B, start_B = upload([*(row.seed for row in rows), *(len(row.tokens) for row in rows)], device).chunk(2)
-        seed_N = seed_B.repeat_interleave(places)
-        at_N = (start_B.unsqueeze(1) + torch.arange(places, device=device)).flatten()
-        uniform_N = uniforms(seed_N, at_N, Stream.SAMPLE, 1).squeeze(1)
-        tokens: list[list[int]] = draw(probs_BJV.flatten(0, 1), uniform_N).view(count, places).tolist()
-        return tokens
+    def _kept(self, rows: list[Sequence], target: Target, below: Draft) -> list[tuple[list[int], list[int]]]:
+        """What this level keeps of a draft, with a token of its own at the end, and the places that they are from.
+
+        Above deterministic chains, under the exact rule, each place's token is the most likely one, or drawn by a
+        number of that place alone, and a draft is kept as long as it is the same. So this level drafts the same tokens
+        whatever is proposed to it.
+        """
+        if below.probs_BKV is None and below.trees is None and type(self.policy) is Exact:
+            own = target.choices if target.all_greedy else _own_tokens(rows, target.probs_BKV)
+            kept = [common_prefix(chain, tokens) for chain, tokens in zip(below.chains, own)]
+            return [(tokens[: n + 1], list(range(n + 1))) for tokens, n in zip(own, kept)]
+        decisions = self.runner.judge(rows, target, below, self.draft)
+        return [
+            ([*(found.drafted[node] for node in found.path), found.next_token], [0, *(node + 1 for node in found.path)])
+            for found in decisions
+        ]
+
+
+def _own_tokens(rows: list[Sequence], probs_BJV: Tensor) -> list[list[int]]:
+    """The model's own token at each place of each row."""
+    places = probs_BJV.shape[1]
+    lengths = [len(row.tokens) + at for row in rows for at in range(places)]
+    tokens = draw_tokens(probs_BJV.flatten(0, 1), [row.seed for row in rows for _ in range(places)], lengths)
+    return [tokens[b * places : (b + 1) * places] for b in range(len(rows))]
 
 
 def seed_of(row: Sequence) -> int:
@@ -397,51 +257,27 @@ def seed_of(row: Sequence) -> int:
     return 0 if row.greedy else derive(row.seed, len(row.tokens))
 
 
-class _Restricted(Wrapped):
-    """A model that cannot say ids from ``size`` on: their logits are -inf, so every distribution made of them is one of
-    the others."""
-
-    def __init__(self, inner: Executor, size: int) -> None:
-        super().__init__(inner)
-        self._size = size
-
-    def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
-        found = self.inner.score(batch, places, states)
-        logits_NV = found.logits_NV.clone()
-        logits_NV[:, self._size :] = -torch.inf
-        return Scores(logits_NV, states_TF=found.states_TF)
-
-
-class CascadeDraft(Wrapper):
+class CascadeDraft(SingleDraft):
     """Levels that draft for one another, cheapest first: ``CascadeDraft([NGramDraft(), SingleDraft(small)])`` is
     FLy's multi-level acceleration (arXiv 2511.22972, section 3.3), to any depth.
 
     The first level is any strategy; each further one is a ``SingleDraft``, which verifies the level below by its
-    own policy (exact by default, so the cascade proposes just what its last level alone would).
+    own policy (exact by default, so the cascade proposes just what its last level alone would). A cascade is its last
+    level, with the others as its ``draft``.
     """
 
     def __init__(self, levels: abc.Sequence[DraftStrategy]) -> None:
-        if not levels:
-            raise ValueError("a cascade needs at least one level")
+        if len(levels) < 2:
+            raise ValueError("a cascade needs at least two levels; one alone is the strategy itself")
         if len(set(map(id, levels))) < len(levels):
             raise ValueError("a level stands twice in a cascade; each needs a cache of its own")
-        top = levels[0]
-        for number, level in enumerate(levels[1:], start=1):
-            if type(level) is not SingleDraft:  # its subclasses draft in ways of their own
-                raise ValueError(
-                    f"level {number} of a cascade is {type(level).__name__}; "
-                    "only a SingleDraft can verify a level below it"
-                )
-            top = level.over(top)
-        super().__init__([top])
-        self.top = top
-
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
-        return self.top.propose(rows, max_len)
-
-    def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
-        return self.top.continuation(rows) if type(self) is CascadeDraft else None
-
-    @property
-    def last(self) -> DraftStrategy:
-        return self.top
+        *below, last = levels
+        if type(last) is not SingleDraft:  # its subclasses draft in ways of their own
+            raise ValueError(
+                f"level {len(below)} of a cascade is {type(last).__name__}; only a SingleDraft can verify a level below"
+            )
+        if last.draft is not None:
+            raise ValueError(f"level {len(below)} has a draft strategy already; a cascade gives it one")
+        vars(self).update(vars(last))
+        self.draft = below[0] if len(below) == 1 else CascadeDraft(below)
+        self.spare = self.draft.spare

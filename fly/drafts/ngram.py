@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import abc
 
-from fly.drafts.base import Continuation, DraftStrategy, pad, until_end
-from fly.executor import DraftSpec, Executor, Lookup
+from fly.drafts.base import Continuation, DraftStrategy, is_ours, pad, until_end
+from fly.executor import DraftSpec, Lookup
 from fly.request import Sequence, common_prefix
 from fly.types import Draft
 
@@ -82,9 +82,6 @@ class NGramDraft(DraftStrategy):
         self.longest, self.shortest, self.k = longest, shortest, k
         self._indices: dict[int, Index] = {}
 
-    def executors(self) -> list[Executor]:
-        return []
-
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         copied = [self._index(row).copied(row.tokens, min(most, self.k)) for row, most in zip(rows, max_len)]
         return pad([until_end(tokens, row) for row, tokens in zip(rows, copied)])
@@ -96,7 +93,7 @@ class NGramDraft(DraftStrategy):
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
         spec = DraftSpec(lookup=self.lookup)
-        return Continuation(None, [self.k] * len(rows), spec) if type(self) is NGramDraft else None
+        return Continuation(None, [self.k] * len(rows), spec) if is_ours(type(self)) else None
 
     def release(self, row: Sequence) -> None:
         self._indices.pop(row.id, None)

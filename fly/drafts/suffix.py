@@ -6,15 +6,10 @@ from collections import Counter, abc, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import TYPE_CHECKING
 
-from fly.drafts.base import DraftStrategy, pad, until_end
-from fly.executor import Executor
+from fly.drafts.base import DraftSetup, DraftStrategy, pad, until_end
 from fly.request import Sequence, common_prefix
 from fly.types import Draft
-
-if TYPE_CHECKING:
-    from fly.runner import Runner
 
 __all__ = ["SuffixDraft"]
 
@@ -120,20 +115,17 @@ class SuffixDraft(DraftStrategy):
         self._outputs: deque[tuple[list[int], int, str]] = deque()
         self._held = 0  # tokens in all of them
 
-    def attach(self, target: Runner) -> None:
+    def attach(self, setup: DraftSetup) -> None:
         """Raises ``ValueError`` for a target of another vocabulary than an earlier one: its outputs are shared."""
         if not self.shared_tokens:
             return
-        size = target.executor.config.vocab_size
+        size = setup.target.executor.config.vocab_size
         if self.vocab_size not in (None, size):
             raise ValueError(
                 f"this strategy shares outputs of a target with {self.vocab_size} tokens in its vocabulary, "
                 f"and cannot draft for one with {size}; give each its own, or shared_tokens=0"
             )
         self.vocab_size = size
-
-    def executors(self) -> list[Executor]:
-        return []
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         found = [self._lookup(row, n if self.k is None else min(n, self.k)) for row, n in zip(rows, max_len)]

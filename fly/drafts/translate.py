@@ -15,21 +15,20 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal
 
+import torch
 from tokenizers import decoders, models
 
 from fly.cache import OutOfBlocks
-from fly.drafts.adaptive import AdaptiveDraft
-from fly.drafts.base import DraftStrategy, Load, Wrapper, pad, until_end
-from fly.drafts.choose import ChooseDraft
+from fly.drafts.base import DraftSetup, DraftStrategy, StopsByChance, pad, until_end
+from fly.drafts.model import SingleDraft
+from fly.executor import Batch, Executor, Scores, Wrapped
 from fly.models.lengths import byte_level
 from fly.models.tokenizer import Tokenizer
 from fly.ops import derive, first_branch
 from fly.request import Sequence, common_prefix
-from fly.runner import Runner
 from fly.types import Draft, SamplingParams, Target
-from fly.vocabulary import Vocabulary
 
-__all__ = ["TranslatedDraft", "Vocabularies", "translated"]
+__all__ = ["TranslatedDraft", "TranslatingSetup", "Vocabularies", "translated"]
 
 _GREEDY = SamplingParams(temperature=0.0)
 _LOOK_BACK = 8  # tokens before a continuation whose decoding may depend on them
@@ -206,7 +205,7 @@ class _Context:
         return self.tokens[self.ends[-2][0] if len(self.ends) > 1 else 0 :]
 
 
-class TranslatedDraft(Wrapper):
+class TranslatedDraft(StopsByChance):
     """A draft model for a target with another vocabulary: it drafts in its own ids, and these become the target's.
 
     In the mode ``padded`` (see ``Vocabularies``) ids are the same on both sides. If the draft model knows ids that the
@@ -231,7 +230,7 @@ class TranslatedDraft(Wrapper):
     gives, but no distribution.
 
     Args:
-        draft: a ``SingleDraft``, or a ``CascadeDraft`` whose last level is one, with a tokenizer.
+        draft: a ``SingleDraft`` or a ``CascadeDraft`` that is attached, with a tokenizer.
         tokenizer, vocab_size: the target's.
 
     Raises:
@@ -239,38 +238,32 @@ class TranslatedDraft(Wrapper):
     """
 
     def __init__(self, draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        level = draft.last
-        if (top := level.restricted(None)) is None:
+        if not isinstance(draft, SingleDraft):
             raise ValueError(
-                f"{type(level).__name__} for a vocabulary of {level.vocab_size} tokens cannot draft for another, of "
-                f"{vocab_size}; a SingleDraft, or a CascadeDraft that ends in one, can"
+                f"{type(draft).__name__} for a vocabulary of {draft.vocab_size} tokens cannot draft for another, of "
+                f"{vocab_size}; a SingleDraft, or a CascadeDraft, can"
             )
-        own_size = top.vocab_size or 0
-        self.vocabularies = Vocabularies(tokenizer, vocab_size, top.tokenizer, own_size)
+        own_size = draft.runner.executor.config.vocab_size
+        self.vocabularies = Vocabularies(tokenizer, vocab_size, draft.runner.tokenizer, own_size)
         if self.mode == "padded" and vocab_size < own_size:
-            top = top.restricted(vocab_size) or top
-        super().__init__([top])
-        self.draft = top
+            draft.runner.executor = _Restricted(draft.runner.executor, vocab_size)
+        self.draft, self.spare, self.context = draft, draft.spare, draft.context
         self.vocab_size: int = vocab_size
-        self.tokenizer, self.device = tokenizer, top.device
         self._contexts: dict[int, _Context] = {}
-
-    def resolve(self, load: Load) -> None:
-        """What it translates was loaded before."""
-
-    def bind(self, vocabulary: Vocabulary) -> None:
-        self.vocabulary = vocabulary
-        size, tokenizer, device = self.vocabularies.draft_size, self.draft.tokenizer, self.draft.device
-        self.draft.bind(Vocabulary(size) if tokenizer is None else tokenizer.vocabulary(size, device))
 
     @property
     def mode(self) -> Literal["padded", "text"]:
         """How the vocabularies are brought together."""
         return self.vocabularies.mode
 
-    def attach(self, target: Runner) -> None:
-        if (size := target.executor.config.vocab_size) != self.vocab_size:
-            raise ValueError(f"this draft is translated to {self.vocab_size} tokens, the target has {size}")
+    @property
+    def worth(self) -> float | None:
+        """``SingleDraft.worth``."""
+        return self.draft.worth
+
+    @worth.setter
+    def worth(self, worth: float | None) -> None:
+        self.draft.worth = worth
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         own = [self._own(row) for row in rows]
@@ -279,7 +272,7 @@ class TranslatedDraft(Wrapper):
             draft = self.draft.propose(own, most)
         except OutOfBlocks:
             self._commit(own)
-            return Draft.empty(len(rows), self.device)
+            return Draft.empty(len(rows))
         if self.mode == "text":
             return self._retokenised(rows, own, draft, max_len)
         if (own_BKV := draft.probs_BKV) is None:
@@ -345,7 +338,7 @@ class TranslatedDraft(Wrapper):
             new = vocabularies.target.continued(window, text) if text else []
             new = [*new, *(to_target[i] for i in ids[at : at + 1] if i in to_target)][: max_len[b]]
             drafts.append(until_end(new, row))
-        return pad(drafts, self.device)
+        return pad(drafts)
 
 
 def _of_any_vocabulary(params: SamplingParams) -> SamplingParams:
@@ -355,21 +348,37 @@ def _of_any_vocabulary(params: SamplingParams) -> SamplingParams:
     return params.model_copy(update={**off, "bad_words": (), "bad_words_ids": ()}) if params.penalises else params
 
 
+class _Restricted(Wrapped):
+    """A model that cannot say ids from ``size`` on: their logits are -inf, so every distribution made of them is one of
+    the others."""
+
+    def __init__(self, inner: Executor, size: int) -> None:
+        super().__init__(inner)
+        self._size = size
+
+    def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
+        found = self.inner.score(batch, places, states)
+        logits_NV = found.logits_NV.clone()
+        logits_NV[:, self._size :] = -torch.inf
+        return Scores(logits_NV, states_TF=found.states_TF)
+
+
+class TranslatingSetup(DraftSetup):
+    """A setup that brings strategies with another vocabulary than the target together with it."""
+
+    def translate(self, strategy: DraftStrategy) -> DraftStrategy:
+        return translated(strategy, self.tokenizer, self.target.executor.config.vocab_size)
+
+
 def translated(draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: int) -> DraftStrategy:
-    """``draft`` as it is where it speaks the target's vocabulary already, else a ``TranslatedDraft`` of it.
+    """``draft``, which is attached, as it is where it speaks the target's vocabulary already, else a
+    ``TranslatedDraft`` of it.
 
     Vocabularies of one size are taken for the same unless both sides have a tokenizer and these differ.
 
     Raises ``ValueError``, with the reason, if the two vocabularies cannot be brought together.
     """
-    if isinstance(draft, ChooseDraft):
-        members = zip(draft.names, draft.members)
-        return ChooseDraft(**{name: translated(member, tokenizer, vocab_size) for name, member in members})
     same = draft.vocab_size in (None, vocab_size)
-    if same and draft.vocab_size is not None and tokenizer is not None and draft.tokenizer is not None:
-        same = tokenizer.same_as(draft.tokenizer)
-    if same:
-        return draft
-    if isinstance(draft, AdaptiveDraft):  # how much to draft is no matter of the vocabulary
-        return AdaptiveDraft(translated(draft.strategy, tokenizer, vocab_size), draft.clock)
-    return TranslatedDraft(draft, tokenizer, vocab_size)
+    if same and isinstance(draft, SingleDraft) and tokenizer is not None and draft.runner.tokenizer is not None:
+        same = tokenizer.same_as(draft.runner.tokenizer)
+    return draft if same else TranslatedDraft(draft, tokenizer, vocab_size)

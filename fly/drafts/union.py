@@ -75,10 +75,6 @@ class UnionDraft(Wrapper):
     def __init__(self, strategies: abc.Sequence[DraftStrategy], rate: float = 0.1, prior: float = 0.9) -> None:
         if not strategies:
             raise ValueError("UnionDraft needs at least one strategy")
-        if len(set(map(id, strategies))) < len(strategies):
-            raise ValueError("a strategy stands twice in UnionDraft; each needs a state of its own")
-        if trees := [type(member).__name__ for member in strategies if member.spare]:
-            raise ValueError(f"UnionDraft combines chains, and {trees[0]} proposes trees")
         super().__init__(strategies)
         for name, value in (("rate", rate), ("prior", prior)):
             if not 0 < value <= 1:
@@ -89,19 +85,9 @@ class UnionDraft(Wrapper):
         self._draws = [False] * len(strategies)  # whether it has ever given a distribution
 
     def _follow_members(self) -> None:
-        sizes = sorted({member.vocab_size for member in self.members if member.vocab_size is not None})
-        if len(sizes) > 1:
-            raise ValueError(f"the strategies of UnionDraft have vocabularies of {sizes} tokens; they must be the same")
-        tokenizers = [member.tokenizer for member in self.members if member.tokenizer is not None]
-        if not all(tokenizers[0].same_as(other) for other in tokenizers[1:]):
-            raise ValueError(
-                "the strategies of UnionDraft have different tokenizers: the same id would mean different text"
-            )
-        self.vocab_size = sizes[0] if sizes else None
-        self.tokenizer = tokenizers[0] if tokenizers else None
-        # Each stops by itself at its own context, so the longest counts.
-        contexts = [member.context for member in self.members if member.context is not None]
-        self.context = max(contexts) if len(contexts) == len(self.members) else None
+        super()._follow_members()
+        if trees := [type(member).__name__ for member in self.members if member.spare]:
+            raise ValueError(f"UnionDraft combines chains, and {trees[0]} proposes trees")
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         chosen = [Piece([]) for _ in rows]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fly.drafts import SingleDraft, parse_draft
+from fly.drafts import CascadeDraft, SingleDraft, parse_draft
 from fly.drafts.stops import usual_reach
 from fly.eval.plan import Plan, Way
 from fly.eval.records import read_records
@@ -109,7 +108,6 @@ def _drafter(text: str) -> SingleDraft | None:
         strategy = parse_draft(text, trusted=True)
     except ValueError:  # a checkpoint that is gone
         return None
-    last = None if strategy is None else strategy.last
-    if type(last) is not SingleDraft or last.entropy < math.inf or last.policy.guarantee is not Guarantee.LOSSLESS:
+    if not isinstance(strategy, SingleDraft) or type(strategy) not in (SingleDraft, CascadeDraft):
         return None
-    return last
+    return strategy if strategy.policy.guarantee is Guarantee.LOSSLESS else None

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fly.drafts import DraftStrategy, SingleDraft
+from fly.drafts import CascadeDraft, DraftStrategy, SingleDraft
 from fly.executor import Executor, Wrapped
 from fly.llm import LLM
 from fly.ops import top
@@ -201,8 +201,8 @@ def recorded(llm: LLM) -> Iterator[Recorder]:
     runner: Runner = llm.engine.runner
     executor, level = runner.executor, None
     draft: DraftStrategy | None = llm.draft
-    if draft is not None and type(draft.last) is SingleDraft:
-        level = draft.last
+    if isinstance(draft, SingleDraft) and type(draft) in (SingleDraft, CascadeDraft):
+        level = draft
     runner.executor = recorder = Recorder(executor)
     if level is not None:
         level.says = True

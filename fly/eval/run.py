@@ -262,7 +262,7 @@ def _record(turn: Turn, done: Completion, around: str, llm: LLM) -> dict[str, An
 
 def _reach(llm: LLM, way: Way) -> float | None:
     """Where a way's draft stops by itself; None where it does not, or decides that by what it measures."""
-    reach = None if llm.draft is None else getattr(llm.draft.last, "reach", 0.0)
+    reach = getattr(llm.draft, "reach", 0.0)
     return usual_reach(reach, way.policy) if way.k and reach != 0.0 else None
 
 

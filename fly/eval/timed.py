@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fly.drafts import CascadeDraft, DraftStrategy, Eagle3Draft, SingleDraft
+from fly.drafts.heads import HeadRunner
 from fly.executor import Batch, Drafted, DraftSpec, Executor, Head, RoundPlan, Rounds, Scores, Wrapped
 from fly.job import Job, Request
 from fly.llm import LLM
@@ -65,13 +65,13 @@ class Clock(Wrapped):
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         return self._clocked(self.inner.score, batch, places, *([states] if states else []))
 
-    def may_extend(self, row: Sequence) -> bool:
-        return self.inner.may_extend(row)
+    def looks_up(self, rows: abc.Sequence[Sequence]) -> bool:
+        return self.inner.looks_up(rows)
 
     def takes(self, rows: abc.Sequence[Sequence]) -> bool:
         return self.inner.takes(rows)
 
-    def extend(self, *arguments: Any, **options: Any) -> Drafted | None:
+    def extend(self, *arguments: Any, **options: Any) -> Drafted:
         return self._clocked(self.inner.extend, *arguments, **options)
 
     def embedding(self) -> Tensor:
@@ -112,27 +112,13 @@ class HeadClock(Clock, Head):
     def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
         return self._clocked(self.head.step, batch, x_TC, places)
 
-    def chains(self, *arguments: Any, **options: Any) -> Drafted | None:
+    def chains(self, *arguments: Any, **options: Any) -> Drafted:
         return self._clocked(self.head.chains, *arguments, **options)
 
 
-def draft_runners(strategy: DraftStrategy | None) -> list[Runner]:
+def draft_runners(llm: LLM) -> list[Runner]:
     """The models that draft, in whatever strategies."""
-    return list(dict.fromkeys(part.runner for part in _drafting(strategy) if isinstance(part, SingleDraft)))
-
-
-def _drafting(strategy: DraftStrategy | None) -> Iterator[DraftStrategy]:
-    """A strategy and those that it drafts with."""
-    if strategy is None:
-        return
-    yield strategy
-    if isinstance(strategy, CascadeDraft):
-        yield from _drafting(strategy.top)
-    elif isinstance(strategy, SingleDraft):  # of its attributes one may be the same model without a level below
-        yield from _drafting(strategy.draft)
-    else:
-        for part in strategy.parts():
-            yield from _drafting(part)
+    return [drafter for drafter in llm.engine.setup.drafters if isinstance(drafter, Runner)]
 
 
 @contextmanager
@@ -141,8 +127,8 @@ def _clocks(llm: LLM, wanted: bool) -> Iterator[list[Clock]]:
     if not wanted:
         yield []
         return
-    runners = [llm.engine.runner, *draft_runners(llm.draft)]
-    heads = list(dict.fromkeys(part.runner for part in _drafting(llm.draft) if isinstance(part, Eagle3Draft)))
+    runners = [llm.engine.runner, *draft_runners(llm)]
+    heads = [drafter for drafter in llm.engine.setup.drafters if isinstance(drafter, HeadRunner)]
     executors = [runner.executor for runner in runners]
     clocks = [Clock(executor) for executor in executors]
     for runner, clock in zip(runners, clocks):

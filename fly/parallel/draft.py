@@ -6,23 +6,23 @@ Knows nothing of policies or HTTP.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections import abc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Literal, Protocol, get_args
+from itertools import zip_longest
+from typing import Any, Literal, get_args
 
 import torch
 
+from fly.backends.choice import LoadExecutor
 from fly.cache import BlockAllocator, OutOfBlocks, PagedKVCache
-from fly.drafts import DraftStrategy, Eagle3Draft
+from fly.drafts.base import DraftSetup, DraftStrategy, Loaded, OwnCache
 from fly.executor import Batch, Executor, Head
 from fly.parallel.logits import VocabularyShards
 from fly.parallel.plan import PlanError
 from fly.parallel.ranks import Ranks
 from fly.request import Sequence
-from fly.runner import Runner
 from fly.types import Draft, Target
 
 __all__ = ["FirstDraft", "Placement", "place_draft"]
@@ -31,80 +31,85 @@ Placement = Literal["auto", "replicated", "sharded", "first"]
 _STEPS = 9  # decode steps that a placement is timed with
 
 
-class Make(Protocol):
-    """Makes a draft strategy, given how its checkpoints are loaded (the default: whole); None where nothing drafts."""
-
-    def __call__(self, by: Callable[..., Executor] = ...) -> DraftStrategy | None: ...
-
-
 def place_draft(
-    make: Make, ranks: Ranks, placement: Placement, load_part: Callable[..., Executor]
+    make: Callable[[], DraftStrategy | None],
+    setup: DraftSetup,
+    ranks: Ranks,
+    placement: Placement,
+    load_part: LoadExecutor,
 ) -> DraftStrategy | None:
-    """The strategy that ``make`` gives, placed among ``ranks``.
+    """Attach the strategy that ``make`` gives to ``setup``, placed among ``ranks``, and return what drafts.
 
     - ``replicated``: every rank has all of it, and drafts for itself: nothing to communicate;
     - ``sharded``: its models are divided like the target (by ``load_part``), and all ranks draft together;
     - ``first``: the first rank drafts, and sends it to the others;
-    - ``auto``: replicated or sharded, whichever decodes a token sooner here, as timed on the spot (both are loaded for
-      that); replicated where there is no model to divide, or it does not divide.
+    - ``auto``: each model is replicated or sharded, whichever decodes a token sooner here, as timed on the spot (both
+      are loaded for that); replicated where it does not divide.
 
     Raises:
         ValueError: an unknown placement, or one this strategy cannot have.
     """
     if placement not in get_args(Placement):
         raise ValueError(f"draft_placement {placement!r} is unknown; choices: {list(get_args(Placement))}")
-    if ranks.size == 1:
-        return make()
-    if placement == "first":
+    if placement == "first" and ranks.size > 1:
         first = FirstDraft(ranks, make)
+        setup.attach(first)
         return first if first.drafts else None
-    if placement == "sharded":
-        return _by_one_clock(make(load_part), ranks)
     strategy = ranks.together(make, "the draft")
-    if placement == "auto" and (whole := _executors(strategy)):
+    if strategy is None:
+        return None
+    setup.clock = ranks.clock  # strategies that decide by time must decide alike on all ranks
+    if placement == "replicated" or ranks.size == 1:
+        return ranks.together(lambda: setup.attach(strategy), "the draft")
+
+    load = setup.load_by
+
+    def load_for_ranks(model: object, **options: Any) -> Loaded:
+        if placement == "sharded":
+            return load(model, by=load_part, **options)
+        whole = ranks.together(lambda: load(model, **options), "the draft")
+        if isinstance(model, Executor) or isinstance(whole.executor, Head):  # a head is small
+            return whole
         try:
-            other = make(load_part)
+            part = load(model, by=load_part, **options)
         except PlanError:
-            return _by_one_clock(strategy, ranks)
-        if ranks.share(_decode_seconds(_executors(other)) < _decode_seconds(whole)):
-            strategy = other
-    return _by_one_clock(strategy, ranks)
+            return whole
+        return part if ranks.share(_decode_seconds(part.executor) < _decode_seconds(whole.executor)) else whole
 
-
-def _executors(strategy: DraftStrategy | None) -> list[Executor]:
-    """The models that can be divided: a head is small, and whole everywhere."""
-    every = [] if strategy is None else strategy.executors() or []
-    return [executor for executor in every if not isinstance(executor, Head)]
+    setup.load_by = load_for_ranks
+    return setup.attach(strategy)
 
 
 @torch.inference_mode()
-def _decode_seconds(executors: list[Executor]) -> float:
-    """Seconds in which each of ``executors`` gives one token, together; medians."""
-    total = 0.0
-    for executor in executors:
-        cache = PagedKVCache.for_model(executor, 1)
-        cache.resize(0, 1)
-        times = []
-        for _ in range(_STEPS + 1):
-            start = time.perf_counter()
-            executor.score(Batch([0], [0], cache.batch([0], [0], [1]))).logits_NV[:, :1].tolist()
-            times.append(time.perf_counter() - start)
-        total += statistics.median(times[1:])
-    return total
+def _decode_seconds(executor: Executor) -> float:
+    """Seconds in which ``executor`` gives one token; the median."""
+    cache = PagedKVCache.for_model(executor, 1)
+    cache.resize(0, 1)
+    times = []
+    for _ in range(_STEPS + 1):
+        start = time.perf_counter()
+        executor.score(Batch([0], [0], cache.batch([0], [0], [1]))).logits_NV[:, :1].tolist()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
 
 
-def _nested(strategy: DraftStrategy) -> Iterator[DraftStrategy]:
-    """A strategy and all strategies that it is made of."""
-    yield strategy
-    for part in strategy.parts():
-        yield from _nested(part)
+class _Mirror:
+    """What all ranks know of a cache that the first rank alone has: as if it shared nothing, so that all admit the same
+    requests."""
 
+    executor = None
+    allocator: BlockAllocator
 
-def _by_one_clock(strategy: DraftStrategy | None, ranks: Ranks) -> DraftStrategy | None:
-    """Strategies that decide by time must decide alike on all ranks."""
-    for part in _nested(strategy) if strategy is not None else ():
-        part.clock = ranks.clock
-    return strategy
+    def __init__(self, ranks: Ranks, drafter: OwnCache | None, bytes_per_token: int, context: int) -> None:
+        self._ranks, self._drafter = ranks, drafter
+        self.bytes_per_token, self.context = bytes_per_token, context
+
+    def reserve(self, tokens: int | None = None, block_size: int | None = None) -> None:
+        size: Any = None
+        if self._drafter is not None:
+            self._drafter.reserve(tokens, block_size)
+            size = self._drafter.allocator.num_blocks, self._drafter.allocator.block_size
+        self.allocator = BlockAllocator(*self._ranks.share(size))
 
 
 class FirstDraft(DraftStrategy):
@@ -113,38 +118,37 @@ class FirstDraft(DraftStrategy):
     Everything that ranks must agree on (limits, sizes of caches) is sent too, so all admit the same requests.
     """
 
-    def __init__(self, ranks: Ranks, make: Make) -> None:
-        self.ranks = ranks
-        self.strategy = ranks.together(lambda: self._checked(make()) if ranks.leads else None, "the draft")
-        facts: dict[str, Any] | None = None
-        if (strategy := self.strategy) is not None:
-            facts = {name: getattr(strategy, name) for name in ("vocab_size", "context", "learns", "spare")}
-            facts["_choices"] = strategy.choices()
-            facts["_bytes"] = strategy.bytes_per_token()
-            facts["_observes"] = type(strategy).observe is not DraftStrategy.observe
-        facts = ranks.share(facts)
-        self.drafts = facts is not None
-        self._bytes, self._observes, self._choices = 0, False, list[str]()
-        vars(self).update(facts or {})
-        self._allocators: list[BlockAllocator] | None = None
+    def __init__(self, ranks: Ranks, make: Callable[[], DraftStrategy | None]) -> None:
+        self.ranks, self.make = ranks, make
+        self.strategy: DraftStrategy | None = None
+        self.drafts, self.names, self.observes = False, list[str](), False
+        self.mirrors: list[_Mirror] = []
 
-    @staticmethod
-    def _checked(strategy: DraftStrategy | None) -> DraftStrategy | None:
-        if strategy is not None and any(isinstance(part, Eagle3Draft) for part in _nested(strategy)):
+    def attach(self, setup: DraftSetup) -> None:
+        self._device, own = setup.target.executor.device, setup.alone()  # each rank's own
+        self.strategy = self.ranks.together(lambda: self._attached(own) if self.ranks.leads else None, "the draft")
+        facts: dict[str, Any] = {"drafts": self.strategy is not None}
+        if self.strategy is not None:
+            facts |= {name: getattr(self.strategy, name) for name in ("vocab_size", "context", "learns", "spare")}
+            facts["names"] = getattr(self.strategy, "names", [])
+            facts["observes"] = type(self.strategy).observe is not DraftStrategy.observe
+        vars(self).update(self.ranks.share(facts) or {})
+        caches = [(each.bytes_per_token, each.context, tokens, size) for each, tokens, size in own.caches]
+        caches = self.ranks.share(caches) or []
+        for drafter, (each, context, tokens, block_size) in zip_longest(own.drafters, caches):
+            self.mirrors.append(_Mirror(self.ranks, drafter, each, context))
+            setup.add(self.mirrors[-1], tokens, block_size)
+
+    def _attached(self, own: DraftSetup) -> DraftStrategy | None:
+        if (strategy := self.make()) is None:
+            return None
+        strategy = own.attach(strategy)
+        if any(isinstance(drafter.executor, Head) for drafter in own.drafters):
             raise ValueError(
                 "a strategy that drafts by the target's hidden states runs where the target does: on all ranks, not "
                 "on the first alone (draft_placement)"
             )
         return strategy
-
-    def attach(self, target: Runner) -> None:
-        self._device = target.executor.device  # each rank's own
-
-        def attach() -> None:
-            if self.strategy is not None:
-                self.strategy.attach(target)
-
-        self.ranks.together(attach, "the draft")
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         self._follow((row, len(row.tokens) + most + self.spare) for row, most in zip(rows, max_len) if most)
@@ -179,7 +183,7 @@ class FirstDraft(DraftStrategy):
         return Draft(numbers(tokens), lengths_B, probs_BKV, None if parents is None else numbers(parents))
 
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
-        if self._observes and isinstance(target.logits_BKV, VocabularyShards):
+        if self.observes and isinstance(target.logits_BKV, VocabularyShards):
             target.logits_BKV.gathered()  # by all ranks; the first then looks at its copy
         if self.strategy is not None:
             self.strategy.observe(rows, draft, target)
@@ -190,34 +194,14 @@ class FirstDraft(DraftStrategy):
             self.strategy.commit(rows)
 
     def release(self, row: Sequence) -> None:
-        for allocator in self.allocators():
-            allocator.release(row.id)
+        for mirror in self.mirrors:
+            mirror.allocator.release(row.id)
         if self.strategy is not None:
             self.strategy.release(row)
 
-    def allocators(self) -> list[BlockAllocator]:
-        """What the first rank's caches would hold if they shared nothing: the same on all ranks, so that all admit the
-        same requests."""
-        if self._allocators is None:
-            own = None if self.strategy is None else self.strategy.allocators()
-            sizes = self.ranks.share(None if own is None else [(a.num_blocks, a.block_size) for a in own])
-            self._allocators = [BlockAllocator(*size) for size in sizes]
-        return self._allocators
-
     def _follow(self, lengths: Iterable[tuple[Sequence, int]]) -> None:
-        most = self.context or sys.maxsize
         for row, length in lengths:
-            for allocator in self.allocators():
+            for mirror in self.mirrors:
                 # if there is no room for it, that shows where it is drafted for
                 with suppress(OutOfBlocks):
-                    allocator.resize(row.id, min(length, most + self.spare))
-
-    def choices(self) -> list[str]:
-        return self._choices
-
-    def bytes_per_token(self) -> int:
-        return self._bytes
-
-    def reserve(self, tokens: int) -> None:
-        if self.strategy is not None:
-            self.strategy.reserve(tokens)
+                    mirror.allocator.resize(row.id, min(length, mirror.context + self.spare))

@@ -92,7 +92,7 @@ class Service:
             raise ValueError("require_lossless: this target leaves early (exits), so no policy is lossless here")
         self.llm, self.settings, self.tokenizer = llm, settings, llm.tokenizer
         self.name = settings.name or name
-        self._named = [] if llm.draft is None else llm.draft.choices()
+        self._named = llm.draft_names
         self.rules = Rules(
             llm.policy, llm.k if draft != "none" else 0, draft, settings.policies, settings.max_k,
             settings.require_lossless, self._named,

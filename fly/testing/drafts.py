@@ -87,7 +87,7 @@ def _undeclared(kit: DraftKit) -> str:
         if wide or unseen:
             return (
                 f"{kit.name} states no vocab_size, so it may draft tokens of the row only, and it {found}: set "
-                "vocab_size to the number of ids it knows, as a class attribute or from the vocabulary given to bind"
+                "vocab_size to the number of ids it knows, as a class attribute or in attach, from setup.vocabulary"
             )
     return ""
 
@@ -272,7 +272,7 @@ def check_release_frees_all(kit: DraftKit) -> str:
     stage.commit(left)
     kit.as_fresh(stage.propose(left, max_len[3:]), "after the release of others it")
     stage.release(left)
-    for number, allocator in enumerate(stage.strategy.allocators()):
+    for number, allocator in enumerate(stage.allocators):
         held, sequences = allocator.num_blocks - allocator.num_free, len(allocator.sequences())
         require(
             not held and not sequences,
@@ -310,21 +310,21 @@ def check_context_limit(kit: DraftKit) -> str:
 
 def check_full_caches(kit: DraftKit) -> str:
     """Without room it raises ``OutOfBlocks`` and nothing else; after that and a commit everything is as before."""
-    caches = len(kit.stage().strategy.allocators())
+    caches = len(kit.stage().allocators)
     refused = 0
     for number, free in itertools.product(range(caches), (0, 1, 2)):
         stage, where = kit.stage(), f"with {free} free blocks in allocator {number}"
         rows = [kit.row(text) for text in kit.texts(9)[-2:]]
         stage.prime(rows)
-        full = stage.strategy.allocators()[number]
+        full = stage.allocators[number]
         full.resize("others", max(0, full.num_free - free) * full.block_size)
-        before = [(a.num_free, set(a.sequences())) for a in stage.strategy.allocators()]
+        before = [(a.num_free, set(a.sequences())) for a in stage.allocators]
         try:
             stage.strategy.propose(rows, [20, 20])
         except OutOfBlocks:
             refused += 1
             stage.commit(rows)
-            for (was, old), now in zip(before, stage.strategy.allocators()):
+            for (was, old), now in zip(before, stage.allocators):
                 new, taken = set(now.sequences()), was - now.num_free
                 require(
                     new <= old | {row.id for row in rows} and (not taken or new != old),
@@ -334,7 +334,7 @@ def check_full_caches(kit: DraftKit) -> str:
         full.release("others")
         kit.as_fresh(stage.propose(rows, [5, 5]), f"after it had to draft {where} it")
         stage.release(rows)
-        whole = all(a.num_free >= a.num_blocks for a in stage.strategy.allocators())
+        whole = all(a.num_free >= a.num_blocks for a in stage.allocators)
         require(whole, f"{where} a draft leaves blocks that release does not free")
     return f"{refused} of {3 * caches} times refused" if caches else "no caches of its own"
 

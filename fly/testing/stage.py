@@ -11,20 +11,23 @@ import itertools
 import random
 from collections import abc, deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from fly.drafts.base import DraftStrategy
+from fly.cache import BlockAllocator
+from fly.drafts.base import DraftSetup, DraftStrategy, Load
 from fly.errors import short
-from fly.executor import Executor
+from fly.executor import Executor, Head
+from fly.models import Llama
 from fly.ops import first_branch, one_hot
 from fly.policies import Exact
 from fly.request import Sequence
 from fly.testing.blocks import toy_vocabulary
 from fly.testing.report import require
-from fly.testing.toys import make_executor, make_runner, resolved, toy_target
+from fly.testing.toys import LoadOnce, make_executor, make_runner, make_setup, toy_target
 from fly.types import Draft, SamplingParams
 
 __all__ = ["PARAMS", "DraftKit", "Proposal", "Stage", "compare", "reachable", "split"]
@@ -81,10 +84,16 @@ def split(draft: Draft, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]
 class Stage:
     """A fresh strategy with a target of its own, called in the order in which the engine calls it."""
 
-    def __init__(self, strategy: DraftStrategy, model: Executor) -> None:
-        self.strategy, self.runner = strategy, make_runner(model)
-        self.positions = model.config.max_position_embeddings
-        strategy.attach(self.runner)
+    def __init__(self, strategy: DraftStrategy, model: Executor, load: Load) -> None:
+        self.setup = make_setup(model, load)
+        self.runner, self.positions = self.setup.target, model.config.max_position_embeddings
+        self.strategy = self.setup.attach(strategy)
+        self.setup.reserve()
+
+    @property
+    def allocators(self) -> list[BlockAllocator]:
+        """The allocators of the strategy's caches."""
+        return [drafter.allocator for drafter in self.setup.drafters]
 
     def prime(self, rows: abc.Sequence[Sequence]) -> None:
         """Let the target have seen all but the last token of each row, as it has whenever the engine wants a draft."""
@@ -133,6 +142,7 @@ class DraftKit:
     name: str
     learns: bool
     model: Executor
+    load: LoadOnce
     samples: dict[tuple[int, int], list[Proposal]] = field(default_factory=dict)
 
     @staticmethod
@@ -141,29 +151,21 @@ class DraftKit:
     ) -> DraftKit:
         """The kit for what ``check_draft`` takes."""
         if isinstance(strategy, DraftStrategy):
-            given = _copier(resolved(strategy))
+            given = _copier(strategy)
         else:
             given = strategy
             if not isinstance(given(), DraftStrategy):
                 raise ValueError(f"{strategy!r} makes {given()!r}, which is no DraftStrategy")
-        wanted = resolved(given())
-        toy = toy_target(wanted.vocab_size or _VOCABULARY, wanted.made_for) if target is None else target
-        model = make_executor(toy)
-
-        def make() -> DraftStrategy:
-            fresh = resolved(given())
-            fresh.bind(toy_vocabulary(model.config.vocab_size))
-            return fresh
-
-        first = make()
-        return DraftKit(make, type(first).__name__, first.learns if learns is None else learns, model)
+        first, load = given(), LoadOnce()
+        model = make_executor(_target_for(first, load) if target is None else target)
+        return DraftKit(given, type(first).__name__, first.learns if learns is None else learns, model, load)
 
     @property
     def vocab(self) -> int:
         return self.model.config.vocab_size
 
     def stage(self) -> Stage:
-        return Stage(self.make(), self.model)
+        return Stage(self.make(), self.model, self.load)
 
     def fresh(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[Proposal]:
         """What a fresh strategy proposes."""
@@ -203,7 +205,7 @@ class DraftKit:
             text = [*self.texts(9)[5], *(token % self.vocab for token in range(3, 3 + more))]
             stage, found = self.stage(), list[Proposal]()
             # As many rows at once as all caches hold.
-            room = [a.num_blocks // a.blocks_for(len(text) + 4) for a in stage.strategy.allocators()]
+            room = [a.num_blocks // a.blocks_for(len(text) + 4 + stage.strategy.spare) for a in stage.allocators]
             size = max(1, min([64, *room]))
             for start in range(0, SEEDS, size):
                 rows = [self.row(text, PARAMS[params], seed) for seed in range(start, min(start + size, SEEDS))]
@@ -211,6 +213,26 @@ class DraftKit:
                 stage.release(rows)
             self.samples[params, more] = found
         return self.samples[params, more]
+
+
+class _Trial(DraftSetup):
+    """A setup that any vocabulary goes with, to see which one a strategy has."""
+
+    def translate(self, strategy: DraftStrategy) -> DraftStrategy:
+        return strategy
+
+
+def _target_for(strategy: DraftStrategy, load: LoadOnce) -> Llama:
+    """A toy target of the vocabulary that a strategy knows, or of the sizes that its draft head is made for."""
+    with suppress(ValueError):  # why it cannot draft for this target will be seen with another
+        _Trial(make_runner(make_executor(toy_target(_VOCABULARY))), toy_vocabulary(_VOCABULARY), load).attach(strategy)
+    head = next((loaded.executor for loaded in load.loaded if isinstance(loaded.executor, Head)), None)
+    if head is None:
+        return toy_target(strategy.vocab_size or _VOCABULARY)
+    options, layers = head.options, head.options.states
+    sizes = {"hidden_size": options.target_hidden_size, "num_attention_heads": 1, "num_key_value_heads": 1}
+    config = head.config.resized(8 if layers is None else max(*layers, 1), **sizes, head_dim=8)
+    return toy_target(config.vocab_size, config)
 
 
 def _copier(strategy: DraftStrategy) -> Callable[[], DraftStrategy]:

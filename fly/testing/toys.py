@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
 import torch
 
 from fly.backends import load
 from fly.cache import PagedKVCache
-from fly.drafts.base import DraftStrategy
+from fly.drafts.base import DraftSetup, DraftStrategy, Load, Loaded
+from fly.drafts.translate import TranslatingSetup
 from fly.executor import Executor
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
@@ -14,7 +19,7 @@ from fly.runner import Runner
 from fly.testing.blocks import toy_vocabulary
 from fly.vocabulary import Vocabulary
 
-__all__ = ["make_executor", "make_llm", "make_runner", "resolved", "toy_target"]
+__all__ = ["LoadOnce", "make_executor", "make_llm", "make_runner", "make_setup", "toy_target"]
 
 _POSITIONS = 128  # of the toy target
 _CONTEXTS = 64  # full ones that a runner's cache holds
@@ -45,10 +50,28 @@ def make_executor(model: object) -> Executor:
     return load(model).executor
 
 
-def resolved(strategy: DraftStrategy) -> DraftStrategy:
-    """The strategy with its models loaded."""
-    strategy.resolve(load)
-    return strategy
+class LoadOnce:
+    """Loads models by their names, each once, however many strategies ask for it."""
+
+    def __init__(self) -> None:
+        self.loaded: list[Loaded] = []
+        self._known: dict[str, Loaded] = {}
+
+    def __call__(self, model: object, **options: Any) -> Loaded:
+        key = (
+            f"{model} {sorted(options.items(), key=itemgetter(0))}"
+            if isinstance(model, (str, Path))
+            else f"{id(model)}"
+        )
+        if key not in self._known:
+            self._known[key] = load(model, **options)
+            self.loaded.append(self._known[key])
+        return self._known[key]
+
+
+def make_setup(executor: Executor, load: Load) -> DraftSetup:
+    """A target with a cache that many rows fit into, over toy tokens, for strategies to draft for."""
+    return TranslatingSetup(make_runner(executor), toy_vocabulary(executor.config.vocab_size), load)
 
 
 def make_runner(executor: Executor) -> Runner:

@@ -18,6 +18,7 @@ from fly.backends.cpu.host import HostDecisions, is_compiled
 from fly.backends.cpu.library import CLookup
 from fly.backends.cpu.packed import PackedLlama, keep_threads
 from fly.backends.cpu.rounds import take_rounds
+from fly.constraints import constrains
 from fly.executor import Batch, Drafted, DraftSpec, Executor, Lookup, RoundPlan, Rounds, Scores, asks_between
 from fly.request import Sequence
 from fly.sampling import BatchSampling
@@ -79,11 +80,14 @@ class CpuExecutor(HostDecisions):
         most: abc.Sequence[int],
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
-    ) -> Drafted | None:
-        if spec.tree is not None:
-            return None
+    ) -> Drafted:
+        if spec.tree is not None or any(map(constrains, rows)):
+            return super().extend(batch, spec, rows, most, sampling, seeds)
         lookup = None if spec.lookup is None else self._c_lookup(spec.lookup)
         return draft_in_one_call(self.packed, batch, spec, rows, most, sampling, seeds, lookup)
+
+    def looks_up(self, rows: abc.Sequence[Sequence]) -> bool:
+        return not any(map(constrains, rows))
 
     def joins(self, drafter: Executor, spec: DraftSpec) -> bool:
         if isinstance(drafter, CpuHead):

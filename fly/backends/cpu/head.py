@@ -20,6 +20,7 @@ from fly.backends.cpu.drafting import draft_in_one_call
 from fly.backends.cpu.library import CBatch, Shape, chosen, load
 from fly.backends.cpu.packed import TYPES, PackedLlama, float_weights, new
 from fly.cache import PagedKVCache
+from fly.constraints import constrains
 from fly.executor import Batch, Drafted, DraftSpec, Head
 from fly.models.eagle import Eagle3Head, HeadLayer
 from fly.models.llama import rotary_tables
@@ -142,8 +143,8 @@ class CpuHead(Head):
         most: abc.Sequence[int],
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
-    ) -> Drafted | None:
-        if spec.tree is not None:
-            return None
+    ) -> Drafted:
+        if spec.tree is not None or any(map(constrains, rows)):
+            return super().chains(batch, states_TF, spec, rows, most, sampling, seeds)
         states_TF = states_TF.to(self.dtype).contiguous()
         return draft_in_one_call(self.packed, batch, spec, rows, most, sampling, seeds, given=states_TF)

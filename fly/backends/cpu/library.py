@@ -138,7 +138,7 @@ class Sure(ctypes.Structure):
     def each(cls, spec: DraftSpec, rows: int) -> ctypes.Array[Sure]:
         """Of each of so many rows."""
         reach = spec.reach or (0.0,) * rows
-        return (cls * rows)(*(cls(spec.confidence, spec.entropy, chance) for chance in reach))
+        return (cls * rows)(*(cls(spec.confidence, float("inf"), chance) for chance in reach))
 
 
 class CGrowth(_Handed):

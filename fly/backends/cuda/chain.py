@@ -21,7 +21,7 @@ from fly.backends.cuda.drafter import Drafter
 from fly.backends.cuda.graphs import GraphPool, Part, Watch
 from fly.backends.cuda.table import Column, Table
 from fly.executor import Lookup
-from fly.ops import Stream, argmax, derived, draw, entropy, uniforms
+from fly.ops import Stream, argmax, derived, draw, uniforms
 
 __all__ = ["Chain", "Proposal", "copy_tokens", "look_up"]
 
@@ -210,7 +210,7 @@ class Chain:
         return torch.cat([own_DJ, own_RJ[drawn:]]), probs_DJV
 
     def _is_sure(self, own_RJ: Tensor, logits_RJV: Tensor, probs_DJV: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Whether to draft on after each token [R, J], as ``fly.drafts.stops.Certainty`` decides it; and the product of
+        """Whether to draft on after each token [R, J], as ``fly.drafting.Certainty`` decides it; and the product of
         the largest probabilities up to there, where that is asked for."""
         goes_on_RJ, spec = ~self.table.is_end(own_RJ), self.shape.spec
         if not spec.stops:
@@ -219,5 +219,5 @@ class Chain:
         probs_RJV = probs_RJV if probs_DJV is None else torch.cat([probs_DJV, probs_RJV])
         peak_RJ = probs_RJV.amax(-1)
         reached_RJ = self.reached_R.unsqueeze(1) * peak_RJ.cumprod(1)
-        goes_on_RJ = goes_on_RJ & (peak_RJ >= spec.confidence) & (entropy(probs_RJV) <= spec.entropy)
+        goes_on_RJ = goes_on_RJ & (peak_RJ >= spec.confidence)
         return goes_on_RJ & (reached_RJ >= self.table.column(Column.REACH).unsqueeze(1)), reached_RJ

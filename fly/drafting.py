@@ -1,0 +1,377 @@
+"""What a drafting model is asked for, and the plain way to it: one forward after the other. Knows no backend.
+
+Every executor drafts by ``draft_by_forwards`` where it has no faster way of its own (``Executor.extend``).
+
+Shape legend: T packed tokens, N places, B rows, K longest draft, W candidates for a place, S cached tokens of a row,
+C features of a head, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import abc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fly.cache import PagedBatch
+from fly.constraints import constrain
+from fly.ops import Stream, argmax, draw, top, uniforms, upload
+from fly.request import Sequence
+from fly.sampling import BatchSampling, ProcessedDistribution
+
+__all__ = [
+    "Batch",
+    "Certainty",
+    "DraftSpec",
+    "DraftStart",
+    "Drafted",
+    "Growth",
+    "Lookup",
+    "Scores",
+    "Step",
+    "draft_by_forwards",
+    "draw_tokens",
+    "ends_of",
+]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """New tokens of ragged rows. ``kv`` says which cached tokens come before them, where their own keys and values go
+    (block tables), and in a tree what each token sees."""
+
+    tokens: list[int]  # T, one row after the other
+    positions: list[int]  # T, of each in its row
+    kv: PagedBatch
+
+    @staticmethod
+    def of(new: abc.Sequence[list[int]], kv: PagedBatch) -> Batch:
+        """The new tokens of each row, which follow the cached ones."""
+        if len(new) == 1:
+            return Batch(new[0], list(range(kv.starts[0], kv.starts[0] + len(new[0]))), kv)
+        positions = [at for start, tokens in zip(kv.starts, new) for at in range(start, start + len(tokens))]
+        return Batch([token for tokens in new for token in tokens], positions, kv)
+
+
+class Scores(NamedTuple):
+    """What a model says after some of a batch's tokens."""
+
+    logits_NV: Tensor  # float32
+    argmax: list[int] | None = None  # the most likely token of each (of NaN: below 0), if the backend has it anyway
+    states_TF: Tensor | None = None  # hidden states of all tokens of the batch, if they were wanted
+    layers: list[int] | None = None  # layers that each row of the batch went through, if the executor leaves early
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Prompt lookup as numbers (``fly.drafts.NGramDraft``)."""
+
+    longest: int
+    shortest: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How a model drafts a tree, level by level: ``widths[i]`` likeliest tokens after each token of level i - 1 that is
+    followed (level 0 is after the row itself). Of each level the ``follow`` likeliest are followed, by the probability
+    of the path to them, and of all of them the ``nodes`` likeliest are proposed, where there are more."""
+
+    widths: tuple[int, ...]
+    follow: int
+    nodes: int
+
+    @staticmethod
+    def even(depth: int, width: int, nodes: int) -> Growth:
+        """Of so many levels (or as many as so many nodes can make), all of one width."""
+        depth = min(depth, nodes)
+        return Growth((width,) * depth, width, min(nodes, width + (depth - 1) * width * width))
+
+    @property
+    def spare(self) -> int:
+        """Tokens that it may store in one of the two caches besides those of a row: the tree, or the followed
+        tokens."""
+        level, followed = 1, 0
+        for width in self.widths[:-1]:
+            level = min(level * width, self.follow)
+            followed += level
+        return max(self.nodes, followed)
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """How a model drafts: token after token, the most likely or drawn ones, up to the first that it is not sure of; or
+    a tree of its likeliest ones (``tree``), which does not stop early and is not drawn.
+
+    ``lookup`` changes no token. It feeds a forward a copy of what followed the last time the text looked like this;
+    drafting goes on from the first token that differs.
+    """
+
+    confidence: float = 0.0  # it stops after a token if no token had this probability
+    # it stops after a token if the product of the largest probabilities up to there is less; of each row, () is never
+    reach: tuple[float, ...] = ()
+    lookup: Lookup | None = None
+    says: bool = False  # whether the logits of the most likely tokens are wanted too
+    tree: Growth | None = None
+
+    @property
+    def stops(self) -> bool:
+        """Whether a draft may stop by itself."""
+        return self.confidence > 0 or any(self.reach)
+
+
+class Drafted(NamedTuple):
+    """What a model drafted for each row, and what that was drawn from: [B, K, V], zeros after a row's last token, or
+    None where nothing was drawn. Then there may be the raw logits of each token's place (``DraftSpec.says``), zeros
+    after a row's last. Of trees, the parents of the tokens (as in ``Draft``)."""
+
+    tokens: list[list[int]]
+    probs_BKV: Tensor | None = None
+    logits_BKV: Tensor | None = None
+    parents: list[list[int]] | None = None
+
+
+@dataclass
+class Certainty:
+    """How sure a model is of what it drafts for a row."""
+
+    spec: DraftSpec
+    least: float  # the chance that all tokens so far are kept, below which it stops
+    reached: float = 1.0
+
+    @property
+    def asks(self) -> bool:
+        """Whether it may stop."""
+        return self.least > 0 or self.spec.confidence > 0
+
+    def after(self, probs_NV: Tensor) -> list[bool]:
+        """Whether to draft on after each of the next N tokens, by the distribution that each is from."""
+        peak_N = probs_NV.amax(-1)
+        reached_N = self.reached * peak_N.cumprod(0)
+        self.reached = float(reached_N[-1])
+        sure: list[bool] = ((peak_N >= self.spec.confidence) & (reached_N >= self.least)).tolist()
+        return sure
+
+
+class DraftStart(NamedTuple):
+    """Where a draft begins: after a forward over everything that its rows have."""
+
+    kv: PagedBatch  # of that forward; its cache has room for what will be drafted
+    positions: list[int]  # of each row's next token
+    logits_BV: Tensor  # after each row's last token
+    x_BC: Tensor | None = None  # a head's features there
+
+    @staticmethod
+    def after(batch: Batch, logits_BV: Tensor, x_BC: Tensor | None = None) -> DraftStart:
+        """The start after the forward of ``batch``."""
+        ends = ends_of(batch.kv)
+        return DraftStart(batch.kv, [batch.positions[end] + 1 for end in ends], logits_BV, x_BC)
+
+
+# One forward over drafted tokens, each with a head's features before it: gives logits [T, V] and features [T, C].
+Step = Callable[[Batch, Tensor | None], tuple[Tensor, Tensor | None]]
+
+
+class Computing(Protocol):
+    """What else is computed where the logits are (``Executor``)."""
+
+    def numbers(self, values: abc.Sequence[int] | Tensor) -> Tensor: ...
+    def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution: ...
+
+
+def ends_of(kv: PagedBatch) -> list[int]:
+    """The number of each row's last token among the packed ones."""
+    return [end - 1 for end in itertools.accumulate(kv.counts)]
+
+
+def draft_by_forwards(
+    model: Computing,
+    start: DraftStart,
+    step: Step,
+    spec: DraftSpec,
+    rows: abc.Sequence[Sequence],
+    most: abc.Sequence[int],
+    sampling: BatchSampling | None = None,
+    seeds: abc.Sequence[int] = (),
+) -> Drafted:
+    """``Executor.extend`` by one forward for each token, or for each level of a tree."""
+    if spec.tree is not None:
+        return _draft_trees(model, start, step, spec.tree, rows, most)
+    return _draft_chains(model, start, step, spec, rows, most, sampling, seeds)
+
+
+def draw_tokens(probs_NV: Tensor, seeds: abc.Sequence[int], lengths: abc.Sequence[int]) -> list[int]:
+    """One token of each distribution, drawn by a number that only its row's seed and its place in the row decide."""
+    seed_N, length_N = upload([*seeds, *lengths], probs_NV.device).chunk(2)
+    tokens: list[int] = draw(probs_NV, uniforms(seed_N, length_N, Stream.SAMPLE, 1).squeeze(1)).tolist()
+    return tokens
+
+
+def _draft_chains(
+    model: Computing,
+    start: DraftStart,
+    step: Step,
+    spec: DraftSpec,
+    rows: abc.Sequence[Sequence],
+    most: abc.Sequence[int],
+    sampling: BatchSampling | None,
+    seeds: abc.Sequence[int],
+) -> Drafted:
+    scratch = [row.fork(row.policy, row.seed) for row in rows]
+    said: list[list[Tensor]] = [[] for _ in rows]  # of each token, the distribution or the logits that it is from
+    certainty = [Certainty(spec, least) for least in spec.reach or (0.0,) * len(rows)]
+    active, logits_NV, x_NC = list(range(len(rows))), start.logits_BV, start.x_BC
+    while True:
+        # Choose: each row's next token is the most likely one that the row allows, or is drawn.
+        going = [scratch[b] for b in active]
+        logits_NV, probs_NV = _allowed(model, logits_NV, going), None
+        if sampling is None:
+            tokens: list[int] = argmax(logits_NV).tolist()
+        else:
+            own = BatchSampling.of([row.params for row in going], logits_NV.device)
+            probs_NV = model.process(own, logits_NV.unsqueeze(1)).dense().squeeze(1)
+            tokens = draw_tokens(probs_NV, [seeds[b] for b in active], [len(row.tokens) for row in going])
+        if probs_NV is not None or spec.says:
+            for b, said_V in zip(active, logits_NV if probs_NV is None else probs_NV):
+                said[b].append(said_V)
+        # Stop: after the first token that the model is not sure of, one that ends the row, or enough tokens.
+        goes_on = []
+        for n, (b, row, token) in enumerate(zip(active, going, tokens)):
+            row.tokens.append(token)
+            sure = True
+            if certainty[b].asks:
+                own_1V = logits_NV[n : n + 1].softmax(-1) if probs_NV is None or row.greedy else probs_NV[n : n + 1]
+                (sure,) = certainty[b].after(own_1V)
+            if sure and len(row.tokens) - len(rows[b].tokens) < most[b] and token not in row.stop_ids:
+                goes_on.append(n)
+        if not goes_on:
+            break
+        # Go on: one forward over the drafted tokens, which are cached after their row.
+        if len(goes_on) < len(active):
+            active, x_NC = [active[n] for n in goes_on], None if x_NC is None else x_NC[goes_on]
+        fed = [len(scratch[b].tokens) - len(rows[b].tokens) - 1 for b in active]
+        logits_NV, x_NC = step(_after(start, active, fed, [[scratch[b].tokens[-1]] for b in active]), x_NC)
+    chains = [made.tokens[len(row.tokens) :] for made, row in zip(scratch, rows)]
+    if sampling is None and not spec.says:
+        return Drafted(chains)
+    said_BKV = start.logits_BV.new_zeros(len(rows), max(map(len, chains)), start.logits_BV.shape[-1])
+    for b, each in enumerate(said):
+        said_BKV[b, : len(each)] = torch.stack(each)
+    return Drafted(chains, None, said_BKV) if sampling is None else Drafted(chains, said_BKV)
+
+
+def _allowed(model: Computing, logits_NV: Tensor, rows: list[Sequence]) -> Tensor:
+    """Logits after what each row asks for. Where it allows nothing that the model can say, they stay as they are: then
+    the target refuses what is drafted."""
+    allowed_N1V = constrain(raw_N1V := logits_NV.unsqueeze(1), rows, [[]] * len(rows), None, model.numbers)
+    if allowed_N1V is raw_N1V:
+        return logits_NV
+    lost_N11 = allowed_N1V.amax(-1, keepdim=True) == -torch.inf
+    return torch.where(lost_N11, raw_N1V, allowed_N1V).squeeze(1)
+
+
+def _after(
+    start: DraftStart,
+    active: list[int],
+    fed: list[int],
+    new: list[list[int]],
+    depth: int | None = None,
+    masks: list[Tensor | None] | None = None,
+) -> Batch:
+    """The next forward: ``new`` tokens of the rows ``active``, after ``fed`` drafted ones. They stand at consecutive
+    positions, or all at the same ``depth`` of a tree."""
+    kv, counts = start.kv, list(map(len, new))
+    starts = [kv.starts[b] + kv.counts[b] + n for b, n in zip(active, fed)]
+    depths = fed if depth is None else [depth] * len(active)
+    positions = [start.positions[b] + at for b, at, count in zip(active, depths, counts) for _ in range(count)]
+    batch = kv.cache.batch([kv.seqs[b] for b in active], starts, counts, masks)
+    return Batch([token for tokens in new for token in tokens], positions, batch)
+
+
+@dataclass
+class _Tree:
+    """A row's tree while it grows."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)  # ln of the probability of the path to each
+    fed: list[int] = field(default_factory=list)  # the nodes that were fed, in the order of their places in the cache
+
+    def add(self, token: int, parent: int, log_prob: float) -> int:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.scores.append(log_prob + (self.scores[parent] if parent >= 0 else 0.0))
+        return len(self.tokens) - 1
+
+    def path(self, node: int) -> list[int]:
+        """The numbers of a node and of all before it, the node first."""
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path
+
+    def best(self, most: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of the ``most`` likeliest; no token is likelier than its parent."""
+        chosen = sorted(sorted(range(len(self.tokens)), key=lambda node: -self.scores[node])[:most])
+        number = {node: i for i, node in enumerate(chosen)} | {-1: -1}
+        return [self.tokens[node] for node in chosen], [number[self.parents[node]] for node in chosen]
+
+    def feed(self, nodes: list[int], text: int) -> Tensor:
+        """Note that ``nodes`` are fed next, and give what each sees [N, S]: the ``text``, its ancestors and itself."""
+        self.fed += nodes
+        place = {node: text + at for at, node in enumerate(self.fed)}
+        mask_NS = torch.zeros(len(nodes), text + len(self.fed), dtype=torch.bool)
+        mask_NS[:, :text] = True
+        for n, node in enumerate(nodes):
+            mask_NS[n, [place[above] for above in self.path(node)]] = True
+        return mask_NS
+
+
+def _draft_trees(
+    model: Computing,
+    start: DraftStart,
+    step: Step,
+    growth: Growth,
+    rows: abc.Sequence[Sequence],
+    most: abc.Sequence[int],
+) -> Drafted:
+    trees, kv = [_Tree() for _ in rows], start.kv
+    frontier = [(b, -1) for b in range(len(rows))]  # the row and the node that each line of logits follows
+    logits_NV, x_NC = start.logits_BV, start.x_BC
+    for level, width in enumerate(growth.widths):
+        # Grow: each followed token gets its likeliest candidates.
+        paths = [rows[b].fork(rows[b].policy, 0) for b, _ in frontier]
+        for scratch, (b, node) in zip(paths, frontier):
+            scratch.tokens += [trees[b].tokens[above] for above in reversed(trees[b].path(node))]
+        logits_N1V = constrain(logits_NV.unsqueeze(1), paths, [[]] * len(paths), None, model.numbers)
+        best_NW = top(logits_N1V.squeeze(1).log_softmax(-1), width)
+        grown: list[list[tuple[int, int]]] = [[] for _ in rows]  # new nodes of each row, and the line that they follow
+        for line, ((b, node), ids, log_probs) in enumerate(
+            zip(frontier, best_NW.indices.tolist(), best_NW.values.tolist())
+        ):
+            for token, log_prob in zip(ids, log_probs):
+                if log_prob > -torch.inf:  # a banned token can never be kept
+                    grown[b].append((trees[b].add(token, node, log_prob), line))
+        # Select: the likeliest are followed, except for tokens that end their row.
+        follow: dict[int, list[tuple[int, int]]] = {}
+        for b, (row, tree) in enumerate(zip(rows, trees)):
+            going = [each for each in grown[b] if tree.tokens[each[0]] not in row.stop_ids and most[b] > level + 1]
+            if going:
+                follow[b] = heapq.nlargest(growth.follow, going, key=lambda each: tree.scores[each[0]])
+        if not follow or level + 1 == len(growth.widths):
+            break
+        # Go on: one forward over the followed tokens, each of which sees its own path.
+        nodes, fed = {b: [node for node, _ in each] for b, each in follow.items()}, [len(trees[b].fed) for b in follow]
+        masks: list[Tensor | None] = [trees[b].feed(new, kv.starts[b] + kv.counts[b]) for b, new in nodes.items()]
+        new = [[trees[b].tokens[node] for node in each] for b, each in nodes.items()]
+        before_NC = None if x_NC is None else x_NC[[line for each in follow.values() for _, line in each]]
+        logits_NV, x_NC = step(_after(start, list(follow), fed, new, level, masks), before_NC)
+        frontier = [(b, node) for b, each in nodes.items() for node in each]
+    found = [tree.best(growth.nodes) for tree in trees]
+    return Drafted([tokens for tokens, _ in found], parents=[parents for _, parents in found])
