@@ -516,8 +516,8 @@ def test_every_vocabulary_that_the_kit_shows_has_texts(monkeypatch: pytest.Monke
     class Spelling(DraftStrategy):
         """Copies the row's last token if its text has a letter."""
 
-        def bind(self, vocabulary: Vocabulary) -> None:
-            super().bind(vocabulary)
+        def attach(self, setup: DraftSetup) -> None:
+            vocabulary = setup.vocabulary
             self.lettered_V = vocabulary.where(str.strip)
             assert len(vocabulary.texts) == len(vocabulary.bytes) == vocabulary.size
             assert 0 <= vocabulary.token_id(" and") < vocabulary.size
