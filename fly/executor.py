@@ -83,6 +83,12 @@ class RoundRow:
     relaxed: int = 0  # how many of them were relaxed
     nats: float = 0.0  # the sum of -ln target(token) over those
 
+    @staticmethod
+    def of(row: Sequence, left: int, k: int) -> RoundRow:
+        """``row`` as it is now."""
+        counts = row.generated, row.stats.relaxed, row.stats.nats
+        return RoundRow(row.tokens, left, k, row.stop_ids, row.policy, row.seed, row.greedy, *counts)
+
 
 class Given(NamedTuple):
     """The target's hidden states, which a draft head needs."""

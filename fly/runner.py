@@ -19,7 +19,7 @@ from fly.cache import BlockAllocator, HiddenStates, OutOfBlocks, PagedBatch, Pag
 from fly.constraints import constrain
 from fly.executor import Batch, Drafted, DraftSpec, Executor, Given, RoundPlan, RoundRow, Rounds, Spent
 from fly.models.tokenizer import Tokenizer
-from fly.ops import depths, sent, tree_mask, upload
+from fly.ops import depths, descend, sent, tree_mask, upload
 from fly.policies.verification import priced
 from fly.request import Sequence, common_prefix
 from fly.sampling import BatchSampling
@@ -390,12 +390,11 @@ class Runner:
         except OutOfBlocks:
             self.commit(rows)
             return None
-        greedy = all(row.greedy for row in rows)
         return RoundPlan(
-            [_round_row(*each) for each in zip(rows, left, k)],
+            [RoundRow.of(*each) for each in zip(rows, left, k)],
             kv,
             self.control_V,
-            None if greedy else BatchSampling.of([row.params for row in rows]),
+            None if all(row.greedy for row in rows) else BatchSampling.of([row.params for row in rows]),
             spec,
             drafter=None if drafter is None else drafter.executor,
             draft_kv=draft_kv,
@@ -478,7 +477,7 @@ class Runner:
                 continue
             if (tree := self._trees.pop(row.id, None)) is not None:
                 start, parents = tree
-                path = _descend(cached[start:], parents, row.tokens[start:])
+                path = descend(cached[start:], parents, row.tokens[start:])
                 cached[start:] = [cached[start + node] for node in path]
                 self.cache.keep(row.id, start, path)
                 for watch in self._watches:
@@ -499,20 +498,3 @@ class Runner:
         for watch in self._watches:
             watch.release(row)
         self.cache.allocator.release(row.id)
-
-
-def _round_row(row: Sequence, left: int, k: int) -> RoundRow:
-    counts = row.generated, row.stats.relaxed, row.stats.nats
-    return RoundRow(row.tokens, left, k, row.stop_ids, row.policy, row.seed, row.greedy, *counts)
-
-
-def _descend(tokens: list[int], parents: list[int], text: list[int]) -> list[int]:
-    """Numbers of the tree's tokens that spell the longest prefix of ``text``."""
-    path: list[int] = []
-    for wanted in text:
-        at = path[-1] if path else -1
-        after = (node for node, parent in enumerate(parents) if parent == at and tokens[node] == wanted)
-        if (node := next(after, None)) is None:
-            break
-        path.append(node)
-    return path

@@ -3,7 +3,7 @@
 from fly.ops.divergence import entropy, jensen_shannon, kl, total_variation
 from fly.ops.random import Stream, derive, derived, draw, uniforms
 from fly.ops.transfer import sent, upload
-from fly.ops.trees import depths, first_branch, leaf_paths, tree_mask
+from fly.ops.trees import depths, descend, first_branch, leaf_paths, tree_mask
 from fly.ops.vocabulary import Top, argmax, log_mass, nan_at, one_hot, pick, top
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "depths",
     "derive",
     "derived",
+    "descend",
     "draw",
     "entropy",
     "first_branch",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["depths", "first_branch", "leaf_paths", "tree_mask"]
+__all__ = ["depths", "descend", "first_branch", "leaf_paths", "tree_mask"]
 
 
 def depths(parents: list[int]) -> list[int]:
@@ -17,6 +17,18 @@ def depths(parents: list[int]) -> list[int]:
     for parent in parents:
         found.append(0 if parent < 0 else found[parent] + 1)
     return found
+
+
+def descend(tokens: list[int], parents: list[int], text: list[int]) -> list[int]:
+    """Numbers of the tree's tokens that spell the longest prefix of ``text``."""
+    path: list[int] = []
+    for wanted in text:
+        at = path[-1] if path else -1
+        after = (node for node, parent in enumerate(parents) if parent == at and tokens[node] == wanted)
+        if (node := next(after, None)) is None:
+            break
+        path.append(node)
+    return path
 
 
 def first_branch(parents: list[int]) -> list[int]:
