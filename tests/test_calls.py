@@ -29,7 +29,7 @@ import fly
 from fly import LLM, Output, Piece, SamplingParams, Stats, Token, Why, calls
 from fly.calls import ChatOptions, listed
 from fly.config import Config
-from fly.drafts import CascadeDraft, NGramDraft
+from fly.drafts import NGramDraft
 from fly.eval.plan import Plan
 from fly.eval.task import load_task
 from fly.params import Sampling, StructuredOutput
@@ -271,8 +271,8 @@ def test_outputs_are_written_short(llm: LLM) -> None:
     assert repr(ids) == f"Output(token_ids={ids.token_ids}, 3 tokens, length, exact (lossless))"
     runs = "{} in {}".format(*llm.computed[0])
     assert repr(llm) == f"LLM('fly-tiny', draft='ngram', policy='fly', k=4, runs={runs!r})"
-    cascade = LLM(llm, CascadeDraft([NGramDraft()]))
-    assert repr(cascade) == f"LLM('fly-tiny', draft=CascadeDraft, policy='exact', k=15, runs={runs!r})"
+    lookup = LLM(llm, NGramDraft())
+    assert repr(lookup) == f"LLM('fly-tiny', draft=NGramDraft, policy='exact', k=15, runs={runs!r})"
     assert repr(LLM(MODEL)) == "LLM(Llama, draft=None, policy='exact', k=15, runs='torch in float32')"
     assert repr(SamplingParams()) == "SamplingParams()"
     assert repr(SamplingParams(temperature=0.0, stop="a")) == "SamplingParams(temperature=0.0, stop=('a',))"

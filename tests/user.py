@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import fly
-from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft
+from fly.drafts import DraftStrategy, NGramDraft
 from fly.policies import AcceptancePolicy, AfterTokens, Exact, FLy
 from fly.stream import AsyncStream, Stream
 
@@ -45,7 +45,7 @@ def main() -> None:
         assert_type(first.stats.tau, float)
         first.to_dict()
         asyncio.run(coroutines(llm))
-        fly.LLM(llm, draft=CascadeDraft([NGramDraft()])).close()
+        fly.LLM(llm, draft=NGramDraft()).close()
 
 
 async def coroutines(llm: fly.LLM) -> None:
