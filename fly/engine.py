@@ -83,9 +83,9 @@ class Engine:
                 # Propose: a cheap draft guesses up to K tokens for each row.
                 draft = self._propose(rows, prompts)
                 # Verify: one forward of the target over the last tokens and the drafts scores K + 1 places of each row.
-                target, raw_BJV = runner.score(rows, draft, prefill, _score_prompt)
+                target, raw_BJV = self.runner.score(rows, draft, prefill, _score_prompt)
                 # Decide: each row's rule keeps a path of its draft, and one token of the target's own follows it.
-                decisions = runner.judge(rows, target, draft, strategy)
+                decisions = self.runner.judge(rows, target, draft, strategy)
                 for row, decision in zip(rows, decisions):
                     if row.matcher is not None:
                         row.matcher.check(decision.path[-1] + 1 if len(decision.path) else 0)
