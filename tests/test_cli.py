@@ -176,7 +176,7 @@ def test_the_number_of_problems_may_differ_by_task() -> None:
     tasks = ("--task", "bundled-middle", "--task", "bundled-heldout")
     options = ("--model", "fly-tiny", "--max-tokens", "4", "--problems", "1", "--problems", "bundled-heldout=2")
     said = words(run("eval", *tasks, *options).output)
-    assert "bundled-middle · temperature 0 · 1 problems" in said
+    assert "bundled-middle · temperature 0 · 1 problem" in said
     assert "bundled-heldout · temperature 0 · 2 problems" in said
 
 
