@@ -13,7 +13,7 @@ from pathlib import Path
 
 import fly
 from benchmarks.twins import save_twin, twin
-from fly.backends.cpu import compiled
+from fly.backends import executor_of
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
 from fly.eval.timed import Setting, timed
@@ -56,7 +56,7 @@ def loads() -> None:
             times.append(time.perf_counter())
             model = load_model(Path(directory), "auto", "cpu")
             times.append(time.perf_counter())
-            compiled(model, kernels)
+            executor_of(model, kernels)
             times.append(time.perf_counter())
             read, load, pack = (after - before for before, after in pairwise(times))
             print(f"{size / 1e6:.0f} MB: read {read:.2f} s, loaded {load:.2f} s, packed for {kernels} {pack:.2f} s")

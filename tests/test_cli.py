@@ -176,7 +176,7 @@ def test_the_number_of_problems_may_differ_by_task() -> None:
     tasks = ("--task", "bundled-middle", "--task", "bundled-heldout")
     options = ("--model", "fly-tiny", "--max-tokens", "4", "--problems", "1", "--problems", "bundled-heldout=2")
     said = words(run("eval", *tasks, *options).output)
-    assert "bundled-middle · temperature 0 · 1 problems" in said
+    assert "bundled-middle · temperature 0 · 1 problem" in said
     assert "bundled-heldout · temperature 0 · 2 problems" in said
 
 
@@ -440,9 +440,8 @@ def test_configuration_files(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=said):
             fly.LLM.from_config(path)
     for shipped in (Path(__file__).parent.parent / "configs").glob("*.yaml"):
-        from fly.config import Config
-
-        Config.read(shipped)
+        rule = Config.read(shipped).policy
+        assert rule == (FLy() if shipped.stem == "fly" else Exact()), f"{shipped} relaxes without saying so in its name"
 
 
 def test_a_model_is_described(tmp_path: Path) -> None:

@@ -33,6 +33,9 @@ BUDGETS = {
     "qwen2": (13, 8),
     "qwen3": (16, 8),
     "gemma3_text": (42, 8),
+    "granite": (13, 8),
+    "phi3": (13, 8),
+    "olmo2": (18, 10),
 }
 
 

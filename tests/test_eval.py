@@ -715,7 +715,7 @@ def test_the_commands_go_together(tmp_path: Path) -> None:
     )
     run = str(tmp_path / "run")
     first = command("eval", str(tmp_path / "plan.yaml"), "--out", run, "--k", "4")
-    assert first.exit_code == 0 and "bundled-heldout · temperature 0 · 1 problems" in words(first.output), first.output
+    assert first.exit_code == 0 and "bundled-heldout · temperature 0 · 1 problem" in words(first.output), first.output
     again = command("eval", run, "--problems", "2")
     assert again.exit_code == 0 and "2 problems" in again.output, again.output
     files = {name: tmp_path / f"r.{name}" for name in ("markdown", "html", "json")}

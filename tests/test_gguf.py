@@ -37,8 +37,8 @@ from tests.toys import build_llama
 
 @st.composite
 def configs(draw: st.DrawFn, wide: bool = False) -> LlamaConfig:
-    """Every family, in what its GGUF files can say; ``wide`` rows hold whole blocks of K-quants."""
-    family = draw(st.sampled_from(list(FAMILIES)))
+    """Every family that GGUF files are read for, in what these can say; ``wide`` rows hold whole blocks of K-quants."""
+    family = draw(st.sampled_from(list(ARCHITECTURES)))
     group, kv_heads, layers = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 7))
     head_dim = 256 if wide else draw(st.sampled_from([32, 64]))
     options: dict[str, Any] = {}
@@ -398,4 +398,4 @@ def test_struct_is_little_endian(tmp_path: Path) -> None:
         load_model(tmp_path / "model.gguf")
 
 
-assert set(ARCHITECTURES) == set(FAMILIES)  # a family that files of this format are not tested for
+assert set(ARCHITECTURES) <= set(FAMILIES)

@@ -6,7 +6,7 @@ import re
 import sys
 from array import array
 from collections.abc import Callable
-from ctypes import c_int32, c_int64, c_uint32
+from ctypes import byref, c_int32, c_int64, c_uint32
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from fly import SamplingParams
 from fly.backends import executor_of
 from fly.backends.cpu import CpuExecutor, available, library, why_not
 from fly.backends.cpu.head import CpuHead
+from fly.backends.cpu.host import Blocks, lay_rules
 from fly.backends.cpu.library import CRounds, Sampling, short
 from fly.backends.cpu.packed import PackedLlama
 from fly.cache import PagedKVCache
@@ -100,9 +101,13 @@ def decisions() -> None:
     how = (Sampling * 1)(Sampling(1.0, 1.0, -torch.inf, 0))
     short("fly_top")(logits[0], 4, array("f", bytes(20)))
     short("fly_kept")(logits, 3, 11, how, torch.empty(3, 1, 3))
-    coins = array("f", bytes(12))
-    short("fly_accepts")(logits, 11, how[0], array("q", [1, 2, 3]), probs, coins, True, array("b", bytes(3)))
-    short("fly_follow")(logits[0], how[0], 1, probs[0], 0.5)
+    for trees in (False, True):
+        blocks = Blocks(1, 2, 1, trees, 4)
+        blocks.count[0], blocks.drafted[1] = 2, 1
+        if trees:
+            blocks.parent[0] = blocks.parent[1] = -1
+        rules = lay_rules([(Exact(), 0)], None, None, 11)
+        short("fly_decide")(byref(rules), byref(blocks.c), array("q", [9]), logits, None if trees else probs[:2])
     short("fly_uniforms")(array("q", [1, 2]), array("q", [3, 4]), 0, 3, array("f", bytes(24)))
 
 
@@ -121,8 +126,9 @@ CALLS: dict[str, Callable[[], None]] = {
     "trees of heads": lambda: rounds(HEADED, Eagle3Draft(HEAD, nodes=5, depth=3, width=2), 0),
 }
 WILL_DO = {
-    "", "start", "count", "control", "stands", "sure",  # there is none, or this call does not use it
-    "score", "_step", "uniforms", "keeps", "decisions",  # one argument there says by its size how many values there are
+    "", "start", "count", "control", "sure",  # there is none, or this call does not use it
+    # One argument there says by its size how many values there are.
+    "score", "_step", "uniforms", "ask", "_decide", "decisions",
 }  # fmt: skip
 NAME = re.compile(r"compiled code was given \d+ bytes of '([^']+)', and needs \d+")
 

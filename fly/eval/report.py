@@ -128,7 +128,8 @@ class Table:
     def title(self) -> str:
         group = f" · {self.group}" if self.group else ""
         few = f", {self.together} at a time" if self.together > 1 else ""
-        return f"{self.task}{group} · temperature {self.temperature:g} · {self.rows[0].problems} problems{few}"
+        count = self.rows[0].problems
+        return f"{self.task}{group} · temperature {self.temperature:g} · {count} problem{'s' * (count != 1)}{few}"
 
 
 @dataclass

@@ -135,7 +135,8 @@ class Norm(nn.RMSNorm):
 
     def factors(self) -> Tensor:
         """What a normed value is multiplied by, float32 [C]."""
-        return (self.weight.float() + self.offset) * self.scale
+        factors = self.weight.float() + self.offset
+        return factors if self.scale == 1 else factors * self.scale
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.offset and self.scale == 1:

@@ -190,7 +190,7 @@ class Conversation(Body):
     @model_validator(mode="after")
     def _goes_on_or_opens(self) -> Conversation:
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message and add_generation_prompt: true exclude each other")
+            raise ValueError("continue_final_message: not with add_generation_prompt: true")
         return self
 
     @property
