@@ -24,7 +24,7 @@ from fly import LLM, Output, SamplingParams, Why
 from fly.backends.torch import TorchExecutor
 from fly.bundled import CHECKPOINTS, tasks
 from fly.cache import OutOfBlocks, PagedKVCache
-from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
+from fly.drafts import CascadeDraft, DraftSetup, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.base import pad
 from fly.engine import Engine
 from fly.executor import Batch, Executor, Scores
@@ -485,7 +485,10 @@ class Breaking(DraftStrategy):
 
     def __init__(self, inner: DraftStrategy, method: str, call: int, late: bool) -> None:
         self.inner, self.method, self.left, self.late = inner, method, call, late
-        self.vocab_size, self.context = inner.vocab_size, inner.context
+
+    def attach(self, setup: DraftSetup) -> None:
+        self.inner = setup.attach(self.inner)
+        self.vocab_size, self.context = self.inner.vocab_size, self.inner.context
 
     def _do(self, method: str, *args: object) -> object:
         self.left -= method == self.method
