@@ -37,8 +37,9 @@ soak: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.soak --seconds $(SECONDS)
 
 # The reference, from the docstrings and without a network: open build/docs/index.html.
-REFERENCE := fly $(addprefix fly.,policies policies.registry drafts drafts.base testing types params request output \
-	ops sampling constraints structured cache models executor runner engine scheduler backends backends.cpu \
+REFERENCE := fly $(addprefix fly.,policies policies.registry drafts drafts.base testing types params output ops cache models \
+	$(addprefix runtime.,request sampling constraints structured drafting executor runner) \
+	engine engine.step engine.scheduler backends backends.cpu \
 	parallel config eval eval.records eval.statistics serve train)
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -W "ignore:Error parsing type annotation" -m pdoc --docformat google --no-show-source \

@@ -36,12 +36,12 @@ from fly.cli.options import (
 from fly.cli.run import command, kernels_of, loaded, ranks_of, rules_of
 from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
+from fly.engine.job import Job, Request
 from fly.eval import Setting
 from fly.eval.plots import save_lines
 from fly.eval.scorers import check_many
-from fly.job import Job, Request
 from fly.llm import LLM
-from fly.request import Stats, Token
+from fly.runtime.request import Stats, Token
 from fly.types import SamplingParams
 
 

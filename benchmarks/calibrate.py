@@ -31,7 +31,6 @@ from fly.cli.run import command, memory_in_words, ranks_of
 from fly.cli.show import console, print_list, ratio
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.drafts import DraftStrategy, SingleDraft
-from fly.executor import Executor
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
 from fly.models.loading import resolve_dtype
@@ -39,8 +38,9 @@ from fly.ops import argmax
 from fly.parallel import Part, Ranks, memory_here, parallelise
 from fly.parallel.draft import Placement
 from fly.policies import AcceptancePolicy, Exact, parse_policy
-from fly.request import Sequence, Stats
-from fly.runner import Runner
+from fly.runtime.executor import Executor
+from fly.runtime.request import Sequence, Stats
+from fly.runtime.runner import Runner
 from fly.types import Draft, SamplingParams
 
 _WIDTHS, _CONTEXTS = (0.75, 1.25), (64, 320)  # of stand-ins: factors on the width; cached tokens

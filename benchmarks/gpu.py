@@ -28,12 +28,12 @@ from fly.cli.show import console, note, progress, table, write_json
 from fly.drafts import DraftStrategy, SingleDraft
 from fly.drafts.base import Continuation, Wrapper
 from fly.engine import Engine
-from fly.executor import Executor, Spent
 from fly.models import LlamaConfig
 from fly.models.loading import resolve_dtype
 from fly.policies import AcceptancePolicy
-from fly.request import Sequence
-from fly.runner import Runner
+from fly.runtime.executor import Executor, Spent
+from fly.runtime.request import Sequence
+from fly.runtime.runner import Runner
 from fly.types import Draft, SamplingParams
 
 SHAPES = {

@@ -23,12 +23,12 @@ from fly.cli.options import Device, Rules
 from fly.cli.run import alone, rules_of
 from fly.cli.show import console, print_list, progress
 from fly.drafts.base import pad
-from fly.executor import Executor
 from fly.models import Llama
 from fly.models.loading import resolve_device, resolve_dtype
 from fly.policies import AcceptancePolicy
-from fly.request import Sequence as Row
-from fly.runner import Runner
+from fly.runtime.executor import Executor
+from fly.runtime.request import Sequence as Row
+from fly.runtime.runner import Runner
 from fly.testing.blocks import toy_vocabulary
 from fly.types import Draft, SamplingParams, Target
 

@@ -21,15 +21,15 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from fly.engine.job import Job, Request, outputs_of
+from fly.engine.stream import AsyncStream, Stream
+from fly.engine.worker import Worker
 from fly.errors import explain, instead, short
-from fly.job import Job, Request, outputs_of
 from fly.models.tokenizer import Tokenizer
 from fly.output import Output
 from fly.params import Sampling
 from fly.policies import AcceptancePolicy, Condition, load_policy
-from fly.stream import AsyncStream, Stream
 from fly.types import SamplingParams
-from fly.worker import Worker
 
 __all__ = ["Calls", "ChatOptions", "Options", "PolicyLike", "Prompt", "as_policy", "for_chat", "listed", "one_bar"]
 

@@ -24,9 +24,11 @@ from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import TranslatingSetup
 from fly.engine import Engine
+from fly.engine.job import Request, read_along
+from fly.engine.scheduler import Scheduler
+from fly.engine.stream import AsyncStream, Stream
+from fly.engine.worker import Worker
 from fly.errors import instead, short
-from fly.job import Request, read_along
-from fly.memory import cache_size, room_for
 from fly.models.chat import ChatPrompt
 from fly.models.checkpoint import Checkpoint
 from fly.models.generation import read_sampling_defaults
@@ -34,14 +36,12 @@ from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.ops import derive
 from fly.output import Output, Piece
 from fly.policies import AcceptancePolicy, Exact
-from fly.request import BadWords, Sequence
-from fly.runner import Runner
-from fly.scheduler import Scheduler
-from fly.stream import AsyncStream, Stream
-from fly.structured import Grammars, Matcher
+from fly.runtime.memory import cache_size, room_for
+from fly.runtime.request import BadWords, Sequence
+from fly.runtime.runner import Runner
+from fly.runtime.structured import Grammars, Matcher
 from fly.types import SamplingParams
 from fly.vocabulary import Vocabulary
-from fly.worker import Worker
 
 if TYPE_CHECKING:
     from fly.parallel import Ranks
@@ -77,7 +77,7 @@ class LLM(Calls):
         deterministic: the target computes the same bits for a token, whatever is fed together with it: other requests,
             drafts, chunks of a prompt. At temperature 0 a lossless policy then gives the text of autoregressive
             decoding exactly, in bfloat16 too. Costs nothing if the model's kernels add up in a fixed order (the
-            compiled ones in one process); else it takes one forward for each token (``fly.executor.TokenByToken``).
+            compiled ones in one process); else each token takes one forward (``fly.runtime.executor.TokenByToken``).
         cache_tokens: how many tokens each KV cache holds over all requests; None is eight full contexts, or as much of
             that as ``cache_bytes`` hold. Memory is taken when it is first used.
         cache_bytes: memory for the keys and values of target and draft together; None is 4 GiB, or half of the device's
@@ -112,7 +112,7 @@ class LLM(Calls):
         vocabulary: what its token ids stand for (``fly.vocabulary``); rules and drafts are bound to it.
         eos_ids: tokens that end a text.
         draft: the draft strategy, or None.
-        engine, scheduler, worker: what runs it all (``fly.engine``, ``fly.scheduler``, ``fly.worker``).
+        engine, scheduler, worker: what runs it all (``fly.engine``).
 
     Raises:
         CheckpointError: the checkpoint cannot be used (see ``load_model``).

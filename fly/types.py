@@ -174,7 +174,7 @@ class ListedDraft(Draft):
 
 class LazyDistribution(Protocol):
     """A processed distribution [B, K+1, V] that is computed only where it is read
-    (``fly.sampling.ProcessedDistribution``)."""
+    (``fly.runtime.sampling.ProcessedDistribution``)."""
 
     def dense(self) -> Tensor:
         """All of it: [B, K+1, V]."""

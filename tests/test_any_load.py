@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from fly import LLM, SamplingParams
 from fly.backends.cpu import available, why_not
-from fly.request import Sequence
+from fly.runtime.request import Sequence
 from fly.types import Guarantee
 from tests.conftest import SANITIZER
 

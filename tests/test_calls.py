@@ -30,11 +30,11 @@ from fly import LLM, Output, Piece, SamplingParams, Stats, Token, Why, calls
 from fly.calls import ChatOptions, listed
 from fly.config import Config
 from fly.drafts import NGramDraft
+from fly.engine.worker import Stopped
 from fly.eval.plan import Plan
 from fly.eval.task import load_task
 from fly.params import Sampling, StructuredOutput
 from fly.policies import AfterTokens, AgreeingWindow, Exact, FLy
-from fly.worker import Stopped
 from tests import user
 from tests.toys import random_llama
 

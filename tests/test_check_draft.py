@@ -24,8 +24,8 @@ from fly.drafts import (
 )
 from fly.drafts.base import DraftSetup, pad, until_end
 from fly.ops import Stream, derive, draw, uniforms
-from fly.request import Sequence
-from fly.sampling import BatchSampling
+from fly.runtime.request import Sequence
+from fly.runtime.sampling import BatchSampling
 from fly.testing import DRAFT_CHECKS, ConformanceError, check_draft, stage
 from fly.testing.blocks import toy_vocabulary
 from fly.testing.drawn import chance

@@ -30,13 +30,13 @@ from fly.drafts import (
 )
 from fly.drafts.ngram import Index
 from fly.engine import Engine
-from fly.executor import Executor, Lookup, TokenByToken, Wrapped
 from fly.models import Llama
 from fly.models.families import FULL, SLIDING
 from fly.ops import derive, derived
 from fly.policies import AcceptancePolicy, Exact, condition_types, parse_policy, policy_types
-from fly.request import BadWords, Sequence
-from fly.runner import Runner
+from fly.runtime.executor import Executor, Lookup, TokenByToken, Wrapped
+from fly.runtime.request import BadWords, Sequence
+from fly.runtime.runner import Runner
 from fly.testing.policies import check_cuda_graph
 from fly.types import SamplingParams
 from tests.emulator import Gpu, emulated

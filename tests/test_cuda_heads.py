@@ -17,15 +17,15 @@ from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
 from fly.drafts import ChooseDraft, Eagle3Draft, NGramDraft
 from fly.engine import Engine
-from fly.executor import Executor
 from fly.models import Llama, load_model
 from fly.models.compiled import CompiledLayers
 from fly.models.eagle import Eagle3Head, HeadConfig, load_head
 from fly.models.llama import DenseCausal, record_states
 from fly.models.tokenizer import Tokenizer
 from fly.policies import parse_policy
-from fly.request import Sequence
-from fly.runner import Runner
+from fly.runtime.executor import Executor
+from fly.runtime.request import Sequence
+from fly.runtime.runner import Runner
 from tests.test_cuda import POLICIES, SIZES, TARGET, VOCAB, decode, device, on_gpu, prompts, row_of, told
 from tests.test_cuda_plain import ASKS, check_same
 from tests.test_eagle import randomise

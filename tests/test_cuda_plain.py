@@ -20,14 +20,14 @@ from fly.drafts import (
     UnionDraft,
 )
 from fly.engine import Engine
-from fly.executor import Executor
 from fly.models import Llama
 from fly.models.families import FULL, SLIDING
 from fly.models.tokenizer import Tokenizer
 from fly.policies import parse_policy
-from fly.request import Sequence
-from fly.runner import Runner
-from fly.structured import Grammars
+from fly.runtime.executor import Executor
+from fly.runtime.request import Sequence
+from fly.runtime.runner import Runner
+from fly.runtime.structured import Grammars
 from tests.test_cuda import DRAFTS, POLICIES, TARGET, VOCAB, decode, device, on_cpu, row_of, there
 from tests.test_drafts import perturbed
 from tests.test_structured import save_tokenizer

@@ -20,9 +20,9 @@ from fly.backends.cpu import available, why_not
 from fly.backends.cpu.host import Blocks, HostDecisions, lay_rules
 from fly.backends.cpu.host import _decide as decide_compiled
 from fly.backends.cpu.library import short
-from fly.executor import Batch, Executor, Scores
 from fly.policies import Exact, parse_policy
-from fly.sampling import BatchSampling
+from fly.runtime.executor import Batch, Executor, Scores
+from fly.runtime.sampling import BatchSampling
 from fly.types import Decision, Draft, SamplingParams, Target
 
 pytestmark = pytest.mark.skipif(available() == ["torch"], reason=why_not() or "compiled kernels are here")

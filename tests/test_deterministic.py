@@ -11,10 +11,10 @@ from fly import LLM, SamplingParams
 from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
 from fly.drafts import CascadeDraft, NGramDraft, SingleDraft, TreeDraft
-from fly.executor import TokenByToken
 from fly.policies import Exact
-from fly.request import Sequence
-from fly.runner import Runner
+from fly.runtime.executor import TokenByToken
+from fly.runtime.request import Sequence
+from fly.runtime.runner import Runner
 from tests.toys import random_llama, run
 
 SIZES = {"vocab_size": 29, "hidden": 96, "heads": 4, "kv_heads": 2, "intermediate": 160, "scale": 0.15}

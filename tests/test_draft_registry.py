@@ -20,7 +20,7 @@ from fly.drafts.base import pad
 from fly.drafts.registry import STRATEGIES, draft_types, parse_draft
 from fly.models import CheckpointError
 from fly.policies import AfterTokens, Exact, FLy
-from fly.request import Sequence
+from fly.runtime.request import Sequence
 from fly.types import Draft
 from tests.toys import ready
 

@@ -12,8 +12,8 @@ from fly.backends import load
 from fly.drafts import AdaptiveDraft, CascadeDraft, DraftStrategy, NGramDraft, SingleDraft, UnionDraft, pad
 from fly.drafts.base import DraftSetup
 from fly.drafts.translate import TranslatingSetup
-from fly.request import Sequence
-from fly.runner import Runner
+from fly.runtime.request import Sequence
+from fly.runtime.runner import Runner
 from fly.types import Draft
 from tests.toys import random_llama, run
 

@@ -26,7 +26,6 @@ from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
 from fly.cli import app
 from fly.drafts import ChooseDraft, Eagle3Draft, NGramDraft, SingleDraft, parse_draft
-from fly.executor import Batch, Executor, Head, TokenByToken
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
 from fly.models.config import CheckpointError
@@ -34,6 +33,7 @@ from fly.models.eagle import Eagle3Head, HeadConfig, is_head, load_head, save_he
 from fly.models.families import FAMILIES
 from fly.models.llama import DenseCausal, embedding_scale, record_states
 from fly.params import SamplingParams
+from fly.runtime.executor import Batch, Executor, Head, TokenByToken
 from fly.testing import check_draft
 from fly.testing.toys import toy_target
 from fly.train import Answer, Plan, prompts_of, train_head

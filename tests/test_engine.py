@@ -27,7 +27,6 @@ from fly.cache import OutOfBlocks, PagedKVCache
 from fly.drafts import CascadeDraft, DraftSetup, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.base import pad
 from fly.engine import Engine
-from fly.executor import Batch, Executor, Scores
 from fly.models import Llama, LlamaConfig
 from fly.models.loading import save_model
 from fly.policies import (
@@ -43,9 +42,10 @@ from fly.policies import (
     verify,
 )
 from fly.policies.verification import decide
-from fly.request import Gate, Sequence, common_prefix
-from fly.runner import Runner
-from fly.sampling import BatchSampling
+from fly.runtime.executor import Batch, Executor, Scores
+from fly.runtime.request import Gate, Sequence, common_prefix
+from fly.runtime.runner import Runner
+from fly.runtime.sampling import BatchSampling
 from fly.types import Draft, Noise, Target
 from tests.test_drafts import perturbed
 from tests.toys import caches, dense_logits, random_llama, run

@@ -24,12 +24,12 @@ from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
 from fly.cli import app
 from fly.drafts import DraftStrategy, NGramDraft, SingleDraft, TreeDraft
-from fly.executor import Batch
 from fly.models import Llama, LlamaConfig
 from fly.models.config import CheckpointError
 from fly.models.exits import ExitConfig, Exits, load_exits, save_exits
 from fly.models.families import FAMILIES
 from fly.ops import tree_mask
+from fly.runtime.executor import Batch
 from fly.serve.service import Service
 from fly.serve.settings import Settings
 from fly.testing.toys import toy_target

@@ -29,14 +29,14 @@ from fly.backends.torch import TorchExecutor
 from fly.bench.shapes import random_model, shape_config
 from fly.cache import PagedBatch, PagedKVCache
 from fly.drafts import NGramDraft, SingleDraft, SuffixDraft
-from fly.executor import Batch, DraftSpec, Executor, Lookup, TokenByToken
 from fly.models import DenseCausal, Llama, LlamaConfig, save_model
 from fly.models.families import OPTIONS
 from fly.models.loading import Loading
 from fly.ops import Stream, argmax, draw, tree_mask, uniforms
 from fly.policies import Exact, FLy
-from fly.request import Sequence
-from fly.sampling import BatchSampling
+from fly.runtime.executor import Batch, DraftSpec, Executor, Lookup, TokenByToken
+from fly.runtime.request import Sequence
+from fly.runtime.sampling import BatchSampling
 from tests.test_ops import values
 from tests.toys import PLAIN, build_llama, dense_logits, llama_configs, random_llama, ready
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fly
-from fly import memory
 from fly.backends import choice
 from fly.backends.torch import TorchExecutor
 from fly.cache import DEFAULT_BYTES, PagedKVCache
+from fly.runtime import memory
 from tests.test_cli import run as command
 from tests.test_cli import words
 from tests.toys import random_llama

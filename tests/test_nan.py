@@ -21,14 +21,14 @@ from fly.backends.torch import TorchExecutor, TorchHead
 from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft, TreeDraft
 from fly.engine import Engine
-from fly.executor import Executor, Head
+from fly.engine.scheduler import Scheduler
 from fly.models import Llama
 from fly.models.eagle import Eagle3Head, HeadConfig
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.policies.base import ExactCore, exact_accept_probs
-from fly.request import Sequence
-from fly.runner import Runner
-from fly.scheduler import Scheduler
+from fly.runtime.executor import Executor, Head
+from fly.runtime.request import Sequence
+from fly.runtime.runner import Runner
 from fly.types import Draft, SamplingParams, Target
 from tests.test_cuda import device, there
 from tests.test_cuda_heads import head_there

@@ -44,7 +44,6 @@ from fly.config import Config
 from fly.drafts import CascadeDraft, DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft, parse_draft
 from fly.drafts.translate import TranslatingSetup
 from fly.engine import Engine
-from fly.executor import Batch, Executor
 from fly.models import Llama, LlamaConfig, load_model, save_model
 from fly.models.compiled import CompiledLayers
 from fly.models.eagle import Eagle3Head, HeadConfig, load_head, save_head
@@ -67,8 +66,9 @@ from fly.parallel.draft import FirstDraft
 from fly.parallel.logits import VocabularyShards
 from fly.parallel.ranks import Checksum
 from fly.policies import Exact, parse_policy, policy_types
-from fly.request import Sequence
-from fly.runner import Runner
+from fly.runtime.executor import Batch, Executor
+from fly.runtime.request import Sequence
+from fly.runtime.runner import Runner
 from fly.types import SamplingParams
 from tests.emulator import emulated, exchanged
 from tests.test_eagle import randomise

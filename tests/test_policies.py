@@ -37,7 +37,7 @@ from fly.policies import (
     verify,
 )
 from fly.policies.base import accepts_exactly
-from fly.sampling import BatchSampling
+from fly.runtime.sampling import BatchSampling
 from fly.types import Draft, Guarantee, Noise, SamplingParams, Target, Verdict, Why
 
 PRESETS = (FLy.reference(), FLy.paper(), FLy.vllm())

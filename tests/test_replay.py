@@ -36,7 +36,6 @@ from fly.eval.records import read_records
 from fly.eval.replay import Blocks, load_blocks
 from fly.eval.replay import replay as replay_run
 from fly.eval.report import report
-from fly.executor import Scores
 from fly.ops import Stream, argmax, entropy, log_mass, pick, top, uniforms
 from fly.policies import (
     AcceptancePolicy,
@@ -49,6 +48,7 @@ from fly.policies import (
     parse_policy,
     verify,
 )
+from fly.runtime.executor import Scores
 from fly.types import Decision, Draft, Noise, Target, Why
 from tests.test_cli import run as command
 from tests.test_cli import words

@@ -26,11 +26,11 @@ from fly.backends.torch import TorchExecutor
 from fly.cache import OutOfBlocks, PagedKVCache
 from fly.drafts import AdaptiveDraft, CascadeDraft, DraftStrategy, NGramDraft, SingleDraft, SuffixDraft, UnionDraft
 from fly.engine import Engine
-from fly.executor import Executor, Rounds
 from fly.parallel.compiled import CompiledPart
 from fly.policies import AcceptancePolicy, AgreeingWindow, Block, Condition, EntropyGate, Exact, parse_policy
-from fly.request import Sequence
-from fly.runner import Runner
+from fly.runtime.executor import Executor, Rounds
+from fly.runtime.request import Sequence
+from fly.runtime.runner import Runner
 from fly.types import Why
 from tests.test_drafts import perturbed
 from tests.toys import caches, random_llama
@@ -168,7 +168,7 @@ def test_rounds_of_one_call_are_the_rounds_of_as_many_steps(data: st.DataObject)
 
     slow, slowly = decode(lambda: 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fly.runner._AT_ONCE", ahead)
+        patch.setattr("fly.runtime.runner._AT_ONCE", ahead)
         patch.setattr("fly.backends.cpu.rounds._MOST_SCORED", data.draw(st.sampled_from([1, 20, 4096])))
         patch.setattr("fly.backends.cpu.rounds._MOST_ASKS", data.draw(st.sampled_from([1, 20, 1024])))
         fast, at_once = decode(lambda: FOREVER)
@@ -248,7 +248,7 @@ def test_rows_beside_one_another_take_the_rounds_of_as_many_steps(data: st.DataO
 
     slow, many = decode(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fly.runner._AT_ONCE", data.draw(st.sampled_from([(1,), (30, 1), (128, 32, 8, 1)])))
+        patch.setattr("fly.runtime.runner._AT_ONCE", data.draw(st.sampled_from([(1,), (30, 1), (128, 32, 8, 1)])))
         patch.setattr("fly.backends.cpu.rounds._MOST_SCORED", data.draw(st.sampled_from([1, 60, 4096])))
         patch.setattr("fly.backends.cpu.rounds._MOST_ASKS", data.draw(st.sampled_from([1, 1024])))
         fast, few = decode(FOREVER)

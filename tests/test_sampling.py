@@ -11,11 +11,11 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fly.constraints import constrain
 from fly.ops import Stream, derive, draw, uniforms, vocabulary
 from fly.policies import Exact
-from fly.request import BadWords, Sequence
-from fly.sampling import BatchSampling
+from fly.runtime.constraints import constrain
+from fly.runtime.request import BadWords, Sequence
+from fly.runtime.sampling import BatchSampling
 from fly.types import SamplingParams
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

@@ -13,11 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fly.cache import OutOfBlocks, PagedKVCache
 from fly.drafts import CascadeDraft, NGramDraft, SingleDraft, TreeDraft
 from fly.engine import Engine
+from fly.engine.scheduler import Scheduler, _shared
 from fly.ops import derive
 from fly.policies import AcceptancePolicy, Exact, FLy, LossySampling
-from fly.request import Sequence
-from fly.runner import Runner
-from fly.scheduler import Scheduler, _shared
+from fly.runtime.request import Sequence
+from fly.runtime.runner import Runner
 from fly.types import SamplingParams
 from tests.toys import HashModel
 

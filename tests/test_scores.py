@@ -14,10 +14,10 @@ from fly import LLM, SamplingParams
 from fly.cache import PagedKVCache
 from fly.drafts import NGramDraft
 from fly.engine import Engine
+from fly.engine.scheduler import Scheduler
 from fly.policies import Exact, FLy
-from fly.request import Sequence
-from fly.runner import Runner
-from fly.scheduler import Scheduler
+from fly.runtime.request import Sequence
+from fly.runtime.runner import Runner
 from tests.serving import MODEL, running
 from tests.test_model import llama_configs, seeds, transformers_twin, twin_logits
 from tests.toys import HashModel, build_llama

@@ -25,7 +25,7 @@ from openai import AsyncOpenAI, OpenAI
 import fly.serve
 from fly import LLM, SamplingParams
 from fly.drafts import NGramDraft
-from fly.job import Job
+from fly.engine.job import Job
 from fly.policies import Exact, FLy
 from fly.serve import Service, Settings
 from fly.serve.answers import Vocabulary

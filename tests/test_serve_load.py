@@ -20,10 +20,10 @@ import pytest
 
 from fly import LLM, SamplingParams
 from fly.drafts import NGramDraft
-from fly.job import Job, Request
+from fly.engine.job import Job, Request
+from fly.engine.worker import Worker
 from fly.policies import Exact, parse_policy
-from fly.request import Sequence, Token
-from fly.worker import Worker
+from fly.runtime.request import Sequence, Token
 from tests.serving import MODEL, eventually, running
 
 ENDLESS = {"model": MODEL, "prompt": "Take", "max_tokens": 1000, "ignore_eos": True}

@@ -18,14 +18,14 @@ from openai import OpenAI
 from tokenizers import AddedToken
 
 from fly import SamplingParams
-from fly.job import News
+from fly.engine.job import News
 from fly.models.chat import TAGS, ChatTemplate, Thinking
 from fly.models.tokenizer import Tokenizer
-from fly.request import Token, Why
+from fly.runtime.request import Token, Why
+from fly.runtime.structured import Grammars
 from fly.serve.answers import Completion, Vocabulary
 from fly.serve.rules import Rules
 from fly.serve.tools import FORMATS, CallReader, format_of, grammar
-from fly.structured import Grammars
 from tests.serving import MODEL, Running, running
 
 CITY = {

@@ -25,11 +25,11 @@ from fly.backends.cpu.packed import PackedLlama
 from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft, TreeDraft
 from fly.engine import Engine
-from fly.executor import Batch, DraftSpec, Executor, Lookup
 from fly.policies import Exact, parse_policy
-from fly.request import Sequence
-from fly.runner import Runner
-from fly.sampling import BatchSampling
+from fly.runtime.executor import Batch, DraftSpec, Executor, Lookup
+from fly.runtime.request import Sequence
+from fly.runtime.runner import Runner
+from fly.runtime.sampling import BatchSampling
 from tests import test_eagle, test_rounds
 from tests.toys import random_llama
 

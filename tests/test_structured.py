@@ -21,15 +21,15 @@ from tokenizers import decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from fly import LLM, SamplingParams, cli
-from fly.constraints import constrain
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft, TreeDraft
 from fly.drafts.base import pad, pad_trees
 from fly.models.loading import save_model
 from fly.models.tokenizer import Tokenizer
 from fly.policies import AcceptancePolicy, EntropyGate, Exact, FLy, LossySampling
-from fly.request import BadWords, Sequence
-from fly.sampling import BatchSampling
-from fly.structured import Grammars, Matcher
+from fly.runtime.constraints import constrain
+from fly.runtime.request import BadWords, Sequence
+from fly.runtime.sampling import BatchSampling
+from fly.runtime.structured import Grammars, Matcher
 from fly.types import Draft, StructuredOutput, Target
 from tests.toys import random_llama
 

@@ -13,9 +13,9 @@ from fly import LLM, SamplingParams
 from fly.backends import executor_of
 from fly.backends.cpu import CpuExecutor, available, why_not
 from fly.cache import PagedKVCache
-from fly.executor import Batch, DraftSpec, Lookup
 from fly.policies import Exact
-from fly.request import Sequence
+from fly.runtime.executor import Batch, DraftSpec, Lookup
+from fly.runtime.request import Sequence
 from tests.toys import random_llama
 
 VARIANTS = [name for name in available() if name != "torch"]

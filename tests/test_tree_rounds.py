@@ -13,8 +13,8 @@ from fly.cache import PagedKVCache
 from fly.drafts import AdaptiveDraft, DraftStrategy, Eagle3Draft, TreeDraft
 from fly.engine import Engine
 from fly.policies import Exact, parse_policy
-from fly.request import Sequence
-from fly.runner import Runner
+from fly.runtime.request import Sequence
+from fly.runtime.runner import Runner
 from tests import test_eagle, test_rounds
 from tests.test_rounds import FOREVER, POLICIES, calls_of, take_steps, told
 
@@ -79,7 +79,7 @@ def test_trees_of_one_call_are_the_trees_of_as_many_steps(data: st.DataObject) -
 
     slow, many = decode(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fly.runner._AT_ONCE", data.draw(st.sampled_from([(1,), (30, 1), (128, 32, 8, 1)])))
+        patch.setattr("fly.runtime.runner._AT_ONCE", data.draw(st.sampled_from([(1,), (30, 1), (128, 32, 8, 1)])))
         patch.setattr("fly.backends.cpu.rounds._MOST_SCORED", data.draw(st.sampled_from([1, 60, 4096])))
         patch.setattr("fly.backends.cpu.rounds._MOST_ASKS", data.draw(st.sampled_from([1, 1024])))
         fast, few = decode(FOREVER)

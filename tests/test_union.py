@@ -18,7 +18,7 @@ from fly.drafts.suffix import SuffixDraft
 from fly.drafts.tree import TreeDraft
 from fly.drafts.union import UnionDraft
 from fly.policies import AcceptancePolicy, BlockVerification, Exact
-from fly.request import Sequence
+from fly.runtime.request import Sequence
 from fly.types import Draft, SamplingParams, Target
 from tests.test_drafts import perturbed
 from tests.toys import caches, dense_logits, random_llama, ready, run

@@ -26,11 +26,11 @@ from hypothesis import strategies as st
 from fly import LLM, SamplingParams
 from fly.bundled import tasks
 from fly.drafts import NGramDraft, SingleDraft
-from fly.job import Job
+from fly.engine.job import Job
+from fly.engine.stream import AsyncStream
+from fly.engine.worker import Stopped
 from fly.output import Output
 from fly.policies import AcceptancePolicy, Exact, FLy, LossySampling
-from fly.stream import AsyncStream
-from fly.worker import Stopped
 from tests.serving import eventually
 from tests.toys import random_llama
 

@@ -15,11 +15,11 @@ from fly.backends.torch import TorchExecutor
 from fly.cache import BlockAllocator
 from fly.drafts.base import DraftStrategy, Loaded
 from fly.drafts.translate import TranslatingSetup
-from fly.executor import Batch, Executor, Head, Scores
 from fly.models import DenseCausal, Llama, LlamaConfig, RopeScaling
 from fly.models.families import FAMILIES, FULL, SLIDING, Family
 from fly.models.tokenizer import Tokenizer
-from fly.runner import Runner
+from fly.runtime.executor import Batch, Executor, Head, Scores
+from fly.runtime.runner import Runner
 
 __all__ = [
     "PLAIN",

@@ -11,8 +11,8 @@ import torch
 
 import fly
 from fly.drafts import DraftStrategy, NGramDraft
+from fly.engine.stream import AsyncStream, Stream
 from fly.policies import AcceptancePolicy, AfterTokens, Exact, FLy
-from fly.stream import AsyncStream, Stream
 
 
 def main() -> None:

@@ -22,8 +22,6 @@ from fly.backends.torch import Model, TorchExecutor, TorchHead
 from fly.bundled import open_model
 from fly.drafts.base import Loaded
 from fly.errors import short
-from fly.executor import Executor, Wrapped
-from fly.memory import room_for
 from fly.models import Llama
 from fly.models.checkpoint import Checkpoint
 from fly.models.directory import Directory
@@ -32,6 +30,8 @@ from fly.models.exits import load_exits
 from fly.models.llama import weight_bytes
 from fly.models.loading import Loading, resolve_device, resolve_dtype
 from fly.models.tokenizer import Tokenizer, read_eos_ids
+from fly.runtime.executor import Executor, Wrapped
+from fly.runtime.memory import room_for
 
 __all__ = ["LoadExecutor", "early", "executor_of", "load", "load_executor", "part_executor"]
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from fly.backends.torch import TorchExecutor
 from fly.cache import PagedBatch
-from fly.executor import Batch, Executor, Scores, Wrapped
 from fly.models import Llama
 from fly.models.exits import Exits
 from fly.models.llama import KV, Layer, Norm
+from fly.runtime.executor import Batch, Executor, Scores, Wrapped
 
 __all__ = ["EarlyExit"]
 

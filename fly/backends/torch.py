@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from fly.backends.int8 import INT8
-from fly.executor import Batch, Executor, Head, Scores
 from fly.models import Llama
 from fly.models.config import LlamaConfig
 from fly.models.eagle import Eagle3Head
 from fly.models.llama import record_states
 from fly.ops import upload
+from fly.runtime.executor import Batch, Executor, Head, Scores
 
 __all__ = ["Model", "TorchExecutor", "TorchHead"]
 

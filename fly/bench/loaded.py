@@ -19,12 +19,12 @@ from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, SingleDraft
 from fly.eval.plan import named
 from fly.eval.timed import Setting, draft_runners
-from fly.executor import Batch, DraftSpec, Executor
 from fly.llm import LLM
 from fly.models import LlamaConfig
 from fly.policies import AcceptancePolicy, Exact
-from fly.request import Sequence
-from fly.runner import Runner
+from fly.runtime.executor import Batch, DraftSpec, Executor
+from fly.runtime.request import Sequence
+from fly.runtime.runner import Runner
 from fly.types import SamplingParams
 
 __all__ = [

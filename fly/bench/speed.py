@@ -23,9 +23,9 @@ from fly.bench.shapes import forward_bytes, forward_operations
 from fly.cache import PagedKVCache
 from fly.eval import Setting, decode
 from fly.eval.timed import Times
-from fly.executor import Executor
 from fly.models import LlamaConfig
-from fly.request import Stats
+from fly.runtime.executor import Executor
+from fly.runtime.request import Stats
 from fly.types import SamplingParams
 
 __all__ = [

@@ -2,12 +2,10 @@
 
 from fly.cache.allocator import BlockAllocator, OutOfBlocks
 from fly.cache.paged import DEFAULT_BYTES, PagedBatch, PagedKVCache, block_size_for
-from fly.cache.states import HiddenStates
 
 __all__ = [
     "DEFAULT_BYTES",
     "BlockAllocator",
-    "HiddenStates",
     "OutOfBlocks",
     "PagedBatch",
     "PagedKVCache",

@@ -33,7 +33,7 @@ from fly.cli.show import console, errors, note
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.llm import LLM, Piece
 from fly.policies import AcceptancePolicy
-from fly.request import Stats
+from fly.runtime.request import Stats
 from fly.types import SamplingParams, StructuredOutput
 
 # Why a token stands -> how it looks, and what that means. Underline marks what differs from the target's own text, for

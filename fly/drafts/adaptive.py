@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from fly.drafts.base import Continuation, DraftSetup, DraftStrategy, StopsByChance, Wrapper
 from fly.drafts.measures import Line, Rates
 from fly.drafts.ways import Ways
-from fly.executor import Spent
-from fly.request import Sequence
+from fly.runtime.executor import Spent
+from fly.runtime.request import Sequence
 from fly.types import Draft, Target
 
 __all__ = ["AdaptiveDraft"]

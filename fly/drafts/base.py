@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from fly.cache import BlockAllocator
-from fly.executor import Drafted, Executor, Head
 from fly.models.tokenizer import Tokenizer
 from fly.ops import upload
-from fly.request import Sequence
-from fly.runner import Continuation, Runner
+from fly.runtime.executor import Drafted, Executor, Head
+from fly.runtime.request import Sequence
+from fly.runtime.runner import Continuation, Runner
 from fly.types import Draft, Target
 from fly.vocabulary import Vocabulary
 

@@ -9,7 +9,7 @@ from collections import abc
 
 from fly.drafts.base import Continuation, DraftStrategy, Piece, Wrapper, pieces_of, together
 from fly.ops import upload
-from fly.request import Sequence
+from fly.runtime.request import Sequence
 from fly.types import Draft, Target
 
 __all__ = ["ChooseDraft"]

@@ -15,10 +15,10 @@ from fly.drafts.base import Continuation, DraftSetup, StopsByChance, drafted_of
 from fly.drafts.heads import HeadRunner
 from fly.drafts.model import seed_of
 from fly.drafts.stops import check_chance, reach_of
-from fly.executor import DraftSpec, Growth, Head
 from fly.models.loading import resolve_device, resolve_dtype
-from fly.request import Sequence
-from fly.sampling import BatchSampling
+from fly.runtime.executor import DraftSpec, Growth, Head
+from fly.runtime.request import Sequence
+from fly.runtime.sampling import BatchSampling
 from fly.types import Draft
 
 __all__ = ["Eagle3Draft"]

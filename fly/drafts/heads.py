@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fly.cache import BlockAllocator, HiddenStates, OutOfBlocks, PagedBatch, PagedKVCache
-from fly.drafting import Batch, Drafted, DraftSpec, ends_of
-from fly.executor import Executor, Given, Head
-from fly.request import Sequence, common_prefix
-from fly.sampling import BatchSampling
+from fly.cache import BlockAllocator, OutOfBlocks, PagedBatch, PagedKVCache
+from fly.runtime.drafting import Batch, Drafted, DraftSpec, ends_of
+from fly.runtime.executor import Executor, Given, Head
+from fly.runtime.request import Sequence, common_prefix
+from fly.runtime.sampling import BatchSampling
+from fly.runtime.states import HiddenStates
 
 __all__ = ["HeadRunner"]
 
@@ -41,7 +42,7 @@ class _Held:
 
 class HeadRunner:
     """A head, its cache, and the hidden states of its target (``Runner.watch``). Rows ``share`` pages as a target's.
-    It is a ``fly.runner.Drafter``."""
+    It is a ``fly.runtime.runner.Drafter``."""
 
     cache: PagedKVCache  # is made later, by ``reserve``
 

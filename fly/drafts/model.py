@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fly.bundled import find_checkpoint
 from fly.cache import OutOfBlocks
-from fly.drafting import Certainty, Drafted, draw_tokens
 from fly.drafts.base import (
     Continuation,
     DraftSetup,
@@ -29,13 +28,14 @@ from fly.drafts.base import (
 )
 from fly.drafts.ngram import NGramDraft
 from fly.drafts.stops import check_chance, reach_of
-from fly.executor import DraftSpec, Executor
 from fly.models.loading import resolve_device, resolve_dtype
 from fly.ops import derive, sent
 from fly.policies import AcceptancePolicy, Exact
-from fly.request import Sequence, common_prefix
-from fly.runner import Runner
-from fly.sampling import BatchSampling
+from fly.runtime.drafting import Certainty, Drafted, draw_tokens
+from fly.runtime.executor import DraftSpec, Executor
+from fly.runtime.request import Sequence, common_prefix
+from fly.runtime.runner import Runner
+from fly.runtime.sampling import BatchSampling
 from fly.types import Draft, Guarantee, Target
 
 __all__ = ["CascadeDraft", "SingleDraft", "seed_of"]

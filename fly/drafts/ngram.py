@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import abc
 
 from fly.drafts.base import Continuation, DraftStrategy, is_ours, pad, until_end
-from fly.executor import DraftSpec, Lookup
-from fly.request import Sequence, common_prefix
+from fly.runtime.executor import DraftSpec, Lookup
+from fly.runtime.request import Sequence, common_prefix
 from fly.types import Draft
 
 __all__ = ["Index", "NGramDraft"]

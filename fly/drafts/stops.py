@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import abc
 
 from fly.policies import AcceptancePolicy
-from fly.request import Sequence
+from fly.runtime.request import Sequence
 from fly.types import Guarantee
 
 __all__ = ["check_chance", "reach_of", "usual_reach"]

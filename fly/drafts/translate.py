@@ -21,11 +21,11 @@ from tokenizers import decoders, models
 from fly.cache import OutOfBlocks
 from fly.drafts.base import DraftSetup, DraftStrategy, StopsByChance, pad, until_end
 from fly.drafts.model import SingleDraft
-from fly.executor import Batch, Executor, Scores, Wrapped
 from fly.models.lengths import byte_level
 from fly.models.tokenizer import Tokenizer
 from fly.ops import derive, first_branch
-from fly.request import Sequence, common_prefix
+from fly.runtime.executor import Batch, Executor, Scores, Wrapped
+from fly.runtime.request import Sequence, common_prefix
 from fly.types import Draft, SamplingParams, Target
 
 __all__ = ["TranslatedDraft", "TranslatingSetup", "Vocabularies", "translated"]

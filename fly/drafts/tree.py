@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from fly.drafting import DraftSpec, Growth
 from fly.drafts.base import Loaded
 from fly.drafts.model import SingleDraft
-from fly.executor import Executor
-from fly.request import Sequence
+from fly.runtime.drafting import DraftSpec, Growth
+from fly.runtime.executor import Executor
+from fly.runtime.request import Sequence
 
 __all__ = ["TreeDraft"]
 

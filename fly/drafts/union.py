@@ -6,7 +6,7 @@ from collections import abc
 from dataclasses import dataclass, field, replace
 
 from fly.drafts.base import DraftStrategy, Piece, Wrapper, pieces_of, together
-from fly.request import Sequence, common_prefix
+from fly.runtime.request import Sequence, common_prefix
 from fly.types import Draft
 
 __all__ = ["UnionDraft"]

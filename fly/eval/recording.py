@@ -25,11 +25,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fly.drafts import CascadeDraft, DraftStrategy, SingleDraft
-from fly.executor import Executor, Wrapped
 from fly.llm import LLM
 from fly.ops import top
 from fly.policies import AcceptancePolicy
-from fly.runner import Runner
+from fly.runtime.executor import Executor, Wrapped
+from fly.runtime.runner import Runner
 from fly.types import Decision, Draft, Target
 
 __all__ = ["LIKELIEST", "Recorder", "Recording", "Said", "recorded"]

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from fly.drafts.heads import HeadRunner
-from fly.executor import Batch, Drafted, DraftSpec, Executor, Head, RoundPlan, Rounds, Scores, Wrapped
-from fly.job import Job, Request
+from fly.engine.job import Job, Request
 from fly.llm import LLM
 from fly.output import Output
 from fly.policies import AcceptancePolicy, Exact
-from fly.request import Sequence, Summed, Token
-from fly.runner import Runner
+from fly.runtime.executor import Batch, Drafted, DraftSpec, Executor, Head, RoundPlan, Rounds, Scores, Wrapped
+from fly.runtime.request import Sequence, Summed, Token
+from fly.runtime.runner import Runner
 from fly.types import Decision, SamplingParams
 
 Result = TypeVar("Result")

@@ -18,11 +18,11 @@ import torch
 from fly.backends.choice import LoadExecutor
 from fly.cache import BlockAllocator, OutOfBlocks, PagedKVCache
 from fly.drafts.base import DraftSetup, DraftStrategy, Loaded, OwnCache
-from fly.executor import Batch, Executor, Head
 from fly.parallel.logits import VocabularyShards
 from fly.parallel.plan import PlanError
 from fly.parallel.ranks import Ranks
-from fly.request import Sequence
+from fly.runtime.executor import Batch, Executor, Head
+from fly.runtime.request import Sequence
 from fly.types import Draft, Target
 
 __all__ = ["FirstDraft", "Placement", "place_draft"]

@@ -21,7 +21,6 @@ from fly.backends.cpu import chosen
 from fly.backends.cpu.library import TORCH
 from fly.backends.cpu.packed import refusal
 from fly.backends.int8 import rounded, rounds
-from fly.executor import Executor
 from fly.models import Llama, LlamaConfig
 from fly.models.checkpoint import Checkpoint
 from fly.models.loading import Loading, resolve_device
@@ -29,6 +28,7 @@ from fly.parallel.compiled import CompiledPart, PartExecutor
 from fly.parallel.logits import VocabularyShards
 from fly.parallel.plan import LLAMA, Part, Rule
 from fly.parallel.ranks import Ranks
+from fly.runtime.executor import Executor
 
 __all__ = ["load", "parallelise"]
 

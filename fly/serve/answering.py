@@ -10,12 +10,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Receive
 
-from fly.job import News
+from fly.engine.job import News
+from fly.engine.worker import Worker
+from fly.runtime.structured import StructuredError
 from fly.serve.errors import ApiError, ClientLeft
 from fly.serve.metrics import Measured
 from fly.serve.turns import Turns
-from fly.structured import StructuredError
-from fly.worker import Worker
 
 __all__ = ["Answering", "until_left"]
 

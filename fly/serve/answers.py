@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fly.job import News
+from fly.engine.job import News
 from fly.models.chat import Kind, Splitter, Thinking
 from fly.models.lengths import byte_alphabet
 from fly.models.tokenizer import Tokenizer
-from fly.request import Token
+from fly.runtime.request import Token
 from fly.serve.jsons import written
 from fly.serve.rules import Speculation
 from fly.serve.tools import CallDelta, CallReader

@@ -19,8 +19,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
+from fly.engine.job import News
 from fly.errors import short
-from fly.job import News
 from fly.serve.answering import Answering
 from fly.serve.answers import Completion
 from fly.serve.errors import ApiError, ClientLeft, Plain

@@ -11,10 +11,10 @@ from collections import Counter as Counts
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from fly.job import Job, Request
-from fly.request import Stats, Token
+from fly.engine.job import Job, Request
+from fly.engine.worker import Load
+from fly.runtime.request import Stats, Token
 from fly.types import Why
-from fly.worker import Load
 
 __all__ = ["Measured", "Metrics"]
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import BeforeValidator, Field, model_validator
 
+from fly.runtime.structured import LONGEST
 from fly.serve.messages import MOST, Body, Conversation, Function, Messages, NamedTool, known_fields
-from fly.structured import LONGEST
 from fly.types import SamplingParams
 
 __all__ = [

@@ -19,11 +19,14 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request as HttpRequest
 
 from fly import __version__
+from fly.engine.job import Request
+from fly.engine.worker import Stopped
 from fly.errors import explain, short
-from fly.job import Request
 from fly.llm import LLM
 from fly.models.chat import ChatPrompt, Thinking, pick
 from fly.models.tokenizer import TooLong
+from fly.runtime.structured import LIMITS
+from fly.runtime.trial import Trial
 from fly.serve import bodies
 from fly.serve.answering import until_left
 from fly.serve.answers import Echo, Vocabulary
@@ -36,10 +39,7 @@ from fly.serve.rules import Rules, Speculation
 from fly.serve.settings import Settings
 from fly.serve.tools import FORMATS, CallFormat, CallReader, format_of, grammar, wrong_with_tools
 from fly.serve.turns import Busy, Turns
-from fly.structured import LIMITS
-from fly.trial import Trial
 from fly.types import StructuredOutput
-from fly.worker import Stopped
 
 __all__ = ["ApiError", "ClientLeft", "Plain", "Prepared", "Service"]
 

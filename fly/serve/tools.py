@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from fly.models.chat import Thinking
 from fly.models.tokenizer import Tokenizer
+from fly.runtime.structured import BLANKS
 from fly.serve.jsons import loads
-from fly.structured import BLANKS
 
 __all__ = ["FORMATS", "CallDelta", "CallFormat", "CallReader", "format_of", "grammar", "wrong_with_tools"]
 

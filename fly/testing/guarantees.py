@@ -24,7 +24,7 @@ from torch import Tensor
 from fly.ops import depths, one_hot, pick
 from fly.policies import AcceptancePolicy, Exact, verify
 from fly.policies.base import exact_accept_probs
-from fly.sampling import BatchSampling
+from fly.runtime.sampling import BatchSampling
 from fly.testing.blocks import TICK, TOLERANCE, Case, block, bound, cases, markers_of, require_equal, rounded
 from fly.testing.report import ConformanceError, require
 from fly.types import Draft, Guarantee, Noise, SamplingParams, Target

@@ -34,8 +34,8 @@ from fly.backends.cuda.waits import find_wait
 from fly.ops import one_hot
 from fly.policies import AcceptancePolicy, dump_policy, load_policy, parse_policy
 from fly.policies.registry import check_types
-from fly.request import Stats
-from fly.sampling import BatchSampling
+from fly.runtime.request import Stats
+from fly.runtime.sampling import BatchSampling
 from fly.testing.blocks import TICK, TOLERANCE, Case, block, bound, cases, require_equal, rounded
 from fly.testing.guarantees import check_guarantee, check_tokens_judged_alone, check_trees
 from fly.testing.report import Finding, Report, require, run_checks, seeded, title

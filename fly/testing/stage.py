@@ -20,11 +20,11 @@ from torch import Tensor
 from fly.cache import BlockAllocator
 from fly.drafts.base import DraftSetup, DraftStrategy, Load
 from fly.errors import short
-from fly.executor import Executor, Head
 from fly.models import Llama
 from fly.ops import first_branch, one_hot
 from fly.policies import Exact
-from fly.request import Sequence
+from fly.runtime.executor import Executor, Head
+from fly.runtime.request import Sequence
 from fly.testing.blocks import toy_vocabulary
 from fly.testing.report import require
 from fly.testing.toys import LoadOnce, make_executor, make_runner, make_setup, toy_target

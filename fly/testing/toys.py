@@ -12,10 +12,10 @@ from fly.backends import load
 from fly.cache import PagedKVCache
 from fly.drafts.base import DraftSetup, DraftStrategy, Load, Loaded
 from fly.drafts.translate import TranslatingSetup
-from fly.executor import Executor
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
-from fly.runner import Runner
+from fly.runtime.executor import Executor
+from fly.runtime.runner import Runner
 from fly.testing.blocks import toy_vocabulary
 from fly.vocabulary import Vocabulary
 

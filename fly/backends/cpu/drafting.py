@@ -16,10 +16,10 @@ from torch import Tensor
 from fly.backends.cpu.host import c_sampling, uniforms
 from fly.backends.cpu.library import CLookup, Sampling, Sure, spans
 from fly.backends.cpu.packed import PackedLlama
-from fly.executor import Batch, Drafted, DraftSpec
 from fly.ops import Stream
-from fly.request import Sequence
-from fly.sampling import BatchSampling
+from fly.runtime.executor import Batch, Drafted, DraftSpec
+from fly.runtime.request import Sequence
+from fly.runtime.sampling import BatchSampling
 
 __all__ = ["draft_in_one_call"]
 

@@ -18,10 +18,10 @@ from fly.backends.cpu.host import HostDecisions, is_compiled
 from fly.backends.cpu.library import CLookup
 from fly.backends.cpu.packed import PackedLlama, keep_threads
 from fly.backends.cpu.rounds import take_rounds
-from fly.constraints import constrains
-from fly.executor import Batch, Drafted, DraftSpec, Executor, Lookup, RoundPlan, Rounds, Scores, asks_between
-from fly.request import Sequence
-from fly.sampling import BatchSampling
+from fly.runtime.constraints import constrains
+from fly.runtime.executor import Batch, Drafted, DraftSpec, Executor, Lookup, RoundPlan, Rounds, Scores, asks_between
+from fly.runtime.request import Sequence
+from fly.runtime.sampling import BatchSampling
 
 __all__ = ["CpuExecutor"]
 

@@ -20,12 +20,12 @@ from fly.backends.cpu.drafting import draft_in_one_call
 from fly.backends.cpu.library import CBatch, Shape, chosen, load
 from fly.backends.cpu.packed import TYPES, PackedLlama, float_weights, new
 from fly.cache import PagedKVCache
-from fly.constraints import constrains
-from fly.executor import Batch, Drafted, DraftSpec, Head
 from fly.models.eagle import Eagle3Head, HeadLayer
 from fly.models.llama import rotary_tables
-from fly.request import Sequence
-from fly.sampling import BatchSampling
+from fly.runtime.constraints import constrains
+from fly.runtime.executor import Batch, Drafted, DraftSpec, Head
+from fly.runtime.request import Sequence
+from fly.runtime.sampling import BatchSampling
 
 __all__ = ["CpuHead", "PackedHead", "head_refusal"]
 

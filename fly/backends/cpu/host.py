@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from fly.backends.cpu.library import ASK, Ask, CBlocks, CClause, CRule, CRules, Sampling, number, short, usual
-from fly.executor import Executor
 from fly.policies.base import AcceptancePolicy, accepts_exactly, draws_exactly
 from fly.policies.conditions import Clause, Condition
-from fly.sampling import BatchSampling, ProcessedDistribution
+from fly.runtime.executor import Executor
+from fly.runtime.sampling import BatchSampling, ProcessedDistribution
 from fly.types import Decision, Draft, Mismatch, Target
 
 __all__ = [

@@ -15,7 +15,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fly.executor import DraftSpec
+from fly.runtime.executor import DraftSpec
 
 __all__ = [
     "ASK",

@@ -24,7 +24,7 @@ from torch import Tensor
 from fly.backends.cpu.host import Blocks, lay_rules
 from fly.backends.cpu.library import CGrowth, CLookup, CRounds, Going, Sure
 from fly.backends.cpu.packed import PackedLlama
-from fly.executor import OpenBlocks, RoundPlan, Rounds, Spent
+from fly.runtime.executor import OpenBlocks, RoundPlan, Rounds, Spent
 from fly.types import Draft
 
 __all__ = ["take_rounds"]

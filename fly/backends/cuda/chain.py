@@ -20,8 +20,8 @@ from torch import Tensor
 from fly.backends.cuda.drafter import Drafter
 from fly.backends.cuda.graphs import GraphPool, Part, Watch
 from fly.backends.cuda.table import Column, Table
-from fly.executor import Lookup
 from fly.ops import Stream, argmax, derived, draw, uniforms
+from fly.runtime.executor import Lookup
 
 __all__ = ["Chain", "Proposal", "copy_tokens", "look_up"]
 
@@ -210,8 +210,8 @@ class Chain:
         return torch.cat([own_DJ, own_RJ[drawn:]]), probs_DJV
 
     def _is_sure(self, own_RJ: Tensor, logits_RJV: Tensor, probs_DJV: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Whether to draft on after each token [R, J], as ``fly.drafting.Certainty`` decides it; and the product of
-        the largest probabilities up to there, where that is asked for."""
+        """Whether to draft on after each token [R, J], as ``Certainty`` of ``fly.runtime.drafting`` decides it; and the
+        product of the largest probabilities up to there, where that is asked for."""
         goes_on_RJ, spec = ~self.table.is_end(own_RJ), self.shape.spec
         if not spec.stops:
             return goes_on_RJ, None

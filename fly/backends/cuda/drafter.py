@@ -25,9 +25,9 @@ from fly.backends.cuda.attention import PagedAttention, place_tokens
 from fly.backends.cuda.table import Column, Table
 from fly.backends.torch import TorchHead
 from fly.cache import PagedKVCache
-from fly.executor import Batch, RoundPlan, Scores
 from fly.models.config import LlamaConfig
 from fly.ops import upload
+from fly.runtime.executor import Batch, RoundPlan, Scores
 
 __all__ = ["Drafter", "HeadDrafter", "Model"]
 

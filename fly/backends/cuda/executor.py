@@ -27,11 +27,11 @@ from fly.backends.cuda.rounds import take_rounds
 from fly.backends.cuda.table import PADDING, Column, Shape, count_pages, make_line, round_up
 from fly.backends.torch import TorchExecutor, TorchHead
 from fly.cache import PagedKVCache
-from fly.executor import Batch, DraftSpec, Executor, RoundPlan, Rounds, Scores, TokenByToken, asks_between
 from fly.models.compiled import CompiledLayers
 from fly.models.llama import Llama, record_states
 from fly.ops import upload
-from fly.request import Sequence
+from fly.runtime.executor import Batch, DraftSpec, Executor, RoundPlan, Rounds, Scores, TokenByToken, asks_between
+from fly.runtime.request import Sequence
 
 __all__ = ["CudaExecutor"]
 

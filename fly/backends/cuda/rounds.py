@@ -28,8 +28,8 @@ from fly.backends.cuda.device_round import DeviceRound, DeviceRounds, Group
 from fly.backends.cuda.drafter import Model
 from fly.backends.cuda.graphs import Timer
 from fly.backends.cuda.table import PADDING, Column, Shape, count_pages, make_line, round_up, unpack
-from fly.executor import DraftSpec, RoundPlan, RoundRow, Rounds, Spent
 from fly.policies import AcceptancePolicy
+from fly.runtime.executor import DraftSpec, RoundPlan, RoundRow, Rounds, Spent
 from fly.types import Decision
 
 __all__ = ["LONGEST", "take_rounds"]

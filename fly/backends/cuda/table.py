@@ -20,9 +20,9 @@ from torch import Tensor
 from fly.backends.cuda.attention import takes_flash
 from fly.backends.cuda.graphs import upload_into
 from fly.cache import PagedBatch
-from fly.executor import DraftSpec
-from fly.request import common_prefix
-from fly.sampling import BatchSampling
+from fly.runtime.executor import DraftSpec
+from fly.runtime.request import common_prefix
+from fly.runtime.sampling import BatchSampling
 from fly.types import Decision, Draft, Mismatch, Verdict, Why
 
 __all__ = ["PADDING", "Column", "Shape", "Table", "count_pages", "make_line", "pack", "round_up", "unpack"]

@@ -60,7 +60,7 @@ struct Batch {
     int32_t threads;
 };
 
-// How a row draws (fly/sampling.py: Distribution). At temperature 0 it takes the most likely.
+// How a row draws (fly/runtime/sampling.py: Distribution). At temperature 0 it takes the most likely.
 struct Sampling {
     float temperature, top_p, floor;  // floor: temperature · ln min_p, -inf where that is off
     int32_t top_k;                    // 0 is off
@@ -86,7 +86,7 @@ struct Lookup {
     float time[TIMES];     // nanoseconds of a forward of 1, 2, ... tokens; 0 was not seen
 };
 
-// How a drafter grows a tree (fly/executor.py: Growth): ``width`` candidates after each token of a level that is followed,
+// How a drafter grows a tree (fly/runtime/executor.py: Growth): ``width`` candidates after each token of a level that is followed,
 // of which the ``follow`` likeliest are followed; the ``nodes`` likeliest of all are proposed.
 struct Growth {
     int32_t nodes, follow;

@@ -93,7 +93,7 @@ EXPORT int fly_top(int variant, Span<const float> logits, int n, Span<float> fou
     return OK;
 }
 
-// What sampling keeps of ``logits`` [B, J, V], float32 (fly/sampling.py: ProcessedDistribution): at each position the
+// What sampling keeps of ``logits`` [B, J, V], float32 (fly/runtime/sampling.py: ProcessedDistribution): at each position the
 // largest logit, the least that is kept, and ln of the mass kept, [3, B, J]; of a row at temperature 0 as at 1.
 EXPORT int fly_kept(int variant, Span<const float> logits, int each, int vocab, Span<const Sampling> how, Span<float> found) {
     const int64_t rows = how.count(), places = rows * each;
@@ -107,7 +107,7 @@ EXPORT int fly_kept(int variant, Span<const float> logits, int each, int vocab, 
     return OK;
 }
 
-// Uniforms in [0, 1), [B, n], float32 (fly/sampling.py: uniforms), of as many rows as there are seeds.
+// Uniforms in [0, 1), [B, n], float32 (fly/runtime/sampling.py: uniforms), of as many rows as there are seeds.
 EXPORT int fly_uniforms(Span<const int64_t> seed, Span<const int64_t> round, int stream, int n, Span<float> uniform) {
     const int64_t rows = seed.count();
     if (const int error = holds("round", round, rows) ?: holds("uniform", uniform, rows, n)) return error;

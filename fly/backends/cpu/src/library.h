@@ -83,12 +83,12 @@ static inline int threads_for(int wanted) { return wanted < 1 ? 1 : least_of(wan
 // stored tokens. An error or OK.
 int make_room(Model* model, int tokens, int last_rows, int longest, int threads);
 
-enum Stream : int { ACCEPT = 0, SAMPLE = 1 };  // fly/sampling.py: Stream
+enum Stream : int { ACCEPT = 0, SAMPLE = 1 };  // fly/runtime/sampling.py: Stream
 
-// ``n`` uniforms of a stream of a round (fly/sampling.py: uniforms).
+// ``n`` uniforms of a stream of a round (fly/runtime/sampling.py: uniforms).
 void uniforms(int64_t seed, int64_t round, int stream, int n, float* uniform);
 
-// The seed of a drafter that speculates from ``position`` on (fly/sampling.py: derive).
+// The seed of a drafter that speculates from ``position`` on (fly/runtime/sampling.py: derive).
 int64_t derived(int64_t seed, int64_t position);
 
 }  // namespace fly

@@ -47,7 +47,7 @@ inline float least_kept(const float* logits, const float* mass, int room, float 
     return of_rank((int32_t)high);
 }
 
-// What ``how`` keeps of logits (fly/sampling.py: ProcessedDistribution): the largest, the least that is kept, the mass of
+// What ``how`` keeps of logits (fly/runtime/sampling.py: ProcessedDistribution): the largest, the least that is kept, the mass of
 // those.
 struct Kept {
     float peak, least, total;
@@ -109,7 +109,7 @@ inline Surety surety(const Kept& kept, float temperature, int vocab, const float
     return {1 / kept.total, __builtin_logf(kept.total) - sum(all) / (temperature * kept.total)};
 }
 
-// A token drawn from a distribution [V] that need not sum to 1 (fly/sampling.py: draw); -1 where that has no mass.
+// A token drawn from a distribution [V] that need not sum to 1 (fly/runtime/sampling.py: draw); -1 where that has no mass.
 inline int64_t pick(const float* distribution, int vocab, float uniform) {
     double whole = 0, so_far = 0;
     for (int v = 0; v < vocab; v++) whole += distribution[v];

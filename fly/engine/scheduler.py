@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from fly.cache import BlockAllocator, OutOfBlocks
 from fly.engine import Engine
-from fly.request import Sequence, Token
+from fly.runtime.request import Sequence, Token
 
 __all__ = ["Scheduler"]
 

@@ -17,13 +17,13 @@ from collections import abc
 import torch
 from torch import Tensor
 
-from fly.account import OnToken, apply, logprobs, note
 from fly.drafts.base import DraftSetup, DraftStrategy
 from fly.drafts.limits import check_draft
 from fly.drafts.translate import TranslatingSetup
-from fly.executor import OpenBlocks, Spent
-from fly.request import Sequence, Token
-from fly.runner import Runner
+from fly.engine.account import OnToken, apply, logprobs, note
+from fly.runtime.executor import OpenBlocks, Spent
+from fly.runtime.request import Sequence, Token
+from fly.runtime.runner import Runner
 from fly.types import Draft
 
 __all__ = ["Engine"]

@@ -28,8 +28,8 @@ from typing import Any, Protocol
 
 import torch
 
-from fly.job import Entry, Job, Request
-from fly.scheduler import Scheduler
+from fly.engine.job import Entry, Job, Request
+from fly.engine.scheduler import Scheduler
 
 __all__ = ["Load", "Stopped", "Worker"]
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from fly.models.tokenizer import Tokenizer
-from fly.request import common_prefix
-from fly.trial import follow
+from fly.runtime.request import common_prefix
+from fly.runtime.trial import follow
 from fly.types import SamplingParams, StructuredOutput
 
 __all__ = ["BLANKS", "LONGEST", "Grammars", "Matcher", "StructuredError"]

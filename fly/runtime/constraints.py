@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fly.request import Sequence
+from fly.runtime.request import Sequence
 
 __all__ = ["constrain", "constrains"]
 
@@ -35,7 +35,7 @@ def constrain(
 ) -> Tensor:
     """Logits after penalties, biases and bans (-inf) of each row, in this order; a copy if there are any.
 
-    Last come the bans of a row's grammar, which are right at every place (``fly.structured.Matcher``).
+    Last come the bans of a row's grammar, which are right at every place (``fly.runtime.structured.Matcher``).
 
     Position 0 of a row is the token after its last, position j + 1 the one after the drafted token j, with all on the
     path to it counted in (``parents`` as in ``Draft``; None for chains). Banned are stop tokens before ``min_tokens``,

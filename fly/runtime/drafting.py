@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from fly.cache import PagedBatch
-from fly.constraints import constrain
 from fly.ops import Stream, argmax, draw, top, uniforms, upload
-from fly.request import Sequence
-from fly.sampling import BatchSampling, ProcessedDistribution
+from fly.runtime.constraints import constrain
+from fly.runtime.request import Sequence
+from fly.runtime.sampling import BatchSampling, ProcessedDistribution
 
 __all__ = [
     "Batch",

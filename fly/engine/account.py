@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fly.request import Sequence, Token
+from fly.runtime.request import Sequence, Token
 from fly.types import Decision, Why
 
 __all__ = ["OnToken", "apply", "logprobs", "note"]

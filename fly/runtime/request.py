@@ -59,7 +59,7 @@ class BadWords:
 
 
 class Form(Protocol):
-    """The form that an output must have, followed token by token (``fly.structured.Matcher``)."""
+    """The form that an output must have, followed token by token (``fly.runtime.structured.Matcher``)."""
 
     def constrain(
         self,

@@ -6,11 +6,11 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 
-from fly.job import Entry, Job
+from fly.engine.job import Entry, Job
+from fly.engine.worker import Worker
 from fly.models.chat import Kind, Splitter
 from fly.output import Piece
-from fly.request import Stats, Token
-from fly.worker import Worker
+from fly.runtime.request import Stats, Token
 
 __all__ = ["AsyncStream", "Stream"]
 

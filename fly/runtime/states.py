@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fly.ops import upload
-from fly.request import Sequence
+from fly.runtime.request import Sequence
 
 __all__ = ["HiddenStates"]
 

@@ -1,5 +1,4 @@
-"""A model with its own paged cache: which tokens of each sequence are cached; feed, roll back. Knows nothing of
-policies or strategies.
+"""A model with its own paged cache: which tokens of each sequence are cached; feed, roll back. Knows no strategy.
 
 Shape legend: B rows, K longest draft, J positions of a row (K+1), P prompt tokens, V vocabulary.
 """
@@ -15,14 +14,15 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fly.cache import BlockAllocator, HiddenStates, OutOfBlocks, PagedBatch, PagedKVCache
-from fly.constraints import constrain
-from fly.executor import Batch, Drafted, DraftSpec, Executor, Given, RoundPlan, RoundRow, Rounds, Spent
+from fly.cache import BlockAllocator, OutOfBlocks, PagedBatch, PagedKVCache
 from fly.models.tokenizer import Tokenizer
 from fly.ops import depths, descend, sent, tree_mask, upload
 from fly.policies.verification import priced
-from fly.request import Sequence, common_prefix
-from fly.sampling import BatchSampling
+from fly.runtime.constraints import constrain
+from fly.runtime.executor import Batch, Drafted, DraftSpec, Executor, Given, RoundPlan, RoundRow, Rounds, Spent
+from fly.runtime.request import Sequence, common_prefix
+from fly.runtime.sampling import BatchSampling
+from fly.runtime.states import HiddenStates
 from fly.types import Decision, Draft, Target
 
 __all__ = ["Continuation", "Drafter", "OnPrompt", "Runner"]

@@ -21,15 +21,25 @@ import torch
 from torch import Tensor
 
 from fly.cache import PagedBatch
-from fly.constraints import constrains
-from fly.drafting import Batch, Drafted, DraftSpec, DraftStart, Growth, Lookup, Scores, draft_by_forwards, ends_of
 from fly.models.config import LlamaConfig
 from fly.models.eagle import HeadConfig
 from fly.ops import Stream, sent, uniforms, upload
 from fly.policies.base import AcceptancePolicy, accepts_exactly
 from fly.policies.verification import decide
-from fly.request import Sequence, by_policy
-from fly.sampling import BatchSampling, ProcessedDistribution
+from fly.runtime.constraints import constrains
+from fly.runtime.drafting import (
+    Batch,
+    Drafted,
+    DraftSpec,
+    DraftStart,
+    Growth,
+    Lookup,
+    Scores,
+    draft_by_forwards,
+    ends_of,
+)
+from fly.runtime.request import Sequence, by_policy
+from fly.runtime.sampling import BatchSampling, ProcessedDistribution
 from fly.types import Decision, Draft, Noise, Target
 
 __all__ = [
