@@ -4,6 +4,7 @@ target that leaves."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -187,10 +188,12 @@ def test_rows_leave_as_it_is_written_out(data: st.DataObject) -> None:
 def test_thresholds_that_nothing_reaches_change_nothing() -> None:
     model, params = target(), SamplingParams(temperature=0.0, max_tokens=20)
     never = EarlyExit(TorchExecutor(model), exits_of((1, 3), (2.0, 2.0)))
-    drafts: list[DraftStrategy | None] = [None, NGramDraft(), SingleDraft(model), TreeDraft(model)]
+    drafts: list[Callable[[], DraftStrategy | None]] = [
+        lambda: None, NGramDraft, lambda: SingleDraft(model), lambda: TreeDraft(model),
+    ]  # fmt: skip
     for draft in drafts:
-        (plain,) = LLM(model, draft, k=4).generate([[1, 2, 3]], params)
-        (same,) = LLM(never, draft, k=4).generate([[1, 2, 3]], params)
+        (plain,) = LLM(model, draft(), k=4).generate([[1, 2, 3]], params)
+        (same,) = LLM(never, draft(), k=4).generate([[1, 2, 3]], params)
         assert same.token_ids == plain.token_ids and same.stats.rounds == plain.stats.rounds
         assert same.stats.layers == LAYERS * same.stats.rounds and plain.stats.layers == 0
         assert same.guarantee is Guarantee.HEURISTIC and plain.guarantee is Guarantee.LOSSLESS

@@ -54,7 +54,7 @@ from tests.test_cli import run as command
 from tests.test_cli import words
 from tests.test_drafts import make_row
 from tests.test_schedule import Nats
-from tests.toys import random_llama
+from tests.toys import random_llama, ready
 
 RULES = [
     "exact",
@@ -585,7 +585,7 @@ def test_forwards_below_which_prompt_lookup_drafts_are_counted_as_a_draft_takes_
     text: list[int], k: int, most: int
 ) -> None:
     executor = Counting(random_llama(1, 4, hidden=16, heads=2, kv_heads=1, layers=1, max_positions=64))
-    draft = SingleDraft(executor, NGramDraft(k=most))
+    draft = ready(SingleDraft(executor, NGramDraft(k=most)))
     (drafted,) = draft.propose([make_row(text)], [k]).chains
     assert len(drafted) == k and lookup_forwards(Index(4, 1), text, drafted, most) == executor.forwards
 

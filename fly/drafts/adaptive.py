@@ -79,22 +79,22 @@ class AdaptiveDraft(Wrapper):
 
     Args:
         strategy: proposes the drafts.
-        clock: gives seconds; None is that of the setup, which ranks share.
+        clock: returns the time in seconds. The default is replaced by the setup's, which ranks share.
     """
 
     learns = True
 
-    def __init__(self, strategy: DraftStrategy, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, strategy: DraftStrategy, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__([strategy])
-        self._given_clock = clock
-        self.clock = clock or time.perf_counter
+        self.clock = clock
         self._loads: dict[tuple[int, bool], _Load] = {}
         self._last, self._rows = _PLAIN, set[int]()  # the way of the last round, and the ids of its rows
         self._round: _Round | None = None
 
     def attach(self, setup: DraftSetup) -> None:
         super().attach(setup)
-        self.clock = self._given_clock or setup.clock
+        if self.clock is time.perf_counter:
+            self.clock = setup.clock
 
     @property
     def strategy(self) -> DraftStrategy:
