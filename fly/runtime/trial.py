@@ -120,7 +120,7 @@ def _serve(lines: IO[str], answers: IO[str]) -> None:
 
     start = json.loads(lines.readline())
     vocabulary, limits = LLTokenizer(**start["vocabulary"]), LLParserLimits(**start["limits"])
-    os.nice(5)  # generation goes first
+    os.nice(2)  # generation goes first
     _limit_memory()
     print("ready", file=answers, flush=True)
     for line in lines:

@@ -120,4 +120,4 @@ def test_no_key_learns_what_another_asked_for(keyed: Served) -> None:
 
     new, known, others = ask(ALICE), min(ask(ALICE) for _ in range(3)), ask(MALLORY)
     NOTES.append(f"a form: new {new:.3f} s, known {known:.3f} s, known to another key {others:.3f} s")
-    assert known < new / 2 and others > new / 2
+    assert known < new / 2 and others > 2 * known

@@ -2,8 +2,8 @@
 
 Each attack (``attacks.py``) runs in a process of its own, while this one asks for /health and /metrics, and another
 client for its own. What a server has to hold: 50 probes of a median of 0.1 seconds and none above 0.5, another client's
-requests answered, memory in bounds, and peace when the attack is over. Seconds mean something on a machine that does
-nothing else.
+requests answered, memory in bounds, and peace when the attack is over. Limits of time are for a machine that does
+nothing else (``SLACK``).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from tests.hostile.attacks import ATTACKS, MODEL, Target, answer
-from tests.hostile.served import ALICE, MALLORY, NOTES, ROWS, complete, eventually, say_hi, served, timed
+from tests.hostile.served import ALICE, MALLORY, NOTES, ROWS, SLACK, complete, eventually, say_hi, served, timed
 
-PROBES, MEDIAN, WORST = 50, 0.1, 0.5  # seconds
-PATIENCE = 60.0  # for all probes of one attack
+PROBES, MEDIAN, WORST = 50, 0.1 * SLACK, 0.5 * SLACK  # seconds
+PATIENCE = 60.0 * SLACK  # for all probes of one attack
 # The answers that an attack may get: what is right, and what says that this client has enough.
 EXPECTED = {
     "wrong_entries": {400}, "small_entries": {200, 400}, "escapes": {400}, "tool_calls": {400},
@@ -74,13 +74,13 @@ def test_others_are_answered(tmp_path: Path, name: str, clients: int) -> None:
         print(f"\n{ROWS[-1]}", flush=True)
         assert {status for _, status in probes} == {200} and median <= MEDIAN and worst <= WORST
         assert len(probes) >= PROBES
-        assert {status for _, status in (*greeted, *completed)} == {200} and hi < 3 and completion < 10
+        assert {status for _, status in (*greeted, *completed)} == {200} and hi < 3 * SLACK and completion < 10 * SLACK
         assert not answers.keys() - EXPECTED.get(name, set()) - {0}, answers
         assert server.megabytes < 2000
         # and then there is peace
         assert eventually(lambda: server.running == 0, 60)
         seconds, status = say_hi(alice)
-        assert status == 200 and seconds < 1 and "Traceback" not in server.said()
+        assert status == 200 and seconds < SLACK and "Traceback" not in server.said()
 
 
 def test_the_first_form_is_as_fast_as_the_second(tmp_path: Path) -> None:
@@ -95,4 +95,4 @@ def test_the_first_form_is_as_fast_as_the_second(tmp_path: Path) -> None:
 
         first, second = ask("first"), ask("second")
         NOTES.append(f"first form {first[0]:.3f} s, second {second[0]:.3f} s")
-        assert first[1] == second[1] == 200 and first[0] < second[0] + 0.3
+        assert first[1] == second[1] == 200 and first[0] < second[0] + 0.3 * SLACK
