@@ -104,7 +104,9 @@ def main() -> None:
         start = time.monotonic()
         print(f"{kind} sanitizer: {build(kind).relative_to(ROOT)} ({time.monotonic() - start:.0f} s)", flush=True)
         # pytest's own handler of faults would take the place of the sanitizer's
-        command = [sys.executable, "-m", "pytest", "-n", "auto", "-p", "no:faulthandler", "-k", f"not {NOT_HERE}"]
+        # some tests take minutes: a process that is done takes over what another has not begun
+        command = [sys.executable, "-m", "pytest", "-n", "auto", "--dist", "worksteal", "-p", "no:faulthandler"]
+        command += ["-k", f"not {NOT_HERE}"]
         command += [f"tests/{name}.py" for name in names]
         if subprocess.run(command, cwd=ROOT, env=environment(kind)).returncode:
             failed.append(kind)
