@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# The server on processors: docker build -t flyspec . && docker run --rm -p 8000:8000 -e FLY_API_KEY=... flyspec
+# The server on processors: docker build -t flyspec . && docker run --rm -p 8000:8000 -e FLY_API_KEY flyspec
 # docs/how-to/deploy.md says how to run it for others, and have it started again when it ends (--restart always). With
 # --build-arg TORCH_INDEX=https://pypi.org/simple it has PyTorch's CUDA build instead, for containers with a GPU.
 
