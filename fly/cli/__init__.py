@@ -12,6 +12,7 @@ from fly.cli.bench import bench
 from fly.cli.chat import chat
 from fly.cli.comparison import demo
 from fly.cli.completion import generate
+from fly.cli.doctor import doctor
 from fly.cli.evaluation import evaluate, harness, report_command, tasks
 from fly.cli.registry import check, drafts, models, policies
 from fly.cli.replay import replay
@@ -52,4 +53,5 @@ app.command(context_settings=_TO_OTHERS)(harness)  # all that comes after it is 
 app.command("report")(report_command)
 app.command()(replay)
 app.command()(audit)
+app.command()(doctor)
 app.add_typer(bench, name="bench")

@@ -37,6 +37,7 @@ __all__ = [
     "chosen",
     "load",
     "spans",
+    "unusable",
     "why_not",
 ]
 
@@ -362,6 +363,11 @@ def number(variant: str) -> int:
 def available() -> list[str]:
     """The variants that run here, best first; the last is ``"torch"``."""
     return [*_variants(), TORCH]
+
+
+def unusable() -> list[str]:
+    """The variants that were built, and whose instructions this processor lacks."""
+    return [variant for variant, runs in _built().items() if not runs]
 
 
 def why_not() -> str:
