@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 import torch
 
-from fly.backends.choice import LoadExecutor, early, load_executor
+from fly.backends.choice import LoadExecutor, load_executor
 from fly.backends.choice import load as load_model
 from fly.backends.cpu.library import TORCH
 from fly.bundled import open_model
@@ -23,6 +23,7 @@ from fly.calls import Calls, Params, PolicyLike, Prompt, Prompts, as_policy, for
 from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import TranslatingSetup
+from fly.early_exit import EarlyExit, load_exits
 from fly.engine import Engine
 from fly.engine.job import Request, read_along
 from fly.engine.scheduler import Scheduler
@@ -182,7 +183,7 @@ class LLM(Calls):
             has = executor.config.max_position_embeddings
             raise ValueError(f"max_context {max_context}: this model is loaded already, with a context of {has}")
         if exits is not None:
-            executor = early(executor, exits)
+            executor = EarlyExit(executor, load_exits(exits))
         if deterministic:
             executor = executor.deterministic()
         config = executor.config

@@ -14,7 +14,7 @@ FILES = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "fly"
 # A room imports only itself and rooms that stand before it, annotations included.
 ROOMS = [
     "errors", "expressions", "params", "ops", "vocabulary", "types", "policies", "cache", "models", "bundled",
-    "runtime", "drafts", "output", "engine", "backends", "config", "parallel", "calls", "llm", "testing", "eval",
+    "runtime", "drafts", "output", "engine", "backends", "early_exit", "config", "parallel", "calls", "llm", "testing", "eval",
     "bench", "train", "serve", "audit", "cli",
 ]  # fmt: skip
 PACKAGE = {"__init__", "__main__"}  # may import any
