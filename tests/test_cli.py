@@ -34,7 +34,7 @@ from tests.toys import random_llama
 
 QUESTION = "Take the list 4 9 5 7. Reverse the list, then sort from low to high."
 COMMANDS = {"generate", "chat", "serve", "models", "policies", "drafts", "tasks", "check", "demo", "bench", "eval"}
-COMMANDS |= {"report", "harness", "replay", "audit"}
+COMMANDS |= {"report", "harness", "replay", "audit", "doctor"}
 
 
 def run(*arguments: str, **options: object) -> Result:
