@@ -4,8 +4,7 @@ values are true. One device is the current one.
 What a GPU would refuse, or get wrong, raises: tensors of two devices in one operation; a wait of the host while a graph
 is captured; an operation there that torch's tags say no graph can hold; an event, a graph or a stream used for work of
 another device; work on the stream that a failed capture left current; a graph that is replayed after memory that it
-reads was freed; arguments that FlashAttention refuses (``check_flash``), or that a version of torch does not know
-(``data/varlen.json``).
+reads was freed; arguments that FlashAttention refuses, or that a version of torch does not know (emulated_flash.py).
 
 Waits are noted by line, launches are counted, of a replayed graph one. Capturing leaves memory as it was, and what was
 captured has no values until it is replayed. What is copied to the host without a wait is poison until it was waited
@@ -14,21 +13,17 @@ for.
 
 from __future__ import annotations
 
-import inspect
-import json
 import os
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import varlen
@@ -37,12 +32,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 import fly
+from tests import emulated_flash
 
 __all__ = ["Gpu", "emulated", "exchanged"]
 
 _COMPILE = torch.compile
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
-VERSIONS: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "varlen.json").read_text())
 # What torch's tags say no graph can hold.
 UNSAFE = torch.Tag.cudagraph_unsafe, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 HERE = os.path.dirname(fly.__file__)
@@ -327,38 +322,11 @@ class Gpu(TorchDispatchMode):
         """``varlen_attn`` over pages."""
         names = [argument.name for argument in func._schema.arguments]
         given = dict.fromkeys(names) | dict(zip(names, args)) | kwargs
-        self.check_flash(given)
+        emulated_flash.check(given, self.any_dtype, self.refuses)
         tensors = {name: x for name, x in given.items() if isinstance(x, OnGpu)}
         how = {"window": given["window_size"][0], "scale": given["scale"]}
-        out = self.launch(_Step(_attend, []), "attention", (), tensors | how, True, given["query"].device)
+        out = self.launch(_Step(emulated_flash.attend, []), "attention", (), tensors | how, True, given["query"].device)
         return out, out, out
-
-    def check_flash(self, given: dict[str, Any]) -> None:
-        """What ``mha_varlen_fwd`` of torch checks (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp),
-        and what this build refuses."""
-        query, key, table, used = (given[name] for name in ("query", "key", "block_table", "seqused_k"))
-        ends, read = given["cu_seq_q"], given["cu_seq_k"]
-        if found := [name for name in self.refuses if given[name] is not None]:
-            raise RuntimeError(f"FlashAttention of this build does not take {found[0]}")
-        rows, width = len(ends) - 1, query.shape[2]
-        checks = {
-            "only support fp16 and bf16": self.any_dtype or query.dtype in (torch.float16, torch.bfloat16),
-            "query and key must have the same dtype": query.dtype == key.dtype == given["value"].dtype,
-            "cu_seqlens_k is needed": read is not None,
-            "cu_seqlens must have dtype int32": read is not None and ends.dtype == read.dtype == torch.int32,
-            "cu_seqlens must be contiguous": ends.is_contiguous() and read is not None and read.is_contiguous(),
-            "cu_seqlens_k must have shape (batch_size + 1)": read is not None and read.shape == ends.shape,
-            "block_table must have dtype torch.int32": table is None or table.dtype == torch.int32,
-            "block_table must have contiguous last dimension": table is None or table.stride(-1) == 1,
-            "block_table must have a row for each sequence": table is None or table.shape[0] == rows,
-            "Paged KV cache block size must be divisible by 256": table is None or key.shape[1] % 256 == 0,
-            "Input tensor must have contiguous last dimension": query.stride(-1) == key.stride(-1) == 1,
-            "head dimension at most 256, a multiple of 8": self.any_dtype or (width <= 256 and width % 8 == 0),
-            "seqused_k must be contiguous int32 (batch_size)": used is None
-            or (used.dtype == torch.int32 and used.is_contiguous() and used.shape == (rows,)),
-        }
-        if failed := [text for text, holds in checks.items() if not holds]:
-            raise RuntimeError(f"FlashAttention: {failed[0]}")
 
 
 class Compiled:
@@ -401,24 +369,6 @@ class _Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.run(*args, **kwargs)
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor,
-    block_table: Tensor, window: int, scale: float | None,
-) -> Tensor:  # fmt: skip
-    """Attention over pages: one row after the other; of each, the pages that it uses."""
-    out, ends = torch.zeros_like(query), cu_seq_q.tolist()
-    for begin, end, used, table in zip(ends, ends[1:], seqused_k.tolist(), block_table.long()):
-        k, v = (x[table[: -(-used // x.shape[1])]].flatten(0, 1)[:used].transpose(0, 1) for x in (key, value))
-        behind = torch.arange(used - (end - begin), used).unsqueeze(1) - torch.arange(used)
-        mask = (behind >= 0) & (behind <= window) if window >= 0 else behind >= 0
-        q = query[begin:end].transpose(0, 1)
-        row = F.scaled_dot_product_attention(
-            q[None], k[None], v[None], mask, scale=scale, enable_gqa=q.shape[0] != k.shape[0]
-        )
-        out[begin:end] = row[0].transpose(0, 1)
-    return out
 
 
 class Python(TorchFunctionMode):
@@ -489,20 +439,6 @@ class Event:
 
     def elapsed_time(self, end: Event) -> float:
         return float(end.at - self.at)
-
-
-def known_arguments(version: str) -> Callable[..., Any]:
-    """``varlen_attn`` as that version of torch has it."""
-    real, names = varlen.varlen_attn, VERSIONS[version]
-
-    def varlen_attn(*tensors: Any, **options: Any) -> Any:
-        if strange := [name for name in options if name not in names]:
-            raise TypeError(f"varlen_attn() got an unexpected keyword argument {strange[0]!r}")
-        return real(*tensors, **options)
-
-    own = [x for x in inspect.signature(real).parameters.values() if x.kind is not x.KEYWORD_ONLY or x.name in names]
-    varlen_attn.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
-    return varlen_attn
 
 
 @contextmanager
@@ -623,7 +559,7 @@ def emulated(
         for name, stub in there.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stub))
         stack.enter_context(mock.patch.object(torch, "compile", lambda function, **how: Compiled(gpu, function, how)))
-        stack.enter_context(mock.patch.object(varlen, "varlen_attn", known_arguments(version)))
+        stack.enter_context(mock.patch.object(varlen, "varlen_attn", emulated_flash.known_arguments(version)))
         attention.find_flash.cache_clear()
         stack.callback(attention.find_flash.cache_clear)
         torch._C._set_only_lift_cpu_tensors(True)

@@ -24,7 +24,8 @@ from fly.parallel import launch
 from fly.parallel.ranks import Checksum, Ranks
 from fly.parallel.watch import Progress, Watch
 from fly.runtime.runner import Runner
-from tests.emulator import VERSIONS, emulated, exchanged
+from tests.emulated_flash import VERSIONS
+from tests.emulator import emulated, exchanged
 from tests.test_cuda import DRAFTS, TARGET, decode, device, engine_of, on_cpu, row_of, there, told
 from tests.test_parallel import free_port
 
