@@ -191,7 +191,7 @@ def test_numbers_are_read_as_they_are_written(value: int, form: str) -> None:
 
 def test_a_scorer_of_ones_own() -> None:
     assert is_right("tests.test_eval:judge", "xx", a="x") and not is_right("tests.test_eval:judge", "x", a="x")
-    with pytest.raises(ValueError, match="'perhaps'; it must say True or False"):
+    with pytest.raises(ValueError, match="'perhaps'; it must return True or False"):
         is_right("tests.test_eval:unsure", "x", a="x")
     with pytest.raises(ValueError, match=r"tests.test_eval:missing.*cannot be imported"):
         is_right("tests.test_eval:missing", "x", a="x")
@@ -237,7 +237,7 @@ def test_a_task_of_ones_own_shows_its_format(tmp_path: Path) -> None:
         ({"prompt": "{{ country"}, "prompt '{{ country'"),
         ({"shots": 5}, "shots 5 are more than the 2 examples"),
         ({"id": "same"}, "two problems have the id 'same'"),
-        ({"only": "{{ country }}"}, "it must say True or False"),
+        ({"only": "{{ country }}"}, "it must give True or False"),
         ({"data": "/nowhere.jsonl"}, "'/nowhere.jsonl' cannot be read"),
         ({"rows": [{}]}, "give one of data, rows and generated, not ['data', 'rows']"),
     ],

@@ -21,7 +21,7 @@ from fly.drafts import NGramDraft, SingleDraft
 from fly.drafts.ngram import Index, lookup_forwards
 from fly.eval import Plan, check_folder, decode_run, recording, remaining, score_run
 from fly.eval.known import Known, Unknown
-from fly.eval.recording import Recorder, Recording, Said
+from fly.eval.recording import Outputs, Recorder, Recording
 from fly.eval.records import read_records
 from fly.eval.replay import Blocks, load_blocks
 from fly.ops import argmax, entropy, log_mass, pick, top
@@ -86,15 +86,15 @@ OF_TOKENS: list[Callable[[Tensor, Tensor], Tensor]] = [
 def test_what_is_known_is_said_as_a_dense_tensor_says_it(seed: int, n: int, size: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits_BJV = 4 * torch.randn(2, 3, size, generator=generator)
-    said = Said.of(logits_BJV.flatten(0, 1), n)
+    outputs = Outputs.of(logits_BJV.flatten(0, 1), n)
     token_BJ = torch.randint(size, (2, 3), generator=generator)
     own_BJ = pick(logits_BJV, token_BJ)
     known = Known.of(
         size,
-        torch.cat([said.ids.long().view(2, 3, n), token_BJ.unsqueeze(-1)], -1),
-        torch.cat([said.logits.view(2, 3, n), own_BJ.unsqueeze(-1)], -1),
-        said.mass.view(2, 3),
-        said.entropy.view(2, 3),
+        torch.cat([outputs.ids.long().view(2, 3, n), token_BJ.unsqueeze(-1)], -1),
+        torch.cat([outputs.logits.view(2, 3, n), own_BJ.unsqueeze(-1)], -1),
+        outputs.mass.view(2, 3),
+        outputs.entropy.view(2, 3),
     )
     rows, places = torch.tensor([0, 1, 1]), torch.tensor([2, 0, 1])
     for sparse, dense in (
@@ -128,10 +128,10 @@ def test_of_equals_the_lowest_token_comes_first_and_a_ban_is_no_news() -> None:
     logits_JV = torch.zeros(1, 300)
     logits_JV[0, [250, 7, 90]] = 2.0
     logits_JV[0, 100:200] = -torch.inf
-    said = Said.of(logits_JV, 4)
-    assert said.ids[0, :3].tolist() == [7, 90, 250]
-    torch.testing.assert_close(said.entropy, entropy(logits_JV.softmax(-1)), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(said.mass, log_mass(logits_JV, torch.tensor([2.0])))
+    outputs = Outputs.of(logits_JV, 4)
+    assert outputs.ids[0, :3].tolist() == [7, 90, 250]
+    torch.testing.assert_close(outputs.entropy, entropy(logits_JV.softmax(-1)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(outputs.mass, log_mass(logits_JV, torch.tensor([2.0])))
 
 
 # --- a run, and all that the engine saw in it -----------------------------------------------------------------
@@ -147,8 +147,8 @@ class Watching(Recorder):
 
     def decide(self, policy: Any, target: Target, draft: Draft, *rest: Any) -> list[Decision]:
         found = super().decide(policy, target, draft, *rest)
-        said = None if draft.logits_BKV is None else draft.logits_BKV[0].clone()
-        Watching.seen.append((target.logits_BKV[0].clone(), draft.chains[0], rest[1][0], said))
+        outputs = None if draft.logits_BKV is None else draft.logits_BKV[0].clone()
+        Watching.seen.append((target.logits_BKV[0].clone(), draft.chains[0], rest[1][0], outputs))
         return found
 
 
@@ -202,9 +202,9 @@ def test_greedy_drafts_come_with_the_logits_of_their_model(kernels: str, draft: 
         assert said_KV is not None and said_KV[: len(drafted)].argmax(-1).tolist() == drafted
         context = [*text[:start], *drafted[:-1]]
         params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=1)
-        (said,) = alone.generate([context], params)
+        (outputs,) = alone.generate([context], params)
         own = float(said_KV[len(drafted) - 1].log_softmax(-1).amax())
-        assert said.logprobs[0][drafted[-1]] == pytest.approx(own, abs=1e-3)
+        assert outputs.logprobs[0][drafted[-1]] == pytest.approx(own, abs=1e-3)
         asked += 1
     assert asked >= 3
     Watching.seen.clear()

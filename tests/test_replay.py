@@ -195,7 +195,6 @@ def test_a_looser_rule_keeps_more(blocks: Blocks) -> None:
     assert taus == sorted(taus) and taus[-1] > blocks.replay(Exact()).tau.value
     everything = blocks.replay(parse_policy("exact | margin(100)"), cases=5)
     assert everything.tau.value > 6.5 and len(everything.tokens) == 5
-    assert sum(everything.excused) > 0 and all(a <= b for a, b in zip(everything.excused, everything.curve))
     assert all(token.token != token.choice and token.nats > 0 for token in everything.tokens)
 
 
@@ -240,14 +239,14 @@ class Ratio(Condition):
 def test_what_a_recording_cannot_say_is_refused_by_name(blocks: Blocks) -> None:
     with pytest.raises(Unknown, match=r"'exact \| whole' cannot be replayed: it needs a whole distribution"):
         blocks.replay(Exact() | Whole())
-    with pytest.raises(Unknown, match=f"the {LIKELIEST + 1} likeliest tokens, of which {LIKELIEST} are recorded"):
+    with pytest.raises(Unknown, match=f"the {LIKELIEST + 1} most likely tokens, of which {LIKELIEST} are recorded"):
         blocks.replay(parse_policy(f"topn(n={LIKELIEST + 1})"))
     with pytest.raises(ValueError, match="k 8: drafts of 1 to 7 tokens were recorded"):
         blocks.replay(Exact(), k=8)
     with pytest.raises(ValueError, match="confidence 2"):
         blocks.replay(Exact(), confidence=2)
     nobody = Blocks([replace(each, draft=None) for each in blocks.recordings])
-    with pytest.raises(Unknown, match="not known how sure"):
+    with pytest.raises(Unknown, match="draft model's probabilities, which were not recorded"):
         nobody.replay(Exact(), confidence=0.5)
 
 
@@ -327,7 +326,7 @@ def test_the_command_prints_and_writes(run: tuple[Path, Any], tmp_path: Path) ->
     result = command("replay", str(run[0]), *arguments, "--beside", str(run[0]), "--json", str(path))
     assert result.exit_code == 0, result.output
     said = words(result.output)
-    assert "cannot be replayed: it needs the 99 likeliest tokens" in said and "predicted τ" in said
+    assert "cannot be replayed: it needs the 99 most likely tokens" in said and "predicted τ" in said
     found = json.loads(path.read_text())
     assert {row["k"] for row in found} == {3, 4, 7} and any("measured" in row for row in found)
     function = replay_run(run[0], RULES[5])["bundled-middle", "exact k7"]
