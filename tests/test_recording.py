@@ -116,7 +116,7 @@ def test_what_is_known_is_said_as_a_dense_tensor_says_it(seed: int, n: int, size
         torch.testing.assert_close(sparse, dense, rtol=1e-4, atol=1e-5)
     everything = sum(pick(known.softmax(-1), torch.full((2, 3), v)) for v in range(size))
     assert (everything <= 1 + 1e-4).all()  # what nobody recorded has what is left, or less
-    with pytest.raises(Unknown, match=f"{n + 1} likeliest"):
+    with pytest.raises(Unknown, match=f"{n + 1} most likely"):
         top(known, n + 1)
     for whole in (lambda: known.sum(-1), lambda: known.softmax(-1).clamp_min(0.1), lambda: known.topk(2, largest=False),
                   lambda: known * known, lambda: known[..., :2], lambda: torch.zeros_like(known)):  # fmt: skip
