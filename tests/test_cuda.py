@@ -75,7 +75,7 @@ def on_gpu(model: Llama) -> Llama:
 def device(way: str = "pages") -> Iterator[Gpu]:
     """An emulated device, whose attention goes this way (``WAYS``): by our kernels, by FlashAttention, which takes
     float32 too, or over copies."""
-    with pytest.MonkeyPatch.context() as patch, emulated() as gpu:
+    with pytest.MonkeyPatch.context() as patch, emulated(any_dtype=True) as gpu:
         attend_by(way, patch)
         yield gpu
 

@@ -164,7 +164,7 @@ def _show(title: str, blocks: Blocks, found: list[Replay], refused: list[str]) -
         places = sorted({at for at in (1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 40, blocks.k) if at <= blocks.k})
         _print("place in the draft", found, _rule, {str(at): _stood(at) for at in places})
         seconds = sum(each.seconds for each in found)
-        note(f"{sum(each.judged for each in found) / max(seconds, 1e-9):,.0f} rounds replayed a second")
+        note(f"{sum(each.rounds for each in found) / max(seconds, 1e-9):,.0f} rounds replayed a second")
     for line in refused:
         console.print(f"[yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
     texts = blocks.vocabulary.texts if any(each.tokens for each in found) else []

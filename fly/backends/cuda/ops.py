@@ -128,7 +128,8 @@ def _probe(device: torch.device, dtype: torch.dtype, width: int, page: int) -> s
         ends_B1 = torch.tensor([0, 3], dtype=torch.int32).to(device)
         table_BW = torch.arange(pages - 1, -1, -1, dtype=torch.int32, device=device).unsqueeze(0)
         given = q, k, v, ends_B1, last_T, last_T - 1, table_BW, 3, page, 0, width**-0.5
-        wrong = float((attend_pages(*given).float() - attend_plainly(*given).float()).abs().max())
+        with torch.cuda.device(device):
+            wrong = float((attend_pages(*given).float() - attend_plainly(*given).float()).abs().max())
     except Exception as error:  # no C compiler, an unknown device, a driver that is too old
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return None if wrong < 0.02 else f"their values differ from the reference by {wrong:.3g}"
