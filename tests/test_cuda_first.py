@@ -67,7 +67,7 @@ def test_every_torch_from_2_11_on_takes_long_prompts(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of more than 32 tokens, in bfloat16, without Triton. Where pages cannot be read in place they are copied, with one
+    """Of more than 32 tokens, in bfloat16, without Triton. Where pages cannot be read in place they are copied, with a
     warning."""
     for module in ("attention", "executor"):
         monkeypatch.setattr(f"fly.backends.cuda.{module}.takes_pages", lambda cache: False)
