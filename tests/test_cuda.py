@@ -74,7 +74,7 @@ def on_gpu(model: Llama) -> Llama:
 @contextmanager
 def device(flash: bool = True) -> Iterator[Gpu]:
     """An emulated device, whose FlashAttention takes float32 too."""
-    with pytest.MonkeyPatch.context() as patch, emulated() as gpu:
+    with pytest.MonkeyPatch.context() as patch, emulated(any_dtype=True) as gpu:
         for module in ("attention", "table", "executor"):
             patch.setattr(f"fly.backends.cuda.{module}.takes_flash", lambda cache: flash)
         yield gpu

@@ -99,12 +99,18 @@ def _on_torch(model: Model | Loading) -> Executor:
     return TorchOnHost(model) if model.device.type == "cpu" and available() != [TORCH] else TorchExecutor(model)
 
 
-def part_executor(model: Llama, awaited: Callable[[], AbstractContextManager[Any]]) -> Executor:
-    """Runs this process's part of a model on PyTorch; ``awaited`` is entered around each wait for other processes."""
+def part_executor(
+    model: Llama,
+    awaited: Callable[[], AbstractContextManager[Any]],
+    preparing: Callable[[], AbstractContextManager[Any]],
+) -> Executor:
+    """Runs this process's part of a model on PyTorch. ``awaited`` is entered around each wait for other processes, and
+    ``preparing`` around the first runs of new code."""
     if model.device.type == "cuda":
         from fly.backends.cuda.executor import CudaExecutor
+        from fly.backends.cuda.graphs import GraphPool
 
-        return CudaExecutor(model, awaited=awaited)
+        return CudaExecutor(model, pool=GraphPool(model.device, awaited, preparing))
     return TorchExecutor(model)
 
 

@@ -9,24 +9,79 @@ H query heads, G key/value heads, D head width.
 
 from __future__ import annotations
 
+import inspect
+import logging
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention import varlen
 
 from fly.cache import PagedKVCache
 
-__all__ = ["PagedAttention", "Slots", "place_tokens", "takes_flash"]
+__all__ = ["PagedAttention", "Slots", "find_flash", "place_tokens", "takes_flash"]
+
+_log = logging.getLogger("fly")
 
 
 def takes_flash(cache: PagedKVCache) -> bool:
-    """Whether FlashAttention's kernel reads ``cache`` in place: 16-bit values, pages of a multiple of 256 tokens, and a
-    device of compute capability 8.0 (Ampere) or later."""
+    """Whether FlashAttention's kernel reads ``cache`` in place: 16-bit values, pages of a multiple of 256 tokens, a
+    device of compute capability 8.0 (Ampere) or later, and a torch whose kernel takes pages."""
     width, halves = cache.keys.shape[-1], cache.keys.dtype in (torch.bfloat16, torch.float16)
     fits = halves and cache.allocator.block_size % 256 == 0 and width % 8 == 0 and width <= 256
-    return fits and torch.cuda.get_device_capability(cache.device) >= (8, 0)
+    if not fits or torch.cuda.get_device_capability(cache.device) < (8, 0):
+        return False
+    return find_flash(cache.device, cache.keys.dtype, width) is not None
+
+
+@cache
+def find_flash(device: torch.device, dtype: torch.dtype, width: int) -> dict[str, int] | None:
+    """Options with which the installed torch's FlashAttention reads pages, found by its signature and a tiny call.
+
+    One split is best: it adds up alike in every batch, and several over pages are reported to be wrong. A version that
+    does not know splits is called without. None, after one warning, where pages are refused, as by torch 2.11.
+    """
+    known, error = inspect.signature(varlen.varlen_attn).parameters, ""
+    if missing := [name for name in ("seqused_k", "block_table", "enable_gqa") if name not in known]:
+        error = f"varlen_attn knows no {missing[0]}"
+    else:
+        for options in ({"num_splits": 1}, {}) if "num_splits" in known else ({},):
+            try:
+                if _reads_pages(device, dtype, width, options):
+                    return options
+                error = "its result over pages is wrong"
+            except (RuntimeError, TypeError, ValueError) as refusal:
+                error = error or str(refusal).splitlines()[0]
+    _log.warning(
+        "FlashAttention of torch %s does not read pages in place, so attention copies them: %s",
+        torch.__version__,
+        error,
+    )
+    return None
+
+
+def _reads_pages(device: torch.device, dtype: torch.dtype, width: int, options: dict[str, Any]) -> bool:
+    """Whether two new tokens of a text of three, whose page is the second, get what the formula gives."""
+    generator = torch.Generator().manual_seed(0)
+    q_THD, k_PZGD, v_PZGD = (
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((2, 2, width), (2, 256, 1, width), (2, 256, 1, width))
+    )
+    ends, read, used, table = (
+        torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([0, 2], [0, 3], [3], [[1]])
+    )
+    out = varlen.varlen_attn(
+        q_THD.to(device), k_PZGD.to(device), v_PZGD.to(device), ends, read, 2, 256,
+        window_size=(-1, 0), enable_gqa=True, seqused_k=used, block_table=table, **options,
+    )  # fmt: skip
+    k, v = (x[1, :3].transpose(0, 1).expand(2, -1, -1).float() for x in (k_PZGD, v_PZGD))
+    seen = torch.tensor([[True, True, False], [True, True, True]])
+    want = F.scaled_dot_product_attention(q_THD.transpose(0, 1).float(), k, v, seen).transpose(0, 1)
+    assert isinstance(out, Tensor)
+    return torch.allclose(out.cpu().float(), want, atol=0.05, rtol=0.05)
 
 
 @dataclass(frozen=True)
@@ -69,15 +124,18 @@ class PagedAttention:
         slots, k_SGD, v_SGD = self.slots, self.cache.keys[layer], self.cache.values[layer]
         k_SGD.index_copy_(0, slots.slots_T, k_TGD.to(k_SGD.dtype))
         v_SGD.index_copy_(0, slots.slots_T, v_TGD.to(v_SGD.dtype))
+        for stored_SGD in (k_SGD, v_SGD):
+            # Forget what padding stored: rows read it behind their masks, and not even a weight of 0 stops a NaN.
+            stored_SGD[-self.block_size :].zero_()
         k_PZGD, v_PZGD = (x.unflatten(0, (-1, self.block_size)) for x in (k_SGD, v_SGD))
         q, grouped = q_THD.to(k_SGD.dtype), q_THD.shape[1] != k_TGD.shape[1]
         if self.flash:
-            # Several splits over pages are reported to be wrong; one also adds up alike in every batch.
-            out = varlen_attn(
+            options: dict[str, Any] = find_flash(self.cache.device, k_SGD.dtype, k_SGD.shape[-1]) or {}
+            out = varlen.varlen_attn(
                 q, k_PZGD, v_PZGD, slots.ends_B1, self.read_B1, slots.longest,
                 slots.table_BW.shape[1] * self.block_size, scale=scale, enable_gqa=grouped,
                 window_size=(-1, 0) if window is None else (window - 1, 0),
-                seqused_k=slots.used_B, block_table=slots.table_BW, num_splits=1,
+                seqused_k=slots.used_B, block_table=slots.table_BW, **options,
             )  # fmt: skip
             assert isinstance(out, Tensor)
             return out.to(q_THD.dtype)
