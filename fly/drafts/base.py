@@ -15,9 +15,10 @@ import torch
 from fly.cache import BlockAllocator
 from fly.models.tokenizer import Tokenizer
 from fly.ops import upload
+from fly.runtime.continuation import Continuation
 from fly.runtime.executor import Drafted, Executor, Head
 from fly.runtime.request import Sequence
-from fly.runtime.runner import Continuation, Runner
+from fly.runtime.runner import Runner
 from fly.types import Draft, Target
 from fly.vocabulary import Vocabulary
 

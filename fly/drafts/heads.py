@@ -42,7 +42,7 @@ class _Held:
 
 class HeadRunner:
     """A head, its cache, and the hidden states of its target (``Runner.watch``). Rows ``share`` pages as a target's.
-    It is a ``fly.runtime.runner.Drafter``."""
+    It is a ``fly.runtime.continuation.Drafter``."""
 
     cache: PagedKVCache  # is made later, by ``reserve``
 
