@@ -158,7 +158,7 @@ class Eagle3Draft(StopsByChance):
         with (
             suppress(OutOfBlocks),
             torch.inference_mode(),
-        ):  # if there is no room, the row is read when it is drafted for
+        ):  # else it is read when it is drafted for
             self.runner.catch_up(rows)
 
     def commit(self, rows: abc.Sequence[Sequence]) -> None:

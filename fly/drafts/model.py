@@ -88,9 +88,7 @@ class SingleDraft(StopsByChance):
         self.model: object = model
         if isinstance(model, (str, Path)):
             found = find_checkpoint(model)
-            self.model = (
-                found if isinstance(found, Path) else str(found)
-            )  # a name on the hub is fetched when it is loaded
+            self.model = found if isinstance(found, Path) else str(found)  # the hub is asked when it is loaded
             resolve_dtype(dtype, {})  # an unknown dtype or device is an error at once
             resolve_device(device)
         self.options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
