@@ -52,8 +52,8 @@ class HeadRunner:
         states.begin, states.end = self.begin, self.release
 
     def begin(self, row: Sequence) -> int:
-        """Let a new row adopt pages of rows that begin with the same tokens. Return for how many tokens no hidden states
-        are needed then."""
+        """Let a new row adopt pages of rows that begin with the same tokens. Return for how many tokens hidden
+        states are not needed then."""
         if (held := self._held.get(row.id)) is None:
             adopted = self.cache.allocator.adopt(row.id, row.tokens[1:-1], _salt(row)) if self.share else 0
             held = self._held[row.id] = _Held(1, row.tokens[: 1 + adopted])
