@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 import torch
 
-from fly.backends.choice import LoadExecutor, early, load_executor
+from fly.backends.choice import LoadExecutor, load_executor
 from fly.backends.choice import load as load_model
 from fly.backends.cpu.library import TORCH
 from fly.bundled import open_model
@@ -23,6 +23,7 @@ from fly.calls import Calls, Params, PolicyLike, Prompt, Prompts, as_policy, for
 from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import TranslatingSetup
+from fly.early_exit import exit_early
 from fly.engine import Engine
 from fly.engine.job import Request, read_along
 from fly.engine.scheduler import Scheduler
@@ -167,7 +168,7 @@ class LLM(Calls):
         own = TORCH if exits is not None and kernels == "auto" else kernels
         executor = self._load_target(model, dtype, device, own, by, max_context)
         if exits is not None:
-            executor = early(executor, exits)
+            executor = exit_early(executor, exits)
         if deterministic:
             executor = executor.deterministic()
         config = executor.config
