@@ -16,7 +16,6 @@ from fly.backends.cpu.head import CpuHead, head_refusal
 from fly.backends.cpu.host import HostDecisions
 from fly.backends.cpu.library import TORCH, split
 from fly.backends.cpu.packed import refusal
-from fly.backends.exits import EarlyExit
 from fly.backends.int8 import INT8, rounded, rounds
 from fly.backends.torch import Model, TorchExecutor, TorchHead
 from fly.bundled import open_model
@@ -26,14 +25,13 @@ from fly.models import Llama
 from fly.models.checkpoint import Checkpoint
 from fly.models.directory import Directory
 from fly.models.eagle import is_head, load_head
-from fly.models.exits import load_exits
 from fly.models.llama import weight_bytes
 from fly.models.loading import Loading, resolve_device, resolve_dtype
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.runtime.executor import Executor, Wrapped
 from fly.runtime.memory import room_for
 
-__all__ = ["LoadExecutor", "early", "executor_of", "load", "load_executor", "part_executor"]
+__all__ = ["LoadExecutor", "executor_of", "load", "load_executor", "part_executor"]
 
 LoadExecutor = Callable[..., Executor]  # as ``load_executor``
 
@@ -124,14 +122,6 @@ def load_executor(
     if not rounds(kernels, resolve_device(device)):
         chosen(kernels)  # bad kernels are an error before anything is read
     return executor_of(Loading(checkpoint, dtype, device), kernels)
-
-
-def early(executor: Executor, exits: str | Path) -> Executor:
-    """A loaded target that leaves early, by the predictors in directory ``exits`` (``fly train-exit`` writes them).
-
-    Raises ``ValueError`` if they cannot be read, or are not for this target or its kernels.
-    """
-    return EarlyExit(executor, load_exits(exits))
 
 
 def load(
