@@ -176,7 +176,7 @@ class Executor(ABC):
     compiles, often = False, 0  # whether it compiles layers, and after how many rounds of one shape
 
     @property
-    def weight_bytes(self) -> int:
+    def weight_bytes(self) -> float:
         """Bytes of each weight as it is read from memory."""
         return self.dtype.itemsize
 
@@ -374,7 +374,7 @@ class Wrapped(Executor):
         self.kernels, self.own_threads, self.gives_states = inner.kernels, inner.own_threads, inner.gives_states
 
     @property
-    def weight_bytes(self) -> int:
+    def weight_bytes(self) -> float:
         return self.inner.weight_bytes
 
     @property
