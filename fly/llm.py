@@ -93,8 +93,8 @@ class LLM(Calls):
             dtype), ``"torch"``, or one of ``fly.backends.cpu.available()``; ``"int8"`` is the best of them on weights
             rounded to 8 bits, half of bfloat16's bytes, ``"w8a8"`` with activations rounded to 8 bits too, ``"w4a8"``
             with weights of 4 bits, and ``"stored"`` with the blocks of a GGUF file as they are, which ``"auto"`` takes
-            for such a file (``fly.backends.cpu.chosen``). A loaded model is used as it is (``fly.backends.executor_of`` puts
-            it on compiled kernels). On other devices torchao rounds the weights for ``"int8"``, layer by layer as
+            for such a file (``fly.backends.cpu.chosen``). A loaded model is used as it is
+            (``fly.backends.executor_of`` puts it on compiled kernels). On other devices torchao rounds the weights for ``"int8"``, layer by layer as
             they are loaded (``fly.backends.int8``).
         exits: a directory of early exits for this target (``fly train-exit``): it stops after the layers that settle
             what it says (SpecEE, arXiv 2504.08850), on PyTorch's kernels, which it then runs on. What it promises is
@@ -408,7 +408,11 @@ def _name_of(given: object) -> str:
     """A short name of a model or a draft."""
     if isinstance(given, LLM):
         return given._named[0]
-    return repr(str(given)) if isinstance(given, (str, Path)) else type(given).__name__ if given is not None else "None"
+    if given is None or isinstance(given, (str, Path)):
+        return repr(None if given is None else str(given))
+    model = getattr(given, "model", None)  # of a draft strategy that is one model
+    name = model.name if isinstance(model, Path) else model
+    return f"{type(given).__name__}({name!r})" if isinstance(name, str) else type(given).__name__
 
 
 def _one_each(value: Any, count: int, name: str) -> list[Any]:
