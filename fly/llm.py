@@ -94,8 +94,8 @@ class LLM(Calls):
             rounded to 8 bits, half of bfloat16's bytes, ``"w8a8"`` with activations rounded to 8 bits too, ``"w4a8"``
             with weights of 4 bits, and ``"stored"`` with the blocks of a GGUF file as they are, which ``"auto"`` takes
             for such a file (``fly.backends.cpu.chosen``). A loaded model is used as it is
-            (``fly.backends.executor_of`` puts it on compiled kernels). On other devices torchao rounds the weights for ``"int8"``, layer by layer as
-            they are loaded (``fly.backends.int8``).
+            (``fly.backends.executor_of`` puts it on compiled kernels). On other devices torchao rounds the weights for
+            ``"int8"``, layer by layer as they are loaded (``fly.backends.int8``).
         exits: a directory of early exits for this target (``fly train-exit``): it stops after the layers that settle
             what it says (SpecEE, arXiv 2504.08850), on PyTorch's kernels, which it then runs on. What it promises is
             then ``HEURISTIC``, under any policy.

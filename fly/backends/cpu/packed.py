@@ -26,6 +26,7 @@ from fly.backends.cpu.library import TORCH, CBatch, CStored, Shape, chosen, load
 from fly.cache import PagedBatch, PagedKVCache
 from fly.models import Llama
 from fly.models.checkpoint import Checkpoint
+from fly.models.directory import Directory
 from fly.models.llama import KV, Layer, Norm, embedding_scale, rotary_tables
 from fly.models.loading import Loading
 
@@ -310,6 +311,8 @@ class PackedLlama:
 
 def computes_as_stored(checkpoint: Checkpoint) -> bool:
     """Whether it stores matrices in blocks that kernels compute with."""
+    if isinstance(checkpoint, Directory):  # whose tensors are all numbers; it may be a draft head's as well
+        return False
     return any(stored.kind in KINDS for stored in checkpoint.tensors.values())
 
 
