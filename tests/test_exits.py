@@ -24,7 +24,8 @@ from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
 from fly.cli import app
 from fly.drafts import DraftStrategy, NGramDraft, SingleDraft, TreeDraft
-from fly.early_exit import EarlyExit, ExitConfig, Exits, load_exits, save_exits
+from fly.early_exit.executor import EarlyExit
+from fly.early_exit.predictors import ExitConfig, Exits, load_exits, save_exits
 from fly.models import Llama, LlamaConfig
 from fly.models.config import CheckpointError
 from fly.models.families import FAMILIES

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
-from fly.early_exit import ExitConfig, Exits, save_exits
+from fly.early_exit.predictors import ExitConfig, Exits, save_exits
 from fly.models import Llama
 from fly.runtime.executor import Batch, Executor
 from fly.train.answers import Answer
