@@ -142,6 +142,10 @@ class PackedLlama:
             norm, tables = float_weights(model.norm), rotary_tables(config)
         cos, sin = (torch.cat(table).contiguous() for table in zip(*tables))
         self.handle = new(self, variant, shape, norm, cos, sin, self._embedding)
+        if model.kept is not None:
+            self.kept_U = torch.tensor(model.kept)  # which the library reads
+            self.library.fly_draft_for(self.handle, config.vocab_size, self.kept_U)
+        self.kept = model.kept
         # Modules in turns on a few threads: the calls let the interpreter go. The largest, the head, is first.
         with ThreadPoolExecutor(min(torch.get_num_threads(), _PACKERS), initializer=keep_threads) as pool:
             waiting = [pool.submit(self._pack_head, model, filled)]
@@ -199,7 +203,8 @@ class PackedLlama:
         return hidden_TC
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
-        """Logits [T, V] in float32 over the full vocabulary (of a part of a model, over its own)."""
+        """Logits [T, V] in float32 over the full vocabulary (of a part of a model, and of a trimmed head, over its
+        own)."""
         if hidden_TC.dtype != self.dtype:
             raise TypeError(f"hidden states are {hidden_TC.dtype}, this model's are {self.dtype}")
         hidden_TC = hidden_TC.contiguous()
