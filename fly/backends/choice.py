@@ -16,7 +16,6 @@ from fly.backends.cpu.head import CpuHead, head_refusal
 from fly.backends.cpu.host import HostDecisions
 from fly.backends.cpu.library import TORCH, split
 from fly.backends.cpu.packed import refusal
-from fly.backends.exits import EarlyExit
 from fly.backends.int8 import INT8, rounded, rounds
 from fly.backends.torch import Model, TorchExecutor, TorchHead
 from fly.bundled import open_model
@@ -26,7 +25,6 @@ from fly.models import Llama
 from fly.models.checkpoint import Checkpoint
 from fly.models.directory import Directory
 from fly.models.eagle import is_head, load_head
-from fly.models.exits import load_exits
 from fly.models.llama import weight_bytes
 from fly.models.loading import Loading, resolve_device, resolve_dtype
 from fly.models.tokenizer import Tokenizer, read_eos_ids
@@ -34,7 +32,7 @@ from fly.models.trimmed import TrimmedHead, kept_tokens
 from fly.runtime.executor import Executor, Wrapped
 from fly.runtime.memory import room_for
 
-__all__ = ["LoadExecutor", "early", "executor_of", "load", "load_executor", "part_executor"]
+__all__ = ["LoadExecutor", "executor_of", "load", "load_executor", "part_executor"]
 
 LoadExecutor = Callable[..., Executor]  # as ``load_executor``
 
@@ -100,12 +98,18 @@ def _on_torch(model: Model | Loading) -> Executor:
     return TorchOnHost(model) if model.device.type == "cpu" and available() != [TORCH] else TorchExecutor(model)
 
 
-def part_executor(model: Llama, awaited: Callable[[], AbstractContextManager[Any]]) -> Executor:
-    """Runs this process's part of a model on PyTorch; ``awaited`` is entered around each wait for other processes."""
+def part_executor(
+    model: Llama,
+    awaited: Callable[[], AbstractContextManager[Any]],
+    preparing: Callable[[], AbstractContextManager[Any]],
+) -> Executor:
+    """Runs this process's part of a model on PyTorch. ``awaited`` is entered around each wait for other processes, and
+    ``preparing`` around the first runs of new code."""
     if model.device.type == "cuda":
         from fly.backends.cuda.executor import CudaExecutor
+        from fly.backends.cuda.graphs import GraphPool
 
-        return CudaExecutor(model, awaited=awaited)
+        return CudaExecutor(model, pool=GraphPool(model.device, awaited, preparing))
     return TorchExecutor(model)
 
 
@@ -122,14 +126,6 @@ def load_executor(
         chosen(kernels)  # bad kernels are an error before anything is read
     part = None if kept is None else partial(TrimmedHead, kept=kept)
     return executor_of(Loading(checkpoint, dtype, device, part=part), kernels)
-
-
-def early(executor: Executor, exits: str | Path) -> Executor:
-    """A loaded target that leaves early, by the predictors in directory ``exits`` (``fly train-exit`` writes them).
-
-    Raises ``ValueError`` if they cannot be read, or are not for this target or its kernels.
-    """
-    return EarlyExit(executor, load_exits(exits))
 
 
 def load(

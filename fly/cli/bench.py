@@ -1,4 +1,4 @@
-"""``fly bench``: what the modules of ``fly.bench`` measure or predict, as tables, plots and JSON; ``drafts`` itself."""
+"""``fly bench`` and its command ``drafts``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def bench_drafts(
 
 
 def show_drafts(names: Sequence[str], rule: AcceptancePolicy, problems: int, k: int, **setup: Any) -> None:
-    """Measure strategies, the single draft first, and print the table. ``setup`` is what ``measure_drafts`` takes."""
+    """Measure strategies, with the single draft model first, and print the table. ``setup`` are the options of
+    ``measure_drafts``."""
     names = tuple(dict.fromkeys((STRATEGIES[0], *names)))
     with progress((len(names) + 1) * len(KINDS) * problems, "drafting") as advance:
         rows = measure_drafts(names, rule, problems, k, advance=advance, **setup)
@@ -62,15 +63,16 @@ def show_drafts(names: Sequence[str], rule: AcceptancePolicy, problems: int, k: 
 def _show_promise(
     names: Sequence[str], rule: AcceptancePolicy, problems: int, repeats: int, k: int, **setup: Any
 ) -> None:
-    """Measure strategies and their adaptive twins where nothing can be predicted, and say whether the promise holds."""
+    """Measure strategies, as they are and adaptive, where nothing can be predicted, and say whether adaptive ones keep
+    the promise."""
     with progress(2 * len(names) * problems * repeats, "where nothing can be predicted") as advance:
         found = measure_promise(names, rule, problems, repeats, k, advance=advance, **setup)
     title = f"speed over autoregressive decoding, {problems} texts of 256 tokens, {repeats} times each"
     print_named(names, lambda called: promise_table(found, title, called))
-    said = {False: "broken by", None: "not decided (too few or too uneven runs) for", True: "kept by"}
+    phrases = {False: "broken by", None: "not decided (too few or too uneven runs) for", True: "kept by"}
     verdicts = [
-        f"{words} {', '.join(which)}"
-        for kept, words in said.items()
+        f"{phrase} {', '.join(which)}"
+        for kept, phrase in phrases.items()
         if (which := [f"{row.name} ({row.text})" for row in found if row.kept is kept])
     ]
     promise = f"Promise, at most {1 - PROMISE:.0%} slower where nothing can be predicted: {'; '.join(verdicts)}"
@@ -84,8 +86,8 @@ def _show_promise(
 
 
 def drafts_table(rows: Sequence[Drafted], title: str, names: Mapping[str, str]) -> Table:
-    """τ and speed by kind; the first row is autoregressive, the second what the others are held to. ``names`` are what
-    to call those whose own name is too long."""
+    """τ and speed by kind of task. The first row is autoregressive decoding, and the second is what the others are
+    compared with. ``names`` are short forms of long names."""
     plain, single = (row.tokens_per_second for row in rows[:2])
     digits = max(len(f"{r.tokens_per_second:.0f}") for row in rows for r in row.kinds.values())
 
@@ -111,7 +113,7 @@ def drafts_table(rows: Sequence[Drafted], title: str, names: Mapping[str, str]) 
 
 
 def promise_table(found: Sequence[Promise], title: str, names: Mapping[str, str]) -> Table:
-    """Strategies where nothing can be predicted. ``names`` are what to call those whose own name is too long."""
+    """Speeds where nothing can be predicted. ``names`` are short forms of long names."""
 
     def interval(over: Ratio) -> str:  # two runs have no spread
         return f"{over.median:.3f}" + (f" ({over.low:.3f}–{over.high:.3f})" if over.pairs >= 3 else "")
@@ -138,12 +140,12 @@ for _command in (bench_speed, bench_drafts, bench_plan):
 
 
 def _refuse(name: str) -> None:
-    """A command that was moved to the laboratory, which no package has."""
+    """Register a command that moved to ``benchmarks/``, as an error that says so."""
 
     @alone
     def run() -> None:
         raise ValueError(
-            f"'fly bench {name}' is no part of the package; in a checkout it is python -m benchmarks.{name}"
+            f"'fly bench {name}' is not part of the package; in a checkout run: python -m benchmarks.{name}"
         )
 
     others = {"allow_extra_args": True, "ignore_unknown_options": True}

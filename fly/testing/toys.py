@@ -82,7 +82,7 @@ def make_runner(executor: Executor) -> Runner:
 class _ToyLLM(LLM):
     """Toy tokens have texts from the start: strategies and rules see no other vocabulary in the kits."""
 
-    def _means(self, size: int, device: torch.device) -> Vocabulary:
+    def _vocabulary_of(self, size: int, device: torch.device) -> Vocabulary:
         return toy_vocabulary(size)
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fly.backends.torch import TorchExecutor
 from fly.cache import PagedBatch
+from fly.early_exit.predictors import Exits
 from fly.models import Llama
-from fly.models.exits import Exits
 from fly.models.llama import KV, Layer, Norm
 from fly.runtime.executor import Batch, Executor, Scores, Wrapped
 
