@@ -93,10 +93,11 @@ class LLM(Calls):
         prefix_reuse: whether requests that begin with the same tokens share their cache pages.
         kernels: what runs a model on the CPU: ``"auto"`` (compiled code where there is any for this processor and
             dtype), ``"torch"``, or one of ``fly.backends.cpu.available()``; ``"int8"`` is the best of them on weights
-            rounded to 8 bits, half of bfloat16's bytes, and ``"w8a8"`` with activations rounded to 8 bits too
-            (``fly.backends.cpu.chosen``). A loaded model is used as it is (``fly.backends.executor_of`` puts
-            it on compiled kernels). On other devices torchao rounds the weights for ``"int8"``, layer by layer as
-            they are loaded (``fly.backends.int8``).
+            rounded to 8 bits, half of bfloat16's bytes, ``"w8a8"`` with activations rounded to 8 bits too, ``"w4a8"``
+            with weights of 4 bits, and ``"stored"`` with the blocks of a GGUF file as they are, which ``"auto"`` takes
+            for such a file (``fly.backends.cpu.chosen``). A loaded model is used as it is
+            (``fly.backends.executor_of`` puts it on compiled kernels). On other devices torchao rounds the weights for
+            ``"int8"``, layer by layer as they are loaded (``fly.backends.int8``).
         exits: a directory of early exits for this target (``fly train-exit``): in each forward the target stops after
             the layer at which its next token is settled (SpecEE, arXiv 2504.08850). This runs on PyTorch's kernels. The
             guarantee is then ``HEURISTIC`` under any policy.

@@ -13,7 +13,7 @@ import torch
 
 from fly.backends import executor_of
 from fly.backends.cpu import chosen
-from fly.backends.cpu.library import NARROW, split
+from fly.backends.cpu.library import ROUNDINGS, split
 from fly.bench.shapes import random_model, shape_config
 from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, SingleDraft
@@ -28,7 +28,7 @@ from fly.runtime.runner import Runner
 from fly.types import SamplingParams
 
 __all__ = [
-    "NARROW",
+    "ROUNDINGS",
     "Subject",
     "drafts_alone",
     "forward_of",
@@ -68,10 +68,10 @@ def subjects_of(llm: LLM, target: str, draft: str) -> list[Subject]:
 
 
 def shape_subject(name: str, like: Executor, kernels: str) -> Subject:
-    """A random model of ``WIDTHxLAYERSxVOCABULARY``, with ``:int8`` or ``:w8a8`` after it on kernels of that name, in
-    the dtype and on the device of ``like``."""
+    """A random model of ``WIDTHxLAYERSxVOCABULARY``, with ``:int8``, ``:w8a8`` or ``:w4a8`` after it on kernels of that
+    name, in the dtype and on the device of ``like``."""
     shape, _, kind = name.rpartition(":")
-    shape, kind = (shape, kind) if kind in NARROW else (name, "")
+    shape, kind = (shape, kind) if kind in ROUNDINGS else (name, "")
     config = shape_config(shape)
 
     def make() -> Executor:
@@ -84,7 +84,7 @@ def shape_subject(name: str, like: Executor, kernels: str) -> Subject:
 def number_types(executor: Executor) -> dict[str, Any]:
     """``dtype``, of what a model stores; ``weight_bytes``, of one weight; and ``products``, the dtype of what it
     multiplies."""
-    products = torch.int8 if split(executor.kernels)[1] == "w8a8" else executor.dtype
+    products = torch.int8 if split(executor.kernels)[1] in ("w8a8", "w4a8", "stored") else executor.dtype
     return {"dtype": executor.dtype, "weight_bytes": executor.weight_bytes, "products": products}
 
 

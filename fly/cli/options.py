@@ -87,7 +87,8 @@ Kernels = Annotated[
     str,
     typer.Option(
         help="What runs on the CPU: auto, torch, avx512bf16, avx512, avx2; int8: weights of 8 bits (on CUDA by "
-        "torchao); w8a8: weights and activations."
+        "torchao); w8a8: weights and activations; w4a8: weights of 4 bits; stored: a GGUF file's blocks as they are, "
+        "which auto takes for such a file."
     ),
 ]
 Exits = Annotated[

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from fly.bench.clock import Timing
 from fly.bench.limits import Limits, dtype_name, measure_limits
-from fly.bench.loaded import NARROW, runs_compiled, settings_of, shape_subject, subjects_of, target_of
+from fly.bench.loaded import ROUNDINGS, runs_compiled, settings_of, shape_subject, subjects_of, target_of
 from fly.bench.prompts import asked_of, usual_amount
 from fly.bench.shapes import matrix_parameters
 from fly.bench.speed import (
@@ -53,8 +53,8 @@ def bench_speed(
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Random models beside it, WIDTHxLAYERSxVOCABULARY, in 8 bits with :int8 or :w8a8 after it ({SHAPE}, "
-            f"each way); '{NO_SHAPE}' for none."
+            help="Random models beside it, WIDTHxLAYERSxVOCABULARY, in 8 or 4 bits with :int8, :w8a8 or :w4a8 after it "
+            f"({SHAPE}, each way); '{NO_SHAPE}' for none."
         ),
     ] = None,
     problems: Annotated[
@@ -81,7 +81,7 @@ def bench_speed(
     fast = LLM(plain, parse_draft(draft, trusted=True, **options), **options)
     target = target_of(plain)
     if shape is None and runs_compiled(target):
-        shapes += [f"{SHAPE}:{kind}" for kind in NARROW]
+        shapes += [f"{SHAPE}:{kind}" for kind in ROUNDINGS]
     own = subjects_of(fast, model, draft)
     subjects = own + [shape_subject(name, target, kernels) for name in shapes]
     for subject in subjects:
@@ -163,7 +163,9 @@ def limits_table(limits: Limits, kernels: str) -> Table:
 def forwards_table(forwards: Sequence[Forward], limits: Limits) -> Table:
     """The forwards of a model by rows, context and tokens, each compared with its limit."""
     single = one_token(forwards, forwards[0])
-    stored = dtype_name(single.dtype) + (" with weights of 8 bits" if single.weight_bytes == 1 else "")
+    each = single.weight_bytes or single.dtype.itemsize
+    narrow = f" with weights of {8 * each:.3g} bits" if each < single.dtype.itemsize else ""
+    stored = dtype_name(single.dtype) + narrow
     return table(
         f"Forwards of {escape(single.model)}, {stored}, {single.weights / 1e6:,.1f} MB of weights read",
         forwards,

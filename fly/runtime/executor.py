@@ -174,7 +174,7 @@ class Executor(ABC):
     compiles, often = False, 0  # whether it compiles layers, and after how many rounds of a shape
 
     @property
-    def weight_bytes(self) -> int:
+    def weight_bytes(self) -> float:
         """Bytes that a forward reads for each weight."""
         return self.dtype.itemsize
 
@@ -380,7 +380,7 @@ class Wrapped(Executor):
         self.kernels, self.own_threads, self.gives_states = inner.kernels, inner.own_threads, inner.gives_states
 
     @property
-    def weight_bytes(self) -> int:
+    def weight_bytes(self) -> float:
         return self.inner.weight_bytes
 
     @property
