@@ -271,7 +271,7 @@ def train_head(
     directory.mkdir(parents=True, exist_ok=True)
     if (state := directory / _STATE).exists():
         kept = torch.load(state, weights_only=True)
-        if different := [name for name in settings if kept["said"].get(name) != settings[name]]:
+        if different := [name for name in settings if kept.get("settings", {}).get(name) != settings[name]]:
             raise ValueError(
                 f"{state} belongs to another training (its {different} differ); keep them, or use another directory"
             )
@@ -303,7 +303,7 @@ def train_head(
         advance(1, f"loss {sum(training.losses[-20:]) / len(training.losses[-20:]):.3f}")
         if training.step % plan.save_every == 0 or training.step == plan.steps:
             own = {name: value for name, value in head.state_dict().items() if not (head.shares and "embed" in name)}
-            _save(state, {"said": settings, "head": own, "scale": rows.scale_F,
+            _save(state, {"settings": settings, "head": own, "scale": rows.scale_F,
                           "optimiser": optimiser.state_dict(), "training": asdict(training)})  # fmt: skip
     training.held_out = acceptance(head, rows, tests, ids_U, plan)
     head.fc.weight.data /= rows.scale_F  # in drafting, hidden states are not scaled

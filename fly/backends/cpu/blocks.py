@@ -101,7 +101,7 @@ def _six_bits(scale_nSG: Tensor, minus_nSG: Tensor) -> Tensor:
 
 
 def _nibbles(number_nGX: Tensor, n: int) -> Tensor:
-    """Bytes [n, S, 128]: the numbers of one group in the lower halves of 32 bytes, the next group's in the upper."""
+    """Bytes [n, S, 128]: 32 numbers of a group in the lower halves of 32 bytes, those of the next in the upper."""
     number_nGX = pad(number_nGX, (0, 0, 0, -number_nGX.shape[1] % _GROUPS))
     number_nSX = number_nGX.view(n, -1, _GROUPS // 2, 2, _GROUP)
     return (number_nSX[:, :, :, 0] | number_nSX[:, :, :, 1] << 4).flatten(2)
