@@ -26,7 +26,7 @@ from fly.parallel.watch import Progress, Watch
 from fly.runtime.runner import Runner
 from tests.emulated_flash import VERSIONS
 from tests.emulator import emulated, exchanged
-from tests.test_cuda import DRAFTS, TARGET, decode, device, engine_of, on_cpu, row_of, there, told
+from tests.test_cuda import DRAFTS, TARGET, WAYS, decode, device, engine_of, on_cpu, row_of, there, told
 from tests.test_parallel import free_port
 
 CUDA1 = torch.device("cuda", 1)
@@ -60,9 +60,17 @@ def engine_on(place: str, dtype: torch.dtype = torch.float32) -> Engine:
     ],
 )
 def test_every_torch_from_2_11_on_takes_long_prompts(
-    version: str, refuses: tuple[str, ...], reads: bool, said: str | None, caplog: pytest.LogCaptureFixture
+    version: str,
+    refuses: tuple[str, ...],
+    reads: bool,
+    said: str | None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of more than 32 tokens, in bfloat16. Where pages cannot be read in place they are copied, with one warning."""
+    """Of more than 32 tokens, in bfloat16, without Triton. Where pages cannot be read in place they are copied, with a
+    warning."""
+    for module in ("attention", "executor"):
+        monkeypatch.setattr(f"fly.backends.cuda.{module}.takes_pages", lambda cache: False)
     with emulated(version=version, refuses=refuses) as gpu:
         engine, rows = engine_on("cuda", torch.bfloat16), [row_of([n % 23 for n in range(40 + b)]) for b in range(2)]
         gpu.launches.clear()
@@ -174,11 +182,11 @@ def test_what_a_rank_has_checked_stays_where_graphs_read_it() -> None:
         part()
 
 
-@pytest.mark.parametrize("flash", [True, False])
-def test_a_nan_that_another_row_left_in_a_page_reaches_no_row(flash: bool) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_nan_that_another_row_left_in_a_page_reaches_no_row(way: str) -> None:
     want, rows = ([row_of([1, 2, 3 + b], seed=b, temperature=0.8 * b) for b in range(3)] for _ in range(2))
     decode(engine_of(on_cpu, "near"), want)
-    with device(flash):
+    with device(way):
         engine = engine_of(there, "near")
         for runner in (engine.runner, engine.setup.drafters[0]):
             runner.cache.keys.fill_(torch.nan), runner.cache.values.fill_(torch.nan)

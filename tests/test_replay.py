@@ -384,7 +384,7 @@ def test_the_acceptance_of_a_run_gives_the_gain_of_large_models(run: tuple[Path,
     for options, reason in (
         (["--recorded", str(run[0]), "--tau", "3"], "--tau does nothing with --recorded"),
         (["--policy", "fly"], "--policy does nothing without --recorded"),
-        (["--recorded", str(run[0]), "--draft", "none"], "'--draft none' has not"),
+        (["--recorded", str(run[0]), "--draft", "none"], "'--draft none' is none"),
     ):
         result = command("bench", "plan", *options)
         assert result.exit_code == 2 and reason in words(result.output), result.output

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,8 @@ import torch
 from fly.backends.cpu import CpuExecutor, PackedLlama, available, chosen, why_not
 from fly.backends.cpu.head import CpuHead, head_refusal
 from fly.backends.cpu.host import HostDecisions
-from fly.backends.cpu.library import TORCH, split
-from fly.backends.cpu.packed import refusal
-from fly.backends.exits import EarlyExit
+from fly.backends.cpu.library import NARROW, TORCH, left_open, split
+from fly.backends.cpu.packed import computes_as_stored, refusal
 from fly.backends.int8 import INT8, rounded, rounds
 from fly.backends.torch import Model, TorchExecutor, TorchHead
 from fly.bundled import open_model
@@ -26,14 +25,14 @@ from fly.models import Llama
 from fly.models.checkpoint import Checkpoint
 from fly.models.directory import Directory
 from fly.models.eagle import is_head, load_head
-from fly.models.exits import load_exits
 from fly.models.llama import weight_bytes
 from fly.models.loading import Loading, resolve_device, resolve_dtype
 from fly.models.tokenizer import Tokenizer, read_eos_ids
+from fly.models.trimmed import TrimmedHead, kept_tokens
 from fly.runtime.executor import Executor, Wrapped
 from fly.runtime.memory import room_for
 
-__all__ = ["LoadExecutor", "early", "executor_of", "load", "load_executor", "part_executor"]
+__all__ = ["LoadExecutor", "executor_of", "load", "load_executor", "part_executor"]
 
 LoadExecutor = Callable[..., Executor]  # as ``load_executor``
 
@@ -69,8 +68,10 @@ def executor_of(model: Any, kernels: str = "auto") -> Executor:
             kind = type(decoder).__name__
             reason = refusal(decoder) if isinstance(decoder, Llama) else f"there is no compiled code for {kind}"
         if reason is None:
-            filled = model.filled if isinstance(model, Loading) else nullcontext
-            return CpuExecutor(PackedLlama(decoder, variant, filled))
+            loading = model if isinstance(model, Loading) else None
+            if left_open(kernels) and loading is not None and computes_as_stored(loading.checkpoint):
+                variant = f"{variant}-stored"
+            return CpuExecutor(PackedLlama(decoder, variant, loading))
         if kernels != "auto":
             raise ValueError(f"kernels {kernels!r}: {reason}")
     else:
@@ -119,19 +120,14 @@ def load_executor(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
     kernels: str = "auto",
+    kept: list[int] | None = None,
 ) -> Executor:
-    """A checkpoint, ready to run; arguments and errors as of ``fly.models.load_model`` and ``executor_of``."""
+    """A checkpoint, ready to run; arguments and errors as of ``fly.models.load_model`` and ``executor_of``. ``kept``:
+    the tokens that its head keeps (``fly.models.trimmed``); None: all."""
     if not rounds(kernels, resolve_device(device)):
         chosen(kernels)  # bad kernels are an error before anything is read
-    return executor_of(Loading(checkpoint, dtype, device), kernels)
-
-
-def early(executor: Executor, exits: str | Path) -> Executor:
-    """A loaded target that leaves early, by the predictors in directory ``exits`` (``fly train-exit`` writes them).
-
-    Raises ``ValueError`` if they cannot be read, or are not for this target or its kernels.
-    """
-    return EarlyExit(executor, load_exits(exits))
+    part = None if kept is None else partial(TrimmedHead, kept=kept)
+    return executor_of(Loading(checkpoint, dtype, device, part=part), kernels)
 
 
 def load(
@@ -142,6 +138,7 @@ def load(
     by: LoadExecutor = load_executor,
     context: int | None = None,
     like: Executor | None = None,
+    vocabulary: int | str | Path | Collection[int] | None = None,
 ) -> Loaded:
     """A model or a draft head by name (``fly.bundled.find_checkpoint``), a checkpoint, or a loaded model as it is, on
     PyTorch where it is no executor.
@@ -150,9 +147,13 @@ def load(
         by: loads a checkpoint.
         context: positions used at most, where the model has more. A loaded model's are what they are.
         like: the model that this one drafts for, whose dtype, device and kernels are what ``"auto"`` stands for.
+        vocabulary: the tokens that a draft model's head keeps (``fly.models.trimmed.kept_tokens``), beside its control
+            tokens; None: all.
 
     Raises ``ValueError`` (``CheckpointError``) for a checkpoint that cannot be used.
     """
+    if vocabulary is not None and not isinstance(model, (str, Path, Checkpoint)):
+        raise ValueError("vocabulary trims a head while it is loaded; this model is loaded already")
     if isinstance(model, Loaded):
         return model
     if isinstance(model, Executor):
@@ -164,27 +165,35 @@ def load(
     checkpoint = open_model(model)
     if like is not None:
         dtype, device = (like.dtype if dtype == "auto" else dtype), (like.device if device == "auto" else device)
-        kernels = _kernels_like(like, device) if kernels == "auto" else kernels
+        kernels = _kernels_like(like, device, checkpoint) if kernels == "auto" else kernels
     if is_head(checkpoint.path):
+        if vocabulary is not None:
+            raise ValueError(f"vocabulary trims a model; {checkpoint.path} is a draft head, which has one of its own")
         where, own = resolve_device(device), None if dtype == "auto" else resolve_dtype(dtype, {})
         variant = split(chosen(kernels))[0] if where.type == "cpu" else TORCH  # its few weights are not rounded
         head = load_head(checkpoint.path, own, where)
         compiled = variant != TORCH and head_refusal(head) is None
         return Loaded(CpuHead(head, variant) if compiled else TorchHead(head))
     checkpoint.limit(context)
+    tokenizer, size = Tokenizer.load(checkpoint), checkpoint.config.vocab_size
+    control_ids = read_eos_ids(checkpoint, size) | (tokenizer.control_ids if tokenizer else frozenset())
+    kept: dict[str, Any] = {}
+    if vocabulary is not None:
+        kept["kept"] = kept_tokens(vocabulary, size, control_ids)
     with _room_for(checkpoint, resolve_dtype(dtype, checkpoint.raw), resolve_device(device), kernels):
-        executor = by(checkpoint, dtype, device, kernels=kernels)
-    tokenizer = Tokenizer.load(checkpoint)
-    control_ids = read_eos_ids(checkpoint, executor.config.vocab_size)
-    return Loaded(executor, tokenizer, control_ids | (tokenizer.control_ids if tokenizer else frozenset()))
+        executor = by(checkpoint, dtype, device, kernels=kernels, **kept)
+    return Loaded(executor, tokenizer, control_ids)
 
 
 def _room_for(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, kernels: str
 ) -> AbstractContextManager[None]:
     """Around loading a checkpoint: what it needs, and what to do where there is not so much."""
-    narrow = "8" in kernels.rpartition("-")[2]
+    narrow = kernels.rpartition("-")[2] in NARROW
     needed, least = (weight_bytes(checkpoint.config, dtype.itemsize, small) for small in (narrow, True))
+    compiled = device.type == "cpu" and available() != [TORCH]
+    if kernels.endswith("stored") or (left_open(kernels) and compiled and computes_as_stored(checkpoint)):
+        needed = checkpoint.nbytes * 17 // 11  # as Q5_0 grows, 5.5 bits a weight to 8.5; other types grow less
     rounding = "" if narrow else f"kernels='w8a8' (or 'int8') needs {least / 1e9:.2f} GB; otherwise "
     advice = f"{rounding}close other programs, raise the limit (ulimit -v, the container's), or take a smaller model"
     files = checkpoint.weight_files() if isinstance(checkpoint, Directory) else []
@@ -192,9 +201,10 @@ def _room_for(
     return room_for(f"loading {checkpoint.path}", needed, device, advice, mapped)
 
 
-def _kernels_like(target: Executor, device: str | torch.device) -> str:
+def _kernels_like(target: Executor, device: str | torch.device, draft: Checkpoint) -> str:
     """The target's kernels, for a draft on ``device``; ``"auto"`` on another kind of device, and where the target runs
-    on PyTorch because nothing else could run it."""
+    on PyTorch because nothing else could run it. A GGUF file is taken as it is where compiled code runs the target, and
+    a draft that is none where that is so of the target runs in its dtype."""
     inner: Any = target
     while isinstance(inner, Wrapped):
         inner = inner.inner
@@ -202,4 +212,7 @@ def _kernels_like(target: Executor, device: str | torch.device) -> str:
     forced = target.leaves_early or not isinstance(model, Llama) or refusal(model) is not None
     if resolve_device(device).type != target.device.type or (target.kernels == TORCH and forced):
         return "auto"
-    return target.kernels
+    variant, narrow = split(target.kernels)
+    if variant in available()[:-1] and computes_as_stored(draft):
+        return f"{variant}-stored"
+    return variant if narrow == "stored" else target.kernels

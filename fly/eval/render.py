@@ -100,12 +100,12 @@ def columns(table: Table) -> dict[str, Cells]:
     longest = max(len(row.curve) for row in table.rows)
     places: Cells = {
         "place in the draft": name,
-        **{str(at): _stood(at) for at in sorted({*(1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 40), longest}) if at <= longest},
+        **{str(at): _kept_at(at) for at in sorted({*(1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 40), longest}) if at <= longest},
     }
     return {"Speed": speed, "Answers": answers, **({"How often a drafted token was kept": places} if longest else {})}
 
 
-def _stood(place: int) -> Callable[[Row], str]:
+def _kept_at(place: int) -> Callable[[Row], str]:
     return lambda row: _share(row.curve[place - 1]) if len(row.curve) >= place else _NONE
 
 

@@ -19,8 +19,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fly.backends.cuda.attention import PagedAttention, Slots, takes_flash
+from fly.backends.cuda.attention import PagedAttention, Slots, find_trees, reads_pages, takes_pages
 from fly.backends.cuda.device_round import DeviceRounds
+from fly.backends.cuda.fused import fuse
 from fly.backends.cuda.graphs import GraphPool
 from fly.backends.cuda.rounds import take_rounds
 from fly.backends.cuda.table import PADDING, Column, Shape, count_pages, make_line, round_up
@@ -65,6 +66,8 @@ class CudaExecutor(TorchExecutor):
     def __init__(self, model: Any, compiles: bool = True, pool: GraphPool | None = None) -> None:
         super().__init__(model)
         self.pool, self.compiles = pool or GraphPool(self.device), compiles
+        if isinstance(model, Llama):
+            fuse(model)
         self._compiled_layers = cache(CompiledLayers)  # made when they are needed: that imports torch's compiler
         self._rounds: WeakKeyDictionary[PagedKVCache, DeviceRounds] = WeakKeyDictionary()
 
@@ -111,14 +114,16 @@ class CudaExecutor(TorchExecutor):
 
     @_on_device
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
-        """A few tokens of each row are a graph, more of them one forward that needs nothing from the host. Trees, and
-        prompts in a cache that FlashAttention does not take, go row by row, with waits (``PagedBatch.attend``)."""
+        """A few tokens of each row are a graph, more of them, and trees, one forward that needs nothing from the host.
+        If no attention reads them in place, trees and prompts go row by row, with waits (``PagedBatch.attend``)."""
         kv = batch.kv
         if any(mask is not None for mask in kv.masks or ()):
-            return super().score(batch, places, states)
+            if not takes_pages(kv.cache):
+                return super().score(batch, places, states)
+            return self._score_many(batch, places, states)
         if max(kv.counts) <= _FEW and len(kv.counts) * max(kv.counts) <= _FEW_IN_ALL:
             return self._score_few(batch, places, tuple(states))
-        if not takes_flash(kv.cache):
+        if not reads_pages(kv.cache):
             return super().score(batch, places, states)
         return self._score_many(batch, places, states)
 
@@ -160,8 +165,9 @@ class CudaExecutor(TorchExecutor):
         tokens_T, positions_T, slots_T, places_N, *rest = there.split([len(part) for part in parts])
         used_B, ends_B1, pages = (numbers.to(torch.int32) for numbers in rest)
         found = Slots(slots_T, used_B, ends_B1, pages.view(-1, width), max(kv.counts))
+        attention = PagedAttention(kv.cache, found, find_trees(kv))
         taken = dict.fromkeys(states, positions_T)
-        hidden_TC = self.hidden(tokens_T, positions_T, PagedAttention(kv.cache, found), taken)
+        hidden_TC = self.hidden(tokens_T, positions_T, attention, taken)
         states_TF = torch.cat([taken[number] for number in states], -1) if states else None
         if places is not None and not len(places):
             return Scores(torch.zeros(0, self.config.vocab_size, device=self.device), None, states_TF)
