@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fly.backends.cuda.kernels import attention
+from fly.backends.cuda.kernels import attention, layer, product
 
 ROOT = Path(__file__).parent.parent
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -92,11 +92,25 @@ def attend(launches: Launches, dtype: torch.dtype, width: int, group: int, new: 
         attention.attend(q, k, k, numbers[:2], numbers, numbers, table, new, 256, options.get("window", 0), 0.1, **more)
 
 
+def run_layer(launches: Launches, dtype: torch.dtype) -> None:
+    """The launches of the small steps of a layer of an 8B model, and of a product with int8 weights."""
+    x, qkv = torch.empty(9, 4096, dtype=dtype), torch.empty(9, 48 * 128, dtype=dtype)
+    cache, table = torch.empty(512, 8, 128, dtype=dtype), torch.empty(9, 1, 128, dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (layer, product):
+            patch.setattr(module, "launch", launches)
+        layer.add_norm(x, x, x[0], 1e-5)
+        layer.gate(torch.empty(9, 2 * 14336, dtype=dtype))
+        layer.rotate_store(qkv, table, table, torch.zeros(9, dtype=torch.int64), cache, cache)
+        product.multiply_int8(x, torch.zeros(6144, 4096, dtype=torch.int8), torch.empty(6144, 1), None)
+
+
 @pytest.mark.parametrize("capability", [80, 89, 90, 120])
 def test_kernels_compile_without_spills(capability: int) -> None:
     launches = Launches()
     attend(launches, torch.bfloat16, 128, 4, 9)
     attend(launches, torch.bfloat16, 256, 8, 9, tree=True, window=100)
+    run_layer(launches, torch.bfloat16)
     for line in compiled(launches, capability):
         print(capability, line)
 

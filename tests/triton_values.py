@@ -22,8 +22,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from fly.backends.cuda.kernels import attention
-from fly.backends.cuda.ops import attend_plainly
+from fly.backends.cuda import ops
+from fly.backends.cuda.kernels import attention, layer, product
 from fly.ops import depths, tree_mask
 
 DTYPES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -83,7 +83,7 @@ def run(
         "q_THD": q_THD, "k_SGD": k.to(dtype), "v_SGD": v.to(dtype), "ends_B1": ends_B1, "last_T": slot_T + 1,
         "table_BW": table_BW, "longest": max(counts), "page": page, "window": window, "scale": width**-0.5,
     }  # fmt: skip
-    return attention.attend(**given), attend_plainly(**given), given
+    return attention.attend(**given), ops.attend_plainly(**given), given
 
 
 @st.composite
@@ -141,3 +141,66 @@ def test_splits_of_all_sizes_are_joined(length: int) -> None:
 def test_a_prompt_is_one_split() -> None:
     ours, theirs, _ = run([130, 3], [200, 300], [None, None], 2, 1, 64, 64, torch.float32, 50, 0)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+sizes = st.sampled_from([1, 8, 80, 128, 1000])
+
+
+@settings(fast, max_examples=25)
+@given(st.sampled_from([*DTYPES]), st.integers(1, 3), sizes, st.integers(0, 99))
+def test_add_and_norm_are_one(dtype: torch.dtype, tokens: int, width: int, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    x_TC = torch.randn(tokens, 2 * width, generator=draw).to(dtype)[:, width:]  # a part of something wider
+    out_TC, weight_C = (torch.randn(*shape, generator=draw).to(dtype) for shape in ((tokens, width), (width,)))
+    ours, theirs = (run(x_TC, out_TC, weight_C, 1e-5) for run in (layer.add_norm, ops.add_norm))
+    for own, other in zip(ours, theirs):
+        torch.testing.assert_close(own.float(), other.float(), rtol=DTYPES[dtype], atol=DTYPES[dtype])
+
+
+@settings(fast, max_examples=25)
+@given(st.sampled_from([*DTYPES]), st.integers(1, 3), st.sampled_from([1, 80, 1024, 1500]), st.integers(0, 99))
+def test_the_gate_is_one(dtype: torch.dtype, tokens: int, width: int, seed: int) -> None:
+    both_TX = (8 * torch.randn(tokens, 2 * width, generator=torch.Generator().manual_seed(seed))).to(dtype)
+    ours, theirs = layer.gate(both_TX), ops.gate(both_TX)
+    torch.testing.assert_close(ours.float(), theirs.float(), rtol=DTYPES[dtype], atol=DTYPES[dtype])
+
+
+@settings(fast, max_examples=25)
+@given(
+    st.sampled_from([*DTYPES]), st.integers(1, 4), st.integers(1, 8), st.integers(1, 2),
+    st.sampled_from([8, 64, 80, 128, 256]), st.integers(0, 99),
+)  # fmt: skip
+def test_rotation_stores_keys_and_values(
+    dtype: torch.dtype, tokens: int, group: int, kv_heads: int, width: int, seed: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw).to(dtype)
+
+    qkv_TX = random(tokens, kv_heads * (group + 2) * width)
+    tables = random(tokens, 1, width), random(tokens, 1, width)
+    slots_T = torch.randperm(9, generator=draw)[:tokens]
+    found = []
+    for run in (layer.rotate_store, ops.rotate_store):
+        cache = [torch.full((9, kv_heads, width), 7.0, dtype=dtype) for _ in range(2)]
+        found.append([run(qkv_TX, *tables, slots_T, *cache), *cache])
+    for own, other in zip(*found):
+        torch.testing.assert_close(own.float(), other.float(), rtol=DTYPES[dtype], atol=2 * DTYPES[dtype])
+
+
+@settings(fast, max_examples=25)
+@given(
+    st.sampled_from([*DTYPES]), st.integers(1, 16), st.sampled_from([1, 31, 32, 100]),
+    st.sampled_from([1, 64, 255, 256, 700]), st.booleans(), st.integers(0, 99),
+)  # fmt: skip
+def test_products_with_int8_weights(
+    dtype: torch.dtype, tokens: int, outputs: int, inputs: int, bias: bool, seed: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    x_TK = torch.randn(tokens, inputs, generator=draw).to(dtype)
+    weight_NK = torch.randint(-127, 128, (outputs, inputs), generator=draw).to(torch.int8)
+    scale_N1 = torch.rand(outputs, 1, generator=draw) / 127 / inputs**0.5
+    given = x_TK, weight_NK, scale_N1, torch.randn(outputs, generator=draw).to(dtype) if bias else None
+    ours, theirs = product.multiply_int8(*given), ops.multiply_int8(*given)
+    torch.testing.assert_close(ours.float(), theirs.float(), rtol=DTYPES[dtype], atol=DTYPES[dtype])

@@ -1,5 +1,4 @@
-"""Everything that benches do with a loaded model itself: its description, its calls, its caches. Knows nothing of
-clocks."""
+"""What benchmarks do with a loaded model: describe it, call it, fill its caches. Knows nothing of clocks."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to time: a name, a configuration, and ``make``, which gives the model in its turn."""
+    """A model to time: its name, its configuration, and ``make``, which gives the model when it is its turn."""
 
     name: str
     config: LlamaConfig
@@ -61,7 +60,7 @@ def runners_of(llm: LLM) -> list[Runner]:
 
 
 def subjects_of(llm: LLM, target: str, draft: str) -> list[Subject]:
-    """The loaded target by the name ``target``, and the draft's model, if it has one alone, by the name ``draft``."""
+    """The loaded target under the name ``target``, and the draft's model (if there is exactly one) under ``draft``."""
     models = [runner.executor for runner in runners_of(llm)]
     named = dict(zip((target, draft), models if len(models) == 2 else models[:1]))
     return [Subject(name, model.config, partial(lambda loaded: loaded, model)) for name, model in named.items()]
@@ -111,10 +110,11 @@ def forward_of(
 
 
 def drafts_alone(strategy: DraftStrategy | None) -> TypeGuard[SingleDraft]:
-    """Whether it is one model without a draft."""
+    """Whether the draft is a single model, with no level below it."""
     return isinstance(strategy, SingleDraft) and strategy.draft is None
 
 
 def settings_of(plain: LLM, fast: LLM, k: int, rules: abc.Sequence[AcceptancePolicy]) -> list[Setting]:
-    """Autoregressive decoding of ``plain``; of ``fast`` speculation by each of the rules."""
+    """The settings of a comparison: autoregressive decoding with ``plain``, then speculation with ``fast`` under each
+    rule."""
     return [Setting("autoregressive", plain, 0), *(Setting(name, fast, k, rule) for rule, name in named(rules).items())]

@@ -172,11 +172,16 @@ class PagedAttention:
         slots, k_SGD, v_SGD = self.slots, self.cache.keys[layer], self.cache.values[layer]
         k_SGD.index_copy_(0, slots.slots_T, k_TGD.to(k_SGD.dtype))
         v_SGD.index_copy_(0, slots.slots_T, v_TGD.to(v_SGD.dtype))
+        return self.attend_stored(layer, q_THD, window, scale)
+
+    def attend_stored(self, layer: int, q_THD: Tensor, window: int | None, scale: float | None) -> Tensor:
+        """``attend`` once the new keys and values are stored."""
+        slots, k_SGD, v_SGD = self.slots, self.cache.keys[layer], self.cache.values[layer]
         for stored_SGD in () if self.own else (k_SGD, v_SGD):
             # Forget what padding stored: rows read it behind their masks, and not even a weight of 0 stops a NaN.
             stored_SGD[-self.block_size :].zero_()
         k_PZGD, v_PZGD = (x.unflatten(0, (-1, self.block_size)) for x in (k_SGD, v_SGD))
-        q, grouped = q_THD.to(k_SGD.dtype), q_THD.shape[1] != k_TGD.shape[1]
+        q, grouped = q_THD.to(k_SGD.dtype), q_THD.shape[1] != k_SGD.shape[1]
         if self.own:
             out = attend_pages(
                 q, k_SGD, v_SGD, slots.ends_B1, self.last_T, self.place_T, slots.table_BW, slots.longest,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fly.backends.cuda.attention import PagedAttention, Slots, find_trees, reads_pages, takes_pages
 from fly.backends.cuda.device_round import DeviceRounds
+from fly.backends.cuda.fused import fuse
 from fly.backends.cuda.graphs import GraphPool
 from fly.backends.cuda.rounds import take_rounds
 from fly.backends.cuda.table import PADDING, Column, Shape, count_pages, make_line, round_up
@@ -65,6 +66,8 @@ class CudaExecutor(TorchExecutor):
     def __init__(self, model: Any, compiles: bool = True, pool: GraphPool | None = None) -> None:
         super().__init__(model)
         self.pool, self.compiles = pool or GraphPool(self.device), compiles
+        if isinstance(model, Llama):
+            fuse(model)
         self._compiled_layers = cache(CompiledLayers)  # made when they are needed: that imports torch's compiler
         self._rounds: WeakKeyDictionary[PagedKVCache, DeviceRounds] = WeakKeyDictionary()
 

@@ -4,7 +4,8 @@ Graphs, ``torch.compile`` and tensors without values see one operator each. The 
 kernels are checked against: in the tests by Triton's interpreter, and once on each device before they are used.
 
 Shape legend: T packed new tokens, N new tokens of a row, B rows, W pages of a row's table, S slots of the cache or keys
-of a row, H query heads, G key/value heads, D head width.
+of a row, H query heads, G key/value heads, D head width, C hidden width, I width of the feed-forward layer,
+X outputs side by side, K inputs of a product.
 """
 
 from __future__ import annotations
@@ -12,13 +13,27 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import logging
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["attend_pages", "attend_plainly", "refuse_attention"]
+from fly.models.llama import rotate
+
+__all__ = [
+    "add_norm",
+    "attend_pages",
+    "attend_plainly",
+    "gate",
+    "multiply_int8",
+    "refuse_attention",
+    "refuse_layers",
+    "rotate_store",
+]
 
 _log = logging.getLogger("fly")
 
@@ -100,6 +115,78 @@ def _(q_THD: Tensor, *rest: object, **more: object) -> Tensor:
     return torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
 
 
+@torch.library.custom_op("fly::add_norm", mutates_args=())
+def add_norm(x_TC: Tensor, out_TC: Tensor, weight_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``x + out``, and its root mean square norm, [T, C] each."""
+    if x_TC.is_cuda:
+        from fly.backends.cuda.kernels import layer
+
+        return layer.add_norm(x_TC, out_TC, weight_C, eps)
+    x_TC = x_TC + out_TC
+    return x_TC, F.rms_norm(x_TC, weight_C.shape, weight_C, eps)
+
+
+@add_norm.register_fake
+def _(x_TC: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    return torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device), torch.empty_like(x_TC)
+
+
+@torch.library.custom_op("fly::gate", mutates_args=())
+def gate(both_TX: Tensor) -> Tensor:
+    """SiLU of the first half of the columns times the second, [T, I]."""
+    if both_TX.is_cuda:
+        from fly.backends.cuda.kernels import layer
+
+        return layer.gate(both_TX)
+    gate_TI, up_TI = both_TX.chunk(2, -1)
+    return F.silu(gate_TI) * up_TI
+
+
+@gate.register_fake
+def _(both_TX: Tensor) -> Tensor:
+    return both_TX.new_empty(len(both_TX), both_TX.shape[1] // 2)
+
+
+@torch.library.custom_op("fly::rotate_store", mutates_args=("k_SGD", "v_SGD"))
+def rotate_store(
+    qkv_TX: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, slots_T: Tensor, k_SGD: Tensor, v_SGD: Tensor
+) -> Tensor:
+    """Rotated queries [T, H, D] of a projection (queries, keys, values); its rotated keys and its values are stored in
+    ``slots_T`` of a layer's cache."""
+    if qkv_TX.is_cuda:
+        from fly.backends.cuda.kernels import layer
+
+        return layer.rotate_store(qkv_TX, cos_T1D, sin_T1D, slots_T, k_SGD, v_SGD)
+    _, kv_heads, width = k_SGD.shape
+    qkv_THD = qkv_TX.unflatten(1, (-1, width))
+    q_THD, k_TGD, v_TGD = qkv_THD.split([qkv_THD.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
+    k_SGD.index_copy_(0, slots_T, rotate(k_TGD, cos_T1D, sin_T1D))
+    v_SGD.index_copy_(0, slots_T, v_TGD)
+    return rotate(q_THD, cos_T1D, sin_T1D)
+
+
+@rotate_store.register_fake
+def _(qkv_TX: Tensor, *rest: Tensor) -> Tensor:
+    _, kv_heads, width = rest[-1].shape
+    return qkv_TX.new_empty(len(qkv_TX), qkv_TX.shape[1] // width - 2 * kv_heads, width)
+
+
+@torch.library.custom_op("fly::multiply_int8", mutates_args=())
+def multiply_int8(x_TK: Tensor, weight_NK: Tensor, scale_N1: Tensor, bias_N: Tensor | None) -> Tensor:
+    """``x @ (weight * scale).T + bias`` [T, N] of at most 16 tokens and int8 weights."""
+    if x_TK.is_cuda:
+        from fly.backends.cuda.kernels import product
+
+        return product.multiply_int8(x_TK, weight_NK, scale_N1, bias_N)
+    y_TN = F.linear(x_TK.float(), weight_NK.float()) * scale_N1.squeeze(1)
+    return (y_TN if bias_N is None else y_TN + bias_N).to(x_TK.dtype)
+
+
+@multiply_int8.register_fake
+def _(x_TK: Tensor, weight_NK: Tensor, *rest: object) -> Tensor:
+    return x_TK.new_empty(len(x_TK), len(weight_NK))
+
+
 @cache
 def refuse_attention(device: torch.device, dtype: torch.dtype, width: int, page: int) -> str | None:
     """Why ``attend_pages`` is not used for such a cache; None if it is. The first call on a device compiles the kernels
@@ -110,11 +197,60 @@ def refuse_attention(device: torch.device, dtype: torch.dtype, width: int, page:
     return reason
 
 
-def _probe(device: torch.device, dtype: torch.dtype, width: int, page: int) -> str | None:
+@cache
+def refuse_layers(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the small steps of a layer are not fused; None if they are. The first call on a device compares each kernel
+    with the reference; a refusal is logged once, as a warning."""
+    reason = _refuse_device(device)
+    if reason is None:
+        try:
+            with torch.cuda.device(device):
+                reason = _compare_layers(device, dtype)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    if reason is not None:
+        _log.warning("layers on %s run operation by operation, not by our Triton kernels: %s", device, reason)
+    return reason
+
+
+def _compare_layers(device: torch.device, dtype: torch.dtype) -> str | None:
+    drawn = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=drawn).to(dtype)
+
+    def both(name: str, run: Callable[..., Any], *given: Tensor | float | None) -> str | None:
+        """On the device by a kernel, on the host by the reference."""
+        there = [x.to(device) if isinstance(x, Tensor) else x for x in given]
+        here = [x.clone() if isinstance(x, Tensor) else x for x in given]
+        ours, theirs = ([run(*args), *(x for x in args if isinstance(x, Tensor))] for args in (there, here))
+        for one, other in zip(tree_leaves(ours), tree_leaves(theirs)):
+            if not torch.allclose(one.cpu().float(), other.float(), atol=0.05, rtol=0.05):
+                return f"{name} differs from the reference"
+        return None
+
+    weight_NK = torch.randint(-127, 128, (40, 64), generator=drawn).to(torch.int8)
+    cache = [torch.zeros(8, 2, 64, dtype=dtype) for _ in range(2)]
+    return (
+        both("add_norm", add_norm, draw(3, 96), draw(3, 96), draw(96), 1e-5)
+        or both("gate", gate, draw(3, 192))
+        or both("rotate_store", rotate_store, draw(3, 8 * 64), *(draw(3, 1, 64) for _ in range(2)),
+                torch.tensor([5, 0, 2]), *cache)
+        or both("multiply_int8", multiply_int8, draw(3, 64), weight_NK, torch.full((40, 1), 0.01), draw(40))
+    )  # fmt: skip
+
+
+def _refuse_device(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         return f"they need compute capability 8.0, and the device has {capability[0]}.{capability[1]}"
+    return None
+
+
+def _probe(device: torch.device, dtype: torch.dtype, width: int, page: int) -> str | None:
+    if (reason := _refuse_device(device)) is not None:
+        return reason
     if not (width <= 256 and dtype in (torch.bfloat16, torch.float16, torch.float32)):
         return f"they take heads of up to 256 numbers in bfloat16, float16 or float32, not {width} in {dtype}"
     try:
