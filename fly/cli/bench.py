@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +15,7 @@ from fly.bundled.tasks import KINDS
 from fly.cli.options import Device, Dtype, K, Kernels, Model, Policy
 from fly.cli.plan import bench_plan
 from fly.cli.run import alone
-from fly.cli.show import console, note, print_named, progress, table
+from fly.cli.show import console, note, progress, table
 from fly.cli.speed import bench_speed
 from fly.policies import AcceptancePolicy, parse_policy
 
@@ -53,7 +53,7 @@ def show_drafts(names: Sequence[str], rule: AcceptancePolicy, problems: int, k: 
     with progress((len(names) + 1) * len(KINDS) * problems, "drafting") as advance:
         rows = measure_drafts(names, rule, problems, k, advance=advance, **setup)
     title = f"{rule}, {problems} held-out problems a kind, temperature 0, k {k}, batch 1"
-    print_named(("none", *names), lambda called: drafts_table(rows, title, called))
+    console.print(drafts_table(rows, title))
     note(
         f"τ: tokens a target forward emits · tok/s: prompt included · × AR, × single: speed over autoregressive "
         f"decoding and over {names[0]} · right: answers"
@@ -68,7 +68,7 @@ def _show_promise(
     with progress(2 * len(names) * problems * repeats, "where nothing can be predicted") as advance:
         found = measure_promise(names, rule, problems, repeats, k, advance=advance, **setup)
     title = f"speed over autoregressive decoding, {problems} texts of 256 tokens, {repeats} times each"
-    print_named(names, lambda called: promise_table(found, title, called))
+    console.print(promise_table(found, title))
     phrases = {False: "broken by", None: "not decided (too few or too uneven runs) for", True: "kept by"}
     verdicts = [
         f"{phrase} {', '.join(which)}"
@@ -85,9 +85,9 @@ def _show_promise(
     )
 
 
-def drafts_table(rows: Sequence[Drafted], title: str, names: Mapping[str, str]) -> Table:
+def drafts_table(rows: Sequence[Drafted], title: str) -> Table:
     """τ and speed by kind of task. The first row is autoregressive decoding, and the second is what the others are
-    compared with. ``names`` are short forms of long names."""
+    compared with."""
     plain, single = (row.tokens_per_second for row in rows[:2])
     digits = max(len(f"{r.tokens_per_second:.0f}") for row in rows for r in row.kinds.values())
 
@@ -102,18 +102,19 @@ def drafts_table(rows: Sequence[Drafted], title: str, names: Mapping[str, str]) 
         title,
         rows,
         {
-            "draft": lambda r: escape(names.get(r.name, r.name)),
+            "draft": lambda r: escape(r.name),
             **{f"{kind}\nτ tok/s": of_kind(kind) for kind in rows[0].kinds},
             "all\ntok/s": lambda r: f"{r.tokens_per_second:.0f}",
             "×\nAR": lambda r: f"{r.tokens_per_second / plain:.2f}",
             "×\nsingle": lambda r: f"{r.tokens_per_second / single:.2f}",
             "\nright": right,
         },
+        wrapped=("draft",),
     )
 
 
-def promise_table(found: Sequence[Promise], title: str, names: Mapping[str, str]) -> Table:
-    """Speeds where nothing can be predicted. ``names`` are short forms of long names."""
+def promise_table(found: Sequence[Promise], title: str) -> Table:
+    """Speeds where nothing can be predicted."""
 
     def interval(over: Ratio) -> str:  # two runs have no spread
         return f"{over.median:.3f}" + (f" ({over.low:.3f}–{over.high:.3f})" if over.pairs >= 3 else "")
@@ -122,7 +123,7 @@ def promise_table(found: Sequence[Promise], title: str, names: Mapping[str, str]
         title,
         found,
         {
-            "draft": lambda r: escape(names.get(r.name, r.name)),
+            "draft": lambda r: escape(r.name),
             "text": lambda r: r.text,
             "τ": lambda r: f"{r.tau:.2f}",
             "as it is": lambda r: f"{r.fixed.median:.2f}",
@@ -130,6 +131,7 @@ def promise_table(found: Sequence[Promise], title: str, names: Mapping[str, str]
             "AR again": lambda r: interval(r.again),
         },
         text=("draft", "text"),
+        wrapped=("draft",),
     )
 
 

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
@@ -150,23 +149,3 @@ def write_json(path: Path | None, record: Any, ranks: Any = None) -> None:
     """Write figures to the file of ``--json``, if there is one. Of several ranks the first writes."""
     if path is not None and (ranks is None or ranks.leads):
         path.write_text(json.dumps(record, indent=2), encoding="utf-8")
-
-
-def print_named(names: Iterable[str], build: Callable[[Mapping[str, str]], Table]) -> None:
-    """Print a table with ``names`` in a column. Names that are too long for the console are cut and numbered, and
-    printed in full below the table. ``build`` makes the table, given the short forms of such names."""
-    made, longest = build({}), max(map(len, names := list(dict.fromkeys(names))))
-    cut: dict[str, str] = {}
-    if (over := Measurement.get(console, console.options.update_width(9999), made).maximum - console.width) > 0:
-        for name in names:
-            if len(name) > (room := max(longest - over, 5)):
-                mark = str(len(cut) + 1).translate(_RAISED)
-                cut[name] = f"{name[: room - len(mark) - 1]}…{mark}"
-        made = build(cut)
-    console.print(made)
-    for name, short in cut.items():
-        mark = short[short.index("…") + 1 :]
-        console.print(f"{mark} {name}", style="dim", markup=False, highlight=False, soft_wrap=True)
-
-
-_RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
