@@ -110,7 +110,8 @@ class CudaExecutor(TorchExecutor):
 
     def logits(self, hidden_TC: Tensor, exact: bool = True) -> Tensor:
         """[T, V] float32, or as the head computes them, which is enough to find the likeliest tokens."""
-        return self.model.logits(hidden_TC) if exact else cast(Llama, self.model).lm_head(hidden_TC)
+        model = cast(Llama, self.model)
+        return model.logits(hidden_TC) if exact or model.kept is not None else model.lm_head(hidden_TC)
 
     @_on_device
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
