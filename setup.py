@@ -12,12 +12,12 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-AVX2 = ["-mavx2", "-mfma"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 # GCC's own header of intrinsics starts from undefined registers
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"]
 AVX512 += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 SRC = "fly/backends/cpu/src"
-SOURCES = {f"{SRC}/{name}.cpp": [] for name in ("library", "threads", "models", "calls", "decide", "rounds")}
+SOURCES = {f"{SRC}/{name}.cpp": [] for name in ("library", "threads", "models", "blocks", "calls", "decide", "rounds")}
 SOURCES |= {
     f"{SRC}/avx2.cpp": AVX2,
     f"{SRC}/avx512.cpp": AVX512,

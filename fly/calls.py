@@ -1,5 +1,5 @@
-"""What a program calls: generate, chat and stream, from threads and from coroutines. All forms of prompts and options
-are read here. Knows nothing of how models are loaded, nor of HTTP."""
+"""The calls of a program: generate, chat and stream, from threads and from coroutines. All forms of prompts and options
+are read here. Knows nothing of loading models, and nothing of HTTP."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ Conversation: TypeAlias = str | abc.Sequence[abc.Mapping[str, Any]]
 PolicyLike: TypeAlias = AcceptancePolicy | str | abc.Mapping[str, Any]
 Params: TypeAlias = SamplingParams | abc.Sequence[SamplingParams] | None
 
-_LONG = 1.0  # seconds after which a call shows how far it is
-_OWN = ("policy", "k", "priority", "draft")  # options of a call that no ``SamplingParams`` have
+_LONG = 1.0  # seconds after which a call shows its progress
+_OWN = ("policy", "k", "priority", "draft")  # options of a call that are not in ``SamplingParams``
 _OF_TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template", "documents", "enable_thinking")
 _bars = threading.Lock()
 
@@ -48,7 +48,7 @@ _bars = threading.Lock()
 class Options(Sampling, total=False):
     """The keywords of a call: the fields of ``SamplingParams``, and these."""
 
-    sampling_params: Params  # another name of ``params``
+    sampling_params: Params  # another name for ``params``
     policy: PolicyLike | abc.Sequence[PolicyLike] | None
     k: int | abc.Sequence[int] | None
     priority: int
@@ -56,21 +56,21 @@ class Options(Sampling, total=False):
 
 
 class ChatOptions(Options, total=False):
-    """Further keywords of a chat: what the template reads (see ``Calls.chat_prompt``)."""
+    """Further keywords of a chat, for its template (see ``Calls.chat_prompt``)."""
 
     tools: abc.Sequence[abc.Mapping[str, Any]] | None
     chat_template_kwargs: abc.Mapping[str, Any] | None
 
 
 class Calls(ABC):
-    """Completes prompts and answers conversations through a ``worker``; ``LLM`` turns them into ``requests``."""
+    """Completes prompts and answers conversations. ``LLM`` makes the ``requests``, and a ``worker`` runs them."""
 
     tokenizer: Tokenizer | None
     eos_ids: frozenset[int]
     default_params: SamplingParams
     worker: Worker
-    _leads = True  # of several ranks only one shows progress
-    _hinted = False  # at ``chat``
+    _leads = True  # whether this rank shows progress
+    _hinted = False  # whether the hint at ``chat`` was given
 
     @abstractmethod
     def requests(
@@ -85,37 +85,38 @@ class Calls(ABC):
         *,
         streamed: bool = False,
     ) -> list[Request]:
-        """What ``generate`` would run, checked."""
+        """The requests that ``generate`` would run, checked."""
 
     def generate(
         self, prompts: Prompts, params: Params = None, *, progress: bool = True, **options: Unpack[Options]
     ) -> list[Output]:
-        """Complete every prompt; outputs come in the order of the prompts.
+        """Complete every prompt. The outputs are in the order of the prompts.
 
-        All run at once, as far as the caches hold them, in one batch with the calls of other threads and coroutines.
+        All prompts run at once, as far as the caches hold them, in one batch with the calls of other threads and
+        coroutines.
 
         Args:
-            prompts: one or several, each a text or its token ids: a list, or a NumPy array or tensor of integers (of
-                two dimensions, one has a prompt in each row). The text "" is allowed if the tokenizer adds a begin
-                token; the model goes on from that.
-            params: one ``SamplingParams`` for all, or one for each prompt; None is ``default_params``, the checkpoint's
-                sampling defaults. ``sampling_params`` is another name for it.
-            progress: on a terminal, show how far the call is once it has taken a second.
-            options: every field of ``SamplingParams`` (``temperature=0, max_tokens=64``), which overrides ``params``;
-                and the following, one for all or one for each prompt. None is what this object was made with:
+            prompts: one or several, each a text or its token ids: a list, or a NumPy array or tensor of integers (with
+                two dimensions, each row is a prompt). The text "" is allowed if the tokenizer adds a begin token, from
+                which the model then continues.
+            params: one ``SamplingParams`` for all prompts, or one for each; None is ``default_params``, the
+                checkpoint's sampling defaults. ``sampling_params`` is another name for it.
+            progress: on a terminal, show progress if the call takes longer than a second.
+            options: any field of ``SamplingParams`` (``temperature=0, max_tokens=64``), which overrides ``params``; and
+                the following, one for all prompts or one for each. None is the default of this object:
 
                 policy: an ``AcceptancePolicy``, its text (``"fly(theta=0.3)"``), a preset (``"fly.paper"``) or its
                     mapping (``{"name": "fly", "theta": 0.3}``).
-                k: most tokens drafted a round; 0 decodes autoregressively.
+                k: the most tokens drafted in a round; 0 decodes autoregressively.
                 draft: the name of one of several loaded drafts (``"choose(small=fly-tiny, copy=ngram)"``); None or ""
                     is the first.
-                priority: one for all; the smallest is served first, and may make others wait and start again.
+                priority: one for all prompts. Smaller ones are served first, and may make others wait and start again.
 
         Raises:
-            ValueError: an unknown option, or a value out of range; a prompt of no token or too many, an id outside the
-                vocabulary, a request no cache can hold. Nothing was run.
-            Exception: what a policy or a strategy raised on one of these prompts; other calls go on.
-            Stopped: the engine was closed, or has failed; calls that were waiting raise the failure itself.
+            ValueError: an unknown option or a value out of range; a prompt that is empty or too long; a token id
+                outside the vocabulary; a request that no cache can hold. Nothing has run then.
+            Exception: an error of a policy or a strategy on one of these prompts. Other calls go on.
+            Stopped: the engine was closed, or has failed. Calls that were waiting raise the failure itself.
         """
         requests = self._asked(given := listed(prompts), params, options)
         if requests:
@@ -134,15 +135,15 @@ class Calls(ABC):
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[Options]) -> Stream:
         """Yield the completion's text as it is decided: strings that know their tokens (``piece.tokens``).
 
-        No piece has half a character or a part of a stop string; joined, the pieces are the ``text`` of ``generate``.
-        It runs from the first fetch on, in one batch with all other calls, whether it is read or not. ``close`` frees
-        everything that the request holds; so does dropping the stream. Arguments and errors as in ``generate``; a model
-        without a tokenizer cannot stream text, and there is no streaming of n > 1 completions (``ValueError``).
+        No piece has half a character or a part of a stop string. Joined, the pieces are the ``text`` of ``generate``.
+        The request runs from the first fetch on, in one batch with all other calls, whether it is read or not.
+        ``close`` frees everything that it holds, and so does dropping the stream. Arguments and errors are those of
+        ``generate``; it is also a ``ValueError`` to stream from a model without a tokenizer, or n > 1 completions.
         """
         return Stream(self.worker, Job(self._streamed(prompt, params, options), stepwise=True))
 
     def astream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[Options]) -> AsyncStream:
-        """The same for coroutines: ``async for piece in llm.astream(...)``. Call it where an event loop runs."""
+        """``stream`` for coroutines: ``async for piece in llm.astream(...)``. Call it where an event loop runs."""
         requests = self._streamed(prompt, params, options)
         return AsyncStream(self.worker, Job(requests, stepwise=True, loop=asyncio.get_running_loop()))
 
@@ -203,10 +204,10 @@ class Calls(ABC):
         ``enable_thinking``. Errors are those of ``Tokenizer.apply_chat_template``."""
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it has no chat template; give token ids")
-        said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        if not said:
+        talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        if not talk:
             raise ValueError("a conversation has at least one message")
-        return self.tokenizer.apply_chat_template(said, **variables)
+        return self.tokenizer.apply_chat_template(talk, **variables)
 
     def close(self) -> None:
         """End the engine's thread. Open calls raise ``Stopped``, and so do all later ones."""
@@ -238,11 +239,11 @@ class Calls(ABC):
         requests = self._asked([prompt], params, options, streamed=True)
         if len(requests) > 1:
             n = requests[0].row.params.n
-            raise ValueError(f"n {n}: a stream is of one completion; open several, or use generate")
+            raise ValueError(f"n {n}: a stream has one completion; open several streams, or use generate")
         return requests
 
     def _conversations(self, messages: Any, options: ChatOptions) -> tuple[list[list[int]], Any]:
-        """The prompts of one or several conversations, and the options that are left for ``generate``."""
+        """The prompts of one or several conversations, and the remaining options, for ``generate``."""
         fields: dict[str, Any] = {**options}
         if name := next((name for name in fields if name in _OF_TEMPLATE), None):
             value = short(fields[name])
@@ -255,21 +256,21 @@ class Calls(ABC):
         return [self.chat_prompt(one, tools=tools, **variables) for one in each], options
 
     def _answers(self, prompts: list[Any], requests: list[Request]) -> list[Output]:
-        """The outputs. Warns, once, if a chat model said nothing to a plain text, with the likely reason."""
+        """The outputs. Warns once, with the likely reason, if a chat model gave an empty answer to a plain text."""
         outputs = outputs_of(requests)
         if not self._hinted and self.tokenizer is not None and self.tokenizer.templates:
             for prompt, output in zip(prompts, outputs):
                 silent = not output.text.strip() and not self.eos_ids.isdisjoint(output.token_ids[-1:])
                 if isinstance(prompt, str) and silent:
                     self._hinted = True
-                    message = f"nothing was said to {short(prompt)}: this model has a chat template, which generate"
+                    message = f"the answer to {short(prompt)} is empty: this model has a chat template, which generate"
                     warnings.warn(f"{message} does not apply; chat does, and chat_prompt for streams", stacklevel=3)
                     break
         return outputs
 
 
 def listed(prompts: Any) -> list[Any]:
-    """Prompts of any form as a list of texts and lists of ids. Raises ``ValueError`` for anything else."""
+    """Prompts in any form, as a list of texts and lists of token ids. Raises ``ValueError`` for anything else."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, abc.Mapping):
@@ -289,7 +290,7 @@ def listed(prompts: Any) -> list[Any]:
 
 
 def for_chat(prompt: object) -> str:
-    """A hint if messages were given as a prompt: which method takes those. Else empty."""
+    """If messages were given as a prompt, a hint which method takes them; otherwise empty."""
     first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else prompt
     if isinstance(first, abc.Mapping) and "role" in first:
         return "; chat takes messages, and chat_prompt makes a prompt of them, for stream"
@@ -325,7 +326,7 @@ def as_policy(value: object) -> AcceptancePolicy:
 
 def _changed(params: object, fields: dict[str, Any]) -> SamplingParams:
     if not isinstance(params, SamplingParams):
-        raise ValueError(f"params {short(params)} are no SamplingParams")
+        raise ValueError(f"params {short(params)} must be SamplingParams")
     try:
         return params.changed(fields)
     except ValidationError as error:
@@ -342,7 +343,7 @@ def _refuse_unknown(fields: abc.Iterable[str], own: abc.Iterable[str]) -> None:
 
 
 def _several(messages: object) -> bool:
-    """Whether these are several conversations: their items are not messages."""
+    """Whether these are several conversations, whose items are not messages."""
     return (
         isinstance(messages, abc.Sequence)
         and not isinstance(messages, str)
@@ -353,7 +354,7 @@ def _several(messages: object) -> bool:
 
 @contextmanager
 def one_bar() -> Iterator[bool]:
-    """Whether this may show a progress bar: a terminal has room for one."""
+    """Gives whether this caller may show a progress bar. A terminal has room for one at a time."""
     free = _bars.acquire(blocking=False)
     try:
         yield free
@@ -364,7 +365,7 @@ def one_bar() -> Iterator[bool]:
 
 @contextmanager
 def _shown(requests: list[Request], wanted: bool) -> Iterator[None]:
-    """After ``_LONG`` seconds, show on a terminal how far the requests are, until this ends."""
+    """On a terminal, show the progress of the requests from ``_LONG`` seconds on, while this context lasts."""
     if not (wanted and (console := Console(stderr=True)).is_terminal):
         yield
         return
@@ -376,7 +377,7 @@ def _shown(requests: list[Request], wanted: bool) -> Iterator[None]:
         made.add_row(ProgressBar(len(requests), done, width=30), f"{done}/{len(requests)}", f"{tokens:,} tokens")
         return made
 
-    # What others print meanwhile is theirs.
+    # Do not redirect what the program prints meanwhile.
     live = Live(get_renderable=line, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
     timer = threading.Timer(_LONG, live.start)
     timer.daemon = True

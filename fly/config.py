@@ -20,7 +20,7 @@ SHORTEST, LONGEST = 0.5, 86400.0  # of either
 
 
 class _Once(yaml.SafeLoader):
-    """YAML in which a mapping cannot have a name twice."""
+    """A loader that refuses a mapping in which a name occurs twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
@@ -30,14 +30,14 @@ class _Once(yaml.SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """The contents of a user's file in YAML (JSON is YAML too). Raises ``yaml.YAMLError``, also if a mapping has a name
-    twice, since it is unclear which value was meant."""
+    """The contents of a file in YAML or JSON. Raises ``yaml.YAMLError``, also if a mapping has a name twice: it is then
+    unclear which value is meant."""
     return yaml.load(text, Loader=_Once)
 
 
 class Config(BaseModel):
-    """What ``fly.LLM`` takes, in a YAML or JSON file, and how long ranks wait for one another (``of_ranks``, as for
-    ``fly.parallel.launch``). Unknown fields are errors."""
+    """The arguments of ``fly.LLM`` in a YAML or JSON file, and how long ranks wait for one another (``of_ranks``, the
+    arguments of ``fly.parallel.launch``). Unknown fields are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import ValidationError
 
-__all__ = ["explain", "instead", "meant", "origin", "short"]
+__all__ = ["explain", "fault_place", "instead", "meant", "origin", "short"]
 
-# What has another name or place here: words of vLLM, transformers and OpenAI, and what goes under "speculation".
+# Names of vLLM, transformers and OpenAI, with the names that stand for them here ("speculation" is the field of a
+# request to the server).
 _ELSEWHERE = {
     "assistant_model": "draft",
     "do_sample": "temperature",
@@ -40,8 +42,8 @@ _ELSEWHERE = {
 
 
 def explain(error: ValidationError, fields: Iterable[str] = ()) -> str:
-    """Every field that is wrong in one line: its name, what is wrong, and the value that came in; of one that does not
-    exist, which of the ``fields`` may have been meant."""
+    """All wrong fields in one line, each with its name, its fault and its value; for a field that does not exist, with
+    the one of ``fields`` that may be meant."""
     parts = []
     for problem in error.errors(include_url=False):
         name = ".".join(map(str, problem["loc"]))
@@ -58,7 +60,7 @@ def explain(error: ValidationError, fields: Iterable[str] = ()) -> str:
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """Which of ``known`` may have been meant by ``word``, as a question; empty if nothing is like it."""
+    """A question that names the one of ``known`` that ``word`` may mean; empty if none is similar."""
     known = list(known)
     same = _ELSEWHERE.get(word)
     like = [same] if same in known else difflib.get_close_matches(word, known, 1)
@@ -66,25 +68,39 @@ def meant(word: str, known: Iterable[str]) -> str:
 
 
 def instead(word: str, known: Iterable[str], title: str = "choices") -> str:
-    """What to write instead of an unknown ``word``: what may have been meant, or all there is if nothing is like it."""
+    """What to write instead of an unknown ``word``: the name that may be meant, or all names if none is similar."""
     known = list(known)
     return meant(word, known) or f"; {title}: {known}"
 
 
 def origin(error: BaseException) -> str:
-    """Where an error comes from: the innermost line of a file outside torch and this package, if there is one."""
+    """The place of an error: the innermost line of a file outside torch and this package, if there is one."""
     import torch
 
     frames = traceback.extract_tb(error.__traceback__)
     packages = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
-    # What dataclasses write for their classes has no lines; a rule that was typed into an interpreter has some.
+    # Methods that dataclasses generate have no lines; a rule that was typed into an interpreter has.
     written = [frame for frame in frames if not (frame.filename == "<string>" and frame.name.startswith("__"))]
     theirs = [frame for frame in written if not frame.filename.startswith((*packages, "<frozen"))]
     frame = (theirs or frames)[-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
+def fault_place(error: BaseException) -> str:
+    """Where the code of a plug-in went wrong, such as a rule that takes three values out of two; empty for an error
+    that the plug-in, or this package, raised on purpose."""
+    import torch
+
+    library = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent), "<frozen")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(library)]
+    last = frames[-1] if frames else None
+    ours = last is None or last.filename.startswith(str(Path(__file__).parent)) or "site-packages" in last.filename
+    if last is None or ours or not last.line or last.line.startswith("raise"):
+        return ""
+    return f"{last.filename}:{last.lineno} in {last.name}"
+
+
 def short(value: object) -> str:
-    """A value as text, cut if it is long."""
+    """A value as text, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

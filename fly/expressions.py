@@ -1,8 +1,8 @@
 """Texts that name and build objects, in Python's grammar of names, calls and operators.
 
-A text is read and never executed; ``module:Class`` imports only where the caller trusts the source. This file knows
-neither policies nor drafts: a ``Registry`` says what may be named, and the reader of a ``Text`` what its operators
-mean.
+A text is read and never executed. ``module:Class`` imports only if the caller trusts the source. This file knows
+neither policies nor drafts: a ``Registry`` has the names of one kind of object, and the caller of ``Text.read`` gives
+the operators their meaning.
 """
 
 from __future__ import annotations
@@ -41,40 +41,40 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-# What parameters are annotated with
+# Annotations for parameters.
 Count = Annotated[int, Field(ge=0)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # any finite one
 Share = Annotated[float, Field(ge=0, le=1)]
 CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _MOST = 2**31 - 1
-_UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)  # what ast raises for odd texts
+_UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)  # errors of ast for malformed texts
 _KEPT = r"""(?P<quoted>"[^"]*"|'[^']*')|(?P<parameter>\w+)(?=\s*=)|"""
-# ast.parse of Python 3.11 counts its depth in one place for all threads, and fails if two parse at once.
+# In Python 3.11 all threads share ast.parse's counter of depth, so parsing in two threads at once fails.
 _PARSING = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
 class Registry:
-    """What texts of one kind may name: our classes, and those that packages install under the entry-point groups
-    ``groups``, each of which takes subclasses of one of ``bases``."""
+    """The objects that texts of one kind may name: our classes, and those that packages install under entry-point
+    groups. Each of the ``groups`` takes subclasses of one of ``bases``."""
 
-    kind: str  # what is read, for errors: "policy", "draft"
+    kind: str  # the kind of text, for errors: "policy", "draft"
     example: str  # a text of this kind
-    word: str  # a regular expression of what is one word, though Python would not read it as a name
-    finished: str  # what an instance is called there
+    word: str  # a regular expression for single words that Python does not read as names
+    finished: str  # what errors call an instance
     groups: Mapping[str, type]
     ours: Mapping[str, type]
     bases: tuple[type, ...]
-    wanted: str  # in words, what ``bases`` and ``usable`` ask of a class
+    wanted: str  # the requirements on a class (``bases`` and ``usable``) in words
     usable: Callable[[type], bool]
-    choices: Callable[[], Mapping[str, Iterable[str]]]  # the names that an error lists, by what they are called
-    more: str = ""  # what else may be named, in words
+    choices: Callable[[], Mapping[str, Iterable[str]]]  # the names that an error lists, by title
+    more: str = ""  # further possible names, in words
     presets: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # functions without parameters, by name
     gone: Mapping[str, str] = field(default_factory=dict)  # names that were deleted, and what to use instead
 
     @cached_property
     def types(self) -> dict[str, Any]:
-        """Raises ``ValueError`` if two packages claim one name, or a plug-in is not what is wanted."""
+        """All classes by name. Raises ``ValueError`` if two packages claim a name, or a plug-in is of a wrong kind."""
         types: dict[str, Any] = dict(self.ours)
         for group, base in self.groups.items():
             for entry in entry_points(group=group):
@@ -91,8 +91,8 @@ class Registry:
         return types
 
     def load(self, path: str) -> Any:
-        """The class, or the finished instance, that ``module:name`` names. Raises ``ValueError`` with the reason if it
-        cannot be imported, whatever the module does."""
+        """The class or instance that ``module:name`` names. Raises ``ValueError`` with the reason if it cannot be
+        imported, whatever the module raises."""
         module, _, name = path.partition(":")
         try:
             found = getattr(importlib.import_module(module), name)
@@ -110,13 +110,13 @@ class Registry:
 
 @dataclass
 class Source:
-    """The text that was given as a policy or a draft, and how it is read. Errors start with it."""
+    """A text that describes a policy or a draft, while it is read. Its errors begin with the text."""
 
     registry: Registry
     given: Any
     trusted: bool  # whether ``module:Class`` may import
-    named: set[str] = field(default_factory=set)  # takes the names that are looked up
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # for parameters of these names that are not given
+    named: set[str] = field(default_factory=set)  # collects the names that are looked up
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # values for parameters with these names
 
     def error(self, message: str) -> ValueError:
         return ValueError(f"{self._start}: {message}")
@@ -149,12 +149,12 @@ class Source:
         return given
 
     def build(self, make: Any, name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """Call a class or function with these parameters, each of the type it is annotated with; a finished instance is
-        returned as it is.
+        """Call a class or function with these parameters, after a check of their types. An instance is returned
+        unchanged.
 
-        Raises ``ValueError`` naming the parameter that does not exist, or what was wrong with the value of one.
+        Raises ``ValueError`` for a parameter that does not exist, or has a wrong value.
         """
-        if isinstance(make, self.registry.bases):  # an instance that a module keeps under a name
+        if isinstance(make, self.registry.bases):  # a module may keep an instance under a name
             if arguments or options:
                 raise self.error(f"{name} is a finished {self.registry.finished} and takes no parameters")
             return make
@@ -178,17 +178,17 @@ class Source:
                 bound.arguments[parameter] = self.defaults[parameter]
             return make(*bound.args, **bound.kwargs)
         except (TypeError, ValueError, OverflowError) as error:
-            if str(error).startswith(self._start):  # of a part, which has said so
+            if str(error).startswith(self._start):  # an error of a part, which names the text already
                 raise
             raise self.error(f"{name}: {error}") from error
 
 
 class Text(Source):
-    """A text as a tree of Python's grammar. Words that Python would not read as names are replaced by stand-ins before
-    parsing; quoted texts and the names of parameters stay as they are."""
+    """A text as a syntax tree. Words that Python does not read as names are replaced by stand-ins before parsing;
+    quoted texts and names of parameters stay as they are."""
 
     def read(self, build: Callable[[ast.expr], T]) -> T:
-        """``build`` of the whole tree. Raises ``ValueError`` if the text is no expression, or nested too deeply."""
+        """Parse the text and ``build`` its tree. Raises ``ValueError`` if it is no expression, or nested too deeply."""
         self._words: dict[str, str] = {}
         word = rf"(?P<word>{self.registry.word}|\b_word_\w*)"
         try:
@@ -203,7 +203,7 @@ class Text(Source):
             raise ValueError(f"{start} is nested too deeply: {self.given[:40]!r}...") from None
 
     def source(self, node: ast.expr) -> str:
-        """The part of the text that a node was read from, spaces aside."""
+        """The part of the text from which a node was read, but for spaces."""
         return re.sub(r"\b_word_\d+\b", lambda match: self._words.get(match[0], match[0]), ast.unparse(node))
 
     def call(self, make: Any, name: str, call: ast.Call) -> Any:
@@ -230,8 +230,8 @@ class Text(Source):
 
 
 def grid(text: str) -> list[str]:
-    """The texts of all combinations of values in braces: ``fly(theta={0.1, 0.3}, window={2, 6})`` is four. Raises
-    ``ValueError`` for braces that hold nothing."""
+    """All combinations of the values in braces, as texts: ``fly(theta={0.1, 0.3}, window={2, 6})`` gives four. Raises
+    ``ValueError`` for a missing value."""
     parts = re.split(r"\{([^{}]*)\}", text)
     choices = [[value.strip() for value in values.split(",")] for values in parts[1::2]]
     if not all(all(values) for values in choices):
@@ -255,7 +255,8 @@ def _is_literal(word: str) -> bool:
 
 
 def hints_of(make: Any) -> dict[str, Any]:
-    """Annotations of the parameters of a class or function; none if they name what only type checkers import."""
+    """The annotations of the parameters of a class or function; none if they use names that only type checkers
+    import."""
     plain = isinstance(make, type) and not is_dataclass(make)
     try:
         return get_type_hints(make.__init__ if plain else make, include_extras=True)
@@ -264,7 +265,7 @@ def hints_of(make: Any) -> dict[str, Any]:
 
 
 class Checked:
-    """A dataclass that checks its parameters as they are set."""
+    """A base for dataclasses whose parameters are checked when an instance is made."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -273,8 +274,8 @@ class Checked:
 def check_types(instance: Any) -> None:
     """Check the parameters of a dataclass against its annotations: types, choices and ranges.
 
-    Raises ``ValueError`` naming the parameter, the value and the annotation. Annotations that cannot be read, such as
-    names that are imported for type checkers only, are not checked.
+    Raises ``ValueError`` with the parameter, the value and the annotation. Annotations that cannot be read, such as
+    names that only type checkers import, are not checked.
     """
     hints = hints_of(type(instance))
     for parameter in fields(instance):
@@ -284,8 +285,8 @@ def check_types(instance: Any) -> None:
 def check_type(name: str, value: object, hint: Any) -> None:
     """Check the value of a parameter against its annotation (an integer is a float, too).
 
-    Integers must fit 32 bits, or tensors could not hold what is computed with them. An annotation that cannot be
-    checked is skipped. Raises ``ValueError`` naming the parameter, the value and the annotation.
+    Integers must fit into 32 bits, so that tensors can hold results computed from them. An annotation that cannot be
+    checked is skipped. Raises ``ValueError`` with the parameter, the value and the annotation.
     """
     for part in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(part, int) and not -_MOST <= part <= _MOST:
@@ -301,7 +302,7 @@ def check_type(name: str, value: object, hint: Any) -> None:
 
 
 def _checkable(hint: Any) -> Any:
-    """An annotation without its protocols, of which no text can give an instance; Any if there is nothing else."""
+    """An annotation without its protocols, whose instances no text can give; Any if nothing remains."""
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kept = tuple(part for part in parts if not getattr(part, "_is_protocol", False))
     return Union[kept] if kept else Any  # noqa: UP007  # a union of a tuple

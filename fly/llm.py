@@ -1,5 +1,5 @@
-"""The Python interface: load a target and a draft, generate, stream. Knows nothing of HTTP, and little of ranks: if a
-model is divided among several, all make the same calls in the same order, or the first one leads."""
+"""The Python interface: load a target and a draft, generate, stream. Knows nothing of HTTP, and little of ranks: if
+several ranks share a model, all make the same calls in the same order, or the first one leads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 import torch
 
-from fly.backends.choice import LoadExecutor, early, load_executor
+from fly.backends.choice import LoadExecutor, load_executor
 from fly.backends.choice import load as load_model
 from fly.backends.cpu.library import TORCH
 from fly.bundled import open_model
@@ -23,6 +23,7 @@ from fly.calls import Calls, Params, PolicyLike, Prompt, Prompts, as_policy, for
 from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import TranslatingSetup
+from fly.early_exit import exit_early
 from fly.engine import Engine
 from fly.engine.job import Request, read_along
 from fly.engine.scheduler import Scheduler
@@ -36,6 +37,7 @@ from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.ops import derive
 from fly.output import Output, Piece
 from fly.policies import AcceptancePolicy, Exact
+from fly.runtime.executor import Executor
 from fly.runtime.memory import cache_size, room_for
 from fly.runtime.request import BadWords, Sequence
 from fly.runtime.runner import Runner
@@ -53,10 +55,10 @@ __all__ = ["LLM", "AsyncStream", "Output", "Piece", "Request", "Stream"]
 class LLM(Calls):
     """A target model with its tokenizer, a draft strategy and an acceptance policy.
 
-    Calls may come from any thread and any event loop: calls that are open at the same time run in one batch, on the
-        engine's own thread, which starts with the first call. ``close`` (or the end of a ``with`` block) ends that
-        thread; else it ends with the object. A call that is given up (by an exception, Ctrl+C, ``task.cancel()``, or by
-        dropping its stream) frees what it holds after the current round.
+    Calls may come from any thread and any event loop. Calls that are open at the same time run in one batch, on the
+    engine's own thread, which starts with the first call. ``close`` (or the end of a ``with`` block) ends that thread;
+    otherwise it ends with the object. A call that is given up (by an exception, Ctrl+C, ``task.cancel()``, or by
+    dropping its stream) frees its resources after the current round.
 
     Args:
         model: a bundled name (``fly-target``), the path of a Hugging Face directory or a GGUF file, a name on the
@@ -84,22 +86,23 @@ class LLM(Calls):
             free memory after loading, if that is less. A draft model with a size of its own is not counted. If the
             caches hold less than a full context, the log says so, with the reason.
         cache_share: instead of both, the share (up to 1) of the device's free memory that the caches take.
-        max_context: the most tokens of a text, prompt and completion, if the model could take more; makes its tables
-            and the default caches smaller. Also for a draft given by its path.
+        max_context: the most tokens of a text (prompt and completion), at most the model's own context. A smaller one
+            makes the model's tables and the default caches smaller. It also holds for a draft given as text.
         block_size: tokens in a page of the target's cache; None chooses by the device.
         max_rows, step_tokens: the most requests, and about how many tokens, in one step (see ``Scheduler``).
         prefix_reuse: whether requests that begin with the same tokens share their cache pages.
         kernels: what runs a model on the CPU: ``"auto"`` (compiled code where there is any for this processor and
             dtype), ``"torch"``, or one of ``fly.backends.cpu.available()``; ``"int8"`` is the best of them on weights
-            rounded to 8 bits, half of bfloat16's bytes, and ``"w8a8"`` with activations rounded to 8 bits too
-            (``fly.backends.cpu.chosen``). A loaded model is used as it is (``fly.backends.executor_of`` puts
-            it on compiled kernels). On other devices torchao rounds the weights for ``"int8"``, layer by layer as
-            they are loaded (``fly.backends.int8``).
-        exits: a directory of early exits for this target (``fly train-exit``): it stops after the layers that settle
-            what it says (SpecEE, arXiv 2504.08850), on PyTorch's kernels, which it then runs on. What it promises is
-            then ``HEURISTIC``, under any policy.
-        ranks: the processes that share the models (``fly.parallel.launch``); None is this one alone. All ranks make the
-            same calls in the same order and get the same answers; or the first calls ``lead``, and the others
+            rounded to 8 bits, half of bfloat16's bytes, ``"w8a8"`` with activations rounded to 8 bits too, ``"w4a8"``
+            with weights of 4 bits, and ``"stored"`` with the blocks of a GGUF file as they are, which ``"auto"`` takes
+            for such a file (``fly.backends.cpu.chosen``). A loaded model is used as it is
+            (``fly.backends.executor_of`` puts it on compiled kernels). On other devices torchao rounds the weights for
+            ``"int8"``, layer by layer as they are loaded (``fly.backends.int8``).
+        exits: a directory of early exits for this target (``fly train-exit``): in each forward the target stops after
+            the layer at which its next token is settled (SpecEE, arXiv 2504.08850). This runs on PyTorch's kernels. The
+            guarantee is then ``HEURISTIC`` under any policy.
+        ranks: the processes that share the models (``fly.parallel.launch``); None for a single process. All ranks make
+            the same calls in the same order and get the same answers; or the first calls ``lead``, and the others
             ``follow``.
         draft_placement: where a draft given as text runs among ranks (see ``fly.parallel.place_draft``).
         whole_sums: split no sum among ranks, so that the number of ranks does not change rounding
@@ -109,10 +112,10 @@ class LLM(Calls):
         policy, k: the defaults of calls; may be set.
         default_params: the default sampling parameters: what the checkpoint recommends, or greedy.
         tokenizer: the checkpoint's, or None.
-        vocabulary: what its token ids stand for (``fly.vocabulary``); rules and drafts are bound to it.
+        vocabulary: the meaning of the target's token ids (``fly.vocabulary``), to which rules and drafts are bound.
         eos_ids: tokens that end a text.
         draft: the draft strategy, or None.
-        engine, scheduler, worker: what runs it all (``fly.engine``).
+        engine, scheduler, worker: the parts of ``fly.engine`` that run requests.
 
     Raises:
         CheckpointError: the checkpoint cannot be used (see ``load_model``).
@@ -155,9 +158,7 @@ class LLM(Calls):
             raise ValueError(f"draft {draft!r} is no DraftStrategy, text or path; several make a CascadeDraft([...])")
         if exits is not None and (deterministic or ranks is not None):
             raise ValueError(f"exits {str(exits)!r}: they go neither with deterministic nor with ranks")
-        self.tokenizer: Tokenizer | None = None
-        self.eos_ids: frozenset[int] = frozenset()
-        self.default_params = SamplingParams(temperature=0.0)
+        # The target. Among ranks each loads its own part.
         by: LoadExecutor = load_executor
         if ranks is not None:
             from fly.parallel import LLAMA, LLAMA_WHOLE_SUMS, place_draft
@@ -165,40 +166,26 @@ class LLM(Calls):
 
             by = partial(load_part, plan=LLAMA_WHOLE_SUMS if whole_sums else LLAMA, ranks=ranks)
         self._random: random.Random = random.SystemRandom() if ranks is None else ranks.random
-        if isinstance(model, LLM):
-            self.tokenizer, self.eos_ids, self.default_params = model.tokenizer, model.eos_ids, model.default_params
-            executor = model.engine.runner.executor
-        else:
-            checkpoint = open_model(model) if isinstance(model, (str, Path, Checkpoint)) else None
-            most = sys.maxsize if checkpoint is None else checkpoint.config.max_position_embeddings
-            if max_context is not None and max_context > most:
-                raise ValueError(f"max_context {max_context} is more than the {most} tokens that {model} has")
-            own = TORCH if exits is not None and kernels == "auto" else kernels
-            executor, self.tokenizer, _ = load_model(checkpoint or model, dtype, device, own, by, max_context)
-            if checkpoint is not None:
-                self.eos_ids = read_eos_ids(checkpoint, executor.config.vocab_size)
-                self.default_params = read_sampling_defaults(checkpoint, executor.config.vocab_size)
-        if max_context is not None and max_context != executor.config.max_position_embeddings:
-            has = executor.config.max_position_embeddings
-            raise ValueError(f"max_context {max_context}: this model is loaded already, with a context of {has}")
+        own = TORCH if exits is not None and kernels == "auto" else kernels
+        executor = self._load_target(model, dtype, device, own, by, max_context)
         if exits is not None:
-            executor = early(executor, exits)
+            executor = exit_early(executor, exits)
         if deterministic:
             executor = executor.deterministic()
         config = executor.config
         if self.tokenizer is not None:
             self.tokenizer.check_fits(config.vocab_size)
-        vocabulary = self._means(config.vocab_size, executor.device)
-        # Equal policies are one object: rows of one policy are decided together.
+        vocabulary = self._vocabulary_of(config.vocab_size, executor.device)
+        # Equal policies become one object, since rows with the same policy object are decided together.
         self.vocabulary, self._bound = vocabulary, lru_cache(256)(lambda policy: policy.bind(vocabulary))
         if draft_placement == "sharded" and isinstance(draft, DraftStrategy):
-            raise ValueError("draft_placement 'sharded' divides what it loads; give the draft as a text")
+            raise ValueError("draft_placement 'sharded' needs a draft given as text, which it loads in parts")
         self._named = _name_of(model), _name_of(draft)
         control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
         target = Runner(executor, None, control, share=prefix_reuse)
         target.tokenizer = self.tokenizer
 
-        # The strategy loads its models when it is attached; then it is known how large all caches can be.
+        # The draft. A strategy loads its models when it is attached.
         loading = partial(load_model, context=max_context)
         setup = TranslatingSetup(target, vocabulary, loading)
 
@@ -211,12 +198,15 @@ class LLM(Calls):
             strategy = place_draft(make_draft, setup, ranks, draft_placement, by)
         elif (strategy := make_draft()) is not None:
             strategy = setup.attach(strategy)
+        # The caches, whose size depends on all models.
         if cache_tokens is None:
             block_size = block_size_for(executor.device) if block_size is None else block_size
             each = target.bytes_per_token + setup.bytes_per_token
             cache_tokens = cache_size(executor, each, block_size, cache_bytes, cache_share)
         elif cache_share is not None:
-            raise ValueError(f"cache_tokens {cache_tokens} and cache_share {cache_share} both say how large to be")
+            raise ValueError(
+                f"cache_tokens {cache_tokens} and cache_share {cache_share} both give a size; give one of them"
+            )
         if ranks is not None:  # free memory may differ between ranks, but all must admit the same requests
             cache_tokens = min(ranks.collect(cache_tokens))
         needed = (target.bytes_per_token + setup.bytes_per_token) * cache_tokens
@@ -224,12 +214,43 @@ class LLM(Calls):
         with room_for(f"a cache of {cache_tokens} tokens", needed, executor.device, advice):
             target.reserve(cache_tokens, block_size)
             setup.reserve(cache_tokens)
+
+        # The engine. An error on one rank alone is no request's fault: the other ranks would wait for this one.
         self.engine = Engine(target, strategy, setup)
-        # An error on one rank alone is not a request's fault: the other ranks would wait for it.
         failed = {} if ranks is None else {"failed": ranks.agree_on}
         self.scheduler = Scheduler(self.engine, max_rows, step_tokens, **failed)
         self.worker = Worker(self.scheduler, ranks)
         self._leads = ranks is None or ranks.leads
+
+    def _load_target(
+        self,
+        model: object,
+        dtype: str | torch.dtype,
+        device: str | torch.device,
+        kernels: str,
+        by: LoadExecutor,
+        max_context: int | None,
+    ) -> Executor:
+        """Load the target, with its tokenizer, end tokens and sampling defaults; or share those of another ``LLM``."""
+        self.tokenizer: Tokenizer | None = None
+        self.eos_ids: frozenset[int] = frozenset()
+        self.default_params = SamplingParams(temperature=0.0)
+        if isinstance(model, LLM):
+            self.tokenizer, self.eos_ids, self.default_params = model.tokenizer, model.eos_ids, model.default_params
+            executor = model.engine.runner.executor
+        else:
+            checkpoint = open_model(model) if isinstance(model, (str, Path, Checkpoint)) else None
+            most = sys.maxsize if checkpoint is None else checkpoint.config.max_position_embeddings
+            if max_context is not None and max_context > most:
+                raise ValueError(f"max_context {max_context} is more than the {most} tokens that {model} has")
+            executor, self.tokenizer, _ = load_model(checkpoint or model, dtype, device, kernels, by, max_context)
+            if checkpoint is not None:
+                self.eos_ids = read_eos_ids(checkpoint, executor.config.vocab_size)
+                self.default_params = read_sampling_defaults(checkpoint, executor.config.vocab_size)
+        if max_context is not None and max_context != executor.config.max_position_embeddings:
+            has = executor.config.max_position_embeddings
+            raise ValueError(f"max_context {max_context}: this model is loaded already, with a context of {has}")
+        return executor
 
     @classmethod
     def from_config(cls, config: Config | str | Path, ranks: Ranks | None = None) -> LLM:
@@ -259,14 +280,14 @@ class LLM(Calls):
         executors = [self.engine.runner.executor, *(each.executor for each in self.engine.setup.drafters)]
         return [(each.kernels, str(each.dtype).removeprefix("torch.")) for each in executors if each is not None]
 
-    def _means(self, size: int, device: torch.device) -> Vocabulary:
-        """What the target's ids stand for."""
+    def _vocabulary_of(self, size: int, device: torch.device) -> Vocabulary:
+        """The meaning of the target's token ids."""
         return Vocabulary(size, device=device) if self.tokenizer is None else self.tokenizer.vocabulary(size, device)
 
     def lead(self) -> None:
-        """For the first of several ranks: from now on calls come to it alone, from any thread, and the others
+        """For the first of several ranks: from now on only this rank is called, from any thread, and the others
         ``follow`` until ``close``."""
-        self._random = random.SystemRandom()  # the ranks' common randomness is not to be drawn from here alone
+        self._random = random.SystemRandom()  # the common random numbers must be drawn by all ranks or none
         self.worker.lead()
 
     def follow(self) -> None:
@@ -286,9 +307,10 @@ class LLM(Calls):
         *,
         streamed: bool = False,
     ) -> list[Request]:
-        """The requests that ``generate`` would run, checked: for a ``Job`` of ``worker``. The n completions of a prompt
-        follow one another. ``streamed`` requests give ``News``, which needs a tokenizer. ``client`` says whose they
-        are: clients share the engine. Arguments and errors as in ``generate``; from any thread."""
+        """The requests that ``generate`` would run, checked, for a ``Job`` of ``worker``; from any thread. The n
+        completions of a prompt follow one another. ``streamed`` requests give ``News``, which needs a tokenizer.
+        ``client`` names their owner: clients share the engine fairly. Arguments and errors are those of
+        ``generate``."""
         given = listed(prompts)
         if not isinstance(priority, int):
             raise ValueError(f"priority {priority!r} must be an integer, smaller first")
@@ -304,7 +326,7 @@ class LLM(Calls):
         for number, (name, *asked) in enumerate(zip(every_draft, given, every_params, every_policy, every_k)):
             if name and name not in choices:
                 have = choices or "none; LLM(..., draft='choose(small=fly-draft, copy=ngram)') loads two"
-                raise ValueError(f"draft {name!r} is not among those that were loaded by name; choices: {have}")
+                raise ValueError(f"draft {name!r} is not loaded; choices: {have}")
             row = self._row(*asked)
             row.priority, row.draft, row.client = priority, name, client
             try:
@@ -312,11 +334,11 @@ class LLM(Calls):
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}") from None
             others = [row.sample(derive(row.seed, -sample)) for sample in range(1, row.params.n)]
-            for other in others:  # a matcher follows one text at a time
+            for other in others:  # each needs a matcher of its own, which follows one text
                 other.matcher = self._matcher(row.params)
-                if not row.params.max_tokens:  # the first is scored for all
+                if not row.params.max_tokens:  # the first completion scores the prompt for all
                     other.finish_reason, other.prompt_logprobs = "length", row.prompt_logprobs
-            # under a grammar nothing but the form is said
+            # Under a grammar there is no reasoning, unless the prompt has begun it.
             chat = asked[0] if isinstance(asked[0], ChatPrompt) else ChatPrompt(())
             thinking = chat.thinking if row.matcher is None or chat.shown else None
             for sample in (row, *others):
@@ -332,20 +354,21 @@ class LLM(Calls):
             tokens = self.tokenizer.encode(prompt)
         else:
             ids: Any = prompt
-            # checking each for every kind of number takes longest
+            # Plain integers are checked first, because checking for every kind of number is slow.
             if not isinstance(ids, abc.Sequence) or not (
                 set(map(type, ids)) <= {int} or all(isinstance(n, Integral) for n in ids)
             ):
                 raise ValueError(f"prompt {short(prompt)} is neither a text nor a list of token ids{for_chat(prompt)}")
             tokens = [int(token) for token in ids]
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"params {short(params)} are no SamplingParams; keywords do too: temperature=0")
+            raise ValueError(f"params {short(params)} must be SamplingParams; or give keywords, as in temperature=0")
         if not tokens:
             need = "some text: this tokenizer adds no begin token" if isinstance(prompt, str) else "at least one"
-            raise ValueError(f"an empty prompt has no token to go on from; give {need}")
+            raise ValueError(f"the prompt is empty, so there is no token to continue from; give {need}")
         if bad := [token for token in tokens if not 0 <= token < config.vocab_size]:
             raise ValueError(f"prompt has token ids {bad[:5]} outside the vocabulary of {config.vocab_size}")
-        scored = not params.max_tokens and params.prompt_logprobs is not None  # then the last token is not fed
+        # A prompt that is only scored may be one token longer: its last token is not fed to the model.
+        scored = not params.max_tokens and params.prompt_logprobs is not None
         if len(tokens) >= config.max_position_embeddings + (not params.max_tokens) + scored:
             raise ValueError(
                 f"prompt has {len(tokens)} tokens; the model's context of {config.max_position_embeddings} leaves no "
@@ -360,7 +383,7 @@ class LLM(Calls):
                 raise ValueError("bad_words need a tokenizer, which this model lacks; use bad_words_ids")
             bad_words += self.tokenizer.spellings(word)
         matcher = self._matcher(params)
-        # under a grammar even a row that ignores them ends where nothing else may follow
+        # Under a grammar a row ends where nothing else may follow, even with ``ignore_eos``.
         eos = frozenset() if params.ignore_eos and matcher is None else self.eos_ids
         row = Sequence(
             tokens=tokens,
@@ -379,7 +402,7 @@ class LLM(Calls):
         return row
 
     def _bind(self, policy: AcceptancePolicy) -> AcceptancePolicy:
-        """The policy, bound to the vocabulary; computed once if it can be hashed."""
+        """The policy, bound to the vocabulary. Policies that can be hashed are bound once."""
         try:
             return self._bound(policy)
         except TypeError:
@@ -407,7 +430,11 @@ def _name_of(given: object) -> str:
     """A short name of a model or a draft."""
     if isinstance(given, LLM):
         return given._named[0]
-    return repr(str(given)) if isinstance(given, (str, Path)) else type(given).__name__ if given is not None else "None"
+    if given is None or isinstance(given, (str, Path)):
+        return repr(None if given is None else str(given))
+    model = getattr(given, "model", None)  # of a draft strategy that is one model
+    name = model.name if isinstance(model, Path) else model
+    return f"{type(given).__name__}({name!r})" if isinstance(name, str) else type(given).__name__
 
 
 def _one_each(value: Any, count: int, name: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The result of a request, and how it is shown: as data, in a notebook. Knows nothing of models."""
+"""The result of a request, and how it is shown as data and in notebooks. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fly.types import Guarantee, Why
 
 __all__ = ["Output", "Piece", "Reader"]
 
-# Colours that also work on dark pages: the text keeps its own colour, on a tinted background.
+# These colours work on light and dark pages: the text keeps its own colour, on a tinted background.
 _STYLES = {
     Why.MATCH: ("background:rgba(40,170,80,.22)", "drafted, and the target's own choice"),
     Why.RELAXED: ("background:rgba(235,170,0,.40);text-decoration:underline", "drafted, kept only by the relaxed rule"),
@@ -28,10 +28,10 @@ _BOX = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"
 
 
 class Piece(str):
-    """A piece of text that knows the tokens it came with.
+    """A piece of text with its tokens.
 
     Attributes:
-        tokens: the tokens that settled it, each with why it was kept (``fly.Token``).
+        tokens: the tokens that completed it, each with the reason why it was kept (``fly.Token``).
         kind: ``"text"``, or ``"reasoning"`` where a model thinks before it answers a conversation.
     """
 
@@ -48,12 +48,13 @@ class Piece(str):
 
     @property
     def why(self) -> Why:
-        """The reason that gives its colour: ``RELAXED`` if one of its tokens is relaxed, else that of the first."""
+        """The reason that decides its colour: ``RELAXED`` if a token of it is relaxed, else that of its first token."""
         return max((token.why for token in self.tokens), key=lambda why: why == Why.RELAXED, default=Why.MATCH)
 
 
 class Reader:
-    """Reads an output's tokens once more, as a stream gives them. Copies of an output share it; it is not pickled."""
+    """Makes the pieces of an output from its tokens, as a stream gives them. Copies of an output share it. Pickling
+    leaves its tokenizer out."""
 
     def __init__(self, tokenizer: Tokenizer | None = None, thinking: Thinking | None = None) -> None:
         self.tokenizer, self.thinking = tokenizer, thinking
@@ -77,7 +78,7 @@ class Reader:
             if number == len(output.provenance):
                 settled += splitter.finish(text.finish())
             for kind, piece in settled:
-                if piece := piece[: left[kind]]:  # nothing of a stop string
+                if piece := piece[: left[kind]]:  # without the stop string
                     found.append(Piece(piece, held, kind))
                     left[kind], held = left[kind] - len(piece), ()
         return found
@@ -96,14 +97,13 @@ class Output:
         logprobs: for each token the log-probabilities that ``SamplingParams.logprobs`` asked for, by id; else None.
         prompt_logprobs: if they were asked for, an entry for each prompt token; None up to the first that is scored.
         provenance: why each token was kept (``fly.Token``).
-        stats: what speculation did for it (``fly.Stats``).
-        policy: the rule that decided.
-        guarantee: what the policy promises; if that is ``BOUNDED``, ``bound`` says how much. ``HEURISTIC`` if the
-            target could leave early.
+        stats: the counts of speculation (``fly.Stats``).
+        policy: the policy that decided.
+        guarantee: what the policy promises; ``HEURISTIC`` if the target could leave early.
         bound: the bound of a ``BOUNDED`` policy, else None.
         others: the other completions, if ``n`` is more than 1.
-        reasoning: the thinking of a model that thinks before it answers a conversation; ``text`` is what follows it
-            (see ``fly.models.chat.Splitter``).
+        reasoning: what a model thinks before it answers a conversation; ``text`` is the answer after it (see
+            ``fly.models.chat.Splitter``).
         pieces: the text in the pieces of a stream (``fly.Piece``); empty without a tokenizer.
     """
 
@@ -127,7 +127,7 @@ class Output:
         return self._reader.pieces(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as dictionaries, lists, texts and numbers, which ``json.dumps`` takes."""
+        """The output as dictionaries, lists, texts and numbers, for ``json.dumps``."""
         return {
             "prompt_token_ids": list(self.prompt_token_ids),
             "text": self.text,
@@ -146,8 +146,8 @@ class Output:
         }
 
     def __repr__(self) -> str:
-        said = short(self.text) if self.text or not self.token_ids else f"token_ids={short(self.token_ids)}"
-        parts = [said, f"{len(self.token_ids)} tokens", self.finish_reason, f"{self.policy} ({self.guarantee.value})"]
+        shown = short(self.text) if self.text or not self.token_ids else f"token_ids={short(self.token_ids)}"
+        parts = [shown, f"{len(self.token_ids)} tokens", self.finish_reason, f"{self.policy} ({self.guarantee.value})"]
         if self.stats.drafted:
             parts.append(f"tau={self.stats.tau:.2f}")
         if self.others:
@@ -155,7 +155,7 @@ class Output:
         return f"Output({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        """Its tokens in the colour of why each was kept, what the colours mean, and the counts."""
+        """The tokens, coloured by why each was kept, with a legend and the counts."""
         every = (self, *self.others)
         texts = [f'<div style="{_BOX};margin:.4em 0">{output._coloured()}</div>' for output in every]
         counts = Counter(token.why for output in every for token in output.provenance)
@@ -165,8 +165,8 @@ class Output:
         return f"<div>{''.join(texts)}{small}{' · '.join([*seen, *map(html.escape, self._summary())])}</div></div>"
 
     def _summary(self) -> list[str]:
-        said = [self.finish_reason, f"{self.policy}: {self.guarantee.value}"]
-        return [*said, f"τ {self.stats.tau:.2f}"] if self.stats.drafted else said
+        parts = [self.finish_reason, f"{self.policy}: {self.guarantee.value}"]
+        return [*parts, f"τ {self.stats.tau:.2f}"] if self.stats.drafted else parts
 
     def _coloured(self) -> str:
         if self.pieces:
@@ -177,7 +177,7 @@ class Output:
 
 
 def _reasons(piece: Piece) -> str:
-    """The tooltip of a piece: for each of its tokens the id, why it was kept, and the target's choice."""
+    """The tooltip of a piece: for each token its id, why it was kept, and the target's choice."""
     lines = []
     for token in piece.tokens:
         wanted = token.target_choice not in (None, token.id)

@@ -62,12 +62,14 @@ class _Params(BaseModel):
 
 
 class StructuredOutput(_Params):
-    """The form that an output must have: exactly one of these.
+    """The form that an output must have. Exactly one field is given.
 
-    ``json_schema``: valid JSON under a schema (a dictionary, or its JSON text; properties come in the schema's order).
-    ``json_object``: any JSON object. ``regex``: a text that the whole regular expression matches (the syntax of Rust's
-    regex, with no look-around and no backreferences). ``grammar``: a context-free grammar as llguidance takes it, in a
-    variant of Lark's syntax.
+    - ``json_schema``: JSON that is valid under a schema (a dictionary, or its JSON text), with properties in the
+      schema's order.
+    - ``json_object``: any JSON object.
+    - ``regex``: a text that a regular expression matches as a whole (the syntax of Rust's regex, without look-around
+      and backreferences).
+    - ``grammar``: a text of a context-free grammar, in llguidance's variant of Lark's syntax.
     """
 
     json_schema: str | None = None  # JSON text
@@ -83,7 +85,7 @@ class StructuredOutput(_Params):
 
     @property
     def source(self) -> str:
-        """Its schema, expression or grammar; "" for any JSON object."""
+        """The schema, expression or grammar; "" for any JSON object."""
         return self.json_schema or self.regex or self.grammar or ""
 
     def _given(self) -> list[str]:
@@ -110,39 +112,39 @@ class StructuredOutput(_Params):
 
 
 class SamplingParams(_Params):
-    """How one request is sampled and when it ends. Unknown fields and values out of range are errors.
+    """How one request is sampled, and when it ends. Unknown fields and values out of range are errors.
 
-    ``temperature`` 0 is greedy; ``top_k`` 0 (or -1) and ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` None draws a
-    fresh one. Output ends exactly where one of these comes first: a ``stop_token_ids``, end-of-sequence (unless
-    ``ignore_eos``), a ``stop`` string, or ``max_tokens``. Before ``min_tokens`` no stop token can be drawn.
-    ``logprobs`` n gives the target's log-probability of each token and of the n most likely ones (of the unprocessed
-    distribution). ``explain`` notes in the provenance how likely each token was, and how undecided the target was.
+    ``temperature`` 0 is greedy. ``top_k`` 0 (or -1), ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` None draws a random
+    seed. The output ends at the first of these: one of ``stop_token_ids``, end-of-sequence (unless ``ignore_eos``), a
+    ``stop`` string, or ``max_tokens``. Before ``min_tokens`` no stop token can be drawn. ``logprobs`` n gives the
+    target's log-probabilities of each token and of the n most likely ones (in the unprocessed distribution).
+    ``explain`` notes in the provenance how likely each token was, and how undecided the target was.
 
-    ``prompt_logprobs`` n gives the same for the prompt's tokens, from ``prompt_logprobs_start`` on (token 0 follows
-    nothing, and has none). Only the cache of tokens before that is shared with other requests. With ``max_tokens`` 0
-    nothing else is done, and the prompt may be one token longer than the context.
+    ``prompt_logprobs`` n gives the same for the prompt's tokens, from ``prompt_logprobs_start`` on (token 0 has none,
+    since nothing comes before it). Only the cache of the tokens before that is shared with other requests. With
+    ``max_tokens`` 0 nothing is generated, and the prompt may be one token longer than the context.
 
-    ``repetition_penalty`` (Keskar et al. 2019; 1 is off) divides positive and multiplies negative logits of tokens of
-    the prompt or the output. ``presence_penalty`` and ``frequency_penalty`` (OpenAI's, in [-2, 2]) are subtracted from
-    the logits of tokens that were generated before: the first once, the second for each time. ``logit_bias`` is added
-    by token id (in [-100, 100]). ``bad_words`` are texts that never appear (unless split over tokens in an unusual
-    way), and ``bad_words_ids`` sequences of token ids that never appear. All these apply in this order (which is
-    vLLM's), at every drafted position by the tokens before it, and no rule excuses a bad word.
+    ``repetition_penalty`` (Keskar et al. 2019; 1 is off) divides the positive and multiplies the negative logits of
+    tokens that occur in the prompt or the output. ``presence_penalty`` and ``frequency_penalty`` (OpenAI's, in [-2, 2])
+    are subtracted from the logits of tokens that were generated before, the first once, the second for each time.
+    ``logit_bias`` (in [-100, 100]) is added by token id. ``bad_words`` are texts that never appear (unless an unusual
+    split over tokens spells one), and ``bad_words_ids`` are sequences of token ids that never appear. All these apply
+    in this order, which is vLLM's, at every drafted position. No rule excuses a bad word.
 
     ``skip_special_tokens`` leaves control tokens out of the text. ``include_stop_str_in_output`` keeps the stop string
     that ended it (and the stop token, if control tokens are shown).
 
-    ``n`` is the number of completions; all but the first have seeds derived from that of the first.
+    ``n`` is the number of completions. The seeds of the others are derived from the seed of the first.
 
     Requests that begin with the same tokens share their cache pages if they have the same ``cache_salt``. A salt that
     is hard to guess keeps others from finding out, by time or by ``stats.cached``, how this prompt begins.
 
-    ``structured`` gives the output a form, such as ``{"regex": "yes|no"}`` (see ``StructuredOutput``), which holds at
-    every drafted position too, whatever the policy. End-of-sequence tokens, and stop tokens that are control tokens,
-    are allowed exactly where the form may be complete. If nothing else may follow, the output ends with one, even under
-    ``ignore_eos`` (which otherwise goes on as long as the form allows) and before ``min_tokens``. So an output has its
-    form if ``finish_reason`` is ``"stop"``, unless a stop string or a stop token that is text cut it; ``max_tokens``
-    (``"length"``) may cut it too. If bad words forbid everything that the form allows, the form wins.
+    ``structured`` gives the output a form, such as ``{"regex": "yes|no"}`` (see ``StructuredOutput``). It holds at
+    every drafted position too, under any policy. End-of-sequence tokens, and stop tokens that are control tokens, are
+    allowed exactly where the form may be complete. If nothing else may follow, the output ends with one of them, even
+    under ``ignore_eos`` and before ``min_tokens``. So an output with the ``finish_reason`` ``"stop"`` has its form,
+    unless it was cut by a stop string or by a stop token that is text. ``max_tokens`` (``"length"``) may cut it too. If
+    bad words forbid everything that the form allows, the form wins.
     """
 
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
@@ -181,7 +183,7 @@ class SamplingParams(_Params):
 
     @property
     def penalises(self) -> bool:
-        """Whether the request changes logits, by the text before them or by itself."""
+        """Whether the request changes logits, by penalties, biases or bad words."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
         return any(penalties) or bool(self.logit_bias) or bool(self.bad_words or self.bad_words_ids)
 
@@ -214,7 +216,7 @@ class SamplingParams(_Params):
     @classmethod
     def _stops_say_something(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if "" in value:
-            raise ValueError("an empty stop string would end every output before it began")
+            raise ValueError("an empty stop string would end every output before it begins")
         return value
 
     @model_validator(mode="after")

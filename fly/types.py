@@ -1,4 +1,4 @@
-"""The small values that pass between roles. Knows nothing of models, files, HTTP or ranks.
+"""The small values that pass between the parts of an engine. Knows nothing of models, files, HTTP or ranks.
 
 Shape legend: B rows, K longest draft, V vocabulary.
 """
@@ -56,9 +56,9 @@ class Why(IntEnum):
 class Draft:
     """What a strategy proposes for a batch, right-padded: chains of tokens, or trees.
 
-    In a tree every token names the one it follows: ``parents_BK`` [B, K] is its number, which is smaller than the
-    token's own, or -1 for the row's last token. Siblings are in the order in which they are tried; those of a
-    deterministic draft are different tokens. None is the special case of a chain: each follows the one before.
+    In a tree ``parents_BK`` [B, K] has, for every token, the number of the token that it follows (always smaller than
+    its own number), or -1 for the row's last token. Siblings are in the order in which they are tried, and those of a
+    deterministic draft are different tokens. None means chains, in which each token follows the one before.
     """
 
     tokens_BK: Tensor  # int64
@@ -74,7 +74,7 @@ class Draft:
 
     @staticmethod
     def of(chains: list[list[int]], device: torch.device | str = "cpu", trees: list[list[int]] | None = None) -> Draft:
-        """A deterministic proposal of ragged token lists; of trees, with the parents of each row's tokens."""
+        """A deterministic draft from lists of tokens; for trees, with the parents of each row's tokens."""
         draft: Draft = ListedDraft(chains)
         if trees is not None:
             _, longest = draft.shape
@@ -103,8 +103,8 @@ class Draft:
         return [tree[: len(tokens)] for tree, tokens in zip(self.parents_BK.tolist(), self.chains)]
 
     def rows(self, index_B: Tensor, numbers: list[int] | None = None) -> Draft:
-        """The proposal of some rows only, ``index_B`` int64 (``numbers`` are the same on the host, if the caller has
-        them)."""
+        """The draft of some rows. ``index_B`` (int64) are their numbers; ``numbers`` are the same as a list, if the
+        caller has it."""
         rows = Draft(
             self.tokens_BK[index_B],
             self.lengths_B[index_B],
@@ -117,11 +117,11 @@ class Draft:
         return rows
 
     def _known(self) -> dict[str, list[list[int]]]:
-        """What is known as lists already."""
+        """The columns that exist as lists already."""
         return {name: self.__dict__[name] for name in ("chains", "trees") if self.__dict__.get(name) is not None}
 
     def to(self, device: torch.device) -> Draft:
-        """The proposal on ``device``: a strategy and the target may be on different ones."""
+        """The draft on ``device``: a strategy and the target may be on different devices."""
         if self.tokens_BK.device == torch.device(device):
             return self
         others = (self.probs_BKV, self.parents_BK, self.logits_BKV)
@@ -131,8 +131,8 @@ class Draft:
         return moved
 
     def own_probs_BK(self) -> Tensor:
-        """[B, K] the probability with which each token was drafted: 1 if the draft is deterministic, and never 0, even
-        on padding."""
+        """[B, K] the probability with which each token was drafted: 1 for a deterministic draft; never 0, not even on
+        padding."""
         if self.probs_BKV is None:
             return torch.ones_like(self.tokens_BK, dtype=torch.float32)
         return pick(self.probs_BKV, self.tokens_BK).clamp_min(torch.finfo(self.probs_BKV.dtype).tiny)
@@ -144,9 +144,9 @@ class Draft:
 
 
 class ListedDraft(Draft):
-    """Deterministic chains that were proposed as lists on the host, and become tensors only when they are used: between
-    two forwards of a small model, making tensors takes longer than what is done with them. A copy with other columns
-    (``dataclasses.replace``) is a plain ``Draft``."""
+    """Deterministic chains as lists on the host, which become tensors only when they are used: between two forwards of
+    a small model, making tensors takes longer than using them. A copy with other columns (``dataclasses.replace``) is a
+    plain ``Draft``."""
 
     def __new__(cls, chains: list[list[int]] | None = None, **columns: Any) -> Any:
         return Draft(**columns) if columns else object.__new__(cls)
@@ -177,10 +177,10 @@ class LazyDistribution(Protocol):
     (``fly.runtime.sampling.ProcessedDistribution``)."""
 
     def dense(self) -> Tensor:
-        """All of it: [B, K+1, V]."""
+        """[B, K+1, V], the whole distribution."""
 
     def at(self, rows_N: Tensor, positions_N: Tensor) -> Tensor:
-        """[N, V], at some positions of some rows."""
+        """[N, V], at single positions."""
 
     def of(self, tokens_BK: Tensor) -> Tensor:
         """[B, K], the probability of token j at position j."""
@@ -189,29 +189,29 @@ class LazyDistribution(Protocol):
         """[B, K+1, min(n, V)], the largest probabilities at each position, largest first."""
 
     def rows(self, index_B: Tensor) -> LazyDistribution:
-        """Some rows only."""
+        """The distribution of some rows."""
 
 
 class Target:
-    """What the target says about a block: position j's distribution of the next token given the draft before it.
+    """The target's output for a block: at position j, the distribution of the next token given the draft before it.
 
-    Use ``probs_of``, ``top_probs`` and ``probs_at`` if they are enough: a whole ``probs_BKV`` costs passes over the
-        vocabulary.
-    ``all_greedy`` and ``some_greedy`` say on the host whether all rows are, or some may be, at temperature 0.
+    Use ``probs_of``, ``top_probs`` and ``probs_at`` where they are enough: ``probs_BKV`` needs several passes over the
+    vocabulary. ``all_greedy`` and ``some_greedy`` are known on the host: whether all rows are, or some may be, at
+    temperature 0.
 
     Args:
-        logits_BKV: [B, K+1, V] float32, raw but for bans (a banned token has logit -inf).
+        logits_BKV: [B, K+1, V] float32, the raw logits, with -inf for banned tokens.
         probs: the distribution after temperature, top-k, top-p and min-p (one-hot at temperature 0), as a tensor [B,
             K+1, V] or a ``LazyDistribution``; None builds the one-hot distribution.
         greedy_B: [B] bool, rows at temperature 0; None means all where ``probs`` is None, and none otherwise.
-        control_V: [V] bool, end-of-sequence, end-of-turn and other control tokens; None protects nothing.
+        control_V: [V] bool, end-of-sequence, end-of-turn and other control tokens; None for none.
         generated_B, relaxed_B, nats_B: [B], for each row the number of tokens emitted so far, how many of them were
-            relaxed (int64), and the sum of -ln target(x) over those (float32). Tensors, or functions that build them
-            when a rule first asks; None is zero.
-        spent: for a budget's label (``fly.policies.CostBudget``), what the relaxed tokens of each row cost so far;
-            None is zero.
+            relaxed (int64), and the sum of -ln target(x) over the relaxed ones (float32). Tensors, or functions that
+            build them when a rule first asks; None for zero.
+        spent: a function from a budget's label (``fly.policies.CostBudget``) to what the relaxed tokens of each row
+            cost so far; None for zero.
         history: the tokens of each row before this block, its prompt included; None if unknown.
-        choices: ``argmax_BK`` as lists, if it is known already.
+        choices: ``argmax_BK`` as lists, if the caller has it.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class Target:
         self._argmax: Tensor | None = None
         if choices is not None:
             self.__dict__["choices"] = choices
-        self.checked = choices is not None  # whether its logits are known to be numbers: a backend saw that on the way
+        self.checked = choices is not None  # whether the backend has checked that the logits are numbers
 
     @property
     def lazy_distribution(self) -> LazyDistribution | None:
@@ -265,8 +265,8 @@ class Target:
         return self._argmax
 
     def allowed(self, tokens_BK: Tensor) -> Tensor:
-        """[B, K] bool: where token j is not banned at position j (an end before ``min_tokens``, say), by a logit of
-        -inf. Nothing excuses a banned token."""
+        """[B, K] bool: where token j is not banned at position j, by a logit of -inf (as an end is before
+        ``min_tokens``). No rule excuses a banned token."""
         return pick(self.logits_BKV[:, : tokens_BK.shape[1]], tokens_BK) > -torch.inf
 
     @cached_property
@@ -314,8 +314,8 @@ class Target:
         return log_mass(logits_RV, peak_N, at_N=rows_N * positions + positions_N)
 
     def nats_of(self, tokens: list[tuple[int, int, int]]) -> list[float]:
-        """-ln target(token), of the unprocessed distribution, of each token, given as its row, its position and its id.
-        Copies to the host."""
+        """-ln target(token) in the unprocessed distribution, for tokens that are given as (row, position, id). Copies
+        to the host."""
         b_N, at_N, token_N = torch.tensor(tokens, device=self.logits_BKV.device).unbind(1)
         log_NV = self.logits_BKV[b_N, at_N].log_softmax(-1)
         nats: list[float] = (-pick(log_NV, token_N)).tolist()
@@ -323,7 +323,7 @@ class Target:
 
     @property
     def generated_B(self) -> Tensor:
-        """[B] int64, tokens each row has emitted before this block."""
+        """[B] int64, how many tokens each row has emitted before this block."""
         self._generated = self._column(self._generated, torch.int64)
         return self._generated
 
@@ -340,7 +340,7 @@ class Target:
         return self._nats
 
     def spent(self, label: str) -> Tensor:
-        """[B] float32, what the relaxed tokens cost so far by the budget of this label (``Condition.label``)."""
+        """[B] float32, the cost of the relaxed tokens so far, by the budget with this label (``Condition.label``)."""
         return self._column(None if self._spent is None else self._spent(label), torch.float32)
 
     def _column(self, value: Tensor | Callable[[], Tensor] | None, dtype: torch.dtype) -> Tensor:
@@ -349,12 +349,13 @@ class Target:
         return value() if callable(value) else value
 
     def rows(self, index_B: Tensor, numbers: list[int] | None = None) -> Target:
-        """Some rows only, ``index_B`` int64 (``numbers`` are the same on the host, if the caller has them)."""
+        """The outputs for some rows. ``index_B`` (int64) are their numbers; ``numbers`` are the same as a list, if the
+        caller has it."""
         probs = self._probs
         if probs is not None:
             probs = probs[index_B] if isinstance(probs, Tensor) else probs.rows(index_B)
         rows = self.about(index_B, self.logits_BKV[index_B], probs, numbers)
-        # a one-hot distribution may have been built since
+        # If a one-hot distribution has been built, the copy does not know that all rows are greedy.
         rows.all_greedy, rows.some_greedy, rows.checked = self.all_greedy, self.some_greedy, self.checked
         return rows
 
@@ -365,7 +366,7 @@ class Target:
         probs: Tensor | LazyDistribution | None,
         numbers: list[int] | None = None,
     ) -> Target:
-        """The same about other positions of the same rows: new row n is row ``rows_N[n]`` (int64) of this one."""
+        """A target with other positions of the same rows: its row n is row ``rows_N[n]`` (int64) of this one."""
         history = None
         if self.history is not None:
             history = [self.history[b] for b in (rows_N.tolist() if numbers is None else numbers)]
@@ -384,26 +385,26 @@ class Target:
 
 @dataclass(frozen=True)
 class Noise:
-    """Randomness as data: uniforms in [0, 1), drawn once per row from the row's own seed."""
+    """Randomness as data: uniforms in [0, 1), drawn once for each row, from the row's own seed."""
 
     accept_BK: Tensor  # the coin of each drafted token
     sample_B: Tensor  # draws the correction or the bonus
 
     def rows(self, index_B: Tensor) -> Noise:
-        """Some rows only, ``index_B`` int64."""
+        """The noise of some rows, ``index_B`` int64."""
         return Noise(self.accept_BK[index_B], self.sample_B[index_B])
 
 
-UNDECIDED = -1  # in place of a token: a NaN leaves open which
+UNDECIDED = -1  # stands for a token that depends on a NaN
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The decision on a block: which tokens are kept, and what follows them.
 
-    ``clauses`` has each condition of a relaxation by name, and where it held ([B, K] bool, valid at least at
-    ``asked_BK``; empty if nothing was asked). ``asked_BK`` marks the mismatches that decided the block: those in the
-    accepted path, and those tried after it.
+    ``asked_BK`` marks the mismatches that decided the block: those in the accepted path, and those tried after it.
+    ``clauses`` has the conditions of a relaxation by name, and where each held ([B, K] bool, valid at least at
+    ``asked_BK``); it is empty if no condition was asked.
     """
 
     accepted_B: Tensor  # int64, length of the accepted prefix (in a tree: of the accepted path)
@@ -423,14 +424,14 @@ class Verdict:
 
 
 class Mismatch(NamedTuple):
-    """A drafted token that the exact rule rejects and that decided its block: it was relaxed, or a relaxation's
-    conditions were asked about it."""
+    """A drafted token that the exact rule rejects and that decided its block: it was relaxed, or the conditions of a
+    relaxation were asked about it."""
 
     node: int  # its number in the draft
-    relaxed: bool  # whether it is kept all the same
-    held: Mapping[str, bool]  # whether each condition of the rule's relaxation held for it; empty if there are none
-    nats: float  # -ln target(token), of the unprocessed distribution, if it is relaxed
-    costs: Mapping[str, float] = {}  # if it is relaxed, by the label of each budget of the rule
+    relaxed: bool  # whether it was kept
+    held: Mapping[str, bool]  # for each condition of the relaxation, whether it held
+    nats: float  # if it is relaxed: -ln target(token), in the unprocessed distribution
+    costs: Mapping[str, float] = {}  # if it is relaxed: its cost, by the label of each budget of the rule
 
 
 class Decision(NamedTuple):
@@ -438,7 +439,7 @@ class Decision(NamedTuple):
 
     drafted: list[int]
     path: abc.Sequence[int]  # numbers of the kept drafted tokens, in order; in a chain 0, 1, 2, ...
-    next_token: int  # less than 0: UNDECIDED
-    bonus: bool  # whether nothing was drafted after the path; else the next token is a correction
+    next_token: int  # negative if UNDECIDED
+    bonus: bool  # whether the draft ended with the path; otherwise the next token is a correction
     choices: list[int]  # the target's most likely token after the row, and after each drafted token
     mismatches: abc.Sequence[Mismatch] = ()

@@ -1,4 +1,4 @@
-"""What the token ids of a model stand for. Knows nothing of models, files or policies.
+"""The meaning of a model's token ids. Knows nothing of models, files or policies.
 
 Shape legend: V vocabulary.
 """
@@ -15,21 +15,20 @@ from torch import Tensor
 
 __all__ = ["Vocabulary"]
 
-_MASKS = 64  # masks kept; a predicate that is made anew each time must not fill the memory
+_MASKS = 64  # how many masks are kept: predicates that are created again and again must not fill the memory
 
 
 class Vocabulary:
-    """The tokens of a model by their ids, 0 to ``size`` - 1: ``bytes``, ``texts``, ids of texts, and masks.
+    """The tokens of a model by id, from 0 to ``size`` - 1: their bytes and texts, the ids of texts, and masks.
 
     Args:
-        size: V, how many ids the model knows.
-        spelled: the bytes of each id, empty if it stands for no text, or a function that returns them at first use; ids
-            beyond its end stand for no text. None: it is unknown what the ids stand for.
-        control_ids: end-of-sequence, turn markers and the like: never plain text.
-        token_id: the id of the one token with this text; raises ``ValueError`` if there is none. None looks it up.
+        size: V, the number of ids.
+        spelled: the bytes of each id (empty for an id without text), or a function that returns them when they are
+            first used. Ids beyond its end have no text. None if the texts are unknown.
+        control_ids: end-of-sequence, turn markers and the like, which are never plain text.
+        token_id: a function from a text to the id of its one token, or ``ValueError``. None searches ``spelled``.
         device: the device of masks, which is that of the target's logits.
-        encode: the ids of a text; raises ``ValueError`` if there is no tokenizer. None looks for the longest token
-            again and again.
+        encode: a function from a text to its ids, or ``ValueError``. None takes the longest token each time.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Vocabulary:
 
     @cached_property
     def bytes(self) -> list[bytes]:
-        """The bytes that each id adds after other text: a word's leading space is part of it.
+        """The bytes that each id adds to a text. The space before a word is part of its token.
 
         Raises ``ValueError`` if the model has no tokenizer.
         """
@@ -58,26 +57,26 @@ class Vocabulary:
 
     @cached_property
     def texts(self) -> list[str]:
-        """``bytes`` as text, with replacement marks if a token is only a part of a character."""
+        """``bytes`` as text, with replacement characters where a token is only a part of a character."""
         return [data.decode("utf-8", "replace") for data in self.bytes]
 
     def token_id(self, text: str) -> int:
-        """The id of the one token whose text this is. Raises ``ValueError`` if it is none, or several."""
+        """The id of the one token with this text. Raises ``ValueError`` if there is none, or the text has several."""
         return self._token_id(text)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text by itself, without a begin token: what a marker of several tokens looks like in the tokens
-        of a row. (Within a text its first token may be another, if a space comes before it.)
+        """The ids of a text, without a begin token: for example, how a marker of several tokens looks in a row. (After
+        other text its first token may differ, if a space comes before it.)
 
         Raises ``ValueError`` if the model has no tokenizer.
         """
         return self._encode(text)
 
     def where(self, predicate: Callable[[str], bool]) -> Tensor:
-        """[V] bool, on ``device``: the plain tokens for whose text ``predicate`` is true.
+        """[V] bool, on ``device``: for which tokens' texts ``predicate`` is true.
 
-        Control tokens, and ids that stand for no text, are always False. Computed once for a predicate: a function with
-        a name, or a method of a rule (those of equal rules count as one). Raises ``ValueError`` like ``bytes``.
+        Control tokens and ids without text are always False. The mask is computed once for each predicate: a named
+        function, or a method of a rule (equal rules share it). Raises ``ValueError`` like ``bytes``.
         """
         if isinstance(predicate, MethodType):
             return self._masks(predicate.__func__, predicate.__self__)

@@ -1,35 +1,45 @@
-"""A CUDA device that is none: its tensors say ``cuda:0`` and are computed on the CPU, so their values are true.
+"""Two CUDA devices that are none: their tensors say ``cuda:0`` or ``cuda:1`` and are computed on the CPU, so their
+values are true. One device is the current one.
 
-What a GPU would refuse raises: tensors of two devices in one operation, and a wait of the host while a graph is
-captured. Waits are noted by line, launches are counted, of a replayed graph one. Capturing leaves memory as it was, and
-what was captured has no values until it is replayed. What is copied to the host without a wait is poison until it was
-waited for.
+What a GPU would refuse, or get wrong, raises: tensors of two devices in one operation; a wait of the host while a graph
+is captured; an operation there that torch's tags say no graph can hold; an event, a graph or a stream used for work of
+another device; work on the stream that a failed capture left current; a graph that is replayed after memory that it
+reads was freed; arguments that FlashAttention refuses, or that a version of torch does not know (emulated_flash.py).
+
+Waits are noted by line, launches are counted, of a replayed graph one. Capturing leaves memory as it was, and what was
+captured has no values until it is replayed. What is copied to the host without a wait is poison until it was waited
+for.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 import fly
+from tests import emulated_flash
 
 __all__ = ["Gpu", "emulated", "exchanged"]
 
 _COMPILE = torch.compile
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+# What torch's tags say no graph can hold.
+UNSAFE = torch.Tag.cudagraph_unsafe, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 HERE = os.path.dirname(fly.__file__)
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "bincount"}
 MADE_OF_OTHERS = {"item", "is_nonzero", "nonzero_numpy", "argwhere", "lift_fresh"}
@@ -42,16 +52,17 @@ class OnGpu(Tensor):
     CPU alone knows no other; to who asks it is not."""
 
     value: Tensor
-    device = CUDA  # type: ignore[assignment]
+    place: torch.device
+    device = property(lambda self: self.place)  # type: ignore[assignment]
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, value: Tensor) -> OnGpu:
+    def __new__(cls, value: Tensor, device: torch.device) -> OnGpu:
         with torch.inference_mode(False):
             made = Tensor._make_wrapper_subclass(
                 cls, value.size(), value.stride(), value.storage_offset(), dtype=value.dtype, device=CPU
             )
-        made.value = value
+        made.value, made.place = value, device
         return made
 
     @classmethod
@@ -64,20 +75,61 @@ def value_of(x: Any) -> Any:
     return x.value if isinstance(x, OnGpu) else CPU if isinstance(x, torch.device) and x.type == "cuda" else x
 
 
+class Address:
+    """A tensor as a graph knows it: where it is. The graph does not keep it."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.memory, self.look = StorageWeakRef(x.untyped_storage()), (x.storage_offset(), x.size(), x.stride())
+        self.dtype = x.dtype
+
+    def tensor(self) -> Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)
+        if storage is None:
+            raise RuntimeError(f"a graph reads memory that was freed: {self.dtype}, {tuple(self.look[1])}")
+        return torch.empty(0, dtype=self.dtype).set_(storage, *self.look)
+
+
 class Graph:
     """``torch.cuda.CUDAGraph``: operations with their arguments and the memory of their results."""
 
     def __init__(self, gpu: Gpu) -> None:
-        self.gpu, self.steps = gpu, list[tuple[Callable[..., Any], Any, Any, list[Tensor]]]()
+        self.gpu, self.device = gpu, gpu.device
+        gpu.alive.add(self)
+        self.steps = list[tuple[Callable[..., Any], Any, Any, list[Any]]]()
         self.before: dict[int, tuple[Any, Any]] = {}  # memory that was written while capturing, as it was
         self.fresh: list[Tensor] = []  # memory that was taken while capturing
 
+    def forget_arguments(self) -> None:
+        """What was not made in the graph is known by its address from now on."""
+        own = {x.untyped_storage()._cdata for x in self.fresh}
+
+        def address(x: Any) -> Any:
+            return Address(x) if isinstance(x, Tensor) and x.untyped_storage()._cdata not in own else x
+
+        self.steps = [
+            (func, tree_map(address, args), tree_map(address, kwargs), list(map(address, made)))
+            for func, args, kwargs, made in self.steps
+        ]
+
+    @property
+    def communicates(self) -> bool:
+        return any(isinstance(func, _Step) and func.communicates for func, *_ in self.steps)
+
+    def reset(self) -> None:
+        self.steps.clear()
+
     def replay(self) -> None:
+        self.gpu.check(self.device, "a graph")
         self.gpu.launches["graph"] += 1
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             for func, args, kwargs, made in self.steps:
+                args, kwargs = (
+                    tree_map(lambda x: x.tensor() if isinstance(x, Address) else x, given) for given in (args, kwargs)
+                )
                 for old, new in zip(made, results(func(*args, **kwargs)), strict=True):
-                    if old is not new and old.data_ptr() != new.data_ptr():
+                    if (
+                        isinstance(old, Tensor) and old.data_ptr() != new.data_ptr()
+                    ):  # else it is a look at what is there
                         old.copy_(new)
 
 
@@ -91,8 +143,12 @@ class Gpu(TorchDispatchMode):
     """The device. ``waits`` are lines of the project where the host waited while the device had nothing to do,
     ``launches`` by operation; ``glances`` are how often the host waited while it had."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 2, any_dtype: bool = False, refuses: Collection[str] = ()) -> None:
         super().__init__()
+        self.count, self.any_dtype, self.refuses = count, any_dtype, refuses
+        self.alive: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self.device = self.last = CUDA  # the current one, and the one that something was last launched on
+        self.stream: Any = None  # the current one, if it is not the usual one
         self.waits, self.launches = list[str](), Counter[str]()
         self.real: dict[str, Any] = {}  # what of ``torch.cuda`` was there before
         self.compiled = Counter[tuple[str, bool]]()  # calls of compiled functions, and whether a graph was captured
@@ -112,6 +168,18 @@ class Gpu(TorchDispatchMode):
         self.waits.append(f"{where}: {what}")
         self.arrive()
 
+    def check(self, device: torch.device, what: str) -> None:
+        """What belongs to a device is used while that is the current one."""
+        if device != self.device:
+            raise RuntimeError(f"{what} of {device} while {self.device} is the current device")
+
+    def place(self, device: Any) -> torch.device:
+        """A device with its number."""
+        device = torch.device(device)
+        if (device.index or 0) >= self.count:
+            raise RuntimeError(f"CUDA error: invalid device ordinal: {device} of {self.count}")
+        return self.device if device.index is None else device
+
     def arrive(self) -> None:
         for host, value in self.pending:
             host.copy_(value)
@@ -121,9 +189,12 @@ class Gpu(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         leaves = tree_leaves((args, kwargs))
         here = [x for x in leaves if isinstance(x, OnGpu)]
-        to_gpu = any(isinstance(x, torch.device) and x.type == "cuda" for x in leaves)
+        given = [self.place(x) for x in leaves if isinstance(x, torch.device) and x.type == "cuda"]
+        to_gpu = bool(given)
         if not here and not to_gpu:
             return func(*args, **kwargs)
+        if len(there := {x.device for x in here}) > 1 and func._schema.name not in ("aten::copy_", "aten::_to_copy"):
+            raise RuntimeError(f"{func} mixes {sorted(map(str, there))}")
         name = func._schema.name.split("::")[1]
         if name == "_varlen_attn":
             return self.attend(func, args, kwargs)
@@ -150,21 +221,32 @@ class Gpu(TorchDispatchMode):
         to_gpu = to_gpu or (bool(here) and kwargs.get("device") is None)
         if strangers := [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, OnGpu) and x.dim()]:
             raise RuntimeError(f"{func} mixes cuda:0 with the CPU: {[tuple(x.shape) for x in strangers]}")
-        return self.launch(func, name, args, kwargs, to_gpu)
+        device = here[0].device if here and not given else given[0] if given else self.device
+        return self.launch(func, name, args, kwargs, to_gpu, device)
 
     def to(self, source: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``Tensor.to``, whatever it is called with."""
         device = next((x for x in (*args, kwargs.get("device")) if isinstance(x, (torch.device, str))), source.device)
         dtype = next((x for x in (*args, kwargs.get("dtype")) if isinstance(x, torch.dtype)), source.dtype)
         later = kwargs.get("non_blocking", False)
-        if dtype == source.dtype and torch.device(device).type == source.device.type:
+        place = self.place(device) if torch.device(device).type == "cuda" else torch.device(device)
+        if dtype == source.dtype and place == source.device:
             return source
         with self:
-            made: Tensor = torch.ops.aten._to_copy(source, dtype=dtype, device=device, non_blocking=later)
+            made: Tensor = torch.ops.aten._to_copy(source, dtype=dtype, device=place, non_blocking=later)
         return made
 
-    def launch(self, func: Any, name: str, args: Any, kwargs: Any, to_gpu: bool) -> Any:
+    def launch(self, func: Any, name: str, args: Any, kwargs: Any, to_gpu: bool, device: torch.device) -> Any:
         """Compute on the values; while capturing, also note how."""
+        looks = name in FREE or self.looks(func)
+        if self.capturing is not None and not looks:
+            self.check(device, f"{name}, which is to be captured, is an operation")
+            found = [tag for tag in UNSAFE if tag in getattr(func, "tags", ())]
+            if found and not name.removeprefix("_unsafe_").startswith("index"):  # a mask as an index waits, see above
+                raise RuntimeError(f"no graph can hold {name}: {found[0]}")
+        elif self.stream is not None and not looks:
+            raise RuntimeError(f"{name} is launched on the stream of a capture that is over")
+        self.last = self.last if looks else device
         values = tree_map(value_of, args), tree_map(value_of, {k: v for k, v in kwargs.items() if k != "pin_memory"})
         written = list(func.written) if isinstance(func, _Step) else self.written(func, args, kwargs)
         if self.capturing is not None:
@@ -176,11 +258,11 @@ class Gpu(TorchDispatchMode):
             self.capturing.steps.append((func, *values, results(made)))
             known = {x.untyped_storage()._cdata for x in results(values)}
             self.capturing.fresh += [x for x in results(made) if x.untyped_storage()._cdata not in known]
-        elif name not in FREE and not self.looks(func):
+        elif not looks:
             self.launches[name] += 1
         if len(written) == 1 and isinstance(made, Tensor):
             return written[0]
-        return tree_map(lambda x: OnGpu(x) if isinstance(x, Tensor) else x, made) if to_gpu else made
+        return tree_map(lambda x: OnGpu(x, device) if isinstance(x, Tensor) else x, made) if to_gpu else made
 
     @staticmethod
     def looks(func: Any) -> bool:
@@ -216,8 +298,11 @@ class Gpu(TorchDispatchMode):
             source = source.clone()  # it may be used again
             if name == "copy_":
                 values[0].copy_(source)
+                self.last = args[0].device
                 return args[0]
-            return OnGpu(func(source, *values[1:], **named))
+            self.last = self.place(kwargs["device"])
+            return OnGpu(func(source, *values[1:], **named), self.last)
+        self.last = source.device
         made = func(*values, **named) if name == "_to_copy" else args[1].value.to(args[0].dtype).clone()
         host = made.clone() if name == "_to_copy" else args[0]
         if later:
@@ -236,12 +321,11 @@ class Gpu(TorchDispatchMode):
     def attend(self, func: Any, args: Any, kwargs: Any) -> Any:
         """``varlen_attn`` over pages."""
         names = [argument.name for argument in func._schema.arguments]
-        given = dict(zip(names, args)) | kwargs
-        assert given["num_splits"] == 1 and given["cu_seq_k"].shape == given["cu_seq_q"].shape
-        assert given["key"].shape[1] % 256 == 0 and given["block_table"].dtype == torch.int32
+        given = dict.fromkeys(names) | dict(zip(names, args)) | kwargs
+        emulated_flash.check(given, self.any_dtype, self.refuses)
         tensors = {name: x for name, x in given.items() if isinstance(x, OnGpu)}
         how = {"window": given["window_size"][0], "scale": given["scale"]}
-        out = self.launch(_Step(_attend, []), "attention", (), tensors | how, True)
+        out = self.launch(_Step(emulated_flash.attend, []), "attention", (), tensors | how, True, given["query"].device)
         return out, out, out
 
 
@@ -256,7 +340,7 @@ class Compiled:
 
     def __call__(self, *args: Any) -> Any:
         self.gpu.compiled[self.name, self.gpu.capturing is not None] += 1
-        return self.gpu.launch(_Step(self._on_values, []), self.name, args, {}, True)
+        return self.gpu.launch(_Step(self._on_values, []), self.name, args, {}, True, self.gpu.device)
 
     def _on_values(self, *args: Any) -> Any:
         parts = [part for x in args if isinstance(x, torch.nn.Module) for part in x.modules()]
@@ -278,29 +362,13 @@ class Compiled:
 class _Step:
     """An operation of our own."""
 
-    def __init__(self, run: Callable[..., Tensor], written: Any, looks: bool = False) -> None:
-        self.run, self.written, self.looks = run, written, looks
+    def __init__(
+        self, run: Callable[..., Tensor], written: Any, looks: bool = False, communicates: bool = False
+    ) -> None:
+        self.run, self.written, self.looks, self.communicates = run, written, looks, communicates
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.run(*args, **kwargs)
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor,
-    block_table: Tensor, window: int, scale: float | None,
-) -> Tensor:  # fmt: skip
-    """Attention over pages: one row after the other; of each, the pages that it uses."""
-    out, ends = torch.zeros_like(query), cu_seq_q.tolist()
-    for begin, end, used, table in zip(ends, ends[1:], seqused_k.tolist(), block_table.long()):
-        k, v = (x[table[: -(-used // x.shape[1])]].flatten(0, 1)[:used].transpose(0, 1) for x in (key, value))
-        behind = torch.arange(used - (end - begin), used).unsqueeze(1) - torch.arange(used)
-        mask = (behind >= 0) & (behind <= window) if window >= 0 else behind >= 0
-        q = query[begin:end].transpose(0, 1)
-        row = F.scaled_dot_product_attention(
-            q[None], k[None], v[None], mask, scale=scale, enable_gqa=q.shape[0] != k.shape[0]
-        )
-        out[begin:end] = row[0].transpose(0, 1)
-    return out
 
 
 class Python(TorchFunctionMode):
@@ -328,16 +396,49 @@ class Python(TorchFunctionMode):
 
 
 class Stream:
-    """``torch.cuda.Stream``, which has done nothing until somebody waits."""
+    """``torch.cuda.Stream``, which has done nothing until somebody waits. It belongs to a device."""
 
-    def __init__(self, gpu: Gpu) -> None:
-        self.gpu = gpu
+    def __init__(self, gpu: Gpu, device: Any = None) -> None:
+        self.gpu, self.device = gpu, gpu.device if device is None else gpu.place(device)
 
     def query(self) -> bool:
         return not self.gpu.pending
 
     def synchronize(self) -> None:
         self.gpu.wait("stream")
+
+
+class Event:
+    """``torch.cuda.Event``: it belongs to the device on whose stream it is recorded first."""
+
+    device: torch.device | None = None
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+
+    def record(self) -> None:
+        gpu = self.gpu
+        gpu.check(gpu.last, "what an event is to await was launched on a stream")
+        if gpu.stream is not None:
+            raise RuntimeError("an event is recorded on the stream of a capture that is over")
+        self.device = self.device or gpu.device
+        gpu.check(self.device, "an event")
+        gpu.events += 1
+        self.at, self.launched = gpu.events, gpu.launches.total()
+
+    def query(self) -> bool:
+        """Who asks until it is over, as the host does, waits; but the device does not, if it has more to do."""
+        if self.gpu.launches.total() == self.launched:
+            self.gpu.wait("a look with nothing else to do")
+        self.gpu.glances += 1
+        self.gpu.arrive()
+        return True
+
+    def synchronize(self) -> None:
+        self.gpu.wait("event")
+
+    def elapsed_time(self, end: Event) -> float:
+        return float(end.at - self.at)
 
 
 @contextmanager
@@ -355,62 +456,101 @@ def exchanged(gpu: Gpu) -> Iterator[None]:
                 return values[0]
 
             if isinstance(tensors[0], OnGpu):
-                gpu.launch(_Step(exchange, [tensors[0]]), name, tensors, {}, True)
+                step = _Step(exchange, [tensors[0]], communicates=True)
+                gpu.launch(step, name, tensors, {}, True, tensors[0].device)
             else:
                 real(*tensors, **options)
 
         return mock.patch.object(module, name, run)
 
-    with collective(dist, "all_reduce"), collective(dist, "broadcast"), collective(ranks, "_all_gather"):
+    real_end = dist.destroy_process_group
+
+    def end() -> None:
+        real_end()
+        if any(graph.communicates for graph in gpu.alive):
+            raise SystemExit("NCCL hangs: a graph that holds its collectives is alive")
+
+    exchange = collective(dist, "all_reduce"), collective(dist, "broadcast"), collective(ranks, "_all_gather")
+    with ExitStack() as stack:
+        for patch in (*exchange, mock.patch.object(dist, "destroy_process_group", end)):
+            stack.enter_context(patch)
         yield
 
 
 @contextmanager
-def emulated() -> Iterator[Gpu]:
-    """While it lasts there is a CUDA device."""
-    gpu = Gpu()
+def emulated(
+    devices: int = 2, version: str = "2.13", refuses: Collection[str] = (), any_dtype: bool = False
+) -> Iterator[Gpu]:
+    """While it lasts there are CUDA devices.
+
+    Args:
+        version: of torch, whose ``varlen_attn`` is there.
+        refuses: arguments of it that FlashAttention does not take.
+        any_dtype: whether FlashAttention takes float32 too, so that values can be compared.
+    """
+    from fly.backends.cuda import attention
+
+    gpu = Gpu(devices, any_dtype, refuses)
+    streams: list[Stream] = []
 
     @contextmanager
-    def capture(graph: Graph, **_: Any) -> Iterator[None]:
-        gpu.capturing = graph
+    def capture(graph: Graph, pool: Any = None, stream: Stream | None = None, **_: Any) -> Iterator[None]:
+        # Without a stream, torch takes the one that it made on whichever device was current at its first capture.
+        streams.append(stream or (streams or [Stream(gpu)])[0])
+        before, gpu.device = gpu.device, streams[-1].device
+        gpu.capturing, gpu.stream, graph.device = graph, streams[-1], gpu.device
+        failed: RuntimeError | None = None
         try:
             yield
             gpu.graphs += 1
+        except RuntimeError as error:
+            failed = error
         finally:
             gpu.capturing = None
-            for storage, before in graph.before.values():
-                storage.copy_(before)
+            for storage, there in graph.before.values():
+                storage.copy_(there)
             for fresh in graph.fresh:
                 fresh.fill_(97)
+            graph.forget_arguments()
+        if failed is not None:  # the error of ``capture_end`` keeps torch from going back to the stream before
+            raise RuntimeError("operation failed due to a previous error during capture") from failed
+        gpu.stream, gpu.device = None, before
 
-    class Event:
-        def __init__(self, **_: Any) -> None: ...
+    class Current:
+        """``torch.cuda.device``"""
 
-        def record(self) -> None:
-            gpu.events += 1
-            self.at, self.launched = gpu.events, gpu.launches.total()
+        def __init__(self, device: Any) -> None:
+            self.to, self.before = gpu.place(device), list[torch.device]()
 
-        def query(self) -> bool:
-            """Who asks until it is over, as the host does, waits; but the device does not, if it has more to do."""
-            if gpu.launches.total() == self.launched:
-                gpu.wait("a look with nothing else to do")
-            gpu.glances += 1
-            gpu.arrive()
-            return True
+        def __enter__(self) -> None:
+            self.before.append(gpu.device)
+            gpu.device = self.to
 
-        def synchronize(self) -> None:
-            gpu.wait("event")
+        def __exit__(self, *_: Any) -> None:
+            gpu.device = self.before.pop()
 
-        def elapsed_time(self, end: Event) -> float:
-            return float(end.at - self.at)
+    def set_device(device: Any) -> None:
+        gpu.device = gpu.place(torch.device("cuda", device) if isinstance(device, int) else device)
+
+    def set_stream(stream: Stream) -> None:
+        gpu.stream, gpu.device = stream if stream in streams else None, stream.device
+
+    def memory(device: Any = None) -> tuple[int, int]:
+        return 80 << 30, 80 << 30
 
     there = {
-        "is_available": lambda: True, "current_device": lambda: 0, "device_count": lambda: 1, "graph": capture,
-        "get_device_capability": lambda *_: (9, 0), "mem_get_info": lambda *_: (80 << 30, 80 << 30),
-        "CUDAGraph": lambda: Graph(gpu), "Event": Event, "graph_pool_handle": lambda: (0, 0),
+        "is_available": lambda: devices > 0, "current_device": lambda: gpu.device.index,
+        "device_count": lambda: devices, "graph": capture, "device": Current, "set_device": set_device,
+        "get_device_capability": lambda *_: (9, 0), "mem_get_info": memory,
+        "get_device_name": lambda *_: "an emulated GPU", "empty_cache": lambda: None,
+        "max_memory_allocated": lambda *_: 0, "memory_allocated": lambda *_: 0, "memory_reserved": lambda *_: 0,
+        "reset_peak_memory_stats": lambda *_: None,
+        "CUDAGraph": lambda: Graph(gpu), "Event": lambda **_: Event(gpu), "graph_pool_handle": lambda: (0, 0),
+        "Stream": lambda device=None: Stream(gpu, device), "set_stream": set_stream,
         "_lazy_init": lambda: None,
-        "is_current_stream_capturing": lambda: gpu.capturing is not None, "current_stream": lambda *_: Stream(gpu),
-        "is_initialized": lambda: True, "set_device": lambda *_: None,
+        "is_current_stream_capturing": lambda: gpu.capturing is not None,
+        "current_stream": lambda device=None: gpu.stream or Stream(gpu, device),
+        "is_initialized": lambda: True,
         "synchronize": lambda *_: gpu.wait("synchronize"),
     }  # fmt: skip
     lifts = torch._C._only_lift_cpu_tensors()
@@ -419,6 +559,9 @@ def emulated() -> Iterator[Gpu]:
         for name, stub in there.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stub))
         stack.enter_context(mock.patch.object(torch, "compile", lambda function, **how: Compiled(gpu, function, how)))
+        stack.enter_context(mock.patch.object(varlen, "varlen_attn", emulated_flash.known_arguments(version)))
+        attention.find_flash.cache_clear()
+        stack.callback(attention.find_flash.cache_clear)
         torch._C._set_only_lift_cpu_tensors(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, lifts)
         stack.enter_context(gpu)

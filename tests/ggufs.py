@@ -33,9 +33,15 @@ def blocks(values: np.ndarray[Any, Any], kind: Kind, seed: int) -> np.ndarray[An
     return drawn.reshape(*values.shape[:-1], -1)
 
 
-def write_gguf(model: Llama, path: Path, kind: Kind, fields: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-    """Write ``model`` with its matrices stored as ``kind``, and further fields, or tensors where they are arrays. Gives
-    what the tensors are by Hugging Face's names, in float32."""
+def write_gguf(
+    model: Llama,
+    path: Path,
+    kind: Kind,
+    fields: Mapping[str, Any] | None = None,
+    kinds: Mapping[str, str] | None = None,
+) -> dict[str, Tensor]:
+    """Write ``model`` with its matrices stored as ``kind`` (or by the name of their module as one of ``kinds``), and
+    further fields, or tensors where they are arrays. Gives what the tensors are by Hugging Face's names, in float32."""
     config, arch = model.config, ARCHITECTURES[model.config.family]
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(config.max_position_embeddings)
@@ -72,7 +78,8 @@ def write_gguf(model: Llama, path: Path, kind: Kind, fields: Mapping[str, Any] |
         shifted = arch == "gemma3" and "norm" in key
         if shifted:
             values = values + np.float32(1)
-        of = kind if values.ndim == 2 else Kind.F32
+        own = (kinds or {}).get(key.split(".")[-2], kind.name)
+        of = Kind[own] if values.ndim == 2 else Kind.F32
         data = blocks(np.ascontiguousarray(values), of, seed)
         writer.add_tensor(name, data, raw_dtype=of)
         values = gguf.dequantize(data.view(np.uint8) if of == Kind.BF16 else data, of).reshape(values.shape)

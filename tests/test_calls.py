@@ -382,7 +382,7 @@ def test_generate_names_chat_once_where_a_chat_model_says_nothing(llm: LLM) -> N
         quiet.generate("a", max_tokens=0)
         quiet.generate("a", max_tokens=3)
         LLM(MODEL).generate([[1]], max_tokens=1)
-    with pytest.warns(UserWarning, match=r"nothing was said to 'a'.*chat") as caught:
+    with pytest.warns(UserWarning, match=r"the answer to 'a' is empty.*chat") as caught:
         quiet.generate(["a", "b"], **nothing)
         quiet.generate("a", **nothing)
     assert len(caught) == 1 and caught[0].filename == __file__

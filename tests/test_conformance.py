@@ -427,7 +427,7 @@ def test_every_check_says_something() -> None:
     """What was measured, or else what holds: a name alone ("monotone") tells nobody what it is."""
     report = check_policy(Exact())
     assert [finding.check for finding in report.findings if not finding.detail] == []
-    assert "inputs untouched: no tensor that comes in is changed" in str(report)
+    assert "inputs untouched: no input tensor is changed" in str(report)
     assert "a larger theta never accepts more" in str(check_policy(FLy()))
 
 

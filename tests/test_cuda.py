@@ -72,12 +72,24 @@ def on_gpu(model: Llama) -> Llama:
 
 
 @contextmanager
-def device(flash: bool = True) -> Iterator[Gpu]:
-    """An emulated device, whose FlashAttention takes float32 too."""
-    with pytest.MonkeyPatch.context() as patch, emulated() as gpu:
-        for module in ("attention", "table", "executor"):
-            patch.setattr(f"fly.backends.cuda.{module}.takes_flash", lambda cache: flash)
+def device(way: str = "pages") -> Iterator[Gpu]:
+    """An emulated device, whose attention goes this way (``WAYS``): by our kernels, by FlashAttention, which takes
+    float32 too, or over copies."""
+    with pytest.MonkeyPatch.context() as patch, emulated(any_dtype=True) as gpu:
+        attend_by(way, patch)
         yield gpu
+
+
+WAYS = ["pages", "flash", "copies"]
+
+
+def attend_by(way: str, patch: pytest.MonkeyPatch) -> None:
+    for module, name, used in (
+        ("attention", "takes_pages", way == "pages"),
+        ("executor", "takes_pages", way == "pages"),
+        ("attention", "takes_flash", way == "flash"),
+    ):
+        patch.setattr(f"fly.backends.cuda.{module}.{name}", lambda cache, used=used: used)
 
 
 def engine_of(run: Callable[[Llama], Executor], drafting: str | None, lookup: bool = False, **stop: Any) -> Engine:
@@ -128,7 +140,7 @@ prompts = st.one_of(
 @given(data=st.data())
 def test_rounds_on_the_device_are_those_of_the_cpu(data: st.DataObject) -> None:
     drafting = data.draw(st.sampled_from(["near", "near", "near", "short", None]))
-    lookup, flash = data.draw(st.booleans()), data.draw(st.booleans())
+    lookup, way = data.draw(st.booleans()), data.draw(st.sampled_from(WAYS))
     stop = {} if drafting is None else {"confidence": data.draw(st.sampled_from([0.0, 0.0, 0.3]))}
     if stop and data.draw(st.booleans()):
         stop |= {"reach": data.draw(st.sampled_from([0.0, 0.01, 0.2]))}
@@ -151,7 +163,7 @@ def test_rounds_on_the_device_are_those_of_the_cpu(data: st.DataObject) -> None:
     plain.stretch = 0
     decode(plain, want)
     leaves = data.draw(st.sampled_from([None, None, 0, len(rows) - 1]))  # a row that is cancelled on its way
-    with device(flash):
+    with device(way):
         engine = engine_of(there, drafting, lookup, **stop)
         ways = data.draw(st.sampled_from([[1e-9], [1e6], [0], [0, 1e6]]))  # a round a call, or many, or the plain way
         going = list(rows)
@@ -523,18 +535,18 @@ def test_on_a_gpu_the_texts_are_those_of_plain_rounds(temperature: float) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 100])
-def test_on_a_gpu_flash_attention_over_pages_is_that_over_a_copy(window: int | None) -> None:
+def test_on_a_gpu_attention_over_pages_is_that_over_a_copy(window: int | None) -> None:
     check_attention(window, torch.bfloat16, 2e-2)
 
 
 @pytest.mark.parametrize("window", [None, 1, 100])
-def test_both_ways_of_attention_are_that_of_a_row_alone(window: int | None) -> None:
+def test_all_ways_of_attention_are_that_of_a_row_alone(window: int | None) -> None:
     with device():
         check_attention(window, torch.float32, 1e-5)
 
 
 def check_attention(window: int | None, dtype: torch.dtype, tolerance: float) -> None:
-    """Both ways over scattered pages, for new tokens of several rows, against one row after the other."""
+    """All ways over scattered pages, for new tokens of several rows, against one row after the other."""
     config = TARGET.config.model_copy(update={"num_attention_heads": 4, "num_key_value_heads": 2})
     cache = PagedKVCache(config, 9, 256, dtype, "cuda")
     table = torch.tensor([[7, 2, 5], [0, 8, 9], [3, 9, 9]], dtype=torch.int32).to("cuda")
@@ -551,9 +563,9 @@ def check_attention(window: int | None, dtype: torch.dtype, tolerance: float) ->
             cache.values[0][: 9 * 256] = history.flip(0)
             new = random(15, 4, 8), random(15, 2, 8), random(15, 2, 8)
             found = []
-            for flash in (True, False):
+            for way in WAYS:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(attention, "takes_flash", lambda cache: flash)  # noqa: B023
+                    attend_by(way, patch)
                     _, kv = attention.place_tokens(cache, pages, start, stored)
                     found.append(kv.attend(0, *new, window))
         keys, values = (x[0].float().cpu().unflatten(0, (-1, 256)) for x in (cache.keys, cache.values))

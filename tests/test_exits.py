@@ -20,14 +20,14 @@ from typer.testing import CliRunner
 from fly import LLM, Guarantee, SamplingParams
 from fly.backends import executor_of
 from fly.backends.cpu import available
-from fly.backends.exits import EarlyExit
 from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
 from fly.cli import app
 from fly.drafts import DraftStrategy, NGramDraft, SingleDraft, TreeDraft
+from fly.early_exit.executor import EarlyExit
+from fly.early_exit.predictors import ExitConfig, Exits, load_exits, save_exits
 from fly.models import Llama, LlamaConfig
 from fly.models.config import CheckpointError
-from fly.models.exits import ExitConfig, Exits, load_exits, save_exits
 from fly.models.families import FAMILIES
 from fly.ops import tree_mask
 from fly.runtime.executor import Batch

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fly import LLM, SamplingParams
 from fly.backends import choice, executor_of, load_executor
 from fly.backends.cpu import CpuExecutor, PackedLlama, available, chosen, int8_weights, library, why_not
+from fly.backends.cpu.blocks import eight_bits
 from fly.backends.cpu.host import HostDistribution, top_at
 from fly.backends.cpu.host import uniforms as host_uniforms
 from fly.backends.cpu.packed import pool_threads
@@ -37,12 +38,13 @@ from fly.policies import Exact, FLy
 from fly.runtime.executor import Batch, DraftSpec, Executor, Lookup, TokenByToken
 from fly.runtime.request import Sequence
 from fly.runtime.sampling import BatchSampling
+from tests.blocked import decoded, in_groups, rounded_to_w4a8
 from tests.test_ops import values
 from tests.toys import PLAIN, build_llama, dense_logits, llama_configs, random_llama, ready
 
 VARIANTS = [name for name in available() if name != "torch"]
-INT8, W8A8 = ([f"{name}-{kind}" for name in VARIANTS] for kind in ("int8", "w8a8"))
-NARROW = [*INT8, *W8A8]
+INT8, W8A8, W4A8 = ([f"{name}-{kind}" for name in VARIANTS] for kind in ("int8", "w8a8", "w4a8"))
+NARROW = [*INT8, *W8A8, *W4A8]
 built = pytest.mark.skipif(not VARIANTS, reason=why_not() or "compiled kernels are here")
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -224,19 +226,22 @@ def test_other_norms_are_refused_by_name_and_run_on_pytorch(tmp_path: Path) -> N
 @given(data=st.data(), config=llama_configs(families=PLAIN), seed=st.integers(0, 5))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", NARROW)
-def test_on_8_bits_it_is_the_function_of_the_rounded_pytorch_model(
+def test_on_narrow_weights_it_is_the_function_of_the_rounded_pytorch_model(
     variant: str, dtype: torch.dtype, data: st.DataObject, config: LlamaConfig, seed: int
 ) -> None:
     reference = build_llama(config, seed, scale=0.1).to(dtype)
     rows = [text(data.draw(st.integers(1, 40)), b, config.vocab_size) for b in range(data.draw(st.integers(1, 3)))]
     cuts = [data.draw(cut(len(row))) for row in rows]
     model = PackedLlama(reference, variant)
-    assert model.kernels == variant and model.weight_bytes == 1
+    assert model.kernels == variant and (model.weight_bytes == 1 or variant in W4A8)
     # activations are bfloat16 on AVX-512, whatever the model's dtype, save on avx512 with int8, multiplied as float32
     exact = dtype == torch.float32 and variant in ("avx512-int8", "avx2-int8")
     tolerance = torch.float32 if exact else torch.bfloat16
     stored = torch.float32 if variant.startswith("avx2") else torch.bfloat16
-    twin = rounded_to_int8(reference) if variant in INT8 else rounded_to_w8a8(reference, stored)
+    if variant in INT8:
+        twin = rounded_to_int8(reference)
+    else:
+        twin = (rounded_to_w8a8 if variant in W8A8 else rounded_to_w4a8)(reference, stored)
     for row, logits in zip(rows, paged(model, rows, cuts)):
         # a norm of what was computed makes its rounding larger too
         close(logits, dense_logits(twin, row), tolerance, slack=3.0 if config.traits.query_norm else 2.0)
@@ -313,7 +318,9 @@ def test_no_number_of_rows_changes_a_product(case: Case, count: int) -> None:
     together = case.model.logits(hidden_TC)
     assert same_bits(together, torch.cat([case.model.logits(row.unsqueeze(0)) for row in hidden_TC]))
     weight_VC = build_llama(config).to(case.model.dtype).lm_head.weight
-    if case.model.kernels in NARROW:
+    if case.model.kernels in W4A8:
+        weight_VC, hidden_TC = decoded(eight_bits(weight_VC), "Q8_0", config.hidden_size), in_groups(hidden_TC)
+    elif case.model.kernels in NARROW:
         whole_VC, scale_V = int8_weights(weight_VC)
         weight_VC = whole_VC * scale_V.unsqueeze(1)
     if case.model.kernels in W8A8:
@@ -580,7 +587,7 @@ def drafted_by(
 @built
 @settings(max_examples=40)
 @given(data=st.data())
-@pytest.mark.parametrize("variant", [*VARIANTS, *INT8[:1], *W8A8[:1]])
+@pytest.mark.parametrize("variant", [*VARIANTS, *INT8[:1], *W8A8[:1], *W4A8[:1]])
 def test_a_lookup_changes_nothing_of_what_is_drafted(variant: str, data: st.DataObject) -> None:
     """Tokens, the distributions they were drawn from and all that is stored, bit for bit, however much is copied."""
     vocab, rows_n = data.draw(st.sampled_from([2, 3, 11])), data.draw(st.integers(1, 4))
@@ -905,7 +912,7 @@ def test_without_a_library_it_is_pytorch_and_says_why_once(
 
 
 @built
-@pytest.mark.parametrize("kernels", ["auto", "w8a8"])
+@pytest.mark.parametrize("kernels", ["auto", "w8a8", "w4a8"])
 def test_a_checkpoint_is_packed_as_it_is_read(kernels: str, tmp_path: Path) -> None:
     """Layer by layer, into what is made of the loaded model; the model that was filled is without memory again."""
     save_model(kept := random_llama(3), tmp_path, torch.float32)
@@ -943,7 +950,7 @@ print(anonymous() - before, cache.keys.nbytes + cache.values.nbytes + model.work
 
 @built
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not say what a process holds")
-@pytest.mark.parametrize(("kernels", "share"), [("auto", 1.0), ("w8a8", 0.5)])
+@pytest.mark.parametrize(("kernels", "share"), [("auto", 1.0), ("w8a8", 0.5), ("w4a8", 0.35)])
 def test_a_process_holds_weights_cache_and_workspace_and_little_else(
     kernels: str, share: float, tmp_path: Path
 ) -> None:

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from fly import SamplingParams
 from fly.backends import executor_of
 from fly.backends.cpu import CpuExecutor, available, library, why_not
+from fly.backends.cpu.blocks import KINDS, eight_bits
 from fly.backends.cpu.head import CpuHead
 from fly.backends.cpu.host import Blocks, lay_rules
-from fly.backends.cpu.library import CRounds, Sampling, short
+from fly.backends.cpu.library import CRounds, Sampling, load, short
 from fly.backends.cpu.packed import PackedLlama
 from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft, TreeDraft
@@ -42,11 +43,13 @@ SOURCES = Path(library.__file__).with_name("src")
 
 
 def packing() -> None:
-    """Models in int8 and as they are, with the embedding apart and without."""
+    """Models in int8, in blocks and as they are, with the embedding apart and without."""
     PackedLlama(random_llama(0, layers=1), f"{VARIANTS[0]}-int8")
     family = random_llama(0, layers=1, tied=True)
     family.layers[0].self_attn.o_proj.bias = torch.nn.Parameter(torch.ones(32), requires_grad=False)
     PackedLlama(family, VARIANTS[0]).embedding()
+    blocked = PackedLlama(family, f"{VARIANTS[0]}-w4a8")
+    load().fly_set_embedding(blocked.handle, KINDS["Q8_0"], eight_bits(family.embed_tokens.weight))
     CpuHead(test_eagle.make_head(12), VARIANTS[0]).packed  # noqa: B018
 
 

@@ -24,11 +24,11 @@ class Unreachable(ConnectionError):
 
 
 class Refused(Exception):
-    """The server said no to a request (4xx), as it may to a field that it does not support."""
+    """The server refused a request (4xx), as it may refuse a field that it does not support."""
 
 
 class Failed(Exception):
-    """The server did not answer a request as it should: 5xx, no JSON, a broken connection, or too late."""
+    """The server did not answer a request properly: 5xx, no JSON, a broken connection, or a timeout."""
 
 
 class OutOfBudget(Exception):
@@ -37,7 +37,7 @@ class OutOfBudget(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """One generated token: its text, its log-probability, and the likeliest tokens there, the likeliest first."""
+    """One generated token: its text, its log-probability, and the most likely tokens there, in order."""
 
     token: str
     logprob: float
@@ -60,7 +60,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Reply:
-    """What one request got: its choices, the rest of the body, and the seconds that it took."""
+    """The reply to one request: its choices, the whole body, and the seconds that it took."""
 
     answers: tuple[Answer, ...]
     body: Mapping[str, Any]
@@ -145,8 +145,8 @@ class Server:
     def ask(
         self, prompt: str, fields: Mapping[str, Any] = _NONE, *, top: bool = True, chat: bool | None = None
     ) -> Reply:
-        """The answers to one prompt under these fields. ``top``: with log-probabilities, if the server has them;
-        ``chat``: by that endpoint or not, whichever the server has been found to have.
+        """The answers to one prompt with these fields. ``top`` asks for log-probabilities, if the server has them.
+        ``chat`` says whether to use the chat endpoint; None takes the endpoint that was found.
 
         Raises ``Refused``, ``Failed`` or ``OutOfBudget``.
         """
@@ -170,12 +170,12 @@ class Server:
         top: bool = True,
         chat: bool | None = None,
     ) -> list[Reply]:
-        """The same for several prompts, each with its fields, ``parallel`` of them at the same time."""
+        """Ask several prompts, each with its fields, ``parallel`` of them at the same time."""
         with ThreadPoolExecutor(parallel or self.parallel) as pool:
             return list(pool.map(lambda each: self.ask(*each, top=top, chat=chat), asked))
 
     def fetch(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """What another path of the server has, as JSON or else as text; None if it has no such path."""
+        """The contents of another path of the server, as JSON or as text; None if there is no such path."""
         try:
             answer = self._http.get(path) if body is None else self._http.post(path, json=body)
             if answer.status_code != 200:
@@ -185,7 +185,7 @@ class Server:
             return None
 
     def alive(self) -> bool:
-        """Whether anything still answers at its address."""
+        """Whether the server still answers."""
         try:
             self._http.get("/v1/models", timeout=10)
         except httpx2.HTTPError:
@@ -204,7 +204,7 @@ class Server:
             raise Unreachable(f"{what}, which names no model; name one with --name") from None
 
     def _first_answer(self, either: bool) -> int:
-        """How many of the likeliest tokens it lists (0: it has no log-probabilities); finds out the endpoint too."""
+        """Find out the endpoint, and how many of the most likely tokens the server lists (0: no log-probabilities)."""
         problem = ""
         for chat in (False, True) if either else (self.chat,):
             self.chat = chat
@@ -226,25 +226,25 @@ class Server:
                 answer = self._http.post(path, json=body)
             except httpx2.HTTPError as error:
                 raise Failed(f"{type(error).__name__}: {error}") from None
-            # A server that is full says to come back; nothing else is tried again, or faults would go unseen.
+            # A full server asks to come back. Nothing else is tried again, so that faults are seen.
             if answer.status_code in _BUSY and attempt < 5:
                 time.sleep(min(2.0**attempt, 10.0))
                 continue
             break
-        said = answer.text[:300]
+        shown = answer.text[:300]
         if 400 <= answer.status_code < 500:
-            raise Refused(f"{answer.status_code} {said}")
+            raise Refused(f"{answer.status_code} {shown}")
         if answer.status_code != 200:
-            raise Failed(f"{answer.status_code} {said}")
+            raise Failed(f"{answer.status_code} {shown}")
         try:
             read = answer.json()
             if isinstance(read, dict) and read.get("error"):
-                raise Refused(f"200 with an error: {said}")
+                raise Refused(f"200 with an error: {shown}")
             answers = tuple(_answer(choice) for choice in read["choices"])
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise Failed(f"the answer cannot be read ({type(error).__name__}: {error}): {said}") from None
+            raise Failed(f"the answer cannot be read ({type(error).__name__}: {error}): {shown}") from None
         if not answers:
-            raise Failed(f"the answer has no choices: {said}")
+            raise Failed(f"the answer has no choices: {shown}")
         return Reply(answers, read, time.monotonic() - begun)
 
 

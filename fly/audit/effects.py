@@ -1,4 +1,4 @@
-"""What a field does where log-probabilities do not show it: at its extreme value, an answer is the greedy one."""
+"""The effect of a field when there are no log-probabilities: at an extreme value, answers become the greedy ones."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["effect"]
 
 _EXTREME = {"temperature": 0.001, "top_k": 1, "top_p": 1e-6, "min_p": 1.0}
 _LENGTH = 24
-_ROUNDING = 0.1  # of the answers may differ from greedy ones by rounding
+_ROUNDING = 0.1  # the share of answers that may differ from greedy ones by rounding
 
 
 def effect(context: Context, name: str, value: float) -> Finding:
-    """Whether the field does something, by texts alone."""
+    """Whether the field has an effect, by the texts of answers alone."""
     greedy = [reply.answer.text for reply in context.greedy]
     prompts = context.prompts[: len(greedy)]
 

@@ -1,4 +1,4 @@
-"""Checks of what ends an answer, what shapes it, and of fields that nobody knows."""
+"""Checks of how answers end, of their form, and of unknown fields."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SCHEMA = {
 
 
 class _Thing(BaseModel):
-    """What an answer under the schema has to be."""
+    """The form of an answer under the schema."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -39,7 +39,7 @@ class _Thing(BaseModel):
 
 
 def _fact(name: str, seen: str, wrong: list[str], finds: str = "", figures: Mapping[str, Any] = _NONE) -> Finding:
-    """A finding that needs no p-value: nothing is wrong, or something is."""
+    """A finding without a p-value: it passes if nothing is ``wrong``."""
     if not wrong:
         return Finding(name, "", Verdict.PASS, seen, None, finds, "", figures)
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
@@ -205,8 +205,8 @@ def _pieces(text: str, count: int) -> list[str]:
 
 
 def _banned(context: Context, wrong: list[str]) -> tuple[int, float]:
-    """Ban the tokens of some greedy answers where their ids can be had: how many tokens were drawn then, and how many
-    of them would have been banned ones without the ban."""
+    """Ban the tokens of some greedy answers, if their ids are known. Returns how many tokens were drawn under the ban,
+    and how many of them would be banned ones if it were ignored."""
     count, expected = 0, 0.0
     for number, reply in enumerate(context.greedy[:8]):
         ids = _ids(context, list(reply.answer.tokens[:16]))
@@ -223,7 +223,7 @@ def _banned(context: Context, wrong: list[str]) -> tuple[int, float]:
 
 
 def _some_ids(context: Context) -> list[int]:
-    """Four tokens of greedy answers; any four where the server does not tell ids."""
+    """The ids of four tokens of greedy answers; any four ids if the server does not tell them."""
     answers = [reply.answer for reply in context.greedy[:8]]
     found = list(_ids(context, [token for answer in answers for token in answer.tokens[:2]]).values())
     if not found and not context.server.top:
@@ -232,7 +232,7 @@ def _some_ids(context: Context) -> list[int]:
 
 
 def _ids(context: Context, tokens: Sequence[str]) -> dict[str, int]:
-    """Texts of tokens with their ids, of those texts that are one token; none if the server does not tell."""
+    """The ids of those texts that are single tokens; empty if the server does not tell them."""
     known = context.ids
     for token in filter(is_plain, dict.fromkeys(tokens)):
         if token not in known:
@@ -242,7 +242,7 @@ def _ids(context: Context, tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _tokenized(context: Context, text: str) -> list[int]:
-    """The token ids of a text by the endpoints of vLLM and fly, llama-cpp-python or llama.cpp; none without those."""
+    """The token ids of a text, by the endpoints of vLLM and fly, llama-cpp-python or llama.cpp; empty without them."""
     for path, body in (
         ("/tokenize", {"model": context.server.name, "prompt": text, "add_special_tokens": False}),
         ("/extras/tokenize", {"input": text}),

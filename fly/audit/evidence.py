@@ -43,8 +43,8 @@ _RUNS = 100  # simulated, for a power
 
 @dataclass(frozen=True)
 class Evidence:
-    """What draws say against their distributions: the logarithm of the gain, what gained most (in words), of how many
-    bettors; and an example of it."""
+    """The evidence against the claimed distributions: the logarithm of the gain, the fault that gained most (in words),
+    the number of bettors, and an example."""
 
     log_gain: float
     worst: str = ""
@@ -68,7 +68,7 @@ class _Table:
         self.drawn_T = np.array([width if draw.drawn is None else draw.drawn for draw in draws])
 
     def wide(self, of: Callable[[Draw], np.ndarray | None]) -> np.ndarray:
-        """An alternative for each draw; the claimed distribution where there is none."""
+        """The alternative distribution of each draw; the claimed one if there is none."""
         made_TH = self.probs_TH.copy()
         for row, draw in enumerate(self.draws):
             if (found := of(draw)) is not None:
@@ -88,13 +88,13 @@ class _Table:
             _COPIED: self._copied(1.0),
             _AVOIDED: self._copied(0.0),
         }
-        # All of them always: a bettor must be there before it is known what is drawn.
+        # Every bettor always takes part: none may be chosen after the draws are known.
         made |= {name: _mixed(p_TH, other_TH) for name, other_TH in alternatives.items()}
         made[_FAR] = self._far()
         return made
 
     def _copied(self, share: float) -> np.ndarray:
-        """The token that a lookup proposes always (1) or never (0)."""
+        """Distributions in which the token that a lookup proposes comes always (1) or never (0)."""
         made_TH = self.probs_TH.copy()
         for row, draw in enumerate(self.draws):
             if draw.lookup is not None and (share or draw.probs_H[draw.lookup] < 0.99):
@@ -104,7 +104,7 @@ class _Table:
         return made_TH
 
     def _far(self) -> np.ndarray:
-        """A share of the stake on the rest, at the odds of the most that it may have: it is there too often."""
+        """Bets on the rest (the tokens that are not listed), at the odds of the most probability that it may have."""
         made = np.zeros((len(_STAKES), len(self.draws), self.probs_TH.shape[1] + 1))
         for row, draw in enumerate(self.draws):
             if draw.rest == 0:
@@ -134,7 +134,7 @@ def _mixed(p_TH: np.ndarray, other_TH: np.ndarray) -> np.ndarray:
 
 
 def evidence(draws: Sequence[Draw], only: str | None = None) -> Evidence:
-    """What these draws say against their distributions; by one bettor alone if ``only`` names him."""
+    """The evidence of these draws against their distributions; with ``only``, by the bettor of that name."""
     if not draws:
         return Evidence(0.0)
     table, rows = _Table(draws), np.arange(len(draws))
@@ -151,7 +151,7 @@ def evidence(draws: Sequence[Draw], only: str | None = None) -> Evidence:
 
 
 def _example(worst: str, table: _Table) -> str:
-    """What a reader can count himself."""
+    """An example that a reader can count."""
     draws, p_TH = table.draws, table.probs_TH
     width, n = p_TH.shape[1], len(draws)
     if worst == _FAR:
@@ -181,15 +181,15 @@ def _furthest(draws: Sequence[Draw]) -> str:
     counts: dict[tuple[object, ...], Counter[str]] = defaultdict(Counter)
     for draw in draws:
         counts[draw.group][draw.text] += 1
-    furthest, said = 0.0, "spread over many places"
+    furthest, example = 0.0, "spread over many places"
     for draw in draws:
         total = counts[draw.group].total()
         if draw.drawn is not None and total >= 5:
             share, seen = float(draw.probs_H[draw.drawn]), counts[draw.group][draw.text]
             if (score := (seen - total * share) ** 2 / (total * share * (1 - share) + 0.5)) > furthest:
                 furthest = score
-                said = f"{draw.text!r} came {seen} of {total} times {_after(draw)}, where its share is {share:.3f}"
-    return said
+                example = f"{draw.text!r} came {seen} of {total} times {_after(draw)}, where its share is {share:.3f}"
+    return example
 
 
 def _after(draw: Draw) -> str:
@@ -229,8 +229,8 @@ def power(
     only: str | None = None,
     seed: int = 0,
 ) -> float:
-    """How often draws of the same number would have a p-value of at most ``p`` if a ``share`` of the tokens came from
-    what ``fault`` says instead: the head's probabilities, or None for no fault there."""
+    """The probability that as many draws have a p-value of at most ``p`` if a ``share`` of the tokens have a fault.
+    ``fault`` gives the probabilities of a draw's head under the fault, or None if the fault does not show there."""
     table, rng = _Table(draws), np.random.default_rng(seed)
     true_TH = (1 - share) * table.probs_TH + share * table.wide(fault)
     at_TH = true_TH.cumsum(-1)
@@ -246,8 +246,8 @@ def power(
 
 
 def shares_power(draws: Sequence[Draw], variation: float, p: float, kinds: int, seed: int = 0) -> float:
-    """The same for a fault that moves ``variation`` of the probability after each text, from tokens to others at
-    random, and that one of ``kinds`` bettors expects. The first place is left as it is: speculation begins after it."""
+    """The same for a fault that moves ``variation`` of the probability after each text between tokens chosen at random,
+    where one of ``kinds`` bettors expects it. The first place stays right, since speculation begins after it."""
     rng = np.random.default_rng(seed)
     groups: dict[tuple[object, ...], list[Draw]] = defaultdict(list)
     for draw in draws:
@@ -273,7 +273,7 @@ def shares_power(draws: Sequence[Draw], variation: float, p: float, kinds: int, 
 
 
 def _moved(p_H: np.ndarray, variation: float, rng: np.random.Generator) -> np.ndarray:
-    """``p_H`` with this total variation from it in a direction drawn at random, or the most that can be."""
+    """A distribution at this total variation from ``p_H`` (or as far as possible), in a random direction."""
     directions = rng.random((8, len(p_H))) < 0.5
     up, down = directions @ p_H, ~directions @ p_H
     down[up <= 0] = 0

@@ -25,13 +25,13 @@ FIELDS: dict[str, float] = {
 }
 _VARIATIONS = (0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08, 0.1, 0.12, 0.15, 0.2, 0.3)
 _SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
-_ROUNDING = 0.05  # of total variation: so far two reported distributions may differ by rounding
+_ROUNDING = 0.05  # the total variation by which two reported distributions may differ by rounding
 
 
 def _drawn(
     context: Context, given: Mapping[str, float], count: int, length: int, prompts: int, only: str | None = None
 ) -> tuple[list[Draw], Evidence]:
-    """Samples, and what they say; no more of them once that is overwhelming."""
+    """Draw samples until the evidence is overwhelming, or there are ``count``."""
     draws: list[Draw] = []
     found = evidence(draws)
     for draws in context.sample(given, count, length, prompts):
@@ -43,7 +43,7 @@ def _drawn(
 
 
 def _judged(name: str, draws: Sequence[Draw], found: Evidence, p: float, finds: str, note: str = "") -> Finding:
-    """A finding about draws. Whether its p-value fails it is decided over all findings."""
+    """A finding about draws. Whether its p-value is a failure is decided over all findings."""
     detail = f"{found.worst}: {found.example}" if found.p <= p else note
     verdict = Verdict.PASS if finds else Verdict.UNDECIDED
     figures = {"tokens": len(draws), "worst": found.worst if found.p <= p else None}

@@ -1,4 +1,4 @@
-"""What the server reports about its speculation, and how fast it is."""
+"""The counts that a server reports of its speculation, and its speed."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def speculation(context: Context) -> Finding:
         detail = f"no drafted tokens are reported; {speed}"
         return Finding("speculation", "", Verdict.UNSUPPORTED, f"{generated:,} tokens", detail=detail, figures=figures)
     accepted, drafted = counts["accepted"], counts["drafted"]
-    said = f"{accepted / drafted:.0%} of {drafted:,} drafted tokens accepted"
+    summary = f"{accepted / drafted:.0%} of {drafted:,} drafted tokens accepted"
     if rounds := counts.get("drafts"):
-        said += f", {1 + accepted / rounds:.2f} tokens a round"
-    detail = f"{said} (by {source}); {speed}"
+        summary += f", {1 + accepted / rounds:.2f} tokens a round"
+    detail = f"{summary} (by {source}); {speed}"
     wrong = ""
     if not 0 <= accepted <= drafted:
         wrong = f"{accepted:,} of {drafted:,} drafted tokens accepted"
@@ -49,8 +49,8 @@ def speculation(context: Context) -> Finding:
 
 
 def reported_counts(replies: Sequence[Reply]) -> dict[str, int]:
-    """Drafted and accepted tokens, and drafts if they are counted, by the answers themselves; none if they do not
-    say. The names are vLLM's, OpenAI's and llama.cpp's."""
+    """Drafted and accepted tokens (and drafts, if they are counted) by the answers themselves, under the names of vLLM,
+    OpenAI and llama.cpp; empty if the answers have none."""
     made: dict[str, int] = {}
 
     def add(name: str, count: Any) -> None:
@@ -74,7 +74,7 @@ def reported_counts(replies: Sequence[Reply]) -> dict[str, int]:
 
 
 def counters(server: Server) -> dict[str, int]:
-    """The same by the counters of ``/metrics``, under vLLM's names; none if there are none."""
+    """The same by the counters of ``/metrics``, under vLLM's names; empty if there are none."""
     made: dict[str, int] = {}
     text = server.fetch("/metrics")
     if not isinstance(text, str):

@@ -1,4 +1,4 @@
-"""Tests that are no bets, and the rule that decides over all of them."""
+"""Tests besides the bets of ``fly.audit.evidence``, and the rule that decides over all p-values."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["at_least", "holm", "same_source"]
 
 _PERMUTATIONS = 50_000
 _RARE = 5
-_PLENTY = 50  # permutations at least as far apart after which nothing can become significant
+_PLENTY = 50  # after so many permutations with a larger statistic, no result can become significant
 
 
 def holm(p_values: Mapping[str, float], alpha: float) -> set[str]:
-    """Which claims are refuted, such that with probability ``1 - alpha`` no true one is, whatever their dependence
-    (Holm 1979)."""
+    """The claims that are refuted. With probability ``1 - alpha`` no true claim is among them, however the claims
+    depend on each other (Holm 1979)."""
     refuted: set[str] = set()
     for at, (name, p) in enumerate(sorted(p_values.items(), key=lambda each: each[1])):
         if p > alpha / (len(p_values) - at):
@@ -29,7 +29,7 @@ def holm(p_values: Mapping[str, float], alpha: float) -> set[str]:
 
 
 def at_least(hits: int, n: int, rate: float) -> float:
-    """The probability of ``hits`` or more among ``n`` if each comes with probability ``rate``: exact."""
+    """The exact probability of ``hits`` or more among ``n``, if each has the probability ``rate``."""
     if hits <= 0:
         return 1.0
     logs = [
@@ -44,18 +44,18 @@ def at_least(hits: int, n: int, rate: float) -> float:
 
 
 class Compared(NamedTuple):
-    """The p-value of two samples, and about which total variation they would have shown with probability 0.9."""
+    """The p-value of two samples, and the total variation that they would show with a probability of about 0.9."""
 
     p: float
     finds: float
 
 
 def same_source(one: Sequence[Hashable], other: Sequence[Hashable], strata: Sequence[int], p: float = 1e-3) -> Compared:
-    """Whether two samples of one size are of one distribution in every stratum: a permutation test, exact for any
-    number of kinds, whose statistic is Pearson's chi-squared. ``finds`` is for a p-value of ``p``.
+    """Test whether two samples of the same size have the same distribution in every stratum: a permutation test, exact
+    for any number of kinds, with Pearson's chi-squared as its statistic. ``finds`` is for a p-value of ``p``.
 
-    ``strata`` says for both samples which stratum an outcome is of; permutations stay within. Kinds that came less than
-    five times are one kind of their stratum.
+    ``strata`` has the stratum of each outcome, for both samples; permutations stay within a stratum. Kinds with fewer
+    than five outcomes are counted together in their stratum.
     """
     rng = np.random.default_rng(0)
     labels = [*zip(strata, one), *zip(strata, other)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,8 @@ import torch
 from fly.backends.cpu import CpuExecutor, PackedLlama, available, chosen, why_not
 from fly.backends.cpu.head import CpuHead, head_refusal
 from fly.backends.cpu.host import HostDecisions
-from fly.backends.cpu.library import TORCH, split
-from fly.backends.cpu.packed import refusal
-from fly.backends.exits import EarlyExit
+from fly.backends.cpu.library import NARROW, TORCH, left_open, split
+from fly.backends.cpu.packed import computes_as_stored, refusal
 from fly.backends.int8 import INT8, rounded, rounds
 from fly.backends.torch import Model, TorchExecutor, TorchHead
 from fly.bundled import open_model
@@ -26,14 +25,13 @@ from fly.models import Llama
 from fly.models.checkpoint import Checkpoint
 from fly.models.directory import Directory
 from fly.models.eagle import is_head, load_head
-from fly.models.exits import load_exits
 from fly.models.llama import weight_bytes
 from fly.models.loading import Loading, resolve_device, resolve_dtype
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.runtime.executor import Executor, Wrapped
 from fly.runtime.memory import room_for
 
-__all__ = ["LoadExecutor", "early", "executor_of", "load", "load_executor", "part_executor"]
+__all__ = ["LoadExecutor", "executor_of", "load", "load_executor", "part_executor"]
 
 LoadExecutor = Callable[..., Executor]  # as ``load_executor``
 
@@ -69,8 +67,10 @@ def executor_of(model: Any, kernels: str = "auto") -> Executor:
             kind = type(decoder).__name__
             reason = refusal(decoder) if isinstance(decoder, Llama) else f"there is no compiled code for {kind}"
         if reason is None:
-            filled = model.filled if isinstance(model, Loading) else nullcontext
-            return CpuExecutor(PackedLlama(decoder, variant, filled))
+            loading = model if isinstance(model, Loading) else None
+            if left_open(kernels) and loading is not None and computes_as_stored(loading.checkpoint):
+                variant = f"{variant}-stored"
+            return CpuExecutor(PackedLlama(decoder, variant, loading))
         if kernels != "auto":
             raise ValueError(f"kernels {kernels!r}: {reason}")
     else:
@@ -99,12 +99,18 @@ def _on_torch(model: Model | Loading) -> Executor:
     return TorchOnHost(model) if model.device.type == "cpu" and available() != [TORCH] else TorchExecutor(model)
 
 
-def part_executor(model: Llama, awaited: Callable[[], AbstractContextManager[Any]]) -> Executor:
-    """Runs this process's part of a model on PyTorch; ``awaited`` is entered around each wait for other processes."""
+def part_executor(
+    model: Llama,
+    awaited: Callable[[], AbstractContextManager[Any]],
+    preparing: Callable[[], AbstractContextManager[Any]],
+) -> Executor:
+    """Runs this process's part of a model on PyTorch. ``awaited`` is entered around each wait for other processes, and
+    ``preparing`` around the first runs of new code."""
     if model.device.type == "cuda":
         from fly.backends.cuda.executor import CudaExecutor
+        from fly.backends.cuda.graphs import GraphPool
 
-        return CudaExecutor(model, awaited=awaited)
+        return CudaExecutor(model, pool=GraphPool(model.device, awaited, preparing))
     return TorchExecutor(model)
 
 
@@ -118,14 +124,6 @@ def load_executor(
     if not rounds(kernels, resolve_device(device)):
         chosen(kernels)  # bad kernels are an error before anything is read
     return executor_of(Loading(checkpoint, dtype, device), kernels)
-
-
-def early(executor: Executor, exits: str | Path) -> Executor:
-    """A loaded target that leaves early, by the predictors in directory ``exits`` (``fly train-exit`` writes them).
-
-    Raises ``ValueError`` if they cannot be read, or are not for this target or its kernels.
-    """
-    return EarlyExit(executor, load_exits(exits))
 
 
 def load(
@@ -158,7 +156,7 @@ def load(
     checkpoint = open_model(model)
     if like is not None:
         dtype, device = (like.dtype if dtype == "auto" else dtype), (like.device if device == "auto" else device)
-        kernels = _kernels_like(like, device) if kernels == "auto" else kernels
+        kernels = _kernels_like(like, device, checkpoint) if kernels == "auto" else kernels
     if is_head(checkpoint.path):
         where, own = resolve_device(device), None if dtype == "auto" else resolve_dtype(dtype, {})
         variant = split(chosen(kernels))[0] if where.type == "cpu" else TORCH  # its few weights are not rounded
@@ -177,8 +175,11 @@ def _room_for(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, kernels: str
 ) -> AbstractContextManager[None]:
     """Around loading a checkpoint: what it needs, and what to do where there is not so much."""
-    narrow = "8" in kernels.rpartition("-")[2]
+    narrow = kernels.rpartition("-")[2] in NARROW
     needed, least = (weight_bytes(checkpoint.config, dtype.itemsize, small) for small in (narrow, True))
+    compiled = device.type == "cpu" and available() != [TORCH]
+    if kernels.endswith("stored") or (left_open(kernels) and compiled and computes_as_stored(checkpoint)):
+        needed = checkpoint.nbytes * 17 // 11  # as Q5_0 grows, 5.5 bits a weight to 8.5; other types grow less
     rounding = "" if narrow else f"kernels='w8a8' (or 'int8') needs {least / 1e9:.2f} GB; otherwise "
     advice = f"{rounding}close other programs, raise the limit (ulimit -v, the container's), or take a smaller model"
     files = checkpoint.weight_files() if isinstance(checkpoint, Directory) else []
@@ -186,9 +187,10 @@ def _room_for(
     return room_for(f"loading {checkpoint.path}", needed, device, advice, mapped)
 
 
-def _kernels_like(target: Executor, device: str | torch.device) -> str:
+def _kernels_like(target: Executor, device: str | torch.device, draft: Checkpoint) -> str:
     """The target's kernels, for a draft on ``device``; ``"auto"`` on another kind of device, and where the target runs
-    on PyTorch because nothing else could run it."""
+    on PyTorch because nothing else could run it. A GGUF file is taken as it is where compiled code runs the target, and
+    a draft that is none where that is so of the target runs in its dtype."""
     inner: Any = target
     while isinstance(inner, Wrapped):
         inner = inner.inner
@@ -196,4 +198,7 @@ def _kernels_like(target: Executor, device: str | torch.device) -> str:
     forced = target.leaves_early or not isinstance(model, Llama) or refusal(model) is not None
     if resolve_device(device).type != target.device.type or (target.kernels == TORCH and forced):
         return "auto"
-    return target.kernels
+    variant, narrow = split(target.kernels)
+    if variant in available()[:-1] and computes_as_stored(draft):
+        return f"{variant}-stored"
+    return variant if narrow == "stored" else target.kernels

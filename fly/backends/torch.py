@@ -51,7 +51,7 @@ class TorchExecutor(Executor):
         self.config, self.device, self.dtype = model.config, model.device, model.dtype
 
     @property
-    def weight_bytes(self) -> int:
+    def weight_bytes(self) -> float:
         return 1 if self.kernels == INT8 else super().weight_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""The clock all benches share. Knows nothing of models."""
+"""The clock of all benchmarks. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one thing, measured several times."""
+    """Several measurements of the same thing, in seconds."""
 
     times: tuple[float, ...]
 

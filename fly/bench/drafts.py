@@ -1,4 +1,4 @@
-"""Every draft strategy on every kind of task, and what drafting costs on texts that no draft can predict."""
+"""Measure draft strategies on every kind of task, and their cost on texts that no draft can predict."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ STRATEGIES = (
     "adaptive(fly-draft)",
     "adaptive(union(suffix, fly-draft))",
 )
-"""What ``fly bench drafts`` measures by default; the others are compared with the first."""
+"""The strategies that ``fly bench drafts`` measures by default. The others are compared with the first."""
 
 RANDOM, WRONG = "random, T 1.5", "always wrong"
-"""Texts that cannot be predicted, and the drafter that never predicts."""
+"""The names of the two unpredictable texts: random tokens, and a drafter that is always wrong."""
 
 PROMISE = 0.98
-"""Of the speed of autoregressive decoding, what an adaptive strategy keeps where nothing can be predicted."""
+"""The share of the speed of autoregressive decoding that an adaptive strategy keeps on unpredictable texts."""
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """What a strategy did on each kind of task."""
+    """The results of a strategy on each kind of task."""
 
     name: str
     kinds: dict[str, Result]
@@ -78,7 +78,7 @@ def measure_drafts(
     every completion: ``len(KINDS) * count`` times for each strategy, and as often for none. ``options`` (dtype, device,
     kernels) are those of ``LLM``.
     """
-    # All of the same weights: a copy for each would drive the others from the caches of the processor.
+    # All share one copy of the weights: several copies would compete for the processor's caches.
     plain = LLM(model, **options)
     drafts = [("none", None), *((name, parse_draft(name, trusted=True, **options)) for name in names)]
     settings = [Setting(name, plain if draft is None else LLM(plain, draft), k, policy) for name, draft in drafts]
@@ -94,9 +94,8 @@ def measure_drafts(
 
 @dataclass(frozen=True)
 class Ratio:
-    """A speed over that of autoregressive decoding, from many pairs of runs next to one another: the median, and the
-    order statistics between which the median of all such pairs lies with 95 % confidence (with fewer than 6 pairs, the
-    extremes, which give less)."""
+    """A speed over that of autoregressive decoding, from many pairs of neighbouring runs: the median, and a confidence
+    interval of 95 % for it from order statistics (with fewer than 6 pairs, the extremes, whose confidence is lower)."""
 
     median: float
     low: float
@@ -109,7 +108,7 @@ class Ratio:
         if not ratios:
             raise ValueError("no pair of runs to take a median of")
         ordered, n = sorted(ratios), len(ratios)
-        # The median lies outside if fewer than so many of n coin throws fall on one side.
+        # The true median is outside of the interval if too few of n fair coins fall on one side (the sign test).
         outside = list(accumulate(2 * math.comb(n, fewer) / 2**n for fewer in range(n // 2)))
         aside = max(0, bisect_right(outside, 0.05) - 1)
         middle = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
@@ -118,9 +117,8 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Promise:
-    """What a strategy does to the speed on a text that it cannot predict, as it is and adaptive.
-
-    ``again`` is autoregressive decoding over itself: what such a measurement is worth on this machine.
+    """The speed of a strategy, as it is and adaptive, on a text that it cannot predict. ``again`` is autoregressive
+    decoding over itself, which shows how far such a measurement can be trusted on this machine.
     """
 
     name: str
@@ -128,11 +126,11 @@ class Promise:
     again: Ratio
     fixed: Ratio
     adaptive: Ratio
-    tau: float  # of the strategy as it is
+    tau: float  # of the strategy, not adaptive
 
     @property
     def kept(self) -> bool | None:
-        """Whether the promise is kept; None if the interval is too wide to say, or the pairs are too few."""
+        """Whether the promise is kept; None if the interval is too wide to decide, or there are too few pairs."""
         if self.adaptive.pairs < 6:
             return None
         if self.adaptive.low >= PROMISE:
@@ -141,11 +139,8 @@ class Promise:
 
 
 class Misleading(Wrapper):
-    """A strategy of chains that is always wrong and costs what another does: it proposes that one's drafts with other
-    tokens.
-
-    Each id goes ``shift`` further around the vocabulary. The ids are deterministic to the rule that judges them, and
-    the strategy below goes on from its own.
+    """A strategy that is always wrong and costs as much as the strategy in it, whose chains it proposes with other
+    tokens: each id plus ``shift``, modulo the vocabulary. To the rule these drafts are deterministic.
     """
 
     def __init__(self, strategy: DraftStrategy, vocab_size: int, shift: int = 1) -> None:

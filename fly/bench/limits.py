@@ -1,4 +1,4 @@
-"""The limits of the machine: bytes read and numbers multiplied a second. Knows nothing of speculation."""
+"""The limits of the machine: bytes read, and operations of matrix products, a second. Knows nothing of speculation."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ from fly.cache.paged import zeros
 __all__ = ["Limits", "measure_limits", "memory_reads"]
 
 _SIZES = tuple(size * 2**20 for size in (4, 16, 64, 512))  # bytes; the last is beyond any processor's caches
-_IDLE = 0.02  # seconds after which PyTorch's threads no longer spin, in the way of whatever is timed next
+_IDLE = 0.02  # seconds until PyTorch's threads stop spinning, which would slow down the next measurement
 _SIDES = {"cpu": 1024, "cuda": 8192}  # of square matrices, large enough for the processor's full rate
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The most the machine was seen to do, with all threads that PyTorch uses.
+    """The highest rates that were measured on the machine, with all threads of PyTorch.
 
-    ``reading`` is in bytes a second, by how many bytes are read again and again: what fits the processor's caches comes
-    faster than from memory, which the largest is. ``matmul`` is in operations a second (two for a multiplication with
-    its addition) by dtype; int8 is products of whole numbers, on CPUs. Each is the best of several turns: what disturbs
-    a measurement only ever makes a limit look lower. ``typical`` are the medians, by the same keys, for how much it was
-    disturbed.
+    ``reading`` is bytes a second, by how many bytes are read again and again: small ones come from the processor's
+    caches, and the largest from memory. ``matmul`` is operations a second by dtype (a multiplication with its addition
+    is two); int8 means products of integers, on CPUs. Each rate is the best of several turns, since a disturbance only
+    makes it lower. ``typical`` has the medians, by the same keys, which show how disturbed the measurement was.
     """
 
     device: str
@@ -46,9 +45,9 @@ class Limits:
         return self.reading[max(self.reading)]
 
     def seconds(self, read: float, operations: Mapping[torch.dtype, float] = MappingProxyType({})) -> float:
-        """The least time that reading ``read`` bytes and doing ``operations`` of each type takes: the longer of the two
-        (roofline, Williams et al., 2009), at a bandwidth between those of the sizes measured, by the size's logarithm.
-        Whatever is not float32 can also be multiplied as that."""
+        """The least time for reading ``read`` bytes and doing ``operations`` by dtype: the longer of the two times
+        (the roofline, Williams et al. 2009). The bandwidth is interpolated between the measured sizes, over their
+        logarithm. Any dtype can also be multiplied at the rate of float32."""
         computing = sum(
             count / max(self.matmul[dtype], self.matmul[torch.float32]) for dtype, count in operations.items()
         )
@@ -101,9 +100,9 @@ def measure_limits(device: torch.device, repeats: int = 12) -> Limits:
         return partial(torch._int_mm if dtype == torch.int8 else torch.mm, left, right)
 
     sides = {torch.bfloat16: side, torch.float32: side}
-    if device.type == "cpu" and not why_not():  # what W8A8 is held against
+    if device.type == "cpu" and not why_not():  # the limit for w8a8
         sides[torch.int8] = 2 * side
-    # Not all in turns: PyTorch's threads still spin for a while after each multiplication.
+    # Reads and products do not alternate, because PyTorch's threads still spin for a while after a product.
     timings = take_turns(list(reads.values()), repeats, device)
     timings += take_turns([multiplies(*one) for one in sides.items()], repeats, device)
     amounts: dict[int | torch.dtype, int] = {size: size for size in _SIZES}
@@ -119,7 +118,8 @@ def measure_limits(device: torch.device, repeats: int = 12) -> Limits:
 
 
 def memory_reads(device: torch.device) -> dict[int, Callable[[], float]]:
-    """Calls that read so many bytes of the memory of ``device``, and give the seconds that the fastest way took."""
+    """For each size, a function that reads so many bytes of the device's memory, and returns the seconds that the
+    fastest way takes."""
     numbers = _numbers(_SIZES[-1] // 8, device)
     totals = _totals(device)
 
@@ -135,7 +135,7 @@ def memory_reads(device: torch.device) -> dict[int, Callable[[], float]]:
 
 
 def _numbers(count: int, device: torch.device) -> torch.Tensor:
-    """Numbers to read, on a CPU in large pages where there are any, as weights lie there too."""
+    """Numbers to read; on a CPU in large pages if there are any, like the weights."""
     large = 2 << 20
     numbers = zeros((count + large // 8,), torch.int64, device)
     return numbers[-numbers.data_ptr() % large // 8 :][:count].fill_(1)

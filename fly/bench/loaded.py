@@ -1,5 +1,4 @@
-"""Everything that benches do with a loaded model itself: its description, its calls, its caches. Knows nothing of
-clocks."""
+"""What benchmarks do with a loaded model: describe it, call it, fill its caches. Knows nothing of clocks."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import torch
 
 from fly.backends import executor_of
 from fly.backends.cpu import chosen
-from fly.backends.cpu.library import NARROW, split
+from fly.backends.cpu.library import ROUNDINGS, split
 from fly.bench.shapes import random_model, shape_config
 from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, SingleDraft
@@ -28,7 +27,7 @@ from fly.runtime.runner import Runner
 from fly.types import SamplingParams
 
 __all__ = [
-    "NARROW",
+    "ROUNDINGS",
     "Subject",
     "drafts_alone",
     "forward_of",
@@ -44,7 +43,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to time: a name, a configuration, and ``make``, which gives the model in its turn."""
+    """A model to time: its name, its configuration, and ``make``, which gives the model when it is its turn."""
 
     name: str
     config: LlamaConfig
@@ -61,17 +60,17 @@ def runners_of(llm: LLM) -> list[Runner]:
 
 
 def subjects_of(llm: LLM, target: str, draft: str) -> list[Subject]:
-    """The loaded target by the name ``target``, and the draft's model, if it has one alone, by the name ``draft``."""
+    """The loaded target under the name ``target``, and the draft's model (if there is exactly one) under ``draft``."""
     models = [runner.executor for runner in runners_of(llm)]
     named = dict(zip((target, draft), models if len(models) == 2 else models[:1]))
     return [Subject(name, model.config, partial(lambda loaded: loaded, model)) for name, model in named.items()]
 
 
 def shape_subject(name: str, like: Executor, kernels: str) -> Subject:
-    """A random model of ``WIDTHxLAYERSxVOCABULARY``, with ``:int8`` or ``:w8a8`` after it on kernels of that name, in
-    the dtype and on the device of ``like``."""
+    """A random model of ``WIDTHxLAYERSxVOCABULARY``, with ``:int8``, ``:w8a8`` or ``:w4a8`` after it on kernels of that
+    name, in the dtype and on the device of ``like``."""
     shape, _, kind = name.rpartition(":")
-    shape, kind = (shape, kind) if kind in NARROW else (name, "")
+    shape, kind = (shape, kind) if kind in ROUNDINGS else (name, "")
     config = shape_config(shape)
 
     def make() -> Executor:
@@ -84,7 +83,7 @@ def shape_subject(name: str, like: Executor, kernels: str) -> Subject:
 def number_types(executor: Executor) -> dict[str, Any]:
     """``dtype``, of what a model stores; ``weight_bytes``, of one weight; and ``products``, the dtype of what it
     multiplies."""
-    products = torch.int8 if split(executor.kernels)[1] == "w8a8" else executor.dtype
+    products = torch.int8 if split(executor.kernels)[1] in ("w8a8", "w4a8", "stored") else executor.dtype
     return {"dtype": executor.dtype, "weight_bytes": executor.weight_bytes, "products": products}
 
 
@@ -111,10 +110,11 @@ def forward_of(
 
 
 def drafts_alone(strategy: DraftStrategy | None) -> TypeGuard[SingleDraft]:
-    """Whether it is one model without a draft."""
+    """Whether the draft is a single model, with no level below it."""
     return isinstance(strategy, SingleDraft) and strategy.draft is None
 
 
 def settings_of(plain: LLM, fast: LLM, k: int, rules: abc.Sequence[AcceptancePolicy]) -> list[Setting]:
-    """Autoregressive decoding of ``plain``; of ``fast`` speculation by each of the rules."""
+    """The settings of a comparison: autoregressive decoding with ``plain``, then speculation with ``fast`` under each
+    rule."""
     return [Setting("autoregressive", plain, 0), *(Setting(name, fast, k, rule) for rule, name in named(rules).items())]

@@ -1,10 +1,10 @@
-"""What to expect of a setting without having the machines: memory, step times and gains from a model of costs.
+"""A model of costs: the memory, step times and gains of a setting on machines that are not here.
 
-A step reads every weight and every cached key and value once, and multiplies them; the longer of the two counts
-(the roofline, Williams et al. 2009). It adds up the ranks' results twice a layer, and short kernels or calls take their
-time besides, as the engine does once a round. Knows nothing of files or HTTP.
+A step reads every weight and every cached key and value once, and multiplies them; the longer of the two times counts
+(the roofline, Williams et al. 2009). Ranks add up their results twice a layer. Short kernels or calls take further
+time, and so does the engine once a round. Knows nothing of files or HTTP.
 
-``benchmarks/calibrate.py``, in a checkout, measures the figures of a machine, and checks what they predict."""
+``benchmarks/calibrate.py``, in a checkout, measures the figures of a machine, and compares predictions with them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Link:
-    """What one all-reduce among neighbours takes: ``latency`` seconds, and bytes at ``bandwidth`` bytes a second each
-    way."""
+    """A link between ranks: an all-reduce takes ``latency`` seconds, and sends bytes at ``bandwidth`` bytes a second
+    each way."""
 
     latency: float
     bandwidth: float

@@ -64,13 +64,13 @@ def matrix_parameters(config: LlamaConfig) -> int:
 
 
 def forward_bytes(
-    config: LlamaConfig, dtype: torch.dtype, rows: int = 1, context: int = 0, weight_bytes: int | None = None
+    config: LlamaConfig, dtype: torch.dtype, rows: int = 1, context: int = 0, weight_bytes: float | None = None
 ) -> int:
     """Bytes that a forward of ``rows`` rows has to read, however many new tokens they have: every weight once, of
     ``weight_bytes`` or (None) as many as a stored number, and of each row the keys and values of the ``context`` tokens
     before. Norms and what is written are left out."""
     stored = rows * context * PagedKVCache.bytes_per_token(config, dtype)
-    return matrix_parameters(config) * (weight_bytes or dtype.itemsize) + stored
+    return int(matrix_parameters(config) * (weight_bytes or dtype.itemsize)) + stored
 
 
 def forward_operations(

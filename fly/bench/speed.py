@@ -66,7 +66,7 @@ class Forward:
     tokens: int
     timing: Timing
     drafting: bool = False
-    weight_bytes: int | None = None  # of one; None is as many as the dtype's
+    weight_bytes: float | None = None  # of one; None is as many as the dtype's
     products: torch.dtype | None = None  # what is multiplied, where that is not the dtype
     reading: tuple[dict[int, float], ...] = ()
 

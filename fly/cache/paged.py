@@ -271,11 +271,18 @@ class PagedKVCache:
         return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
 
     def resize(self, seq: Hashable, n_tokens: int) -> None:
-        """Grow or roll back ``seq``, and make the page copies that sharing requires. Raises ``OutOfBlocks``."""
-        size = self.allocator.block_size
-        for source, destination in self.allocator.resize(seq, n_tokens):
-            for stored in (self.keys, self.values):
-                pages = stored.unflatten(1, (-1, size))
+        """Grow or roll back ``seq``, and make the page copies that sharing requires. Raises ``OutOfBlocks``.
+
+        Away from the CPU new pages are zeroed. Forwards of fixed shapes read whole pages behind a mask, where a NaN
+        that another sequence left would count: 0 · NaN is NaN.
+        """
+        size, had = self.allocator.block_size, len(self.allocator.table(seq))
+        copies = self.allocator.resize(seq, n_tokens)
+        for stored in (self.keys, self.values):
+            pages = stored.unflatten(1, (-1, size))
+            for page in self.allocator.table(seq)[had:] if self.device.type != "cpu" else ():
+                pages[:, page].zero_()
+            for source, destination in copies:
                 pages[:, destination] = pages[:, source]
 
     def slots(self, seq: Hashable, start: int, stop: int) -> slice | list[int]:

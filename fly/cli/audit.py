@@ -160,8 +160,8 @@ def _show(report: Report, model: str | None) -> None:
             _explain(each)
     counts = Counter(each.verdict.value for each in report.findings)
     drawn = sum(each.p is not None for each in report.findings)
-    said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    console.print(f"[bold]{said}[/] · {report.requests:,} requests in {report.seconds:.0f} s", highlight=False)
+    summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    console.print(f"[bold]{summary}[/] · {report.requests:,} requests in {report.seconds:.0f} s", highlight=False)
     note(
         "p: how likely such samples are from an honest server. Over the "
         f"{drawn} checks that have one, an honest server fails with probability {report.alpha:g} at most (Holm)."

@@ -1,9 +1,9 @@
-"""``fly bench``: what the modules of ``fly.bench`` measure or predict, as tables, plots and JSON; ``drafts`` itself."""
+"""``fly bench`` and its command ``drafts``."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +15,7 @@ from fly.bundled.tasks import KINDS
 from fly.cli.options import Device, Dtype, K, Kernels, Model, Policy
 from fly.cli.plan import bench_plan
 from fly.cli.run import alone
-from fly.cli.show import console, note, print_named, progress, table
+from fly.cli.show import console, note, progress, table
 from fly.cli.speed import bench_speed
 from fly.policies import AcceptancePolicy, parse_policy
 
@@ -47,12 +47,13 @@ def bench_drafts(
 
 
 def show_drafts(names: Sequence[str], rule: AcceptancePolicy, problems: int, k: int, **setup: Any) -> None:
-    """Measure strategies, the single draft first, and print the table. ``setup`` is what ``measure_drafts`` takes."""
+    """Measure strategies, with the single draft model first, and print the table. ``setup`` are the options of
+    ``measure_drafts``."""
     names = tuple(dict.fromkeys((STRATEGIES[0], *names)))
     with progress((len(names) + 1) * len(KINDS) * problems, "drafting") as advance:
         rows = measure_drafts(names, rule, problems, k, advance=advance, **setup)
     title = f"{rule}, {problems} held-out problems a kind, temperature 0, k {k}, batch 1"
-    print_named(("none", *names), lambda called: drafts_table(rows, title, called))
+    console.print(drafts_table(rows, title))
     note(
         f"τ: tokens a target forward emits · tok/s: prompt included · × AR, × single: speed over autoregressive "
         f"decoding and over {names[0]} · right: answers"
@@ -62,15 +63,16 @@ def show_drafts(names: Sequence[str], rule: AcceptancePolicy, problems: int, k: 
 def _show_promise(
     names: Sequence[str], rule: AcceptancePolicy, problems: int, repeats: int, k: int, **setup: Any
 ) -> None:
-    """Measure strategies and their adaptive twins where nothing can be predicted, and say whether the promise holds."""
+    """Measure strategies, as they are and adaptive, where nothing can be predicted, and say whether adaptive ones keep
+    the promise."""
     with progress(2 * len(names) * problems * repeats, "where nothing can be predicted") as advance:
         found = measure_promise(names, rule, problems, repeats, k, advance=advance, **setup)
     title = f"speed over autoregressive decoding, {problems} texts of 256 tokens, {repeats} times each"
-    print_named(names, lambda called: promise_table(found, title, called))
-    said = {False: "broken by", None: "not decided (too few or too uneven runs) for", True: "kept by"}
+    console.print(promise_table(found, title))
+    phrases = {False: "broken by", None: "not decided (too few or too uneven runs) for", True: "kept by"}
     verdicts = [
-        f"{words} {', '.join(which)}"
-        for kept, words in said.items()
+        f"{phrase} {', '.join(which)}"
+        for kept, phrase in phrases.items()
         if (which := [f"{row.name} ({row.text})" for row in found if row.kept is kept])
     ]
     promise = f"Promise, at most {1 - PROMISE:.0%} slower where nothing can be predicted: {'; '.join(verdicts)}"
@@ -83,9 +85,9 @@ def _show_promise(
     )
 
 
-def drafts_table(rows: Sequence[Drafted], title: str, names: Mapping[str, str]) -> Table:
-    """τ and speed by kind; the first row is autoregressive, the second what the others are held to. ``names`` are what
-    to call those whose own name is too long."""
+def drafts_table(rows: Sequence[Drafted], title: str) -> Table:
+    """τ and speed by kind of task. The first row is autoregressive decoding, and the second is what the others are
+    compared with."""
     plain, single = (row.tokens_per_second for row in rows[:2])
     digits = max(len(f"{r.tokens_per_second:.0f}") for row in rows for r in row.kinds.values())
 
@@ -100,18 +102,19 @@ def drafts_table(rows: Sequence[Drafted], title: str, names: Mapping[str, str]) 
         title,
         rows,
         {
-            "draft": lambda r: escape(names.get(r.name, r.name)),
+            "draft": lambda r: escape(r.name),
             **{f"{kind}\nτ tok/s": of_kind(kind) for kind in rows[0].kinds},
             "all\ntok/s": lambda r: f"{r.tokens_per_second:.0f}",
             "×\nAR": lambda r: f"{r.tokens_per_second / plain:.2f}",
             "×\nsingle": lambda r: f"{r.tokens_per_second / single:.2f}",
             "\nright": right,
         },
+        wrapped=("draft",),
     )
 
 
-def promise_table(found: Sequence[Promise], title: str, names: Mapping[str, str]) -> Table:
-    """Strategies where nothing can be predicted. ``names`` are what to call those whose own name is too long."""
+def promise_table(found: Sequence[Promise], title: str) -> Table:
+    """Speeds where nothing can be predicted."""
 
     def interval(over: Ratio) -> str:  # two runs have no spread
         return f"{over.median:.3f}" + (f" ({over.low:.3f}–{over.high:.3f})" if over.pairs >= 3 else "")
@@ -120,7 +123,7 @@ def promise_table(found: Sequence[Promise], title: str, names: Mapping[str, str]
         title,
         found,
         {
-            "draft": lambda r: escape(names.get(r.name, r.name)),
+            "draft": lambda r: escape(r.name),
             "text": lambda r: r.text,
             "τ": lambda r: f"{r.tau:.2f}",
             "as it is": lambda r: f"{r.fixed.median:.2f}",
@@ -128,6 +131,7 @@ def promise_table(found: Sequence[Promise], title: str, names: Mapping[str, str]
             "AR again": lambda r: interval(r.again),
         },
         text=("draft", "text"),
+        wrapped=("draft",),
     )
 
 
@@ -138,12 +142,12 @@ for _command in (bench_speed, bench_drafts, bench_plan):
 
 
 def _refuse(name: str) -> None:
-    """A command that was moved to the laboratory, which no package has."""
+    """Register a command that moved to ``benchmarks/``, as an error that says so."""
 
     @alone
     def run() -> None:
         raise ValueError(
-            f"'fly bench {name}' is no part of the package; in a checkout it is python -m benchmarks.{name}"
+            f"'fly bench {name}' is not part of the package; in a checkout run: python -m benchmarks.{name}"
         )
 
     others = {"allow_extra_args": True, "ignore_unknown_options": True}

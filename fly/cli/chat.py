@@ -68,10 +68,10 @@ def chat(
             raise ValueError(f"two models, {model!r} and --model {named!r}; give one")
         context.params["model"] = named
         context.set_parameter_source("model", context.get_parameter_source("named"))  # type: ignore[arg-type]
-    if config is None:  # which else would say
+    if config is None:  # a configuration file names its own model
         context.params["model"] = context.params["model"] or BUNDLED[0]
     given = options_of(context, SamplingParams.model_fields)
-    sampling_of(given, SamplingParams())  # what is wrong with it is said before anything is loaded
+    sampling_of(given, SamplingParams())  # report errors before anything is loaded
     variables = _variables(chat_template_kwargs)
     setup = setup_of(context, config)
     with console.status(f"loading {escape(setup.model)}") if console.is_terminal else contextlib.nullcontext():
@@ -99,14 +99,14 @@ def _variables(text: str | None) -> dict[str, Any]:
 
 
 class Conversation:
-    """A conversation and what it runs on; every command leaves what was said as it is, but for those that drop it.
+    """A conversation and the model that answers. Only ``/drop`` and ``/reset`` change the turns so far.
 
     Args:
-        llm: answers; another one does after ``/draft``.
-        setup: what it was made of.
-        params: how answers are sampled.
-        system: the system prompt, None for the template's own.
-        variables: what else the chat template looks at.
+        llm: the model; ``/draft`` replaces it.
+        setup: the configuration that ``llm`` was made from.
+        params: sampling parameters of the answers.
+        system: the system prompt; None for the template's own.
+        variables: further variables of the chat template.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Conversation:
     ) -> None:
         self.llm, self.setup, self.params, self.system, self.variables = llm, setup, params, system, variables
         self.policy, self.k = llm.policy, llm.k
-        self.turns: list[dict[str, str]] = []  # of user and assistant, in turns
+        self.turns: list[dict[str, str]] = []  # messages of user and assistant, alternately
         self._saved: set[Path] = set()
         self.commands: dict[str, Callable[[str], None]] = {
             "/policy": self._policy, "/k": self._k, "/draft": self._draft, "/temperature": self._temperature,
@@ -123,7 +123,7 @@ class Conversation:
         }  # fmt: skip
 
     def run(self) -> None:
-        """Read, answer, until there is no more to read."""
+        """Read lines and answer them, until the input ends."""
         self._tell(f"{self.setup.model} · {self._settings()} · {computed(self.llm)} · /help lists commands")
         while True:
             try:
@@ -147,52 +147,55 @@ class Conversation:
                 break
             except KeyboardInterrupt:
                 self._tell("stopped")
-            except Exception as error:  # a mistake, or an error of a plug-in: the conversation goes on
+            except Exception as error:  # a wrong command, or a faulty plug-in: the conversation goes on
                 message = explain(error) if isinstance(error, ValidationError) else str(error)
                 kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
                 errors.print(f"[bold red]error:[/] {escape(kind + message)}", highlight=False, soft_wrap=True)
 
     def messages(self) -> list[dict[str, str]]:
-        """All that was said, the system prompt included."""
+        """All messages so far, the system prompt included."""
         return [*([{"role": "system", "content": self.system}] if self.system is not None else []), *self.turns]
 
     def _answer(self, text: str) -> None:
-        """Answer what the user says. What nothing was answered to is not kept."""
-        said = [*self.messages(), {"role": "user", "content": text}]
-        prompt, most = self.llm.chat_prompt(said, **self.variables), self.llm.engine.context
+        """Answer a message. A message without any answer is not kept."""
+        talk = [*self.messages(), {"role": "user", "content": text}]
+        prompt, most = self.llm.chat_prompt(talk, **self.variables), self.llm.engine.context
         if len(prompt) >= most:
             raise ValueError(
                 f"the conversation takes {len(prompt)} tokens, and the context holds {most}: nothing was sent. "
                 f"/drop N forgets its oldest N turns (of {len(self.turns) // 2}), /reset all of it"
             )
+        # Show the answer while it is generated; Ctrl+C stops it.
         stream = self.llm.stream(prompt, self.params, policy=self.policy, k=self.k)
-        heard, stopped = _Heard(stream), False
+        answer, stopped = _Answer(stream), False
         try:
-            show(heard)
+            show(answer)
         except KeyboardInterrupt:
             stopped = True
         finally:
             stream.close()
         console.print()
-        kept = not stopped or bool(heard.said["text"] or heard.said["reasoning"])
+        # Keep what there is of it.
+        kept = not stopped or bool(answer.text or answer.reasoning)
         if kept:
-            answer = {"role": "assistant", "content": heard.said["text"]}
-            if heard.said["reasoning"]:
-                answer["reasoning_content"] = heard.said["reasoning"]
-            self.turns += [{"role": "user", "content": text}, answer]
+            message = {"role": "assistant", "content": answer.text}
+            if answer.reasoning:
+                message["reasoning_content"] = answer.reasoning
+            self.turns += [{"role": "user", "content": text}, message]
+        # Say how it ended.
         ending = []
         if stopped:
-            ending.append("stopped" if kept else "stopped before it said anything, so the question is not kept")
+            ending.append("stopped" if kept else "stopped before the answer began, so the question is not kept")
         elif stream.finish_reason == "length":
             full = len(prompt) + stream.stats.generated >= most
             limit = f"--max-tokens {self.params.max_tokens}"
             ending.append(f"the context of {most} tokens is full: /drop N or /reset" if full else f"cut by {limit}")
-        if kept and heard.said["reasoning"] and not heard.said["text"]:
+        if kept and answer.reasoning and not answer.text:
             ending.append("it was still thinking")
-        self._tell(" · ".join([*heard.figures(), *ending]))
+        self._tell(" · ".join([*answer.figures(), *ending]))
 
     def _obey(self, line: str) -> None:
-        """Do what a command says."""
+        """Run a command."""
         name, _, text = line.partition(" ")
         if (run := self.commands.get(name)) is None:
             hint = meant(name, self.commands)
@@ -256,7 +259,7 @@ class Conversation:
         if text:
             raise ValueError(f"/reset takes nothing, got {text!r}")
         self.turns.clear()
-        self._tell(f"nothing was said yet · {self._settings()}")
+        self._tell(f"all turns are forgotten · {self._settings()}")
 
     def _save(self, text: str) -> None:
         """FILE: write the conversation and its settings, as JSON."""
@@ -283,7 +286,7 @@ class Conversation:
         for name, run in self.commands.items():
             self._tell(f"  {name:13}{' '.join((inspect.getdoc(run) or '').split())}")
         self._tell("  a line that ends with \\ goes on in the next; // begins a text with /")
-        self._tell("  Ctrl+C stops an answer and keeps what was said; Ctrl+D ends")
+        self._tell("  Ctrl+C stops an answer and keeps its beginning; Ctrl+D ends")
         if console.is_terminal:
             show_colours()
 
@@ -296,26 +299,26 @@ class Conversation:
 
     @staticmethod
     def _tell(text: str) -> None:
-        """Say something that is no answer; beside those where they go to a file."""
+        """Print something that is no part of an answer; on standard error if answers go to a file."""
         (console if console.is_terminal else errors).print(escape(text), style="dim", highlight=False, soft_wrap=True)
 
 
-class _Heard:
-    """The pieces of an answer as they come, and what they add up to."""
+class _Answer:
+    """The pieces of an answer while it is generated, and their sums."""
 
     def __init__(self, stream: Stream) -> None:
-        self.said = {"text": "", "reasoning": ""}
+        self.text = self.reasoning = ""
         self._stream, self._started = stream, time.perf_counter()
         self._first: float | None = None
 
     def __iter__(self) -> Iterator[Piece]:
         for piece in self._stream:
             self._first = self._first or time.perf_counter()
-            self.said[piece.kind] += piece
+            setattr(self, piece.kind, getattr(self, piece.kind) + piece)
             yield piece
 
     def figures(self) -> list[str]:
-        """What it took until now."""
+        """The figures of the answer so far."""
         elapsed, stats = time.perf_counter() - self._started, self._stream.stats
         found = [
             f"τ {stats.tau:.2f}",
@@ -327,12 +330,12 @@ class _Heard:
 
 
 def _read(prompt: str) -> str:
-    """A line of the user's, edited where they type it. Raises ``EOFError`` where there are no more."""
+    """Read a line, which can be edited on a terminal. Raises ``EOFError`` at the end of the input."""
     if not sys.stdin.isatty():
         if not (line := sys.stdin.readline()):
             raise EOFError
         return line.rstrip("\n")
-    with contextlib.suppress(ImportError):  # there is none on some systems
-        import readline  # noqa: F401  (makes input() edit lines and remember them)
-    # Given to input() itself: it has to know how wide it is. Zero-width parts stand between marks.
+    with contextlib.suppress(ImportError):  # some systems have none
+        import readline  # noqa: F401  (lets input() edit lines and remember them)
+    # input() has to know the width of the prompt: the colour codes, which have none, stand between \x01 and \x02.
     return input(f"\x01\x1b[1;34m\x02{prompt}\x01\x1b[0m\x02" if console.is_terminal else prompt)

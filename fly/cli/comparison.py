@@ -1,4 +1,4 @@
-"""``fly demo``, and what a rule gains on the bundled tasks."""
+"""``fly demo``, and the measurement of a rule on the bundled tasks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ def demo(
     kernels: Kernels = "auto",
 ) -> None:
     """Show what speculation gains: one completion in colours, then a table over held-out problems."""
-
     rule = parse_policy(policy, trusted=True)
     plan = bundled_plan(policy, problems, k, split, dtype=dtype, kernels=kernels)
     ((task, _),) = plan.loaded_tasks().values()

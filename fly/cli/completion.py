@@ -1,4 +1,4 @@
-"""``fly generate``, and how a completion is shown: in colours that say why each token was kept."""
+"""``fly generate``, and how completions are shown, in colours that say why each token was kept."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from fly.policies import AcceptancePolicy
 from fly.runtime.request import Stats
 from fly.types import SamplingParams, StructuredOutput
 
-# Why a token stands -> how it looks, and what that means. Underline marks what differs from the target's own text, for
-# eyes without colour.
+# For each reason to keep a token: its style and its meaning. Relaxed tokens are underlined as well, for readers who
+# do not see the colours.
 STYLES = {
     "match": ("green", "drafted, and the target's own choice"),
     "relaxed": ("bold yellow underline", "drafted, kept only by the relaxed rule"),
@@ -125,7 +125,7 @@ def generate(
             "logit_bias": _biases(logit_bias or []),
             "structured": None if set(forms.values()) == {None} else StructuredOutput(**forms),
         }
-        sampling_of(given, SamplingParams())  # what is wrong with it is said before anything is loaded
+        sampling_of(given, SamplingParams())  # report errors before anything is loaded
         text = str(prompt)
         if prompt in (None, "-"):
             text = sys.stdin.read() if ranks is None else ranks.share(sys.stdin.read() if ranks.leads else None)
@@ -145,8 +145,8 @@ def generate(
 
 
 def _text_of(option: str, given: str | None, pattern: str, what: str) -> str | None:
-    """The value of an option that takes a text, known by its ``pattern``, or a file with the text (``@`` before its
-    name is allowed)."""
+    """The value of an option that takes a text, recognised by ``pattern``, or the name of a file with it (which may
+    begin with ``@``)."""
     if given is None or re.search(pattern, given):
         return given
     try:
@@ -157,7 +157,7 @@ def _text_of(option: str, given: str | None, pattern: str, what: str) -> str | N
 
 
 def _biases(given: list[str]) -> dict[int, float]:
-    """What ``--logit-bias`` says: the bias of each token id."""
+    """Read ``--logit-bias``: the bias by token id."""
     found: dict[int, float] = {}
     for text in given:
         token, _, bias = text.partition("=")
@@ -174,19 +174,19 @@ def _biases(given: list[str]) -> dict[int, float]:
 def show_stream(
     llm: LLM, prompt: Any, params: SamplingParams, policy: AcceptancePolicy | None = None
 ) -> tuple[Stats, float]:
-    """Print a completion as it comes, in colours on a terminal. Returns its stats, and the seconds it took."""
+    """Print a completion while it is generated. Returns its stats and the seconds it took."""
     request = llm.stream(prompt, params, policy=policy)
     start = time.perf_counter()
     try:
         show(request)
         elapsed = time.perf_counter() - start
     finally:
-        console.print()  # what went wrong halfway gets a line of its own
+        console.print()  # so that an error gets a line of its own
     return request.stats, elapsed
 
 
 def _show_all(llm: LLM, prompt: Any, params: SamplingParams) -> tuple[Stats, float]:
-    """Print the several completions of a prompt, a line before each. Returns their stats, and the seconds they took."""
+    """Print several completions of a prompt, with a line before each. Returns their stats and the seconds they took."""
     start = time.perf_counter()
     first = llm.generate([prompt], params)[0]
     elapsed = time.perf_counter() - start
@@ -198,8 +198,8 @@ def _show_all(llm: LLM, prompt: Any, params: SamplingParams) -> tuple[Stats, flo
 
 
 def show(texts: Iterable[Piece]) -> None:
-    """Print pieces of text as they come: on a terminal in the colour of why each was kept, thinking dimmed; elsewhere
-    the text alone, to the letter."""
+    """Print pieces of text as they come. On a terminal the colour says why each was kept, and reasoning is dimmed.
+    Elsewhere only the text of the answer is printed, unchanged."""
     thought = ""
     for piece in texts:
         if piece.kind == "reasoning":
@@ -224,12 +224,12 @@ def show_colours() -> None:
 
 
 def legend(llm: LLM, stats: Stats, elapsed: float) -> None:
-    """Print what the colours mean, and what the completion took."""
+    """Print the meaning of the colours, and the figures of the completion."""
     show_colours()
     parts = [f"{stats.generated} tokens in {elapsed:.2f} s ({stats.generated / max(elapsed, 1e-9):,.0f} a second)"]
     if stats.drafted:
         parts.append(f"τ {stats.tau:.2f}")
-        parts.append(f"{stats.acceptance_rate:.0%} of {stats.drafted} drafted tokens stand")
+        parts.append(f"{stats.acceptance_rate:.0%} of {stats.drafted} drafted tokens kept")
         parts.append(f"{stats.relaxed} relaxed")
     if stats.layers:
         whole = llm.engine.runner.executor.config.num_hidden_layers

@@ -1,20 +1,15 @@
-"""``fly tasks``, ``fly eval`` and ``fly report``: the tasks, a run of them, and its results."""
+"""``fly tasks``, ``fly eval`` and ``fly report``: list tasks, run them, show the results."""
 
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Group
-from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from fly.cli.options import (
@@ -34,10 +29,10 @@ from fly.cli.show import console, narrow, note, print_list, progress, sentences,
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.errors import instead
 from fly.eval.plan import Plan
-from fly.eval.records import Records, read_records
+from fly.eval.records import read_records
 from fly.eval.render import LEGEND, as_html, as_json, as_markdown, columns, write_spec_bench
 from fly.eval.report import Report, report
-from fly.eval.run import Turn, check_folder, decode_run, remaining, score_run
+from fly.eval.run import check_folder, decode_run, remaining, score_run
 from fly.eval.scorers import Programs
 from fly.eval.task import Task, load_task, task_names
 from fly.llm import LLM
@@ -216,7 +211,7 @@ def evaluate(
 
 
 def _limits(problems: list[str]) -> tuple[int | None, dict[str, int]]:
-    """What ``--problems`` says: how many of each task, and of tasks by their names."""
+    """Read ``--problems``: the number for every task, and the numbers for tasks that are named."""
     limit, limits = None, {}
     for text in problems:
         name, _, count = text.rpartition("=")
@@ -230,7 +225,7 @@ def _limits(problems: list[str]) -> tuple[int | None, dict[str, int]]:
 
 
 def _limited(plan: Plan, limits: dict[str, int]) -> Plan:
-    """A plan with so many problems of some tasks. Raises ``ValueError`` for one that it has not."""
+    """The plan with the numbers of problems for named tasks. Raises ``ValueError`` for a task that it lacks."""
     names = [asked.load().name for asked in plan.tasks]
     if unknown := next((name for name in limits if name not in names), None):
         raise ValueError(f"--problems {unknown}={limits[unknown]}: there is no such task{instead(unknown, names)}")
@@ -241,7 +236,7 @@ def _limited(plan: Plan, limits: dict[str, int]) -> Plan:
 
 @contextmanager
 def _folder(out: Path | None, ranks: Any) -> Iterator[Path]:
-    """The folder of a run, or one that lasts as long as this; the same on all ranks."""
+    """The folder of a run. Without ``out`` it is a temporary one, the same for all ranks."""
     if out is not None:
         yield out
         return
@@ -250,7 +245,7 @@ def _folder(out: Path | None, ranks: Any) -> Iterator[Path]:
 
 
 def run_plan(plan: Plan, folder: Path, ranks: Any = None) -> Report:
-    """Decode the rest of a run, score it and report; on a terminal with a bar and the table so far."""
+    """Decode the rest of a run, score it, and make the report."""
     leads = ranks is None or ranks.leads
     if leads:
         check_folder(plan, folder)
@@ -262,62 +257,18 @@ def run_plan(plan: Plan, folder: Path, ranks: Any = None) -> Report:
     if todo:
         if ranks is not None:
             loaded(ranks)
-        with _watched(plan, records, todo) as advance:
+        done = len(records.completions)
+        with progress(done + len(todo), "decoding", done) as step:
+
+            def advance(record: dict[str, Any]) -> None:
+                step(f"{record['task']} {record['problem']}, {record['way']}: {record['generated']} tokens")
+
             decode_run(plan, folder, todo, records, advance, ranks)
     if leads:
         with progress(len(records.completions), "scoring") as scored:
             score_run(plan, folder, scored)
         return report([folder])
     return Report([], [], [])
-
-
-@contextmanager
-def _watched(plan: Plan, records: Records, todo: Sequence[Turn]) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """While this lasts, a bar over all completions and the figures so far on a terminal, elsewhere lines."""
-    columns_ = (TextColumn("decoding"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    bar = Progress(*columns_, console=console)
-    whole = len(todo) + len(records.completions)
-    number = bar.add_task("", total=whole, completed=whole - len(todo))
-    sums: dict[str, Counter[str]] = {way.label: Counter() for way in plan.ways}
-
-    def count(record: dict[str, Any]) -> None:
-        if (sum_ := sums.get(record["way"])) is not None:
-            seconds = record["seconds"]["prompt"] + record["seconds"]["decoding"]
-            sum_.update(done=1, tokens=record["generated"], micros=int(1e6 * seconds))
-            sum_.update({name: record[name] for name in ("rounds", "emitted", "relaxed")})
-
-    for record in records.completions.values():
-        count(record)
-
-    def so_far() -> Group:
-        rows = list(sums.items())
-        made: RichTable = table(
-            "",
-            rows,
-            {
-                "decoding": lambda row: escape(row[0]),
-                "done": lambda row: str(row[1]["done"]),
-                "tok/s": lambda row: f"{row[1]['tokens'] / max(row[1]['micros'], 1) * 1e6:,.1f}",
-                "τ": lambda row: f"{row[1]['emitted'] / max(row[1]['rounds'], 1):.2f}",
-                "relaxed": lambda row: f"{row[1]['relaxed'] / max(row[1]['tokens'], 1):.1%}",
-            },
-        )
-        return Group(made, bar)
-
-    if not console.is_terminal:
-        with progress(whole, "decoding", whole - len(todo)) as step:
-            yield lambda record: step(
-                f"{record['task']} {record['problem']}, {record['way']}: {record['generated']} tokens"
-            )
-        return
-    with Live(so_far(), console=console, transient=True, refresh_per_second=2) as live:
-
-        def advance(record: dict[str, Any]) -> None:
-            count(record)
-            bar.advance(number)
-            live.update(so_far())
-
-        yield advance
 
 
 def show_report(found: Report) -> None:

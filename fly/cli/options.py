@@ -1,4 +1,4 @@
-"""Options and arguments that several commands share, each declared once."""
+"""Options that several commands share, each declared once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fly.config import LONGEST, SHORTEST
 
 
 def number(least: float, most: float = math.inf, *, help: str) -> Any:
-    """An option that is a finite number in a range. Errors name the bad value, which typer's ``min`` and ``max`` do
-    not."""
+    """An option that takes a finite number in a range. Unlike with typer's ``min`` and ``max``, NaN is refused, and
+    errors name the bad value."""
     within = f"of at least {least:g}" if most == math.inf else f"in [{least:g}, {most:g}]"
 
     def check(value: float | None) -> float | None:
@@ -26,8 +26,8 @@ def number(least: float, most: float = math.inf, *, help: str) -> Any:
 
 
 def output(*names: str, help: str, suffix: str = "") -> Any:
-    """An option that is a file to write, whose name ends in ``suffix``. Refused at once if its directory does not
-    exist, or figures would be lost."""
+    """An option that names a file to write, which ends in ``suffix``. It is an error at once if the directory does not
+    exist, so that no figures are lost at the end."""
 
     def check(path: Path | None) -> Path | None:
         if path is not None and not path.absolute().parent.is_dir():
@@ -40,7 +40,7 @@ def output(*names: str, help: str, suffix: str = "") -> Any:
 
 
 def gone(name: str, instead: str) -> Any:
-    """An option that was deleted: it is not shown, and says what to use instead."""
+    """A deleted option. It is hidden, and its error says what to use ``instead``."""
 
     def refuse(given: bool) -> bool:
         if given:
@@ -87,7 +87,8 @@ Kernels = Annotated[
     str,
     typer.Option(
         help="What runs on the CPU: auto, torch, avx512bf16, avx512, avx2; int8: weights of 8 bits (on CUDA by "
-        "torchao); w8a8: weights and activations."
+        "torchao); w8a8: weights and activations; w4a8: weights of 4 bits; stored: a GGUF file's blocks as they are, "
+        "which auto takes for such a file."
     ),
 ]
 Exits = Annotated[

@@ -1,4 +1,4 @@
-"""``fly bench plan``: what speculation should gain on machines that are not here."""
+"""``fly bench plan``: what speculation should gain on other machines."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def bench_plan(
     --recorded takes the acceptance from a run, and shows the best draft length of each rule, with prompt lookup below
     the draft and without.
     """
-    for name in ("policy",) if recorded is None else ("tau", "draft_tau", "k"):  # what would change nothing
+    for name in ("policy",) if recorded is None else ("tau", "draft_tau", "k"):  # options without an effect
         if typed_in(typed, name):
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} does nothing {'without' if recorded is None else 'with'} --recorded")
@@ -74,19 +74,19 @@ def bench_plan(
         for p in PAPER:
             add(p.name, Setting(MODELS[p.target], small, p.k, p.tau, **common), p.ranks, p.gain)
     elif tau is None and recorded is None:
-        raise ValueError("--tau is needed with --target: how many tokens a round emits is nothing a plan can know")
+        raise ValueError("--tau is needed with --target: a plan cannot know how many tokens a round emits")
     else:
         add(f"{target} : {draft}", Setting(sizes(target), small, k, tau or 1.0, **common), ranks, None)
     if recorded is None:
         _show_forecasts(plans, f"{device}, {per_node} a node, {rows} × {context} tokens")
         return
     if small is None:
-        raise ValueError("--recorded takes the acceptance of a draft model, which '--draft none' has not")
+        raise ValueError("--recorded needs a draft model, and '--draft none' is none")
     _show_recorded(recorded, rules_of(policy), [plan[:3] for plan in plans])
 
 
 def _show_forecasts(plans: list[tuple[str, Setting, Machines, float | None]], title: str) -> None:
-    """A column for each pair and each place of its draft."""
+    """Print a column for each pair of models and each device of its draft."""
     headings, columns = [Column()], []
     for name, setting, machines, published in plans:
         found, memory = forecast(setting, machines), machines.device.memory
@@ -113,17 +113,17 @@ def _show_forecasts(plans: list[tuple[str, Setting, Machines, float | None]], ti
     lines = ((name, *(column[name] for column in columns)) for name in columns[0])
     print_list(lines, *headings, title=title)
     note(
-        "published: arXiv 2511.22972, on hardware and an engine of its own · gain: over no draft "
+        "published: arXiv 2511.22972, with its own hardware and engine · gain: over no draft "
         "· nothing here was measured on an accelerator"
     )
 
 
 def _show_recorded(run: Path, rules: list[AcceptancePolicy], plans: list[tuple[str, Setting, Machines]]) -> None:
-    """For each task that was recorded, rule and pair: the best length of a draft, and the gain there."""
+    """Print the best draft length and its gain, for each recorded task, rule and pair of models."""
     recorded = load_blocks(run)
     for (_, way), blocks in recorded.items():
         if blocks.draft is None:
-            raise ValueError(f"{run}: {way} was recorded without a draft model, whose acceptance is wanted")
+            raise ValueError(f"{run}: {way} was recorded without a draft model, so its acceptance is unknown")
     replayed: dict[tuple[str, str, AcceptancePolicy], list[Replay]] = {}
     with progress(len(rules) * sum(len(lengths(blocks)) for blocks in recorded.values()), "replaying") as advance:
         for (key, blocks), rule in product(recorded.items(), rules):

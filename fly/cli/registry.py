@@ -1,4 +1,4 @@
-"""Lists and checks: ``fly models``, ``policies``, ``drafts`` and ``check``."""
+"""``fly models``, ``fly policies``, ``fly drafts`` and ``fly check``."""
 
 from __future__ import annotations
 
@@ -48,14 +48,12 @@ def models(
         rows.append((bundled, layers, *numbers, str(checkpoint.raw.get("torch_dtype"))))
     print_list(rows, "name", "layers × width", "context", "tokens", "size", "dtype")
     console.print(f"[dim]in {escape(str(CHECKPOINTS))}; each has a README.md with its training and accuracy[/]")
-    note(
-        "also: a Hugging Face directory, a GGUF file, or a name on the hub (owner/name); 'fly models NAME' tells of one"
-    )
+    note("also: a Hugging Face directory, a GGUF file, or a name on the hub (owner/name); 'fly models NAME' shows one")
 
 
 def show_model(name: str) -> None:
-    """Print what a checkpoint is. Raises ``CheckpointError`` if it is not supported, or if its local weights or
-    tokenizer cannot be used."""
+    """Print the facts about a checkpoint. Raises ``CheckpointError`` if it is not supported, or if its local weights or
+    tokenizer are unusable."""
     checkpoint = open_checkpoint(resolve_checkpoint(name, weights=False))
     if not isinstance(find_checkpoint(name), HubName):
         Loading(checkpoint)
@@ -66,7 +64,7 @@ def show_model(name: str) -> None:
     each = PagedKVCache.bytes_per_token(config, dtype)
     context = config.max_position_embeddings
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    window = f", of which {len([w for w in config.windows if w])} layers see {config.sliding_window} tokens"
+    window = f"; {len([w for w in config.windows if w])} of the layers see the last {config.sliding_window} tokens"
     facts = {
         "at": str(checkpoint.path),
         "family": f"{config.family} ({checkpoint.raw['architectures'][0]})",
@@ -84,10 +82,10 @@ def show_model(name: str) -> None:
 
 
 def _kinds(checkpoint: Checkpoint) -> str:
-    """How the values of the tensors are stored, and in how many bytes."""
+    """The kinds in which the tensors are stored, and their bytes."""
     try:
         tensors = checkpoint.tensors.values()
-    except CheckpointError as error:  # of the hub, without its weights
+    except CheckpointError as error:  # on the hub, and its weights were not downloaded
         return f"– ({error})" if checkpoint.path.suffix == ".gguf" else "– (the weights are not here)"
     kinds = dict.fromkeys(stored.kind for stored in sorted(tensors, key=lambda stored: -stored.nbytes))
     return f"{', '.join(kinds)}; {sum(stored.nbytes for stored in tensors) / 1e9:.2f} GB"
@@ -150,7 +148,7 @@ def check(
     if (rule is None) == (draft is None):
         raise ValueError("give either a rule or --draft")
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # blocks of a few numbers: more threads only wait for one another
+    torch.set_num_threads(1)  # the blocks are small, and more threads would only wait for one another
     policy = None if rule is None else parse_policy(rule, trusted=True)
     with progress(len(CHECKS if policy else DRAFT_CHECKS), "checking") as advance:
         if policy is not None:
@@ -171,14 +169,14 @@ def check(
 
 
 def _measured(sound: bool, rule: str | None, draft: str, problems: int, k: int) -> None:
-    """Speed and accuracy of a rule, or of a draft, on the bundled models. One that is not ``sound`` is measured as far
-    as it runs."""
+    """Measure speed and accuracy of a rule, or of a draft, on the bundled models. An error of one that failed the
+    checks (is not ``sound``) is a note."""
     checkpoint = open_model("fly-target")
     try:
         if rule is not None:
             parse_policy(rule, trusted=True).bind(Tokenizer(checkpoint).vocabulary(checkpoint.config.vocab_size))
     except ValueError as error:
-        note(f"not measured, since it is not for the bundled models: {escape(str(error))}")
+        note(f"not measured on the bundled models: {escape(str(error))}")
         return
     try:
         if rule is not None:
@@ -192,9 +190,9 @@ def _measured(sound: bool, rule: str | None, draft: str, problems: int, k: int) 
 
 
 def _strategy(text: str) -> Any:
-    """A fresh strategy from a text; in float32, since a coarser dtype rounds differently in another batch."""
+    """A fresh strategy, in float32: in coarser dtypes rounding depends on the batch."""
     if (strategy := parse_draft(text, trusted=True, dtype="float32")) is None:
-        raise ValueError("'none' drafts nothing, and there is nothing to check")
+        raise ValueError("'none' drafts nothing, so there is nothing to check")
     return strategy
 
 
@@ -204,7 +202,7 @@ def _summary_of(thing: Any) -> str:
 
 
 def _call(name: str, make: Any) -> str:
-    """How a rule or strategy is called, with its parameters and their defaults."""
+    """A rule or strategy as text, with its parameters and their defaults."""
     parameters = [
         p for p in inspect.signature(make).parameters.values() if not callable(p.default) or p.default is p.empty
     ]

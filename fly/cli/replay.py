@@ -1,4 +1,4 @@
-"""``fly replay``: rules tried on what a run recorded."""
+"""``fly replay``: try rules on the blocks that a run recorded."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ _Row = TypeVar("_Row")
 def _print(
     heading: str, rows: list[_Row], name: Callable[[_Row], str], columns: dict[str, Callable[[_Row], str]]
 ) -> None:
-    """A table whose names go on in the next line where they are too long."""
+    """Print a table whose first column wraps."""
     console.print(table("", rows, narrow({heading: name, **columns}), wrapped=(heading,), show_edge=False))
 
 
@@ -162,9 +162,9 @@ def _show(title: str, blocks: Blocks, found: list[Replay], refused: list[str]) -
     if found:
         _print("rule", found, _rule, columns)
         places = sorted({at for at in (1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 40, blocks.k) if at <= blocks.k})
-        _print("place in the draft", found, _rule, {str(at): _stood(at) for at in places})
+        _print("place in the draft", found, _rule, {str(at): _kept_at(at) for at in places})
         seconds = sum(each.seconds for each in found)
-        note(f"{sum(each.judged for each in found) / max(seconds, 1e-9):,.0f} rounds replayed a second")
+        note(f"{sum(each.rounds for each in found) / max(seconds, 1e-9):,.0f} rounds replayed a second")
     for line in refused:
         console.print(f"[yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
     texts = blocks.vocabulary.texts if any(each.tokens for each in found) else []
@@ -179,7 +179,7 @@ def _show(title: str, blocks: Blocks, found: list[Replay], refused: list[str]) -
 
 
 def _plot(path: Path, title: str, found: list[Replay]) -> None:
-    """Speed by what relaxed tokens cost: a line a rule, through its draft lengths and stops."""
+    """Plot speed by the cost of relaxed tokens: one line a rule, through its draft lengths and stops."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for each in found:
         if each.speed is not None:
@@ -191,7 +191,7 @@ def _plot(path: Path, title: str, found: list[Replay]) -> None:
     save_lines(path, title, "nats of relaxed tokens in a thousand", "speed over autoregression", lines, from_zero=False)
 
 
-def _stood(place: int) -> Callable[[Replay], str]:
+def _kept_at(place: int) -> Callable[[Replay], str]:
     return lambda each: f"{each.curve[place - 1]:.0%}" if len(each.curve) >= place else "–"
 
 
@@ -210,5 +210,6 @@ def _show_beside(title: str, compared: list[Beside], left_out: list[str]) -> Non
     for line in left_out:
         console.print(f"[yellow]left out: {escape(line)}[/]", highlight=False, soft_wrap=True)
     note(
-        "off: what the prediction misses it by, and the guess that τ is that of exact speculation; relaxed: both shares"
+        "off: the error of the prediction; τ unchanged: the error of the guess that a rule has the τ of exact "
+        "speculation; relaxed: the predicted share and the measured one"
     )

@@ -1,4 +1,4 @@
-"""What surrounds a command: plain errors, the ranks of torchrun, the configuration file."""
+"""What every command needs: short errors, the ranks of torchrun, the configuration file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fly.bundled import usual_draft
 from fly.cache.allocator import OutOfBlocks
 from fly.cli.show import errors
 from fly.config import Config
-from fly.errors import explain, origin
+from fly.errors import explain, fault_place, origin
 from fly.expressions import grid
 from fly.llm import LLM
 from fly.policies import AcceptancePolicy, Exact, parse_policy
@@ -30,13 +30,13 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
 def command(run: _Command, alone: bool = False) -> _Command:
-    """A command whose errors of input are one clear line and exit status 2, not a traceback; so is an error of a
-    plug-in, with its place. Any other error is our own and shows its traceback. ``alone``: not for the ranks of
-    torchrun, since each would do all of it."""
+    """Decorate a command: errors of input end it with one line and exit status 2 instead of a traceback. An error in a
+    plug-in does too, with its place. Other errors are faults of this package and show their traceback. ``alone``
+    refuses the ranks of torchrun, each of which would do the whole work."""
 
     @functools.wraps(run)
     def guarded(*arguments: Any, **options: Any) -> None:
-        if "" not in sys.path:  # modules in the working directory are found, as with python -m
+        if "" not in sys.path:  # find modules in the working directory, as python -m does
             sys.path.insert(0, "")
         try:
             if alone and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -46,7 +46,7 @@ def command(run: _Command, alone: bool = False) -> _Command:
                 return run(*arguments, **options)
         except (typer.Exit, typer.Abort):
             raise
-        except BrokenPipeError:  # the reader has closed the pipe; nothing more can be flushed to it
+        except BrokenPipeError:  # the reader has closed the pipe, so nothing more can be written
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
@@ -54,6 +54,8 @@ def command(run: _Command, alone: bool = False) -> _Command:
             raise typer.Exit(130) from None
         except (ValueError, OSError, OutOfBlocks, MemoryError) as error:
             message = explain(error) if isinstance(error, ValidationError) else str(error)
+            if place := fault_place(error):
+                message = f"{type(error).__name__}: {message} ({place})"
         except Exception as error:
             place = origin(error)
             if any(part in place for part in ("site-packages", "/bin/fly", "<string>", "/importlib/")):
@@ -75,14 +77,14 @@ alone = functools.partial(command, alone=True)
 
 @contextmanager
 def ranks_of(context: typer.Context, config: Path | None = None, on_fault: Any = None) -> Iterator[Any]:
-    """The ranks that torchrun started, of which the first alone reads and prints; None where it did not."""
+    """The ranks that torchrun started, of which only the first reads and prints; None without torchrun."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield None
         return
     from fly.parallel import launch
 
     timeouts = {name: context.params[name] for name in Config.of_ranks}
-    with suppress(ValueError):  # errors of the file are reported once, after ranks have started
+    with suppress(ValueError):  # errors of the file are reported once, after the ranks have started
         timeouts = _given(context, config, timeouts)
     with launch(**timeouts, on_fault=on_fault) as ranks:
         if not ranks.leads:
@@ -91,8 +93,9 @@ def ranks_of(context: typer.Context, config: Path | None = None, on_fault: Any =
 
 
 def setup_of(context: typer.Context, path: Path | None) -> Config:
-    """The configuration of the file, with the options that were given on the command line; else of the options."""
-    mine = Config.model_fields.keys() - Config.of_ranks  # those of the ranks have been used by now
+    """The setup of a configuration file, with the options of the command line in place of the file's; or of the
+    options alone."""
+    mine = Config.model_fields.keys() - Config.of_ranks  # ``ranks_of`` has used the others
     options = options_of(context, mine) if path is None else {name: context.params.get(name) for name in mine}
     if path is None and options["draft"] is None:
         options["draft"] = usual_draft(options["model"])
@@ -100,29 +103,29 @@ def setup_of(context: typer.Context, path: Path | None) -> Config:
 
 
 def options_of(context: typer.Context, fields: Collection[str]) -> dict[str, Any]:
-    """Those of a command's options that are ``fields`` of what it makes of them."""
+    """The options of a command whose names are in ``fields``."""
     return {name: value for name, value in context.params.items() if name in fields}
 
 
 def sampling_of(given: Mapping[str, Any], default: SamplingParams) -> SamplingParams:
-    """``default`` with what was given (which None is not). Raises ``ValidationError``."""
+    """``default`` with the options that are not None. Raises ``ValidationError``."""
     return default.changed({name: value for name, value in given.items() if value is not None})
 
 
 def rules_of(given: list[str] | None) -> list[AcceptancePolicy]:
-    """What a comparison judges by: exact speculation, and then the rules that were named, each once."""
+    """The rules of a comparison: exact speculation, then the rules of the command line, each once."""
     texts = [text for several in given or () for text in grid(several)]
     return list(dict.fromkeys([Exact(), *(parse_policy(text, trusted=True) for text in texts)]))
 
 
 def typed_in(context: typer.Context, name: str) -> bool:
-    """Whether an option was given on the command line."""
+    """Whether an option stands on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def _given(context: typer.Context, path: Path | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Options as they were given on the command line, or else in the file, if there is one."""
+    """The options, with the values of the file (if there is one) for those that are not on the command line."""
     if path is None:
         return options
     read = Config.read(path)
@@ -130,7 +133,7 @@ def _given(context: typer.Context, path: Path | None, options: dict[str, Any]) -
 
 
 def loaded(ranks: Any, quiet: bool = False) -> list[dict[str, int]]:
-    """The memory that every rank took after loading; printed if there are several. All ranks must call it."""
+    """The memory of every rank after loading, which is printed if there are several. All ranks must call this."""
     from fly.parallel import memory_here
 
     memory = [memory_here()] if ranks is None else ranks.collect(memory_here())
@@ -140,7 +143,7 @@ def loaded(ranks: Any, quiet: bool = False) -> list[dict[str, int]]:
 
 
 def memory_in_words(memory: list[dict[str, int]]) -> str:
-    """What ``loaded`` gives, as a sentence."""
+    """The result of ``loaded`` as a sentence."""
 
     def each(name: str) -> str:
         return ", ".join(f"{of_rank[name] / 1e6:,.0f}" for of_rank in memory)
@@ -150,7 +153,7 @@ def memory_in_words(memory: list[dict[str, int]]) -> str:
 
 
 def kernels_of(llm: LLM) -> str:
-    """The kernels that run the target, and why it is PyTorch where compiled ones were to be had."""
+    """The kernels that run the target; for PyTorch on a CPU, with the reason why they are not compiled."""
     executor = llm.engine.runner.executor
     if executor.kernels != "torch":
         return executor.kernels
@@ -159,7 +162,7 @@ def kernels_of(llm: LLM) -> str:
 
 
 def computed(llm: LLM) -> str:
-    """By what kernels and in which dtype the target runs, and the draft."""
+    """The kernels and dtypes of the target and of the draft, as a phrase."""
     (_, dtype), *drafts = llm.computed
-    said = "".join(f", draft {kernels} in {own}" for kernels, own in dict.fromkeys(drafts))
-    return f"kernels {kernels_of(llm)} in {dtype}{said}"
+    others = "".join(f", draft {kernels} in {own}" for kernels, own in dict.fromkeys(drafts))
+    return f"kernels {kernels_of(llm)} in {dtype}{others}"

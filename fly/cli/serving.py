@@ -140,10 +140,10 @@ def serve(
     with ranks_of(context, config, lost) as ranks:
         from fly.serve import Server, Service, Settings
 
-        # torchrun kills its processes 30 seconds after it has asked them to end
+        # torchrun kills its processes 30 seconds after it has asked them to end.
         drain_timeout = drain_timeout if ranks is None else min(drain_timeout, 22.0)
         given = options_of(context, Settings.model_fields)
-        # an option that may be repeated is empty, not None, in what click hands on
+        # click gives an empty list for a repeatable option that was left out.
         lists = {
             "api_keys": keys,
             "policies": None if policies is None else tuple(policies),
@@ -158,7 +158,7 @@ def serve(
         if ranks is not None:
             if not ranks.leads:
                 for number in (signal.SIGTERM, signal.SIGINT):
-                    signal.signal(number, signal.SIG_IGN)  # it ends when the first rank has finished what it has
+                    signal.signal(number, signal.SIG_IGN)  # this rank ends after the first one has
                 llm.follow()
                 return
             llm.lead()
@@ -172,8 +172,8 @@ def serve(
         services[0].metrics.loaded([of_rank["peak"] for of_rank in memory])
         server = Server(services[0])
         server.obey()
-        warnings.simplefilter("always")  # else each is remembered for ever
-        logging.captureWarnings(True)  # in the log, which clients cannot fill
+        warnings.simplefilter("always")  # otherwise Python would remember each warning for ever
+        logging.captureWarnings(True)  # warnings go to the log, which limits their number
         try:
             server.run()
         finally:
@@ -183,19 +183,19 @@ def serve(
 
 
 def _die_at_once() -> None:
-    """A process that dies keeps its connections until its memory is written to a core file: let it write none, unless
-    it is told to while it runs (``prlimit --core=unlimited --pid``)."""
+    """Write no core file if the process dies: its connections would stay open until the file is written. To get one,
+    run ``prlimit --core=unlimited --pid`` while the server runs."""
     with suppress(ImportError, ValueError, OSError):
         import resource  # of Unix alone
 
         hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
-        # Of 1 byte there is no file, nor does Linux hand it to another program, as it does of 0.
+        # With a limit of 1 byte there is no file. With 0, Linux would still hand the memory to a program that wants it.
         resource.setrlimit(resource.RLIMIT_CORE, (0 if hard == 0 else 1, hard))
 
 
 def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
-    """The keys of the command line, or else of the environment, besides those of the file. Raises ``ValueError`` for a
-    bad key, so that a server that should have keys never runs without; ``OSError`` for a file that is not there."""
+    """The keys of the command line, or else the key of the environment. Raises ``ValueError`` for a bad key, in the
+    file too, so that a server that should have keys never runs without; ``OSError`` if there is no such file."""
     from fly.serve.clients import read_keys
     from fly.serve.settings import wrong_with_key
 

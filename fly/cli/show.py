@@ -1,4 +1,4 @@
-"""How commands print: the console, tables of figures, notes, progress, JSON."""
+"""How commands print: the console, tables, notes, progress, JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
@@ -21,7 +20,7 @@ from fly.calls import one_bar
 
 
 class _Errors(Console):
-    """Says what it can: where nothing can be written, as on a full disk, the command goes on."""
+    """A console for errors. If it cannot write, as on a full disk, the command goes on."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         with suppress(OSError):
@@ -41,7 +40,7 @@ def note(text: str) -> None:
 
 
 def grouped(rows: Iterable[_Row], key: Callable[[_Row], _Key]) -> dict[_Key, list[_Row]]:
-    """The rows of each key, in the order of their first ones."""
+    """The rows by key. Keys are in the order of their first rows."""
     groups: dict[_Key, list[_Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -58,10 +57,10 @@ def table(
     ends: Callable[[_Row], bool] = lambda row: False,
     **look: Any,
 ) -> Table:
-    """A line for each of ``rows``, whose cells ``columns`` gives by heading.
+    """A table with a line for each of ``rows``; ``columns`` makes the cells, by heading.
 
-    Columns are numbers, aligned right; the first (of the empty heading, if there is one), and those in ``text``, left.
-    Those in ``wrapped`` may take several lines. ``ends(row)``: a section ends there. ``look`` is what ``Table`` takes.
+    Columns are aligned right, as numbers are; those in ``text`` (by default the first) are aligned left. The columns in
+    ``wrapped`` may take several lines. A section ends after a row if ``ends(row)``. ``look`` goes to rich's ``Table``.
     """
     made = Table(title=title, title_justify="left", **{"box": box.SIMPLE_HEAD, "padding": 0, **look})
     text = text or [next(iter(columns))]
@@ -79,8 +78,8 @@ def table(
 
 
 def narrow(columns: Mapping[str, Callable[[_Row], str]]) -> dict[str, Callable[[_Row], str]]:
-    """The columns of a ``table`` on two lines: headings of several words, and below each estimate its interval. The
-    first stays as it is, a text."""
+    """The columns of a ``table`` on two lines each: the words of a heading, and an estimate above its interval. The
+    first column is a text and stays on one line."""
 
     def two_lines(cell: Callable[[_Row], str]) -> Callable[[_Row], str]:
         return lambda row: cell(row).replace(" (", "\n").removesuffix(")")
@@ -93,7 +92,7 @@ def narrow(columns: Mapping[str, Callable[[_Row], str]]) -> dict[str, Callable[[
 
 
 def print_list(rows: Iterable[Iterable[str]], *columns: str | Column, **look: Any) -> None:
-    """Print a framed table of texts. ``look`` is what ``Table`` takes."""
+    """Print a framed table of texts. ``look`` goes to rich's ``Table``."""
     made = Table(*columns, **{"title_justify": "left", **look})
     for row in rows:
         made.add_row(*row)
@@ -101,7 +100,7 @@ def print_list(rows: Iterable[Iterable[str]], *columns: str | Column, **look: An
 
 
 def sentences(heading: str) -> Column:
-    """A column of sentences: a word too long for it goes on in the next line."""
+    """A column of sentences, which breaks words that are too long."""
     return Column(heading, overflow="fold")
 
 
@@ -112,15 +111,16 @@ def ratio(value: float | None, over: float = 1.0) -> str:
 
 @contextmanager
 def progress(total: int, what: str, done: int = 0) -> Iterator[Callable[..., None]]:
-    """While this lasts, show how far it is: a bar on a terminal; elsewhere a line on standard error after the first
-    steps, and then at most one a minute. Gives what is called after each step (``said``: about it) or after ``n``."""
+    """Show progress while this context lasts: a bar on a terminal; elsewhere a line on standard error after a few
+    seconds, and then one a minute at most. Gives a function that is called after each step, or after ``n`` steps, with
+    a text about the last one."""
     if not console.is_terminal:
         yield _Lines(total, what, done)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with one_bar(), Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task(escape(what), total=total, completed=done)
-        yield lambda said="", n=1: bars.update(task, advance=n, description=escape(f"{what} {said}".strip()))
+        yield lambda text="", n=1: bars.update(task, advance=n, description=escape(f"{what} {text}".strip()))
 
 
 class _Lines:
@@ -129,43 +129,23 @@ class _Lines:
     def __init__(self, total: int, what: str, done: int) -> None:
         self.total, self.what, self.done, self.before = total, what, done, done
         self.start = time.monotonic()
-        self.due = self.start + 5  # seconds: what is over sooner says nothing
+        self.due = self.start + 5  # seconds; shorter work prints nothing
 
-    def __call__(self, said: str = "", n: int = 1) -> None:
+    def __call__(self, text: str = "", n: int = 1) -> None:
         self.done, now = self.done + n, time.monotonic()
         if (spent := now - self.start) < 1:
-            self.before = self.done  # these were there already, or took no time
+            self.before = self.done  # these were done before, or took no time
         if now < self.due:
             return
         self.due = now + 60
         left = spent / max(self.done - self.before, 1) * (self.total - self.done)
         took, rest = (timedelta(seconds=round(seconds)) for seconds in (spent, left))
-        about = f" · {said}" if said else ""
+        about = f" · {text}" if text else ""
         line = f"{self.what}: {self.done} of {self.total} after {took}, about {rest} left{about}"
         errors.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def write_json(path: Path | None, record: Any, ranks: Any = None) -> None:
-    """Write figures to the file that ``--json`` names, if it names one; of several ranks the first does."""
+    """Write figures to the file of ``--json``, if there is one. Of several ranks the first writes."""
     if path is not None and (ranks is None or ranks.leads):
         path.write_text(json.dumps(record, indent=2), encoding="utf-8")
-
-
-def print_named(names: Iterable[str], build: Callable[[Mapping[str, str]], Table]) -> None:
-    """Print a table with ``names`` in a column. Those too long for the console's width are cut and numbered, and given
-    in full below it. ``build`` makes the table; it gets what to call such names."""
-    made, longest = build({}), max(map(len, names := list(dict.fromkeys(names))))
-    cut: dict[str, str] = {}
-    if (over := Measurement.get(console, console.options.update_width(9999), made).maximum - console.width) > 0:
-        for name in names:
-            if len(name) > (room := max(longest - over, 5)):
-                mark = str(len(cut) + 1).translate(_RAISED)
-                cut[name] = f"{name[: room - len(mark) - 1]}…{mark}"
-        made = build(cut)
-    console.print(made)
-    for name, short in cut.items():
-        mark = short[short.index("…") + 1 :]
-        console.print(f"{mark} {name}", style="dim", markup=False, highlight=False, soft_wrap=True)
-
-
-_RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")

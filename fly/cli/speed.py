@@ -12,7 +12,7 @@ from rich.table import Table
 
 from fly.bench.clock import Timing
 from fly.bench.limits import Limits, dtype_name, measure_limits
-from fly.bench.loaded import NARROW, runs_compiled, settings_of, shape_subject, subjects_of, target_of
+from fly.bench.loaded import ROUNDINGS, runs_compiled, settings_of, shape_subject, subjects_of, target_of
 from fly.bench.prompts import asked_of, usual_amount
 from fly.bench.shapes import matrix_parameters
 from fly.bench.speed import (
@@ -53,8 +53,8 @@ def bench_speed(
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Random models beside it, WIDTHxLAYERSxVOCABULARY, in 8 bits with :int8 or :w8a8 after it ({SHAPE}, "
-            f"each way); '{NO_SHAPE}' for none."
+            help="Random models beside it, WIDTHxLAYERSxVOCABULARY, in 8 or 4 bits with :int8, :w8a8 or :w4a8 after it "
+            f"({SHAPE}, each way); '{NO_SHAPE}' for none."
         ),
     ] = None,
     problems: Annotated[
@@ -71,17 +71,17 @@ def bench_speed(
     json_: Json = None,
 ) -> None:
     """The machine's limits, and every forward and round compared with them."""
-
     rules = rules_of(policy)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
     shapes = [] if shape == [NO_SHAPE] else shape or [SHAPE]
     if draft is None:
         draft = usual if (usual := usual_draft(model)) == "none" else f"model({usual})"
+    # The models: the target with and without its draft, and random ones beside them.
     plain = LLM(model, **options)
     fast = LLM(plain, parse_draft(draft, trusted=True, **options), **options)
     target = target_of(plain)
     if shape is None and runs_compiled(target):
-        shapes += [f"{SHAPE}:{kind}" for kind in NARROW]
+        shapes += [f"{SHAPE}:{kind}" for kind in ROUNDINGS]
     own = subjects_of(fast, model, draft)
     subjects = own + [shape_subject(name, target, kernels) for name in shapes]
     for subject in subjects:
@@ -90,12 +90,13 @@ def bench_speed(
                 f"--k {k}: a draft and the token before it, after the {CONTEXT} tokens that forwards are timed "
                 f"after, exceed {subject.name}'s context of {room}"
             )
+    # Forwards, between two measurements of the limits: what disturbs a limit only makes it look lower.
     with progress(1, "limits") as advance:
         limits = measure_limits(target.device)
         advance()
     with progress((turns + 1) * len(subjects), "forwards") as advance:
         forwards, steps = measure_models(subjects, k, turns, advance)
-    with progress(1, "limits again") as advance:  # what disturbs them only ever makes them look lower
+    with progress(1, "limits again") as advance:
         limits = limits.best(measure_limits(target.device))
         advance()
     console.print(limits_table(limits, kernels_of(plain)))
@@ -103,12 +104,13 @@ def bench_speed(
         found = [forward for forward in forwards if forward.model == subject.name]
         console.print(forwards_table(found, limits))
         if (slope := context_slope(found)) is None:
-            note("context: what keys and values cost does not show beside the weights")
+            note("context: the cost of keys and values is too small to show beside the weights")
         else:
             share = slope / limits.bandwidth
             note(f"context: {slope / 1e9:,.1f} GB/s of keys and values, {share:.0%} of the bandwidth")
         console.print()
 
+    # Rounds, compared with what the forwards alone would take.
     settings = settings_of(plain, fast, k, rules)[: None if fast.draft is not None else 1]
     count, tokens = usual_amount(matrix_parameters(target.config))
     _, asked = asked_of(plain, model, problems or min(count, 12))
@@ -121,14 +123,13 @@ def bench_speed(
     title = f"Rounds: {model}, {draft}, k {k}, {len(asked)} prompt{'s' * (len(asked) > 1)}, temperature 0, batch 1"
     console.print(rounds_table(rounds, single, title))
     note(
-        "ms: the best, as in all ratios · of limit: the least time for its bytes and\n"
-        "operations over what it took, by what memory gave in the same turn; the median\n"
-        "of all turns, above 100% where caches hold a part or products are faster than\n"
-        "PyTorch's, which the rate is measured by · v: over the forward of one token ·\n"
-        "c: a drafted token over the same · rest: share of a round that is neither\n"
-        "target nor draft · formula: τ / (K·c + v(K)) / t(1), of forwards timed alone,\n"
-        "which find other weights in the caches than their own; rounds one after another\n"
-        "are faster, v below 1 for one token · tokens/s: best and median"
+        "ms: the best turn, as in all ratios · of limit: the least time that the bytes and\n"
+        "operations need, over the time taken; the median of all turns, each with the\n"
+        "bandwidth of that turn (above 100% where caches hold a part, or products are\n"
+        "faster than PyTorch's, which give the limit) · v: time over the forward of one\n"
+        "token · c: time of a drafted token over the same · rest: share of a round outside\n"
+        "the models · formula: τ / (K·c + v(K)) / t(1) with forwards timed alone, which\n"
+        "find the caches cold; successive rounds are faster · tokens/s: best and median"
     )
     if plot is not None:
         _plot(plot, forwards, limits, k)
@@ -142,12 +143,12 @@ def bench_speed(
 
 
 def best_median(rate: Timing) -> str:
-    """Of a rate: the best, which was disturbed least, and the median."""
+    """The best of a rate, which was disturbed least, and the median."""
     return f"{rate.high:,.0f}/{rate.median:,.0f}"
 
 
 def limits_table(limits: Limits, kernels: str) -> Table:
-    """The machine's limits, and which kernels are held against them."""
+    """The limits of the machine."""
     return table(
         f"Limits: {limits.device}, {limits.threads} threads, kernels {kernels}",
         limits.rows(),
@@ -160,10 +161,11 @@ def limits_table(limits: Limits, kernels: str) -> Table:
 
 
 def forwards_table(forwards: Sequence[Forward], limits: Limits) -> Table:
-    """A model's forwards by rows, context and tokens, each against its limit."""
-
+    """The forwards of a model by rows, context and tokens, each compared with its limit."""
     single = one_token(forwards, forwards[0])
-    stored = dtype_name(single.dtype) + (" with weights of 8 bits" if single.weight_bytes == 1 else "")
+    each = single.weight_bytes or single.dtype.itemsize
+    narrow = f" with weights of {8 * each:.3g} bits" if each < single.dtype.itemsize else ""
+    stored = dtype_name(single.dtype) + narrow
     return table(
         f"Forwards of {escape(single.model)}, {stored}, {single.weights / 1e6:,.1f} MB of weights read",
         forwards,
@@ -182,7 +184,7 @@ def forwards_table(forwards: Sequence[Forward], limits: Limits) -> Table:
 
 
 def rounds_table(rounds: Sequence[Rounds], forwards: Sequence[Forward], title: str) -> Table:
-    """Where a round's time goes, and whether the formula foretells it; the first is autoregressive."""
+    """Where the time of a round goes, beside the formula's prediction. The first row is autoregressive decoding."""
     single = next(forward.timing.low for forward in forwards if forward.tokens == 1)
     plain = rounds[0].tokens_per_second().high
 
@@ -207,8 +209,7 @@ def rounds_table(rounds: Sequence[Rounds], forwards: Sequence[Forward], title: s
 
 
 def _plot(path: Path, forwards: Sequence[Forward], limits: Limits, k: int) -> None:
-    """One file a sweep: draft length, context, rows, and the size of models."""
-
+    """Write four plots: over draft length, context, rows, and the size of models."""
     at_context = [f for f in forwards if f.context == CONTEXT]
     single = [f for f in at_context if f.rows == 1]
 

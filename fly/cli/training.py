@@ -72,11 +72,11 @@ def train_head_command(
     llm, given, data = _answered(out, model, prompts, task, count, max_tokens, temperature, dtype, device, kernels)
     with progress(steps, "training") as advance:
         executor = llm.engine.runner.executor
-        head, trained = train_head(executor, given, plan, out, lambda n, said: advance(said, n))
+        head, trained = train_head(executor, given, plan, out, lambda n, text: advance(text, n))
     tokens = sum(len(one.answer) for one in given)
     (out / "README.md").write_text(card(out.name, model, data, tokens, head, plan, trained), encoding="utf-8")
     rows = [(str(n + 1), f"{share:.1%}") for n, share in enumerate(trained.held_out)]
-    print_list(rows, "depth", "accepted", title=f"{out}: held-out acceptance, where all before stood")
+    print_list(rows, "depth", "accepted", title=f"{out}: held-out acceptance, where all tokens before were kept")
     note(f"written to {out}; draft with it: --draft {out}")
 
 
@@ -109,7 +109,7 @@ def train_exit_command(
 ) -> None:
     """Train early exits (SpecEE) for a target on its own answers: predictors of when more layers change nothing.
 
-    ``--kernels`` answer the prompts; what is learned from is worked out on PyTorch, which exits run on.
+    ``--kernels`` are used to answer the prompts. Exits themselves are trained, and run, on PyTorch.
     """
     plan = ExitPlan(
         _numbers("--layers", layers), candidates, vocabulary, agreement=agreement, places=places, steps=steps, seed=seed
@@ -148,7 +148,7 @@ def _answered(
     device: str,
     kernels: str,
 ) -> tuple[LLM, list[Answer], str]:
-    """The target, its answers, which are kept in ``out``, and a sentence that says what they are."""
+    """The target, its answers (kept in ``out``), and a sentence about them for the model card."""
     asked = prompts_of(prompts, task, count)
     llm = LLM(model, dtype=dtype, device=device, kernels=kernels, max_rows=64)
     if llm.tokenizer is None:

@@ -1,5 +1,5 @@
-"""How much to draft: as much as pays, by measured costs and acceptance, and nothing if nothing pays. Knows nothing of
-how a draft is made."""
+"""Adaptive draft length: draft as long as the next token pays by measured costs and acceptance, and not at all if
+nothing pays. Knows nothing of how a draft is made."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ from fly.types import Draft, Target
 
 __all__ = ["AdaptiveDraft"]
 
-_PLAIN, _DRAFTING = 0, 1  # the two ways
-_FIRST = 2, 8  # rounds of each to begin with
-_TRIED = 2  # rounds of a try later: in the first, a drafter has to catch up with the text
-_GUESS = 0.3  # the chance that a token must have while costs are unknown
-_SHORT = 4  # tokens to ask for meanwhile, where a strategy knows no chances
-_LATEST = 8  # drafts of a row that say how easy it is
-_AGAIN = 16  # rounds after which a row that seemed too hard is tried again
+_PLAIN, _DRAFTING = 0, 1  # decode without a draft, or with one
+_FIRST = 2, 8  # rounds of each at the start
+_TRIED = 2  # rounds of a later trial; in the first, the drafter may have to catch up with the text
+_GUESS = 0.3  # the chance of being kept that a token needs while costs are unknown
+_SHORT = 4  # tokens to ask for meanwhile, of a strategy without probabilities
+_LATEST = 8  # how many of a row's latest drafts say how easy it is
+_AGAIN = 16  # after how many rounds to try again a row that seemed too hard
 
 
 @dataclass
 class _Load:
-    """Measurements with about so many rows, all of them at temperature 0 or not."""
+    """Measurements for one load: a number of rows, all at temperature 0 or not."""
 
     ways: Ways = field(default_factory=lambda: Ways(_FIRST, _TRIED))
-    drafting: Line = field(default_factory=Line)  # seconds a round, by the tokens drafted
-    scoring: Line = field(default_factory=lambda: Line(through_zero=False))  # those beyond a plain round, by the same
+    drafting: Line = field(default_factory=Line)  # seconds of drafting in a round, by tokens drafted
+    scoring: Line = field(default_factory=lambda: Line(through_zero=False))  # further seconds of a round, by tokens
     rates: Rates = field(default_factory=Rates)
-    share: float = 1.0  # tokens verified for each position drafted: more in trees
+    share: float = 1.0  # tokens verified for each position drafted; above 1 in trees
 
     @property
     def worth(self) -> float:
-        """The chance of being kept from which on a token pays."""
+        """A token pays if its chance of being kept is at least this."""
         slope = self.drafting.slope + self.scoring.slope
         return slope / min(self.ways.seconds) if slope else _GUESS
 
 
 @dataclass
 class _Round:
-    """A round that is not over yet, or several that are taken at once."""
+    """A round that is running, or several that run in one call."""
 
     load: _Load
     way: int
-    late: bool  # whether the strategy may have to catch up with a text first
-    places: list[tuple[int, int]]  # rows by their id, and how many tokens they have
+    late: bool  # whether the strategy may first have to catch up with a text
+    places: list[tuple[int, int]]  # for each row, its id and its number of tokens
     begin: float
-    # of one round:
+    # One round:
     drafting: float = 0.0  # seconds
-    drafted: list[int] = field(default_factory=list)  # tokens of each row, along a path
-    verified: int = 0  # tokens in all
-    # of several at once:
-    before: list[tuple[int, int]] = field(default_factory=list)  # rounds and drafts of each row
-    spent: list[Spent] = field(default_factory=list)  # by the first, and by the others
-    most: list[int] = field(default_factory=list)  # tokens that each row was to draft, along a path of a tree
+    drafted: list[int] = field(default_factory=list)  # for each row, how many tokens, along a path
+    verified: int = 0  # how many tokens in all
+    # Several rounds in one call:
+    before: list[tuple[int, int]] = field(default_factory=list)  # for each row, its numbers of rounds and drafts before
+    spent: list[Spent] = field(default_factory=list)  # by the first round, and by the others
+    most: list[int] = field(default_factory=list)  # for each row, how many tokens to draft, along a path
 
 
 class AdaptiveDraft(Wrapper):
@@ -88,7 +88,7 @@ class AdaptiveDraft(Wrapper):
         super().__init__([strategy])
         self.clock = clock
         self._loads: dict[tuple[int, bool], _Load] = {}
-        self._last, self._rows = _PLAIN, set[int]()  # the way of the last round, and the ids of its rows
+        self._last, self._rows = _PLAIN, set[int]()  # how the last round ran, and the ids of its rows
         self._round: _Round | None = None
 
     def attach(self, setup: DraftSetup) -> None:
@@ -103,7 +103,7 @@ class AdaptiveDraft(Wrapper):
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         this = self._round
-        if this is None or this.places != _places(rows):  # else ``continuation`` has begun it
+        if this is None or this.places != _places(rows):  # otherwise ``continuation`` has started it
             this, _ = self._begin(rows)
         lengths = self._lengths(this.load, rows, max_len) if this.way == _DRAFTING else []
         if not any(lengths):
@@ -116,7 +116,8 @@ class AdaptiveDraft(Wrapper):
         return draft
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
-        """Rounds without a draft until drafts are tried again, or rounds of a strategy that goes on by itself."""
+        """Rounds without a draft until drafts are tried again, or rounds in which the strategy continues rows by
+        itself."""
         none = [0] * len(rows)
         if not any(row.k for row in rows):
             return Continuation(None, none)
@@ -133,7 +134,7 @@ class AdaptiveDraft(Wrapper):
         return inner._replace(most=this.most, rounds=rounds, report=this.spent.extend)
 
     def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
-        if self._last == _DRAFTING:  # else these rows may never be drafted for
+        if self._last == _DRAFTING:  # otherwise these rows may never be drafted for
             super().prefill(parts)
 
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
@@ -156,11 +157,12 @@ class AdaptiveDraft(Wrapper):
 
     @property
     def _drafts(self) -> bool:
-        """Whether the strategy takes part in the current round: even observing takes time."""
+        """Whether the strategy takes part in the current round. If not, it is not called at all: even observing takes
+        time."""
         return self._round is None or self._round.way == _DRAFTING
 
     def _begin(self, rows: abc.Sequence[Sequence]) -> tuple[_Round, int]:
-        """A round in the way that is to be gone now, and how many of it."""
+        """Start a round; return it with the number of rounds to run this way."""
         about = 1 << (len(rows) - 1).bit_length()
         load = self._loads.setdefault((about, all(row.greedy for row in rows)), _Load())
         way, rounds = load.ways.choose()
@@ -171,7 +173,7 @@ class AdaptiveDraft(Wrapper):
         return self._round, rounds
 
     def _lengths(self, load: _Load, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[int]:
-        """How many tokens to ask for in each row, at most."""
+        """The most tokens to ask for in each row."""
         strategy = self.strategy
         if isinstance(strategy, StopsByChance) and strategy.worth is not None:
             strategy.worth = load.worth
@@ -185,16 +187,16 @@ class AdaptiveDraft(Wrapper):
         ]
 
     def _learn(self, this: _Round, rows: abc.Sequence[Sequence], now: float) -> None:
-        """Learn from what was over at ``now``."""
+        """Learn from a round, or from several, that ended at ``now``."""
         after = {row.id: row for row in rows}
         if any(id_ not in after for id_, _ in this.places):
             return
         rows = [after[id_] for id_, _ in this.places]
         grown = [len(row.tokens) - tokens for row, (_, tokens) in zip(rows, this.places)]
         if not all(grown) or any(row.generated == n for row, n in zip(rows, grown)):
-            return  # given up, or the forward that took in a prompt
+            return  # it was given up, or it read a prompt
         load, ways = this.load, this.load.ways
-        if this.spent:  # by compiled code, which tells
+        if this.spent:  # the executor measured it
             rounds = max(row.stats.rounds - before for row, (before, _) in zip(rows, this.before))
             drafts = [row.drafts[before:] for row, (_, before) in zip(rows, this.before)]
             seconds, drafting = (sum(part) for part in zip(*((spent.whole, spent.draft) for spent in this.spent)))
@@ -214,7 +216,7 @@ class AdaptiveDraft(Wrapper):
                 load.drafting.add(size, drafting / rounds, plain)
             load.scoring.add(size, scoring, plain)
             for row, some in zip(rows, drafts):
-                tell = some[:-1] if row.finish_reason else some  # the end cuts off tokens that would be kept
+                tell = some[:-1] if row.finish_reason else some  # the end of a row cuts off tokens that would be kept
                 for drafted, accepted in tell:
                     load.rates.add(drafted, accepted)
             if total := sum(n for some in drafts for n, _ in some):

@@ -1,4 +1,4 @@
-"""What a draft strategy is. Knows nothing of HTTP or ranks."""
+"""The interface of draft strategies (``DraftStrategy``), and what ``LLM`` attaches them with (``DraftSetup``)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import torch
 from fly.cache import BlockAllocator
 from fly.models.tokenizer import Tokenizer
 from fly.ops import upload
+from fly.runtime.continuation import Continuation
 from fly.runtime.executor import Drafted, Executor, Head
 from fly.runtime.request import Sequence
-from fly.runtime.runner import Continuation, Runner
+from fly.runtime.runner import Runner
 from fly.types import Draft, Target
 from fly.vocabulary import Vocabulary
 
@@ -42,18 +43,18 @@ __all__ = [
 
 
 class Loaded(NamedTuple):
-    """A model that a strategy drafts with."""
+    """A loaded model that a strategy drafts with."""
 
     executor: Executor
     tokenizer: Tokenizer | None = None
     control_ids: frozenset[int] = frozenset()
 
 
-# Loads a model by its path or name (``dtype``, ``device``, ``kernels`` as options), or takes a loaded one as it is.
+# Loads a model by its path or name (options: ``dtype``, ``device``, ``kernels``), or returns a loaded one as it is.
 Load = Callable[..., Loaded]
 
 
-# What strategies defined in earlier versions, and what stands in its place.
+# Methods of strategies in earlier versions, and what replaced each.
 _GONE = {
     "bind": "take setup.vocabulary in attach(self, setup)",
     "resolve": "load models in attach(self, setup), by setup.load(NAME)",
@@ -76,17 +77,17 @@ class OwnCache(Protocol):
 
     @property
     def context(self) -> int:
-        """The most tokens of a text that it drafts for."""
+        """The most tokens that a text may have for it to draft."""
 
     @property
     def allocator(self) -> BlockAllocator: ...
 
     def reserve(self, tokens: int | None = None, block_size: int | None = None) -> None:
-        """Make the cache, of so many tokens."""
+        """Make the cache, for ``tokens`` tokens over all rows."""
 
 
 def _take(model: object, **options: Any) -> Loaded:
-    """A loaded model as it is."""
+    """Return a loaded model as it is."""
     if isinstance(model, Loaded):
         return model
     if not isinstance(model, Executor):
@@ -95,14 +96,14 @@ def _take(model: object, **options: Any) -> Loaded:
 
 
 class DraftSetup:
-    """What ``DraftStrategy.attach`` is given.
+    """What a strategy is attached to: the target, its vocabulary, and the loading of models to draft with.
 
     Attributes:
         target: the model to draft for. Its cache is made after all strategies are attached.
-        tokenizer, vocabulary: what the ids of its rows stand for; ``tokenizer`` is None where it is not known.
-        clock: gives seconds, to strategies that decide by time. Ranks that share the work use the same.
-        load_by: how a model is loaded.
-        caches: each model that was loaded, with the size of its cache, None where that is still open, and of its pages.
+        tokenizer, vocabulary: what the target's token ids mean; ``tokenizer`` is None if it is not known.
+        clock: returns the time in seconds, for strategies that decide by time. Ranks share one clock.
+        load_by: loads a model.
+        caches: for each loaded model, itself, the tokens of its cache (None: still open), and the tokens of a page.
     """
 
     def __init__(
@@ -129,12 +130,12 @@ class DraftSetup:
         cache_tokens: int | None = None,
         block_size: int | None = None,
     ) -> Runner:
-        """A model to draft with, and its cache, which is made later.
+        """Load a model to draft with. Its cache is made later.
 
         Args:
             model: a name, a path, or a loaded model.
-            dtype, device, kernels: of one that is loaded by its name; ``"auto"`` is what the target has.
-            cache_tokens: tokens that its cache holds over all rows; None: as many as the target's.
+            dtype, device, kernels: for a model that is loaded by its name; ``"auto"``: as the target.
+            cache_tokens: how many tokens its cache holds over all rows; None: as many as the target's.
             block_size: tokens in a page of its cache; None chooses by the device.
 
         Raises ``ValueError`` (``CheckpointError`` if the checkpoint cannot be used).
@@ -148,16 +149,16 @@ class DraftSetup:
         return runner
 
     def open(self, model: object, **options: Any) -> Loaded:
-        """A model or a draft head, loaded, without a cache."""
+        """Load a model or a draft head, without a cache."""
         return self.load_by(model, **options, like=self.target.executor)
 
     def add(self, drafter: OwnCache, cache_tokens: int | None = None, block_size: int | None = None) -> None:
-        """Note a drafter, so that its cache is made, and requests are admitted only if it has room for them."""
+        """Add a drafter: its cache will be made, and requests are admitted only if it has room for them."""
         self.caches.append((drafter, cache_tokens, block_size))
 
     def attach(self, strategy: DraftStrategy) -> DraftStrategy:
-        """Attach ``strategy``, or another one that it is made of. Returns it, or what translates its drafts where its
-        model has another vocabulary than the target.
+        """Attach ``strategy``. Returns the strategy, or one around it that translates its drafts if its model has
+        another vocabulary than the target. Strategies over others attach those by this method too.
 
         Raises ``ValueError`` if it cannot draft for this target, and ``TypeError`` for methods of earlier versions.
         """
@@ -172,14 +173,14 @@ class DraftSetup:
         return self.translate(strategy)
 
     def translate(self, strategy: DraftStrategy) -> DraftStrategy:
-        """``strategy``, which is attached, or what translates its drafts. Raises ``ValueError`` where nothing does."""
+        """Return an attached ``strategy``, or one that translates its drafts. Raises ``ValueError`` if none can."""
         size = self.target.executor.config.vocab_size
         if strategy.vocab_size not in (None, size):
             raise ValueError(f"{type(strategy).__name__} drafts {strategy.vocab_size} ids for a target of {size}")
         return strategy
 
     def below(self, runner: Runner) -> DraftSetup:
-        """The setup of a strategy that drafts for ``runner``, a model that was loaded here."""
+        """The setup for a strategy that drafts for ``runner``, a draft model that was loaded here."""
         setup, config = copy(self), runner.executor.config
         setup.target, setup.tokenizer = runner, runner.tokenizer
         if runner.tokenizer is not None:
@@ -190,88 +191,91 @@ class DraftSetup:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in all caches whose size is not set yet."""
+        """Bytes of one token, over all caches whose size is still open."""
         return sum(drafter.bytes_per_token for drafter, tokens, _ in self.caches if tokens is None)
 
     def reserve(self, tokens: int | None = None) -> None:
-        """Make all caches, of so many tokens each where their size is still open."""
+        """Make all caches. Those whose size is still open get room for ``tokens`` tokens each."""
         for drafter, own, block_size in self.caches:
             drafter.reserve(tokens if own is None else own, block_size)
 
     @property
     def drafters(self) -> list[OwnCache]:
-        """The models that were loaded, in this order."""
+        """The loaded models, in the order of loading."""
         return [drafter for drafter, *_ in self.caches]
 
     def alone(self) -> DraftSetup:
-        """The same for a strategy whose caches are counted elsewhere."""
+        """A copy of the setup with a list of caches of its own."""
         setup = copy(self)
         setup.caches = []
         return setup
 
     @property
     def only_ours(self) -> bool:
-        """Whether all attached strategies are part of fly, and so compute nothing but by executors."""
+        """Whether all attached strategies are part of fly, which compute by executors alone."""
         return all(map(is_ours, self._kinds))
 
 
 class DraftStrategy(ABC):
-    """Proposes the tokens that the target verifies. Only ``propose`` has to be written; the other methods are called at
-    their time, and do nothing by default.
+    """Proposes the tokens that the target verifies. A subclass must define ``propose``; the other methods are hooks
+    that do nothing by default.
 
-    A strategy may keep state by ``row.id``; it must never change a row. ``row.tokens`` is always the truth. A level
-    above may call ``propose`` with forks of a row (same ``id``, other tokens at the end) several times before it
-    commits: state follows the tokens it is given, by comparing them.
+    In each round the engine calls ``propose``, then ``observe`` with the target's output, then ``commit``. A strategy
+    may keep state by ``row.id``, and must never change a row. In a cascade, the level above may call ``propose``
+    several times before it commits, with forks of a row that have the same ``id`` and other last tokens. So state must
+    follow the tokens that are passed in; compare them.
     """
 
-    vocab_size: int | None = None  # ids it may propose are below this; None: only ids it has seen in the row
-    context: int | None = None  # tokens a row may have at most to be drafted for; None: no limit
-    learns: bool = False  # whether it remembers past texts, or other rows, on purpose
-    spare: int = 0  # tokens of a tree outside its longest path: room that the caches need beyond a row's end
+    vocab_size: int | None = None  # it proposes ids below this; None: only ids that it has seen in the row
+    context: int | None = None  # the most tokens of a row that it drafts for; None: no limit
+    learns: bool = False  # whether its proposals depend on past texts or other rows, on purpose
+    spare: int = 0  # slots that its trees need in the caches beyond a row's longest path
 
     @abstractmethod
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
-        """A draft of at most ``max_len[b]`` tokens for each row (along any path, if it is a tree), to follow the row's
-        last token.
+        """Propose at most ``max_len[b]`` tokens to follow the last token of each row (in a tree: along any path). Fewer
+        or none are always allowed.
 
-        Fewer, or none, is always allowed. If a token was drawn, ``probs_BKV`` holds the distribution it was drawn from.
-        The length of a draft must not depend on what was drawn, except that it may end after a token that ends the row.
+        If tokens were drawn, ``probs_BKV`` must hold the distribution that each was drawn from. The length of a draft
+        must not depend on the drawn tokens, except that it may end after a token that ends the row: otherwise a
+        lossless rule is not lossless any more.
         """
 
     def attach(self, setup: DraftSetup) -> None:
-        """Learn who to draft for, and load models (``setup.load``). Called once, before everything else.
+        """Take what the strategy needs from ``setup``, and load its models (``setup.load``). Called once, first of all.
 
         Raises ``ValueError`` if it cannot draft for this target, with the reason.
         """
 
     def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
-        """The target reads a prompt in chunks, up to so many tokens of each row now. A strategy may do the same, so
-        that it need not read everything when it first drafts. The default waits until then."""
+        """Read prompts along with the target, which reads them in chunks: now up to the given number of tokens of each
+        row. The default does nothing, so the strategy reads a whole prompt when it first drafts for it."""
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
-        """For a strategy that just continues each row with a model, or with its own text, whatever the target says:
-        how. Rounds may then be taken without ``propose`` and ``observe``. None, the default, is any other strategy."""
+        """Say how this strategy continues rows, if it does nothing else: with one model, or by prompt lookup, without
+        looking at the target's output. Several rounds may then run in one call, without ``propose`` and ``observe``.
+        Return None, the default, for any other strategy."""
         return None
 
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
-        """Learn what the target said about a draft of this strategy, before any of it is committed."""
+        """Learn from the target's output on a draft of this strategy. Called before the rows grow."""
 
     def commit(self, rows: abc.Sequence[Sequence]) -> None:
-        """The rows' tokens are now the truth: roll own state back to it. Called after every round in which it was asked
-        to propose, and sometimes after others."""
+        """Roll the strategy's state back to the rows' tokens, which have grown by what was decided. Called after every
+        round in which ``propose`` was called, and sometimes after others."""
 
     def release(self, row: Sequence) -> None:
-        """``row`` is over: free what is held for it."""
+        """Free what is held for ``row``, which has ended."""
 
 
 class StopsByChance(DraftStrategy):
-    """A strategy that knows how likely its tokens are kept, and ends a draft where a token is not worth it."""
+    """A strategy that estimates how likely its tokens are kept, and ends a draft where the next one does not pay."""
 
-    worth: float | None = 0.0  # the chance of being kept from which on a token pays; 0: unknown; None: it does not stop
+    worth: float | None = 0.0  # a token pays if its chance of being kept is at least this; 0: unknown; None: never stop
 
 
 class Wrapper(DraftStrategy):
-    """A strategy over others, its ``members``, which all draft for the same target: calls are passed on to each."""
+    """A strategy over others, its ``members``, which draft for the same target. It passes calls on to each."""
 
     def __init__(self, members: abc.Sequence[DraftStrategy]) -> None:
         if len(set(map(id, members))) < len(members):
@@ -280,7 +284,7 @@ class Wrapper(DraftStrategy):
         self._follow_members()
 
     def _follow_members(self) -> None:
-        """Take over the limits of the members, each of which stops by itself at its own."""
+        """Take over the limits of the members. Each member observes its own limits by itself."""
         self.vocab_size = next((each.vocab_size for each in self.members if each.vocab_size is not None), None)
         contexts = [each.context for each in self.members if each.context is not None]
         self.context = max(contexts) if len(contexts) == len(self.members) else None
@@ -295,7 +299,7 @@ class Wrapper(DraftStrategy):
             member.prefill(parts)
 
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
-        """Every member observes the whole block: the target's output is valid whichever member proposed it."""
+        """Let every member observe the whole block: the target's output holds, whichever member proposed the draft."""
         for member in self.members:
             member.observe(rows, draft, target)
 
@@ -309,12 +313,12 @@ class Wrapper(DraftStrategy):
 
 
 def is_ours(kind: type[DraftStrategy]) -> bool:
-    """Whether a strategy is part of fly. A user's class, a subclass of ours too, may do anything in its methods."""
+    """Whether a strategy is part of fly. A user's class, even a subclass of ours, may do anything in its methods."""
     return kind.__module__.startswith("fly.")
 
 
 def drafted_of(rows: int, active: list[int], found: Drafted) -> Draft:
-    """What was drafted for those of ``rows`` that are ``active``, and nothing for the others."""
+    """The draft for all ``rows``: what was ``found`` for the ``active`` ones, and nothing for the others."""
     if found.parents is not None:
         grown = dict(zip(active, zip(found.tokens, found.parents)))
         return pad_trees([grown.get(b, ([], [])) for b in range(rows)])
@@ -339,18 +343,18 @@ def drafted_of(rows: int, active: list[int], found: Drafted) -> Draft:
 
 
 def until_end(tokens: list[int], row: Sequence) -> list[int]:
-    """``tokens`` up to and including the first that ends ``row``: the rest would be drafted in vain."""
+    """``tokens`` up to and including the first that ends ``row``."""
     ends = (at for at, token in enumerate(tokens, start=1) if token in row.stop_ids)
     return tokens[: next(ends, len(tokens))]
 
 
 def pad(drafts: abc.Sequence[list[int]], device: torch.device | str = "cpu") -> Draft:
-    """A deterministic ``Draft`` of ragged token lists, which are copied."""
+    """A deterministic ``Draft`` of token lists of different lengths, which are copied."""
     return Draft.of([[int(token) for token in tokens] for tokens in drafts], device)
 
 
 def pad_trees(drafts: abc.Sequence[tuple[list[int], list[int]]]) -> Draft:
-    """A deterministic ``Draft`` of ragged trees: the tokens of each row, and their parents."""
+    """A deterministic ``Draft`` of trees of different sizes: each row's tokens and their parents."""
     draft = pad([tokens for tokens, _ in drafts])
     _, longest = draft.shape
     parents = [tree + [-1] * (longest - len(tree)) for _, tree in drafts]
@@ -359,15 +363,15 @@ def pad_trees(drafts: abc.Sequence[tuple[list[int], list[int]]]) -> Draft:
 
 
 class Piece(NamedTuple):
-    """What is proposed for one row, without padding."""
+    """The draft for one row, without padding."""
 
     tokens: list[int]
     parents: list[int] | None = None  # None is a chain
-    probs_NV: torch.Tensor | None = None  # that each was drawn from; None = deterministic
+    probs_NV: torch.Tensor | None = None  # what each token was drawn from; None: deterministic
 
 
 def pieces_of(draft: Draft) -> list[Piece]:
-    """A draft row by row."""
+    """Split a draft into its rows."""
     probs_BKV = draft.probs_BKV
     return [
         Piece(
@@ -380,7 +384,7 @@ def pieces_of(draft: Draft) -> list[Piece]:
 
 
 def together(pieces: abc.Sequence[Piece]) -> Draft:
-    """One draft of several rows' pieces. If any is a tree, chains are trees of one path; if any was drawn, the others
+    """Join the drafts of several rows. If one is a tree, chains become trees of one path; if one was drawn, the others
     get one-hot distributions."""
     tokens = [piece.tokens for piece in pieces]
     draft = pad(tokens)

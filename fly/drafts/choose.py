@@ -38,7 +38,7 @@ class ChooseDraft(Wrapper):
         return self.members[self.names.index(row.draft) if row.draft else 0]
 
     def _groups(self, rows: abc.Sequence[Sequence]) -> list[tuple[DraftStrategy, list[int]]]:
-        """The strategies that are asked for, and the numbers of their rows."""
+        """The strategies that these rows chose, each with the numbers of its rows."""
         chosen = [self._of(row) for row in rows]
         numbers = {id(member): [b for b, mine in enumerate(chosen) if mine is member] for member in self.members}
         return [(member, numbers[id(member)]) for member in self.members if numbers[id(member)]]

@@ -27,11 +27,11 @@ _BACKLOG = 256  # tokens that a row is behind at most before the head catches up
 
 
 class Eagle3Draft(StopsByChance):
-    """A trained EAGLE-3 head: one layer that goes on from the target's own hidden states, token after token.
+    """A trained EAGLE-3 head: one layer that continues from the target's hidden states, token after token.
 
-    Its keys and values are cached as a draft model's are. It knows nothing of tokens whose hidden states are gone
-    (their pages came from another request's prompt, and the head's are no longer cached), and drafts by those after
-    them.
+    Its keys and values are cached like those of a draft model. It never reads tokens whose hidden states are not known
+    (their pages came from another request's prompt, and the head's own are no longer cached); it drafts by the tokens
+    after them.
 
     Args:
         head: the path, bundled name or hub name of a head in either published layout (``fly.models.eagle``), which
@@ -75,7 +75,7 @@ class Eagle3Draft(StopsByChance):
         check_chance("confidence", confidence)
         check_chance("reach", reach)
         self.k, self.nodes, self.width, self.confidence = k, nodes, width, confidence
-        self.reach, self.worth = reach, None if nodes else 0.0  # as of ``SingleDraft``
+        self.reach, self.worth = reach, None if nodes else 0.0  # as for ``SingleDraft``
         self.growth = Growth.even(depth, width, nodes) if nodes else None
         self.depth = depth if self.growth is None else len(self.growth.widths)
         self.spare = self.growth.spare if self.growth is not None else 0
@@ -83,7 +83,7 @@ class Eagle3Draft(StopsByChance):
         if not isinstance(head, Head):
             found = find_checkpoint(head)
             self.model = found if isinstance(found, Path) else str(found)
-            resolve_dtype(dtype, {})  # what names none is refused at once
+            resolve_dtype(dtype, {})  # an unknown dtype or device is an error at once
             resolve_device(device)
         self._options = {"dtype": dtype, "device": device, "kernels": kernels}
         self._cache_tokens, self._block_size = cache_tokens, block_size
@@ -153,9 +153,12 @@ class Eagle3Draft(StopsByChance):
         return DraftSpec(self.confidence, reach=reach_of(rows, self.reach, self.worth or 0.0))
 
     def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
-        """The target's hidden states of earlier chunks are here by now; those of this one come with it."""
+        """Read the earlier chunks, whose hidden states are known by now. Those of this chunk come with its forward."""
         rows = [row for row, _ in parts if row.k and len(row.tokens) <= self.head.config.max_position_embeddings]
-        with suppress(OutOfBlocks), torch.inference_mode():  # without room the row is caught up with when drafted for
+        with (
+            suppress(OutOfBlocks),
+            torch.inference_mode(),
+        ):  # else it is read when it is drafted for
             self.runner.catch_up(rows)
 
     def commit(self, rows: abc.Sequence[Sequence]) -> None:

@@ -1,8 +1,8 @@
-"""A draft head with its own paged cache: which tokens of each row it has taken in, and by which hidden states. Knows
-nothing of how a draft is chosen.
+"""A draft head with its own paged cache. The runner knows which tokens of each row the head has read, and with which of
+the target's hidden states. It knows nothing of how a draft is chosen.
 
-Of a row it holds the tokens from some number on: token i lies with what the target's layers said of token i - 1, so the
-first that can be there is number 1. Positions count from that one: rotary attention only sees how far apart they are.
+The head reads token i together with the target's hidden states after token i - 1, so it never reads token 0. It may
+start even later in a row. Its positions count from its first token: rotary attention depends on distances alone.
 
 Shape legend: N places, S cached tokens of a row, F hidden states side by side, C hidden width of the head, U draft
 vocabulary.
@@ -30,7 +30,7 @@ _KEPT = 64  # hidden states that stay for a row that is rolled back: more tokens
 
 @dataclass
 class _Held:
-    """What the head has taken in of a row: ``text`` up to its end, of which it holds the tokens from ``first`` on."""
+    """The tokens of a row up to the last one that the head has read; it holds those from number ``first`` on."""
 
     first: int
     text: list[int]
@@ -41,10 +41,10 @@ class _Held:
 
 
 class HeadRunner:
-    """A head, its cache, and the hidden states of its target (``Runner.watch``). Rows ``share`` pages as a target's.
-    It is a ``fly.runtime.runner.Drafter``."""
+    """A head, its cache, and the hidden states of its target (``Runner.watch``). ``share`` as for ``Runner``.
+    It is a ``fly.runtime.continuation.Drafter``."""
 
-    cache: PagedKVCache  # is made later, by ``reserve``
+    cache: PagedKVCache  # made later, by ``reserve``
 
     def __init__(self, head: Head, states: HiddenStates, share: bool = True) -> None:
         self.head, self.states, self.share = head, states, share
@@ -52,25 +52,25 @@ class HeadRunner:
         states.begin, states.end = self.begin, self.release
 
     def begin(self, row: Sequence) -> int:
-        """Start a row that was not seen before with pages of others that began with the same tokens. Of how many tokens
-        no hidden states are needed then."""
+        """Let a new row adopt pages of rows that begin with the same tokens. Return for how many tokens hidden
+        states are not needed then."""
         if (held := self._held.get(row.id)) is None:
             adopted = self.cache.allocator.adopt(row.id, row.tokens[1:-1], _salt(row)) if self.share else 0
             held = self._held[row.id] = _Held(1, row.tokens[: 1 + adopted])
         return len(held.text) - 1
 
     def may_draft(self, row: Sequence) -> bool:
-        """Whether the target's hidden states of all tokens before the last are here."""
+        """Whether the target's hidden states of all tokens but the last are known."""
         run = self.states.run(row)
         return len(run) > 0 and run.stop == len(row.tokens) - 1
 
     def behind(self, row: Sequence) -> int:
-        """Tokens that could be taken in."""
+        """How many further tokens the head could read now."""
         held = self._held.get(row.id)
         return self.states.run(row).stop + 1 - (1 if held is None else len(held.text))
 
     def catch_up(self, rows: abc.Sequence[Sequence]) -> None:
-        """Take in what there is of ``rows``. Raises ``OutOfBlocks``; nothing was changed then."""
+        """Read all tokens of ``rows`` that it can. Raises ``OutOfBlocks`` and changes nothing if there is no room."""
         rests = {row: rest for row in rows if (rest := self._rest(row))}
         if not rests:
             return
@@ -89,8 +89,8 @@ class HeadRunner:
         sampling: BatchSampling | None,
         seeds: abc.Sequence[int],
     ) -> Drafted:
-        """Take in all of ``rows``, which may be drafted for, and draft chains or trees (``Head.chains``); nothing that
-        was drafted stays cached. Raises ``OutOfBlocks`` where there is no room; nothing was changed then."""
+        """Read all tokens of ``rows``, for which it may draft, then draft chains or trees (``Head.chains``). No drafted
+        token stays cached. Raises ``OutOfBlocks`` and changes nothing if there is no room."""
         rests = [self._rest(row) for row in rows]
         kv = self._reserve(rows, rests, [(n - 1) * (1 if spec.tree is None else spec.tree.follow) for n in most])
         batch = Batch.of([row.tokens[rest.start : rest.stop] for row, rest in zip(rows, rests)], kv)
@@ -139,7 +139,7 @@ class HeadRunner:
         self._held[row.id].text = text
 
     def commit(self, rows: abc.Iterable[Sequence]) -> None:
-        """The rows' tokens are now the truth: roll back to it."""
+        """Roll back to the rows' tokens."""
         for row in rows:
             if (held := self._follow(row)) is not None and held.first == 1 and self.share:
                 self.cache.allocator.publish(row.id, held.text[1:], held.slots, _salt(row))
@@ -149,12 +149,12 @@ class HeadRunner:
                 self.states.drop(row, len(held.text) - 1 - _KEPT)
 
     def release(self, row: Sequence) -> None:
-        """Forget ``row`` and free its pages."""
+        """Free all pages of ``row``."""
         self._held.pop(row.id, None)
         self.cache.allocator.release(row.id)
 
     def _follow(self, row: Sequence) -> _Held | None:
-        """What is held of a row, rolled back to a prefix of its tokens, at most all but the last; None is nothing."""
+        """What the head holds of a row, rolled back to the row's tokens without the last; None if that is nothing."""
         if (held := self._held.get(row.id)) is None:
             return None
         keep = min(common_prefix(held.text, row.tokens), len(row.tokens) - 1)
@@ -167,7 +167,7 @@ class HeadRunner:
         return held
 
     def _rest(self, row: Sequence) -> range:
-        """Numbers of the row's tokens to take in next: those with hidden states of the token before them."""
+        """The numbers of the tokens to read next: those after a token whose hidden states are known."""
         run, held = self.states.run(row), self._follow(row)
         if held is None:
             self.begin(row)
@@ -178,7 +178,7 @@ class HeadRunner:
         return range(len(held.text), min(run.stop + 1, len(row.tokens)))
 
     def _reserve(self, rows: abc.Sequence[Sequence], rests: abc.Sequence[range], room: abc.Sequence[int]) -> PagedBatch:
-        """The batch of tokens ``rests``, with room for so many more of each row."""
+        """The batch of the tokens ``rests``, with ``room`` for further tokens of each row."""
         starts, counts = [self._held[row.id].slots for row in rows], [len(rest) for rest in rests]
         try:
             for row, start, count, more in zip(rows, starts, counts, room):
@@ -190,11 +190,12 @@ class HeadRunner:
         return self.cache.batch([row.id for row in rows], starts, counts)
 
     def _states_of(self, rows: abc.Sequence[Sequence], rests: abc.Sequence[range]) -> Tensor:
-        """Hidden states before the tokens ``rests`` of the rows, one row's after another's."""
+        """The hidden states before the tokens ``rests``, one row after another."""
         before = [self.states.of(row, range(rest.start - 1, rest.stop - 1)) for row, rest in zip(rows, rests)]
         return before[0] if len(before) == 1 else torch.cat(before)
 
 
 def _salt(row: Sequence) -> str:
-    """Under which pages may be shared: what lies in them depends on the token before the first, too."""
+    """What rows must have in common to share pages. The head's pages also depend on the row's first token, which it
+    never reads."""
     return f"{row.params.cache_salt} {row.tokens[0]}"

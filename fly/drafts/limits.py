@@ -1,4 +1,4 @@
-"""What a draft strategy may propose. Knows nothing of how strategies work."""
+"""Check what a draft strategy proposes. Knows nothing of how strategies work."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What drafting costs, as a straight line, and how much of it is kept, by position, as measured lately. Knows nothing
-of strategies or clocks."""
+"""Recent measurements: the cost of drafting as a straight line (``Line``), and how often drafted tokens are kept, by
+position (``Rates``). Knows nothing of strategies or clocks."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from collections import abc
 
 __all__ = ["Line", "Rates"]
 
-_COSTS = 32.0  # measurements that a cost looks back on, about
-_PAUSE = 3.0  # a measurement counts for at most so many times what was expected: the machine may have paused
-_TOKENS = 400.0  # drafted tokens that acceptance looks back on, about
+_COSTS = 32.0  # about how many measurements a cost remembers
+_PAUSE = 3.0  # a measurement counts for at most this many times what was expected: the machine may have paused
+_TOKENS = 400.0  # about how many drafted tokens acceptance remembers
 _HOPE, _PRIOR = (
     0.9,
     4.0,
-)  # chance that a drafted token is kept while nothing is known, and how many tokens this counts for
+)  # the chance of being kept to begin with, and how many tokens it counts for
 
 
 class Line:
-    """Seconds by size: a straight line ``start + slope · size`` through what was measured lately, by least squares.
+    """Seconds by size: the straight line ``start + slope · size`` through recent measurements, by least squares.
 
-    Where only one size was measured that says nothing of the slope. Either it is all slope (``through_zero``, as of a
-    model that drafts token by token) or none (as of a forward that reads all weights whatever it is for): by a
-    few measurements of 0 seconds at size 0, or a penalty on the slope.
+    Measurements of a single size leave the slope open. ``through_zero`` then explains all seconds by the slope, as for
+    a model that drafts token by token: the line starts with a few measurements of 0 seconds at size 0. Otherwise the
+    start explains them, as for a forward that reads all weights for any size: a penalty holds the slope down.
     """
 
     def __init__(self, through_zero: bool = True) -> None:
         self.start = self.slope = 0.0
-        self._off = 0  # how often in a row it was too little (above 0), or too much
+        self._off = 0  # how many measurements in a row were above the line, or below it (negative)
         self._zero, self._flat = 8.0 * through_zero, float(not through_zero)
-        self._sums = [0.0] * 5  # of 1, x, y, x² and x·y, what is long past counting for little
+        self._sums = [0.0] * 5  # sums of 1, x, y, x² and x·y, in which old measurements fade
 
     def __call__(self, size: float) -> float:
         return self.start + self.slope * size
 
     def add(self, size: float, seconds: float, beside: float) -> None:
-        """Learn from a measurement beside other work of so many seconds. What is off three times in a row, to the same
-        side, is a change, before which little counts any more."""
+        """Learn from a measurement. ``beside``: seconds of other work in the same round. Three measurements in a row
+        that are off to the same side mean that the cost has changed: older ones then count for little."""
         expected = self(size)
         if self._sums[0]:
             seconds = min(seconds, _PAUSE * (expected + beside) - beside)
@@ -54,7 +54,7 @@ class Line:
 
 
 class Rates:
-    """How often a drafted token was kept if all before it were, by its position; old measurements count for little."""
+    """How often a drafted token was kept if all before it were, by position. Old measurements fade."""
 
     def __init__(self) -> None:
         self.tried: list[float] = []
@@ -62,11 +62,11 @@ class Rates:
 
     @property
     def overall(self) -> float:
-        """The same at any position."""
+        """The rate over all positions."""
         return (sum(self.stood) + _PRIOR * _HOPE) / (sum(self.tried) + _PRIOR)
 
     def add(self, drafted: int, accepted: int) -> None:
-        """Learn from a draft."""
+        """Learn from a draft: how many tokens were drafted and how many kept."""
         reached = min(drafted, accepted + 1)
         keep, more = 1 / (1 + reached / _TOKENS), [0.0] * (drafted - len(self.tried))
         self.tried = [keep * count for count in self.tried] + more
@@ -76,9 +76,9 @@ class Rates:
             self.stood[position] += position < accepted
 
     def longest(self, most: int, worth: float, drafts: abc.Iterable[tuple[int, int]]) -> int:
-        """The most tokens to draft: up to the last whose chance of being kept, with all before it, is ``worth`` or
-        more. ``drafts`` are the row's latest drafts, each with its numbers of drafted and kept tokens: the row may be
-        easier than others, or harder."""
+        """How many tokens to draft, at most ``most``: up to the last one whose chance of being kept together with all
+        before it is at least ``worth``. ``drafts`` are the drafted and kept tokens of the row's latest drafts, since a
+        row may be easier or harder than others."""
         common = self.overall
         reached = [(min(drafted, accepted + 1), accepted) for drafted, accepted in drafts]
         tried, stood = sum(n for n, _ in reached), sum(n for _, n in reached)

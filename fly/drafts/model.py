@@ -84,12 +84,12 @@ class SingleDraft(StopsByChance):
         check_chance("confidence", confidence)
         check_chance("reach", reach)
         self.k, self.confidence, self.reach = k, confidence, reach
-        self.says = False  # whether greedy drafts come with their logits; rounds are then taken one by one
+        self.says = False  # whether greedy drafts come with their logits; rounds then run one by one
         self.model: object = model
         if isinstance(model, (str, Path)):
             found = find_checkpoint(model)
-            self.model = found if isinstance(found, Path) else str(found)  # what is on the hub is fetched when loaded
-            resolve_dtype(dtype, {})  # what names none is refused at once
+            self.model = found if isinstance(found, Path) else str(found)  # the hub is asked when it is loaded
+            resolve_dtype(dtype, {})  # an unknown dtype or device is an error at once
             resolve_device(device)
         self.options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
         self.options |= {"cache_tokens": cache_tokens, "block_size": block_size}
@@ -122,7 +122,7 @@ class SingleDraft(StopsByChance):
         return self.runner.executor
 
     def spec(self, rows: abc.Sequence[Sequence]) -> DraftSpec:
-        """How the model drafts for ``rows``, as numbers; with prompt lookup where that is all that drafts for it."""
+        """How the model drafts for ``rows``, with prompt lookup if nothing else drafts for it."""
         lookup = self.draft.lookup if type(self.draft) is NGramDraft and self._lossless else None
         reach = reach_of(rows, self.reach, self.worth or 0.0)
         return DraftSpec(self.confidence, reach, lookup, self.says)
@@ -135,7 +135,7 @@ class SingleDraft(StopsByChance):
         context = self.executor.config.max_position_embeddings
         left = [(row, min(end, context) - len(self.runner.begin(row))) for row, end in parts if row.k]
         if left := [(row, n) for row, n in left if n > 0]:
-            # without room for it now, the row is caught up with when it is drafted for
+            # if there is no room now, the row is read when it is drafted for
             with suppress(OutOfBlocks), torch.inference_mode():
                 self.runner.feed([], [], prefill=left)
                 self.runner.commit(row for row, _ in left)
@@ -153,7 +153,7 @@ class SingleDraft(StopsByChance):
             raise ValueError(f"a draft level verified by {self.policy} has no known distribution above temperature 0")
         going, wanted = [rows[b] for b in active], [most[b] for b in active]
         spec = self.spec(going)
-        self.runner.commit(rows)  # what was drafted last may still be cached, even for a fork of other tokens
+        self.runner.commit(rows)  # an earlier draft may still be cached, even that of a fork with other tokens
         if self.draft is None or (spec.lookup is not None and self.executor.looks_up(going)):
             return drafted_of(len(rows), active, self._by_itself(going, wanted, spec))
         return drafted_of(len(rows), active, self._above_draft(going, wanted, spec))
@@ -161,7 +161,7 @@ class SingleDraft(StopsByChance):
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
         spec = self.spec(rows)
         plain = is_ours(type(self)) and (self.draft is None or spec.lookup is not None) and not self.says
-        known = all(row.greedy for row in rows) or self._lossless  # else ``propose`` refuses
+        known = all(row.greedy for row in rows) or self._lossless  # otherwise ``propose`` raises
         if not plain or not known:
             return None
         return Continuation(self.runner, [sys.maxsize if self.k is None else self.k] * len(rows), spec)
@@ -177,7 +177,7 @@ class SingleDraft(StopsByChance):
             self.draft.release(row)
 
     def _by_itself(self, rows: list[Sequence], most: list[int], spec: DraftSpec) -> Drafted:
-        """What the model alone drafts, in one call of the executor."""
+        """Draft with the model alone, in one call of the executor."""
         seeds = [seed_of(row) for row in rows]
         sampling = None
         if spec.tree is None and not all(row.greedy for row in rows):
@@ -185,11 +185,12 @@ class SingleDraft(StopsByChance):
         return self.runner.extend(rows, spec, most, sampling, seeds)
 
     def _above_draft(self, rows: list[Sequence], most: list[int], spec: DraftSpec) -> Drafted:
-        """Rounds of this level: the strategy below proposes, this model verifies, until each row has enough tokens."""
+        """Run rounds of this level: the strategy below proposes and this model verifies, until each row has enough
+        tokens."""
         scratch = [row.fork(self.policy, seed_of(row)) for row in rows]
         ends = [len(row.tokens) + n for row, n in zip(rows, most)]
         greedy = all(row.greedy for row in rows)
-        said: list[list[Tensor]] = [[] for _ in rows]  # of each token, the distribution (or the logits) that it is from
+        said: list[list[Tensor]] = [[] for _ in rows]  # for each token, the distribution (or logits) that it is from
         certainty = [Certainty(spec, reach) for reach in spec.reach]
         active = list(range(len(rows)))
         assert self.draft is not None
@@ -227,11 +228,11 @@ class SingleDraft(StopsByChance):
         return Drafted(chains, None, said_BKV) if greedy else Drafted(chains, said_BKV)
 
     def _kept(self, rows: list[Sequence], target: Target, below: Draft) -> list[tuple[list[int], list[int]]]:
-        """What this level keeps of a draft, with a token of its own at the end, and the places that they are from.
+        """Return the tokens that this level keeps of each draft, with one of its own after them, and their places.
 
-        Above deterministic chains, under the exact rule, each place's token is the most likely one, or drawn by a
-        number of that place alone, and a draft is kept as long as it is the same. So this level drafts the same tokens
-        whatever is proposed to it.
+        For deterministic chains under the exact rule, the token at each place is the model's most likely one, or is
+        drawn by a random number of that place alone. The draft is kept as long as it has the same tokens. So this level
+        drafts the same tokens, whatever the level below proposes.
         """
         if below.probs_BKV is None and below.trees is None and type(self.policy) is Exact:
             own = target.choices if target.all_greedy else _own_tokens(rows, target.probs_BKV)
@@ -245,7 +246,7 @@ class SingleDraft(StopsByChance):
 
 
 def _own_tokens(rows: list[Sequence], probs_BJV: Tensor) -> list[list[int]]:
-    """The model's own token at each place of each row."""
+    """Draw the model's own token at each place of each row."""
     places = probs_BJV.shape[1]
     lengths = [len(row.tokens) + at for row in rows for at in range(places)]
     tokens = draw_tokens(probs_BJV.flatten(0, 1), [row.seed for row in rows for _ in range(places)], lengths)
@@ -253,7 +254,7 @@ def _own_tokens(rows: list[Sequence], probs_BJV: Tensor) -> list[list[int]]:
 
 
 def seed_of(row: Sequence) -> int:
-    """Of what is drawn for a row in this round."""
+    """The seed of everything that is drawn for a row in this round."""
     return 0 if row.greedy else derive(row.seed, len(row.tokens))
 
 
@@ -261,9 +262,9 @@ class CascadeDraft(SingleDraft):
     """Levels that draft for one another, cheapest first: ``CascadeDraft([NGramDraft(), SingleDraft(small)])`` is
     FLy's multi-level acceleration (arXiv 2511.22972, section 3.3), to any depth.
 
-    The first level is any strategy; each further one is a ``SingleDraft``, which verifies the level below by its
-    own policy (exact by default, so the cascade proposes just what its last level alone would). A cascade is its last
-    level, with the others as its ``draft``.
+    The first level is any strategy. Each further one is a ``SingleDraft``, which verifies the level below by its own
+    policy. The default is exact, so that a cascade proposes the same tokens as its last level alone. A cascade is its
+    last level, with the others as its ``draft``.
     """
 
     def __init__(self, levels: abc.Sequence[DraftStrategy]) -> None:
@@ -272,7 +273,7 @@ class CascadeDraft(SingleDraft):
         if len(set(map(id, levels))) < len(levels):
             raise ValueError("a level stands twice in a cascade; each needs a cache of its own")
         *below, last = levels
-        if type(last) is not SingleDraft:  # its subclasses draft in ways of their own
+        if type(last) is not SingleDraft:  # subclasses may draft in another way
             raise ValueError(
                 f"level {len(below)} of a cascade is {type(last).__name__}; only a SingleDraft can verify a level below"
             )

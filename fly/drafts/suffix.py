@@ -146,11 +146,11 @@ class SuffixDraft(DraftStrategy):
         text, own = self._sync(row)
         shared = self._shared.get(row.params.cache_salt)
         found = [self._follow(text, index, most) for index in (own, shared) if index is not None]
-        _, drafted = max(found, key=itemgetter(0))  # its own among equals, which comes first
+        _, drafted = max(found, key=itemgetter(0))  # among equals the row's own, which comes first
         return drafted
 
     def _follow(self, text: list[int], index: _Places, most: int) -> tuple[float, list[int]]:
-        """The proposal of one index, and its score."""
+        """Propose from one index. Return the score and the tokens."""
         match, places = index.longest(text, self.lookback)
         most = min(most, int(self.factor * match + self.offset))
         drafted: list[int] = []
@@ -160,7 +160,7 @@ class SuffixDraft(DraftStrategy):
             counts = Counter(token for token in following if token is not None)
             if not counts:
                 break
-            token, count = counts.most_common(1)[0]  # of equals the one met first
+            token, count = counts.most_common(1)[0]  # among equals the one met first
             chance *= count / len(places)
             if chance < self.min_prob:
                 break
@@ -170,7 +170,7 @@ class SuffixDraft(DraftStrategy):
         return score, drafted
 
     def _sync(self, row: Sequence) -> tuple[list[int], _Places]:
-        """The row's own text, and its index."""
+        """Update the index of the row's own text; return both."""
         text, places = own = self._own.setdefault(row.id, ([], _Places(self.depth)))
         keep = common_prefix(text, row.tokens)
         indexed = max(0, keep - 1)
@@ -201,7 +201,7 @@ class SuffixDraft(DraftStrategy):
 
 
 def _next(place: _Place, text: list[int], drafted: list[int]) -> int | None:
-    """The token that follows ``place`` and then ``drafted``; None where its text ends."""
+    """The token that follows ``place`` and then ``drafted``; None if its text ends there."""
     other, end = place
     at = end + 1 + len(drafted)
     if at < len(other):

@@ -17,7 +17,7 @@ class _Average:
     """Exponential averages over the proposals of a strategy, the newest weighing ``rate``."""
 
     rate: float
-    acceptance: float  # of a token, given that all before it were accepted
+    acceptance: float  # how often a token is accepted if all before it were
     length: float = float("inf")  # of a proposal; infinite until one was shorter than asked
 
     def expected(self, length: float) -> float:
@@ -27,26 +27,26 @@ class _Average:
 
     def after(self, proposed: list[int], asked: int, emitted: list[int]) -> _Average:
         """With one more proposal, of at most ``asked`` tokens, and what was emitted (at least one token)."""
-        # Half a token for none: a strategy that found nothing so far must not be given up for good.
+        # An empty proposal counts as half a token: a strategy that found nothing so far must be tried again.
         length = max(float(len(proposed)), 0.5)
-        if len(proposed) == asked:  # it might have gone on
+        if len(proposed) == asked:  # it might have proposed more
             length = max(length, self.length)
         if self.length != float("inf"):
             length = self.length + self.rate * (length - self.length)
         accepted = common_prefix(proposed, emitted)
         acceptance = 1 - (1 - self.acceptance) * (1 - self.rate) ** accepted
-        if accepted < min(len(proposed), len(emitted)):  # a mismatch; else it is unknown how the rest would have done
+        if accepted < min(len(proposed), len(emitted)):  # a mismatch; otherwise nothing is known about the rest
             acceptance *= 1 - self.rate
         return replace(self, acceptance=acceptance, length=length)
 
 
 @dataclass
 class _Round:
-    """What is to be measured at ``commit``."""
+    """What ``commit`` needs to measure a round."""
 
-    start: int  # tokens of the row before it
-    asked: int  # tokens to propose at most
-    proposed: dict[int, list[int]] = field(default_factory=dict)  # by number of the strategy
+    start: int  # the length of the row before it
+    asked: int  # the most tokens to propose
+    proposed: dict[int, list[int]] = field(default_factory=dict)  # by the strategy's number
 
 
 class UnionDraft(Wrapper):
@@ -116,7 +116,7 @@ class UnionDraft(Wrapper):
     def commit(self, rows: abc.Sequence[Sequence]) -> None:
         for row in rows:
             done = self._rounds.pop(row.id, None)
-            if done is None or len(row.tokens) <= done.start:  # given up: nothing is known
+            if done is None or len(row.tokens) <= done.start:  # it was given up: nothing was learned
                 continue
             emitted = row.tokens[done.start :]
             for averages in (self._averages[row.id], self._overall):
@@ -137,7 +137,7 @@ class UnionDraft(Wrapper):
 
 
 def _ask(member: DraftStrategy, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[Piece]:
-    """What ``member`` proposes for each row."""
+    """Ask ``member`` to propose for each row."""
     draft = member.propose(rows, max_len)
     if draft.parents_BK is not None:
         raise ValueError(f"{type(member).__name__} proposed a tree; UnionDraft combines chains only")

@@ -1,4 +1,4 @@
-"""Which of two ways to the same tokens takes less time. Knows nothing of the ways themselves."""
+"""Choose the faster of two ways to the same tokens, by trying both. Knows nothing of the ways themselves."""
 
 from __future__ import annotations
 
@@ -6,28 +6,31 @@ import math
 
 __all__ = ["Ways"]
 
-_KEEP, _KEEP_TRIED = 0.97, 0.8  # what a round leaves of what was measured before it, of the way taken and of the other
-_FIRST_WAIT, _LONGEST_WAIT = 8, 512  # rounds after which the slower way is tried again
-_PAUSE = 4.0  # a measurement counts for at most so many times what was expected: the machine may have paused
+_KEEP, _KEEP_TRIED = (
+    0.97,
+    0.8,
+)  # how much of old measurements a round leaves: in use, on trial
+_FIRST_WAIT, _LONGEST_WAIT = 8, 512  # after how many rounds to try the slower way again
+_PAUSE = 4.0  # a measurement counts for at most this many times what was expected: the machine may have paused
 
 
 class Ways:
-    """The choice between going without (0) and with (1).
+    """Chooses between way 0 and way 1.
 
-    Both are measured for some rounds (``first``); then the faster is taken, and the other tried again for ``tried``
-    rounds, after more and more of the faster.
+    Both are measured for some rounds (``first``). Then the faster one is used, and the other is tried again for
+    ``tried`` rounds from time to time: after 8 rounds, 16, and so on.
     """
 
     def __init__(self, first: tuple[int, int] = (2, 2), tried: int = 1) -> None:
         self.first, self.tried = first, tried
-        self.seconds = [math.inf, math.inf]  # a token
-        self._sums = [[0.0, 0.0], [0.0, 0.0]]  # seconds and tokens, lately
+        self.seconds = [math.inf, math.inf]  # for each token
+        self._sums = [[0.0, 0.0], [0.0, 0.0]]  # recent seconds and tokens of each way
         self._rounds, self._measured = [0, 0], [0, 0]
-        self._left = 0  # rounds of a try
+        self._left = 0  # rounds that are left of a trial
         self._waited, self._wait = 0, _FIRST_WAIT
 
     def choose(self) -> tuple[int, int]:
-        """The way to go now, and for how many rounds until this is asked again."""
+        """Return the way to use now, and for how many rounds."""
         for way, (rounds, first) in enumerate(zip(self._rounds, self.first)):
             if rounds < first:
                 return way, first - rounds
@@ -40,8 +43,8 @@ class Ways:
         return self.seconds.index(min(self.seconds))
 
     def add(self, way: int, seconds: float, tokens: float, rounds: int = 1) -> None:
-        """Learn the seconds of so many tokens, in so many rounds. The first measurement of a way counts only until
-        there is a second, since it may include other work, such as catching up with a text."""
+        """Learn how many ``seconds`` a number of ``tokens`` took, over ``rounds`` rounds. A way's first measurement is
+        dropped once there is a second: it may include other work, such as catching up with a text."""
         faster, known = self.faster, min(self._measured) > 0
         keep = (_KEEP if way == faster else _KEEP_TRIED) ** rounds if self._measured[way] > 1 else 0.0
         if self._measured[way] > 1:

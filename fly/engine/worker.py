@@ -217,7 +217,8 @@ class Worker:
     def _start(self) -> None:
         # A finalizer must not hold its object; one that lives until the end of the program needs none.
         weakref.finalize(self, self._inbox.put, None).atexit = False
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # of this thread, not of others
+        place = self._engine.runner.executor.device
+        device = place if place.type == "cuda" else None  # the current one of this thread, not of others
         arguments = self._inbox, weakref.ref(self), device
         self._thread = threading.Thread(target=_run, args=arguments, name="fly-engine", daemon=True)
         self._thread.start()
@@ -430,7 +431,7 @@ def _plain(job: Job) -> Any:
     )
 
 
-def _run(inbox: SimpleQueue[Any], known: weakref.ref[Worker], device: int | None) -> None:
+def _run(inbox: SimpleQueue[Any], known: weakref.ref[Worker], device: torch.device | None) -> None:
     """The thread. While it sleeps it holds nothing but its inbox; None in the inbox means that the worker is gone."""
     if device is not None:
         torch.cuda.set_device(device)

@@ -1,4 +1,4 @@
-"""Predictions of a replay beside measured runs of the same rules."""
+"""Compare the predictions of a replay with measured runs of the same rules."""
 
 from __future__ import annotations
 
@@ -25,30 +25,31 @@ class Beside:
     task: str
     way: str
     predicted: Replay
-    exact: Replay  # of exact speculation that drafts alike
+    exact: Replay  # of exact speculation with the same drafts
     measured: Estimate  # tokens a round
     relaxed: float  # share of tokens, as measured
     problems: int
 
     @property
     def off(self) -> float:
-        """By how much of the measured tokens a round the prediction is off."""
+        """The relative error of the predicted tokens a round."""
         return self.predicted.tau.value / self.measured.value - 1
 
     @property
     def unchanged(self) -> float:
-        """The same of the guess that a rule changes nothing of exact speculation."""
+        """The relative error of a guess: as many tokens a round as exact speculation."""
         return self.exact.tau.value / self.measured.value - 1
 
 
 def beside(blocks: Mapping[tuple[str, str], Blocks], run: str | Path) -> tuple[list[Beside], list[str]]:
-    """Predictions for the ways of a measured ``run`` that draft as recorded blocks were drafted, or with fewer tokens,
-    or stop by confidence or reach; each on the problems that both have. And why others were left out.
+    """Predictions for those ways of a measured ``run`` whose drafts a replay can make: as the recorded ones, or
+    shorter, or stopped by confidence or reach. Each is compared on the problems that both have. Also returns why other
+    ways were left out.
 
     Raises ``ValueError`` for a folder that is no run.
     """
     run = Path(run)
-    plan = Plan.of(Plan.read(run), f"{run}: ")
+    plan = Plan.of_run(run)
     ways = {way.label: way for way in plan.ways}
     sums: dict[tuple[str, str], dict[str, list[int]]] = {}
     for key, record in read_records(run).completions.items():
@@ -87,7 +88,7 @@ def beside(blocks: Mapping[tuple[str, str], Blocks], run: str | Path) -> tuple[l
 
 
 def _limits(known: Blocks, way: Way) -> tuple[int, float, float] | None:
-    """How long a way's drafts are, and how sure, as replayed on blocks; None where these were drafted otherwise."""
+    """The length, confidence and reach with which a replay makes a way's drafts; None if it cannot make them."""
     about = known.recordings[0].about
     if way.k > known.k:
         return None
@@ -103,7 +104,7 @@ def _limits(known: Blocks, way: Way) -> tuple[int, float, float] | None:
 
 
 def _drafter(text: str) -> SingleDraft | None:
-    """The model that proposes, if it alone decides on a draft: a lossless level below it changes no token."""
+    """The draft model, if it alone decides what is drafted. A lossless level below it changes no token."""
     try:
         strategy = parse_draft(text, trusted=True)
     except ValueError:  # a checkpoint that is gone

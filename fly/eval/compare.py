@@ -1,4 +1,4 @@
-"""Run the same problems through several decoding settings and measure what each gains and costs."""
+"""Decode the same problems with several settings, and measure what each gains and costs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fly.types import SamplingParams
 
 __all__ = ["Result", "compare", "decode", "in_turns"]
 
-_TOGETHER = 8  # prompts of a turn
-_Who = TypeVar("_Who")
+_TOGETHER = 8  # prompts in a turn
+_Setting = TypeVar("_Setting")
 _Prompt = TypeVar("_Prompt")
 
 
 @dataclass
 class Result:
-    """What a setting did over all prompts; ``right`` is empty where there was nothing to check."""
+    """The results of a setting over all prompts; ``right`` is empty if there is nothing to check."""
 
     setting: Setting
     stats: Stats
@@ -36,12 +36,12 @@ class Result:
 
     @property
     def tokens_per_second(self) -> float:
-        """Over that time."""
+        """Tokens a second, prompts included."""
         return self.stats.generated / self.seconds
 
     @property
     def decoding_speed(self) -> float:
-        """Tokens a second after those that came with the prompts, over the time since."""
+        """Tokens a second, prompts and the tokens that came with them left out."""
         return self.stats.emitted / self.times.decoding
 
     @property
@@ -50,13 +50,13 @@ class Result:
 
 
 def in_turns(
-    everybody: Sequence[_Who], prompts: Sequence[_Prompt], together: int = _TOGETHER
-) -> Iterator[tuple[_Who, _Prompt]]:
-    """Every setting with every prompt, a few prompts a turn."""
+    settings: Sequence[_Setting], prompts: Sequence[_Prompt], together: int = _TOGETHER
+) -> Iterator[tuple[_Setting, _Prompt]]:
+    """Every setting with every prompt. Settings take turns of ``together`` prompts."""
     for first in range(0, len(prompts), together):
-        for one in everybody:
+        for setting in settings:
             for prompt in prompts[first : first + together]:
-                yield one, prompt
+                yield setting, prompt
 
 
 def decode(
@@ -69,10 +69,10 @@ def decode(
 ) -> list[Result]:
     """Decode every prompt (a chat message, or token ids) with every setting, one request at a time.
 
-    Settings take turns of a few prompts (``together``), so that a busy moment of the machine affects all of them alike,
-    and none always finds another's data in the processor's caches. Each is warmed up first, on another prompt, since a
-    strategy may remember texts. ``advance(name)`` is called after every completion; ``clocked`` also times the models,
-    which waits for a GPU after every forward.
+    Settings take turns of a few prompts (``together``), so that a busy moment of the machine affects all of them, and
+    none always finds another's data in the processor's caches. Each is warmed up first, on another prompt, since a
+    strategy may remember texts. ``advance(name)`` is called after every completion. ``clocked`` also times the models,
+    and then waits for a GPU after every forward.
     """
     if not settings or not prompts:
         raise ValueError(f"need at least one setting and one prompt, got {len(settings)} and {len(prompts)}")
@@ -83,7 +83,7 @@ def decode(
     for result, prompt in in_turns(results, prompts, together):
         llm = result.setting.llm
         for allocator in llm.scheduler.allocators():
-            allocator.forget()  # or the next setting would find the prompt in the cache
+            allocator.forget()  # otherwise the next setting would find the prompt in the cache
         ids = llm.chat_prompt(prompt) if isinstance(prompt, str) else prompt
         output, times = timed(result.setting, ids, params, clocked)
         result.times += times

@@ -1,12 +1,15 @@
-"""What the sandbox's process runs: jobs from standard input, each in a process of its own that gives up its rights.
+"""The script of the sandbox's process: it reads jobs from standard input, and runs each in a process without rights.
 
-This file is a script for a bare interpreter, so it imports nothing of the package (``fly.eval.sandbox`` starts it).
-A job names its language. ``small`` is a subset of Python without imports, files or attributes, checked on the syntax
-tree: it does no harm wherever it runs. ``python`` is all of Python, and runs only where the Linux kernel takes the
-rights away first: Landlock (no file but the scratch folder may be written, none but Python's own may be read, no TCP)
-and a seccomp filter (no socket, no further process or program, no signal to others, no change to the system). Both
-need no privilege. Before the first such job the process tries some forbidden actions, and refuses to work if one of
-them succeeds."""
+``fly.eval.sandbox`` starts this file in a bare interpreter, so it imports nothing of the package. A job names its
+language:
+
+- ``small`` is a subset of Python without imports, files or attributes. The syntax tree is checked, so such a program
+  is harmless on any machine.
+- ``python`` is all of Python. It runs only where the Linux kernel removes the rights of the process first. Landlock
+  allows reading Python's own files and writing in the scratch folder, and nothing else, TCP included. A seccomp filter
+  forbids sockets, further processes and programs, signals to others, and changes to the system. Neither needs
+  privileges. Before the first such job the process tries some forbidden actions, and refuses the job if one succeeds.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ _NODES = (
 
 
 def refusal(tree: ast.AST) -> str:
-    """Why the syntax tree is not of the small language, or an empty string."""
+    """Why the syntax tree is not in the small language; empty if it is."""
     for node in ast.walk(tree):
         if not isinstance(node, _NODES):
             return f"{type(node).__name__} is not allowed"
@@ -79,7 +82,8 @@ def refusal(tree: ast.AST) -> str:
 
 
 def run_job(code: str, tests: list[str], language: str) -> tuple[bool, str]:
-    """Run a program, then evaluate the expressions ``tests``, which must be True. Whether all went well, or why not."""
+    """Run a program, then evaluate the expressions ``tests``, which must be True. Returns whether all of this went
+    well, and if not, why."""
     import builtins
 
     small = language == "small"
@@ -97,7 +101,7 @@ def run_job(code: str, tests: list[str], language: str) -> tuple[bool, str]:
                 "print": lambda *args, **kwargs: None,
             }
         else:
-            sys.modules["program"] = program  # where dataclasses and pickle look for it
+            sys.modules["program"] = program  # dataclasses and pickle look for it here
         exec(compile(tree, "program", "exec"), space)
         for test in tests:
             expression = ast.parse(test, mode="eval")
@@ -112,9 +116,9 @@ def run_job(code: str, tests: list[str], language: str) -> tuple[bool, str]:
 
 # --- what the kernel forbids -----------------------------------------------------------------------------
 
-# Numbers of the system calls by machine, up to the newest known here; any newer one "does not exist".
-#   forbidden: sockets, new programs and processes, other processes' memory, signals, mounts, modules, keys, clocks,
-#   shared memory, io_uring, bpf, priorities, identities, and owners, modes and times of files (Landlock leaves those).
+# The numbers of forbidden system calls by machine: sockets, new programs and processes, other processes' memory,
+# signals, mounts, modules, keys, clocks, shared memory, io_uring, bpf, priorities, identities, and owners, modes and
+# times of files (which Landlock does not cover). A call newer than _NEWEST fails as one that does not exist.
 _NEWEST = 462
 _FORBIDDEN = {
     "x86_64": (
@@ -141,7 +145,7 @@ _CLONE3 = 435
 _CLONE_THREAD = 0x00010000
 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # on every machine
-_READ = 1 << 0 | 1 << 2 | 1 << 3  # execute (a library is mapped so), read a file, list a folder
+_READ = 1 << 0 | 1 << 2 | 1 << 3  # execute (needed to map a library), read a file, list a folder
 _OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14
 _RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}  # by version; later ones below
 _DEVICE_CONTROL = 1 << 15
@@ -156,7 +160,7 @@ class _Program(ctypes.Structure):
 
 
 def why_not() -> str:
-    """Why programs in full Python cannot be run here; empty where they can."""
+    """Why programs in full Python cannot run here; empty if they can."""
     if sys.platform != "linux":
         return f"programs are isolated by the Linux kernel, and this is {platform.system()}"
     if platform.machine() not in _FORBIDDEN:
@@ -187,7 +191,7 @@ def _checked(what: str, result: int) -> int:
 
 
 def _python_paths() -> list[str]:
-    """What Python and its libraries are read from."""
+    """The paths that Python and its libraries are read from."""
     paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     paths |= {os.path.join(prefix, "lib") for prefix in (sys.prefix, sys.base_prefix)}
     system = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo")
@@ -196,7 +200,7 @@ def _python_paths() -> list[str]:
 
 
 def _landlock(scratch: str) -> None:
-    """From now on this process reads what Python needs, writes in ``scratch``, and opens no TCP connection."""
+    """From now on this process can read what Python needs, write in ``scratch``, and open no TCP connection."""
     version = _landlock_version()
     rights = _RIGHTS.get(version, _RIGHTS[4] | _DEVICE_CONTROL)
     handled = [rights, 3 if version >= 4 else 0, 3 if version >= 6 else 0]  # files; TCP; abstract sockets and signals
@@ -217,12 +221,12 @@ def _landlock(scratch: str) -> None:
 
 
 def _seccomp() -> None:
-    """From now on this process cannot make the calls above: they fail with EPERM."""
+    """From now on the forbidden calls of this process fail with EPERM."""
     load, equal, at_least, bits, give = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF: ld abs, jeq, jge, jset, ret
     allow, kill, fail = 0x7FFF0000, 0x80000000, 0x00050000
     forbidden, missing = fail | 1, fail | 38  # EPERM, ENOSYS
     machine, own = platform.machine(), os.getpid()
-    argument = [16 + 8 * n for n in range(6)]  # where the low half of each is found
+    argument = [16 + 8 * n for n in range(6)]  # the offset of the low half of each argument
     steps = [
         (load, 0, 0, 4),
         (equal, 1, 0, _AUDIT_ARCH[machine]),
@@ -230,22 +234,22 @@ def _seccomp() -> None:
         (load, 0, 0, 0),
         (at_least, 0, 1, _NEWEST + 1),
         (give, 0, 0, missing),
-        (equal, 0, 1, _CLONE3),  # its flags lie in memory, where a filter cannot look; libraries then use clone
+        (equal, 0, 1, _CLONE3),  # a filter cannot see its flags; without it, libraries use clone
         (give, 0, 0, missing),
     ]
     for number in _FORBIDDEN[machine]:
         steps += [(equal, 0, 1, number), (give, 0, 0, forbidden)]
-    # threads, but no processes
+    # clone may make threads, but no processes.
     clone = [(load, 0, 0, argument[0]), (bits, 1, 0, _CLONE_THREAD), (give, 0, 0, forbidden), (give, 0, 0, allow)]
     steps += [(equal, 0, len(clone), _CLONE), *clone]
-    # limits may be read, not set
+    # Limits may be read, but not set.
     ask = [
         *((load, 0, 0, argument[2]), (equal, 1, 0, 0), (give, 0, 0, forbidden)),
         *((load, 0, 0, argument[2] + 4), (equal, 1, 0, 0), (give, 0, 0, forbidden)),
         (give, 0, 0, allow),
     ]
     steps += [(equal, 0, len(ask), _PRLIMIT), *ask]
-    # signals to itself, as abort() sends one
+    # Signals to itself are allowed, as abort() sends one.
     for number in (_KILL, _TGKILL):
         signals = [(load, 0, 0, argument[0]), (equal, 1, 0, own), (give, 0, 0, forbidden), (give, 0, 0, allow)]
         steps += [(equal, 0, len(signals), number), *signals]
@@ -257,7 +261,7 @@ def _seccomp() -> None:
 
 
 def isolate(scratch: str, language: str, cpu_s: int, memory: int) -> None:
-    """Give up what a job must not have. In the small language limits do, where there is nothing better."""
+    """Give up the rights that a job must not have. For the small language limits are enough."""
     small = language == "small"
     limits = {
         resource.RLIMIT_CPU: cpu_s,
@@ -277,7 +281,7 @@ def isolate(scratch: str, language: str, cpu_s: int, memory: int) -> None:
 
 
 def _escapes() -> list[str]:
-    """What an isolated process could still do that it must not."""
+    """The names of the forbidden actions that succeed in this process."""
 
     def listed() -> object:
         return os.listdir("/")
@@ -317,7 +321,7 @@ def _escapes() -> list[str]:
 
 
 def _written(folder: str) -> int:
-    """Bytes of the files in a folder and those in it."""
+    """The bytes of all files below a folder."""
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:
@@ -326,11 +330,11 @@ def _written(folder: str) -> int:
     return total
 
 
-_Result = tuple[bool | None, str]  # whether all went well, and why not; None: it was not even tried
+_Result = tuple[bool | None, str]  # whether all went well (None: the job was refused), and if not, why
 
 
 def _in_a_child(act: Callable[[], _Result], scratch: str, language: str, timeout_s: float, memory: int) -> _Result:
-    """What ``act()`` gives in a process that has isolated itself first; or that it took too long, or died."""
+    """The result of ``act()`` in a new process that isolates itself first, or that it took too long, or died."""
     answer, out = os.pipe()
     child = os.fork()
     if not child:
@@ -362,10 +366,10 @@ def _in_a_child(act: Callable[[], _Result], scratch: str, language: str, timeout
                 return False, "timed out"
             if _written(scratch) > _MOST_WRITTEN:
                 return False, "wrote too much"
-        said = os.read(answer, 4096)
-        if not said:
+        line = os.read(answer, 4096)
+        if not line:
             return False, "the process died"
-        ok, reason = json.loads(said)
+        ok, reason = json.loads(line)
         return ok, reason
     finally:
         os.close(answer)

@@ -1,10 +1,10 @@
-"""Logits of which only the likeliest tokens, the mass and the entropy are known, as in a recording.
+"""Logits of which only the most likely tokens, the mass and the entropy are known, as in a recording.
 
-Rules use such a tensor like any other. The functions of ``fly.ops``, and torch's own for the same, are answered from
-what is known: a softmax, the likeliest tokens, picking positions and tokens, how many are likelier, the entropy as
-people write it. Anything that needs the whole vocabulary raises ``Unknown``.
+Rules use such a tensor like any other. What is known is enough for the functions of ``fly.ops``, and for torch's own
+that do the same: a softmax, the most likely tokens, values at positions and tokens, how many tokens are more likely,
+and the entropy as people write it. Anything that needs the whole vocabulary raises ``Unknown``.
 
-Shape legend: V vocabulary, n likeliest tokens, "..." any leading dimensions.
+Shape legend: V vocabulary, n most likely tokens, "..." any leading dimensions.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ __all__ = ["Known", "Unknown"]
 
 
 class Unknown(ValueError):
-    """A recording does not hold what a rule needs."""
+    """A recording lacks what a rule needs."""
 
 
 class Known(Tensor):
-    """A tensor [..., V] of which ``n`` likeliest values are known, and that of one token more.
+    """A tensor [..., V] of which the values of n + 1 tokens are known: of the n most likely ones, and of one more.
 
     Args:
         size: V.
-        ids: [..., n + 1] int64, the likeliest tokens, likeliest first, and the one more (which may be one of them).
-        values: [..., n + 1] their logits, log-probabilities or probabilities.
-        rest: [...] the value of any other token: what is left of the mass, evenly spread.
-        mass: [...] of logits, ln of the sum of exp(logit - largest).
+        ids: [..., n + 1] int64, the most likely tokens, in order, and the further one (which may be among them).
+        values: [..., n + 1] the values of these tokens.
+        rest: [...] the value of every other token: the remaining mass, spread evenly.
+        mass: [...] ln of the sum of exp(logit - largest logit).
         nats: [...] the entropy.
-        kind: what the values are: ``logits``, ``probs``, ``log_probs``, answers (``bool``), or probs times log_probs
-            (``p ln p``, ``-p ln p``), whose sum is known as the entropy.
+        kind: what the values are: ``logits``, ``probs``, ``log_probs``, ``bool``, or probs times log_probs (``p ln p``
+            or ``-p ln p``, whose sums are known from the entropy).
     """
 
     parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -52,9 +52,10 @@ class Known(Tensor):
 
     @staticmethod
     def of(size: int, ids: Tensor, logits: Tensor, mass: Tensor, nats: Tensor) -> Known:
-        """Logits, what the others have being spread evenly (and none more than the least known)."""
+        """Known logits. The mass of the other tokens is spread evenly, with no more for each than the smallest known
+        logit."""
         peak, known = logits[..., :1], logits[..., :-1]
-        again = (ids[..., -1:] == ids[..., :-1]).any(-1)  # the one more is one of them
+        again = (ids[..., -1:] == ids[..., :-1]).any(-1)  # the further token is one of the n
         shares = (logits - peak).exp()
         left = mass.exp() - shares[..., :-1].sum(-1) - shares[..., -1].masked_fill(again, 0.0)
         others = (size - known.shape[-1] - (~again).long()).clamp_min(1)
@@ -63,12 +64,12 @@ class Known(Tensor):
         return Known(size, ids, logits, rest, mass, nats)
 
     def like(self, change: Callable[[Tensor], Tensor]) -> Known:
-        """The same of every part."""
+        """Apply ``change`` to every part."""
         ids, values, rest, mass, nats = map(change, self.parts)
         return Known(self.shape[-1], ids, values, rest, mass, nats, self.kind)
 
     def scaled(self, shift: Tensor, kind: str) -> Known:
-        """Other values: logits less ``shift`` [...], and of probabilities their exponential."""
+        """Logits minus ``shift`` [...] as values of another kind, for probabilities with the exponential taken."""
         ids, values, rest, mass, nats = self.parts
         values, rest = values - shift.unsqueeze(-1), rest - shift
         if kind == "probs":
@@ -93,10 +94,10 @@ class Known(Tensor):
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = function.__name__.strip("_")
-        raise Unknown(f"it needs a whole distribution ('{name}'), of which the likeliest tokens alone are recorded")
+        raise Unknown(f"it needs a whole distribution ('{name}'), of which only the most likely tokens are recorded")
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Known({self.kind}, {list(self.shape)}, {self.parts[0].shape[-1] - 1} likeliest)"
+        return f"Known({self.kind}, {list(self.shape)}, {self.parts[0].shape[-1] - 1} known)"
 
 
 def _at(x: Known, index: Any) -> Any:
@@ -129,7 +130,7 @@ def _gather(x: Known, dim: int, index: Tensor, **_: Any) -> Any:
 def _top(x: Known, n: int) -> Top:
     ids, values, *_ = x.parts
     if n > ids.shape[-1] - 1:
-        raise Unknown(f"it needs the {n} likeliest tokens, of which {ids.shape[-1] - 1} are recorded")
+        raise Unknown(f"it needs the {n} most likely tokens, of which {ids.shape[-1] - 1} are recorded")
     return Top(values[..., :n], ids[..., :n])
 
 
@@ -139,14 +140,14 @@ def _topk(x: Known, k: int, dim: int = -1, largest: bool = True, sorted: bool = 
 
 def _one_hot(x: Known, tokens: Tensor) -> Any:
     ids, values, rest, mass, nats = x.parts
-    if not torch.equal(tokens, ids[..., 0]):  # which are to come first
+    if not torch.equal(tokens, ids[..., 0]):  # only of the most likely tokens
         return NotImplemented
     certain = (ids == tokens.unsqueeze(-1)).to(values.dtype)
     return Known(x.shape[-1], ids, certain, rest * 0, mass * 0, nats * 0, "probs")
 
 
 def _compared(compare: Callable[[Any, Any], Tensor]) -> Callable[..., Any]:
-    """With a number, or with one at each position."""
+    """A comparison with a number, or with one number at each position."""
 
     def answer(x: Known, other: Any) -> Any:
         each = isinstance(other, Tensor) and other.dim() > 0
@@ -165,13 +166,13 @@ def _sum(x: Known, dim: Any = None, keepdim: bool = False) -> Any:
     ids, values, rest, _, nats = x.parts
     if x.kind != "bool":
         return nats if x.kind == "-p ln p" else -nats
-    new = (ids[..., -1:] != ids[..., :-1]).all(-1)  # whether the one more is none of them
+    new = (ids[..., -1:] != ids[..., :-1]).all(-1)  # whether the further token is none of the n
     others = x.shape[-1] - values.shape[-1] + (~new).long()
     return values[..., :-1].sum(-1) + (values[..., -1] & new) + rest * others
 
 
 def _changed(kind: str, to: str, change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """A function of each value, of values of one kind."""
+    """A function that maps each value of ``kind`` to one of the kind ``to``."""
 
     def changed(x: Any, *_: Any, **__: Any) -> Any:
         if x is NotImplemented or x.kind != kind:
@@ -183,7 +184,7 @@ def _changed(kind: str, to: str, change: Callable[[Tensor], Tensor]) -> Callable
 
 
 def _floored(x: Known, least: float | None = None, *, min: float | None = None) -> Any:
-    """Probabilities of at least next to nothing, of which logarithms may be taken."""
+    """Probabilities with a tiny floor, so that logarithms can be taken."""
     floor = least if min is None else min
     if not isinstance(floor, (int, float)) or floor > 1e-6:
         return NotImplemented
@@ -191,7 +192,7 @@ def _floored(x: Known, least: float | None = None, *, min: float | None = None) 
 
 
 def _times_log(x: Known, other: Any) -> Any:
-    """Of probabilities and their own logarithms."""
+    """The product of probabilities and their own logarithms."""
     kinds = {x.kind, other.kind} if isinstance(other, Known) else set()
     if kinds != {"probs", "log_probs"} or not torch.equal(x.parts[4], other.parts[4]):
         return NotImplemented
@@ -249,7 +250,7 @@ def _argmax(x: Known, dim: Any = None, keepdim: bool = False) -> Any:
 
 _SOFT, _LOG = _softmax("probs"), _softmax("log_probs")
 _LOG_OF, _NEGATED = _changed("probs", "log_probs", torch.log), _changed("p ln p", "-p ln p", torch.neg)
-# By their names in torch, wherever it has them
+# By the names that torch gives them, in all places where it has them.
 _NAMED: dict[str, Callable[..., Any]] = {
     "flatten": _flatten,
     "unflatten": _unflatten,

@@ -38,7 +38,8 @@ AUTOREGRESSIVE = "autoregressive"
 
 
 def named(rules: Iterable[AcceptancePolicy]) -> dict[AcceptancePolicy, str]:
-    """Different rules, and what tables call them. One of ours goes by its name alone, where no other has that name."""
+    """The different rules, with the names that tables give them: a rule of this package goes by its name alone if no
+    other rule has the same name, and by its full text otherwise."""
     different = list(dict.fromkeys(rules))
     counts = Counter(rule.name for rule in different)
 
@@ -50,17 +51,17 @@ def named(rules: Iterable[AcceptancePolicy]) -> dict[AcceptancePolicy, str]:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to decode. ``label`` is what tables call it; no two ways of a plan have the same."""
+    """One way to decode. ``label`` names it in tables, and is unique within a plan."""
 
     label: str
     draft: str  # a text of ``fly.drafts.parse_draft``; "none" for autoregressive decoding
     k: int
     policy: AcceptancePolicy
-    exits: str | None = None  # of the target, where it leaves early
+    exits: str | None = None  # the early exits of the target
 
     @property
     def exact(self) -> bool:
-        """Whether it is exact speculation, which others are compared with."""
+        """Whether this is exact speculation, with which the others are compared."""
         return self.k > 0 and self.policy == Exact() and self.exits is None
 
     @property
@@ -69,7 +70,8 @@ class Way:
 
 
 def _rule(value: object) -> str:
-    """The text of a policy, once it can be read. It stays as it was written: ``module:Class`` names what it imports."""
+    """The text of a policy, after a check that it can be read. The text itself stays, since ``module:Class`` names what
+    it imports."""
     text = value if isinstance(value, str) else str(load_policy(value, trusted=True))
     parse_policy(text, trusted=True)
     return text
@@ -95,7 +97,7 @@ def _one_or_several(kind: Any) -> Any:
 
 
 class _Extra(BaseModel):
-    """A way beside the product; fields that it leaves out are the plan's first."""
+    """A single way beside the product. A field that is left out takes the plan's first value."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -105,8 +107,8 @@ class _Extra(BaseModel):
 
 
 class Asked(BaseModel):
-    """A task of a plan: ``task`` names it (``NAME``, ``NAME=PATH`` or a ``.yaml`` file), ``limit`` is how many of its
-    problems; any other field replaces the task's own field of this name."""
+    """A task of a plan: ``task`` names it (``NAME``, ``NAME=PATH`` or a ``.yaml`` file), ``limit`` says how many of its
+    problems are used, and any other field replaces the task's own field of that name."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -119,16 +121,17 @@ class Asked(BaseModel):
 
 
 class Plan(BaseModel):
-    """A run's settings, in a YAML or JSON file or from the command line, which the user trusts: a policy may name a
+    """The settings of a run, from a YAML or JSON file or the command line. Both are trusted: a policy may name a
     ``module:Class``, which is imported. Unknown fields are errors.
 
-    Every draft is decoded at every ``k`` by exact speculation and by each of ``policies`` (``fly(theta={0.1,
-    0.3})`` is two, see ``fly.expressions.grid``); ``settings`` adds single
-    ways (each beside exact speculation with the same draft and length); autoregressive decoding comes first. All of it
-    at every temperature with every seed. ``limit`` is how many problems of each task, unless the task says otherwise;
-    ``max_tokens`` replaces the tasks' own. ``together`` problems are decoded at a time. ``record`` keeps the
-    blocks of exact speculation, at temperature 0, for ``fly replay``. ``exits`` decodes all of it a second time with a
-    target that leaves early.
+    The ways to decode are: autoregressive decoding; for every draft and ``k``, exact speculation and each of
+    ``policies`` (``fly(theta={0.1, 0.3})`` is two policies, see ``fly.expressions.grid``); and the single ways of
+    ``settings``, each beside exact speculation with the same draft and length. Each way runs at every temperature with
+    every seed.
+
+    ``limit`` is the number of problems of each task, unless the task has its own; ``max_tokens`` replaces the tasks'
+    own. ``together`` problems are decoded at a time. ``record`` keeps the blocks of exact speculation at temperature 0
+    for ``fly replay``. ``exits`` runs all ways a second time, with a target that leaves early.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -164,7 +167,7 @@ class Plan(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _somebody_drafts(cls, values: Any) -> Any:
-        """The default draft: fly-target's draft, or for another model prompt lookup."""
+        """The default draft: fly-draft for fly-target, and prompt lookup for other models."""
         if not isinstance(values, dict) or values.get("drafts") is not None:
             return values
         usual = usual_draft(values.get("model", BUNDLED[0]))
@@ -198,7 +201,7 @@ class Plan(BaseModel):
 
     @property
     def ways(self) -> list[Way]:
-        """Every way to decode, autoregressive first, then by draft and length, exact before relaxed."""
+        """Every way to decode: autoregressive decoding, then by draft and length, exact speculation before others."""
         wanted: list[tuple[str, int, AcceptancePolicy]] = []
         for draft in self.drafts:
             for k in self.k:
@@ -217,9 +220,9 @@ class Plan(BaseModel):
         return found
 
     def loaded_tasks(self) -> dict[str, tuple[Task, int]]:
-        """Every task by its name, and how many of its problems to decode.
+        """The tasks by name, each with the number of problems to decode.
 
-        Raises ``ValueError`` if two have one name, or one cannot be loaded.
+        Raises ``ValueError`` if two tasks share a name, or one cannot be loaded.
         """
         found: dict[str, tuple[Task, int]] = {}
         for asked in self.tasks:
@@ -227,23 +230,30 @@ class Plan(BaseModel):
             if task.name in found:
                 raise ValueError(f"two tasks are called {task.name!r}; give one another name: {{task: …, name: …}}")
             limit = asked.limit or self.limit
-            if limit and task.generated is not None:  # as many as are asked for
+            if limit and task.generated is not None:  # of the bundled problems, load as many as are asked for
                 task = asked.model_copy(update={"generated": task.generated.model_copy(update={"count": limit})}).load()
             found[task.name] = task, min(limit or len(task.problems), len(task.problems))
         return found
 
     @staticmethod
     def of(fields: dict[str, Any], where: str = "") -> Plan:
-        """A plan of these fields. Raises ``ValueError`` naming ``where`` it came from and every field that is wrong."""
+        """A plan with these fields. Raises ``ValueError`` with ``where`` they came from and every wrong field."""
         try:
             return Plan.model_validate(fields)
         except ValidationError as error:
             raise ValueError(f"{where}{explain(error, Plan.model_fields)}") from error
 
     @staticmethod
+    def of_run(folder: Path) -> Plan:
+        """The plan of a run's folder. Raises ``ValueError`` if the folder is no run."""
+        if not (folder / "plan.yaml").exists():
+            raise ValueError(f"{str(folder)!r} is no run: there is no plan.yaml in it")
+        return Plan.of(Plan.read(folder), f"{folder}: ")
+
+    @staticmethod
     def read(path: str | Path) -> dict[str, Any]:
-        """The fields of a plan's file, or of the plan in a run's folder, unchecked. Paths of tasks and of their data in
-        a file are relative to it."""
+        """The fields of a plan's file, or of the plan in a run's folder, unchecked. Paths in a file are relative to
+        it. Raises ``ValueError`` if the file cannot be read, or is no plan."""
         path = Path(path)
         saved = path / "plan.yaml" if path.is_dir() else path
         try:

@@ -1,11 +1,10 @@
-"""Recording blocks as they are decided: everything that an acceptance rule could ask about them, one file for each
-completion.
+"""Record blocks as they are decided, with what an acceptance rule could ask about them: one file a completion.
 
-A recorder wraps the target's executor, sees what a rule sees, and changes nothing. Rounds are taken one by one
-meanwhile.
+A recorder wraps the target's executor, sees what a rule sees, and changes nothing. While it is in place, rounds are
+taken one by one.
 
-Shape legend: N blocks, T their drafted tokens in all, P = T + N places (of each block one after its last token too),
-n likeliest tokens, J places of one block, V vocabulary.
+Shape legend: N blocks, T drafted tokens in all blocks, P = T + N places (one more than drafted tokens in each block),
+J places of one block, n most likely tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,73 +31,74 @@ from fly.runtime.executor import Executor, Wrapped
 from fly.runtime.runner import Runner
 from fly.types import Decision, Draft, Target
 
-__all__ = ["LIKELIEST", "Recorder", "Recording", "Said", "recorded"]
+__all__ = ["LIKELIEST", "Outputs", "Recorder", "Recording", "recorded"]
 
-LIKELIEST = 16  # tokens whose logits are kept at each place
+LIKELIEST = 16  # how many of the most likely tokens are kept at each place
 _FORMAT = "fly blocks 1"
 
 
 @dataclass(frozen=True)
-class Said:
-    """A model's output at places: raw logits, before temperature."""
+class Outputs:
+    """A model's outputs at places: parts of the raw distributions, before temperature."""
 
-    ids: Tensor  # [P, n] int32, the likeliest tokens, likeliest first
+    ids: Tensor  # [P, n] int32, the most likely tokens, in order
     logits: Tensor  # [P, n] float32, their logits
     mass: Tensor  # [P] float32, ln of the sum of exp(logit - largest) over the vocabulary
     entropy: Tensor  # [P] float32, nats of the whole distribution
 
     @staticmethod
-    def of(logits_JV: Tensor, n: int = LIKELIEST) -> Said:
-        """One place after the other, so that what is gone over again is still near."""
+    def of(logits_JV: Tensor, n: int = LIKELIEST) -> Outputs:
+        """The outputs at the places of a block, from their logits."""
         values_Jn, ids_Jn = top(logits_JV, n)
-        ids_Jn, order_Jn = ids_Jn.sort(-1)  # of equals the lowest id comes first, as of ``argmax``
+        ids_Jn, order_Jn = ids_Jn.sort(-1)  # of equal logits the lowest id comes first, as in ``argmax``
         values_Jn, order_Jn = values_Jn.gather(-1, order_Jn).sort(dim=-1, descending=True, stable=True)
         ids_Jn = ids_Jn.gather(-1, order_Jn)
         masses, entropies = [], []
+        # One place at a time, so that its logits stay in the processor's caches.
         for logits_V, peak in zip(logits_JV, values_Jn[:, 0]):
             probs_V = logits_V.softmax(-1)
             mass = -probs_V.amax().log()
             mean = probs_V @ logits_V
-            if not mean.isfinite():  # a ban: 0 times -inf
+            if not mean.isfinite():  # a banned token: 0 times -inf
                 mean = probs_V @ logits_V.clamp_min(torch.finfo(logits_V.dtype).min)
             masses.append(mass)
             entropies.append((mass + peak - mean).clamp_min(0))
-        return Said(ids_Jn.int(), values_Jn, torch.stack(masses), torch.stack(entropies))
+        return Outputs(ids_Jn.int(), values_Jn, torch.stack(masses), torch.stack(entropies))
 
     @staticmethod
-    def nothing(places: int, n: int = LIKELIEST) -> Said:
-        """The entry for places without output: ids of -1, and no numbers."""
+    def unknown(places: int, n: int = LIKELIEST) -> Outputs:
+        """Places without outputs: ids of -1, and NaN."""
         numbers = (torch.full(shape, torch.nan) for shape in ((places, n), (places,), (places,)))
-        return Said(torch.full((places, n), -1, dtype=torch.int32), *numbers)
+        return Outputs(torch.full((places, n), -1, dtype=torch.int32), *numbers)
 
     @staticmethod
-    def join(parts: abc.Sequence[Said]) -> Said:
-        """The places of all of them."""
-        return Said(*(torch.cat([getattr(part, name) for part in parts]) for name in Said.__dataclass_fields__))
+    def join(parts: abc.Sequence[Outputs]) -> Outputs:
+        """The places of all ``parts``, one after another."""
+        return Outputs(*(torch.cat([getattr(part, name) for part in parts]) for name in Outputs.__dataclass_fields__))
 
-    def at(self, places: Tensor) -> Said:
-        """Some places only, ``places`` int64 of any shape."""
-        return Said(*(getattr(self, name)[places] for name in Said.__dataclass_fields__))
+    def at(self, places: Tensor) -> Outputs:
+        """The outputs at some places (int64, of any shape)."""
+        return Outputs(*(getattr(self, name)[places] for name in Outputs.__dataclass_fields__))
 
 
 @dataclass(frozen=True)
 class Recording:
-    """The blocks of one completion under exact speculation, in order; it reads and writes a safetensors file."""
+    """The blocks of one completion under exact speculation, in order. It is stored as a safetensors file."""
 
-    about: dict[str, Any]  # the completion's key, k, vocabulary, control and stop ids
-    text: Tensor  # int32, the prompt and what came of it
+    about: dict[str, Any]  # the completion's key, k, size of the vocabulary, control and stop ids
+    text: Tensor  # int32, prompt and completion
     prompt: int  # tokens of the prompt
     start_N: Tensor  # int32, tokens of the text before each block
     length_N: Tensor  # int32, tokens drafted
-    accepted_N: Tensor  # int32, those that stood by the exact rule
+    accepted_N: Tensor  # int32, tokens that the exact rule kept
     drafted_T: Tensor  # int32
     logit_T: Tensor  # float32, the target's raw logit of each drafted token
-    rank_T: Tensor  # int32, how many tokens the target found likelier
-    target: Said  # [P]
-    draft: Said | None  # [T]; None if no model drafted, or its output is unknown
+    rank_T: Tensor  # int32, how many tokens the target finds more likely
+    target: Outputs  # [P]
+    draft: Outputs | None  # [T]; None if no model drafted, or its outputs are unknown
 
     def save(self, path: Path) -> None:
-        """Write it; a file that a kill cut short never has the name."""
+        """Write the file under another name first, so that a killed process leaves no incomplete file."""
         columns = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         columns |= {f"target.{part}": value for part, value in vars(self.target).items()}
         if self.draft is not None:
@@ -111,7 +111,7 @@ class Recording:
 
     @staticmethod
     def load(path: Path) -> Recording:
-        """Raises ``ValueError`` for what is no such file."""
+        """Read a file. Raises ``ValueError`` if it is not a recording."""
         try:
             with safe_open(path, "pt") as file:
                 about = json.loads((file.metadata() or {}).get("about", "{}"))
@@ -121,21 +121,21 @@ class Recording:
         if about.pop("format", None) != _FORMAT:
             raise ValueError(f"{path} holds no recorded blocks of the format {_FORMAT!r}")
 
-        def said(name: str) -> Said:
-            return Said(*(columns.pop(f"{name}.{part}") for part in Said.__dataclass_fields__))
+        def outputs(name: str) -> Outputs:
+            return Outputs(*(columns.pop(f"{name}.{part}") for part in Outputs.__dataclass_fields__))
 
-        draft = said("draft") if "draft.ids" in columns else None
-        return Recording(about, prompt=about.pop("prompt"), target=said("target"), draft=draft, **columns)
+        draft = outputs("draft") if "draft.ids" in columns else None
+        return Recording(about, prompt=about.pop("prompt"), target=outputs("target"), draft=draft, **columns)
 
 
 class Recorder(Wrapped):
-    """A target's executor that keeps the outputs about each block of a row, decoded alone."""
+    """An executor around the target's that keeps the outputs of both models for each block. One row at a time."""
 
     def __init__(self, inner: Executor) -> None:
         super().__init__(inner)
         self.batch_invariant = inner.batch_invariant
-        self._blocks: list[tuple[int, int, list[int], Tensor, Tensor, Said, Said | None]] = []
-        # What the draft model said is gone over beside what the target said, each on a core that has nothing to do.
+        self._blocks: list[tuple[int, int, list[int], Tensor, Tensor, Outputs, Outputs | None]] = []
+        # The outputs of the two models are worked out at the same time, on two cores that are idle otherwise.
         self._beside = ThreadPoolExecutor(1, "fly-recorder", inner.enter_thread)
 
     def decide(
@@ -153,29 +153,30 @@ class Recorder(Wrapped):
         logits_JV = target.logits_BKV[0].cpu()
         drafted, own = decision.drafted, None
         if draft.logits_BKV is not None and drafted:
-            own = self._beside.submit(Said.of, draft.logits_BKV[0, : len(drafted)].cpu())
-        said = Said.of(logits_JV)
+            own = self._beside.submit(Outputs.of, draft.logits_BKV[0, : len(drafted)].cpu())
+        outputs = Outputs.of(logits_JV)
         token_J = torch.tensor(drafted, dtype=torch.int64)
         logit_J = logits_JV[torch.arange(len(drafted)), token_J]
-        rank_J = (said.logits[:-1] > logit_J[:, None]).sum(-1)
-        for j in (rank_J == said.ids.shape[1]).nonzero().flatten().tolist():
+        rank_J = (outputs.logits[:-1] > logit_J[:, None]).sum(-1)
+        for j in (rank_J == outputs.ids.shape[1]).nonzero().flatten().tolist():
             rank_J[j] = (logits_JV[j] > logit_J[j]).sum()
-        parts = (logit_J, rank_J, said, None if own is None else own.result())
+        parts = (logit_J, rank_J, outputs, None if own is None else own.result())
         self._blocks.append((start, len(decision.path), drafted, *parts))
         return decisions
 
     def close(self) -> None:
-        """End its thread."""
+        """End the thread."""
         self._beside.shutdown()
 
     def recording(self, about: dict[str, Any], text: list[int], prompt: int) -> Recording:
-        """All blocks so far, but for the one that came with the prompt; of which this is the text."""
+        """The blocks so far, without the first, which came with the prompt. ``text`` holds ``prompt`` tokens of the
+        prompt, then the completion."""
         blocks = [block for block in self._blocks if block[0] > prompt]
-        starts, accepted, drafts, logits, ranks, said, own = map(list, zip(*blocks)) if blocks else ([],) * 7
+        starts, accepted, drafts, logits, ranks, outputs, own = map(list, zip(*blocks)) if blocks else ([],) * 7
         drafting = None
         if any(part is not None for part in own):
-            drafting = Said.join(
-                [Said.nothing(len(drafted)) if part is None else part for part, drafted in zip(own, drafts)]
+            drafting = Outputs.join(
+                [Outputs.unknown(len(drafted)) if part is None else part for part, drafted in zip(own, drafts)]
             )
         return Recording(
             about,
@@ -187,17 +188,15 @@ class Recorder(Wrapped):
             torch.tensor([token for drafted in drafts for token in drafted], dtype=torch.int32),
             torch.cat([torch.empty(0), *logits]),
             torch.cat([torch.empty(0, dtype=torch.int32), *(rank.int() for rank in ranks)]),
-            Said.join(said) if said else Said.nothing(0),
+            Outputs.join(outputs) if outputs else Outputs.unknown(0),
             drafting,
         )
 
 
 @contextmanager
 def recorded(llm: LLM) -> Iterator[Recorder]:
-    """Record what ``llm`` decides while this context lasts; for a draft by one model, its output too.
-
-    One request at a time, at temperature 0.
-    """
+    """While this context lasts, record the blocks that ``llm`` decides, one request at a time and at temperature 0.
+    The outputs of the draft are recorded where it is a single model."""
     runner: Runner = llm.engine.runner
     executor, level = runner.executor, None
     draft: DraftStrategy | None = llm.draft

@@ -1,7 +1,7 @@
-"""The files of a run's folder: JSON lines that are appended and synced one by one, so that nothing done is lost.
+"""The files of a run's folder. JSON lines are appended and synced one by one, so that a killed run loses nothing.
 
-``plan.yaml`` is what is to be decoded, ``records.jsonl`` has a line for each completion (and one for each machine and
-software that made some), ``scores.jsonl`` says which are right.
+``plan.yaml`` has the settings of the run. ``records.jsonl`` has a line for each completion, and one for each machine
+and software that made completions. ``scores.jsonl`` says which completions are right.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Appender", "Key", "Records", "read_lines", "read_records"]
 
 
 class Key(NamedTuple):
-    """Which completion a record is of."""
+    """What identifies a completion."""
 
     task: str
     problem: str
@@ -33,8 +33,8 @@ class Key(NamedTuple):
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines; none where there is no file. A last line without its end was torn by a kill,
-    and is passed over. Raises ``ValueError`` naming any other line that is no JSON."""
+    """The objects of a file of JSON lines; none if there is no file. A last line without a line break was cut off by a
+    kill, and is ignored. Raises ``ValueError`` with the number of any other line that is no JSON."""
     if not path.exists():
         return
     *whole, _ = path.read_bytes().split(b"\n")
@@ -46,7 +46,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Appender:
-    """A file of JSON lines that one process writes; a context manager. What a kill tore off is cut away first.
+    """A file of JSON lines that one process writes; a context manager. An incomplete last line is removed first.
 
     Raises ``ValueError`` if another process is writing it.
     """
@@ -76,7 +76,7 @@ class Appender:
 
 @dataclass
 class Records:
-    """What a folder holds: completions by key, their scores, and the environments that they name."""
+    """The contents of a folder: completions by key, their scores, and the environments that they name."""
 
     completions: dict[Key, dict[str, Any]]
     scores: dict[Key, dict[str, Any]]
@@ -84,7 +84,7 @@ class Records:
 
 
 def read_records(folder: Path) -> Records:
-    """All of it; of a key that was written twice, the last."""
+    """Read a folder. If a key was written twice, the last line counts."""
     completions, environments = {}, {}
     for line in read_lines(folder / "records.jsonl"):
         if line["kind"] == "environment":

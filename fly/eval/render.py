@@ -1,4 +1,4 @@
-"""A report in words: cells of its tables, Markdown, JSON, one HTML page, and Spec-Bench's answer files."""
+"""Write reports: the cells of their tables, Markdown, JSON, an HTML page, and answer files for Spec-Bench."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import yaml
 
 from fly.eval.plan import AUTOREGRESSIVE, Plan
 from fly.eval.plots import COLOURS, Curve, Point, curves, pareto
@@ -59,7 +58,7 @@ def _within(estimate: Estimate | None, percent: bool = False) -> str:
 
 
 def columns(table: Table) -> dict[str, Cells]:
-    """The cells of a table's parts, by heading: speed, answers, and how often each place of a draft stood."""
+    """The cells of a table's three parts: speed, answers, and how often each place of a draft was kept."""
 
     def name(row: Row) -> str:
         return f"{row.way} ★" if row.way == table.best_exact else row.way
@@ -101,12 +100,12 @@ def columns(table: Table) -> dict[str, Cells]:
     longest = max(len(row.curve) for row in table.rows)
     places: Cells = {
         "place in the draft": name,
-        **{str(at): _stood(at) for at in sorted({*(1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 40), longest}) if at <= longest},
+        **{str(at): _kept_at(at) for at in sorted({*(1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 40), longest}) if at <= longest},
     }
-    return {"Speed": speed, "Answers": answers, **({"How often a drafted token stood": places} if longest else {})}
+    return {"Speed": speed, "Answers": answers, **({"How often a drafted token was kept": places} if longest else {})}
 
 
-def _stood(place: int) -> Callable[[Row], str]:
+def _kept_at(place: int) -> Callable[[Row], str]:
     return lambda row: _share(row.curve[place - 1]) if len(row.curve) >= place else _NONE
 
 
@@ -139,7 +138,7 @@ def _described(facts: Mapping[str, Any]) -> str:
 
 
 def as_json(found: Report) -> dict[str, Any]:
-    """All figures, as JSON has them: estimates are value, low and high; what cannot be said is null."""
+    """All figures as JSON: an estimate is an object with value, low and high; what is unknown is null."""
     return {
         "tables": [
             {
@@ -156,7 +155,7 @@ def as_json(found: Report) -> dict[str, Any]:
 
 
 def _clean(value: Any) -> Any:
-    """Without NaN, which JSON does not have, and with estimates by name."""
+    """A value for JSON: NaN becomes None, and an estimate an object."""
     if isinstance(value, Estimate):
         return None if math.isnan(value.value) else value._asdict()
     if isinstance(value, dict):
@@ -167,7 +166,7 @@ def _clean(value: Any) -> Any:
 
 
 def as_html(found: Report, title: str) -> str:
-    """One page that holds all it needs: tables, plots, and texts side by side with every relaxed token marked."""
+    """One page without links: tables, plots, and texts side by side in which every relaxed token is marked."""
     shown = []
     for table in found.tables:
         coloured = [(row, COLOURS[number % len(COLOURS)]) for number, row in enumerate(table.rows)]
@@ -197,12 +196,9 @@ def as_html(found: Report, title: str) -> str:
 
 
 def write_spec_bench(folder: Path, into: Path) -> list[Path]:
-    """Write the answers of a run as Spec-Bench's own scripts read them: a file of JSON lines for each way, task and
-    temperature. Returns what was written. Raises ``ValueError`` if the folder is no run."""
-    path = folder / "plan.yaml"
-    if not path.exists():
-        raise ValueError(f"{str(folder)!r} is no run: there is no plan.yaml in it")
-    plan = Plan.of(yaml.safe_load(path.read_text(encoding="utf-8"))["plan"], f"{path}: ")
+    """Write the answers of a run as Spec-Bench's own scripts read them, in a file of JSON lines for each way, task and
+    temperature. Returns the files. Raises ``ValueError`` if the folder is no run."""
+    plan = Plan.of_run(folder)
     files_: dict[tuple[str, str, float], dict[str, dict[int, list[dict[str, Any]]]]] = {}
     for key, record in sorted(read_records(folder).completions.items()):
         questions = files_.setdefault((key.way, key.task, key.temperature), {})
@@ -242,6 +238,6 @@ def _answered(problem: str, seeds: Mapping[int, list[dict[str, Any]]], name: str
 
 
 def round_lengths(why: str) -> list[int]:
-    """The tokens of each round. The first token came with the prompt; a round ends with a correction or a bonus, or
-    where the answer does."""
+    """How many tokens each round emitted. The first token came with the prompt; a round ends with a correction or a
+    bonus, or where the answer ends."""
     return [len(found) for found in re.findall(r"[mr]*[cb]|[mr]+$", why[1:])]

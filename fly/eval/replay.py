@@ -1,21 +1,20 @@
-"""Any rule tried on recorded blocks, thousands a second: which tokens it would have kept.
+"""Replay: which tokens any rule would have kept of recorded blocks, thousands of blocks a second.
 
-A rule judges a recorded block exactly as it would have in the run, up to the end of the block and past mismatches too,
-since target and draft had been given the drafted tokens. Two things are estimates.
+A rule judges a recorded block as it would have judged it in the run, past mismatches too, because target and draft had
+read the drafted tokens. Two things are estimates:
 
-- Where the next block begins. A relaxed text is another text, of which nothing is recorded. The replay goes on in the
-  text of exact decoding, as many tokens further as the rule kept. At temperature 0 what follows from there is known
-  wherever a block begins: a draft says the same after the same tokens.
-- What follows the end of a recorded block, if a longer draft is needed since this one began later: the exact text's own
-    next tokens (``beyond``). One of them is the bonus after a fully kept block, which was never drafted (it counts as a
-    match).
+- Where the next block begins. A relaxed text differs from the recorded one, and nothing is known about it. The replay
+  continues in the text of exact decoding, after as many tokens as the rule kept. At temperature 0 the draft from there
+  is known, since a draft model proposes the same tokens after the same text.
+- What follows the end of a recorded block, where a draft that began later is longer: the next tokens of the exact text
+  (``beyond``). One of them may be the bonus of a fully kept block, which was never drafted; it counts as a match.
 
-Exact speculation replayed is the run itself; with a smaller K it differs by no more than rounding. ``blocks`` is the
-plainer estimate, the mean over the recorded blocks as they are: it counts a stretch of text with many mismatches once
-for each of them, which a rule that excuses some would pass but once.
+Replaying exact speculation gives the run itself; with a smaller K the two differ by rounding only. ``Replay.blocks`` is
+a plainer estimate, the mean over the recorded blocks. A stretch of text with three mismatches begins three recorded
+blocks, though a rule that excuses them passes the stretch once.
 
-Shape legend: C completions, B of them that go on, P places of all blocks (of each its drafted tokens, and one), K
-longest draft, n likeliest tokens.
+Shape legend: C completions, B the unfinished ones, P places of all blocks (a block's drafted tokens, and one after
+them), J = K + 1 places of a draft, K longest draft, n most likely tokens.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from fly.bundled import resolve_checkpoint
 from fly.drafts.ngram import Index, NGramDraft, lookup_forwards
 from fly.eval.known import Known, Unknown
 from fly.eval.plan import AUTOREGRESSIVE, Plan
-from fly.eval.recording import Recording, Said
-from fly.eval.records import Key, read_records
-from fly.eval.report import Costs, neutral_speed
+from fly.eval.recording import Outputs, Recording
+from fly.eval.records import read_records
+from fly.eval.report import Costs, measured_costs, neutral_speed
 from fly.eval.statistics import Estimate, bootstrap_ratio
 from fly.models.tokenizer import Tokenizer
 from fly.ops import Stream, uniforms
@@ -50,8 +49,11 @@ __all__ = ["Blocks", "RelaxedToken", "Replay", "Unknown", "load_blocks", "replay
 
 
 class RelaxedToken(NamedTuple):
-    """A token that a rule would relax: which problem's, how many tokens into the answer, what was drafted, what the
-    target wanted, and the drafted tokens before it in the block."""
+    """A token that a rule would relax.
+
+    ``place`` counts the tokens of the answer before it, ``choice`` is the target's own token, and ``before`` are the
+    last tokens of the text in front of it.
+    """
 
     problem: str
     place: int
@@ -63,21 +65,21 @@ class RelaxedToken(NamedTuple):
 
 @dataclass
 class Replay:
-    """What a rule would have done, by a recording.
+    """What a rule would have done in a recorded run.
 
     Attributes:
-        tau: tokens a round, with the interval of a bootstrap over problems.
-        blocks: the same by the recorded blocks as they are.
-        exact: tokens a round that exact speculation gave in the run.
-        drafted: tokens a round.
-        forwards: of the draft model a round, with prompt lookup below it; None unless asked for.
-        relaxed: share of tokens.
-        nats: what relaxed tokens cost in a thousand tokens, each -ln of the target's probability of it.
-        beyond: share of tokens that were kept beyond the recorded part after a relaxed one.
-        curve: for each place of a draft, the share of the drafts that were that long in which it stood,
-        excused: and in which it was relaxed.
-        speed: over autoregression, deciding free (``neutral_speed``); None where costs are not known.
-        judged, seconds: rounds that were replayed, and how long that took.
+        tau: tokens emitted a round, with an interval (bootstrap over problems).
+        blocks: the same as a mean over the recorded blocks.
+        exact: tokens a round of exact speculation in the run.
+        drafted: tokens drafted a round.
+        relaxed: share of relaxed tokens.
+        nats: cost of relaxed tokens, in a thousand tokens: the sum of -ln target(token).
+        beyond: share of tokens that were kept beyond the end of a recorded block.
+        curve: by place of a draft, the share in which that place was kept, among the drafts that were that long.
+        speed: over autoregressive decoding if decisions took no time (``neutral_speed``); None if costs are unknown.
+        seconds: how long the replay took.
+        tokens: examples of relaxed tokens.
+        forwards: forwards of the draft model a round, with prompt lookup below it; None unless asked for.
     """
 
     policy: AcceptancePolicy
@@ -94,9 +96,7 @@ class Replay:
     nats: float
     beyond: float
     curve: list[float]
-    excused: list[float]
     speed: float | None
-    judged: int
     seconds: float
     tokens: list[RelaxedToken] = field(default_factory=list)
     forwards: float | None = None
@@ -104,22 +104,22 @@ class Replay:
 
 @dataclass(frozen=True)
 class _Chain:
-    """Drafts of some rows, as places: [B, K + 1], the last one after the last token."""
+    """The drafts of some rows, as numbers of places; the last place of a draft comes after its last token."""
 
     place_BJ: Tensor
     lengths_B: Tensor
-    beyond_BJ: Tensor  # bool, after the end of what is recorded
+    beyond_BJ: Tensor  # bool: beyond the end of the recorded block
 
 
 class Blocks:
-    """The recorded blocks of some completions that were drafted alike.
+    """Recorded blocks of completions that share a draft, a draft length and a vocabulary.
 
     Args:
-        recordings: each with its completion's key, ``k`` and vocabulary (``Recording.about``).
-        vocabulary: what token ids stand for, for rules that ask.
-        costs: of a drafted token and of a verification, where they were measured.
+        recordings: one for each completion.
+        vocabulary: the meaning of token ids, for rules that ask for it.
+        costs: the measured costs of a drafted token and of a verification; None if unknown.
 
-    Raises ``ValueError`` for none, or for blocks of several vocabularies or lengths.
+    Raises ``ValueError`` without recordings, or for recordings with different vocabularies or draft lengths.
     """
 
     def __init__(
@@ -142,74 +142,72 @@ class Blocks:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Of each place its token (after a block's last, what the target wanted), and where a draft goes on."""
-        none = -1
+        """Number the places of all blocks one after another. For each place, note its token (after a block's last
+        token: the target's choice), whether a draft that reaches it goes on, and to which place it goes."""
+        places = sum(len(each.target.mass) for each in self.recordings)  # also the number of the place where all end
         tokens: list[int] = []
-        follows: list[int] = []
-        jumps: list[bool] = []
-        self._first: list[int] = []  # of each completion: where its places by position begin
-        self._at: list[int] = []  # by completion and position in the text: the place of a block that begins there
-        self._starts: list[tuple[int, int]] = []  # of each recorded block: completion, position
+        goes_to: list[int] = []
+        goes_on: list[bool] = []
+        jumps: list[bool] = []  # whether going on leaves the recorded block
         drafted_at: list[int] = []
-        goes_on: list[
-            bool
-        ] = []  # whether a draft that comes there goes on: after its last token if it was not cut short
+        first: list[int] = []  # of each completion, where it begins in the next list
+        at: list[int] = []  # by completion and position in its text: the place of a draft that begins there
+        self._starts: list[tuple[int, int]] = []  # of each recorded block: completion, position
         for c, each in enumerate(self.recordings):
             starts, lengths, accepted = each.start_N.tolist(), each.length_N.tolist(), each.accepted_N.tolist()
             drafted, choices = each.drafted_T.tolist(), each.target.ids[:, 0].tolist()
             base, end = len(tokens), len(self.texts[c])
             nexts = [*starts[1:], end]
-            self._first.append(len(self._at))
-            offset, own = base, [none] * end
+
+            # The exact text runs through the kept part of each block: the place of every position of the text.
+            offset, own = base, [places] * end
             for start, n, following in zip(starts, lengths, nexts):
                 own[start:following] = range(offset, offset + following - start)
                 offset += n + 1
+            first.append(len(at))
+            at += own
+
+            # A draft goes on within its block. From the block's end it goes on where the next block begins.
             offset, taken = base, 0
-            for start, n, stood, following in zip(starts, lengths, accepted, nexts):
+            for start, n, kept, following in zip(starts, lengths, accepted, nexts):
                 tokens += [*drafted[taken : taken + n], choices[offset - base + n]]
-                drafted_at += [*range(offset, offset + n)]
-                on = [*range(offset + 1, offset + n + 1), own[following] if following < end else none]
+                drafted_at += range(offset, offset + n)
+                follows = [*range(offset + 1, offset + n + 1), own[following] if following < end else places]
                 jumps += [False] * (n + 1)
-                if n < self.k and n:  # the drafter stopped there by itself, or nothing was left to draft
-                    on[n - 1] = none
-                elif n and stood < n:  # what follows is not known after these tokens, but in the exact text
-                    on[n - 1] = own[start + n] if start + n < end else none
+                if n < self.k and n:  # the drafter stopped here by itself, or nothing was left to draft
+                    follows[n - 1] = places
+                elif n and kept < n:  # nothing is known after the whole draft, so the exact text follows
+                    follows[n - 1] = own[start + n] if start + n < end else places
                     jumps[-2] = True
-                follows += on
-                self._starts.append((c, start))
+                goes_to += follows
                 goes_on += [True] * n + [n == self.k]
+                self._starts.append((c, start))
                 offset, taken = offset + n + 1, taken + n
-            self._at += own
-        places = len(tokens)
-        follows = [places if place == none else place for place in follows]
-        self._at = [places if place == none else place for place in self._at]
         self.token_P = torch.tensor([*tokens, 0])
-        self._next_P = torch.tensor([*follows, places])
+        self._next_P = torch.tensor([*goes_to, places])
         self._jumps_P = torch.tensor([*jumps, False])
         self._goes_on_P = torch.tensor([*goes_on, False])
         self._drafted_P = torch.zeros(places + 1, dtype=torch.bool)
         self._drafted_P[torch.tensor(drafted_at, dtype=torch.int64)] = True
-        self._at_P, self._first_C = torch.tensor(self._at), torch.tensor(self._first)
-        self.target = self._padded([each.target for each in self.recordings])
+        self._at_P, self._first_C = torch.tensor(at), torch.tensor(first)
+
+        # The outputs of both models at each place; at the end of a text, any will do.
+        recorded = [each.target for each in self.recordings]
+        last = recorded[-1].at(torch.tensor([-1])) if len(recorded[-1].mass) else Outputs.unknown(1)
+        self.target = Outputs.join([*recorded, last])
         self._logit_P = self.target.logits[:, 0].clone()
         self._logit_P[self._drafted_P] = torch.cat([each.logit_T for each in self.recordings])
-        self.draft: Said | None = None
+        self.draft: Outputs | None = None
         if any(each.draft is not None for each in self.recordings):
-            said = [each.draft or Said.nothing(len(each.drafted_T)) for each in self.recordings]
-            joined = Said.join([*said, Said.nothing(1)])
+            drafts = [each.draft or Outputs.unknown(len(each.drafted_T)) for each in self.recordings]
+            joined = Outputs.join([*drafts, Outputs.unknown(1)])
             index_P = torch.full((places + 1,), len(joined.mass) - 1)
             index_P[self._drafted_P] = torch.arange(len(joined.mass) - 1)
             self.draft = joined.at(index_P)
 
-    @staticmethod
-    def _padded(said: Sequence[Said]) -> Said:
-        """With one place more, where nothing is known: after the end of a text."""
-        last = said[-1].at(torch.tensor([-1])) if len(said[-1].mass) else Said.nothing(1)
-        return Said.join([*said, last])
-
     @cached_property
     def exact(self) -> tuple[list[int], list[int]]:
-        """Of each completion: tokens that its recorded rounds emitted, and rounds."""
+        """By completion, how many tokens its recorded rounds emitted, and how many rounds there were."""
         emitted = [len(text) - int(each.start_N[0]) if len(each.start_N) else 0
                    for text, each in zip(self.texts, self.recordings)]  # fmt: skip
         return emitted, [len(each.start_N) for each in self.recordings]
@@ -217,8 +215,9 @@ class Blocks:
     def chain(
         self, row_B: Tensor, at_B: Tensor, k: int, confidence: float = 0.0, reach: float = 0.0, go_on: bool = True
     ) -> _Chain:
-        """What would have been drafted for rows (numbers of completions) after so many tokens of their texts: up to
-        ``k`` tokens, up to the first that stops a ``SingleDraft``; with ``go_on``, past the recorded block."""
+        """The drafts for rows (numbers of completions) after ``at_B`` tokens of their texts: at most ``k`` tokens, up
+        to the one at which ``confidence`` or ``reach`` stop a ``SingleDraft``; with ``go_on``, also beyond the block
+        that was recorded there."""
         place_B = self._at_P[self._first_C[row_B] + at_B]
         live = place_B < len(self.token_P) - 1
         beyond_B, lengths_B = torch.zeros_like(live), torch.zeros_like(place_B)
@@ -243,9 +242,9 @@ class Blocks:
         return _Chain(torch.stack(places, 1), lengths_B, torch.stack(beyond, 1))
 
     def _peaks(self) -> Tensor:
-        """[P], how likely the draft model found its likeliest token; 1 where that is not known."""
+        """[P] the draft model's largest probability at each place; 1 where it is not known."""
         if self.draft is None:
-            raise Unknown("what the draft model said was not recorded, so it is not known how sure it was")
+            raise Unknown("it needs the draft model's probabilities, which were not recorded")
         return (-self.draft.mass).exp().nan_to_num(1.0)
 
     def judged(
@@ -258,8 +257,8 @@ class Blocks:
         nats_B: Tensor,
         spent: Mapping[str, Tensor] = {},
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """What ``policy`` keeps of drafts: how many tokens [B], which of them are relaxed [B, K], and what those cost
-        [B, K] by each of its budgets. ``spent`` is what rows spent before, by budget [B]."""
+        """How many tokens of each draft ``policy`` keeps [B], which of them are relaxed [B, K], and what these cost
+        [B, K] by each of the policy's budgets. ``spent`` is what rows spent before, by budget [B]."""
         place_BJ, token_BJ = chain.place_BJ, self.token_P[chain.place_BJ]
         draft = Draft(token_BJ[:, :-1], chain.lengths_B)
         if self.draft is not None:
@@ -288,12 +287,12 @@ class Blocks:
             costs[budget.label] = cost_BK
         return verdict.accepted_B, relaxes_BK, costs
 
-    def _known(self, said: Said, place_BJ: Tensor, token_BJ: Tensor, logit_P: Tensor | None = None) -> Known:
-        here = said.at(place_BJ)
+    def _known(self, outputs: Outputs, place_BJ: Tensor, token_BJ: Tensor, logit_P: Tensor | None = None) -> Known:
+        """Logits at some places, as far as they are known. ``logit_P``: those of the drafted tokens; None for a draft
+        model at temperature 0, which drafts its most likely token."""
+        here = outputs.at(place_BJ)
         ids = torch.cat([here.ids.long(), token_BJ.unsqueeze(-1)], -1)
-        own_BJ = (
-            here.logits[..., 0] if logit_P is None else logit_P[place_BJ]
-        )  # a greedy draft's token is its likeliest
+        own_BJ = here.logits[..., 0] if logit_P is None else logit_P[place_BJ]
         return Known.of(self.size, ids, torch.cat([here.logits, own_BJ.unsqueeze(-1)], -1), here.mass, here.entropy)
 
     def replay(
@@ -305,11 +304,15 @@ class Blocks:
         cases: int = 0,
         lookup: NGramDraft | None = None,
     ) -> Replay:
-        """What ``policy`` would do with drafts of at most ``k`` tokens (None: as many as were recorded), that stop by
-        ``confidence`` or ``reach`` as those of a ``SingleDraft`` do. ``cases``: relaxed tokens to give as examples.
-        ``lookup``: prompt lookup below the draft model, which saves forwards (counted) and changes no token.
+        """What ``policy`` would have done.
 
-        Raises ``Unknown`` if the recording lacks what the rule needs, ``ValueError`` for a longer draft.
+        Args:
+            k: the longest draft; None for the recorded one.
+            confidence, reach: where drafts stop by themselves, as in ``SingleDraft``.
+            cases: how many relaxed tokens to return as examples.
+            lookup: prompt lookup below the draft model. It saves forwards, which are counted, and changes no token.
+
+        Raises ``Unknown`` if the recording lacks what the rule needs, and ``ValueError`` for a longer draft.
         """
         k = self.k if k is None else k
         if not 1 <= k <= self.k:
@@ -318,7 +321,7 @@ class Blocks:
             if not 0 <= chance <= 1:
                 raise ValueError(f"{name} {chance} must be in [0, 1]")
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # tensors are so small here that threads would but wait for one another
+        torch.set_num_threads(1)  # the tensors are small, and threads would only wait for one another
         try:
             return self._replay(policy.bind(self.vocabulary), k, confidence, reach, cases, lookup)
         finally:
@@ -332,23 +335,26 @@ class Blocks:
         indices = [] if lookup is None else [Index(lookup.longest, lookup.shortest) for _ in self.recordings]
         emitted_C, rounds_C, drafted_C, relaxed_C = (torch.zeros(count, dtype=torch.int64) for _ in range(4))
         nats_C, beyond, spent = torch.zeros(count), 0, dict[str, Tensor]()
-        drafts_K, stood_K, excused_K = (torch.zeros(k, dtype=torch.int64) for _ in range(3))
+        drafts_K, stood_K = (torch.zeros(k, dtype=torch.int64) for _ in range(2))
         found: list[RelaxedToken] = []
         at_C = torch.tensor([int(each.start_N[0]) if len(each.start_N) else len(text)
                              for text, each in zip(self.texts, self.recordings)])  # fmt: skip
         columns_K = torch.arange(k)
+        # Every unfinished completion takes one round at a time.
         while len(row_B := (at_C < self.end_C).nonzero().flatten()):
             at_B = at_C[row_B]
+            # Draft and verify.
             chain = self.chain(row_B, at_B, k, confidence, reach)
             before = {label: spent_C[row_B] for label, spent_C in spent.items()}
             accepted_B, why_BK, costs = self.judged(policy, row_B, at_B, chain, relaxed_C[row_B], nats_C[row_B], before)
+            # Count what is emitted: no more than the text still has.
             emitted_B = (accepted_B + 1).minimum(self.end_C[row_B] - at_B)
             stands_BK = columns_K < accepted_B.minimum(emitted_B).unsqueeze(1)
             relaxes_BK = why_BK & stands_BK
             beyond += int((chain.beyond_BJ[:, :-1] & stands_BK).sum())
             drafts_K += (columns_K < chain.lengths_B.unsqueeze(1)).sum(0)
             stood_K += (columns_K < accepted_B.unsqueeze(1)).sum(0)
-            excused_K += relaxes_BK.sum(0)
+            # Charge the relaxed tokens to each row's budgets.
             if relaxes_BK.any():
                 nats_BK = self._nats(chain.place_BJ[:, :-1])
                 relaxed_C[row_B] += relaxes_BK.sum(1)
@@ -360,13 +366,14 @@ class Blocks:
                     found += self._examples(row_B, at_B, chain, relaxes_BK, nats_BK)
             emitted_C[row_B] += emitted_B
             drafted_C[row_B] += chain.lengths_B
-            if lookup is not None:
+            if lookup is not None:  # count the forwards that it leaves to the draft model
                 for c, at, places, n in zip(row_B.tolist(), at_B.tolist(), chain.place_BJ, chain.lengths_B.tolist()):
                     tokens = self.token_P[places[:n]].tolist()
                     forwards += lookup_forwards(indices[c], self.texts[c][:at], tokens, lookup.k)
+            # Go on behind what was emitted.
             rounds_C[row_B] += 1
             at_C[row_B] += emitted_B
-        judged, seconds = int(rounds_C.sum()), time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
         rounds, emitted = int(rounds_C.sum()), int(emitted_C.sum())
         drafted = int(drafted_C.sum()) / max(rounds, 1)
         tau = self._by_problem(emitted_C.tolist(), rounds_C.tolist())
@@ -386,16 +393,14 @@ class Blocks:
             1000 * float(nats_C.sum()) / max(emitted, 1),
             beyond / max(emitted, 1),
             (stood_K / drafts_K.clamp_min(1)).tolist(),
-            (excused_K / drafts_K.clamp_min(1)).tolist(),
             self._speed(tau.value, drafted),
-            judged,
             seconds,
             found[::step][:cases],
             forwards / max(rounds, 1) if lookup is not None else None,
         )
 
     def _by_block(self, policy: AcceptancePolicy, k: int, confidence: float, reach: float) -> float:
-        """Tokens a round by each recorded block as it is, whatever came before it."""
+        """The mean over the recorded blocks of the tokens that each emits."""
         row_B, at_B = torch.tensor(self._starts).reshape(-1, 2).unbind(1)
         chain = self.chain(row_B, at_B, k, confidence, reach, go_on=False)
         zeros_B = torch.zeros_like(row_B)
@@ -428,7 +433,8 @@ class Blocks:
         return bootstrap_ratio([[a for a, _ in sums.values()]], [[b for _, b in sums.values()]])
 
     def _speed(self, tau: float, drafted: float) -> float | None:
-        """A verification costs a token's forward, and more for each drafted one: v is that of recorded drafts."""
+        """The speed at no cost, with v for drafts of this length: a verification costs as much as the forward of one
+        token, and more in proportion to the drafted tokens."""
         if self.costs is None:
             return None
         recorded = sum(len(each.drafted_T) for each in self.recordings) / max(sum(self.exact[1]), 1)
@@ -436,21 +442,17 @@ class Blocks:
         return neutral_speed(tau, drafted, Costs(self.costs.c, v))
 
     def of(self, problems: Collection[str]) -> Blocks:
-        """Those of some problems only."""
+        """The blocks of some problems only."""
         kept = [each for each in self.recordings if each.about["problem"] in problems]
         return Blocks(kept, self.vocabulary, self.costs)
 
 
 def load_blocks(run: str | Path, costs: Costs | None = None) -> dict[tuple[str, str], Blocks]:
-    """The recorded blocks of a run's folder, by task and way; with what speculation costs by the run's own figures,
-    unless ``costs`` says.
+    """The recorded blocks of a run's folder, by task and way. ``costs`` replaces the costs that the run measured.
 
-    Raises ``ValueError`` for a folder that is no run, or has none.
+    Raises ``ValueError`` for a folder that is no run, or has no recorded blocks.
     """
-    run = Path(run)
-    if not (run / "plan.yaml").exists():
-        raise ValueError(f"{str(run)!r} is no run: there is no plan.yaml in it")
-    plan = Plan.of(Plan.read(run), f"{run}: ")
+    run, plan = Path(run), Plan.of_run(run)
     completions = read_records(run).completions
     found: dict[tuple[str, str], list[Recording]] = {}
     for key, record in completions.items():
@@ -464,25 +466,18 @@ def load_blocks(run: str | Path, costs: Costs | None = None) -> dict[tuple[str, 
     sizes = {each.about["vocabulary"] for several in found.values() for each in several}
     tokenizer = Tokenizer.load(resolve_checkpoint(plan.model, weights=False))
     vocabularies = {size: Vocabulary(size) if tokenizer is None else tokenizer.vocabulary(size) for size in sizes}
+
+    def of_way(task: str, way: str) -> list[dict[str, Any]]:
+        return [record for key, record in completions.items() if (key.task, key.way) == (task, way)]
+
     return {
         (task, way): Blocks(
-            several, vocabularies[several[0].about["vocabulary"]], costs or _costs(completions, task, way)
+            several,
+            vocabularies[several[0].about["vocabulary"]],
+            costs or measured_costs(of_way(task, way), of_way(task, AUTOREGRESSIVE)),
         )
         for (task, way), several in found.items()
     }
-
-
-def _costs(completions: dict[Key, dict[str, Any]], task: str, way: str) -> Costs | None:
-    """As a report has them: what the recorded way took, over a forward of autoregressive decoding."""
-    own = [record for key, record in completions.items() if (key.task, key.way) == (task, way)]
-    plain = [record for key, record in completions.items() if (key.task, key.way) == (task, AUTOREGRESSIVE)]
-    rounds, drafted = sum(record["rounds"] for record in own), sum(record["drafted"] for record in own)
-    forwards = sum(record["rounds"] for record in plain)
-    if not (rounds and drafted and forwards):
-        return None
-    base = sum(record["seconds"]["target"] for record in plain) / forwards
-    c = sum(record["seconds"]["draft"] for record in own) / drafted / base
-    return Costs(c, sum(record["seconds"]["target"] for record in own) / rounds / base)
 
 
 def replay(
@@ -494,7 +489,7 @@ def replay(
     cases: int = 0,
     costs: Costs | None = None,
 ) -> dict[tuple[str, str], Replay]:
-    """What ``policy`` would have done in a recorded run, by task and recorded way; arguments and errors as of
+    """What ``policy`` would have done in a recorded run, by task and recorded way. Arguments and errors are those of
     ``Blocks.replay`` and ``load_blocks``."""
     rule = load_policy(policy, trusted=True)
     return {name: blocks.replay(rule, k, confidence, reach, cases) for name, blocks in load_blocks(run, costs).items()}

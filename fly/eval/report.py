@@ -1,6 +1,7 @@
-"""The results of a run: each way beside autoregressive decoding and the best exact speculation, on the same problems.
+"""Reports: each way to decode compared with autoregressive decoding and with the fastest exact speculation, on the same
+problems.
 
-Everything is computed from a run's folder; no model is loaded.
+A report is computed from the folder of a run; no model is loaded.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +19,54 @@ from fly.eval.plan import AUTOREGRESSIVE, Plan
 from fly.eval.records import Key, Records, read_records
 from fly.eval.statistics import Estimate, bootstrap_ratio, sign_test, wilson
 
-__all__ = ["Case", "Costs", "Report", "Row", "Table", "neutral_speed", "report"]
+__all__ = ["Case", "Costs", "Report", "Row", "Table", "measured_costs", "neutral_speed", "report"]
 
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What speculation costs with one draft at one length, measured in the run by exact speculation: ``c``, the seconds
-    of a drafted token, and ``v``, those of a verification, both over a target's forward of one token."""
+    """What speculation costs with one draft at one length: ``c`` is the time of a drafted token, ``v`` that of a
+    verification, both relative to the target's forward of one token."""
 
     c: float
     v: float
 
 
+def measured_costs(speculative: Sequence[Record], autoregressive: Sequence[Record]) -> Costs | None:
+    """The costs by the records of exact speculation and of autoregressive decoding; None where one of them did
+    nothing."""
+
+    def total(records: Sequence[Record], name: str) -> float:
+        return sum(record[name] if name in record else record["seconds"][name] for record in records)
+
+    rounds, drafted, forwards = (
+        total(speculative, "rounds"),
+        total(speculative, "drafted"),
+        total(autoregressive, "rounds"),
+    )
+    base = total(autoregressive, "target") / max(forwards, 1)  # seconds of a forward of one token
+    if not (rounds and drafted and base):
+        return None
+    return Costs(total(speculative, "draft") / drafted / base, total(speculative, "target") / rounds / base)
+
+
 def neutral_speed(tau: float, drafted: float, costs: Costs) -> float:
-    """The speed over autoregression that a rule would have if deciding took no time, in Python or anywhere:
+    """The speed over autoregressive decoding that a rule would have if decisions took no time:
 
         S = τ / (K̄·c + v)
 
-    τ tokens a round, K̄ drafted tokens a round (``drafted``), c and v as exact speculation measured them in the same
-    run, with the same draft and length. It separates the rule from its implementation: the difference between S and the
-    measured speed is the decision's cost, the prompts, and other work of a round besides the models. (Leviathan et al.
-    2023, with a v for the verification, which costs more than one token's forward.)
+    τ is tokens a round and K̄ drafted tokens a round (``drafted``); c and v are measured by exact speculation in the
+    same run, with the same draft and length. S separates a rule from its implementation: the measured speed is lower by
+    the time of decisions, of prompts, and of whatever a round does besides running the models. Source: Leviathan et al.
+    2023, theorem 3.8, where v is 1.
     """
     return tau / (drafted * costs.c + costs.v)
 
 
 @dataclass
 class Row:
-    """One way on one task. Estimates have intervals of 95 %; None is unknown."""
+    """One way on one task. Estimates have intervals of 95 %; None stands for unknown."""
 
     way: str
     policy: str
@@ -58,31 +78,31 @@ class Row:
     seconds: float
     tau: float
     kept: float | None  # share of drafted tokens that were emitted
-    relaxed: float  # share of tokens
-    python: float | None  # share of rounds that Python decided
-    recorded: bool  # whether its blocks were kept, for which rounds are taken one by one
-    layers: float | None  # of the target, that a round went through, where it leaves early
+    relaxed: float  # share of emitted tokens
+    python: float | None  # share of rounds that were decided in Python
+    recorded: bool  # whether its blocks were recorded, for which rounds are taken one by one
+    layers: float | None  # layers of the target in a round, if it leaves early
     cut: int  # completions that ended at the limit of tokens
-    reach: float | None  # where its draft stops by itself (``fly.drafts.stops``), where that is known
+    reach: float | None  # at which chance its drafts stop by themselves (``fly.drafts.stops``)
     accuracy: Estimate | None = None
-    recovery: Estimate | None = None  # accuracy over autoregression's
-    lost: int = 0  # problems that autoregression answers right more often
-    won: int = 0
+    recovery: Estimate | None = None  # accuracy over that of autoregressive decoding (AR)
+    lost: int = 0  # problems that AR answers right more often
+    won: int = 0  # problems that this way answers right more often
     p: float | None = None
-    still: Estimate | None = None  # of the problems that autoregression answers right, those this does too
-    over_ar: Estimate | None = None  # tokens a second
+    still: Estimate | None = None  # share of the problems right under AR that are right here
+    over_ar: Estimate | None = None  # tokens a second, over AR's
     over_exact: Estimate | None = None
-    neutral: float | None = None  # over autoregression, deciding free
+    neutral: float | None = None  # speed over AR if decisions took no time
     costs: Costs | None = None
-    same: float | None = None  # share of completions that are autoregression's, at temperature 0
-    diverges: float | None = None  # median place of the first other token, among those that are not
-    length: Estimate | None = None  # tokens over autoregression's
-    curve: list[float] = field(default_factory=list)  # by place in the draft: how often it was reached and stood
-    gates: dict[str, list[int]] = field(default_factory=dict)  # by clause, mismatches it was asked of and held at
+    same: float | None = None  # share of completions equal to AR's, at temperature 0
+    diverges: float | None = None  # median place of the first token that differs, among the others
+    length: Estimate | None = None  # tokens over AR's
+    curve: list[float] = field(default_factory=list)  # by place in the draft: the share kept there
+    gates: dict[str, list[int]] = field(default_factory=dict)  # by clause: mismatches asked, and excused
 
     @property
     def gate(self) -> float | None:
-        """How often the target was undecided, of the mismatches at which an entropy gate asked."""
+        """The share of mismatches at which an entropy gate found the target undecided."""
         counts = [held for name, held in self.gates.items() if name.startswith("entropy")]
         asked = sum(asked for asked, _ in counts)
         return sum(passed for _, passed in counts) / asked if asked else None
@@ -95,32 +115,33 @@ class Row:
 
 @dataclass
 class Case:
-    """Answers to one problem by several ways, as texts with the places of relaxed tokens."""
+    """The answers to one problem in several ways: the way, whether the answer is right, and its text in pieces, each
+    with the reason why it was relaxed (or "")."""
 
     problem: str
     asked: str
-    answers: list[tuple[str, bool | None, list[tuple[str, str]]]]  # way, right, pieces of text and why each was relaxed
+    answers: list[tuple[str, bool | None, list[tuple[str, str]]]]
 
 
 @dataclass
 class Table:
-    """One task of one run at one temperature. ``unfinished``: problems left out since some way lacks them."""
+    """One task of one run at one temperature."""
 
     run: str
     task: str
-    group: str  # of problems; empty is all of them
+    group: str  # of problems; "" for all
     temperature: float
     rows: list[Row]
-    unfinished: int
+    unfinished: int  # problems left out because some way has not answered them yet
     unscored: int
-    refusals: bool  # whether right means refused
-    best_exact: str | None
+    refusals: bool  # whether a right answer is a refusal
+    best_exact: str | None  # the label of the fastest exact speculation
     cases: list[Case]
     together: int  # problems decoded at a time
 
     @property
     def other_stops(self) -> list[Row]:
-        """Ways whose drafts stop by themselves elsewhere than those of the exact speculation they are compared with."""
+        """The rows whose drafts stop at another reach than those of the exact speculation they are compared with."""
         exact = next((row.reach for row in self.rows if row.way == self.best_exact), None)
         return [row for row in self.rows if None not in (exact, row.reach) and row.reach != exact]
 
@@ -134,7 +155,7 @@ class Table:
 
 @dataclass
 class Report:
-    """Tables of one or several runs, what made them, and notes for the reader."""
+    """The tables of one or several runs, the machines and software that made them, and notes for the reader."""
 
     tables: list[Table]
     environments: list[dict[str, Any]]
@@ -142,8 +163,8 @@ class Report:
 
 
 def report(folders: Sequence[Path], by_group: bool = False, cases: int = 6) -> Report:
-    """Read runs and compare. ``by_group``: tables for each group of problems too; ``cases``: problems of each task
-    whose texts are shown side by side.
+    """Read runs and compare their ways. ``by_group`` adds a table for each group of problems; ``cases`` is the number
+    of problems of each task whose texts are shown side by side.
 
     Raises ``ValueError`` for a folder that is no run, or has no completions.
     """
@@ -151,15 +172,11 @@ def report(folders: Sequence[Path], by_group: bool = False, cases: int = 6) -> R
     environments: list[dict[str, Any]] = []
     notes: list[str] = []
     for folder in folders:
-        path = folder / "plan.yaml"
-        if not path.exists():
-            raise ValueError(f"{str(folder)!r} is no run: there is no plan.yaml in it")
-        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
-        plan = Plan.of(saved["plan"], f"{path}: ")
-        records = read_records(folder)
+        plan, records = Plan.of_run(folder), read_records(folder)
         if not records.completions:
             raise ValueError(f"{str(folder)!r} has no completions yet")
-        made = _tables(str(folder), plan, saved["tasks"], records, by_group, cases)
+        facts = yaml.safe_load((folder / "plan.yaml").read_text(encoding="utf-8"))["tasks"]
+        made = _tables(str(folder), plan, facts, records, by_group, cases)
         tables += made
         environments += records.environments.values()
         notes += _notes(folder, made, records)
@@ -167,10 +184,11 @@ def report(folders: Sequence[Path], by_group: bool = False, cases: int = 6) -> R
 
 
 def _tables(run: str, plan: Plan, tasks: dict[str, Any], records: Records, by_group: bool, cases: int) -> list[Table]:
-    """A table for each task and temperature, over the problems of which every way has all completions."""
+    """A table for each task and temperature, over the problems that every way has answered completely."""
     ways, found = [way.label for way in plan.ways], []
     keys = [key for key in records.completions if key.way in ways]
     for name, temperature in dict.fromkeys((key.task, key.temperature) for key in keys):
+        # Collect the turns of each problem and seed by way, and keep the problems that are complete.
         units: dict[tuple[str, int], Unit] = {}
         for key in sorted(key for key in keys if (key.task, key.temperature) == (name, temperature)):
             units.setdefault((key.problem, key.seed), {}).setdefault(key.way, []).append(key)
@@ -181,6 +199,7 @@ def _tables(run: str, plan: Plan, tasks: dict[str, Any], records: Records, by_gr
                 whole.setdefault(problem, []).append(unit)
         if not whole:
             continue
+        # All problems make one table, and each group of problems another.
         problems = sorted(whole.values(), key=lambda each: records.completions[each[0][ways[0]][0]]["number"])
         groups: dict[str, list[list[Unit]]] = {"": problems}
         for each in problems if by_group else ():
@@ -207,7 +226,7 @@ def _tables(run: str, plan: Plan, tasks: dict[str, Any], records: Records, by_gr
     return found
 
 
-Unit = dict[str, list[Key]]  # a problem with one seed: by way, its turns in order
+Unit = dict[str, list[Key]]  # the turns of one problem with one seed, by way
 
 
 def _last(unit: Unit, way: str) -> Key:
@@ -215,7 +234,7 @@ def _last(unit: Unit, way: str) -> Key:
 
 
 class _Comparison:
-    """All ways of a plan on the same problems, each of which has one ``Unit`` a seed."""
+    """All ways of a plan on the same problems; a problem has one ``Unit`` a seed."""
 
     def __init__(self, plan: Plan, records: Records, problems: list[list[Unit]]) -> None:
         self.plan, self.records, self.problems = plan, records, problems
@@ -230,7 +249,7 @@ class _Comparison:
         return [sum(map(value, each)) for each in self.of(way)]
 
     def shares(self, way: str) -> list[float] | None:
-        """For each problem, the share of seeds with which it was answered right; None where that is not known."""
+        """For each problem, the share of seeds with which it was answered right; None if some answer has no score."""
         scores = self.records.scores
         found = [[scores.get(_last(unit, way)) for unit in problem] for problem in self.problems]
         if any(score is None for each in found for score in each):
@@ -238,22 +257,21 @@ class _Comparison:
         return [sum(score["right"] for score in each if score) / len(each) for each in found]
 
     def table(self) -> tuple[list[Row], str | None]:
-        """A row a way, and the label of the exact speculation that gives most tokens a second."""
+        """A row for each way, and the label of the fastest exact speculation."""
         rows = {label: self._row(label) for label in self.ways}
         exact = [row for row in rows.values() if self.ways[row.way].exact]
         best = max(exact, key=lambda row: row.speed).way if exact else None
-        base = self._target_seconds()
         for label, row in rows.items():
             row.over_ar = self._speed_over(label, AUTOREGRESSIVE)
             row.over_exact = self._speed_over(label, best) if best else None
             row.length = bootstrap_ratio([self.sums(label, _tokens)], [self.sums(AUTOREGRESSIVE, _tokens)])
             self._compare_answers(label, row)
             self._compare_tokens(label, row)
-            self._compare_costs(label, row, base)
+            self._compare_costs(label, row)
         return list(rows.values()), best
 
     def _row(self, label: str) -> Row:
-        way, every = self.ways[label], [record for each in self.of(label) for record in each]
+        way, every = self.ways[label], self._records(label)
         total = {
             name: sum(record[name] for record in every)
             for name in ("rounds", "emitted", "drafted", "accepted", "relaxed", "generated", "judged")
@@ -315,34 +333,26 @@ class _Comparison:
                     self.records.completions[unit[AUTOREGRESSIVE][0]],
                 )
                 if ours["temperature"]:
-                    return  # other draws, so other tokens
+                    return  # sampled answers differ by chance
                 count += 1
                 first = first_difference(ours["token_ids"], theirs["token_ids"])
                 firsts += [] if first is None else [first]
         row.same = 1 - len(firsts) / count
         row.diverges = statistics.median(firsts) if firsts else None
 
-    def _target_seconds(self) -> float:
-        """Seconds of a target's forward over one token, in autoregressive decoding."""
-        every = [record for each in self.of(AUTOREGRESSIVE) for record in each]
-        return sum(r["seconds"]["target"] for r in every) / max(sum(r["rounds"] for r in every), 1)
-
-    def _compare_costs(self, label: str, row: Row, base: float) -> None:
+    def _compare_costs(self, label: str, row: Row) -> None:
+        """The speed at no cost, by what exact speculation with the same draft and length measured."""
         way = self.ways[label]
         twins = [one for one in self.ways.values() if one.exact and (one.draft, one.k) == (way.draft, way.k)]
-        if not twins or not base or way.exits:  # a verification costs another share there
+        if not twins or way.exits:  # with early exits a verification has another cost
             return
-        every = [record for each in self.of(twins[0].label) for record in each]
-        drafted, rounds = sum(r["drafted"] for r in every), sum(r["rounds"] for r in every)
-        if not rounds or not drafted:
-            return
-        row.costs = Costs(
-            sum(r["seconds"]["draft"] for r in every) / drafted / base,
-            sum(r["seconds"]["target"] for r in every) / rounds / base,
-        )
-        own = [record for each in self.of(label) for record in each]
-        if turns := sum(r["rounds"] for r in own):
-            row.neutral = neutral_speed(row.tau, sum(r["drafted"] for r in own) / turns, row.costs)
+        exact, plain, own = (self._records(name) for name in (twins[0].label, AUTOREGRESSIVE, label))
+        row.costs, rounds = measured_costs(exact, plain), sum(record["rounds"] for record in own)
+        if row.costs is not None and rounds:
+            row.neutral = neutral_speed(row.tau, sum(record["drafted"] for record in own) / rounds, row.costs)
+
+    def _records(self, label: str) -> list[Record]:
+        return [record for each in self.of(label) for record in each]
 
 
 def _tokens(record: Record) -> float:
@@ -354,22 +364,20 @@ def _seconds(record: Record) -> float:
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:
-    """The place of the first token that is another, or that only one of them has; None if they are the same."""
-    for place, (x, y) in enumerate(zip(a, b)):
-        if x != y:
-            return place
-    return None if len(a) == len(b) else min(len(a), len(b))
+    """The index of the first token that differs, or that only one of the lists has; None if they are equal."""
+    return next((at for at, (x, y) in enumerate(zip_longest(a, b)) if x != y), None)
 
 
 def _curve(drafts: list[tuple[int, ...]]) -> list[float]:
-    """For each place of a draft, the share of the drafts that were that long in which it stood."""
+    """For each place of a draft, the share in which the place was kept, among the drafts that were that long."""
     longest = max((length for length, _ in drafts), default=0)
     reached = [[stands for length, stands in drafts if length > place] for place in range(longest)]
     return [sum(stands > place for stands in each) / len(each) for place, each in enumerate(reached)]
 
 
 def _cases(plan: Plan, records: Records, problems: list[list[Unit]], count: int) -> list[Case]:
-    """Problems to look at: first those whose score a rule changed, then those it relaxed most in."""
+    """The problems whose texts are worth reading: first those whose score a rule changed, then those in which most
+    tokens were relaxed."""
     units = [problem[0] for problem in problems]
 
     def interest(unit: Unit) -> tuple[int, int]:
@@ -391,7 +399,7 @@ def _cases(plan: Plan, records: Records, problems: list[list[Unit]], count: int)
 
 
 def pieces_of(record: Record) -> list[tuple[str, str]]:
-    """A completion's text in pieces: plain ones with "", and each relaxed token with what excused it."""
+    """The text of a completion in pieces: each relaxed token with the clause that excused it, the rest with ""."""
     text, ends = record["text"], record["ends"]
     pieces, at = [], 0
     for place, clause, _, choice in record["excused"]:

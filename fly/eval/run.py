@@ -1,4 +1,4 @@
-"""A run: every problem of a plan's tasks decoded in every way, in turns, into a folder that survives a kill."""
+"""Runs: decode every problem of a plan's tasks in every way, into a folder that loses nothing if the run is killed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LETTERS = {Why.MATCH: "m", Why.RELAXED: "r", Why.CORRECTION: "c", Why.BONUS: "b
 
 @dataclass(frozen=True)
 class Turn:
-    """One completion that a plan asks for; its problem is the ``number``-th of the task."""
+    """One completion that a plan asks for. ``number`` is the index of the problem in its task."""
 
     key: Key
     number: int
@@ -46,9 +46,9 @@ class Turn:
 
 
 def turns_of(plan: Plan) -> Iterator[Turn]:
-    """All completions of a plan, in order. The ways take turns at each problem (or each few that are decoded together),
-    so that a busy moment of the machine falls on all of them alike; who comes first goes round. At temperature 0 seeds
-    change nothing, and the first is enough."""
+    """All completions of a plan, in order. The ways take turns at each problem (or at each few problems that are
+    decoded together), so that a busy moment of the machine affects all of them; which way comes first rotates. At
+    temperature 0 seeds change nothing, so only the first is used."""
     tasks, ways = plan.loaded_tasks(), plan.ways
     for part, first in enumerate(range(0, max(limit for _, limit in tasks.values()), plan.together)):
         for task, limit in tasks.values():
@@ -64,17 +64,16 @@ def turns_of(plan: Plan) -> Iterator[Turn]:
 
 
 def remaining(plan: Plan, records: Records) -> list[Turn]:
-    """Those that have no record yet."""
+    """The completions that have no record yet."""
     return [turn for turn in turns_of(plan) if turn.key not in records.completions]
 
 
 def check_folder(plan: Plan, folder: Path) -> None:
-    """Make the folder one of this plan, or check that it is.
+    """Write the plan into a new folder, or check that the folder was begun with the same plan.
 
-    More problems of the same tasks, and more tasks, may be asked for; and code may be run now that was not.
+    A later plan may ask for more problems or tasks, and may allow programs to run.
 
-    Raises ``ValueError`` naming every setting that has changed since the run began, since results of both would be
-    mixed up.
+    Raises ``ValueError`` with every other setting that has changed: results of both settings would be mixed up.
     """
     fields = plan.model_dump(mode="json")
     loaded = plan.loaded_tasks()
@@ -107,7 +106,7 @@ def check_folder(plan: Plan, folder: Path) -> None:
 
 
 def environment(llm: LLM, label: str) -> dict[str, Any]:
-    """What made a record: software, kernels, hardware; ``id`` is a digest of the rest."""
+    """The software, kernels and hardware that make records; ``id`` is a digest of them."""
     executor = llm.engine.runner.executor
     facts = {
         "kind": "environment",
@@ -142,14 +141,15 @@ def decode_run(
     advance: Callable[[dict[str, Any]], None] = lambda record: None,
     ranks: Any = None,
 ) -> None:
-    """Decode what is left of a run, and append a record for each completion as it comes.
+    """Decode the completions ``todo`` of a run, and append a record of each.
 
-    Every way is warmed up first, on a prompt of no task. ``advance(record)`` is called after each completion.
-    ``ranks``: the processes that share the models; all make this call, and the first writes.
+    ``advance(record)`` is called after each completion. ``ranks`` are the processes that share the models: all of them
+    make this call, and the first writes.
     """
     if plan.record and ranks is not None:
         raise ValueError("record: blocks are recorded where one process has the whole model, not among ranks")
     settings = _settings(plan, [turn.way for turn in todo], ranks)
+    # Warm every way up, on a prompt that no task has.
     warm = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=_WARM_TOKENS)
     for setting in settings.values():
         complete(setting, [[0, 1, 2, 3]] * plan.together, [warm] * plan.together, clocked=True)
@@ -159,6 +159,7 @@ def decode_run(
         if file is not None and around["id"] not in records.environments:
             file.write(around)
             records.environments[around["id"]] = around
+        # Problems that are decoded together have everything in common but the problem.
         for _, group in groupby(todo, lambda turn: (turn.number // plan.together, turn.key._replace(problem=""))):
             turns = list(group)
             key, setting = turns[0].key, settings[turns[0].key.way]
@@ -175,7 +176,7 @@ def decode_run(
                 for turn in turns
             ]
             for allocator in setting.llm.scheduler.allocators():
-                allocator.forget()  # or the next way would find the prompt in the cache
+                allocator.forget()  # otherwise the next way would find the prompt in the cache
             records_blocks = plan.record and key.temperature == 0 and turns[0].way.exact
             try:
                 with recorded(setting.llm) if records_blocks else nullcontext() as recorder:
@@ -184,6 +185,7 @@ def decode_run(
                 named = ", ".join(turn.problem.id for turn in turns)
                 place = f"task {key.task!r}, problem {named}"
                 raise ValueError(f"{place}: {error} (the task's 'only' leaves problems out)") from None
+            # A recording is written before its line in records.jsonl, so that every line has its file.
             for turn, prompt, done in zip(turns, prompts, completions):
                 record = _record(turn, done, around["id"], setting.llm)
                 if recorder is not None:
@@ -195,18 +197,18 @@ def decode_run(
 
 
 def _prompt(turn: Turn, records: Records, llm: LLM) -> list[int]:
-    """A turn's prompt, with what was answered before."""
+    """The prompt of a turn, with the answers to the turns before it."""
     before = [records.completions[turn.key._replace(turn=n)]["text"] for n in range(turn.key.turn)]
     return turn.task.prompt_ids(llm, turn.problem, before)
 
 
 def _settings(plan: Plan, ways: list[Way], ranks: Any) -> dict[str, Setting]:
-    """The ways as loaded models, by label: each draft once, all with one target's weights."""
+    """The loaded models of each way, by label. All share the target's weights, and each draft is loaded once."""
     options: dict[str, Any] = {name: getattr(plan, name) for name in ("dtype", "device", "kernels", "cache_bytes")}
     if early := plan.exits is not None and plan.kernels == "auto":
-        options["kernels"] = TORCH  # of both, or the kernels would be what is compared
+        options["kernels"] = TORCH  # exits run on PyTorch, and the ways they are compared with must do the same
     base = LLM(plan.model, deterministic=plan.deterministic, ranks=ranks, **options)
-    if early:  # drafts need not run on PyTorch
+    if early:  # drafts may run on compiled kernels
         on_cpu = base.engine.runner.executor.device.type == "cpu"
         options["kernels"] = chosen() if on_cpu else plan.kernels
     models: dict[tuple[str, str | None], LLM] = {("none", None): base}
@@ -219,14 +221,15 @@ def _settings(plan: Plan, ways: list[Way], ranks: Any) -> dict[str, Setting]:
 
 
 def _row_seed(key: Key) -> int:
-    """The same for every way, so that they draw the same luck."""
+    """The seed of a completion, which is the same for every way."""
     text = f"{key.task}/{key.problem}/{key.turn}/{key.seed}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def _record(turn: Turn, done: Completion, around: str, llm: LLM) -> dict[str, Any]:
-    """What is kept of a completion. ``why`` has a letter a token (m: match, r: relaxed, c: correction, b: bonus),
-    ``ends`` where the text of each ends, ``excused`` for each relaxed one its place, clause, the target's choice."""
+    """The record of a completion. ``why`` has one letter a token (m: match, r: relaxed, c: correction, b: bonus),
+    ``ends`` says where the text of each token ends, and ``excused`` has for each relaxed token its place, the clause,
+    and the target's own choice."""
     key, output, stats = turn.key, done.output, done.output.stats
     counts = ("prompt_tokens", "generated", "rounds", "emitted", "drafted", "accepted", "relaxed", "nats", "layers")
     return {
@@ -261,13 +264,13 @@ def _record(turn: Turn, done: Completion, around: str, llm: LLM) -> dict[str, An
 
 
 def _reach(llm: LLM, way: Way) -> float | None:
-    """Where a way's draft stops by itself; None where it does not, or decides that by what it measures."""
+    """The reach at which a way's drafts stop by themselves; None if they do not, or stop by measured times."""
     reach = getattr(llm.draft, "reach", 0.0)
     return usual_reach(reach, way.policy) if way.k and reach != 0.0 else None
 
 
 def _save_blocks(folder: Path, turn: Turn, recorder: Recorder, prompt: list[int], done: Completion, llm: LLM) -> str:
-    """Write a completion's blocks to a file of the run's folder, and return its path there."""
+    """Write the blocks of a completion to a file in the run's folder, and return its path relative to the folder."""
     key, ids = turn.key, done.output.token_ids
     about = {
         **key._asdict(),
@@ -288,7 +291,7 @@ def _written(llm: LLM, token: int | None) -> str:
 
 
 def _ends(text: str, tokens: list[int], llm: LLM) -> list[int]:
-    """How much of ``text`` is settled after each token."""
+    """For each token, the length of the text after which nothing can change."""
     if llm.tokenizer is None:
         return []
     stream, ends, at = TextStream(llm.tokenizer), [], 0
@@ -299,8 +302,8 @@ def _ends(text: str, tokens: list[int], llm: LLM) -> list[int]:
 
 
 def score_run(plan: Plan, folder: Path, advance: Callable[[], None] = lambda: None) -> int:
-    """Score every completion that has no score yet, if its task has a scorer, and programs only if the plan lets them
-    run. Returns how many are left unscored for that."""
+    """Score the completions that have no score yet, if their tasks have scorers. Programs are run only if the plan
+    allows that. Returns how many completions were not scored for this reason."""
     tasks, records, left = plan.loaded_tasks(), read_records(folder), 0
     problems = {(name, problem.id): problem for name, (task, _) in tasks.items() for problem in task.problems}
     with Programs(plan.run_code) as programs, Appender(folder / "scores.jsonl") as file:

@@ -1,7 +1,7 @@
-"""Run unknown programs on tests, in processes that can do no harm (``fly.eval.jail`` says how).
+"""Run unknown programs and their tests in isolated processes (``fly.eval.jail`` has the isolation).
 
-The bundled tasks need a small language only, which is safe anywhere. Real programs are run in full Python where the
-Linux kernel isolates them; elsewhere they are refused.
+The bundled tasks use a small language, which is safe anywhere. Programs in full Python run where the Linux kernel can
+isolate them, and are refused elsewhere.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Refused(ValueError):
 
 @dataclass(frozen=True)
 class Result:
-    """Whether all tests held, and if not, why."""
+    """Whether all tests passed, and if not, why."""
 
     ok: bool
     reason: str = ""
 
 
 class Sandbox:
-    """A process that runs programs, each in a new process with a scratch folder of its own; a context manager.
+    """A process that runs each program in a new process with its own scratch folder. A context manager.
 
     Args:
         timeout_s: seconds for each program.
@@ -53,7 +53,7 @@ class Sandbox:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"},  # the same sets in the same order
+            env={"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"},  # sets keep their order
             start_new_session=True,
         )
         self._buffer = b""
@@ -96,7 +96,7 @@ class Sandbox:
         return Result(ok, reason)
 
     def _line(self, timeout_s: float) -> bytes | None:
-        """The next line that the process says, or None if it ended or the time is over."""
+        """The next line from the process; None if it ended or the time is over."""
         assert self._process.stdout is not None
         descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + timeout_s
         while b"\n" not in self._buffer:

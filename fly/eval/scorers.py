@@ -1,4 +1,4 @@
-"""When an answer is right: the scorers a task may name. Knows nothing of models."""
+"""Scorers, which decide whether an answer is right. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TEMPLATES = SandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailin
 
 
 def render(what: str, template: str, fields: Row) -> str:
-    """A jinja2 template filled in. Raises ``ValueError`` naming ``what`` it was for and the fields that there are."""
+    """Fill in a jinja2 template. Raises ``ValueError`` with ``what`` it is for and the fields that exist."""
     try:
         return _TEMPLATES.from_string(template).render(fields)
     except (jinja2.TemplateError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -34,15 +34,15 @@ def render(what: str, template: str, fields: Row) -> str:
 
 
 class Score(NamedTuple):
-    """Whether a completion is right, what was read from it, and for a program why it failed."""
+    """Whether a completion is right, and what was read from it; for a program, why it failed."""
 
     right: bool
     found: str = ""
 
 
 class Programs:
-    """Runs programs in one sandbox per limit of time and memory, each started when it is first needed; a context
-    manager. ``allowed``: whether the user allowed real programs."""
+    """Runs programs, in one sandbox for each pair of limits of time and memory, which starts when it is first needed.
+    A context manager. ``allowed``: whether the user has allowed programs in full Python."""
 
     def __init__(self, allowed: bool = False) -> None:
         self.allowed = allowed
@@ -58,7 +58,7 @@ class Programs:
     def run(
         self, code: str, tests: list[str], language: Language, timeout_s: float = 5.0, memory_mb: int = 1024
     ) -> Score:
-        """Whether a program runs to its end, and the expressions ``tests`` are True then."""
+        """Whether a program runs to its end, with every expression of ``tests`` True afterwards."""
         limits = timeout_s, memory_mb << 20
         if limits not in self._open:
             self._open[limits] = self._stack.enter_context(Sandbox(*limits))
@@ -71,21 +71,21 @@ class _Scorer(BaseModel):
 
     @property
     def scores(self) -> bool:
-        """Whether there is anything right or wrong."""
+        """Whether answers are scored at all."""
         return True
 
     @property
     def runs_code(self) -> bool:
-        """Whether it runs what a model wrote, in full Python."""
+        """Whether it runs a model's programs in full Python."""
         return False
 
     def score(self, completion: str, answer: str, row: Row, programs: Programs) -> Score:
-        """Whether ``completion`` is right: ``answer`` is the task's rendered one, ``row`` the problem's fields."""
+        """Score ``completion``. ``answer`` is the task's answer, filled in, and ``row`` has the problem's fields."""
         raise NotImplementedError
 
 
 class Nothing(_Scorer):
-    """There is no right or wrong: speed alone."""
+    """Scores nothing: for tasks that measure speed alone."""
 
     kind: Literal["none"] = "none"
 
@@ -95,7 +95,8 @@ class Nothing(_Scorer):
 
 
 class ExactText(_Scorer):
-    """The whole answer, without blanks around it; ``loose``: nor case, punctuation and articles."""
+    """The whole text equals the answer, but for surrounding blanks; ``loose`` also ignores case, punctuation and
+    articles."""
 
     kind: Literal["exact"] = "exact"
     loose: bool = False
@@ -116,8 +117,8 @@ _MARKS = (r"####(.*)", r"\\boxed\{([^{}]*)\}", r"(?i)answer\s*(?:is|:)\**\s*:?(.
 
 
 class Number(_Scorer):
-    """The number after the last ``####``, else in the last ``\\boxed{}``, else after the last "answer is" or
-    "answer:", else the last of all, within ``tolerance`` of the answer's."""
+    """A number equals the answer's within ``tolerance``: the number after the last ``####``, else the one in the last
+    ``\\boxed{}``, else the one after the last "answer is" or "answer:", else the last number."""
 
     kind: Literal["number"] = "number"
     tolerance: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -147,8 +148,8 @@ def _decimal(text: str) -> Decimal | None:
 
 
 class Pattern(_Scorer):
-    """The last match of ``pattern`` (its first group, or all of it) is the answer; if a task has no ``answer``, any
-    match is right."""
+    """The last match of ``pattern`` (its first group if it has groups) equals the answer. If a task has no ``answer``,
+    any match is right."""
 
     kind: Literal["regex"] = "regex"
     pattern: str
@@ -174,7 +175,7 @@ class Pattern(_Scorer):
 
 
 class Choice(_Scorer):
-    """A letter: after the last "answer is" or "answer:", else the first that stands alone."""
+    """A letter equals the answer: the one after the last "answer is" or "answer:", else the first that stands alone."""
 
     kind: Literal["choice"] = "choice"
     choices: str = "ABCD"
@@ -183,17 +184,16 @@ class Choice(_Scorer):
         if answer.strip() not in list(self.choices):
             raise ValueError(f"answer {answer!r} is none of the choices {list(self.choices)}")
         letter = rf"\(?\b([{re.escape(self.choices)}])\b\)?"
-        told = re.findall(rf"(?i:answer\s*(?:is|:)\**)[\s:*]*{letter}", completion)
-        # "A" begins sentences too, so the article is passed over
-        alone = re.findall(rf"{letter}(?!\s+[a-z])", completion)
-        found = told[-1] if told else alone[0] if alone else ""
+        named = re.findall(rf"(?i:answer\s*(?:is|:)\**)[\s:*]*{letter}", completion)
+        alone = re.findall(rf"{letter}(?!\s+[a-z])", completion)  # not the article "A"
+        found = named[-1] if named else alone[0] if alone else ""
         return Score(found == answer.strip(), found)
 
 
 class Code(_Scorer):
-    """A program passes its tests. ``program`` is the template of the whole, tests included: it has the problem's fields
-    and ``answer_code``, the completion's first fenced block, or all of it. It passes if it runs to its end. It is run
-    only if the user asked for that (``--run-code``), in full Python, in the sandbox."""
+    """A program runs to its end. ``program`` is its template, tests included. The template sees the problem's fields
+    and ``answer_code``: the completion's first fenced block, or the whole completion. Programs run in the sandbox, in
+    full Python, and only if the user asks for it (``--run-code``)."""
 
     kind: Literal["code"] = "code"
     program: str
@@ -212,8 +212,8 @@ class Code(_Scorer):
 
 
 class Refusal(_Scorer):
-    """The answer begins as refusals do: one of ``signs`` (regular expressions) among its first 300 characters. This
-    looks at words, not at sense: it only tells whether a refusal of one decoding is still one in another."""
+    """One of ``signs`` (regular expressions) occurs in the first 300 characters. This looks at words and not at their
+    meaning: it can tell whether a refusal under one rule is still a refusal under another."""
 
     kind: Literal["refusal"] = "refusal"
     signs: tuple[str, ...] = (
@@ -234,7 +234,7 @@ class Refusal(_Scorer):
 
 
 class BundledTask(_Scorer):
-    """As the bundled tasks are checked: the last ``####`` line, or programs of a small language on their tests."""
+    """The check of the bundled tasks: the last ``####`` line, or a program's tests in the sandbox's small language."""
 
     kind: Literal["bundled"] = "bundled"
 
@@ -265,7 +265,7 @@ def check_many(pairs: Sequence[tuple[Problem, str]]) -> list[bool]:
 
 
 class Own(_Scorer):
-    """A function of yours, ``module:function``: ``function(completion, row)`` says whether it is right."""
+    """A function of your own, ``module:function``: ``function(completion, row)`` returns whether it is right."""
 
     kind: Literal["own"] = "own"
     function: str
@@ -286,10 +286,10 @@ class Own(_Scorer):
             raise ValueError(f"scorer {self.function!r} cannot be imported: {error}") from None
 
     def score(self, completion: str, answer: str, row: Row, programs: Programs) -> Score:
-        said = self._call(completion, row)
-        if not isinstance(said, (bool, int)) or said not in (0, 1):
-            raise ValueError(f"scorer {self.function!r} returned {said!r}; it must say True or False")
-        return Score(bool(said))
+        right = self._call(completion, row)
+        if not isinstance(right, (bool, int)) or right not in (0, 1):
+            raise ValueError(f"scorer {self.function!r} returned {right!r}; it must return True or False")
+        return Score(bool(right))
 
 
 Scorer = Nothing | ExactText | Number | Pattern | Choice | Code | Refusal | BundledTask | Own
@@ -297,7 +297,7 @@ KINDS = ("none", "exact", "number", "regex", "choice", "code", "refusal", "bundl
 
 
 def _spelled_out(value: object) -> object:
-    """``number`` stands for ``{kind: number}``, and ``module:function`` for one's own."""
+    """Expand the short forms: ``number`` means ``{kind: number}``, and ``module:function`` a function of your own."""
     if value is None:
         return {"kind": "none"}
     if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""The few statistics a paired comparison needs. Knows nothing of models."""
+"""The statistics of a paired comparison. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ class Estimate(NamedTuple):
 def wilson(right: float, n: int) -> Estimate:
     """The share ``right / n`` with Wilson's score interval (Wilson 1927).
 
-    ``right`` need not be whole: where each of n problems was answered several times, it is the sum of their shares,
-    which makes the interval wider than it need be rather than too narrow. Raises ``ValueError`` for n < 1 or a
-    ``right`` outside [0, n].
+    ``right`` may be a fraction: if each of n problems was answered several times, it is the sum of their shares. The
+    interval is then too wide rather than too narrow. Raises ``ValueError`` for n < 1 or a ``right`` outside [0, n].
     """
     if n < 1 or not 0 <= right <= n:
         raise ValueError(f"{right:g} of {n} is no share")
@@ -38,9 +37,9 @@ def wilson(right: float, n: int) -> Estimate:
 
 
 def sign_test(lost: int, won: int) -> float:
-    """The two-sided p-value of ``lost`` against ``won`` problems, if each were as likely: McNemar's test, exact.
+    """The two-sided p-value of McNemar's exact test: how likely ``lost`` and ``won`` differ so much by chance.
 
-    That is min(1, 2 · P(X <= min(lost, won))) for X binomial of lost + won and 1/2; 1 where there are none.
+    This is min(1, 2 · P(X <= min(lost, won))) for X binomial with n = lost + won and p = 1/2; 1 if both are 0.
     """
     n = lost + won
     tail = sum(math.comb(n, i) for i in range(min(lost, won) + 1))
@@ -48,12 +47,11 @@ def sign_test(lost: int, won: int) -> float:
 
 
 def bootstrap_ratio(above: Sequence[Sequence[float]], below: Sequence[Sequence[float]]) -> Estimate:
-    """A product or quotient of sums over the same problems, with the interval of the percentile bootstrap.
+    """A quotient of sums over the same problems, with an interval by the percentile bootstrap.
 
-    The value is the product of the sums of each series in ``above``, over the product of those in ``below``; the
-    interval comes of drawing problems with replacement, each with its numbers in all series, so that what a hard or
-    long problem does to all of them cancels out. Samples in which a divisor is 0 are left out; NaN where nothing is
-    left.
+    The value is the product of the sums of the series in ``above``, over the product of those in ``below``. For the
+    interval, problems are drawn with replacement, each with its numbers in all series, so that the effect of a hard or
+    long problem on all series cancels out. Samples with a divisor of 0 are left out; the result is NaN if none remains.
     """
     top, bottom = np.asarray(above, dtype=float), np.asarray(below, dtype=float)
     n = top.shape[1]

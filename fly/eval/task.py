@@ -1,4 +1,4 @@
-"""Tasks as files: the problems, how they become prompts, and when an answer is right."""
+"""Tasks as files: what the problems are, how they become prompts, and when an answer is right."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BUNDLED = files("fly.eval") / "tasks"
 
 
 class Generated(BaseModel):
-    """The first ``count`` of the bundled problems (``fly.bundled.tasks.problems``) of a split and kind. ``seed`` is 0:
+    """The first ``count`` bundled problems of a split and a kind (``fly.bundled.tasks.problems``). ``seed`` must be 0:
     others are not bundled."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -40,19 +40,17 @@ class Generated(BaseModel):
 
 
 class Task(BaseModel):
-    """A task's file. Templates are jinja2, and see the fields of a problem (one line of JSON); unknown fields of either
-    are errors.
+    """The contents of a task's file. Templates are jinja2 and see the fields of a problem, which is one line of JSON.
+    Unknown fields of a task or of a template are errors.
 
-    ``only`` is "True" for the problems that count, ``id`` names a problem, and ``group`` is its kind.
-
-    Problems come from one of ``data`` (a file of JSON lines, or of a JSON list, ``.gz`` or not, relative to the task's
-    file), ``rows`` (in the task's file itself) and ``generated``.
-
-    ``prompt`` is the user's message (or the text to go on from, where ``chat`` is false). ``turns`` names a field with
-    several messages, to be asked in one conversation; the prompt is then the template of each, with ``turn``.
-    ``answer`` is what the scorer compares with. ``solution`` is the template of a whole answer that is known to be
-    right: for the first ``shots`` of ``examples``, which are put before every problem, and for ``fly tasks NAME
-    --references``.
+    - Problems come from one of ``data`` (a file of JSON lines or with a JSON list, which may be compressed as ``.gz``;
+      relative to the task's file), ``rows`` (in the task's file itself) and ``generated``.
+    - The templates ``only``, ``id`` and ``group`` give "True" for the problems that count, a problem's name, and its
+      kind.
+    - ``prompt`` is the user's message, or the text to be continued if ``chat`` is false. ``turns`` names a field with
+      several messages, which are asked in one conversation; ``prompt`` is then applied to each, as ``turn``.
+    - ``answer`` is compared with by the scorer. ``solution`` is a whole answer that is known to be right. It is used
+      for the first ``shots`` of ``examples``, which precede every problem, and by ``fly tasks NAME --references``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
@@ -97,7 +95,7 @@ class Task(BaseModel):
 
     @cached_property
     def problems(self) -> list[Problem]:
-        """All of them, in the order in which the first n are taken."""
+        """All problems. A run of n problems takes the first n."""
         if self.rows is not None:
             rows = list(self.rows)
         elif self.generated is not None:
@@ -134,10 +132,11 @@ class Task(BaseModel):
     def _counts(self, number: int, row: dict[str, Any]) -> bool:
         if not self.only:
             return True
-        said = render(f"task {self.name!r}, problem {number}: only", self.only, {**row, "number": number}).strip()
-        if said not in ("True", "False"):
-            raise ValueError(f"task {self.name!r}, problem {number}: only says {said!r}; it must say True or False")
-        return said == "True"
+        where = f"task {self.name!r}, problem {number}"
+        text = render(f"{where}: only", self.only, {**row, "number": number}).strip()
+        if text not in ("True", "False"):
+            raise ValueError(f"{where}: only gives {text!r}; it must give True or False")
+        return text == "True"
 
     def _problem(self, number: int, row: dict[str, Any]) -> Problem:
         where = f"task {self.name!r}, problem {number}:"
@@ -159,22 +158,20 @@ class Task(BaseModel):
         )
 
     def reference(self, problem: Problem) -> str:
-        """The solution of a problem that its file gives. Raises ``ValueError`` if the task has no template of it."""
+        """The solution of a problem by the task's file. Raises ``ValueError`` if the task has no such template."""
         if not self.solution:
             raise ValueError(f"task {self.name!r} has no template of a solution")
         return render(f"task {self.name!r}, problem {problem.id}: solution", self.solution, problem.row)
 
     def messages(self, problem: Problem, answers: Sequence[str] = ()) -> list[dict[str, str]]:
-        """The conversation up to the question after ``answers`` (of the turns before): what a chat template takes."""
-        told = [{"role": "system", "content": self.system}] if self.system else []
-        for row in self._examples:
-            told += _pair(*self._shown(row))
-        for asked, answer in zip(problem.turns, answers):
-            told += _pair(asked, answer)
-        return [*told, {"role": "user", "content": problem.turns[len(answers)]}]
+        """The messages up to the question that follows ``answers``, the answers to the turns before."""
+        pairs = [*map(self._shown, self._examples), *zip(problem.turns, answers)]
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        talk = [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair)]
+        return [*system, *talk, {"role": "user", "content": problem.turns[len(answers)]}]
 
     def text(self, problem: Problem, answers: Sequence[str] = ()) -> str:
-        """The same as a text to go on from, for a task without ``chat``."""
+        """The same as one text to be continued, for tasks with ``chat: false``."""
         shots = ["".join(self._shown(row)) for row in self._examples]
         turns = [f"{asked}{answer}" for asked, answer in zip(problem.turns, answers)]
         head = [self.system] if self.system else []
@@ -185,7 +182,7 @@ class Task(BaseModel):
         return render(f"{where}: prompt", self.prompt, row), render(f"{where}: solution", self.solution, row)
 
     def prompt_ids(self, llm: LLM, problem: Problem, answers: Sequence[str] = ()) -> list[int]:
-        """Token ids of what a model is given."""
+        """The token ids of the prompt."""
         if self.chat:
             return llm.chat_prompt(self.messages(problem, answers))
         if llm.tokenizer is None:
@@ -193,7 +190,7 @@ class Task(BaseModel):
         return llm.tokenizer.encode(self.text(problem, answers))
 
     def score(self, problem: Problem, completion: str, programs: Programs) -> Score:
-        """Whether the last completion of a problem is right. Errors of the scorer name the problem."""
+        """Score the last completion of a problem. Errors of the scorer name the problem."""
         try:
             return self.scorer.score(completion, problem.answer, problem.row, programs)
         except ValueError as error:
@@ -201,7 +198,7 @@ class Task(BaseModel):
 
     @cached_property
     def digest(self) -> str:
-        """Of everything that decides what is asked and what is right, the data included."""
+        """A digest of everything that decides what is asked and what is right, the data included."""
         facts = self.model_dump(exclude={"about": True, "data": True, "generated": {"count"}})
         asked = [[problem.id, problem.turns, problem.answer, problem.row] for problem in self.problems]
         text = json.dumps([facts, None if self.generated else asked], sort_keys=True, default=str)
@@ -210,7 +207,7 @@ class Task(BaseModel):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """One problem of a task, rendered."""
+    """One problem of a task, its templates filled in."""
 
     task: Task
     id: str
@@ -220,23 +217,16 @@ class Problem:
     row: Mapping[str, Any]
 
 
-def _pair(asked: str, answer: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-
-
 def task_names() -> list[str]:
-    """Those that come with the package."""
+    """The names of the bundled tasks."""
     return sorted(path.name.removesuffix(".yaml") for path in _BUNDLED.iterdir() if path.name.endswith(".yaml"))
 
 
 def load_task(text: str, **changes: Any) -> Task:
-    """A task by its name, or a YAML file of one; ``NAME=PATH`` gives it its data.
+    """Load a bundled task by its name, or a task's YAML file; ``NAME=PATH`` names the data as well. ``changes`` replace
+    fields of the task.
 
-    Args:
-        changes: fields of ``Task`` that replace those of the file.
-
-    Raises:
-        ValueError: no such task or file, or a field that is wrong, by its name.
+    Raises ``ValueError`` for an unknown task, a file that cannot be read, or a wrong field.
     """
     name, equals, data = text.partition("=")
     if equals:
@@ -247,7 +237,7 @@ def load_task(text: str, **changes: Any) -> Task:
     elif name in task_names():
         source, folder, own = (_BUNDLED / f"{name}.yaml").read_text(encoding="utf-8"), None, name
     else:
-        raise ValueError(f"unknown task {name!r}{instead(name, task_names())}, or a .yaml file of yours")
+        raise ValueError(f"unknown task {name!r}{instead(name, task_names())}; a task of your own is a .yaml file")
     try:
         fields = read_yaml(source)
         if not isinstance(fields, dict):
@@ -261,7 +251,7 @@ def load_task(text: str, **changes: Any) -> Task:
     except yaml.YAMLError as error:
         raise ValueError(f"{name}: not valid YAML ({' '.join(str(error).split())})") from error
     except ValidationError as error:
-        known = [*Task.model_fields, *(["limit"] if changes else [])]  # which a plan may say beside them
+        known = [*Task.model_fields, *(["limit"] if changes else [])]  # a plan may give it beside them
         raise ValueError(f"task {name!r}: {explain(error, known)}") from error
 
 
@@ -273,9 +263,9 @@ def _read(path: Path) -> str:
 
 
 def read_rows(path: Path, what: str) -> list[dict[str, Any]]:
-    """The problems of a file: JSON lines or one JSON list, compressed where it ends with ``.gz``.
+    """The problems of a file: JSON lines or one JSON list, compressed if its name ends with ``.gz``.
 
-    Raises ``ValueError`` naming ``what`` it was for, the file and the line.
+    Raises ``ValueError`` that names ``what`` the file is for, the file and the line.
     """
     try:
         content = path.read_bytes()

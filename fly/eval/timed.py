@@ -1,4 +1,4 @@
-"""Completions with a clock: how long prompts and rounds took, and how long the models took within the rounds."""
+"""Timed completions: how long prompts and rounds take, and how long the models take within the rounds."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class Clock(Wrapped):
-    """An executor around another, unchanged but that it notes how long calls take and how many blocks Python
-    decided."""
+    """An executor around another that measures how long calls take, and counts the blocks that Python decides."""
 
     def __init__(self, inner: Executor) -> None:
         super().__init__(inner)
@@ -54,7 +53,7 @@ class Clock(Wrapped):
         self.judged = 0
 
     def decide(self, policy: AcceptancePolicy, *arguments: Any) -> list[Decision]:
-        """What is not decided inside ``rounds`` is decided here, in Python."""
+        """Decide a block that was not decided inside ``rounds``; this is Python."""
         decisions = self.inner.decide(policy, *arguments)
         self.judged += len(decisions)
         return decisions
@@ -78,7 +77,7 @@ class Clock(Wrapped):
         return self.inner.embedding()
 
     def rounds(self, plan: RoundPlan) -> Rounds | None:
-        """Several rounds in one call, whose result states how long target and drafter took."""
+        """Several rounds in one call. The result has the seconds of target and drafter."""
         drafter = plan.drafter if isinstance(plan.drafter, Clock) else None
         ran = self.inner.rounds(plan if drafter is None else replace(plan, drafter=drafter.inner))
         if ran is not None:
@@ -97,7 +96,7 @@ class Clock(Wrapped):
 
 
 class HeadClock(Clock, Head):
-    """The same around a draft head."""
+    """A clock around a draft head."""
 
     def __init__(self, inner: Head) -> None:
         super().__init__(inner)
@@ -117,13 +116,13 @@ class HeadClock(Clock, Head):
 
 
 def draft_runners(llm: LLM) -> list[Runner]:
-    """The models that draft, in whatever strategies."""
+    """The runners of all draft models."""
     return [drafter for drafter in llm.engine.setup.drafters if isinstance(drafter, Runner)]
 
 
 @contextmanager
 def _clocks(llm: LLM, wanted: bool) -> Iterator[list[Clock]]:
-    """Put clocks around the models while this lasts, if ``wanted``: the target's first, then those of its drafts."""
+    """While this context lasts, put clocks around the target (the first) and the draft models, if ``wanted``."""
     if not wanted:
         yield []
         return
@@ -148,10 +147,9 @@ def _clocks(llm: LLM, wanted: bool) -> Iterator[list[Clock]]:
 
 @dataclass
 class Times(Summed):
-    """Seconds of completions: ``prompt`` until each had its first token, ``decoding`` from there on, in rounds; and the
-    part of decoding spent in the ``target`` and in ``draft`` models, if there were clocks around them. A draft model
-    reads the prompt when it first drafts, so that counts as decoding. ``judged``: rounds whose block Python decided,
-    and not compiled code (which only clocks see)."""
+    """Seconds of completions. ``prompt`` is the time to the first token, and ``decoding`` the time of the rounds after
+    it. With clocks around the models, ``target`` and ``draft`` are their parts of decoding, and ``judged`` counts the
+    rounds that Python decided. A draft model reads the prompt when it first drafts, which counts as decoding."""
 
     prompt: float = 0.0
     decoding: float = 0.0
@@ -161,17 +159,17 @@ class Times(Summed):
 
     @property
     def rest(self) -> float | None:
-        """Seconds of decoding that are neither draft nor target; None without clocks."""
+        """Seconds of decoding outside the models; None without clocks."""
         return self.decoding - self.target - self.draft if self.target else None
 
     @property
     def overhead(self) -> float | None:
-        """Share of decoding that is neither draft nor target; None without clocks."""
+        """Share of decoding outside the models; None without clocks."""
         return None if self.rest is None else self.rest / self.decoding
 
 
 class _Timed(Job):
-    """Notes the time at which all its requests have a token, and sets the clocks to 0 then."""
+    """A job that notes when all its requests have a token, and sets the clocks to 0 then."""
 
     def __init__(self, requests: list[Request], clocks: list[Clock]) -> None:
         super().__init__(requests)
@@ -192,14 +190,14 @@ class Completion(NamedTuple):
 
     output: Output
     times: Times
-    drafts: list[tuple[int, int]]  # of each round with one: its tokens, and how many of them stand
+    drafts: list[tuple[int, int]]  # of each round with a draft: drafted tokens, kept tokens
 
 
 def complete(
     setting: Setting, prompts: abc.Sequence[list[int]], params: abc.Sequence[SamplingParams], clocked: bool = False
 ) -> list[Completion]:
-    """Decode prompts together, as ``LLM.generate`` does; with clocks around the models where ``clocked``. The times are
-    divided among the prompts by the tokens that each got, so tokens over seconds is the speed of all together."""
+    """Decode prompts together, as ``LLM.generate`` does, with clocks around the models if ``clocked``. The times are
+    divided among the prompts in proportion to their tokens."""
     llm = setting.llm
     with _clocks(llm, clocked) as clocks:
         job = _Timed(llm.requests([*prompts], [*params], setting.policy, setting.k), clocks)
@@ -221,6 +219,6 @@ def complete(
 
 
 def timed(setting: Setting, prompt: list[int], params: SamplingParams, clocked: bool = False) -> tuple[Output, Times]:
-    """The output and the times of ``complete``, of one prompt alone."""
+    """``complete`` with a single prompt: its output and its times."""
     ((output, times, _),) = complete(setting, [prompt], [params], clocked)
     return output, times

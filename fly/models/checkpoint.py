@@ -42,6 +42,10 @@ class Stored:
             return np.zeros(0, dtype=np.uint8)
         return np.memmap(self.path, dtype=np.uint8, mode="c", offset=self.offset, shape=(self.nbytes,))
 
+    def blocks(self) -> Tensor:
+        """The bytes of each row of the model's tensor, uint8 [rows, bytes], mapped."""
+        return torch.from_numpy(self.bytes()).view(self.shape[0], -1)
+
     def read(self, cut: Cut = ()) -> Tensor:
         """Return the tensor, or a cut of it."""
         assert self.dtype is not None

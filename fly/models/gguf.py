@@ -174,6 +174,9 @@ class Converted(Stored):
     head_dim: int = 0  # > 0: reorder each head's rows from llama.cpp's interleaved pairs to two halves
     shift: float = 0.0  # added to the values in the file
 
+    def blocks(self) -> Tensor:
+        return self._ordered(super().blocks())
+
     def read(self, cut: Cut = ()) -> Tensor:
         whole = torch.empty(self.shape, dtype=torch.float32)
         self.copy_to(whole)

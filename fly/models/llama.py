@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fly.models.config import LlamaConfig
 
-__all__ = ["KV", "DenseCausal", "LayerLoop", "Llama", "allocate", "skeleton"]
+__all__ = ["KV", "DenseCausal", "LayerLoop", "LayerOps", "Llama", "allocate", "skeleton"]
 
 
 class KV(Protocol):
@@ -153,6 +153,25 @@ def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     return torch.addcmul(x_THD * cos_T1D, x_THD.roll(half, -1), sin_T1D)
 
 
+class LayerOps:
+    """What a layer computes between its products, operation by operation. A backend with kernels that do more at once
+    sets ``ops`` of a model's layers to its own (``fly.backends.cuda.fused``)."""
+
+    def attend(self, attention: Attention, kv: KV, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+        """Attention output [T, H * D] of a layer's normed input."""
+        return attention.attend(kv, *attention.project(x_TC, cos_T1D, sin_T1D))
+
+    def add_norm(self, norm: Any, x_TC: Tensor, out_TC: Tensor) -> tuple[Tensor, Tensor]:
+        """``x + out``, and the norm of that."""
+        x_TC = x_TC + out_TC
+        return x_TC, norm(x_TC)
+
+    def gate(self, both_TX: Tensor, activation: str) -> Tensor:
+        """The activated gate times up, which stand side by side."""
+        gate, up = both_TX.chunk(2, dim=-1)
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
 class Attention(nn.Module):
     """Grouped-query attention. The query, key and value projections are one matrix (rows q, then k, then v). The cache
     computes the attention itself (``KV``), so ``project`` comes before it and the output projection after it."""
@@ -216,6 +235,8 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """A gated linear unit with SiLU or GELU; the gate and up projections are one matrix (rows gate, then up)."""
 
+    ops = LayerOps()
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
@@ -223,15 +244,15 @@ class FeedForward(nn.Module):
         self.activation = config.traits.activation
 
     def forward(self, x_TC: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x_TC).chunk(2, dim=-1)
-        gated = F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return self.down_proj(gated * up)
+        return self.down_proj(self.ops.gate(self.gate_up_proj(x_TC), self.activation))
 
 
 class Layer(nn.Module):
     """Attention and feed-forward, each after a norm. Families with ``output_norms`` have a norm after each as well, or
     only there (without ``input_norms``). Names are those of checkpoints, where ``post_attention_layernorm`` has a
     different place with ``output_norms``."""
+
+    ops = LayerOps()
 
     def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
@@ -263,16 +284,17 @@ class Layer(nn.Module):
         """Compute the rest of the layer from its input and the attention output (heads concatenated)."""
         _, before_mlp, *after = self.norms()
         out_TC = self.self_attn.o_proj(attended_TC)
-        x_TC = self._added(x_TC, after[0](out_TC) if after else out_TC)
-        out_TC = self.mlp(before_mlp(x_TC))
-        return self._added(x_TC, after[1](out_TC) if after else out_TC)
+        out_TC = self._scaled(after[0](out_TC) if after else out_TC)
+        x_TC, normed_TC = self.ops.add_norm(before_mlp, x_TC, out_TC)
+        out_TC = self.mlp(normed_TC)
+        return x_TC + self._scaled(after[1](out_TC) if after else out_TC)
 
-    def _added(self, x_TC: Tensor, out_TC: Tensor) -> Tensor:
-        return x_TC + (out_TC if self.residual == 1 else out_TC * self.residual)
+    def _scaled(self, out_TC: Tensor) -> Tensor:
+        return out_TC if self.residual == 1 else out_TC * self.residual
 
     def forward(self, x_TC: Tensor, rotary: Sequence[tuple[Tensor, Tensor]], kv: KV) -> Tensor:
-        qkv = self.before(x_TC, *rotary[self.rope])
-        return self.after(x_TC, self.self_attn.attend(kv, *qkv))
+        attended_TC = self.ops.attend(self.self_attn, kv, self.input_layernorm(x_TC), *rotary[self.rope])
+        return self.after(x_TC, attended_TC)
 
 
 # A loop over the layers and the last norm: takes hidden states [T, C], the tokens' rotary tables and the cache.

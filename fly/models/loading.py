@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from fly.models.checkpoint import Checkpoint
+from fly.models.checkpoint import Checkpoint, Stored
 from fly.models.config import CheckpointError, LlamaConfig
 from fly.models.llama import Llama, skeleton
 from fly.models.opening import open_checkpoint
@@ -156,24 +156,36 @@ class Loading:
         return model.eval().requires_grad_(False)
 
     @contextmanager
-    def filled(self, module: nn.Module) -> Iterator[None]:
-        """While active, a module of the model has its values on their device. On the CPU, values that need no
-        conversion are the mapped memory of the file."""
-        before = self._fill(module, borrow=self.device.type == "cpu")
+    def filled(self, module: nn.Module, but: frozenset[nn.Parameter] = frozenset()) -> Iterator[None]:
+        """While active, a module of the model has its values on their device, save the parameters ``but``. On the CPU,
+        values that need no conversion are the mapped memory of the file."""
+        before = self._fill(module, borrow=self.device.type == "cpu", but=but)
         try:
             yield
         finally:
             for owner, name, parameter in before:
                 setattr(owner, name, parameter)
 
-    def _fill(self, module: nn.Module, borrow: bool) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    def stored(self, parameter: nn.Parameter) -> list[Stored]:
+        """The checkpoint's tensors that a parameter consists of, in row order.
+
+        Raises ``ValueError`` for a parameter of a part of a model, which holds them in part.
+        """
+        pieces = self._plan[self._names[parameter]]
+        if any(piece.cut or not piece.stored for piece in pieces):
+            raise ValueError("a part of a model does not hold whole tensors")
+        return [self.checkpoint.tensors[piece.key] for piece in pieces]
+
+    def _fill(
+        self, module: nn.Module, borrow: bool, but: frozenset[nn.Parameter] = frozenset()
+    ) -> list[tuple[nn.Module, str, nn.Parameter]]:
         """Give memory and values to a module's parameters that have none. A parameter with two names stays one
         parameter. Return the parameters that were replaced."""
         before = [
             (owner, name, parameter)
             for owner in module.modules()
             for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
-            if parameter in self._names
+            if parameter in self._names and parameter not in but
         ]
         made: dict[nn.Parameter, nn.Parameter] = {}
         for owner, name, parameter in before:

@@ -72,7 +72,7 @@ class PartExecutor(TorchExecutor):
         self.part, self.kernels = model, model.kernels
 
     @property
-    def weight_bytes(self) -> int:
+    def weight_bytes(self) -> float:
         return self.part.weight_bytes
 
     @property

@@ -73,13 +73,13 @@ def load(
     model = ranks.together(read, f"loading {name}")
     ranks.together(lambda: _check_same(ranks, str(parts[0].config), name), f"loading {name}")
     if rounds(kernels, model.device):
-        return part_executor(parallelise(model, parts[0], ranks, gather_logits), ranks.awaited)
+        return part_executor(parallelise(model, parts[0], ranks, gather_logits), ranks.awaited, ranks.preparing)
     variant = ranks.together(lambda: _variant(model, kernels, plan), f"loading {name}")
     if TORCH in ranks.collect(variant) and kernels == "auto":
         variant = TORCH
     if variant != TORCH:
         return PartExecutor(CompiledPart(model, variant, parts[0], ranks, gather_logits))
-    return part_executor(parallelise(model, parts[0], ranks, gather_logits), ranks.awaited)
+    return part_executor(parallelise(model, parts[0], ranks, gather_logits), ranks.awaited, ranks.preparing)
 
 
 def _variant(model: Llama, kernels: str, plan: Sequence[Rule]) -> str:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
-from fly.parallel.watch import CollectiveError, Progress, RankError, Watch
+from fly.parallel.watch import PREPARING, CollectiveError, Progress, RankError, Watch
 
 __all__ = ["Ranks", "Share", "follow", "launch", "launched", "lead", "memory_here"]
 
@@ -50,10 +50,12 @@ class Checksum:
         with torch.inference_mode(False):  # what is made inside of that mode can be changed only there
             self.value = torch.ones(1, dtype=torch.int64, device=device)
             self.host = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._kept: list[Tensor] = []  # all factors so far: graphs go on reading those that they were captured with
         self._make_factors(_LONGEST)
 
     def _make_factors(self, count: int) -> None:
         self._factors = torch.arange(1, count + 1, device=self.device) * _ODD | 1  # odd: no number's bits are lost
+        self._kept.append(self._factors)
 
     def add(self, numbers_T: Tensor) -> None:
         """Take in numbers of at least 0. Of more than ever before only while no graph is captured, which a run that
@@ -253,9 +255,20 @@ class Ranks:
         with self.awaited():
             collective(*tensors, group=self.group, **options)
         if tensors[0].is_cuda and not torch.cuda.is_current_stream_capturing():
-            event = torch.cuda.Event()
-            event.record()
+            with torch.cuda.device(tensors[0].device):
+                event = torch.cuda.Event()
+                event.record()
             self.progress.over = event.query
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Entered by all ranks around work that takes one of them longer than others: the first run of new code, which
+        is compiled then. While it lasts, ranks wait ten times as long before they blame one."""
+        self.progress.preparing = True
+        try:
+            yield
+        finally:
+            self.progress.preparing = False
 
     @contextmanager
     def awaited(self, count: bool = True) -> Iterator[None]:
@@ -326,15 +339,14 @@ def launch(
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     device = None
     if cuda := torch.cuda.is_available():
-        torch.cuda.set_device(local := int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
-        device = torch.device("cuda", local)
+        torch.cuda.set_device(device := _own_device(rank))
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         store=dist.PrefixStore(f"group/{attempt}", store),
         rank=rank,
         world_size=size,
         # The watch speaks first; what it cannot end, NCCL does. Gloo's would also end servers that are idle.
-        timeout=timedelta(seconds=2 * collective_timeout) if cuda else _FOREVER,
+        timeout=timedelta(seconds=2 * PREPARING * collective_timeout) if cuda else _FOREVER,
         device_id=device,
     )
     # Watched from the first collective on: the others may be gone before it.
@@ -351,8 +363,27 @@ def launch(
     else:
         watch.leave()
     finally:
+        # NCCL waits for graphs that hold its collectives before it ends.
+        if (graphs := sys.modules.get("fly.backends.cuda.graphs")) is not None:
+            graphs.drop_graphs()
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
+
+
+def _own_device(rank: int) -> torch.device:
+    """This process's CUDA device: by its number on this machine, or the only one that it sees, where whoever started
+    it gave each process its own (Slurm, ``CUDA_VISIBLE_DEVICES``).
+
+    Raises ``ValueError`` if there are more processes on this machine than devices that they see.
+    """
+    count = torch.cuda.device_count()
+    local = int(os.environ.get("LOCAL_RANK", rank % count))
+    if local >= count > 1:
+        raise ValueError(
+            f"LOCAL_RANK {local}: this process sees {count} CUDA devices; start at most {count} processes here, or let "
+            "each see one device of its own (CUDA_VISIBLE_DEVICES)"
+        )
+    return torch.device("cuda", local if count > 1 else 0)
 
 
 _END = "end"

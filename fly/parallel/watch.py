@@ -21,8 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CollectiveError", "Progress", "RankError", "Watch"]
+__all__ = ["PREPARING", "CollectiveError", "Progress", "RankError", "Watch"]
 
+PREPARING = 10  # times as long as usual ranks wait for one another while new code is compiled
 _LEAVE = 2.0  # seconds in which ranks that end for the same reason are expected to end
 
 
@@ -44,6 +45,7 @@ class Progress:
         self.entered, self.lengths = 0, 0
         self.since: float | None = None
         self.over: Callable[[], bool] | None = None
+        self.preparing = False  # whether ranks may come late: see ``Ranks.preparing``
 
 
 class Watch:
@@ -212,21 +214,22 @@ class Watch:
     def _look_for_stuck(self, said: dict[int, bytes], now: float) -> None:
         """Whether this rank has waited too long in a collective: for ranks that have not come to it, or, if all have
         come, for its end."""
-        if (waiting := self._waiting(now)) is None or now - waiting[1] < self.collective_timeout:
+        timeout = self.collective_timeout * (PREPARING if self.progress.preparing else 1)
+        if (waiting := self._waiting(now)) is None or now - waiting[1] < timeout:
             return
         entered, since = waiting
         beats = {other: beat.split() for other, beat in said.items() if beat}
         counts = {int(beat[1]): other for other, beat in reversed(beats.items())}
         if counts and (least := min(counts)) < entered:
             other = counts[least]
-            if other in self._left and now - since < self.collective_timeout + 2 * _LEAVE:
+            if other in self._left and now - since < timeout + 2 * _LEAVE:
                 return  # it is about to say why
-            self.declare(other, f"hangs: for {self.collective_timeout:g} s it has not come to collective {least + 1}")
+            self.declare(other, f"hangs: for {timeout:g} s it has not come to collective {least + 1}")
         if len(beats) < self.size - 1 or self._left:
             return
         if self._complete[0] != entered:
             self._complete = (entered, now)
-        if now - self._complete[1] < self.collective_timeout:
+        if now - self._complete[1] < timeout:
             return
         strange = [other for other, beat in beats.items() if int(beat[2]) != self.progress.lengths]
         if strange:

@@ -1,6 +1,8 @@
-"""What a drafting model is asked for, and the plain way to it: one forward after the other. Knows no backend.
+"""Drafting with a model: what it is asked for (``DraftSpec``), what it returns (``Drafted``), and the plain loop of one
+forward after another. Knows no backend.
 
-Every executor drafts by ``draft_by_forwards`` where it has no faster way of its own (``Executor.extend``).
+``Executor.extend`` calls ``draft_by_forwards``, unless the executor has a faster way. The loop of a chain repeats three
+stages for all rows that go on: choose each row's next token, stop the rows that are done, feed the others.
 
 Shape legend: T packed tokens, N places, B rows, K longest draft, W candidates for a place, S cached tokens of a row,
 C features of a head, V vocabulary.
@@ -42,16 +44,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Batch:
-    """New tokens of ragged rows. ``kv`` says which cached tokens come before them, where their own keys and values go
-    (block tables), and in a tree what each token sees."""
+    """New tokens of rows of different lengths, packed. ``kv`` holds the block tables: which cached tokens come before
+    the new ones, where their keys and values go, and in a tree which tokens each one sees."""
 
-    tokens: list[int]  # T, one row after the other
-    positions: list[int]  # T, of each in its row
+    tokens: list[int]  # T tokens, one row after another
+    positions: list[int]  # T, the position of each token in its row
     kv: PagedBatch
 
     @staticmethod
     def of(new: abc.Sequence[list[int]], kv: PagedBatch) -> Batch:
-        """The new tokens of each row, which follow the cached ones."""
+        """Pack the new tokens of each row, which follow its cached ones."""
         if len(new) == 1:
             return Batch(new[0], list(range(kv.starts[0], kv.starts[0] + len(new[0]))), kv)
         positions = [at for start, tokens in zip(kv.starts, new) for at in range(start, start + len(tokens))]
@@ -59,17 +61,17 @@ class Batch:
 
 
 class Scores(NamedTuple):
-    """What a model says after some of a batch's tokens."""
+    """A model's output after some of a batch's tokens."""
 
     logits_NV: Tensor  # float32
-    argmax: list[int] | None = None  # the most likely token of each (of NaN: below 0), if the backend has it anyway
-    states_TF: Tensor | None = None  # hidden states of all tokens of the batch, if they were wanted
-    layers: list[int] | None = None  # layers that each row of the batch went through, if the executor leaves early
+    argmax: list[int] | None = None  # the most likely tokens (below 0: NaN), if the backend found them
+    states_TF: Tensor | None = None  # hidden states of all tokens of the batch, if asked for
+    layers: list[int] | None = None  # how many layers each row went through, if the executor exits early
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """Prompt lookup as numbers (``fly.drafts.NGramDraft``)."""
+    """The parameters of prompt lookup (``fly.drafts.NGramDraft``): the longest and shortest match, the most tokens."""
 
     longest: int
     shortest: int
@@ -78,9 +80,9 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Growth:
-    """How a model drafts a tree, level by level: ``widths[i]`` likeliest tokens after each token of level i - 1 that is
-    followed (level 0 is after the row itself). Of each level the ``follow`` likeliest are followed, by the probability
-    of the path to them, and of all of them the ``nodes`` likeliest are proposed, where there are more."""
+    """How a model grows a tree, level by level. Level 0 has the ``widths[0]`` most likely tokens after the row; level i
+    has the ``widths[i]`` most likely tokens after each followed token of level i - 1. The ``follow`` most likely tokens
+    of a level are followed, by the probability of their path. In the end the ``nodes`` most likely are proposed."""
 
     widths: tuple[int, ...]
     follow: int
@@ -88,14 +90,14 @@ class Growth:
 
     @staticmethod
     def even(depth: int, width: int, nodes: int) -> Growth:
-        """Of so many levels (or as many as so many nodes can make), all of one width."""
+        """A growth of ``depth`` levels (fewer if there are fewer ``nodes``), all of one width."""
         depth = min(depth, nodes)
         return Growth((width,) * depth, width, min(nodes, width + (depth - 1) * width * width))
 
     @property
     def spare(self) -> int:
-        """Tokens that it may store in one of the two caches besides those of a row: the tree, or the followed
-        tokens."""
+        """Slots that it needs in a cache beyond the row's tokens: for the tree in the target's, for the followed tokens
+        in the draft's."""
         level, followed = 1, 0
         for width in self.widths[:-1]:
             level = min(level * width, self.follow)
@@ -105,30 +107,32 @@ class Growth:
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """How a model drafts: token after token, the most likely or drawn ones, up to the first that it is not sure of; or
-    a tree of its likeliest ones (``tree``), which does not stop early and is not drawn.
+    """How a model drafts: a chain of its most likely or drawn tokens, up to the first that it is not sure of; or a
+    ``tree`` of its most likely tokens, which does not stop early.
 
-    ``lookup`` changes no token. It feeds a forward a copy of what followed the last time the text looked like this;
-    drafting goes on from the first token that differs.
+    ``lookup`` changes no token. It guesses the next tokens by prompt lookup and feeds them in one forward; drafting
+    goes on from the first guess that is wrong.
     """
 
-    confidence: float = 0.0  # it stops after a token if no token had this probability
-    # it stops after a token if the product of the largest probabilities up to there is less; of each row, () is never
+    confidence: float = 0.0  # stop after a token if the largest probability there was below this
+    # For each row: stop after a token if the product of the largest probabilities so far is below this. (): never stop.
     reach: tuple[float, ...] = ()
     lookup: Lookup | None = None
-    says: bool = False  # whether the logits of the most likely tokens are wanted too
+    says: bool = False  # whether to return the logits of greedy drafts too
     tree: Growth | None = None
 
     @property
     def stops(self) -> bool:
-        """Whether a draft may stop by itself."""
+        """Whether a draft may stop before it has as many tokens as asked."""
         return self.confidence > 0 or any(self.reach)
 
 
 class Drafted(NamedTuple):
-    """What a model drafted for each row, and what that was drawn from: [B, K, V], zeros after a row's last token, or
-    None where nothing was drawn. Then there may be the raw logits of each token's place (``DraftSpec.says``), zeros
-    after a row's last. Of trees, the parents of the tokens (as in ``Draft``)."""
+    """What a model drafted for each row.
+
+    ``probs_BKV`` are the distributions that tokens were drawn from, zeros after a row's last token; None for greedy
+    drafts. Those may come with the logits at each token's place instead (``DraftSpec.says``). Trees come with the
+    ``parents`` of their tokens, as in ``Draft``."""
 
     tokens: list[list[int]]
     probs_BKV: Tensor | None = None
@@ -138,19 +142,19 @@ class Drafted(NamedTuple):
 
 @dataclass
 class Certainty:
-    """How sure a model is of what it drafts for a row."""
+    """Decides when a model stops drafting for a row."""
 
     spec: DraftSpec
-    least: float  # the chance that all tokens so far are kept, below which it stops
+    least: float  # stop when the estimated chance that all tokens so far are kept is below this
     reached: float = 1.0
 
     @property
     def asks(self) -> bool:
-        """Whether it may stop."""
+        """Whether it may stop at all."""
         return self.least > 0 or self.spec.confidence > 0
 
     def after(self, probs_NV: Tensor) -> list[bool]:
-        """Whether to draft on after each of the next N tokens, by the distribution that each is from."""
+        """Whether to go on after each of the next N tokens, given the distribution of each."""
         peak_N = probs_NV.amax(-1)
         reached_N = self.reached * peak_N.cumprod(0)
         self.reached = float(reached_N[-1])
@@ -159,12 +163,12 @@ class Certainty:
 
 
 class DraftStart(NamedTuple):
-    """Where a draft begins: after a forward over everything that its rows have."""
+    """Where drafting starts: after a forward over all tokens of the rows."""
 
-    kv: PagedBatch  # of that forward; its cache has room for what will be drafted
-    positions: list[int]  # of each row's next token
+    kv: PagedBatch  # the batch of that forward; the cache has room for the draft
+    positions: list[int]  # the position of each row's next token
     logits_BV: Tensor  # after each row's last token
-    x_BC: Tensor | None = None  # a head's features there
+    x_BC: Tensor | None = None  # a head's features after the same tokens
 
     @staticmethod
     def after(batch: Batch, logits_BV: Tensor, x_BC: Tensor | None = None) -> DraftStart:
@@ -178,14 +182,14 @@ Step = Callable[[Batch, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
 class Computing(Protocol):
-    """What else is computed where the logits are (``Executor``)."""
+    """The parts of an ``Executor`` that the loop needs beside forwards."""
 
     def numbers(self, values: abc.Sequence[int] | Tensor) -> Tensor: ...
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution: ...
 
 
 def ends_of(kv: PagedBatch) -> list[int]:
-    """The number of each row's last token among the packed ones."""
+    """The index of each row's last token among the packed ones."""
     return [end - 1 for end in itertools.accumulate(kv.counts)]
 
 
@@ -199,14 +203,14 @@ def draft_by_forwards(
     sampling: BatchSampling | None = None,
     seeds: abc.Sequence[int] = (),
 ) -> Drafted:
-    """``Executor.extend`` by one forward for each token, or for each level of a tree."""
+    """Do what ``Executor.extend`` says, by one forward for each token, or for each level of a tree."""
     if spec.tree is not None:
         return _draft_trees(model, start, step, spec.tree, rows, most)
     return _draft_chains(model, start, step, spec, rows, most, sampling, seeds)
 
 
 def draw_tokens(probs_NV: Tensor, seeds: abc.Sequence[int], lengths: abc.Sequence[int]) -> list[int]:
-    """One token of each distribution, drawn by a number that only its row's seed and its place in the row decide."""
+    """Draw one token from each distribution, by a uniform number that depends on the row's seed and length alone."""
     seed_N, length_N = upload([*seeds, *lengths], probs_NV.device).chunk(2)
     tokens: list[int] = draw(probs_NV, uniforms(seed_N, length_N, Stream.SAMPLE, 1).squeeze(1)).tolist()
     return tokens
@@ -223,7 +227,7 @@ def _draft_chains(
     seeds: abc.Sequence[int],
 ) -> Drafted:
     scratch = [row.fork(row.policy, row.seed) for row in rows]
-    said: list[list[Tensor]] = [[] for _ in rows]  # of each token, the distribution or the logits that it is from
+    said: list[list[Tensor]] = [[] for _ in rows]  # for each token, what it was chosen by
     certainty = [Certainty(spec, least) for least in spec.reach or (0.0,) * len(rows)]
     active, logits_NV, x_NC = list(range(len(rows))), start.logits_BV, start.x_BC
     while True:
@@ -266,8 +270,8 @@ def _draft_chains(
 
 
 def _allowed(model: Computing, logits_NV: Tensor, rows: list[Sequence]) -> Tensor:
-    """Logits after what each row asks for. Where it allows nothing that the model can say, they stay as they are: then
-    the target refuses what is drafted."""
+    """Apply what each row asks for (penalties, bans, a form) to the logits. If that leaves no token, the logits stay as
+    they are: the target will reject what is drafted."""
     allowed_N1V = constrain(raw_N1V := logits_NV.unsqueeze(1), rows, [[]] * len(rows), None, model.numbers)
     if allowed_N1V is raw_N1V:
         return logits_NV
@@ -283,8 +287,8 @@ def _after(
     depth: int | None = None,
     masks: list[Tensor | None] | None = None,
 ) -> Batch:
-    """The next forward: ``new`` tokens of the rows ``active``, after ``fed`` drafted ones. They stand at consecutive
-    positions, or all at the same ``depth`` of a tree."""
+    """The batch of the next forward: ``new`` tokens of the ``active`` rows, after ``fed[b]`` drafted tokens that are
+    cached. They have consecutive positions, or all the position of one ``depth`` of a tree."""
     kv, counts = start.kv, list(map(len, new))
     starts = [kv.starts[b] + kv.counts[b] + n for b, n in zip(active, fed)]
     depths = fed if depth is None else [depth] * len(active)
@@ -295,12 +299,12 @@ def _after(
 
 @dataclass
 class _Tree:
-    """A row's tree while it grows."""
+    """The tree of a row while it grows."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)  # ln of the probability of the path to each
-    fed: list[int] = field(default_factory=list)  # the nodes that were fed, in the order of their places in the cache
+    scores: list[float] = field(default_factory=list)  # for each node, ln of the probability of its path
+    fed: list[int] = field(default_factory=list)  # the nodes that were fed, in the order of their slots in the cache
 
     def add(self, token: int, parent: int, log_prob: float) -> int:
         self.tokens.append(token)
@@ -309,7 +313,7 @@ class _Tree:
         return len(self.tokens) - 1
 
     def path(self, node: int) -> list[int]:
-        """The numbers of a node and of all before it, the node first."""
+        """A node and its ancestors, the node first."""
         path = []
         while node >= 0:
             path.append(node)
@@ -317,13 +321,14 @@ class _Tree:
         return path
 
     def best(self, most: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of the ``most`` likeliest; no token is likelier than its parent."""
+        """Tokens and parents of the ``most`` most likely nodes. A node is never more likely than its parent, so parents
+        are among them."""
         chosen = sorted(sorted(range(len(self.tokens)), key=lambda node: -self.scores[node])[:most])
         number = {node: i for i, node in enumerate(chosen)} | {-1: -1}
         return [self.tokens[node] for node in chosen], [number[self.parents[node]] for node in chosen]
 
     def feed(self, nodes: list[int], text: int) -> Tensor:
-        """Note that ``nodes`` are fed next, and give what each sees [N, S]: the ``text``, its ancestors and itself."""
+        """Note that ``nodes`` are fed next. Return the mask [N, S]: each sees the ``text``, its ancestors, itself."""
         self.fed += nodes
         place = {node: text + at for at, node in enumerate(self.fed)}
         mask_NS = torch.zeros(len(nodes), text + len(self.fed), dtype=torch.bool)

@@ -1,8 +1,8 @@
 """The seam: what a loaded model does on one kind of device. Knows of no backend.
 
-An executor must ``score``. Everything else (drafting several tokens, taking whole rounds, deciding) it may do in its
-own way. The engine takes several rounds in one call (``rounds``) where the executor ``takes`` the rows. Else it goes
-the plain way: one round, by ``score`` and ``judge``.
+An executor must implement ``score``, one forward. It may implement the rest in its own way: drafting (``extend``),
+deciding (``decide``), whole rounds. The engine runs several rounds in one call (``rounds``) if the executor ``takes``
+the rows; otherwise it runs one round by ``extend``, ``score`` and ``judge``.
 
 Shape legend: T packed tokens, N places, B rows, J positions of a row, K longest draft, V vocabulary.
 """
@@ -64,13 +64,13 @@ __all__ = [
 
 
 def asks_between(row: Sequence) -> bool:
-    """Whether something has to be done for ``row`` between two rounds: penalties, bans, a form, log-probabilities,
-    explanations."""
+    """Whether Python has to do something for ``row`` between two rounds: apply penalties, bans or a form, or record
+    log-probabilities or explanations."""
     return constrains(row) or row.params.logprobs is not None or row.params.explain
 
 
 class Spent(NamedTuple):
-    """Seconds of some rounds, in all, in the target and in the drafter."""
+    """Seconds that a number of rounds took: in all, in the target, and in the drafter."""
 
     rounds: int
     whole: float
@@ -80,69 +80,67 @@ class Spent(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundRow:
-    """A row that goes through several rounds."""
+    """A row as plain values, for rounds in one call."""
 
     tokens: list[int]
-    left: int  # tokens it may still emit, at least 1
-    k: int  # tokens (or levels of a tree) to draft a round, at most; one fewer than are left, if that is less
+    left: int  # how many tokens it may still emit, at least 1
+    k: int  # the most tokens (or levels of a tree) to draft in a round; never more than ``left`` - 1
     stop_ids: Collection[int]
     policy: AcceptancePolicy
     seed: int
     greedy: bool
     generated: int = 0  # tokens it has emitted so far
-    relaxed: int = 0  # how many of them were relaxed
-    nats: float = 0.0  # the sum of -ln target(token) over those
+    relaxed: int = 0  # how many of these were relaxed
+    nats: float = 0.0  # the sum of -ln target(token) over the relaxed ones
 
     @staticmethod
     def of(row: Sequence, left: int, k: int) -> RoundRow:
-        """``row`` as it is now."""
+        """The values of ``row`` now."""
         counts = row.generated, row.stats.relaxed, row.stats.nats
         return RoundRow(row.tokens, left, k, row.stop_ids, row.policy, row.seed, row.greedy, *counts)
 
 
 class Given(NamedTuple):
-    """The target's hidden states, which a draft head needs."""
+    """The target's hidden states that a draft head drafts by."""
 
-    first: list[int]  # of each row, the number of the first token that the head holds
-    states_TF: Tensor  # before each of those that it has not cached, one row's after another's
+    first: list[int]  # for each row, the number of the first token that the head holds
+    states_TF: Tensor  # before each token that the head has not cached; rows follow one another
 
 
 @dataclass
 class RoundPlan:
-    """Rounds of speculative decoding to be taken in one call: draft, score, decide, emit, again and again. They end
-    with a round that ends a row or leaves no room for the next. No further round begins after ``seconds``, after
-    ``rounds``, or while ``hurry`` is not 0.
-
-    ``kv`` holds each row's last token, which is not cached yet, with room for the tokens of all rounds after it.
+    """Rounds of speculative decoding to run in one call: draft, score, decide, emit, again and again. They end when a
+    row ends, or when the next round would have no room. No further round starts after ``seconds``, after ``rounds``
+    rounds, or while ``hurry`` is not 0.
     """
 
     rows: list[RoundRow]
-    kv: PagedBatch
-    control_V: Tensor
-    sampling: BatchSampling | None  # None where all rows are greedy
+    kv: PagedBatch  # each row's last token, which is not cached yet, with room for the tokens of all rounds
+    control_V: Tensor  # bool, the control tokens of the vocabulary
+    sampling: BatchSampling | None  # None if all rows are greedy
     spec: DraftSpec = field(default_factory=DraftSpec)
-    drafter: Executor | None = None  # None: what ``spec.lookup`` copies, or nothing
-    draft_kv: PagedBatch | None = None  # the tokens that the drafter has not cached, with the same room
-    draft_context: int = sys.maxsize  # tokens of the longest text that it drafts for
+    drafter: Executor | None = None  # None: ``spec.lookup`` drafts, if there is one
+    draft_kv: PagedBatch | None = None  # the tokens that the drafter has not cached, with room as in ``kv``
+    draft_context: int = sys.maxsize  # the most tokens of a text that the drafter takes
     rounds: int = sys.maxsize
     seconds: float = 0.0
     hurry: array[int] | None = None
-    given: Given | None = None  # of a drafter that is a ``Head``
-    states: tuple[int, ...] = ()  # hidden states of the target that are wanted (``Executor.score``)
+    given: Given | None = None  # for a drafter that is a ``Head``
+    states: tuple[int, ...] = ()  # the layers whose hidden states to return (``Executor.score``)
 
 
 @dataclass(frozen=True)
 class OpenBlocks:
-    """Blocks that were drafted and scored, and that ``Executor.judge`` has to decide: a rule that only Python knows has
-    to say what it keeps, or a NaN stands where the decision looked."""
+    """Blocks that were drafted and scored in a call, but not decided, and that ``Executor.judge`` has to decide:
+    because the rule is only known to Python, or because the decision met a NaN."""
 
-    rows: list[int]  # numbers of the rows, in the batch
+    rows: list[int]  # which rows of the batch
     draft: Draft
     logits_BJV: Tensor
-    choices: list[list[int]] | None  # the target's most likely token at each place; None where a NaN is among them
+    choices: list[list[int]] | None  # the target's most likely token at each place; None if one is a NaN
 
     def only(self, index: list[int]) -> OpenBlocks:
-        """Some of the blocks, by their place in ``rows``."""
+        """The blocks at these places of ``rows``."""
         index_B = torch.tensor(index, dtype=torch.int64, device=self.logits_BJV.device)
         choices = None if self.choices is None else [self.choices[i] for i in index]
         rows, draft = [self.rows[i] for i in index], self.draft.rows(index_B, index)
@@ -153,48 +151,48 @@ class OpenBlocks:
 class Rounds:
     """The result of a ``RoundPlan``."""
 
-    decisions: list[list[Decision]]  # of each row, one for each round; the last round is missing where it is open
-    texts: list[list[int]]  # the cached tokens of each row, and the last draft
-    draft_cached: list[int]  # how many of these tokens the drafter has cached
-    spent: tuple[Spent, Spent]  # by the first round, and by the others
-    # If they were wanted: the number of the first token that each row was fed, and hidden states from it on.
+    decisions: list[list[Decision]]  # for each row, one for each round, without an open last one
+    texts: list[list[int]]  # for each row, the cached tokens, the last draft included
+    draft_cached: list[int]  # how many of these the drafter has cached
+    spent: tuple[Spent, Spent]  # by the first round, and by all others
+    # For each row, if the plan asks for ``states``: the number of the first token fed, and hidden states from it on.
     states: list[tuple[int, Tensor]] = field(default_factory=list)
-    open: OpenBlocks | None = None  # blocks of the last round that are not decided yet
+    open: OpenBlocks | None = None  # the blocks of the last round, if they are still to be decided
 
 
 class Executor(ABC):
-    """One loaded model, on one kind of device."""
+    """Runs one loaded model on one kind of device."""
 
     config: LlamaConfig
     device: torch.device
     dtype: torch.dtype
-    kernels = "torch"  # the name of the kernels that compute its forwards
-    own_threads = False  # whether forwards run on its own threads, so that torch's would only be in the way
-    batch_invariant = False  # whether its logits after a token depend on the tokens before it alone, to the last bit
+    kernels = "torch"  # what computes its forwards
+    own_threads = False  # whether forwards use threads of their own, which torch's threads would disturb
+    batch_invariant = False  # whether logits are the same bits, whatever else is in the batch
     gives_states = False  # whether ``score`` can give hidden states
-    leaves_early = False  # whether it may skip layers, so that nothing is lossless any more
-    compiles, often = False, 0  # whether it compiles layers, and after how many rounds of one shape
+    leaves_early = False  # whether it may skip layers; no rule is lossless then
+    compiles, often = False, 0  # whether it compiles layers, and after how many rounds of a shape
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of each weight as it is read from memory."""
+    def weight_bytes(self) -> float:
+        """Bytes that a forward reads for each weight."""
         return self.dtype.itemsize
 
     @abstractmethod
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
-        """One forward over the batch. Keys and values of all its tokens are cached then.
+        """Run one forward over the batch, and cache the keys and values of all its tokens.
 
         Args:
-            places: the packed tokens to give logits for, by number; None is all of them.
-            states: give also the residual stream [T, C] after so many layers (0 is the embedding), for each of these
-                numbers in their order, side by side: [T, F]. Only where it ``gives_states``.
+            places: return logits after these packed tokens (by number) only; None: after all.
+            states: also return the residual stream after each of these numbers of layers (0 is the embedding), side by
+                side [T, F]. Only if it ``gives_states``.
 
         Raises:
             IndexError: a token id outside of the vocabulary, or a position outside of the context.
         """
 
     def check_states(self, states: abc.Sequence[int]) -> None:
-        """Raise ``ValueError`` if it gives no hidden states, or not after so many layers."""
+        """Raise ``ValueError`` if it gives no hidden states, or has fewer layers than ``states`` name."""
         most = self.config.num_hidden_layers
         if not self.gives_states:
             raise ValueError(
@@ -212,15 +210,20 @@ class Executor(ABC):
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
     ) -> Drafted:
-        """Feed the batch, then for each row its next token, again and again: until it has ``most[b]`` (at least 1), one
-        that ends the row, or the first that the model is not sure of (``spec``). Or draft a tree (``spec.tree``) of
-        ``most[b]`` levels at most. The default takes one forward for each token or level, and makes no use of a lookup.
+        """Draft: feed the batch, then choose and feed each row's next token, again and again.
 
-        Without ``sampling`` a token is the most likely one (the lowest id among equals), else it is drawn as
-        ``fly.ops.draw`` does, by ``uniforms(seeds[b], length of the row so far, Stream.SAMPLE, 1)``; in both cases of
-        what the row allows (penalties, bans, a form). ``rows`` are the batch's, whose tokens are the text so far. The
-        cache has room for ``most[b]`` - 1 tokens after them, or of a tree for ``spare``. All tokens of a chain but the
-        last are cached then; a tree leaves anything there.
+        A row's draft ends after ``most[b]`` tokens (at least 1), after a token that ends the row, or after the first
+        token that the model is not sure of (``spec``). All its tokens but the last are cached then. With ``spec.tree``,
+        draft a tree of at most ``most[b]`` levels instead; what the cache then holds after the rows is undefined.
+
+        The default runs one forward for each token or level, and ignores ``spec.lookup``.
+
+        Args:
+            rows: the rows of the batch, whose tokens are the text so far. The cache has room for ``most[b]`` - 1 tokens
+                after them, or for ``spec.tree.spare``.
+            sampling: None chooses the most likely token (the lowest id among equals). Otherwise tokens are drawn as by
+                ``fly.ops.draw`` with ``uniforms(seeds[b], length of the row so far, Stream.SAMPLE, 1)``. Both obey what
+                the row asks for (penalties, bans, a form).
         """
         logits_BV = self.score(batch, ends_of(batch.kv)).logits_NV
 
@@ -230,31 +233,33 @@ class Executor(ABC):
         return draft_by_forwards(self, DraftStart.after(batch, logits_BV), step, spec, rows, most, sampling, seeds)
 
     def looks_up(self, rows: abc.Sequence[Sequence]) -> bool:
-        """Whether ``extend`` takes fewer forwards for these rows by a lookup (``DraftSpec.lookup``)."""
+        """Whether a lookup (``DraftSpec.lookup``) saves forwards in ``extend`` for these rows."""
         return False
 
     def takes(self, rows: abc.Sequence[Sequence]) -> bool:
-        """Whether ``rounds`` takes these rows, whatever drafts for them. The default takes none."""
+        """Whether ``rounds`` can run these rows, whatever drafts for them. The default: no."""
         return False
 
     def rounds(self, plan: RoundPlan) -> Rounds | None:
-        """Take rows through several rounds in one call, if it ``takes`` them and ``joins`` their drafter. The rows stay
-        as they are. Rounds end before a decision that has to be made elsewhere: its block comes back as ``open``.
+        """Run several rounds in one call, for rows that it ``takes`` and a drafter that it ``joins``. The rows
+        themselves do not change; the result says what was decided. Where a decision has to be made in Python, rounds
+        end, and its block comes back as ``open``.
 
-        None: take this round by ``score`` and ``judge``; nothing has changed. The default does nothing else.
+        Returns None, and changes nothing, if this round has to be run by ``score`` and ``judge``; the default always
+        does.
         """
         return None
 
     def joins(self, drafter: Executor, spec: DraftSpec) -> bool:
-        """Whether ``rounds`` may be taken in which ``drafter`` drafts by ``spec``."""
+        """Whether ``rounds`` can run with ``drafter``, drafting by ``spec``."""
         return False
 
     def numbers(self, values: abc.Sequence[int] | Tensor) -> Tensor:
-        """``values`` where the logits are, int64, or of the type that they have as a tensor."""
+        """``values`` on the device of the logits; int64, unless they are a tensor of another type."""
         return sent(values, self.device) if isinstance(values, Tensor) else upload(values, self.device)
 
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
-        """The processed distribution of ``logits_BJV``."""
+        """The processed distribution of ``logits_BJV`` (temperature, top-k, top-p, min-p)."""
         return sampling.on(logits_BJV)
 
     def decide(
@@ -265,8 +270,8 @@ class Executor(ABC):
         seeds: abc.Sequence[int],
         starts: abc.Sequence[int],
     ) -> list[Decision]:
-        """What ``policy`` keeps of every row's block. The coins come from the rows' ``seeds`` and the number of their
-        tokens (``starts``)."""
+        """Decide what ``policy`` keeps of every row's block. Coins are drawn by the rows' ``seeds`` and their lengths
+        (``starts``)."""
         noise: Noise | None = None
         if not (target.all_greedy and accepts_exactly(policy)):
             device = target.logits_BKV.device
@@ -276,7 +281,7 @@ class Executor(ABC):
         return decide(policy, target, draft, noise)
 
     def judge(self, rows: abc.Sequence[Sequence], target: Target, draft: Draft) -> list[Decision]:
-        """``decide`` by each row's own policy, rows of one policy together."""
+        """Decide every row's block by its own policy; rows of the same policy are decided together."""
         draft = draft.to(target.logits_BKV.device)
         seeds, starts = [row.seed for row in rows], [len(row.tokens) for row in rows]
         if all(row.policy is rows[0].policy or row.policy == rows[0].policy for row in rows):
@@ -290,35 +295,35 @@ class Executor(ABC):
         return [found[b] for b in range(len(rows))]
 
     def embedding(self) -> Tensor:
-        """[V, C] what each token of the vocabulary is to the model, before its family's scaling; for draft heads.
+        """The embedding table [V, C], before its family's scaling, for draft heads that share it.
 
-        Raises ``ValueError`` where it cannot be had.
+        Raises ``ValueError`` if this executor does not show it.
         """
         raise ValueError(f"{self.model_name} on {self.kernels!r} kernels does not show its embedding")
 
     @property
     def model_name(self) -> str:
-        """The model's name in messages."""
+        """What messages call the model."""
         return type(self).__name__
 
     def deterministic(self) -> Executor:
-        """An executor of the same model whose logits after a token depend on the tokens before it alone, to the last
-        bit: itself if it is ``batch_invariant``, else one that feeds it one token at a time."""
+        """An executor of the same model whose logits are the same bits, whatever else is in the batch: itself if it is
+        ``batch_invariant``, else one that feeds one token at a time."""
         return self if self.batch_invariant else TokenByToken(self)
 
     def enter_thread(self) -> None:
-        """Called once on the thread that will make all calls, before the first."""
+        """Prepare the calling thread, which will make all further calls."""
 
 
 class Head(Executor):
-    """A loaded draft head (``fly.models.eagle``) on one kind of device. ``config`` is that of its layer.
+    """Runs a loaded draft head (``fly.models.eagle``) on one kind of device. ``config`` describes its layer.
 
-    Of a row it caches the tokens from some number on, at least 1: each is fed with the feature of the token before it.
+    It is fed each token together with the feature of the token before it, so a row's first token is never cached.
     """
 
     options: HeadConfig
     to_target_U: Tensor  # the target's ids of the draft vocabulary
-    shares: bool  # whether it has no embedding of its own, and is to be given the target's
+    shares: bool  # whether it has no embedding of its own, and takes the target's
 
     @abstractmethod
     def share(self, weight_VC: Tensor) -> None:
@@ -326,12 +331,12 @@ class Head(Executor):
 
     @abstractmethod
     def begin(self, batch: Batch, states_TF: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Feed the batch, each token with the target's hidden states before it (``Scores.states_TF``). Returns logits
-        [N, U] over the draft vocabulary and features [N, C], both after the tokens numbered in ``places``."""
+        """Feed the batch, each token with the target's hidden states before it (``Scores.states_TF``). Return logits
+        [N, U] over the draft vocabulary and features [N, C], both after the tokens at ``places``."""
 
     @abstractmethod
     def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The same, each token with a feature of the head's own."""
+        """Do the same, with features of the head's own in place of the target's hidden states."""
 
     def chains(
         self,
@@ -343,8 +348,8 @@ class Head(Executor):
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
     ) -> Drafted:
-        """Feed the batch, each token with the target's hidden states before it, then draft as ``extend`` does, each
-        token by the head's own feature before it."""
+        """Draft as ``extend`` does. The batch is fed with the target's hidden states, drafted tokens with features of
+        the head's own."""
         logits_BU, x_BC = self.begin(batch, states_TF, ends_of(batch.kv))
 
         def step(drafted: Batch, x_TC: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -356,17 +361,18 @@ class Head(Executor):
         return draft_by_forwards(self, start, step, spec, rows, most, sampling, seeds)
 
     def spread(self, logits_NU: Tensor) -> Tensor:
-        """Logits [N, V] over the target's vocabulary: what is not in the head's is never drafted."""
+        """Spread logits over the target's vocabulary [N, V]. Tokens outside the draft vocabulary get minus infinity, so
+        they are never drafted."""
         spread_NV = logits_NU.new_full((len(logits_NU), self.config.vocab_size), -torch.inf)
         return spread_NV.index_copy_(1, self.to_target_U, logits_NU)
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
-        """Raises ``ValueError``: a head alone has no scores."""
+        """Raise ``ValueError``: a head drafts, and scores nothing."""
         raise ValueError("a draft head drafts by its target's hidden states, and scores nothing by itself")
 
 
 class Wrapped(Executor):
-    """An executor around another, like it except for what a subclass changes."""
+    """An executor around another one, which does everything that a subclass does not override."""
 
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
@@ -374,7 +380,7 @@ class Wrapped(Executor):
         self.kernels, self.own_threads, self.gives_states = inner.kernels, inner.own_threads, inner.gives_states
 
     @property
-    def weight_bytes(self) -> int:
+    def weight_bytes(self) -> float:
         return self.inner.weight_bytes
 
     @property
@@ -405,11 +411,11 @@ class Wrapped(Executor):
 
 
 class TokenByToken(Wrapped):
-    """An executor that feeds its model one token at a time.
+    """Feeds a model one token at a time, so that logits are the same bits, whatever else is in the batch.
 
-    The matrix products of most libraries add up in an order that depends on the number of rows. So the same token gets
-    other last bits in a batch, or as one of several drafted tokens. One at a time, every token is computed by
-    the same kernels over the same keys in the same order. It costs as many forwards as there are tokens."""
+    The matrix products of most libraries add up in an order that depends on the number of rows, so a token's logits
+    differ in their last bits between batches. One at a time, every token is computed by the same kernels in the same
+    order. This takes one forward for each token."""
 
     batch_invariant = True
 

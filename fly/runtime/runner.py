@@ -1,4 +1,9 @@
-"""A model with its own paged cache: which tokens of each sequence are cached; feed, roll back. Knows no strategy.
+"""A model with its own paged cache. The runner knows which tokens of each row are cached, feeds the others to the
+executor, and rolls the cache back. It knows no strategy.
+
+The engine's step calls it in this order: ``score`` (one forward over the last tokens and the drafts), ``judge`` (each
+row's rule decides), ``commit`` (the cache is rolled back to what was decided). For several rounds in one call it calls
+``plan`` and ``note_rounds`` instead. Every call either succeeds or leaves the cache as it was.
 
 Shape legend: B rows, K longest draft, J positions of a row (K+1), P prompt tokens, V vocabulary.
 """
@@ -9,7 +14,6 @@ import sys
 from array import array
 from collections import abc
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,66 +23,33 @@ from fly.models.tokenizer import Tokenizer
 from fly.ops import depths, descend, sent, tree_mask, upload
 from fly.policies.verification import priced
 from fly.runtime.constraints import constrain
-from fly.runtime.executor import Batch, Drafted, DraftSpec, Executor, Given, RoundPlan, RoundRow, Rounds, Spent
+from fly.runtime.continuation import Continuation
+from fly.runtime.executor import Batch, Drafted, DraftSpec, Executor, Given, RoundPlan, RoundRow, Rounds
 from fly.runtime.request import Sequence, common_prefix
 from fly.runtime.sampling import BatchSampling
 from fly.runtime.states import HiddenStates
 from fly.types import Decision, Draft, Target
 
-__all__ = ["Continuation", "Drafter", "OnPrompt", "Runner"]
+__all__ = ["OnPrompt", "Runner"]
 
-OnPrompt = Callable[[Sequence, range, Tensor], None]  # numbers of prompt tokens, and the logits [P, V] they follow on
+OnPrompt = Callable[[Sequence, range, Tensor], None]  # which tokens of a prompt, and the logits [P, V] before each
 
-# How many tokens rounds of one call may emit beyond a round's own, which caches must have room for: so many, or else
-# fewer; and of all rows together no more than this.
+# For how many tokens of each row, beyond those of one round, caches reserve room before several rounds in one call: the
+# first of these numbers that fits. All rows together get at most ``_IN_ALL``.
 _AT_ONCE, _IN_ALL = (128, 32, 8, 1), 1024
 
 
-class Drafter(Protocol):
-    """The drafter in rounds that are taken in one call: a draft model with its cache, or a head of the target."""
-
-    @property
-    def executor(self) -> Executor: ...
-
-    @property
-    def states(self) -> HiddenStates | None:
-        """The target's hidden states that it needs, if any."""
-
-    def fits(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> bool:
-        """Whether there are free pages for so many tokens of each of ``rows``."""
-
-    def after(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
-        """The batch of what is not cached of ``rows``, with room for so many tokens of each in all. Raises
-        ``OutOfBlocks``; nothing was changed then."""
-
-    def given(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given | None:
-        """The hidden states that it needs for that batch."""
-
-    def drafted(self, row: Sequence, text: list[int]) -> None:
-        """This is cached of a row after the rounds."""
-
-
-class Continuation(NamedTuple):
-    """The proposal of a strategy that just continues each row with one model: token after token, most likely or drawn
-    as ``SingleDraft`` draws, up to the first that it is not sure of. Without a model, what ``spec.lookup`` copies."""
-
-    runner: Drafter | None
-    most: list[int]  # tokens a round, of each row
-    spec: DraftSpec = DraftSpec()
-    rounds: int = sys.maxsize  # after which the strategy is to be asked again
-    # Is told what the first round took, what the others did, and then what deciding an open block did.
-    report: Callable[[abc.Sequence[Spent]], None] | None = None
-
-
 class Runner:
-    """An executor with its own paged cache. It knows which tokens of each sequence are cached, and feeds the rest.
+    """An executor with its own paged cache. It knows which tokens of each row are cached, and feeds the others.
 
-    ``control_ids`` are the control tokens of its vocabulary (end-of-sequence, end-of-turn, other specials). Rows that
-    begin with the same tokens and have the same ``cache_salt`` share their pages, unless ``share`` is false. ``cache``
-    None is made later, when it is known how large all caches are to be (``reserve``).
+    One rule keeps the books: the cached tokens of a row are a prefix of its tokens. Between ``score`` and ``commit`` a
+    draft may follow that prefix. ``commit`` restores the rule by comparing tokens, whoever drafted them.
 
-    The one rule of bookkeeping: what is cached is a prefix of the row's tokens, and at times a speculation after it.
-    ``commit`` restores the rule, whatever was speculated and by whom, by comparing tokens.
+    Args:
+        executor: runs the model.
+        cache: its keys and values; None makes the cache later (``reserve``), once the sizes of all caches are known.
+        control_ids: the control tokens of its vocabulary (end-of-sequence, end-of-turn and the like).
+        share: whether rows that begin with the same tokens and have the same ``cache_salt`` share pages.
     """
 
     def __init__(
@@ -88,39 +59,41 @@ class Runner:
         if cache is not None:
             self.cache = cache
         self.executor, self.share = executor, share
-        self.tokenizer: Tokenizer | None = None  # of its model, where it is known
+        self.tokenizer: Tokenizer | None = None  # the model's, if it is known
         self.control_V = torch.zeros(executor.config.vocab_size, dtype=torch.bool, device=executor.device)
         self.control_V[sorted(set(control_ids))] = True
         self._cached: dict[int, list[int]] = {}
         self._trees: dict[int, tuple[int, list[int]]] = {}  # where a row's cached tree starts, and its parents
-        self.states: HiddenStates | None = None  # a model needs no hidden states of the target
+        self.states: HiddenStates | None = None  # none: a draft model needs no hidden states of the target
         self._watches: list[HiddenStates] = []
-        self._states: tuple[int, ...] = ()  # the layers that the executor is asked for, for all of them
+        self._states: tuple[int, ...] = ()  # the layers whose states the executor is asked for
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that its cache takes for one token."""
+        """Bytes of its cache for one token."""
         return PagedKVCache.bytes_per_token(self.executor.config, self.executor.dtype)
 
     @property
     def context(self) -> int:
-        """The most tokens of a text."""
+        """The most tokens that a text may have."""
         return self.executor.config.max_position_embeddings
 
     @property
     def allocator(self) -> BlockAllocator:
-        """The allocator of its cache."""
+        """The allocator of its cache's pages."""
         return self.cache.allocator
 
     def reserve(self, tokens: int | None = None, block_size: int | None = None) -> None:
-        """Make its cache, of so many tokens over all rows (``PagedKVCache.for_model``)."""
+        """Make its cache, for ``tokens`` tokens over all rows (``PagedKVCache.for_model``)."""
         self.cache = PagedKVCache.for_model(self.executor, tokens, block_size)
 
     def watch(self, layers: abc.Sequence[int]) -> HiddenStates:
-        """Keep hidden states of what is fed from now on, of rows that may be drafted for: after so many of the model's
-        layers each (0 is the embedding).
+        """Record hidden states of every token fed from now on, for rows that may be drafted for.
 
-        Raises ``ValueError`` if the executor gives none, or the model has not so many layers.
+        Args:
+            layers: after how many of the model's layers to record the residual stream; 0 is the embedding.
+
+        Raises ``ValueError`` if the executor gives no hidden states, or the model has fewer layers.
         """
         self.executor.check_states(layers)
         self._watches.append(HiddenStates(layers))
@@ -130,15 +103,15 @@ class Runner:
         return self._watches[-1]
 
     def pending(self, row: Sequence) -> int:
-        """Tokens of ``row`` that are not cached yet."""
+        """How many tokens of ``row`` are not cached yet."""
         return len(row.tokens) - len(self._cached.get(row.id, ()))
 
     def begin(self, row: Sequence) -> list[int]:
-        """The tokens of ``row`` that are cached. A new row starts with the pages that others have filled with the
-        beginning of its tokens (as far as these need not be fed: ``Sequence.shareable``)."""
+        """Return the cached tokens of ``row``. A new row adopts the pages that other rows filled with the same first
+        tokens, except for tokens that must be fed again (``Sequence.shareable``)."""
         if (cached := self._cached.get(row.id)) is None:
             allocator = self.cache.allocator
-            # another runner on the same cache may know it
+            # another runner on the same cache may hold the row already
             adopts = self.share and row.id not in allocator
             most = min([row.shareable, *(watch.begin(row) for watch in self._watches if row.k)])
             shared = allocator.adopt(row.id, row.tokens[:most], row.params.cache_salt) if adopts else 0
@@ -146,11 +119,11 @@ class Runner:
         return cached
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let ``child``, not seen before, start with all that ``parent`` has cached of its tokens; the last page is
-        shared until one of them writes to it."""
+        """Start ``child``, a new row, with the tokens that ``parent`` has cached. Both share the last page until one of
+        them writes to it."""
         cached = self._cached[parent.id]
         shared = min(common_prefix(cached, child.tokens), len(child.tokens) - 1)
-        if not shared:  # the parent lost its pages, and begins again
+        if not shared:  # the parent lost its pages and starts again
             return
         self.cache.allocator.fork(parent.id, child.id)
         self.cache.resize(child.id, shared)
@@ -165,19 +138,25 @@ class Runner:
         prefill: abc.Sequence[tuple[Sequence, int]] = (),
         note: OnPrompt | None = None,
     ) -> tuple[Target, Tensor]:
-        """The target's view of a block, and the raw logits [B, J, V] it was made from; the rest as for ``feed``."""
+        """Verify: one forward over the last tokens and the drafts. Return the target's view of the blocks, and the raw
+        logits [B, J, V] that it was made from. Arguments and errors as for ``feed``."""
         chains, trees = draft.chains, draft.trees
         raw_BJV, choices = self.feed(rows, chains, trees, prefill, note)
         if choices is not None and any(min(said) < 0 for said in choices):
-            choices = None  # of NaN, which matters only where a block comes to it: ``verify`` looks
-        missing = draft.shape[1] + 1 - raw_BJV.shape[1]  # a draft padded beyond its longest row
+            choices = None  # there is a NaN; ``verify`` finds out whether the decision depends on it
+        missing = draft.shape[1] + 1 - raw_BJV.shape[1]  # places of a draft that is padded beyond its longest row
         if missing:
             raw_BJV, choices = torch.cat([raw_BJV, raw_BJV[:, -1:].expand(-1, missing, -1)], dim=1), None
         logits_BJV = constrain(raw_BJV, rows, chains, trees, self.executor.numbers)
         return self.view(rows, logits_BJV, choices if logits_BJV is raw_BJV else None), raw_BJV
 
     def view(self, rows: abc.Sequence[Sequence], logits_BJV: Tensor, choices: list[list[int]] | None = None) -> Target:
-        """The target's view of a block, from its logits and, where they are known, the most likely tokens."""
+        """The target's view of the blocks.
+
+        Args:
+            logits_BJV: the target's logits after what each row asks for (penalties, bans, forms).
+            choices: the most likely token at each place, if the backend found them anyway.
+        """
         device = logits_BJV.device
         probs, greedy_B = None, None
         if not all(row.greedy for row in rows):
@@ -198,10 +177,10 @@ class Runner:
         )
 
     def judge(self, rows: abc.Sequence[Sequence], target: Target, draft: Draft, strategy: object) -> list[Decision]:
-        """``Executor.judge``, of what ``strategy`` drafted.
+        """Decide: let each row's own rule decide on its block (``Executor.judge``).
 
-        Raises ``ValueError`` for a row that a NaN leaves ``UNDECIDED``: it names the model, the strategy or the policy
-        that gave it.
+        Raises ``ValueError`` if a NaN leaves a row ``UNDECIDED``. The error names its source: the model, the
+        ``strategy`` or the policy.
         """
         decisions = self.executor.judge(rows, target, draft)
         for b, (row, decision) in enumerate(zip(rows, decisions)):
@@ -210,7 +189,7 @@ class Runner:
             if decision.next_token >= 0:
                 continue
             place = decision.path[-1] + 1 if len(decision.path) else 0
-            if (target.logits_BKV[b, place] == -torch.inf).all():  # a form without a way on, as its matcher will say
+            if (target.logits_BKV[b, place] == -torch.inf).all():  # the form allows nothing: its matcher raises
                 decisions[b] = decision._replace(next_token=0)
                 continue
             if target.logits_BKV[b, place].isnan().any():
@@ -230,32 +209,41 @@ class Runner:
         prefill: abc.Sequence[tuple[Sequence, int]] = (),
         note: OnPrompt | None = None,
     ) -> tuple[Tensor, list[list[int]] | None]:
-        """Run one forward over every row's uncached tokens and then its draft.
+        """Run one forward over the uncached tokens of every row and its draft after them.
 
-        ``parents`` makes trees of the drafts, as in ``Draft``: a token sees its ancestors, and stands at the position
-        after them. ``prefill`` names other rows, and how many more of their tokens are cached in the same forward.
-        ``note`` is given, for every row with prompt tokens to score, their numbers (``Sequence.scored``) and logits.
-        Returns logits [B, J, V], J = 1 + the longest draft: position 0 follows the row's last token, position j its
-        j-th drafted one; and the most likely token at each, if the backend found it anyway. Rows with shorter drafts
-        repeat their last position.
+        Args:
+            drafts: the drafted tokens of each row.
+            parents: of drafts that are trees, the parents of the tokens, as in ``Draft``. A token sees its ancestors,
+                and stands at the position after them.
+            prefill: further rows, and how many more of their tokens to cache in the same forward.
+            note: called for every row that wants its prompt scored, with the tokens' numbers (``Sequence.scored``) and
+                logits.
+
+        Returns logits [B, J, V] with J = 1 + the longest draft. Position 0 follows the row's last token, position j
+        follows the j-th drafted one. Rows with shorter drafts repeat their last position. Also the most likely token at
+        each position, if the backend found it anyway; else None.
 
         Raises:
             OutOfBlocks: the cache cannot hold the tokens of all rows; nothing was changed.
         """
+        # Pack: of each row the tokens that are not cached, then its draft; then the chunks of prompts.
         fed = [*rows, *(row for row, _ in prefill)]
-        strange = self._strange(fed)
+        unknown = self._unknown(fed)
         starts = [len(self.begin(row)) for row in fed]
         new = [row.tokens[start:] + draft for row, start, draft in zip(rows, starts, drafts)]
         new += [row.tokens[start : start + n] for (row, n), start in zip(prefill, starts[len(rows) :])]
         counts = [len(tokens) for tokens in new]
+        # In a tree a token sees its ancestors only, not all tokens before it.
         masks: list[Tensor | None] | None = None
         if parents is not None:
             trees = zip(rows, starts, parents)
             masks = [tree_mask(start, len(row.tokens), tree) if tree else None for row, start, tree in trees]
             masks += [None] * len(prefill)
-        batch = Batch.of(new, self._reserve(fed, starts, counts, masks, counts, strange))
+        batch = Batch.of(new, self._reserve(fed, starts, counts, masks, counts, unknown))
+        # Logits are wanted after each row's last token and each drafted one, and where a prompt is scored. If that is
+        # every packed token, in order, ``places`` stays None.
         longest = max(map(len, drafts), default=0)
-        places: list[int] | None = None  # all
+        places: list[int] | None = None
         prompts = [row.scored(start, count) for row, start, count in zip(fed, starts, counts)] if note else []
         even = all(len(draft) == longest == count - 1 for draft, count in zip(drafts, counts))
         if prefill or any(prompts) or not even:
@@ -273,17 +261,19 @@ class Runner:
             for row, count, tree in zip(rows, counts, parents):
                 end += count
                 batch.positions[end - len(tree) : end] = [len(row.tokens) + depth for depth in depths(tree)]
+        # The forward. After it, all that was fed is cached.
         scores = self.executor.score(batch, places, *([self._states] if self._states else []))
         logits_NV, argmax = scores.logits_NV, scores.argmax
         if scores.states_TF is not None:
             self._note(fed, starts, counts, scores.states_TF)
         for row, start, passed in zip(rows, starts, scores.layers or ()):
-            if row.generated and start == len(row.tokens) - 1:  # a round, and no prompt's forward
+            if row.generated and start == len(row.tokens) - 1:  # a round's forward, not a prompt's
                 row.stats.layers += passed
         for b, (row, added) in enumerate(zip(fed, new)):
             self._cached[row.id].extend(added)
             if parents is not None and b < len(rows) and parents[b]:
                 self._trees[row.id] = (len(row.tokens), parents[b])
+        # Logits of scored prompts come last.
         if note is not None and any(prompts):
             end = len(rows) * (longest + 1)
             for row, scored, logits_PV in zip(fed, prompts, logits_NV[end:].split([len(scored) for scored in prompts])):
@@ -296,7 +286,7 @@ class Runner:
         return logits_NV.unflatten(0, (len(rows), longest + 1)), choices
 
     def _note(self, rows: abc.Sequence[Sequence], starts: list[int], counts: list[int], states_TF: Tensor) -> None:
-        """Hand hidden states of the fed tokens to the drafters that need them."""
+        """Give hidden states of the fed tokens to the drafters that need them."""
         width = self.executor.config.hidden_size
         for watch in self._watches:
             own_TF = states_TF
@@ -315,20 +305,20 @@ class Runner:
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
     ) -> Drafted:
-        """What the model generates for every row, token after token (``Executor.extend``), up to ``most[b]`` (at least
-        1) or one that ends the row; all but that one are then cached. As ``feed`` and an argmax or a draw, again and
-        again. Or a tree of so many levels, of which nothing is cached then.
+        """Draft: let the model continue every row, token after token (``Executor.extend``), up to ``most[b]`` tokens
+        (at least 1) or one that ends the row. All but the last drafted token are cached then. With ``spec.tree`` it
+        drafts a tree of ``most[b]`` levels, which is not cached.
 
-        Raises ``OutOfBlocks`` where the cache has no room for all of it. Nothing was changed then.
+        Raises ``OutOfBlocks`` if the cache has no room for the whole draft; nothing was changed.
         """
         if not rows:
             return Drafted([])
-        strange = self._strange(rows)
+        unknown = self._unknown(rows)
         starts = [len(self.begin(row)) for row in rows]
         new = [row.tokens[start:] for row, start in zip(rows, starts)]
         counts = [len(tokens) for tokens in new]
         room = [count + (n - 1 if spec.tree is None else spec.tree.spare) for count, n in zip(counts, most)]
-        batch = Batch.of(new, self._reserve(rows, starts, counts, None, room, strange))
+        batch = Batch.of(new, self._reserve(rows, starts, counts, None, room, unknown))
         drafted = self.executor.extend(batch, spec, rows, most, sampling, seeds)
         for row, added, tokens, n in zip(rows, new, drafted.tokens, most):
             cached = self._cached[row.id]
@@ -345,17 +335,19 @@ class Runner:
         seconds: float = 0.0,
         hurry: array[int] | None = None,
     ) -> RoundPlan | None:
-        """Rounds of ``rows``, cached but for their last tokens, with room for as many as there is (``_AT_ONCE``).
+        """Plan several rounds in one call, and reserve room in the caches for them (``_AT_ONCE``).
 
         Args:
-            left: tokens that each row may still emit.
-            drafting: who drafts, and how many tokens a round; None: nobody. A text too long for the drafter goes on
-                without a draft.
-            seconds, hurry: as of ``RoundPlan``.
+            rows: rows of which all tokens but the last are cached.
+            left: how many tokens each row may still emit.
+            drafting: what drafts, and how many tokens in a round; None: nothing drafts. A text that is too long for
+                the drafter goes on without a draft.
+            seconds, hurry: when to stop (``RoundPlan``).
 
-        None where there is no room, or where executor and drafter do not go together (``Executor.joins``, vocabulary,
-        hidden states); nothing was changed then.
+        Returns None, and changes nothing, if there is no room, or if this executor cannot run rounds with that drafter
+        (``Executor.joins``; another vocabulary; other hidden states).
         """
+        # Can this executor run rounds with that drafter?
         drafting = drafting or Continuation(None, [0] * len(rows))
         k = [min(row.k, most) for row, most in zip(rows, drafting.most)]
         drafts = any(min(n, more - 1) > 0 for n, more in zip(k, left))
@@ -374,7 +366,8 @@ class Runner:
             spec = DraftSpec()
         context = sys.maxsize if drafter is None else drafter.executor.config.max_position_embeddings
         spare = 0 if spec.tree is None else spec.tree.spare
-        # Content that others may share is given up for it, but only once: what rounds do not use is free for the next.
+        # Reserve room for as many tokens as the pages allow. This may push out cached prefixes of ended rows, but only
+        # once: pages that these rounds do not use are free for the next ones.
         for ahead in (min(most, 1 + _IN_ALL // len(rows)) for most in _AT_ONCE):
             ends = [len(row.tokens) + min(more, n + ahead) for row, more, n in zip(rows, left, k)]
             rooms, draft_rooms = [end + spare for end in ends], [min(end, context) + spare for end in ends]
@@ -409,8 +402,8 @@ class Runner:
     def note_rounds(
         self, rows: abc.Sequence[Sequence], drafting: Continuation | None, plan: RoundPlan, ran: Rounds
     ) -> None:
-        """Note what is cached after rounds that were taken in one call: all of each row's text, and the last draft. Of
-        an open tree all tokens are, until ``commit`` knows which are kept."""
+        """Note what is cached after several rounds in one call: each row's text, and the last draft. An open tree is
+        cached as a whole; ``commit`` cuts it to the path that is kept."""
         for row, text, drafted in zip(rows, ran.texts, ran.draft_cached):
             self._cached[row.id] = text
             if drafting is not None and drafting.runner is not None and plan.drafter is not None:
@@ -422,27 +415,27 @@ class Runner:
                 self._trees[rows[b].id] = (len(ran.texts[b]) - len(parents), parents)
 
     def given(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given | None:
-        """Nothing: a model drafts by itself."""
+        """None: a draft model needs no hidden states of the target."""
         return None
 
     def drafted(self, row: Sequence, text: list[int]) -> None:
-        """This is cached of a row after rounds that were taken in one call."""
+        """Note that after several rounds in one call ``text`` is cached of a row."""
         self._cached[row.id] = text
 
     def fits(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> bool:
-        """Whether there are free pages for so many tokens of each of ``rows``."""
+        """Whether the cache has pages for ``rooms[b]`` tokens of each row."""
         allocator = self.cache.allocator
         return sum(allocator.missing(row.id, room) for row, room in zip(rows, rooms)) <= allocator.num_free
 
     def after(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
-        """The batch of what is not cached of ``rows``, with room for so many tokens of each in all. Raises
-        ``OutOfBlocks``; nothing was changed then."""
-        strange = self._strange(rows)
+        """The batch of the tokens of ``rows`` that are not cached, with room for ``rooms[b]`` tokens of each row in
+        all. Raises ``OutOfBlocks`` and changes nothing if there is no room."""
+        unknown = self._unknown(rows)
         starts = [len(self.begin(row)) for row in rows]
         counts = [len(row.tokens) - start for row, start in zip(rows, starts)]
-        return self._reserve(rows, starts, counts, None, [room - start for room, start in zip(rooms, starts)], strange)
+        return self._reserve(rows, starts, counts, None, [room - start for room, start in zip(rooms, starts)], unknown)
 
-    def _strange(self, rows: abc.Sequence[Sequence]) -> list[Sequence]:
+    def _unknown(self, rows: abc.Sequence[Sequence]) -> list[Sequence]:
         return [row for row in rows if row.id not in self._cached]
 
     def _reserve(
@@ -452,26 +445,27 @@ class Runner:
         counts: list[int],
         masks: list[Tensor | None] | None,
         room: list[int],
-        strange: list[Sequence],
+        unknown: list[Sequence],
     ) -> PagedBatch:
-        """The batch of every row's new tokens, with ``room`` for so many, or for none; ``strange`` rows were not known
-        before."""
+        """The batch of every row's new tokens, with ``room[b]`` slots after the cached ones. If the pages do not
+        suffice for all rows, none gets any, and ``unknown`` rows, which were not held before, are released."""
         try:
             for row, start, count in zip(rows, starts, room):
                 self.cache.resize(row.id, start + count)
         except BaseException:
-            self._give_back(rows, starts, strange)
+            self._give_back(rows, starts, unknown)
             raise
         return self.cache.batch([row.id for row in rows], starts, counts, masks)
 
-    def _give_back(self, rows: abc.Sequence[Sequence], starts: list[int], strange: list[Sequence]) -> None:
+    def _give_back(self, rows: abc.Sequence[Sequence], starts: list[int], unknown: list[Sequence]) -> None:
         for row, start in zip(rows, starts):
             self.cache.resize(row.id, start)
-        for row in strange:
+        for row in unknown:
             self.release(row)
 
     def commit(self, rows: Iterable[Sequence]) -> None:
-        """Roll the cache back to what is true of each row: a prefix of its tokens, all but the last at most."""
+        """Roll the cache back to each row's tokens: drafted tokens that were not kept leave it. At most all tokens but
+        the last stay cached, since the next forward must feed one."""
         for row in rows:
             if (cached := self._cached.get(row.id)) is None:
                 continue
@@ -492,7 +486,7 @@ class Runner:
                 self.cache.allocator.publish(row.id, cached, keep, row.params.cache_salt)
 
     def release(self, row: Sequence) -> None:
-        """Forget ``row`` and free its pages."""
+        """Free all pages of ``row``."""
         self._cached.pop(row.id, None)
         self._trees.pop(row.id, None)
         for watch in self._watches:

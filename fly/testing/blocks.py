@@ -38,23 +38,20 @@ __all__ = [
     "toy_vocabulary",
 ]
 
-TOLERANCE = 1e-5  # of a probability: float32 distributions, and bisection to 2^-24
-TICK = 2.0**-24  # the finest step of the engine's uniforms
+TOLERANCE = 1e-5  # for probabilities: distributions are float32, and bisection goes to 2^-24
+TICK = 2.0**-24  # the smallest step of the engine's uniform numbers
 
 P = TypeVar("P", bound=AcceptancePolicy)
-Outcome = tuple[int, int, list[int]]  # tokens accepted, the next token, and a code for each token that was drafted
+Outcome = tuple[int, int, list[int]]  # accepted tokens, the next token, and a code for each drafted token
 
-
-_TEXTS = [b" word", b"7", b"\n", b"Name", b"(", b" "]  # of the first tokens
-
-
-_MARKERS = 3  # that a rule may look for
+_TEXTS = [b" word", b"7", b"\n", b"Name", b"(", b" "]  # the texts of the first tokens
+_MARKERS = 3  # the most markers of a rule
 
 
 @lru_cache
 def toy_vocabulary(size: int, markers: tuple[str, ...] = ()) -> Vocabulary:
-    """``size`` tokens of several kinds: first the ``markers``, the last one a control token. Every text is some token,
-    since a rule may look for one that only real vocabularies have."""
+    """``size`` tokens of several kinds: first the ``markers``, and last a control token. Every text is one of the
+    tokens, since a rule may ask for a text that only real vocabularies have."""
     marked = [marker.encode() for marker in markers]
     spelled = [*marked, *_TEXTS, *(f" w{number}".encode() for number in range(size))][: size - 1] + [b"<end>"]
 
@@ -65,8 +62,8 @@ def toy_vocabulary(size: int, markers: tuple[str, ...] = ()) -> Vocabulary:
 
 
 def markers_of(rule: object) -> tuple[str, ...]:
-    """Texts that a rule may look for in what it is shown, so that blocks can hold them: parameters that are texts, of
-    its parts too, and what is written in the methods of a user's own class."""
+    """The texts that a rule may look for, so that blocks can hold them: text parameters of the rule and its parts, and
+    texts in the methods of a user's own class."""
     found: list[str] = []
     pending: list[Any] = [rule]
     kinds: dict[type, None] = {}
@@ -88,7 +85,7 @@ def markers_of(rule: object) -> tuple[str, ...]:
 
 
 def _written(method: object) -> Iterator[str]:
-    """Texts in the code of a method, and module-level ones that it names."""
+    """The texts in the code of a method, and the module's texts that it names."""
     function = method.fget if isinstance(method, property) else getattr(method, "func", method)
     if not inspect.isfunction(function) or re.fullmatch("__(?!post_init).*__", function.__name__):
         return
@@ -105,10 +102,10 @@ def _written(method: object) -> Iterator[str]:
 
 
 def bound(policy: P, target: Target) -> P:
-    """``policy``, bound to a vocabulary as large as the target's that has its markers."""
+    """``policy``, bound to a vocabulary of the target's size that has the policy's markers."""
     try:
         markers = _markers(policy)
-    except TypeError:  # of one that holds a list, and cannot be hashed
+    except TypeError:  # a policy that holds a list cannot be hashed
         markers = markers_of(policy)
     return policy.bind(toy_vocabulary(target.logits_BKV.shape[-1], markers))
 
@@ -128,23 +125,23 @@ class Case:
         return verify(bound(policy, self.target), self.target, self.draft, self.noise)
 
     def chances(self, policy: AcceptancePolicy) -> Tensor:
-        """[B, K] float, its ``accept_probs``: yes and no are 1 and 0."""
+        """[B, K] float, the ``accept_probs`` of a policy; yes and no are 1 and 0."""
         return bound(policy, self.target).chances(self.target, self.draft).float()
 
     def correction(self, policy: AcceptancePolicy, j: int) -> Tensor:
-        """[B, V], its ``correction`` where token ``j`` was rejected."""
+        """[B, V], the ``correction`` of a policy after token ``j`` was rejected."""
         at_B = torch.full((len(self.numbers),), j)
         return bound(policy, self.target).correction(self.target, self.draft, at_B)
 
     def outcomes(self, policy: AcceptancePolicy) -> list[Outcome]:
-        """What becomes of each row."""
+        """The outcome of each row under a policy."""
         verdict = self.verdict(policy)
         why = [codes[:n] for codes, n in zip(verdict.why_BK.tolist(), self.draft.lengths_B.tolist())]
         return list(zip(verdict.accepted_B.tolist(), verdict.next_token_B.tolist(), why))
 
     @property
     def numbers(self) -> range:
-        """Of the rows."""
+        """The numbers of the rows."""
         return range(len(self.draft.lengths_B))
 
     def reversed(self) -> Case:
@@ -153,7 +150,7 @@ class Case:
         return Case(self.target.rows(order), self.draft.rows(order), self.noise.rows(order))
 
     def alone(self, b: int, padding: int = 0) -> Case:
-        """Row ``b`` by itself, with ``padding`` columns to the right of it that hold other content."""
+        """Row ``b`` alone, with ``padding`` further columns on the right that hold other content."""
         index_B, n = torch.tensor([b]), int(self.draft.lengths_B[b])
         t, d, z = self.target.rows(index_B), self.draft.rows(index_B), self.noise.rows(index_B)
         columns = torch.arange(n + padding).clamp_max(max(n - 1, 0))
@@ -167,8 +164,8 @@ class Case:
         return Case(target, Draft(tokens, d.lengths_B, draft_probs), Noise(coins, z.sample_B))
 
     def cut(self, first: int, last: int) -> Case:
-        """The tokens ``first`` to ``last`` of every draft by themselves, as if nothing followed; for the place after
-        them the target's output at ``last`` is repeated."""
+        """The tokens ``first`` to ``last`` of every draft, as if nothing else was drafted. The target's output at
+        ``last`` is repeated for the place after them."""
         t, d, columns, places = self.target, self.draft, slice(first, last + 1), [*range(first, last + 1), last]
         target_probs = None if t.all_greedy else t.probs_BKV[:, places]
         target = t.about(torch.tensor(self.numbers), t.logits_BKV[:, places], target_probs)
@@ -178,7 +175,7 @@ class Case:
         return Case(target, draft, Noise(self.noise.accept_BK[:, columns], self.noise.sample_B))
 
     def show(self, b: int = 0) -> str:
-        """A row in one line: all of it, if it is short."""
+        """A row in one line; a short one completely."""
         n = int(self.draft.lengths_B[b])
         kind = "temperature 0" if bool(self.target.greedy_B[b]) else "sampled"
         parts = [f"{kind}, draft {self.draft.tokens_BK[b, :n].tolist()}"]
@@ -227,7 +224,7 @@ def block(seed: int, rows: int = 4, longest: int = 9, vocab: int = 6, temperatur
 
 
 def cases(count: int = 12) -> list[Case]:
-    """Small ones first, so that the first to fail makes a small counterexample."""
+    """Random blocks, small ones first, so that the first failure is a small counterexample."""
     return [
         block(seed, 1 + seed % 5, 1 + 11 * seed // max(count - 1, 1), 3 + seed % 4, (0.0, 1.0, None)[seed % 3])
         for seed in range(count)
@@ -235,11 +232,11 @@ def cases(count: int = 12) -> list[Case]:
 
 
 def require_equal(case: Case, how: str, expected: list[Outcome], other: str, found: list[Outcome]) -> None:
-    """Raise ``ConformanceError`` at the first row with another outcome than expected."""
+    """Raise ``ConformanceError`` for the first row whose outcome differs from the expected one."""
     for b, (one, two) in enumerate(zip(expected, found)):
         require(one == two, f"row {b} {how} gives (accepted, next, why) {one}, {other} {two}: {case.show(b)}")
 
 
 def rounded(values: Tensor) -> str:
-    """Numbers [...] with four decimals, as a list is written."""
+    """Numbers [...] with four decimals, written as a list."""
     return str([[round(v, 4) for v in row] if isinstance(row, list) else round(row, 4) for row in values.tolist()])

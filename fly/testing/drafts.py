@@ -1,10 +1,10 @@
-"""The conformance kit of draft strategies: checks any of them, on a laptop, against the contract of ``DraftStrategy``.
+"""The conformance kit of draft strategies: it checks, on a laptop, that a strategy keeps its contract.
 
     from fly.testing import check_draft
     print(check_draft(MyDraft))              # raises ConformanceError naming the fault and a small counterexample
 
-The strategy drafts for a toy target, a random model of its vocabulary, as the engine and a level above would use it:
-batches, rows that end, rolled-back speculation, forks, full caches.
+The strategy drafts for a toy target, a random model with its vocabulary. It meets what an engine and a level above do:
+batches, rows that end, rejected drafts, forks, full caches.
 
 Shape legend: B rows, K longest draft, V vocabulary.
 """
@@ -37,8 +37,8 @@ from fly.types import SamplingParams
 
 __all__ = ["DRAFT_CHECKS", "check_draft"]
 
-_LONGEST = 4096  # tokens of a row to which a strategy's context is tried out
-_EVENTS = {"keep none": 0, "keep two": 2, "keep all": 2**31, "give up": 0, "fork": 0}  # and how many tokens stand
+_LONGEST = 4096  # a longer context is not filled with a row
+_EVENTS = {"keep none": 0, "keep two": 2, "keep all": 2**31, "give up": 0, "fork": 0}  # with how many tokens are kept
 
 
 def check_draft(
@@ -52,19 +52,19 @@ def check_draft(
     """Run every check of the kit on a draft strategy; ``advance`` is called after each.
 
     Args:
-        strategy: a function (or class) that makes a fresh one, or an unused one, which is copied (its models' weights
-            are shared). Models should be in float32: in coarser dtypes, rounding looks like a dependence on the batch.
-        learns: whether it remembers past texts and other rows on purpose, so that its proposals may depend on them;
-            they must be valid all the same. None is the strategy's own attribute ``learns``.
-        target: the target; None is a random Llama of two layers over the strategy's vocabulary, or of the sizes that it
-            is made for.
+        strategy: a class or function that makes a fresh strategy, or an unused strategy, which is copied (the copies
+            share its models). Models should be in float32: in coarser dtypes, rounding depends on the batch.
+        learns: whether its proposals may depend on past texts and other rows, which it remembers on purpose. They must
+            still be valid. None takes the strategy's attribute ``learns``.
+        target: the target; None for a random Llama of two layers with the strategy's vocabulary, or of the sizes that
+            its draft head needs.
 
     Raises ``ConformanceError`` with the whole report if a check fails, unless ``raises`` is False.
     """
     kit = DraftKit.of(strategy, learns, target)
     report = Report(kit.name)
     with torch.inference_mode():
-        if undeclared := _undeclared(kit):  # nothing else that could be found out would be of interest
+        if undeclared := _undeclared(kit):  # all other findings would follow from this one
             report.findings.append(Finding("vocabulary", False, undeclared))
         else:
             run_checks(report, DRAFT_CHECKS, kit, advance)
@@ -72,15 +72,15 @@ def check_draft(
 
 
 def _undeclared(kit: DraftKit) -> str:
-    """What shows that a strategy without ``vocab_size`` should state one; empty where nothing does."""
-    if kit.stage().strategy.vocab_size is not None or kit.learns:  # some state it once they are attached
+    """Evidence that a strategy without ``vocab_size`` needs one; empty if there is none."""
+    if kit.stage().strategy.vocab_size is not None or kit.learns:  # it may be set in ``attach``
         return ""
     for rows, max_len in kit.batches():
         try:
             draft = kit.stage().draft(rows, max_len)
             width = kit.vocab if draft.probs_BKV is None else draft.probs_BKV.shape[-1]
             unseen = sorted({token for row, ids in zip(rows, draft.chains) for token in {*ids} - {*row.tokens}})
-        except Exception:  # the checks say what is wrong with it
+        except Exception:  # the checks will find it
             return ""
         wide = width != kit.vocab
         found = f"claims distributions over {width} tokens" if wide else f"drafted {unseen[:5]}"
@@ -93,14 +93,15 @@ def _undeclared(kit: DraftKit) -> str:
 
 
 def check_shapes_and_ranges(kit: DraftKit) -> str:
-    """Lengths within what was asked, shapes and dtypes as in ``Draft``, ids of the vocabulary, padding included."""
+    """Drafts are no longer than asked, have the shapes and dtypes of ``Draft``, and ids of the vocabulary only (padding
+    included)."""
     found = [p for rows, max_len in kit.batches() for p in _valid(kit, kit.stage(), rows, max_len)]
     drafted = sum(len(p.tokens) for p in found)
     return f"{drafted} tokens drafted for {len(found)} rows" if drafted else "note: nothing was drafted for any row"
 
 
 def _valid(kit: DraftKit, stage: Stage, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[Proposal]:
-    """What is proposed. Raises ``ConformanceError`` for a draft that is none."""
+    """The strategy's proposals. Raises ``ConformanceError`` if they are no valid draft."""
     draft = stage.draft(rows, max_len)
     tokens, lengths, probs, longest = draft.tokens_BK, draft.lengths_B, draft.probs_BKV, draft.tokens_BK.shape[-1]
     asked = "; ".join(Proposal(row, most, [], None, None).asked for row, most in zip(rows, max_len))
@@ -163,7 +164,7 @@ def check_nothing_after_an_end(kit: DraftKit) -> str:
     ended = 0
     for rows, max_len in kit.batches():
         firsts = kit.fresh(rows, max_len)
-        for others in ((), range(2, kit.vocab, 2)):  # what was drafted first as the only end, and as one of many
+        for others in ((), range(2, kit.vocab, 2)):  # the first drafted token is the only end, or one of many
             ends = [{"stop_token_ids": tuple(sorted({*p.tokens[:1], *others}))} for p in firsts]
             again = [kit.row(row.tokens, row.params.model_copy(update=end), row.seed) for row, end in zip(rows, ends)]
             for p in kit.fresh(again, max_len):
@@ -201,13 +202,13 @@ def check_no_hidden_randomness(kit: DraftKit) -> None:
     """The same row and seed give the same draft, whatever the global generators and the row's id, and however often it
     is asked.
 
-    At temperature 0 the seed does not matter either. One that learns may propose more or fewer of the same tokens.
+    At temperature 0 the seed does not matter either. A strategy that learns may propose more or fewer of the tokens.
     """
     for rows, max_len in kit.batches():
         stage = kit.stage()
         first, second = seeded(1, lambda: [stage.propose(rows, max_len) for _ in range(2)])  # noqa: B023
         lengths = [min(len(one.tokens), len(other.tokens)) for one, other in zip(first, second)]
-        if kit.learns:  # of speed, say: it may propose more or less, but not other tokens
+        if kit.learns:  # it may change the length of a draft, but not its tokens
             first, second = ([p.cut(n) for p, n in zip(found, lengths)] for found in (first, second))
         compare(second, first, "asked again it")
         copies = [kit.row(row.tokens, row.params, row.seed + 99 * row.greedy) for row in rows]
@@ -229,7 +230,7 @@ def check_row_alone_equals_row_in_batch(kit: DraftKit) -> str:
 
 def check_rolled_back_equals_fresh(kit: DraftKit) -> str:
     """After any history of accepted and rejected drafts, steps given up, and forks, it proposes what a fresh strategy
-    would. One that learns may propose anything, if it is a draft."""
+    would. A strategy that learns may propose any valid draft."""
     rng = random.Random(0)
     histories = [[event] for event in _EVENTS] + [rng.choices(list(_EVENTS), k=5) for _ in range(6)]
     for temperature, history in itertools.product((0.0, 1.0), histories):
@@ -247,9 +248,9 @@ def _play(
     kit: DraftKit, stage: Stage, event: str, rows: list[Sequence], max_len: list[int], rng: random.Random
 ) -> None:
     """One event in the life of ``rows``."""
-    if event == "give up":  # as the engine does when a step fails
+    if event == "give up":  # the engine gives a draft up when a step fails
         stage.draft(rows, max_len)
-    elif event == "fork":  # as a level above does that tries two ways on
+    elif event == "fork":  # a level above tries two continuations
         for _ in range(2):
             forks = [row.fork(Exact(), row.seed + 1) for row in rows]
             for fork in forks:
@@ -265,7 +266,7 @@ def check_release_frees_all(kit: DraftKit) -> str:
     rows = [kit.row(text, (0.0, 1.0)[b % 2], b) for b, text in enumerate(kit.texts(6))]
     gone, left, max_len = rows[:3], rows[3:], [4] * len(rows)
     stage = kit.stage()
-    stage.release(rows[:1])  # a row that it never saw
+    stage.release(rows[:1])  # it has not seen this row yet
     stage.round(rows, max_len, 2, 0)
     stage.draft(rows, max_len)
     stage.release(gone)
@@ -340,7 +341,7 @@ def check_full_caches(kit: DraftKit) -> str:
 
 
 def check_speculation_equals_autoregression(kit: DraftKit) -> str:
-    """With the exact rule the greedy texts of a batch are the target's own, and sampled ones do not depend on it."""
+    """With the exact rule, greedy texts are the target's own, and sampled texts do not depend on the batch."""
     prompts = kit.texts(6)
     llm, ks = make_llm(kit.model, kit.make()), [1 + number % 6 for number in range(len(prompts))]
     plain = SamplingParams(temperature=0.0, max_tokens=24)

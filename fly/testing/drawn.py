@@ -1,8 +1,8 @@
-"""The checks of a draft strategy that concern chance: what is drawn has the distribution that is claimed, and uses no
-randomness twice.
+"""Checks of the randomness of a draft strategy: tokens come from the distribution that it claims, and no randomness is
+used twice.
 
-That is tested over many seeds, by sums of squares over the claimed distributions. The seeds are fixed, so a verdict
-repeats; the threshold is such that a right strategy fails in one of a billion.
+These are chi-square tests over many seeds. The seeds are fixed, so that results repeat. A correct strategy fails one
+comparison with a probability of 1e-9.
 
 Shape legend: N samples, V vocabulary, G groups of tokens.
 """
@@ -21,15 +21,15 @@ from fly.testing.stage import APART, PARAMS, DraftKit, Proposal
 
 __all__ = ["chance", "check_claimed_distribution", "check_independent_of_the_verdict", "check_rounds_are_independent"]
 
-_CHANCE = 1e-9  # of a right strategy to fail one comparison
-_GROUPS = 6  # of tokens, and of noise, whose dependence is looked for
+_CHANCE = 1e-9  # the probability that a correct strategy fails one comparison
+_GROUPS = 6  # groups of tokens, and of noise, that are tested for dependence
 
 
 def check_claimed_distribution(kit: DraftKit) -> str:
-    """Claimed distributions are distributions, drafted tokens have mass in them, and over many seeds are drawn from
-    them.
+    """Claimed distributions are distributions in which drafted tokens have mass, and over many seeds the tokens are
+    drawn from them.
 
-    What is drawn at random must claim its distribution; how much is drafted must not depend on what was drawn.
+    Tokens that are drawn must have a claimed distribution, and the length of a draft must not depend on them.
     """
     for p in (p for batch in kit.batches() for p in kit.fresh(*batch)):
         for j, (token, probs_V) in enumerate(zip(p.tokens, () if p.probs_KV is None else p.probs_KV)):
@@ -67,7 +67,7 @@ def check_claimed_distribution(kit: DraftKit) -> str:
 
 
 def check_rounds_are_independent(kit: DraftKit) -> str:
-    """What is drawn with one seed at two positions is independent: no round repeats the randomness of another."""
+    """Tokens drawn with one seed at two positions are independent: no round repeats the randomness of another."""
     here, there = kit.drawn(0), kit.drawn(0, more=2)
     chances = []
     for which, proposals, j in (
@@ -84,7 +84,7 @@ def check_rounds_are_independent(kit: DraftKit) -> str:
 
 
 def check_independent_of_the_verdict(kit: DraftKit) -> str:
-    """What is drawn is independent of the coins and the draw that the verdict on it will use."""
+    """Drawn tokens are independent of the coins and the draw of their own verdict."""
     proposals = kit.drawn(0)
     seeds_N, positions_N = torch.tensor([(p.row.seed, len(p.row.tokens)) for p in proposals]).unbind(1)
     chances = []
@@ -102,7 +102,7 @@ def check_independent_of_the_verdict(kit: DraftKit) -> str:
 
 
 class _Drawn(NamedTuple):
-    """What was drawn at one place of some proposals."""
+    """The tokens that were drawn at one place of some proposals."""
 
     tokens_N: Tensor
     probs_NV: Tensor  # claimed, float64
@@ -110,7 +110,7 @@ class _Drawn(NamedTuple):
 
 
 def _drawn_at(proposals: abc.Sequence[Proposal], j: int) -> _Drawn | None:
-    """What was drawn as token ``j``; None where none was."""
+    """The tokens drawn as number ``j``; None if there are none."""
     at = [i for i, p in enumerate(proposals) if p.drew(j)]
     if not at:
         return None
@@ -120,7 +120,7 @@ def _drawn_at(proposals: abc.Sequence[Proposal], j: int) -> _Drawn | None:
 
 
 def _likely(found: float, what: str, rest: str) -> float:
-    """The chance ``found``. Raises ``ConformanceError`` where it is too small to have come about by chance."""
+    """The chance ``found``. Raises ``ConformanceError`` if it is too small for an accident."""
     require(found >= _CHANCE, f"{what} (chance {found:.0e}){rest}")
     return found
 
@@ -136,8 +136,7 @@ def _groups(mass_V: Tensor) -> Tensor:
 
 
 def _dependence(bins_N: Tensor, drawn: _Drawn) -> float:
-    """The chance that tokens drawn from their distributions, whatever their bins (0 to 5), fall on the bins as these
-    did."""
+    """The p-value of the hypothesis that tokens are independent of the bins (0 to 5) that they fall into."""
     groups_V = _groups(drawn.probs_NV.sum(0))
     probs_NG = drawn.probs_NV.new_zeros(len(bins_N), _GROUPS).index_add_(1, groups_V, drawn.probs_NV)
     expected_GG = drawn.probs_NV.new_zeros(_GROUPS, _GROUPS).index_add_(0, bins_N, probs_NG)
@@ -146,16 +145,15 @@ def _dependence(bins_N: Tensor, drawn: _Drawn) -> float:
 
 
 def chance(observed_G: Tensor, expected_G: Tensor) -> float:
-    """Chance of counts [G] at least as far from the expected ones, by Pearson's chi-square; rare outcomes count
-    together.
+    """The p-value of counts [G] by Pearson's chi-square test, in which rare outcomes are counted together.
 
-    The expected counts may be sums over draws with different distributions, which makes the true chance larger only.
+    The expected counts may be sums over draws with different distributions: the true p-value is then larger.
     """
     expected, order = expected_G.sort()
     observed = observed_G[order]
     if bool(((expected == 0) & (observed > 0)).any()):
         return 0.0
-    # Cells of at least 25 expected counts: below, the tail of the chi-square is too thin for chances this small.
+    # A cell has at least 25 expected counts: with fewer, the chi-square tail is too thin for such small p-values.
     rare = expected < 25
     together = -1 - (torch.where(rare, expected, 0.0).cumsum(0) / 25).long()
     cells, cell = torch.where(rare, together, torch.arange(len(expected))).unique(return_inverse=True)

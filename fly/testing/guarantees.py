@@ -1,8 +1,9 @@
-"""Whether an acceptance policy keeps the guarantee that it declares, on chains and on trees: exact sums, no samples.
+"""Does a policy keep the guarantee that it declares, on chains and on trees? Computed by exact sums, without samples.
 
-The verdict on a block is a step function of its noise; its steps are found by bisection, the unit cube falls into cells
-on which the verdict is constant, and the distribution of what is emitted is a sum over all drafts of one shape and all
-cells. It is compared with the target's distribution over all strings of D+1 tokens (docs/explanation/losslessness.md).
+The verdict on a block is a step function of its noise. The steps are found by bisection; they divide the unit cube into
+cells on which the verdict is constant. The distribution of the emitted tokens is then a sum over all drafts of one
+shape and over all cells. It is compared with the target's distribution over all strings of D + 1 tokens
+(docs/explanation/losslessness.md).
 
 Shape legend: B rows, N drafts, K drafted tokens, M = K + 1 places a token can follow (0 is the row's last token, j + 1
 the drafted token j), D longest path, V vocabulary, A = K + 1 axes of noise (K coins and one draw), L lines along an
@@ -92,11 +93,11 @@ def check_trees(policy: AcceptancePolicy) -> str:
     return f"lossless: exact sum over trees of up to 3 tokens (largest gap {worst:.1e})"
 
 
-# ------------------------------------------------------------------------------------------ what may be wrong with it
+# ------------------------------------------------------------------------------- likely faults of a rule
 
 
 def _suspicions(policy: AcceptancePolicy) -> list[str]:
-    """What may be wrong with a rule that is not lossless: each an experiment on random blocks."""
+    """The likely faults of a rule that is not lossless, each found by an experiment on random blocks."""
     found: list[str] = []
     for seed in range(24):
         case = block(seed, 4, 5, 4, 1.0)
@@ -135,14 +136,14 @@ def _suspicions(policy: AcceptancePolicy) -> list[str]:
 
 
 def _keeps_the_excluded(policy: AcceptancePolicy, case: Case) -> bool:
-    """Whether a coin of 0 keeps more than the next larger one."""
+    """Whether a coin of 0 keeps more than the smallest positive one."""
     coins = (torch.full_like(case.noise.accept_BK, coin) for coin in (0.0, TICK))
     lowest, following = (replace(case, noise=replace(case.noise, accept_BK=coin)).verdict(policy) for coin in coins)
     return bool((lowest.accepted_B > following.accepted_B).any())
 
 
 def _corrects_otherwise(policy: AcceptancePolicy, target: Target, draft: Draft) -> bool:
-    """Whether a correction has another distribution than the exact rule's, where a token can be rejected at all."""
+    """Whether a correction's distribution differs from the exact rule's, where a token can be rejected."""
     rows, longest = draft.shape
     for j in range(longest):
         own_BV, exact_BV = (rule.correction(target, draft, torch.full((rows,), j)) for rule in (policy, Exact()))
@@ -158,7 +159,7 @@ def _corrects_otherwise(policy: AcceptancePolicy, target: Target, draft: Draft) 
 
 @dataclass(frozen=True)
 class _Divergence:
-    """How the distribution of D+1 tokens differs from the target's."""
+    """How the distribution of D + 1 tokens differs from the target's."""
 
     gap: float  # largest difference of any string's probability
     total: float  # total variation distance; at temperature 0 the share of drafts that change the text
@@ -167,9 +168,9 @@ class _Divergence:
 
 
 def _chains(policy: AcceptancePolicy) -> Iterator[_Divergence]:
-    """Comparisons on chains from the smallest to the largest: the first that fails is a small counterexample."""
+    """Comparisons on chains, small ones first, so that the first failure is a small counterexample."""
     markers = range(len(markers_of(policy)))
-    for last in (*markers, -1) if markers else (0,):  # texts that hold one marker, and one that holds none
+    for last in (*markers, -1) if markers else (0,):  # texts with each marker, and one without
         for longest, vocab in ((1, 3), (2, 3), (3, 3), (11, 2)):
             yield from _greedy(policy, longest, vocab, last % vocab)
         for longest, vocab, seeds in ((1, 2, 24), (1, 3, 6), (2, 2, 4), (2, 3, 3), (3, 2, 3), (3, 3, 1)):
@@ -178,12 +179,14 @@ def _chains(policy: AcceptancePolicy) -> Iterator[_Divergence]:
 
 
 class _Drafts:
-    """Every draft of one shape, and where its places stand in tables."""
+    """All drafts of one shape, with the index of each of their places in tables."""
 
     def __init__(self, parents: list[int], vocab: int) -> None:
         self.tokens_NK = torch.tensor(list(itertools.product(range(vocab), repeat=len(parents))))
         self.depths = [0, *(depth + 1 for depth in depths(parents))]  # of each place
-        self.numbers = [torch.zeros(len(self.tokens_NK), dtype=torch.int64)]  # [N] of each place: of the prefix there
+        self.numbers = [
+            torch.zeros(len(self.tokens_NK), dtype=torch.int64)
+        ]  # for each place, the prefixes' numbers [N]
         for parent, tokens_N in zip(parents, self.tokens_NK.unbind(1)):
             self.numbers.append(self.numbers[parent + 1] * vocab + tokens_N)
 
@@ -194,8 +197,7 @@ class _Drafts:
 
 def _greedy(policy: AcceptancePolicy, longest: int, vocab: int, last: int) -> Iterator[_Divergence]:
     """At temperature 0 the emitted tokens must be the target's argmax path, for every chain of ``longest`` tokens.
-
-    ``total`` is the share of all drafts that change the text.
+    ``total`` is the share of drafts that change the text.
     """
     generator = torch.Generator().manual_seed(longest)
     drafts = _Drafts(list(range(-1, longest - 1)), vocab)
@@ -217,8 +219,8 @@ def _greedy(policy: AcceptancePolicy, longest: int, vocab: int, last: int) -> It
 def _sampled(
     policy: AcceptancePolicy, parents: list[int], vocab: int, seed: int, tree: bool = False, last: int = 0
 ) -> Iterator[_Divergence]:
-    """Emitted against target distribution for one table, after a text of the token ``last``: with a draft that was
-    drawn (siblings independently from one distribution), and with every certain draft (of different siblings)."""
+    """Compare the emitted distribution with the target's for one table, after a text that is the token ``last``: for a
+    drawn draft (siblings independently from one distribution), and for every certain draft with different siblings."""
     drafts = _Drafts(parents, vocab)
     tokens_NK, longest = drafts.tokens_NK, max(drafts.depths)
     logits, targets, claims = _tables(longest, vocab, seed)
@@ -230,8 +232,8 @@ def _sampled(
     wanted = _continuations(targets, 0, 0)
 
     def emitted(draft: Draft, rows_N: Tensor) -> Tensor:
-        """[rows, V^(D+1)] distribution of D+1 tokens after some drafts: those that the verdict emits, the rest by the
-        target; exact over all noise."""
+        """[rows, V^(D+1)] the distribution of D + 1 tokens after some drafts: the emitted tokens, continued by the
+        target; an exact sum over all noise."""
         found = torch.zeros(len(rows_N), len(wanted), dtype=torch.float64)
         for b, volume, place, token in _cells(policy, target.rows(rows_N), draft.rows(rows_N)):
             prefix = int(drafts.numbers[place][rows_N[b]]) * vocab + token
@@ -283,8 +285,8 @@ def _tables(longest: int, vocab: int, seed: int) -> tuple[list[Tensor], list[Ten
 
 
 def _continuations(table: list[Tensor], length: int, number: int) -> Tensor:
-    """[V^(D + 1 - length)] float64: the probability of every string of D+1 tokens that goes on from a prefix of
-    ``length`` tokens, given that prefix."""
+    """[V^(D + 1 - length)] float64: the probability of every string of D + 1 tokens, given its prefix of ``length``
+    tokens."""
     joint = torch.ones(1, dtype=torch.float64)
     for after in table[length:]:
         joint = (joint.unsqueeze(1) * after[number * len(joint) : (number + 1) * len(joint)].double()).reshape(-1)
@@ -292,7 +294,7 @@ def _continuations(table: list[Tensor], length: int, number: int) -> Tensor:
 
 
 def _cells(policy: AcceptancePolicy, target: Target, draft: Draft) -> list[tuple[int, float, int, int]]:
-    """``(row, volume, place, next token)`` of every cell of the noise cube on which a row's verdict is constant."""
+    """``(row, volume, place, next token)`` for every cell of the noise on which a row's verdict is constant."""
     edges: dict[tuple[int, int], set[float]] = defaultdict(lambda: {0.0, 1.0})
     for b, axis, step in _steps(policy, target, draft):
         edges[b, axis].add(step)
@@ -309,14 +311,14 @@ def _cells(policy: AcceptancePolicy, target: Target, draft: Draft) -> list[tuple
 
 
 def _axes(draft: Draft) -> range:
-    """Of noise: a coin for each token, and the draw last."""
+    """The axes of noise: a coin for each token, then the draw."""
     return range(draft.shape[1] + 1)
 
 
 def _evaluate(
     policy: AcceptancePolicy, target: Target, draft: Draft, rows_P: Tensor, noise_PA: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """[P] places that the next tokens follow, and the next tokens, of some rows under a point of noise each."""
+    """[P] the place that the next token follows, and the next token, for rows that each have a point of noise."""
     noise_PA = noise_PA.float().clamp_max(1 - TICK)
     verdict = verify(
         bound(policy, target), target.rows(rows_P), draft.rows(rows_P), Noise(noise_PA[:, :-1], noise_PA[:, -1])
@@ -327,10 +329,10 @@ def _evaluate(
 
 
 def _steps(policy: AcceptancePolicy, target: Target, draft: Draft) -> set[tuple[int, int, float]]:
-    """Row, axis of noise and place on it wherever a verdict changes, to 2^-24: found on a grid, refined by bisection.
+    """Where verdicts change, as (row, axis of noise, position on it) to 2^-24: found on a grid, refined by bisection.
 
-    An axis is scanned with the other coins at both ends (accepting and rejecting), which shows every step of rules
-    whose thresholds do not depend on other coins; all published ones are such.
+    An axis is scanned with the other coins at both ends (accepting and rejecting). This shows every step of a rule
+    whose thresholds do not depend on other coins, as those of all published rules.
     """
     axes, ends = _axes(draft), [0.0, 1 - TICK]
     lines = [
@@ -342,15 +344,17 @@ def _steps(policy: AcceptancePolicy, target: Target, draft: Draft) -> set[tuple[
     corner_LA = torch.tensor([corner for _, _, corner in lines], dtype=torch.float64)
 
     def outcomes(line_P: Tensor, at_P: Tensor) -> Tensor:
-        """[P] codes of the verdicts on points of lines."""
+        """[P] a code of the verdict at each point of a line."""
         noise_PA = corner_LA[line_P].scatter(1, axis_L[line_P].unsqueeze(1), at_P.unsqueeze(1))
         places_P, tokens_P = _evaluate(policy, target, draft, row_L[line_P], noise_PA)
         return places_P * (target.logits_BKV.shape[-1] + 1) + tokens_P
 
+    # Find the intervals of a grid in which the verdict changes.
     grid = torch.linspace(0, 1, 65, dtype=torch.float64)
     codes = outcomes(torch.arange(len(lines)).repeat_interleave(len(grid)), grid.repeat(len(lines))).view(-1, len(grid))
     line_P, at_P = (codes[:, 1:] != codes[:, :-1]).nonzero().unbind(1)
     low_P, end_P, left_P, right_P = grid[at_P], grid[at_P + 1], codes[line_P, at_P], codes[line_P, at_P + 1]
+    # Bisect each interval; where another step remains in it, bisect the rest again.
     found: set[tuple[int, int, float]] = set()
     while len(line_P):
         high_P = end_P

@@ -1,4 +1,4 @@
-"""The conformance kit of acceptance policies: proves or refutes, on a laptop and without a model, what one claims.
+"""The conformance kit of acceptance policies: it proves or refutes, on a laptop and without a model, what one claims.
 
     from fly.testing import check_policy
     print(check_policy(MyRule()))            # raises ConformanceError naming the fault and a small counterexample
@@ -13,7 +13,7 @@ From a shell: ``fly check my_rules:MyRule``.
 
 Shape legend: B rows, K longest draft, V vocabulary.
 
-Losslessness is no sampling test, but an exact sum: see ``fly.testing.guarantees``.
+Losslessness is computed as an exact sum, without samples: see ``fly.testing.guarantees``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def check_policy(
     try:
         if dataclasses.is_dataclass(type(policy)):
             check_types(policy)
-    except ValueError as error:  # nothing else that could be found out would be of interest
+    except ValueError as error:  # all other findings would follow from this one
         report.findings.append(Finding("types of the parameters", False, str(error)))
     else:
         run_checks(report, CHECKS, policy, advance)
@@ -76,7 +76,7 @@ def parametrize_with_checks(policies: Iterable[AcceptancePolicy]) -> Any:
 
 
 def check_shapes_and_ranges(policy: AcceptancePolicy) -> str:
-    """accept_probs is [B, K] in [0, 1]; a verdict never accepts more than was drafted, and its codes fit."""
+    """accept_probs is [B, K] in [0, 1]; a verdict accepts no more tokens than were drafted, and its codes agree."""
     for case in cases():
         shape, vocab = case.draft.shape, case.target.logits_BKV.shape[-1]
         probs = case.chances(policy)
@@ -101,7 +101,7 @@ def check_shapes_and_ranges(policy: AcceptancePolicy) -> str:
 
 
 def check_inputs_untouched(policy: AcceptancePolicy) -> None:
-    """No tensor that comes in is changed."""
+    """No input tensor is changed."""
     for case in cases():
         tensors = {
             "logits": case.target.logits_BKV,
@@ -127,7 +127,7 @@ def check_row_alone_equals_row_in_batch(policy: AcceptancePolicy) -> None:
 
 
 def check_padding_is_ignored(policy: AcceptancePolicy) -> None:
-    """Padding right of a row's length never matters."""
+    """Padding after a row's draft never matters."""
     for case in cases(18):
         short, long = ([case.alone(b, padding).outcomes(policy)[0] for b in case.numbers] for padding in (0, 3))
         require_equal(case, "without padding", short, "with padding", long)
@@ -155,12 +155,12 @@ def check_empty_and_full_drafts(policy: AcceptancePolicy) -> None:
         stood = [n for n, _, _ in outcomes]
         require(
             stood == [4, 4] and [token for _, token, _ in outcomes] == [0, 3],
-            f"a draft equal to a sure target stood only {stood} of 4",
+            f"of a draft that the target is sure of, only {stood} of 4 tokens are kept",
         )
 
 
 def check_control_tokens_inside(policy: AcceptancePolicy) -> str:
-    """Drafts with an end-of-sequence inside are judged like any other; whether one is ever excused is reported."""
+    """Drafts with an end-of-sequence inside are judged like any other. The report says whether one is ever excused."""
     relaxed = asked = 0
     for case, verdict in _judged(policy, 10, 4):
         assert case.target.control_V is not None
@@ -187,7 +187,7 @@ def check_correction_is_a_distribution(policy: AcceptancePolicy) -> None:
         judged = case.draft.mask_BK() & ~case.target.greedy_B.unsqueeze(1) & (chances < 1)
         for b, j in judged.nonzero().tolist():
             row = case.correction(policy, j)[b]
-            # A rejection that rounding alone makes possible needs no correction of its own.
+            # A rejection that only rounding makes possible needs no correction.
             mass = float(row.sum()) > 0 or float(chances[b, j]) > 1 - TOLERANCE
             require(
                 mass and bool((torch.isfinite(row) & (row >= 0)).all()),
@@ -196,8 +196,8 @@ def check_correction_is_a_distribution(policy: AcceptancePolicy) -> None:
 
 
 def check_no_hidden_randomness(policy: AcceptancePolicy) -> None:
-    """The same inputs give the same verdict every time and on every rank: whatever was asked before, and whatever the
-    state of the global generators."""
+    """The same inputs give the same verdict every time and on every rank, whatever was asked before, and whatever the
+    state of the global generators is."""
     copy = pickle.loads(pickle.dumps(policy))
     require(copy == policy, "a pickled copy differs from the policy")
     _require_function(policy)
@@ -213,7 +213,7 @@ def _require_function(policy: AcceptancePolicy) -> None:
 
 
 def check_written_and_read(policy: AcceptancePolicy) -> str:
-    """It is a frozen dataclass that its text and its mapping give back."""
+    """It is a frozen dataclass, and reading its text or its mapping gives the same rule."""
     params = getattr(policy, "__dataclass_params__", None)
     require(params is not None and params.frozen, f"{type(policy).__name__} is no frozen dataclass")
     hash(policy)
@@ -227,7 +227,7 @@ def check_written_and_read(policy: AcceptancePolicy) -> str:
 
 
 def _has_names(data: Any) -> bool:
-    """Whether every rule in a mapping is registered; those that are not are written ``module:Class``."""
+    """Whether every rule in a mapping is registered. Others are written ``module:Class``."""
     if isinstance(data, dict):
         return ":" not in str(data.get("name")) and all(_has_names(value) for value in data.values())
     return all(_has_names(item) for item in data) if isinstance(data, list) else True
@@ -238,7 +238,7 @@ def check_monotone(policy: AcceptancePolicy) -> str:
     for name, direction in policy.monotone.items():
         variants: list[tuple[float, AcceptancePolicy]] = []
         for value in _around(getattr(policy, name)):
-            with contextlib.suppress(ValueError):  # outside the parameter's range
+            with contextlib.suppress(ValueError):  # the value is outside of the parameter's range
                 variants.append((value, dataclasses.replace(policy, **{name: value})))  # type: ignore[type-var]
         for seed in range(40):
             case = block(seed, 4, 8, 5, (0.0, 1.0, None)[seed % 3])
@@ -254,14 +254,14 @@ def check_monotone(policy: AcceptancePolicy) -> str:
 
 
 def _around(value: float | int) -> list[float | int]:
-    """Values about ``value``, ascending, of its own type."""
+    """Values near ``value``, ascending, of the same type."""
     if isinstance(value, int):
         return sorted({max(0, value + step) for step in (-3, -1, 0, 1, 3)})
     return sorted({value * factor for factor in (0.0, 0.25, 0.5, 1.0, 1.5, 3.0)} | {0.05})
 
 
 def check_gates(policy: AcceptancePolicy) -> str:
-    """How often each clause of a relaxation is asked and holds on random blocks; one that never opens is named."""
+    """How often each clause of a relaxation is asked and holds on random blocks; a clause that never holds is named."""
     asked = relaxed = 0
     stats, relaxation = Stats(), policy.relaxation
     for _, verdict in _judged(policy, 15, 6):
@@ -282,7 +282,7 @@ def check_gates(policy: AcceptancePolicy) -> str:
 
 
 def check_cuda_graph(policy: AcceptancePolicy) -> str:
-    """Whether the decision can be part of a captured CUDA graph, for drawn drafts and others."""
+    """Whether the decision can be captured in a CUDA graph, for drawn drafts and for others."""
     kinds = {"at temperature 0": (False, False), "above it": (True, True), "above it, of copied drafts": (True, False)}
     found = {kind: find_wait(bound(policy, Target(torch.zeros(1, 2, 32))), *how) for kind, how in kinds.items()}
     reasons: dict[str, list[str]] = {}
@@ -292,24 +292,24 @@ def check_cuda_graph(policy: AcceptancePolicy) -> str:
     if not reasons:
         return "runs inside the graph"
     where = "" if len(reasons) == 1 and None not in found.values() else "{}: "
-    said = "; ".join(where.format(", ".join(kinds)) + reason for reason, kinds in reasons.items())
-    return f"runs outside of the graph: {said}"
+    listed = "; ".join(where.format(", ".join(kinds)) + reason for reason, kinds in reasons.items())
+    return f"runs outside of the graph: {listed}"
 
 
 def check_cost(policy: AcceptancePolicy) -> str:
     """Microseconds for a decision, from logits to kept tokens, as the engine takes it (the least of seven): one row of
     15 drafted tokens, at temperature 0 and at 0.8 with top-p 0.95."""
     generator = torch.Generator().manual_seed(0)
-    # Something to hold it against: what the target does with this block at the least, for each token it knows.
+    # To compare with: the output projection of this block, in seconds for each token of the vocabulary.
     head, hidden = torch.randn(32_000, 1024, generator=generator), torch.randn(16, 1024, generator=generator)
     projection = min(timeit.repeat(lambda: hidden @ head.T, number=1, repeat=3)) / len(head)
     nucleus = BatchSampling.of([SamplingParams(temperature=0.8, top_p=0.95)])
-    said = []
+    found = []
     for vocab in (32_000, 128_256):
         executor = make_executor(toy_target(vocab))
-        # Normal logits are about as undecided as a trained model's above a deviation of sqrt(2 ln V).
+        # Normal logits with a deviation above sqrt(2 ln V) are about as undecided as a trained model's.
         logits = torch.randn(1, 16, vocab, generator=generator) * 1.3 * math.sqrt(2 * math.log(vocab))
-        choices = logits.argmax(-1).tolist()  # a forward gives them too
+        choices = logits.argmax(-1).tolist()  # a forward gives them as well
         drafted = [(token + (j % 5 == 4)) % vocab for j, token in enumerate(choices[0][:-1])]  # one in five is wrong
         draft, rule = Draft.of([drafted]), bound(policy, Target(logits))
 
@@ -322,15 +322,15 @@ def check_cost(policy: AcceptancePolicy) -> str:
         for kind in ("greedy", "sampled"):
             cost = min(timeit.repeat(functools.partial(decide, kind), number=1, repeat=7))
             costs.append(f"{cost * 1e6:,.0f} µs {kind} ({cost / projection / vocab:.1%})")
-        said.append(f"{', '.join(costs)} for a vocabulary of {vocab:,}")
+        found.append(f"{', '.join(costs)} for a vocabulary of {vocab:,}")
     return (
-        f"{'; '.join(said)}; in brackets, relative to the output projection alone of a model of width 1,024 (a small "
+        f"{'; '.join(found)}; in brackets, relative to the output projection alone of a model of width 1,024 (a small "
         "part of a forward)"
     )
 
 
 def _if_a_function(check: Callable[[AcceptancePolicy], str | None]) -> Callable[[AcceptancePolicy], str | None]:
-    """A check that sums over all noise: the steps of a verdict that is no function of it would have no end."""
+    """Guard a check that sums over all noise: a verdict that is no function of the noise would have endless steps."""
 
     @functools.wraps(check)
     def checked(policy: AcceptancePolicy) -> str | None:

@@ -1,4 +1,4 @@
-"""The results of a list of checks: one report for both kits, and how checks are run. Knows no kit."""
+"""Run a list of checks, and report what they find: for both kits, of which this file knows neither."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 class ConformanceError(AssertionError):
-    """A policy or strategy breaks the contract; the message holds the smallest counterexample that was found."""
+    """A policy or strategy breaks its contract. The message has the smallest counterexample that was found."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found in ``seconds``: ``detail`` is a counterexample if it failed, else what was measured, or
-    what holds."""
+    """The result of one check, which took ``seconds``. ``detail`` is a counterexample if it failed, and otherwise what
+    it measured, or the property that holds."""
 
     check: str
     passed: bool
@@ -51,7 +51,7 @@ class Report:
         return "\n".join([head, *rows])
 
     def settled(self, raises: bool) -> Report:
-        """The report itself. Raises ``ConformanceError`` with all of it if a check failed, and it ``raises``."""
+        """Return the report; or, if a check failed and ``raises``, raise ``ConformanceError`` with it."""
         require(self.passed or not raises, str(self))
         return self
 
@@ -59,14 +59,13 @@ class Report:
 def run_checks(
     report: Report, checks: Iterable[Callable[[Any], str | None]], subject: Any, advance: Callable[[], None]
 ) -> None:
-    """Add to ``report`` what each check finds out about ``subject``; what is found twice is said once.
+    """Add the finding of each check on ``subject`` to ``report``. ``advance`` is called after each check.
 
-    A check returns what it measured (or None: then what its docstring begins with is said), or raises:
-    ``ConformanceError`` with a counterexample, or whatever the subject raises. ``advance`` is called after each. Where
-    the first one ends in an error of the subject's, that is all: the others would end in it, or in what follows from
-    it.
+    A check returns what it measured, or None for the first sentence of its docstring. It raises ``ConformanceError``
+    with a counterexample, or whatever the subject raises. A fault that was found before is a reference to that check.
+    If the first check ends in an error of the subject, the others would too, and are not run.
     """
-    seen: dict[str, str] = {}  # what went wrong, and the check in which it was seen first
+    seen: dict[str, str] = {}  # each fault, with the check that found it first
     for check in checks:
         name, start = title(check), time.perf_counter()
         where = ""
@@ -104,8 +103,8 @@ def require(condition: bool, message: str) -> None:
 
 
 def seeded(seed: int, run: Callable[[], T]) -> T:
-    """What ``run`` returns where the global generators of torch (on the CPU) and Python start at ``seed``; afterwards
-    they are as before."""
+    """The result of ``run`` with the global generators of torch (on the CPU) and Python at ``seed``. Their states are
+    restored."""
     state = random.getstate()
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What a draft strategy is tried out on: rows, a target, and the calls in the order in which the engine makes them.
+"""The stage on which a draft strategy is tested: rows, a target, and calls in the engine's order.
 
 Shape legend: V vocabulary.
 """
@@ -33,21 +33,21 @@ from fly.types import Draft, SamplingParams
 __all__ = ["PARAMS", "DraftKit", "Proposal", "Stage", "compare", "reachable", "split"]
 
 PARAMS = (SamplingParams(temperature=1.0), SamplingParams(temperature=0.6, top_k=3))
-SEEDS = 4000  # at which a draft is drawn to compare it with the distribution it claims
-APART = 1e-3  # how far a claimed distribution may be from one that sums to 1, or from that of a fresh strategy
-_VOCABULARY = 24  # of the toy target, for a strategy that has none of its own
-_ids = itertools.count(10**12)  # of rows: numbers that a strategy holds for no other reason
+SEEDS = 4000  # how many drafts are drawn to test a claimed distribution
+APART = 1e-3  # the tolerance for sums of claimed distributions, and between those of two strategies
+_VOCABULARY = 24  # the toy target's, for a strategy without one of its own
+_ids = itertools.count(10**12)  # ids of rows: numbers so large that a strategy has no other reason to hold them
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """One row's share of a draft, without padding, and what was asked for it."""
+    """The draft of one row, without padding, with the row and ``most``, the tokens that it was allowed."""
 
     row: Sequence
     most: int
     tokens: list[int]
-    probs_KV: Tensor | None  # None where the draft is deterministic
-    parents: list[int] | None  # None is a chain
+    probs_KV: Tensor | None  # None if the draft is deterministic
+    parents: list[int] | None  # None for a chain
 
     @property
     def asked(self) -> str:
@@ -57,16 +57,16 @@ class Proposal:
 
     @property
     def follows(self) -> list[int]:
-        """The number of the token that each token follows, -1 for the row's last, of a chain too."""
+        """For each token the number of the token that it follows, or -1 for the row's last; also for a chain."""
         return list(range(-1, len(self.tokens) - 1)) if self.parents is None else self.parents
 
     def drew(self, j: int) -> bool:
-        """Whether token ``j`` was drawn from a distribution of its own. Of a tree that is the first token alone: how
-        the others came about, their distributions do not say."""
+        """Whether token ``j`` was drawn from its own claimed distribution. In a tree only the first token counts:
+        distributions alone do not tell how siblings were drawn."""
         return len(self.tokens) > j and self.probs_KV is not None and (self.parents is None or j == 0)
 
     def cut(self, length: int) -> Proposal:
-        """The first tokens of a chain; a tree as it is."""
+        """The first tokens of a chain; a tree stays whole."""
         probs_KV = None if self.probs_KV is None else self.probs_KV[:length]
         return self if self.parents else dataclasses.replace(self, tokens=self.tokens[:length], probs_KV=probs_KV)
 
@@ -82,7 +82,7 @@ def split(draft: Draft, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]
 
 
 class Stage:
-    """A fresh strategy with a target of its own, called in the order in which the engine calls it."""
+    """A fresh strategy with its own target, called in the engine's order."""
 
     def __init__(self, strategy: DraftStrategy, model: Executor, load: Load) -> None:
         self.setup = make_setup(model, load)
@@ -96,7 +96,7 @@ class Stage:
         return [drafter.allocator for drafter in self.setup.drafters]
 
     def prime(self, rows: abc.Sequence[Sequence]) -> None:
-        """Let the target have seen all but the last token of each row, as it has whenever the engine wants a draft."""
+        """Let the target read all but the last token of each row, as it has whenever the engine asks for a draft."""
         self.runner.commit(rows)
         seen = (dataclasses.replace(row, tokens=row.tokens[:-1]) for row in rows if len(row.tokens) <= self.positions)
         if new := [row for row in seen if self.runner.pending(row)]:
@@ -117,7 +117,7 @@ class Stage:
         self.strategy.observe(rows, draft, target)
 
     def round(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int], kept: int, token: int) -> None:
-        """Draft, have the target look at it, keep at most ``kept`` tokens of the first path and add ``token``."""
+        """Draft and score the draft; then keep at most ``kept`` tokens of its first path, and add ``token``."""
         draft = self.draft(rows, max_len)
         self.observe(rows, draft)
         for p in split(draft, rows, max_len):
@@ -136,7 +136,7 @@ class Stage:
 
 @dataclass
 class DraftKit:
-    """How to make the strategy, and who it drafts for."""
+    """The strategy under test, and the target that it drafts for."""
 
     make: Callable[[], DraftStrategy]
     name: str
@@ -172,24 +172,25 @@ class DraftKit:
         return self.stage().propose(rows, max_len)
 
     def as_fresh(self, found: list[Proposal], how: str) -> None:
-        """Raise ``ConformanceError`` where one that does not learn proposes what a fresh one would not."""
+        """Raise ``ConformanceError`` if a proposal differs from a fresh strategy's, unless the strategy learns."""
         if not self.learns:
             compare(found, self.fresh([p.row for p in found], [p.most for p in found]), how)
 
     def row(self, tokens: list[int], params: SamplingParams | float = 0.0, seed: int = 0) -> Sequence:
-        """A request that has emitted all of ``tokens`` but the first; a number is a temperature."""
+        """A request that has emitted all of ``tokens`` but the first. ``params`` may be just a temperature."""
         if not isinstance(params, SamplingParams):
             params = SamplingParams(temperature=params)
         return Sequence(list(tokens), 1, params, Exact(), seed, 8, frozenset(params.stop_token_ids), next(_ids))
 
     def texts(self, count: int) -> list[list[int]]:
-        """Texts of 1 to 13 tokens, short ones first: a few words of the vocabulary, repeated until cut off."""
+        """Texts of 1 to 13 tokens, short ones first. Each repeats a few tokens."""
         rng = random.Random(count)
         motifs = [[rng.randrange(self.vocab) for _ in range(1 + number % 5)] for number in range(count)]
         return [(motif * 13)[: 1 + 12 * number // max(count - 1, 1)] for number, motif in enumerate(motifs)]
 
     def batches(self) -> Iterator[tuple[list[Sequence], list[int]]]:
-        """Rows and how much may be drafted for them, small batches first: greedy ones, sampled ones, both."""
+        """Batches of rows, with the most tokens to draft for each: small batches first, which are greedy, sampled or
+        mixed in turn."""
         rng, texts = random.Random(0), self.texts(9)
         for number, size in enumerate((1, 1, 1, 2, 2, 3, 4, 5)):
             picked = [rng.choice(texts) for _ in range(size)]
@@ -197,14 +198,13 @@ class DraftKit:
             yield rows, [rng.choice((1, 2, 5, 8)) for _ in range(size)]
 
     def drawn(self, params: int, more: int = 0) -> list[Proposal]:
-        """Drafts of up to 3 tokens for one text under ``PARAMS[params]``, one for each of ``SEEDS`` seeds.
-
-        ``more`` gives another text, the same with so many tokens after it.
+        """Drafts of up to 3 tokens after one text under ``PARAMS[params]``, one for each of ``SEEDS`` seeds. ``more``
+        appends that many tokens to the text.
         """
         if (params, more) not in self.samples:
             text = [*self.texts(9)[5], *(token % self.vocab for token in range(3, 3 + more))]
             stage, found = self.stage(), list[Proposal]()
-            # As many rows at once as all caches hold.
+            # Draft for as many rows at once as all caches hold.
             room = [a.num_blocks // a.blocks_for(len(text) + 4 + stage.strategy.spare) for a in stage.allocators]
             size = max(1, min([64, *room]))
             for start in range(0, SEEDS, size):
@@ -216,15 +216,15 @@ class DraftKit:
 
 
 class _Trial(DraftSetup):
-    """A setup that any vocabulary goes with, to see which one a strategy has."""
+    """A setup without translation, to find out which vocabulary a strategy has."""
 
     def translate(self, strategy: DraftStrategy) -> DraftStrategy:
         return strategy
 
 
 def _target_for(strategy: DraftStrategy, load: LoadOnce) -> Llama:
-    """A toy target of the vocabulary that a strategy knows, or of the sizes that its draft head is made for."""
-    with suppress(ValueError):  # why it cannot draft for this target will be seen with another
+    """A toy target with the strategy's vocabulary, or with the sizes that its draft head needs."""
+    with suppress(ValueError):  # the same error will come with the next target
         _Trial(make_runner(make_executor(toy_target(_VOCABULARY))), toy_vocabulary(_VOCABULARY), load).attach(strategy)
     head = next((loaded.executor for loaded in load.loaded if isinstance(loaded.executor, Head)), None)
     if head is None:
@@ -236,13 +236,13 @@ def _target_for(strategy: DraftStrategy, load: LoadOnce) -> Llama:
 
 
 def _copier(strategy: DraftStrategy) -> Callable[[], DraftStrategy]:
-    """A function that copies ``strategy`` and all it holds but the models."""
+    """A function that copies ``strategy`` with everything in it, but shares the models."""
     shared = {id(found): found for _, found in reachable(strategy) if isinstance(found, (torch.nn.Module, Executor))}
     return lambda: copy.deepcopy(strategy, dict(shared))
 
 
 def reachable(start: object) -> Iterator[tuple[str, object]]:
-    """Everything that ``start`` holds in attributes and containers, keys included, with where it is."""
+    """Everything that ``start`` holds in attributes and containers, keys included, with its path."""
     pending: list[tuple[str, object]] = [("self", start)]
     seen: set[int] = set()
     while pending:
@@ -260,19 +260,18 @@ def reachable(start: object) -> Iterator[tuple[str, object]]:
 
 
 def compare(found: abc.Iterable[Proposal], expected: abc.Iterable[Proposal], how: str) -> None:
-    """Raise ``ConformanceError`` at the first row whose proposal differs from the one it should be; ``how`` it came."""
+    """Raise ``ConformanceError`` for the first proposal that differs from the expected one; ``how`` names the case."""
     for one, other in zip(found, expected):
         what = "the same tokens by other distributions" if one.tokens == other.tokens else one.tokens
         require(_same(one, other), f"{how} drafts {what}, not {other.tokens}, for {one.asked}")
 
 
 def _same(one: Proposal, other: Proposal) -> bool:
-    """Whether two proposals for a row are the same tokens by the same distributions (at temperature 0: the same
-    tokens)."""
+    """Whether two proposals for a row have the same tokens and, above temperature 0, the same distributions."""
     if (one.tokens, one.parents) != (other.tokens, other.parents):
         return False
     a, b = one.probs_KV, other.probs_KV
     if one.row.greedy or not one.tokens or (like := b if a is None else a) is None:
         return True
-    certain = one_hot(like, torch.tensor(one.tokens))  # which one of them may be
+    certain = one_hot(like, torch.tensor(one.tokens))  # a deterministic draft counts as one-hot
     return torch.allclose(certain if a is None else a, certain if b is None else b, atol=APART)

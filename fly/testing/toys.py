@@ -1,4 +1,4 @@
-"""Toy models, and what runs them: the only place of the kits that builds a model, a ``Runner`` or an ``LLM``."""
+"""Toy models and their runners: the only file of the kits that builds a model, a ``Runner`` or an ``LLM``."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fly.vocabulary import Vocabulary
 __all__ = ["LoadOnce", "make_executor", "make_llm", "make_runner", "make_setup", "toy_target"]
 
 _POSITIONS = 128  # of the toy target
-_CONTEXTS = 64  # full ones that a runner's cache holds
+_CONTEXTS = 64  # how many full contexts a runner's cache holds
 
 
 def toy_target(vocab_size: int, config: LlamaConfig | None = None) -> Llama:
-    """A random Llama of width 16 and two layers, or of other sizes, float32 on the CPU; the same each time."""
+    """A random Llama in float32 on the CPU, of width 16 with two layers, or as ``config`` says; always the same."""
     config = config or LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=16,
@@ -46,23 +46,20 @@ def toy_target(vocab_size: int, config: LlamaConfig | None = None) -> Llama:
 
 
 def make_executor(model: object) -> Executor:
-    """What runs a model, loaded or by its name."""
+    """The executor of a model, which is loaded or named."""
     return load(model).executor
 
 
 class LoadOnce:
-    """Loads models by their names, each once, however many strategies ask for it."""
+    """Loads models by name. A model that several strategies ask for is loaded once."""
 
     def __init__(self) -> None:
         self.loaded: list[Loaded] = []
         self._known: dict[str, Loaded] = {}
 
     def __call__(self, model: object, **options: Any) -> Loaded:
-        key = (
-            f"{model} {sorted(options.items(), key=itemgetter(0))}"
-            if isinstance(model, (str, Path))
-            else f"{id(model)}"
-        )
+        named = isinstance(model, (str, Path))
+        key = f"{model} {sorted(options.items(), key=itemgetter(0))}" if named else f"{id(model)}"
         if key not in self._known:
             self._known[key] = load(model, **options)
             self.loaded.append(self._known[key])
@@ -70,19 +67,19 @@ class LoadOnce:
 
 
 def make_setup(executor: Executor, load: Load) -> DraftSetup:
-    """A target with a cache that many rows fit into, over toy tokens, for strategies to draft for."""
+    """A setup for draft strategies: a target over toy tokens, with a cache for many rows."""
     return TranslatingSetup(make_runner(executor), toy_vocabulary(executor.config.vocab_size), load)
 
 
 def make_runner(executor: Executor) -> Runner:
-    """``executor`` with a cache of its own that many rows fit into."""
+    """A runner of ``executor`` with a cache for many rows."""
     return Runner(executor, PagedKVCache.for_model(executor, _CONTEXTS * executor.config.max_position_embeddings))
 
 
 class _ToyLLM(LLM):
-    """Toy tokens have texts from the start: strategies and rules see no other vocabulary in the kits."""
+    """An ``LLM`` whose vocabulary is the toy one, as in all of the kits."""
 
-    def _means(self, size: int, device: torch.device) -> Vocabulary:
+    def _vocabulary_of(self, size: int, device: torch.device) -> Vocabulary:
         return toy_vocabulary(size)
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
+from fly.early_exit.predictors import ExitConfig, Exits, save_exits
 from fly.models import Llama
-from fly.models.exits import ExitConfig, Exits, save_exits
 from fly.runtime.executor import Batch, Executor
 from fly.train.answers import Answer
 from fly.train.head import frequent_tokens

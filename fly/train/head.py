@@ -246,6 +246,7 @@ def train_head(
     Raises ``ValueError`` if the target gives no hidden states, there are too few answers, or a checkpoint there belongs
     to another plan.
     """
+    # Hold some answers out, and train on the others.
     used = [one for one in answers if one.answer]
     tests = used[:: plan.held_out]
     lessons = [one for n, one in enumerate(used) if n % plan.held_out]
@@ -253,6 +254,7 @@ def train_head(
         raise ValueError(f"{len(used)} answers are too few to train on")
     vocab = executor.config.vocab_size
     ids_U = frequent_tokens(lessons, min(plan.draft_vocabulary or 32000, vocab), vocab)
+    # Build the head, and its optimiser.
     torch.manual_seed(plan.seed)
     config = plan.config(executor.config, len(ids_U))
     executor.check_states(config.states or ())
@@ -269,9 +271,10 @@ def train_head(
     settings = {**asdict(plan), "answers": len(used), "config": config.model_dump(mode="json")}
     settings = {name: json.loads(json.dumps(value)) for name, value in settings.items() if name not in _MAY_CHANGE}
     directory.mkdir(parents=True, exist_ok=True)
+    # Continue from a checkpoint of the same training, or begin near the target.
     if (state := directory / _STATE).exists():
         kept = torch.load(state, weights_only=True)
-        if different := [name for name in settings if kept["said"].get(name) != settings[name]]:
+        if different := [name for name in settings if kept.get("settings", {}).get(name) != settings[name]]:
             raise ValueError(
                 f"{state} belongs to another training (its {different} differ); keep them, or use another directory"
             )
@@ -285,6 +288,7 @@ def train_head(
     lengths = tuple(len(rows.cut(one)) for one in lessons)
     # Norms have float32 weights and bfloat16 input; PyTorch warns that this is not the fastest way.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+    # Each step learns from one batch; the loss of the head's own later steps counts less (EAGLE-3, section 3).
     begun = time.monotonic() - training.seconds
     while training.step < plan.steps:
         step = training.step
@@ -303,8 +307,9 @@ def train_head(
         advance(1, f"loss {sum(training.losses[-20:]) / len(training.losses[-20:]):.3f}")
         if training.step % plan.save_every == 0 or training.step == plan.steps:
             own = {name: value for name, value in head.state_dict().items() if not (head.shares and "embed" in name)}
-            _save(state, {"said": settings, "head": own, "scale": rows.scale_F,
+            _save(state, {"settings": settings, "head": own, "scale": rows.scale_F,
                           "optimiser": optimiser.state_dict(), "training": asdict(training)})  # fmt: skip
+    # Measure acceptance on the held-out answers, and write the head.
     training.held_out = acceptance(head, rows, tests, ids_U, plan)
     head.fc.weight.data /= rows.scale_F  # in drafting, hidden states are not scaled
     save_head(head, directory)

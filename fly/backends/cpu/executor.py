@@ -41,7 +41,7 @@ class CpuExecutor(HostDecisions):
         self._lookups: dict[Lookup, CLookup] = {}  # with what was learned of how well they do
 
     @property
-    def weight_bytes(self) -> int:
+    def weight_bytes(self) -> float:
         return self.packed.weight_bytes
 
     @property

@@ -28,6 +28,7 @@ __all__ = [
     "CRounds",
     "CRule",
     "CRules",
+    "CStored",
     "Going",
     "Sampling",
     "Shape",
@@ -41,10 +42,11 @@ __all__ = [
     "why_not",
 ]
 
-_ABI = 32  # as in src/library.cpp: a library built from other sources is not used
+_ABI = 33  # as in src/library.cpp: a library built from other sources is not used
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
-NARROW = "int8", "w8a8"
+ROUNDINGS = "int8", "w8a8", "w4a8"  # of any model's weights
+NARROW = *ROUNDINGS, "stored"
 
 
 class Span(ctypes.Structure):
@@ -111,6 +113,12 @@ class Shape(ctypes.Structure):
         *((name, c_int32) for name in ("positions", "weights", "hidden", "gelu", "ropes", "features", "normed")),
         *((name, c_float) for name in ("eps", "scale", "embedding")),
     ]
+
+
+class CStored(_Handed):
+    """src/interface.h: Stored."""
+
+    _fields_ = [*((name, c_int32) for name in ("kind", "rows")), *_span("data")]
 
 
 class CBatch(_Handed):
@@ -245,6 +253,9 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "fly_share": (c_int, [c_void_p, c_void_p, c_int, c_int]),
     "fly_set_layer": (c_int, [c_void_p, c_int, Span, c_int, c_int]),
     "fly_set_matrix": (c_int, [c_void_p, c_int, c_int] + [Span] * 3),
+    "fly_set_stored": (c_int, [c_void_p, c_int, c_int] + [Span] * 2),
+    "fly_set_embedding": (c_int, [c_void_p, c_int, Span]),
+    "fly_weight_bytes": (c_int64, [c_void_p]),
     "fly_workspace": (c_int64, [c_void_p]),
     "fly_forward": (c_int, [c_void_p, c_void_p, Span]),
     "fly_embedding": (c_int, [c_void_p, Span, c_int]),
@@ -320,6 +331,11 @@ def load() -> ctypes.CDLL:
     return library
 
 
+def left_open(kernels: str) -> bool:
+    """Whether neither ``kernels`` nor the environment variable FLY_KERNELS names any."""
+    return kernels == "auto" and not os.environ.get(_VARIABLE, "").strip()
+
+
 def usual() -> str:
     """The variant for what belongs to no model (each has chosen its own): the one that FLY_KERNELS names, if it is
     compiled and to be had here, or the best."""
@@ -374,7 +390,7 @@ def why_not() -> str:
     """Why there are no compiled kernels here; empty where there are."""
     if _variants():
         return ""
-    return _open()[1] or "this processor has no AVX2 with FMA"
+    return _open()[1] or "this processor has no AVX2 with FMA and F16C"
 
 
 def split(kernels: str) -> tuple[str, str]:
@@ -387,9 +403,13 @@ def split(kernels: str) -> tuple[str, str]:
 
 def chosen(kernels: str = "auto") -> str:
     """The kernels that ``kernels`` stands for here: ``"auto"`` is what the environment variable FLY_KERNELS says, or
-    the best available where it says nothing. Each compiled one is also there with int8 weights, by its name with
-    ``-int8`` after it, and with ``-w8a8`` for activations of 8 bits too; ``"int8"`` and ``"w8a8"`` are the best
-    of those.
+    the best available where it says nothing. Each compiled one also has narrow weights, by its name with one of these
+    after it; the ending alone is the best of those.
+
+    - ``-int8``: weights of 8 bits;
+    - ``-w8a8``: activations of 8 bits too;
+    - ``-w4a8``: weights of 4 bits in groups of 32, those of the head of 8 bits;
+    - ``-stored``: weights as a GGUF file stores them.
 
     Raises ``ValueError`` for one that is unknown or not available here, naming the choices.
     """

@@ -14,7 +14,6 @@ import threading
 import weakref
 from array import array
 from collections import abc
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -22,20 +21,24 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fly.backends.cpu.library import TORCH, CBatch, Shape, chosen, load, number, spans, split
+from fly.backends.cpu.blocks import KINDS, eight_bits, four_bits
+from fly.backends.cpu.library import TORCH, CBatch, CStored, Shape, chosen, load, number, spans, split
 from fly.cache import PagedBatch, PagedKVCache
 from fly.models import Llama
+from fly.models.checkpoint import Checkpoint
+from fly.models.directory import Directory
 from fly.models.llama import KV, Layer, Norm, embedding_scale, rotary_tables
+from fly.models.loading import Loading
 
-__all__ = ["TYPES", "PackedLlama", "float_weights", "int8_weights", "pool_threads", "refusal"]
+__all__ = ["TYPES", "PackedLlama", "computes_as_stored", "float_weights", "int8_weights", "pool_threads", "refusal"]
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}  # src/interface.h: Type
-_NARROW = {"int8": 2, "w8a8": 3}
+_NARROW = {"int8": 2, "w8a8": 3, "w4a8": 4, "stored": 4}
 _FLOATS = [torch.float32, torch.bfloat16]
 _WIDEST_HEAD = 1024
+_GATE_UP, _HEAD = 2, 4  # numbers of matrices (src/models.cpp: fly_set_matrix)
+_STRIP = 16  # rows that are packed together, of one kind
 _PACKERS = 4  # threads that pack at most: each has a layer's weights in memory meanwhile
-
-Filled = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 _local = threading.local()
@@ -93,27 +96,38 @@ class PackedLlama:
     by token, as in arXiv 2206.01861, section 3.1), on AVX-512 by way of bfloat16: products are then of whole numbers,
     and exact.
 
+    With W4A8 the layers' matrices are rounded by ``fly.backends.cpu.blocks.four_bits``, and the head (also where it is
+    the embedding) by ``eight_bits``: it is the matrix whose errors are added to logits directly. With ``stored``,
+    matrices stay in the blocks of a GGUF file, whose numbers and scales are only moved; a matrix of another type is
+    rounded by ``eight_bits``. With both, activations are rounded as with W8A8, but each 32 of a token by themselves.
+
     Args:
         model: on the CPU, in float32 or bfloat16.
-        variant: the name of a variant that runs here (``fly.backends.cpu.available``), or of one on int8 weights, with
-            ``-int8`` after it, or with activations of 8 bits too, ``-w8a8``.
-        filled: while what it gives lasts, a module of the model has its values: of a model that is being loaded
-            (``fly.models.loading.Loading.filled``), so that its weights never lie in memory twice.
+        variant: the name of a variant that runs here (``fly.backends.cpu.available``), maybe with an ending for narrow
+            weights (``fly.backends.cpu.chosen``).
+        loading: what the model is being loaded by, if its parameters have no values yet: modules get theirs one by one,
+            so that weights never lie in memory twice. ``stored`` needs it.
     """
 
-    def __init__(self, model: Llama, variant: str, filled: Filled = nullcontext) -> None:
+    _loading: Loading | None = None
+
+    def __init__(self, model: Llama, variant: str, loading: Loading | None = None) -> None:
         if variant == TORCH or (reason := refusal(model)) is not None:
             raise ValueError(reason if variant != TORCH else f"{variant!r} is no compiled variant")
         self.config, self.dtype, self.device = model.config, model.dtype, torch.device("cpu")
         self.kernels = chosen(variant)
         variant, self._narrow = split(self.kernels)
-        self.weight_bytes = 1 if self._narrow else self.dtype.itemsize  # of each
+        self._loading = loading
+        if self._narrow == "stored" and (loading is None or not computes_as_stored(loading.checkpoint)):
+            raise ValueError(f"kernels {self.kernels!r} compute with the blocks of a GGUF file; this model has none")
         config, self.library = model.config, load()
         self.vocab = model.lm_head.weight.shape[0]  # tokens whose logits it gives: of a part of a model, not all
         tied = model.lm_head.weight is model.embed_tokens.weight
-        self._embedding = None
-        if not tied:
-            with filled(model.embed_tokens):
+        self._embedding, blocks = None, None
+        if not tied and self._narrow == "stored" and (found := self._blocks_of(model.embed_tokens)) is not None:
+            ((kind, blocks),) = found
+        elif not tied:
+            with self._filled(model.embed_tokens):
                 self._embedding = model.embed_tokens.weight.detach().contiguous()
         # The kernels add what attention and feed-forward give as it is, so where that is to be multiplied first, they
         # hold the residual stream divided by the same number: norms do not see it but for their epsilon.
@@ -138,45 +152,81 @@ class PackedLlama:
             config.attention_scale,
             self._scale,
         )
-        with filled(model.norm):
+        with self._filled(model.norm):
             norm, tables = float_weights(model.norm), rotary_tables(config)
         cos, sin = (torch.cat(table).contiguous() for table in zip(*tables))
         self.handle = new(self, variant, shape, norm, cos, sin, self._embedding)
+        if blocks is not None:
+            self._embedding_blocks = blocks  # the file's memory, which the library reads
+            self.library.fly_set_embedding(self.handle, kind, blocks)
         # Modules in turns on a few threads: the calls let the interpreter go. The largest, the head, is first.
         with ThreadPoolExecutor(min(torch.get_num_threads(), _PACKERS), initializer=keep_threads) as pool:
-            waiting = [pool.submit(self._pack_head, model, filled)]
+            waiting = [pool.submit(self._pack, 0, _HEAD, model.lm_head)]
             layers = cast(list[Layer], model.layers)
-            waiting += [pool.submit(self._pack_layer, number, layer, filled) for number, layer in enumerate(layers)]
+            waiting += [pool.submit(self._pack_layer, number, layer) for number, layer in enumerate(layers)]
             for done in waiting:
                 done.result()
         _return_memory()
+        self._loading = None
+        self.weight_bytes: float = 1 if self._narrow else self.dtype.itemsize  # of each
+        if _NARROW.get(self._narrow) == 4:
+            count = sum(linear.weight.numel() for linear in model.modules() if isinstance(linear, nn.Linear))
+            self.weight_bytes = self.library.fly_weight_bytes(self.handle) / count
         # What is the same from one call to the next: the cache last attended over, and what the library takes of it.
         self._cache: weakref.ref[PagedKVCache] | None = None
         self._call, self._calls = CBatch(), threading.Lock()
 
-    def _pack_head(self, model: Llama, filled: Filled) -> None:
-        with filled(model.lm_head):
-            self._pack(0, 4, model.lm_head)
+    def _filled(self, module: nn.Module, but: frozenset[nn.Parameter] = frozenset()) -> AbstractContextManager[Any]:
+        """While what it gives lasts, a module has its values, save those of the parameters ``but``."""
+        return nullcontext() if self._loading is None else self._loading.filled(module, but)
 
-    def _pack_layer(self, number: int, layer: Layer, filled: Filled) -> None:
-        with filled(layer):
-            attention, mlp = layer.self_attn, layer.mlp
-            around, heads = layer.norms(), [attention.q_norm, attention.k_norm] if attention.normalised else []
-            norms = dict([*enumerate(around), *enumerate(heads, 4)])
+    def _pack_layer(self, number: int, layer: Layer) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        around, heads = layer.norms(), [attention.q_norm, attention.k_norm] if attention.normalised else []
+        norms = dict([*enumerate(around), *enumerate(heads, 4)])
+        with self._filled(layer, frozenset(cast(nn.Parameter, linear.weight) for linear in linears)):
             self._set_layer(number, norms, attention.window, layer.rope)
-            for which, linear in enumerate((attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)):
-                self._pack(number, which, linear)
+        for which, linear in enumerate(linears):
+            self._pack(number, which, linear)
 
     def _set_layer(self, number: int, norms: abc.Mapping[int, Norm], window: int | None, rope: int) -> None:
         weights = [float_weights(norms[which]) if which in norms else None for which in range(7)]  # src/fly.h: Norm
         self.library.fly_set_layer(self.handle, number, spans(weights), window or 0, rope)
 
     def _pack(self, layer: int, which: int, linear: nn.Linear) -> None:
-        weight_NK, scale_N = linear.weight.detach().contiguous(), None
-        if self._narrow:
-            weight_NK, scale_N = int8_weights(weight_NK)
-        bias_N = None if linear.bias is None else _float(linear.bias)
-        self.library.fly_set_matrix(self.handle, layer, which, weight_NK, bias_N, scale_N)
+        """Hand over a matrix: its values, whole numbers with a scale for each output, or blocks."""
+        parts = self._blocks_of(linear, which == _GATE_UP) if self._narrow == "stored" else None
+        with self._filled(linear, frozenset() if parts is None else frozenset([cast(nn.Parameter, linear.weight)])):
+            bias_N = None if linear.bias is None else _float(linear.bias)
+            if parts is None:
+                weight_NK, scale_N = linear.weight.detach().contiguous(), None
+                if self._narrow in ("int8", "w8a8"):
+                    weight_NK, scale_N = int8_weights(weight_NK)
+                if _NARROW.get(self._narrow) != 4:
+                    self.library.fly_set_matrix(self.handle, layer, which, weight_NK, bias_N, scale_N)
+                    return
+                wide = which == _HEAD or self._narrow == "stored"
+                kind, rounded = (KINDS["Q8_0"], eight_bits) if wide else (KINDS["Q4_K"], four_bits)
+                # Gates and ups are parts of their own.
+                parts = [(kind, rounded(part)) for part in weight_NK.chunk(2 if which == _GATE_UP else 1)]
+            handed = [CStored(kind, len(blocks)) for kind, blocks in parts]
+            for part, (_, blocks) in zip(handed, parts):
+                part.hand(data=blocks)
+            self.library.fly_set_stored(self.handle, layer, which, (CStored * len(handed))(*handed), bias_N)
+
+    def _blocks_of(self, module: nn.Linear | nn.Embedding, halves: bool = False) -> list[tuple[int, Tensor]] | None:
+        """The tensors that a matrix consists of, each by the number of its kind and its blocks, uint8 [rows, bytes].
+        None where kernels do not take one of them as it is: of another type, or beginning within a strip of 16 rows.
+        The second half of the rows begins a strip where there are ``halves``."""
+        assert self._loading is not None
+        parts, row, rows = [], 0, module.weight.shape[0]
+        for stored in self._loading.stored(cast(nn.Parameter, module.weight)):
+            if stored.kind not in KINDS or (row - rows // 2 if halves and row >= rows // 2 else row) % _STRIP:
+                return None
+            parts.append((KINDS[stored.kind], stored.blocks()))
+            row += stored.shape[0]
+        return parts
 
     @property
     def workspace_bytes(self) -> int:
@@ -257,6 +307,13 @@ class PackedLlama:
         call.layer_stride = keys.stride(0)
         call.cache_type, call.page = TYPES[keys.dtype], cache.allocator.block_size
         self._cache = weakref.ref(cache)
+
+
+def computes_as_stored(checkpoint: Checkpoint) -> bool:
+    """Whether it stores matrices in blocks that kernels compute with."""
+    if isinstance(checkpoint, Directory):  # whose tensors are all numbers; it may be a draft head's as well
+        return False
+    return any(stored.kind in KINDS for stored in checkpoint.tensors.values())
 
 
 def _return_memory() -> None:

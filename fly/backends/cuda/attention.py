@@ -1,7 +1,9 @@
 """Attention over pages whose numbers are on the device: the ``kv`` of a forward that needs nothing from the host.
 
-A forward calls ``PagedAttention.attend`` once a layer. It stores the new keys and values in the cache, then attends:
-by FlashAttention, which reads the pages in place, or else over a copy of each row's pages.
+A forward calls ``PagedAttention.attend`` once a layer. It stores the new keys and values in the cache, then attends: by
+our Triton kernels (``ops.attend_pages``) or by FlashAttention, which read the pages in place, or else over a copy of
+each row's pages. FlashAttention takes prompts, for which it is the faster one, and all the rest where the Triton
+kernels are refused.
 
 Shape legend: T packed new tokens, N new tokens of each row, B rows, W pages of a row's table, Z tokens a page, S = W·Z,
 H query heads, G key/value heads, D head width.
@@ -9,24 +11,102 @@ H query heads, G key/value heads, D head width.
 
 from __future__ import annotations
 
+import inspect
+import logging
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention import varlen
 
-from fly.cache import PagedKVCache
+from fly.backends.cuda.ops import attend_pages, refuse_attention
+from fly.cache import PagedBatch, PagedKVCache
+from fly.ops import sent
 
-__all__ = ["PagedAttention", "Slots", "place_tokens", "takes_flash"]
+__all__ = [
+    "PagedAttention",
+    "Slots",
+    "find_flash",
+    "find_trees",
+    "place_tokens",
+    "reads_pages",
+    "takes_flash",
+    "takes_pages",
+]
+
+_log = logging.getLogger("fly")
+_PROMPT = 128  # new tokens of a row from which on FlashAttention is preferred
+
+
+def takes_pages(cache: PagedKVCache) -> bool:
+    """Whether our Triton kernels read ``cache`` in place. The first call runs them."""
+    width = cache.keys.shape[-1]
+    return refuse_attention(cache.device, cache.keys.dtype, width, cache.allocator.block_size) is None
+
+
+def reads_pages(cache: PagedKVCache) -> bool:
+    """Whether attention reads ``cache`` in place, one way or the other; else it copies each row's pages."""
+    return takes_pages(cache) or takes_flash(cache)
 
 
 def takes_flash(cache: PagedKVCache) -> bool:
-    """Whether FlashAttention's kernel reads ``cache`` in place: 16-bit values, pages of a multiple of 256 tokens, and a
-    device of compute capability 8.0 (Ampere) or later."""
+    """Whether FlashAttention's kernel reads ``cache`` in place: 16-bit values, pages of a multiple of 256 tokens, a
+    device of compute capability 8.0 (Ampere) or later, and a torch whose kernel takes pages."""
     width, halves = cache.keys.shape[-1], cache.keys.dtype in (torch.bfloat16, torch.float16)
     fits = halves and cache.allocator.block_size % 256 == 0 and width % 8 == 0 and width <= 256
-    return fits and torch.cuda.get_device_capability(cache.device) >= (8, 0)
+    if not fits or torch.cuda.get_device_capability(cache.device) < (8, 0):
+        return False
+    return find_flash(cache.device, cache.keys.dtype, width) is not None
+
+
+@cache
+def find_flash(device: torch.device, dtype: torch.dtype, width: int) -> dict[str, int] | None:
+    """Options with which the installed torch's FlashAttention reads pages, found by its signature and a tiny call.
+
+    One split is best: it adds up alike in every batch, and several over pages are reported to be wrong. A version that
+    does not know splits is called without. None, after one warning, where pages are refused, as by torch 2.11.
+    """
+    known, error = inspect.signature(varlen.varlen_attn).parameters, ""
+    if missing := [name for name in ("seqused_k", "block_table", "enable_gqa") if name not in known]:
+        error = f"varlen_attn knows no {missing[0]}"
+    else:
+        for options in ({"num_splits": 1}, {}) if "num_splits" in known else ({},):
+            try:
+                if _reads_pages(device, dtype, width, options):
+                    return options
+                error = "its result over pages is wrong"
+            except (RuntimeError, TypeError, ValueError) as refusal:
+                error = error or str(refusal).splitlines()[0]
+    _log.warning(
+        "FlashAttention of torch %s does not read pages in place, so attention copies them: %s",
+        torch.__version__,
+        error,
+    )
+    return None
+
+
+def _reads_pages(device: torch.device, dtype: torch.dtype, width: int, options: dict[str, Any]) -> bool:
+    """Whether two new tokens of a text of three, whose page is the second, get what the formula gives."""
+    generator = torch.Generator().manual_seed(0)
+    q_THD, k_PZGD, v_PZGD = (
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((2, 2, width), (2, 256, 1, width), (2, 256, 1, width))
+    )
+    ends, read, used, table = (
+        torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([0, 2], [0, 3], [3], [[1]])
+    )
+    out = varlen.varlen_attn(
+        q_THD.to(device), k_PZGD.to(device), v_PZGD.to(device), ends, read, 2, 256,
+        window_size=(-1, 0), enable_gqa=True, seqused_k=used, block_table=table, **options,
+    )  # fmt: skip
+    k, v = (x[1, :3].transpose(0, 1).expand(2, -1, -1).float() for x in (k_PZGD, v_PZGD))
+    seen = torch.tensor([[True, True, False], [True, True, True]])
+    want = F.scaled_dot_product_attention(q_THD.transpose(0, 1).float(), k, v, seen).transpose(0, 1)
+    assert isinstance(out, Tensor)
+    return torch.allclose(out.cpu().float(), want, atol=0.05, rtol=0.05)
 
 
 @dataclass(frozen=True)
@@ -38,16 +118,39 @@ class Slots:
     ends_B1: Tensor  # int32, where each row's tokens end among the packed ones, after a 0
     table_BW: Tensor  # int32, the pages of each row
     longest: int  # new tokens of a row, at most
+    filled_B: Tensor | None = None  # int32, stored tokens that are no padding; None is all
+
+
+@dataclass(frozen=True)
+class Trees:
+    """Which of their row's new tokens the tokens of a tree see. They see all tokens before the new ones."""
+
+    seen_TN: Tensor  # uint8
+    place_T: Tensor  # int32, each token's position in its row
 
 
 class PagedAttention:
-    """The ``kv`` of one forward (``fly.models.llama.KV``) over ``cache``, in the places that ``slots`` names. Without
-    FlashAttention all rows must have the same number of new tokens."""
+    """The ``kv`` of one forward (``fly.models.llama.KV``) over ``cache``, in the places that ``slots`` names. If pages
+    are copied, all rows must have the same number of new tokens. ``trees`` need our own kernels."""
 
-    def __init__(self, cache: PagedKVCache, slots: Slots) -> None:
-        self.cache, self.slots, self.flash = cache, slots, takes_flash(cache)
+    def __init__(self, cache: PagedKVCache, slots: Slots, trees: Trees | None = None) -> None:
+        self.cache, self.slots, self.trees = cache, slots, trees
         self.block_size = cache.allocator.block_size
-        if self.flash:
+        self.flash = takes_flash(cache)
+        self.own = takes_pages(cache) and (trees is not None or slots.longest <= _PROMPT or not self.flash)
+        self._seen: dict[int, Tensor] = {}  # of the tree's tokens, by window
+        if self.own:
+            # The place of each packed token in its row, and how many tokens it may see.
+            count_T = torch.arange(len(slots.slots_T), dtype=torch.int32, device=slots.used_B.device)
+            row_T = torch.bucketize(count_T, slots.ends_B1[1:], right=True)
+            slot_T = (slots.used_B - slots.ends_B1[1:])[row_T] + count_T
+            self.place_T = slot_T if trees is None else trees.place_T
+            self.last_T = slot_T + 1
+            if slots.filled_B is not None:
+                self.last_T = torch.minimum(self.last_T, slots.filled_B[row_T])
+            if trees is not None:
+                self.start_B = slots.used_B - slots.ends_B1.diff()
+        elif self.flash:
             self.read_B1 = F.pad(slots.used_B.cumsum(0), (1, 0)).to(torch.int32)
         else:
             # Each row's new tokens are its last ones, and each sees the tokens up to itself.
@@ -69,15 +172,30 @@ class PagedAttention:
         slots, k_SGD, v_SGD = self.slots, self.cache.keys[layer], self.cache.values[layer]
         k_SGD.index_copy_(0, slots.slots_T, k_TGD.to(k_SGD.dtype))
         v_SGD.index_copy_(0, slots.slots_T, v_TGD.to(v_SGD.dtype))
+        return self.attend_stored(layer, q_THD, window, scale)
+
+    def attend_stored(self, layer: int, q_THD: Tensor, window: int | None, scale: float | None) -> Tensor:
+        """``attend`` once the new keys and values are stored."""
+        slots, k_SGD, v_SGD = self.slots, self.cache.keys[layer], self.cache.values[layer]
+        for stored_SGD in () if self.own else (k_SGD, v_SGD):
+            # Forget what padding stored: rows read it behind their masks, and not even a weight of 0 stops a NaN.
+            stored_SGD[-self.block_size :].zero_()
         k_PZGD, v_PZGD = (x.unflatten(0, (-1, self.block_size)) for x in (k_SGD, v_SGD))
-        q, grouped = q_THD.to(k_SGD.dtype), q_THD.shape[1] != k_TGD.shape[1]
+        q, grouped = q_THD.to(k_SGD.dtype), q_THD.shape[1] != k_SGD.shape[1]
+        if self.own:
+            out = attend_pages(
+                q, k_SGD, v_SGD, slots.ends_B1, self.last_T, self.place_T, slots.table_BW, slots.longest,
+                self.block_size, window or 0, q.shape[-1] ** -0.5 if scale is None else scale,
+                *(() if self.trees is None else (self.start_B, self._see(self.trees.seen_TN, window))),
+            )  # fmt: skip
+            return out.to(q_THD.dtype)
         if self.flash:
-            # Several splits over pages are reported to be wrong; one also adds up alike in every batch.
-            out = varlen_attn(
+            options: dict[str, Any] = find_flash(self.cache.device, k_SGD.dtype, k_SGD.shape[-1]) or {}
+            out = varlen.varlen_attn(
                 q, k_PZGD, v_PZGD, slots.ends_B1, self.read_B1, slots.longest,
                 slots.table_BW.shape[1] * self.block_size, scale=scale, enable_gqa=grouped,
                 window_size=(-1, 0) if window is None else (window - 1, 0),
-                seqused_k=slots.used_B, block_table=slots.table_BW, num_splits=1,
+                seqused_k=slots.used_B, block_table=slots.table_BW, **options,
             )  # fmt: skip
             assert isinstance(out, Tensor)
             return out.to(q_THD.dtype)
@@ -89,6 +207,15 @@ class PagedAttention:
         q_BHND, seen_B1NS = q.unflatten(0, (-1, slots.longest)).transpose(1, 2), seen_BNS.unsqueeze(1)
         out = F.scaled_dot_product_attention(q_BHND, k, v, seen_B1NS, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(0, 1).to(q_THD.dtype)
+
+    def _see(self, seen_TN: Tensor, window: int | None) -> Tensor:
+        """What each token of a tree sees of the last ``window`` tokens of its branch."""
+        if window is None:
+            return seen_TN
+        if window not in self._seen:
+            after_TN = seen_TN.long().flip(1).cumsum(1).flip(1)  # seen tokens from each one on
+            self._seen[window] = seen_TN * (after_TN <= window)
+        return self._seen[window]
 
 
 def place_tokens(
@@ -105,5 +232,22 @@ def place_tokens(
     slots_BN = page_BN * size + at_BN % size
     used_B = (start_B + count).to(torch.int32)
     ends_B1 = torch.arange(0, rows * count + 1, count, dtype=torch.int32, device=start_B.device)
-    slots = Slots(slots_BN.flatten(), used_B, ends_B1, table_BW, count)
+    # What lies behind a row's last token that is no padding may be left from another row.
+    number_N = torch.arange(1, count + 1, device=start_B.device)
+    filled_B = (start_B + (stored_BN * number_N).amax(1)).to(torch.int32)
+    slots = Slots(slots_BN.flatten(), used_B, ends_B1, table_BW, count, filled_B)
     return at_BN.clamp(0, cache.context - 1).flatten(), PagedAttention(cache, slots)  # beyond the context, too
+
+
+def find_trees(kv: PagedBatch) -> Trees | None:
+    """The trees of a batch, uploaded; None if all rows are chains."""
+    if kv.masks is None or all(mask is None for mask in kv.masks):
+        return None
+    seen_TN = torch.zeros(sum(kv.counts), max(kv.counts), dtype=torch.uint8)
+    place_T, begin = torch.zeros(len(seen_TN), dtype=torch.int32), 0
+    for start, count, mask_NS in zip(kv.starts, kv.counts, kv.masks):
+        rows = slice(begin, begin := begin + count)
+        own_NN = torch.ones(count, count, dtype=torch.bool).tril() if mask_NS is None else mask_NS[:, start:]
+        seen_TN[rows, :count] = own_NN
+        place_T[rows] = start + own_NN.sum(1, dtype=torch.int32) - 1
+    return Trees(sent(seen_TN, kv.cache.device), sent(place_T, kv.cache.device))

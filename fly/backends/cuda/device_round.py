@@ -15,9 +15,10 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,7 @@ __all__ = ["DecisionStage", "DeviceRound", "DeviceRounds", "Group", "Scored"]
 _log = logging.getLogger("fly")
 _MOST_ROUNDS, _MOST_LOGIT_BYTES = 32, 2 << 30  # kept for a cache
 _MOST_STAGES = 16  # kept for a round
+_NEW = 2  # rounds of a shape until all is captured
 _find_wait = lru_cache(256)(find_wait)
 
 
@@ -95,6 +97,10 @@ class DeviceRound:
     @property
     def logit_bytes(self) -> int:
         return self.shape.logit_bytes(self.target.config.vocab_size)
+
+    def prepared(self) -> AbstractContextManager[Any]:
+        """Around a round: its first two run, and compile, what is new; from the third on all is captured."""
+        return self.pool.preparing() if self.rounds < _NEW else nullcontext()
 
     def launch(self, stage: DecisionStage, longest: int, timer: Timer) -> None:
         """Launch a round of drafts of up to ``longest`` tokens. Its result is there when ``timer.done`` is over.

@@ -12,17 +12,17 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import abc
-from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from fly.backends.cuda.attention import PagedAttention, Slots, takes_flash
+from fly.backends.cuda.attention import PagedAttention, Slots, find_trees, reads_pages, takes_pages
 from fly.backends.cuda.device_round import DeviceRounds
-from fly.backends.cuda.graphs import Awaited, GraphPool
+from fly.backends.cuda.fused import fuse
+from fly.backends.cuda.graphs import GraphPool
 from fly.backends.cuda.rounds import take_rounds
 from fly.backends.cuda.table import PADDING, Column, Shape, count_pages, make_line, round_up
 from fly.backends.torch import TorchExecutor, TorchHead
@@ -39,28 +39,41 @@ _log = logging.getLogger("fly")
 _FEW, _FEW_IN_ALL = 32, 512  # tokens of a row, and of a batch, that ``score`` runs as a graph
 
 
+def _on_device(method: Any) -> Any:
+    """Run a method with the executor's device as the current one, on whichever thread."""
+
+    @wraps(method)
+    def run(self: CudaExecutor, *args: Any, **options: Any) -> Any:
+        with self.pool.current():
+            return method(self, *args, **options)
+
+    return run
+
+
 class CudaExecutor(TorchExecutor):
     """Runs a ``fly.models.Llama`` on a CUDA device.
 
     Args:
         compiles: whether layers may be compiled; false once that failed.
-        awaited: entered around each wait, of a model that this process shares with others. A call then takes a fixed
-            number of rounds, so that all processes take the same.
+        pool: what its graphs share; of a model that this process shares with others, entered around each wait. A call
+            then takes a fixed number of rounds, so that all processes take the same.
     """
 
     # Compiling takes some ten seconds for each number of tokens, the first time on a machine: as long as these rounds
     # took, so that compiling at most doubles the time of short work.
     often = 2000
 
-    def __init__(self, model: Any, compiles: bool = True, awaited: Awaited = nullcontext) -> None:
+    def __init__(self, model: Any, compiles: bool = True, pool: GraphPool | None = None) -> None:
         super().__init__(model)
-        self.pool, self.compiles = GraphPool(awaited), compiles
+        self.pool, self.compiles = pool or GraphPool(self.device), compiles
+        if isinstance(model, Llama):
+            fuse(model)
         self._compiled_layers = cache(CompiledLayers)  # made when they are needed: that imports torch's compiler
         self._rounds: WeakKeyDictionary[PagedKVCache, DeviceRounds] = WeakKeyDictionary()
 
     def deterministic(self) -> Executor:
         """Never compiled: which operations compute a token must not depend on how often other shapes came up."""
-        return TokenByToken(CudaExecutor(self.model, False, self.pool.awaited))
+        return TokenByToken(CudaExecutor(self.model, False, self.pool))
 
     def joins(self, drafter: Executor, spec: DraftSpec) -> bool:
         known = isinstance(drafter, (CudaExecutor, TorchHead))
@@ -70,6 +83,7 @@ class CudaExecutor(TorchExecutor):
         """Graphs are found by their rules: one without a hash takes the plain way."""
         return not any(map(asks_between, rows)) and all(_has_hash(row.policy) for row in rows)
 
+    @_on_device
     def rounds(self, plan: RoundPlan) -> Rounds | None:
         return take_rounds(self, plan, self._find_rounds(plan.kv.cache))
 
@@ -98,15 +112,18 @@ class CudaExecutor(TorchExecutor):
         """[T, V] float32."""
         return self.model.logits(hidden_TC)
 
+    @_on_device
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
-        """A few tokens of each row are a graph, more of them one forward that needs nothing from the host. Trees, and
-        prompts in a cache that FlashAttention does not take, go row by row, with waits (``PagedBatch.attend``)."""
+        """A few tokens of each row are a graph, more of them, and trees, one forward that needs nothing from the host.
+        If no attention reads them in place, trees and prompts go row by row, with waits (``PagedBatch.attend``)."""
         kv = batch.kv
         if any(mask is not None for mask in kv.masks or ()):
-            return super().score(batch, places, states)
+            if not takes_pages(kv.cache):
+                return super().score(batch, places, states)
+            return self._score_many(batch, places, states)
         if max(kv.counts) <= _FEW and len(kv.counts) * max(kv.counts) <= _FEW_IN_ALL:
             return self._score_few(batch, places, tuple(states))
-        if not takes_flash(kv.cache):
+        if not reads_pages(kv.cache):
             return super().score(batch, places, states)
         return self._score_many(batch, places, states)
 
@@ -148,8 +165,9 @@ class CudaExecutor(TorchExecutor):
         tokens_T, positions_T, slots_T, places_N, *rest = there.split([len(part) for part in parts])
         used_B, ends_B1, pages = (numbers.to(torch.int32) for numbers in rest)
         found = Slots(slots_T, used_B, ends_B1, pages.view(-1, width), max(kv.counts))
+        attention = PagedAttention(kv.cache, found, find_trees(kv))
         taken = dict.fromkeys(states, positions_T)
-        hidden_TC = self.hidden(tokens_T, positions_T, PagedAttention(kv.cache, found), taken)
+        hidden_TC = self.hidden(tokens_T, positions_T, attention, taken)
         states_TF = torch.cat([taken[number] for number in states], -1) if states else None
         if places is not None and not len(places):
             return Scores(torch.zeros(0, self.config.vocab_size, device=self.device), None, states_TF)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -16,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Awaited", "Download", "GraphPool", "Part", "Timer", "Watch", "upload_into"]
+__all__ = ["Awaited", "Download", "GraphPool", "Part", "Timer", "Watch", "drop_graphs", "upload_into"]
 
 _log = logging.getLogger("fly")
 _NAP = 2e-5  # seconds between two looks at an event; forwards take ten times as long
@@ -25,26 +26,49 @@ _T = TypeVar("_T")
 
 
 class GraphPool:
-    """The memory that graphs share, which run one after the other.
+    """The memory that graphs of one device share, which run one after the other.
 
     Args:
         awaited: entered around each wait for the result of a graph: with ranks, other processes have to do their part.
+        preparing: entered around the first rounds of a shape, where code may be compiled: ranks then come late.
     """
 
-    def __init__(self, awaited: Awaited = nullcontext) -> None:
-        self.awaited = awaited
+    def __init__(self, device: torch.device, awaited: Awaited = nullcontext, preparing: Awaited = nullcontext) -> None:
+        self.device, self.awaited, self.preparing = device, awaited, preparing
         self.among_ranks = awaited is not nullcontext
+        self.captured: weakref.WeakSet[Part[Any]] = weakref.WeakSet()
+        _pools.add(self)
+
+    def current(self) -> AbstractContextManager[Any]:
+        """While this is entered, the pool's device is the current one. Events and captures belong to that one."""
+        return torch.cuda.device(self.device)
 
     @cached_property
     def handle(self) -> Any:
         return torch.cuda.graph_pool_handle()
+
+    @cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """What graphs are captured on. Torch's default is a stream of the device that was first captured on."""
+        return torch.cuda.Stream(self.device)
+
+
+_pools: weakref.WeakSet[GraphPool] = weakref.WeakSet()
+
+
+def drop_graphs() -> None:
+    """Drop every graph of this process. Those that hold collectives must be gone before their process group is."""
+    for pool in _pools:
+        for part in list(pool.captured):
+            part.drop()
 
 
 class Part(Generic[_T]):
     """A piece of work on memory that stays where it is.
 
     It runs operation by operation the first time, which warms up what libraries prepare. The second time it is captured
-    as a CUDA graph, and from then on it is one launch, which returns the same tensors each time.
+    as a CUDA graph, and from then on it is one launch, which returns the same tensors each time. After a capture that
+    failed, it is captured again once it has run as often again.
 
     Args:
         run: the work.
@@ -57,7 +81,7 @@ class Part(Generic[_T]):
         self, run: Callable[[], _T], pool: GraphPool, reads: Part[Any] | None = None, refusal: str | None = None
     ) -> None:
         self.run, self.pool, self.reads, self.refusal = run, pool, reads, refusal
-        self._is_warm = False
+        self._runs, self._capture_at = 0, 1  # runs so far, operation by operation; how many come before a capture
         self._graph: torch.cuda.CUDAGraph | None = None
         self._results: _T | None = None
 
@@ -67,24 +91,35 @@ class Part(Generic[_T]):
             return self._results  # type: ignore[return-value]
         if self.reads is not None:
             self.refusal = self.refusal or self.reads.refusal
-        if not self._is_warm or self.refusal is not None:
-            self._is_warm = True
+        # The results of a part without a graph are other tensors each time.
+        late = self.reads is not None and self.reads._graph is None
+        if self._runs < self._capture_at or self.refusal is not None or late:
+            self._runs += 1
             return self.run()
         return self._capture()
 
     def _capture(self) -> _T:
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.pool.device)
         try:
             # thread_local: other threads use the device as usual meanwhile.
-            with torch.cuda.graph(graph, pool=self.pool.handle, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, self.pool.handle, self.pool.stream, capture_error_mode="thread_local"):
                 self._results = self.run()
         except RuntimeError as error:
-            self.refusal = str(error)
-            _log.warning("a CUDA graph cannot hold this, which goes on operation by operation: %s", error)
+            torch.cuda.set_stream(stream)  # torch leaves the thread on the stream of a failed capture
+            reason, self._results, self._capture_at = error.__context__ or error, None, 2 * self._runs + 1
+            _log.warning("a CUDA graph could not hold this, which goes on operation by operation: %s", reason)
+            self._runs += 1
             return self.run()
         self._graph = graph
+        self.pool.captured.add(self)
         graph.replay()
         return self._results
+
+    def drop(self) -> None:
+        """Give up the graph, for good: what it holds may not be run any more."""
+        if self._graph is not None:
+            self._graph.reset()
+        self._graph, self._results, self.refusal = None, None, "graphs of this process were dropped"
 
 
 def upload_into(memory: Tensor, values: Tensor) -> None:

@@ -55,9 +55,10 @@ def take_rounds(target: Model, plan: RoundPlan, made: DeviceRounds) -> Rounds | 
     goes_on = True
     while goes_on:
         # Launch a round. While the device works on it, unpack the decisions of the one before. Then wait, once.
-        call.launch()
-        call.unpack()
-        call.wait()
+        with call.round.prepared():
+            call.launch()
+            call.unpack()
+            call.wait()
         # What each row got says whether there is another round.
         goes_on = call.read() and call.may_go_on()
     return call.result()

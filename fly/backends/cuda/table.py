@@ -17,7 +17,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from fly.backends.cuda.attention import takes_flash
+from fly.backends.cuda.attention import reads_pages
 from fly.backends.cuda.graphs import upload_into
 from fly.cache import PagedBatch
 from fly.runtime.executor import DraftSpec
@@ -29,6 +29,7 @@ __all__ = ["PADDING", "Column", "Shape", "Table", "count_pages", "make_line", "p
 
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 _ANY_SPEC = DraftSpec()
+_FEW = 8192  # tokens that any row's table has room for
 
 
 def round_up(n: int) -> int:
@@ -173,12 +174,15 @@ class Table:
 
 
 def count_pages(kv: PagedBatch, k: int) -> int:
-    """Pages that a row's table has room for. With FlashAttention, for which unused ones cost nothing, those of a whole
-    context; else those that are reserved, in powers of two. Padding may stand beyond."""
-    allocator, flash = kv.cache.allocator, takes_flash(kv.cache)
-    longest = kv.cache.context if flash else max(map(allocator.length, kv.seqs))
-    count = allocator.blocks_for(longest + k + 2)
-    return count if flash else 1 << (count - 1).bit_length()
+    """Pages that a row's table has room for. Padding may stand beyond.
+
+    If pages are read in place, unused ones cost little: there are enough for 8,192 tokens, or for a whole context that
+    is shorter. Beyond that, and if pages are copied, there are as many as are reserved, in powers of two.
+    """
+    allocator, longest = kv.cache.allocator, max(map(kv.cache.allocator.length, kv.seqs))
+    if reads_pages(kv.cache) and longest <= (few := min(kv.cache.context, _FEW)):
+        return allocator.blocks_for(few + k + 2)
+    return 1 << (allocator.blocks_for(longest + k + 2) - 1).bit_length()
 
 
 def pack(draft: Draft, choices_RJ: Tensor, verdict: Verdict, cost_RK: Tensor | None) -> Tensor:

@@ -30,8 +30,8 @@ struct Scratch {
         block = from.take<float>(BLOCK, width);
         queries = from.take<char>(queries_of, width, 4);
         normed = from.take<float>(OWN_NORMS, padded(shape.width));
-        narrow = from.take<uint8_t>(shape.weights == W8A8 ? OWN_NORMS : 0, padded(most_inputs(shape), 64));
-        steps = from.take<float>(OWN_NORMS);
+        narrow = from.take<uint8_t>(narrows(shape) ? OWN_NORMS : 0, padded(most_inputs(shape), 64));
+        steps = from.take<float>(OWN_NORMS, steps_of(shape));
     }
 };
 

@@ -39,6 +39,13 @@ inline void st(uint8_t* p, Vec x) {  // to nearest, and 128 above it
     const __m128i half = _mm_packus_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
     _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(half, half));
 }
+inline void st(int8_t* p, Vec x) {
+    const __m256i whole = _mm256_cvtps_epi32(x);
+    const __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(half, half));
+}
+inline Vec ld_half(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+inline Vec ld_int8(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
 inline Vec nearest(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vec scale2(Vec x, Vec n) {  // x · 2ⁿ in two halves, as 2ⁿ alone may not be a number
     n = _mm256_min_ps(_mm256_max_ps(n, set1(-252.0f)), set1(254.0f));
@@ -141,6 +148,55 @@ struct Whole8 {
             _mm256_storeu_si256((__m256i*)(out + j * 4), _mm256_permute4x64_epi64(sums, 0xd8));
         }
     }
+};
+
+inline __m256i fours(const void* from) {
+    int32_t four;
+    memcpy(&four, from, 4);
+    return _mm256_set1_epi32(four);
+}
+
+// Products of whole numbers within a group: unsigned weights of 8 outputs by 4 inputs, and signed inputs. Of 8 bits, those at
+// even and at odd places are widened to 16 bits first, as products of bytes would not fit.
+template <int BITS>
+struct Dots {
+    typedef __m256i Sums;
+    static ALWAYS_INLINE __m256i numbers(const char* w) { return _mm256_loadu_si256((const __m256i*)w); }
+    static ALWAYS_INLINE void add(__m256i& acc, const int8_t* a, __m256i b) {
+        const __m256i x = fours(a), even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd = _mm256_srai_epi16(x, 8);
+        acc = _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_and_si256(b, _mm256_set1_epi16(255)), even));
+        acc = _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_srli_epi16(b, 8), odd));
+    }
+    static ALWAYS_INLINE Vec total(__m256i acc) { return _mm256_cvtepi32_ps(acc); }
+};
+
+struct TwoSteps {
+    __m256i first, second;
+};
+
+// Of 4 bits, the pairs of a whole group fit into 16 bits: at most 8 · 2 · 15 · 127 = 30,480.
+template <>
+struct Dots<4> {
+    typedef __m256i Sums;
+    static ALWAYS_INLINE TwoSteps numbers(const char* w) {
+        const __m256i both = _mm256_loadu_si256((const __m256i*)w), lower = _mm256_set1_epi8(15);
+        return {_mm256_and_si256(both, lower), _mm256_and_si256(_mm256_srli_epi16(both, 4), lower)};
+    }
+    static ALWAYS_INLINE void add(__m256i& acc, const int8_t* a, TwoSteps b) {
+        acc = _mm256_add_epi16(acc, _mm256_maddubs_epi16(b.first, fours(a)));
+        acc = _mm256_add_epi16(acc, _mm256_maddubs_epi16(b.second, fours(a + 4)));
+    }
+    static ALWAYS_INLINE Vec total(__m256i acc) { return _mm256_cvtepi32_ps(_mm256_madd_epi16(acc, _mm256_set1_epi16(1))); }
+};
+
+// Matrices of groups. Rows at once: 16 registers hold two sums of all of each row, and one of a group.
+struct Grouped {
+    typedef uint8_t Weight;
+    typedef float Act;
+    typedef int8_t In;
+    typedef float Sum;
+    static constexpr int TYPE = GROUPED;
+    static constexpr Room MOST = {4, 0, 0};
 };
 
 // The sums of 8 vectors' lanes, by one tree for all of them.

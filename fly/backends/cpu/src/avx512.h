@@ -25,10 +25,13 @@ inline void st(uint8_t* p, Vec x) {  // to nearest, and 128 above it
     const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(x), _mm512_set1_epi32(128));
     _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(whole));
 }
+inline void st(int8_t* p, Vec x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))); }
+inline Vec ld_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 inline Vec nearest(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vec widened(const char* w) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
 }
+inline Vec ld_int8(const int8_t* p) { return widened((const char*)p); }
 // The same four bytes everywhere.
 inline __m512i fours(const void* from) {
     int32_t four;
@@ -90,6 +93,43 @@ struct Whole8 {
         // not by the intrinsic, for which GCC keeps the sums in memory
         asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(x), "v"(b));
     }
+};
+
+// Products of whole numbers within a group: unsigned weights of 16 outputs by 4 inputs, and signed inputs.
+struct DotsOf8 {
+    typedef __m512i Sums;
+    static ALWAYS_INLINE __m512i numbers(const char* w) { return _mm512_loadu_si512(w); }
+    static ALWAYS_INLINE void add(__m512i& acc, const int8_t* a, __m512i b) {
+        asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(b), "v"(fours(a)));  // as Whole8 does
+    }
+    static ALWAYS_INLINE Vec total(__m512i acc) { return _mm512_cvtepi32_ps(acc); }
+};
+template <int BITS>
+struct Dots : DotsOf8 {};
+
+struct TwoSteps {
+    __m512i first, second;
+};
+
+template <>
+struct Dots<4> : DotsOf8 {
+    static ALWAYS_INLINE TwoSteps numbers(const char* w) {
+        const __m512i both = _mm512_loadu_si512(w), lower = _mm512_set1_epi8(15);
+        return {_mm512_and_si512(both, lower), _mm512_and_si512(_mm512_srli_epi16(both, 4), lower)};
+    }
+    static ALWAYS_INLINE void add(__m512i& acc, const int8_t* a, TwoSteps b) {
+        DotsOf8::add(acc, a, b.first), DotsOf8::add(acc, a + 4, b.second);
+    }
+};
+
+// Matrices of groups. Rows at once: 32 registers hold two sums of each row, of the group and of all.
+struct Grouped {
+    typedef uint8_t Weight;
+    typedef uint16_t Act;
+    typedef int8_t In;
+    typedef float Sum;
+    static constexpr int TYPE = GROUPED;
+    static constexpr Room MOST = {12, 0, 0};
 };
 
 // The sums of 16 vectors' lanes, by one tree for all of them.

@@ -39,8 +39,37 @@ struct Layout {
 };
 
 static constexpr Layout layout_of(int type) {
-    constexpr Layout layouts[] = {{1, PANEL}, {2, 1}, {2, PANEL / 2}, {4, 1}};  // by Type
+    constexpr Layout layouts[] = {{1, PANEL}, {2, 1}, {2, PANEL / 2}, {4, 1}, {4, 1}};  // by Type
     return layouts[type];
+}
+
+// How a strip of a GROUPED matrix stores its weights. A weight is scale · number + minimum, with the scale and the minimum
+// of its group; numbers are unsigned.
+struct Format {
+    int8_t bits;     // of a number: 4 or 8
+    int8_t group;    // inputs of a group: 16 or 32
+    uint8_t centre;  // the minimum is -centre · scale; 0: each group has a minimum of its own
+    bool parts;      // scales (and minima) are whole numbers times a factor of the superblock; else they are float16
+};
+
+// 16 outputs of a GROUPED matrix, half a panel: superblocks of SUPER inputs one after another, the last one maybe shorter.
+// A superblock is a head, padded to 64 bytes, and then its numbers:
+// - head: float16 factor [16], and of minima [16] (``parts`` only); scale [groups, 16]; minimum [groups, 16] (none with a
+//   centre). Scales and minima are int8 with ``parts``, else float16.
+// - numbers: [steps of 4 inputs, 16 outputs, 4 inputs], one byte each. With 4 bits, a byte's upper half belongs to the next
+//   step, so that 64 bytes are two steps. (4 inputs by 16 outputs are what both a vector and a tile instruction take.)
+struct Strip {
+    const char* data;
+    Format format;
+};
+constexpr int STRIP = PANEL / 2, SUPER = 256, GROUP = 32;  // GROUP: inputs that are rounded together, on either side
+
+static inline int groups_of(Format format, int inputs) { return (inputs + format.group - 1) / format.group; }
+
+// Bytes of the head of a superblock of so many groups.
+static inline long head_bytes(Format format, int groups) {
+    const long kinds = format.centre ? 1 : 2, factors = format.parts ? kinds * STRIP * 2 : 0;
+    return (factors + kinds * groups * STRIP * (format.parts ? 1 : 2) + 63) / 64 * 64;
 }
 
 // W of x·Wᵀ, in panels of 32 outputs; within a panel, all outputs of one step of inputs lie together.
@@ -51,6 +80,7 @@ struct Matrix {
     float* bias;      // [panels · 32] or null
     float* scale;     // [panels · 32], int8 and W8A8: the weight is scale · data
     int32_t* offset;  // [panels · 32], W8A8: 128 · the sum of an output's data
+    Strip* strips;    // [2 · panels], GROUPED; they lie in ``data`` one after another, ``panel_bytes`` on average
 };
 
 // Norms of a layer: before attention and feed-forward, after each (or null), of queries and of keys (or null).
@@ -112,8 +142,8 @@ struct Workspace {
     void* given;      // [T, F] of a head, in the type of activations
     void* attended;   // [T, H·D]
     void* gated;      // [T, intermediate]
-    uint8_t* narrow;  // [T, the most inputs of a matrix] of W8A8, 128 above what it stands for; padded to 64
-    float* steps;     // [T] of W8A8: what is 1 there
+    uint8_t* narrow;  // [T, the most inputs of a matrix] of W8A8, 128 above what it stands for, and GROUPED; padded to 64
+    float* steps;     // [T] of W8A8: what is 1 there; [T, ``steps_of``] of GROUPED
     Block of_last;
     int last_rows;    // rows that the following are for
     void* last;       // [rows, C], what the logits of a drafter's step are made from
@@ -135,6 +165,7 @@ struct Model {
     Matrix fuse;             // of a draft head: from hidden states of the target to a feature
     const int64_t* target;   // of a draft head: the target's ids of its own, its owner's
     Span<const char> embedding;  // [V, C], its owner's; null where the head's panels serve as well
+    int32_t embedding_kind;      // of the blocks that the embedding is stored in (interface.h: Stored); 0: plain numbers
     // Where several processes share a model, each holds a part of every matrix and ``shape.vocab`` of all ``tokens``,
     // from ``first_token`` on; ``sum`` adds up ``count`` values over the processes, in place. Null is one process.
     void (*sum)(float* values, int64_t count);
@@ -225,6 +256,9 @@ struct Variant {
 
 extern const Variant avx512bf16, avx512, avx2;
 
+// Reads a row of blocks of a ``kind`` that is known (blocks.cpp).
+void read_row(int kind, const char* blocks, int width, float* to);
+
 static inline int padded(int n, int to = PANEL) { return (n + to - 1) / to * to; }
 template <class T>
 static ALWAYS_INLINE T least_of(T a, T b) { return a < b ? a : b; }
@@ -234,6 +268,12 @@ static ALWAYS_INLINE T most_of(T a, T b) { return a > b ? a : b; }
 // Inputs of the widest matrix.
 static inline int most_inputs(const Shape& shape) {
     return most_of(most_of(shape.width, shape.heads * shape.head_dim), shape.intermediate);
+}
+
+// Whether what a matrix is multiplied with is rounded to 8 bits, and the floats that go with each row of it then.
+static inline bool narrows(const Shape& shape) { return shape.weights == W8A8 || shape.weights == GROUPED; }
+static inline int steps_of(const Shape& shape) {
+    return shape.weights == GROUPED ? 4 * (padded(most_inputs(shape), GROUP) / GROUP) : 1;  // groups.h: GroupedRow
 }
 
 static inline int bytes_of_type(int type) { return type == FLOAT32 ? 4 : type == BFLOAT16 ? 2 : 1; }

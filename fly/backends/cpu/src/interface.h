@@ -32,7 +32,16 @@ struct Span {
 };
 
 // W8A8 is int8 whose products are of whole numbers: what it is multiplied with is rounded to 8 bits as well, row by row.
-enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, W8A8 = 3 };
+// GROUPED matrices hold unsigned numbers of 4 or 8 bits in groups along the input, each group with a scale and a minimum of
+// its own; what they are multiplied with is rounded to 8 bits in groups of 32.
+enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, W8A8 = 3, GROUPED = 4 };
+
+// Rows of a matrix in the blocks of a GGUF file. ``kind`` is the file format's number of their type (blocks.cpp has those
+// that are known). Each row begins with a new block.
+struct Stored {
+    int32_t kind, rows;
+    Span<const char> data;
+};
 
 struct Shape {
     int32_t width, intermediate, layers, heads, kv_heads, head_dim, vocab, positions;

@@ -11,6 +11,12 @@ inline void embed(const Model* model, int64_t token, float* x) {
     const auto scaled = [&]() {
         for (int i = 0; model->shape.embedding != 1 && i < room; i += W) st(x + i, ld(x + i) * set1(model->shape.embedding));
     };
+    if (model->embedding_kind) {
+        const long bytes = model->embedding.bytes / model->tokens;
+        read_row(model->embedding_kind, model->embedding.at + token * bytes, width, x);
+        memset(x + width, 0, (room - width) * sizeof(float));
+        return scaled();
+    }
     if (model->embedding && model->shape.hidden == BFLOAT16) {
         convert((const uint16_t*)model->embedding.at + token * width, width, x, room);
         return scaled();
@@ -19,15 +25,19 @@ inline void embed(const Model* model, int64_t token, float* x) {
         convert((const float*)model->embedding.at + token * width, width, x, room);
         return scaled();
     }
-    const Weight* from = (const Weight*)(head.data + token / PANEL * head.panel_bytes);
-    from += lane / LAYOUT.together * LAYOUT.together * LAYOUT.step + lane % LAYOUT.together;
-    for (int i = 0; i < width; i++) {
-        const Weight weight = from[i / LAYOUT.step * LAYOUT.step * PANEL + i % LAYOUT.step * LAYOUT.together];
-        if constexpr (Wt::TYPE == BFLOAT16) {
-            const uint32_t bits = (uint32_t)weight << 16;
-            memcpy(x + i, &bits, 4);
-        } else {
-            x[i] = Wt::TYPE == FLOAT32 ? (float)weight : (float)weight * head.scale[token];
+    if constexpr (Wt::TYPE == GROUPED) {
+        embed_groups(head, token, width, x);
+    } else {
+        const Weight* from = (const Weight*)(head.data + token / PANEL * head.panel_bytes);
+        from += lane / LAYOUT.together * LAYOUT.together * LAYOUT.step + lane % LAYOUT.together;
+        for (int i = 0; i < width; i++) {
+            const Weight weight = from[i / LAYOUT.step * LAYOUT.step * PANEL + i % LAYOUT.step * LAYOUT.together];
+            if constexpr (Wt::TYPE == BFLOAT16) {
+                const uint32_t bits = (uint32_t)weight << 16;
+                memcpy(x + i, &bits, 4);
+            } else {
+                x[i] = Wt::TYPE == FLOAT32 ? (float)weight : (float)weight * head.scale[token];
+            }
         }
     }
     memset(x + width, 0, (room - width) * sizeof(float));
@@ -57,14 +67,19 @@ inline void product(Call* call, int thread, const Scratch& s, const typename Wt:
     if constexpr (WHOLE<Wt>) {
         const Workspace& work = call->model->work;
         const bool own = rows <= OWN_NORMS;
-        const Inputs<Wt> x = {own ? s.narrow : work.narrow, padded(most_inputs(call->model->shape), 64), rows,
-                              own ? s.steps : work.steps};
+        const Inputs<Wt> x = {(typename Wt::In*)(own ? s.narrow : work.narrow), padded(most_inputs(call->model->shape), 64), rows,
+                              own ? s.steps : work.steps, steps_of(call->model->shape)};
         const Range mine = own ? Range{0, rows} : part(rows, thread, call->threads);
-        for (int t = mine.from; t < mine.to; t++) x.steps[t] = narrowed(a + t * lda, matrix.k, x.a + t * x.lda);
+        for (int t = mine.from; t < mine.to; t++) {
+            if constexpr (Wt::TYPE == GROUPED)
+                narrowed(a + t * lda, matrix.k, GroupedRow((int8_t*)x.a + t * x.lda, x.steps + t * x.lds, matrix.k));
+            else
+                x.steps[t] = narrowed(a + t * lda, matrix.k, x.a + t * x.lda);
+        }
         if (!own) wait(call);
         product(call, thread, x, matrix, next, finish);
     } else {
-        product(call, thread, Inputs<Wt>{(typename Wt::In*)a, lda, rows, nullptr}, matrix, next, finish);
+        product(call, thread, Inputs<Wt>{(typename Wt::In*)a, lda, rows, nullptr, 0}, matrix, next, finish);
     }
 }
 

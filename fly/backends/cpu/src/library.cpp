@@ -24,7 +24,7 @@ namespace {
 
 bool runs_here(const Variant* variant) {
     __builtin_cpu_init();
-    if (variant == &avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (variant == &avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
            (variant == &avx512 || __builtin_cpu_supports("avx512bf16"));
@@ -70,7 +70,7 @@ int fly::refuse(Error error, const char* what, int64_t has, int64_t least, int64
 
 int fly::known(int variant) { return within("variant", variant, 0, sizeof(variants) / sizeof(*variants) - 1); }
 
-EXPORT int fly_abi() { return 32; }
+EXPORT int fly_abi() { return 33; }
 
 // What the last call of this thread that gave an error was about: what it ``has`` [3], and the least and most that it may.
 EXPORT const char* fly_refusal(int64_t* has) {

@@ -83,6 +83,26 @@ static inline int threads_for(int wanted) { return wanted < 1 ? 1 : least_of(wan
 // stored tokens. An error or OK.
 int make_room(Model* model, int tokens, int last_rows, int longest, int threads);
 
+// A matrix of a model by its number (models.cpp: fly_set_matrix), its outputs and its inputs. An error or OK.
+struct MatrixPlace {
+    Matrix* matrix;
+    int n, k;
+};
+int place_of(Model* model, int number, int which, MatrixPlace* place);
+
+// The row of the checkpoint's matrix that output ``lane`` of a panel is; -1 is padding. ``pairs``: a panel holds 16 rows of
+// the first half and their 16 of the second.
+inline int source_row(int panel, int lane, int n, bool pairs) {
+    if (!pairs) return panel * PANEL + lane < n ? panel * PANEL + lane : -1;
+    const int half = n / 2, at = panel * (PANEL / 2) + lane % (PANEL / 2);
+    return at >= half ? -1 : lane < PANEL / 2 ? at : half + at;
+}
+inline int panels_of(int n, bool pairs) { return pairs ? padded(n / 2, PANEL / 2) / (PANEL / 2) : padded(n) / PANEL; }
+
+// Frees a matrix's memory; gives it a bias [N], false without memory.
+void drop(const Matrix& matrix);
+bool bias_of(Matrix* matrix, const float* bias, bool pairs);
+
 enum Stream : int { ACCEPT = 0, SAMPLE = 1 };  // fly/runtime/sampling.py: Stream
 
 // ``n`` uniforms of a stream of a round (fly/runtime/sampling.py: uniforms).

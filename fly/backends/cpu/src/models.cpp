@@ -8,21 +8,10 @@ using namespace fly;
 
 namespace {
 
-// The row of the checkpoint's matrix that output ``lane`` of a panel is; -1 is padding.
-int source_row(int panel, int lane, int n, bool pairs) {
-    if (!pairs) return panel * PANEL + lane < n ? panel * PANEL + lane : -1;
-    const int half = n / 2, at = panel * (PANEL / 2) + lane % (PANEL / 2);
-    return at >= half ? -1 : lane < PANEL / 2 ? at : half + at;
-}
-
 float* vector_of(const float* from, int64_t n, int64_t room) {
     float* to = (float*)allocate(room * 4);
     if (to) copy(to, from, n);
     return to;
-}
-
-void drop(const Matrix& matrix) {
-    for (void* memory : {(void*)matrix.data, (void*)matrix.bias, (void*)matrix.scale, (void*)matrix.offset}) free(memory);
 }
 
 template <class T>
@@ -64,7 +53,7 @@ bool make(Matrix* matrix, int n, int k, const void* data, const float* bias, con
     const Layout layout = layout_of(type);
     const int bytes = bytes_of_type(type);
     matrix->n = n, matrix->k = k;
-    matrix->panels = pairs ? padded(n / 2, PANEL / 2) / (PANEL / 2) : padded(n) / PANEL;
+    matrix->panels = panels_of(n, pairs);
     matrix->panel_bytes = (long)padded(k, layout.step) * PANEL * bytes;
     if (!(matrix->data = (char*)allocate(matrix->panel_bytes * matrix->panels, false))) return false;
     if (bytes == 4)
@@ -79,9 +68,35 @@ bool make(Matrix* matrix, int n, int k, const void* data, const float* bias, con
         return 128 * sum;
     };
     return (type != W8A8 || by_output(*matrix, pairs, &matrix->offset, offset)) &&
-           (!bias || by_output(*matrix, pairs, &matrix->bias, [=](int row) { return bias[row]; })) &&
+           (!bias || bias_of(matrix, bias, pairs)) &&
            (!scale || by_output(*matrix, pairs, &matrix->scale, [=](int row) { return scale[row]; }));
 }
+
+}  // namespace
+
+void fly::drop(const Matrix& matrix) {
+    for (void* memory : {(void*)matrix.data, (void*)matrix.bias, (void*)matrix.scale, (void*)matrix.offset, (void*)matrix.strips})
+        free(memory);
+}
+
+int fly::place_of(Model* model, int number, int which, MatrixPlace* place) {
+    const Shape& s = model->shape;
+    if (const int error = within("layer", number, 0, s.layers - 1) ?: within("matrix", which, 0, s.features ? 5 : 4))
+        return error;
+    Layer& layer = model->layers[number];
+    const int attended = s.heads * s.head_dim, qkv = attended + 2 * s.kv_heads * s.head_dim;
+    const MatrixPlace all[] = {{&layer.qkv, qkv, s.features ? 2 * s.width : s.width}, {&layer.o, s.width, attended},
+                            {&layer.gate_up, 2 * s.intermediate, s.width}, {&layer.down, s.width, s.intermediate},
+                            {&model->head, s.vocab, s.width}, {&model->fuse, s.width, s.features}};
+    *place = all[which];
+    return OK;
+}
+
+bool fly::bias_of(Matrix* matrix, const float* bias, bool pairs) {
+    return by_output(*matrix, pairs, &matrix->bias, [=](int row) { return bias[row]; });
+}
+
+namespace {
 
 // Whether there is code for a model of these sizes, none of whose products is beyond the numbers it is counted in.
 int check(const Shape& s) {
@@ -91,9 +106,10 @@ int check(const Shape& s) {
            within("heads", s.heads, s.kv_heads, HEADS) ?: within("heads, of kv_heads,", s.heads % s.kv_heads, 0, 0) ?:
            within("head_dim", s.head_dim, 2, WIDEST_HEAD) ?: within("head_dim, by 2,", s.head_dim % 2, 0, 0) ?:
            within("vocab", s.vocab, 1, MOST) ?: within("positions", s.positions, 1, MOST) ?:
-           within("weights", s.weights, FLOAT32, W8A8) ?: within("hidden", s.hidden, FLOAT32, BFLOAT16) ?:
+           within("weights", s.weights, FLOAT32, GROUPED) ?: within("hidden", s.hidden, FLOAT32, BFLOAT16) ?:
            within("ropes", s.ropes, 1, HEADS) ?: within("features", s.features, 0, WIDE) ?:
            within("width of a head, by 32,", s.features ? s.width % PANEL : 0, 0, 0) ?:
+           within("weights of a draft head", s.features ? s.weights : 0, FLOAT32, W8A8) ?:
            within("inputs of 8 bits", s.weights == W8A8 ? most_inputs(s) : 0, 0, EXACT);  // whose sums are exact
 }
 
@@ -117,8 +133,8 @@ int fly::make_room(Model* model, int tokens, int last_rows, int longest, int thr
                 work.normed = from.take<char>(drafts ? 2 : 1, tile, width, act);
                 work.attended = from.take<char>(tile, padded(shape.heads * shape.head_dim), act);
                 work.gated = from.take<char>(tile, layer.gate_up.panels, PANEL / 2, act);
-                work.narrow = from.take<uint8_t>(shape.weights == W8A8 ? tile : 0, padded(most_inputs(shape), 64));
-                work.steps = from.take<float>(tile);
+                work.narrow = from.take<uint8_t>(narrows(shape) ? tile : 0, padded(most_inputs(shape), 64));
+                work.steps = from.take<float>(tile, steps_of(shape));
             }))
             return error;
         work.tile = tile;
@@ -231,17 +247,11 @@ EXPORT int fly_set_layer(Model* model, int number, Span<const Span<const float>>
 EXPORT int fly_set_matrix(Model* model, int number, int which, Span<const char> data, Span<const float> bias,
                           Span<const float> scale) {
     const Shape& s = model->shape;
-    if (const int error = within("layer", number, 0, s.layers - 1) ?: within("matrix", which, 0, s.features ? 5 : 4))
+    MatrixPlace place;
+    if (const int error = place_of(model, number, which, &place) ?:
+                          within("weights of this model", s.weights, FLOAT32, W8A8))
         return error;
-    Layer& layer = model->layers[number];
-    const int attended = s.heads * s.head_dim, qkv = attended + 2 * s.kv_heads * s.head_dim;
-    struct {
-        Matrix* matrix;
-        int n, k;
-    } const all[] = {{&layer.qkv, qkv, s.features ? 2 * s.width : s.width}, {&layer.o, s.width, attended},
-                     {&layer.gate_up, 2 * s.intermediate, s.width}, {&layer.down, s.width, s.intermediate},
-                     {&model->head, s.vocab, s.width}, {&model->fuse, s.width, s.features}};
-    const auto [matrix, n, k] = all[which];
+    const auto [matrix, n, k] = place;
     if (const int error = holds("a matrix", data, n, k, bytes_of_type(s.weights)) ?:
                           holds_or_none("bias", bias, n) ?: holds_or_none("scale", scale, n) ?:
                           within("scale", scale.there(), bytes_of_type(s.weights) == 1, 1))
@@ -251,6 +261,17 @@ EXPORT int fly_set_matrix(Model* model, int number, int which, Span<const char> 
     const float *own_bias = bias.there() ? bias.at : nullptr, *own_scale = scale.there() ? scale.at : nullptr;
     if (make(matrix, n, k, data.at, own_bias, own_scale, s.weights, which == 2)) return OK;
     return refuse(NO_MEMORY, "a matrix", 0, data.bytes);
+}
+
+// Bytes of a model's matrices, without their biases.
+EXPORT int64_t fly_weight_bytes(Model* model) {
+    int64_t bytes = model->head.panel_bytes * model->head.panels;
+    for (int i = 0; i < model->shape.layers; i++) {
+        const Layer& layer = model->layers[i];
+        for (const Matrix* matrix : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down})
+            bytes += matrix->panel_bytes * matrix->panels;
+    }
+    return bytes;
 }
 
 // Bytes of a model's workspace at present.

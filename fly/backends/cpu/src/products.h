@@ -53,13 +53,14 @@ inline void run(int rows, int panels, const typename Wt::In* a, long lda, const 
     __builtin_unreachable();
 }
 
-// Rows of activations as products take them, and of W8A8 what 1 stands for in each.
+// Rows of activations as products take them, and of W8A8 what 1 stands for in each; of GROUPED what GroupedRow has.
 template <class Wt>
 struct Inputs {
     typename Wt::In* a;
     long lda;
     int rows;
     float* steps;
+    long lds;
 };
 
 // Rows are multiplied in blocks of about the same size, each with some panels at once.
@@ -70,6 +71,8 @@ inline int panels_at_once(Room most, int rows) {
 
 template <class Wt>
 constexpr bool WHOLE = sizeof(typename Wt::In) == 1;
+
+#include "groups.h"
 
 // x·Wᵀ for rows of activations and the panels of ``range``; ``finish(row, panel, sums)`` takes 32 sums each. At ``then``
 // lies what the thread is likely to multiply next.
@@ -131,11 +134,17 @@ inline void product(Call* call, int thread, const Inputs<Wt>& x, const Matrix& m
     const int size = panels_a_turn(call, matrix, Wt::MOST, x.rows), after = panels_a_turn(call, next, Wt::MOST, x.rows);
     const int first = after ? after * thread : part(next.panels, thread, call->threads).from;
     const Place then = {next.data + first * next.panel_bytes, next.panel_bytes};
-    if (!size) return product_of(x, matrix, part(matrix.panels, thread, call->threads), then, finish);
+    const auto multiply = [&](Range range, Place after_it) {
+        if constexpr (Wt::TYPE == GROUPED)
+            product_of_groups(x, matrix, range, after_it, finish);
+        else
+            product_of(x, matrix, range, after_it, finish);
+    };
+    if (!size) return multiply(part(matrix.panels, thread, call->threads), then);
     for (int at; (at = __atomic_fetch_add(&call->taken, size, __ATOMIC_RELAXED)) < matrix.panels;) {
         const int soon = at + size * call->threads;  // if all go on alike
-        product_of(x, matrix, {at, least_of(at + size, matrix.panels)},
-                   soon < matrix.panels ? Place{matrix.data + soon * matrix.panel_bytes, matrix.panel_bytes} : then, finish);
+        multiply({at, least_of(at + size, matrix.panels)},
+                 soon < matrix.panels ? Place{matrix.data + soon * matrix.panel_bytes, matrix.panel_bytes} : then);
     }
 }
 

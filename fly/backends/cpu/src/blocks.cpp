@@ -1,0 +1,265 @@
+// Matrices in the blocks of a GGUF file: what the blocks of each type hold, and how they are packed into strips (fly.h:
+// Strip). Packing moves numbers and scales to other places and changes none of them. Knows nothing of the arithmetic.
+//
+// Formats: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h and ggml-quants.c (dequantize_row_*). All numbers
+// lie with the lowest byte first.
+#include "library.h"
+
+using namespace fly;
+
+namespace {
+
+// One row's weights of a superblock, read from its blocks.
+struct Numbers {
+    uint8_t number[SUPER];
+    uint16_t scale[SUPER / GROUP], least[SUPER / GROUP];  // float16, of formats without ``parts``
+    uint16_t factor[2];                                   // float16, of scales and of minima, of formats with ``parts``
+    int8_t part[2][SUPER / 16];                           // times these
+};
+
+uint16_t half_at(const uint8_t* at) {
+    uint16_t half;
+    memcpy(&half, at, 2);
+    return half;
+}
+
+uint32_t word_at(const uint8_t* at) {
+    uint32_t word;
+    memcpy(&word, at, 4);
+    return word;
+}
+
+// Blocks of 32: a scale, a minimum if the format has one, fifth bits if the numbers have 5, and the lower four bits of the
+// first and the last 16 numbers.
+template <bool LEAST, bool FIFTH>
+void read_32(const uint8_t* block, int group, Numbers* to) {
+    to->scale[group] = half_at(block), block += 2;
+    if (LEAST) to->least[group] = half_at(block), block += 2;
+    const uint32_t fifth = FIFTH ? word_at(block) : 0;
+    block += FIFTH ? 4 : 0;
+    uint8_t* number = to->number + group * GROUP;
+    for (int i = 0; i < 16; i++) {
+        number[i] = (uint8_t)((block[i] & 15) | (fifth >> i & 1) << 4);
+        number[i + 16] = (uint8_t)(block[i] >> 4 | (fifth >> (i + 16) & 1) << 4);
+    }
+}
+
+// A scale, and 32 signed numbers.
+void read_q8_0(const uint8_t* block, int group, Numbers* to) {
+    to->scale[group] = half_at(block);
+    for (int i = 0; i < GROUP; i++) to->number[group * GROUP + i] = (uint8_t)(block[2 + i] ^ 128);  // 128 more
+}
+
+// Two factors, 8 scales and minima of 6 bits in 12 bytes, fifth bits if the numbers have 5, and the lower four bits of two
+// times 32 numbers in each 32 bytes. The factor of minima is subtracted.
+template <bool FIFTH>
+void read_k(const uint8_t* block, int, Numbers* to) {
+    to->factor[0] = half_at(block), to->factor[1] = half_at(block + 2) ^ 0x8000;
+    const uint8_t *six = block + 4, *fifth = block + 16, *lower = block + (FIFTH ? 48 : 16);
+    for (int g = 0; g < 8; g++) {
+        const int high = g - 4;  // the last four have their upper two bits with the first four
+        to->part[0][g] = (int8_t)(g < 4 ? six[g] & 63 : (six[g + 4] & 15) | six[high] >> 6 << 4);
+        to->part[1][g] = (int8_t)(g < 4 ? six[g + 4] & 63 : six[g + 4] >> 4 | six[g] >> 6 << 4);
+    }
+    for (int i = 0; i < SUPER; i++) {
+        const int g = i / 32, four = lower[g / 2 * 32 + i % 32] >> g % 2 * 4 & 15;
+        to->number[i] = (uint8_t)(FIFTH ? four | (fifth[i % 32] >> g & 1) << 4 : four);
+    }
+}
+
+// The lower four bits of 256 numbers, their upper two bits, 16 signed scales, and a factor.
+void read_q6_k(const uint8_t* block, int, Numbers* to) {
+    const uint8_t *lower = block, *upper = block + 128;
+    memcpy(to->part[0], block + 192, 16);
+    to->factor[0] = half_at(block + 208);
+    for (int i = 0; i < SUPER; i++) {
+        const int half = i / 128, quarter = i % 128 / 32, at = i % 32;
+        const int four = lower[half * 64 + quarter % 2 * 32 + at] >> quarter / 2 * 4 & 15;
+        to->number[i] = (uint8_t)(four | (upper[half * 32 + at] >> quarter * 2 & 3) << 4);
+    }
+}
+
+struct Kind {
+    int number;          // in the file format
+    int inputs, bytes;   // of a block
+    Format format;
+    void (*read)(const uint8_t* block, int group, Numbers* to);
+};
+
+constexpr Kind KINDS[] = {
+    {2, 32, 18, {4, 32, 8, false}, read_32<false, false>},   // Q4_0
+    {3, 32, 20, {4, 32, 0, false}, read_32<true, false>},    // Q4_1
+    {6, 32, 22, {8, 32, 16, false}, read_32<false, true>},   // Q5_0
+    {7, 32, 24, {8, 32, 0, false}, read_32<true, true>},     // Q5_1
+    {8, 32, 34, {8, 32, 128, false}, read_q8_0},             // Q8_0
+    {12, 256, 144, {4, 32, 0, true}, read_k<false>},         // Q4_K
+    {13, 256, 176, {8, 32, 0, true}, read_k<true>},          // Q5_K
+    {14, 256, 210, {8, 16, 32, true}, read_q6_k},            // Q6_K
+};
+
+constexpr int LAST_KIND = 14;
+
+const Kind* kind_of(int number) {
+    for (const Kind& kind : KINDS)
+        if (kind.number == number) return &kind;
+    return nullptr;
+}
+
+int64_t row_bytes(const Kind& kind, int inputs) { return (inputs + kind.inputs - 1) / kind.inputs * (int64_t)kind.bytes; }
+
+// The superblock of a row that begins at input ``from``.
+void read(const Kind& kind, const char* row, int from, int inputs, Numbers* to) {
+    for (int i = 0; i < least_of(SUPER, inputs - from); i += kind.inputs)
+        kind.read((const uint8_t*)row + (from + i) / kind.inputs * (int64_t)kind.bytes, i / GROUP, to);
+}
+
+long strip_bytes(Format format, int inputs) {
+    long bytes = 0;
+    for (int from = 0; from < inputs; from += SUPER) {
+        const int groups = groups_of(format, least_of(inputs - from, SUPER));
+        bytes += head_bytes(format, groups) + (long)groups * format.group * STRIP * format.bits / 8;
+    }
+    return bytes;
+}
+
+// Packs up to 16 rows (null: zeros) into a strip at ``to``.
+void pack_strip(const Kind& kind, const char* const* rows, int inputs, char* to) {
+    const Format format = kind.format;
+    Numbers read_of[STRIP];
+    memset(read_of, 0, sizeof(read_of));
+    for (int from = 0; from < inputs; from += SUPER) {
+        const int groups = groups_of(format, least_of(inputs - from, SUPER));
+        for (int lane = 0; lane < STRIP; lane++)
+            if (rows[lane]) read(kind, rows[lane], from, inputs, read_of + lane);
+        // The head.
+        char* const numbers = to + head_bytes(format, groups);
+        memset(to, 0, numbers - to);
+        const auto put = [&](auto value) { memcpy(to, &value, sizeof(value)), to += sizeof(value); };
+        const int kinds = format.centre ? 1 : 2;
+        for (int which = 0; format.parts && which < kinds; which++)
+            for (const Numbers& row : read_of) put(row.factor[which]);
+        for (int which = 0; which < kinds; which++)
+            for (int g = 0; g < groups; g++)
+                for (const Numbers& row : read_of) {
+                    if (format.parts)
+                        put(row.part[which][g]);
+                    else
+                        put(which ? row.least[g] : row.scale[g]);
+                }
+        // The numbers, of 4 bits two steps in a byte.
+        to = numbers;
+        for (int i = 0; i < groups * format.group; i += format.bits == 4 ? 8 : 4)
+            for (const Numbers& row : read_of) {
+                uint32_t four = word_at(row.number + i);
+                if (format.bits == 4) four |= word_at(row.number + i + 4) << 4;
+                put(four);
+            }
+    }
+}
+
+// float16 as float32.
+float widened(uint16_t half) {
+    const int exponent = half >> 10 & 31;
+    const float fraction = (float)(half & 1023) / 1024, sign = half & 0x8000 ? -1.0f : 1.0f;
+    if (exponent == 31) return fraction ? __builtin_nanf("") : sign * __builtin_inff();
+    return sign * __builtin_ldexpf(exponent ? 1 + fraction : 2 * fraction, exponent - 15);
+}
+
+}  // namespace
+
+void fly::read_row(int number, const char* blocks, int width, float* to) {
+    const Kind& kind = *kind_of(number);
+    const Format format = kind.format;
+    Numbers row;
+    for (int from = 0; from < width; from += SUPER) {
+        read(kind, blocks, from, width, &row);
+        for (int i = 0; i < least_of(SUPER, width - from); i++) {
+            const int g = i / format.group;
+            float scale, least;
+            if (format.parts) {
+                scale = widened(row.factor[0]) * row.part[0][g];
+                least = format.centre ? -(float)format.centre * scale : widened(row.factor[1]) * row.part[1][g];
+            } else {
+                scale = widened(row.scale[g]);
+                least = format.centre ? -(float)format.centre * scale : widened(row.least[g]);
+            }
+            to[from + i] = scale * row.number[i] + least;
+        }
+    }
+}
+
+// Matrix ``which`` of a layer (qkv, o, gate_up, down) or the head (4) of a model of GROUPED weights: ``parts`` are its rows from
+// the first on, each part in blocks of its own kind. Parts begin at multiples of 16 rows; of gate_up also at the first up.
+EXPORT int fly_set_stored(Model* model, int number, int which, Span<const Stored> parts, Span<const float> bias) {
+    MatrixPlace place;
+    if (const int error = place_of(model, number, which, &place) ?:
+                          within("weights of this model", model->shape.weights, GROUPED, GROUPED) ?:
+                          holds_or_none("bias", bias, place.n))
+        return error;
+    // What the parts are, and where each begins.
+    const bool pairs = which == 2;
+    int64_t rows = 0;
+    for (const Stored& part : parts) {
+        const Kind* kind = kind_of(part.kind);
+        const int64_t from = pairs && rows >= place.n / 2 ? rows - place.n / 2 : rows;
+        if (const int error = (kind ? OK : refuse(REFUSED, "a kind of blocks", part.kind, KINDS[0].number, LAST_KIND)) ?: within("rows of a part", part.rows, 1, MOST) ?:
+                              holds("a part of a matrix", part.data, part.rows, row_bytes(*kind, place.k)) ?:
+                              within("the rest of a part's first row by 16", from % STRIP, 0, 0) ?:
+                              within("a part's end after the first up", pairs && rows < place.n / 2 && rows + part.rows > place.n / 2, 0, 0))
+            return error;
+        rows += part.rows;
+    }
+    if (const int error = within("rows of all parts", rows, place.n, place.n)) return error;
+    // Strips in the order of panels: their rows, and how much memory they take.
+    Matrix made = {};
+    made.n = place.n, made.k = place.k, made.panels = panels_of(place.n, pairs);
+    if (!(made.strips = (Strip*)allocate(2 * made.panels * (int64_t)sizeof(Strip)))) return refuse(NO_MEMORY, "a matrix", 0, 0);
+    const auto part_of = [&](int64_t row, int64_t* first) {
+        int at = 0;
+        for (*first = 0; row >= *first + parts[at].rows; at++) *first += parts[at].rows;
+        return &parts[at];
+    };
+    const auto first_row = [&](int strip) { return source_row(strip / 2, strip % 2 * STRIP, place.n, pairs); };
+    int64_t bytes = 0, first;
+    for (int strip = 0; strip < 2 * made.panels; strip++) {
+        const int row = first_row(strip);  // -1: all padding
+        const Stored* part = part_of(row < 0 ? 0 : row, &first);
+        made.strips[strip].format = kind_of(part->kind)->format;
+        bytes += strip_bytes(made.strips[strip].format, place.k);
+    }
+    made.panel_bytes = bytes / made.panels;
+    made.data = (char*)allocate(bytes, false);
+    if (!made.data || (bias.there() && !bias_of(&made, bias, pairs))) {
+        drop(made);
+        return refuse(NO_MEMORY, "a matrix", 0, bytes);
+    }
+    char* to = made.data;
+    for (int strip = 0; strip < 2 * made.panels; strip++) {
+        const int row = first_row(strip);
+        const Stored* part = part_of(row < 0 ? 0 : row, &first);
+        const Kind& kind = *kind_of(part->kind);
+        const char* from[STRIP];
+        for (int lane = 0; lane < STRIP; lane++) {
+            const int at = source_row(strip / 2, strip % 2 * STRIP + lane, place.n, pairs);
+            from[lane] = at < 0 ? nullptr : part->data + (at - first) * row_bytes(kind, place.k);
+        }
+        pack_strip(kind, from, place.k, to);
+        made.strips[strip].data = to;
+        to += strip_bytes(kind.format, place.k);
+    }
+    drop(*place.matrix);
+    *place.matrix = made;
+    return OK;
+}
+
+// The embedding [V, C] in blocks of a kind, instead of plain numbers; it must outlive the model.
+EXPORT int fly_set_embedding(Model* model, int number, Span<const char> blocks) {
+    const Kind* kind = kind_of(number);
+    const int64_t bytes = kind ? row_bytes(*kind, model->shape.width) : 0;
+    if (const int error = (kind ? OK : refuse(REFUSED, "a kind of blocks", number, KINDS[0].number, LAST_KIND)) ?:
+                          within("embeddings of a shared model", model->tokens, model->shape.vocab, model->shape.vocab) ?:
+                          holds("embedding", blocks, model->tokens, bytes))
+        return error;
+    model->embedding = {blocks.at, model->tokens * bytes}, model->embedding_kind = number;
+    return OK;
+}

@@ -1,0 +1,71 @@
+"""A Llama's layers in few kernels: our Triton kernels take the place of the small steps between products.
+
+Shape legend: T packed tokens, H query heads, D head width, C hidden width, X outputs side by side, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fly.backends.cuda.attention import PagedAttention
+from fly.backends.cuda.ops import add_norm, gate, multiply_int8, refuse_layers, rotate_store
+from fly.models.llama import KV, Attention, LayerOps, Llama, Norm
+
+__all__ = ["FusedOps", "fuse"]
+
+_FEW = 16  # tokens whose products with int8 weights are our own
+_WIDEST = 16384  # numbers of a token that one program norms
+
+
+class FusedOps(LayerOps):
+    """What has no kernel of its own (other norms and activations, norms of queries and keys) goes operation by
+    operation, and so does what is compiled."""
+
+    def attend(self, attention: Attention, kv: KV, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+        if isinstance(kv, PagedAttention) and not attention.normalised and kv.cache.keys.dtype == x_TC.dtype:
+            layer, cache = attention.layer, kv.cache
+            qkv_TX = attention.qkv_proj(x_TC)
+            q_THD = rotate_store(qkv_TX, cos_T1D, sin_T1D, kv.slots.slots_T, cache.keys[layer], cache.values[layer])
+            return kv.attend_stored(layer, q_THD, attention.window, attention.scale).flatten(1)
+        return super().attend(attention, kv, x_TC, cos_T1D, sin_T1D)
+
+    def add_norm(self, norm: Any, x_TC: Tensor, out_TC: Tensor) -> tuple[Tensor, Tensor]:
+        usual = isinstance(norm, Norm) and not norm.offset and norm.scale == 1 and x_TC.shape[1] <= _WIDEST
+        if not usual or torch.compiler.is_compiling():
+            return super().add_norm(norm, x_TC, out_TC)
+        summed_TC, normed_TC = add_norm(x_TC, out_TC, norm.weight, norm.eps)
+        return summed_TC, normed_TC
+
+    def gate(self, both_TX: Tensor, activation: str) -> Tensor:
+        if activation != "silu" or torch.compiler.is_compiling():
+            return super().gate(both_TX, activation)
+        gated_TI: Tensor = gate(both_TX)
+        return gated_TI
+
+
+def fuse(model: Llama) -> None:
+    """Let a model on a CUDA device compute by our kernels, unless the device refuses them (``refuse_layers``)."""
+    if refuse_layers(model.device, model.dtype) is not None:
+        return
+    ops = FusedOps()
+    layers: Any = model.layers
+    for layer in layers:
+        for part in (layer, layer.mlp):
+            part.ops = ops
+    for linear in model.modules() if model.rounded else ():
+        if isinstance(linear, nn.Linear) and hasattr(linear.weight, "qdata"):
+            linear.__class__ = Int8Linear
+
+
+class Int8Linear(nn.Linear):
+    """A matrix that torchao has rounded. Products of a few tokens read its int8 weights by a kernel of our own."""
+
+    def forward(self, x_TK: Tensor) -> Tensor:
+        if len(x_TK) > _FEW:
+            return super().forward(x_TK)
+        weight: Any = self.weight
+        y_TN: Tensor = multiply_int8(x_TK, weight.qdata, weight.scale, self.bias)
+        return y_TN

@@ -1,0 +1,62 @@
+"""Products of a few tokens with int8 weights, which are read as they are: nothing is dequantised in memory.
+
+Shape legend: T packed tokens, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fly.backends.cuda.kernels.launch import launch
+
+__all__ = ["multiply_int8", "multiply_int8_kernel"]
+
+
+@triton.jit
+def multiply_int8_kernel(
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, tokens, x_stride,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``x @ (weight * scale).T + bias`` for at most 16 tokens.
+
+    Grid: block of BLOCK_N outputs. A program reads the whole rows of its outputs, BLOCK_K numbers of each at a time, in
+    their order: every weight is read once. They become 16-bit numbers in registers, which holds each int8 exactly; sums
+    are float32, and are multiplied by the output's scale at the end. No split of K: an output's sum depends on nothing
+    but its own token.
+    """
+    n_N, t_T, k_K = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, 16), tl.arange(0, BLOCK_K)
+    sum_TN = tl.zeros([16, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        at_K = start + k_K
+        x_TK = tl.load(
+            x_ptr + t_T[:, None] * x_stride + at_K[None, :],
+            mask=(t_T < tokens)[:, None] & (at_K < K)[None, :],
+            other=0.0,
+        )
+        weight_NK = tl.load(
+            weight_ptr + n_N[:, None].to(tl.int64) * K + at_K[None, :],
+            mask=(n_N < N)[:, None] & (at_K < K)[None, :],
+            other=0,
+        )
+        sum_TN += tl.dot(x_TK, tl.trans(weight_NK.to(tl.float32).to(x_TK.dtype)), input_precision=PRECISION)
+    y_TN = sum_TN * tl.load(scale_ptr + n_N, mask=n_N < N, other=0.0).to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        y_TN += tl.load(bias_ptr + n_N, mask=n_N < N, other=0.0).to(tl.float32)[None, :]
+    stored_TN = (t_T < tokens)[:, None] & (n_N < N)[None, :]
+    tl.store(y_ptr + t_T[:, None] * N + n_N[None, :], y_TN.to(y_ptr.dtype.element_ty), mask=stored_TN)
+
+
+def multiply_int8(x_TK: Tensor, weight_NK: Tensor, scale_N1: Tensor, bias_N: Tensor | None) -> Tensor:
+    """[T, N], for T up to 16; ``weight_NK`` is int8, ``scale_N1`` what its rows are multiplied by."""
+    (tokens, inputs), outputs, exact = x_TK.shape, len(weight_NK), x_TK.dtype == torch.float32
+    y_TN = torch.empty((tokens, outputs), dtype=x_TK.dtype, device=x_TK.device)
+    launch(
+        multiply_int8_kernel, (triton.cdiv(outputs, 32),) if tokens else (0,),
+        x_TK, weight_NK, scale_N1, bias_N, y_TN, tokens, x_TK.stride(0),
+        N=outputs, K=inputs, BLOCK_N=32, BLOCK_K=64 if exact else 256, PRECISION="ieee" if exact else "tf32",
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return y_TN

@@ -1,0 +1,203 @@
+"""A target that stops early where more layers would not change its choice (SpecEE, arXiv 2504.08850), on PyTorch.
+
+Each row of a batch leaves by itself, with all its new tokens at once. Its logits are computed from the hidden states at
+the exit. The keys and values of the layers that it skips are made from these too, so that later tokens find some there
+(as in CALM, arXiv 2207.07061, section 3.4).
+
+Shape legend: T packed tokens, N tokens of the rows that may still leave, J tokens of one row, U tokens looked through,
+X these and a drafted one, E candidates per token, D drafted tokens not looked through, C hidden width, V vocabulary, F
+hidden states side by side.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fly.backends.torch import TorchExecutor
+from fly.early_exit.predictors import Exits
+from fly.models import Llama
+from fly.models.llama import KV, Layer, Norm
+from fly.runtime.executor import Batch, Executor, Scores, Wrapped
+
+__all__ = ["EarlyExit"]
+
+
+class EarlyExit(Wrapped):
+    """A Llama on PyTorch's kernels that leaves early by ``exits``.
+
+    A row may leave if logits are wanted after all its new tokens. So a prompt goes through all layers. The candidates
+    after a token are the likeliest among some frequent tokens and the token drafted there. A row leaves when two things
+    hold for each of its tokens: the predictor says that its choice is settled, and the likeliest token of the whole
+    vocabulary is a candidate. In a chain only the tokens up to the first mismatch with the draft count; in a tree, all.
+
+    Raises ``ValueError`` for another model, other kernels, or exits for a target of other sizes.
+    """
+
+    leaves_early = True
+
+    def __init__(self, inner: Executor, exits: Exits) -> None:
+        if not isinstance(inner, TorchExecutor) or not isinstance(inner.model, Llama) or inner.model.rounded:
+            raise ValueError(
+                f"early exits take a Llama on PyTorch's kernels, kernels='torch', not {inner.model_name} on "
+                f"{inner.kernels!r}"
+            )
+        exits.check(inner.config)
+        super().__init__(inner)
+        self.model, self.exits = inner.model, exits.to(inner.device)
+        self.weight_UC = self.model.lm_head.weight.detach()[self.exits.ids_U].contiguous()
+        self.looked_through = frozenset(self.exits.ids_U.tolist())
+
+    def embedding(self) -> Tensor:
+        return self.inner.embedding()
+
+    def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
+        """As ``Executor.score``; ``Scores.layers`` says how many layers each row went through."""
+        forward = _Forward(self, batch, places, states)
+        tokens_T = torch.tensor(batch.tokens, device=self.device)
+        positions_T = torch.tensor(batch.positions, device=self.device)
+        hidden_TC = self.model(tokens_T, positions_T, batch.kv, through=forward)
+        # Rows that left have their logits already; the others' are computed from the last layer.
+        wanted = range(len(batch.tokens)) if places is None else places
+        late = [t for t in wanted if t not in forward.logits]
+        logits = dict(zip(late, self.model.logits(hidden_TC[late]))) if late else {}
+        logits |= forward.logits
+        logits_NV = torch.empty(0, self.config.vocab_size, device=self.device)
+        if len(wanted):
+            logits_NV = torch.stack([logits[t] for t in wanted])
+        states_TF = torch.cat([forward.states[number] for number in states], -1) if states else None
+        return Scores(logits_NV, None, states_TF, forward.layers)
+
+
+class _Row(NamedTuple):
+    number: int  # in the batch
+    tokens: range  # numbers of its tokens among all packed ones
+    may_leave: bool
+    chain: bool
+
+
+class _Forward:
+    """One forward, a ``fly.models.llama.LayerLoop``. Its results are the ``logits`` of each token that left, the number
+    of ``layers`` that each row went through, and the hidden ``states`` that are wanted."""
+
+    def __init__(
+        self, owner: EarlyExit, batch: Batch, places: abc.Sequence[int] | None, states: abc.Sequence[int]
+    ) -> None:
+        self.model, self.exits, self.tokens = owner.model, owner.exits, batch.tokens
+        self.weight_UC, self.looked_through, self.kv = owner.weight_UC, owner.looked_through, batch.kv
+        self.states = dict.fromkeys(states, torch.empty(0))
+        self.logits: dict[int, Tensor] = {}
+        self.layers = [owner.config.num_hidden_layers] * len(batch.kv.counts)
+        self.rows: list[_Row] = []  # those still on their way
+        begin = 0
+        for number, count in enumerate(batch.kv.counts):
+            tokens = range(begin, begin := begin + count)
+            chain = batch.kv.masks is None or batch.kv.masks[number] is None
+            self.rows.append(_Row(number, tokens, places is None or set(places).issuperset(tokens), chain))
+        self.earlier: dict[int, Tensor] = {}  # for each row, the logits [J, X] that the last look saw
+
+    def __call__(
+        self,
+        layers: abc.Sequence[Layer],
+        norm: Norm,
+        x_TC: Tensor,
+        rotary: abc.Sequence[tuple[Tensor, Tensor]],
+        kv: KV,
+    ) -> Tensor:
+        looks = {passed: look for look, passed in enumerate(self.exits.config.layers)}
+        last_TC = torch.empty_like(x_TC)  # each token's hidden state at its exit, or after the last layer
+        self.states = {number: torch.empty_like(x_TC) for number in self.states}
+        # The tokens on their way: their part of the batch, and their packed numbers. ``x_TC`` and ``rotary`` shrink
+        # with them.
+        going, at_T = self.kv, torch.arange(len(x_TC), device=x_TC.device)
+        for passed, layer in enumerate(layers):
+            if passed in self.states:
+                self.states[passed][at_T] = x_TC
+            look = looks.get(passed)
+            if look is not None and (left := self._look(look, norm, x_TC, at_T)):
+                # Fill the cache of the layers that are skipped with keys and values of the hidden states at the exit.
+                leaves_T = _belongs(at_T, left)
+                out_TC, turned = x_TC[leaves_T], [(cos[leaves_T], sin[leaves_T]) for cos, sin in rotary]
+                leaving = going.rows([b for b, row in enumerate(self.rows) if row in left])
+                for later in layers[passed:]:
+                    attention = later.self_attn
+                    keys = attention.keys_and_values(later.input_layernorm(out_TC), *turned[later.rope])
+                    leaving.store(attention.layer, *keys)
+                # The same hidden states stand for those after the skipped layers.
+                for number, states_TC in self.states.items():
+                    if number > passed:
+                        states_TC[at_T[leaves_T]] = out_TC
+                last_TC[at_T[leaves_T]] = out_TC
+                for row in left:
+                    self.layers[row.number] = passed
+                # Go on with the rows that stay.
+                going = going.rows([b for b, row in enumerate(self.rows) if row not in left])
+                self.rows = [row for row in self.rows if row not in left]
+                if not self.rows:
+                    return norm(last_TC)
+                x_TC, at_T = x_TC[~leaves_T], at_T[~leaves_T]
+                rotary = [(cos[~leaves_T], sin[~leaves_T]) for cos, sin in rotary]
+            x_TC = layer(x_TC, rotary, going)
+        if len(layers) in self.states:
+            self.states[len(layers)][at_T] = x_TC
+        last_TC[at_T] = x_TC
+        return norm(last_TC)
+
+    def _look(self, look: int, norm: Norm, x_TC: Tensor, at_T: Tensor) -> list[_Row]:
+        """Return the rows that leave at this look, after noting their logits."""
+        asked = [row for row in self.rows if row.may_leave]
+        if not asked:
+            return []
+        # What the predictor reads: the candidates' logits, now and at the last look.
+        hidden_NC = norm(x_TC[_belongs(at_T, asked)])
+        ids_NX, logits_NX = self._look_through(hidden_NC, asked)
+        logits_NE, at_NE = logits_NX.topk(self.exits.config.candidates, -1)
+        ids_NE, earlier_NE = ids_NX.gather(1, at_NE), None
+        if look:
+            earlier_NE = torch.cat([self.earlier[row.number] for row in asked]).gather(1, at_NE)
+        chance_N = self.exits.chance(look, self.exits.features(logits_NE, earlier_NE))
+        settled, best = (chance_N >= self.exits.config.thresholds[look]).tolist(), ids_NE[:, 0].tolist()
+        left, n = [], 0
+        for row in asked:
+            count = len(row.tokens)
+            self.earlier[row.number] = logits_NX[n : n + count]
+            # In a chain, tokens after the first mismatch with the draft are dropped anyway.
+            following = self.tokens[row.tokens[1] : row.tokens.stop] if row.chain and count > 1 else []
+            differs = (j for j, (token, likeliest) in enumerate(zip(following, best[n:])) if token != likeliest)
+            matter = next(differs, count - 1) + 1
+            # All must be settled. Only then is the whole vocabulary computed, whose likeliest must be a candidate.
+            if all(settled[n : n + matter]):
+                logits_JV = self.model.logits(hidden_NC[n : n + count])
+                likeliest_J1 = logits_JV[:matter].argmax(-1, keepdim=True)
+                if bool((ids_NE[n : n + matter] == likeliest_J1).any(-1).all()):
+                    left.append(row)
+                    self.logits |= zip(row.tokens, logits_JV)
+            n += count
+        return left
+
+    def _look_through(self, hidden_NC: Tensor, rows: list[_Row]) -> tuple[Tensor, Tensor]:
+        """Return ids and logits [N, X] of the tokens looked through. The last column is the token drafted after each
+        place; its logit is -inf if there is none, or if it is among the others."""
+        ids_U = self.exits.ids_U
+        logits_NX = F.pad((hidden_NC @ self.weight_UC.T).float(), (0, 1), value=-torch.inf)
+        ids_NX = F.pad(ids_U.expand(len(hidden_NC), -1), (0, 1))
+        drafted, n = [], 0
+        for row in rows:
+            if row.chain:
+                drafted += [(n + j, self.tokens[t]) for j, t in enumerate(row.tokens[1:])]
+            n += len(row.tokens)
+        drafted = [(n, token) for n, token in drafted if token not in self.looked_through]
+        if drafted:
+            n_D, token_D = torch.tensor(drafted, device=ids_U.device).unbind(1)
+            ids_NX[n_D, -1] = token_D
+            logits_NX[n_D, -1] = (self.model.lm_head.weight[token_D] * hidden_NC[n_D]).sum(-1).float()
+        return ids_NX, logits_NX
+
+
+def _belongs(at_T: Tensor, rows: abc.Sequence[_Row]) -> Tensor:
+    """Return which of the tokens numbered ``at_T`` belong to ``rows``, bool [T]."""
+    return torch.isin(at_T, torch.tensor([t for row in rows for t in row.tokens], device=at_T.device))

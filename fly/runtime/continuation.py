@@ -1,0 +1,53 @@
+"""What drafts when several rounds run in one call: a strategy names it (``DraftStrategy.continuation``), and the runner
+plans the rounds with it (``Runner.plan``)."""
+
+from __future__ import annotations
+
+import sys
+from collections import abc
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from fly.cache import PagedBatch
+from fly.runtime.executor import DraftSpec, Executor, Given, Spent
+from fly.runtime.request import Sequence
+from fly.runtime.states import HiddenStates
+
+__all__ = ["Continuation", "Drafter"]
+
+
+class Drafter(Protocol):
+    """What drafts in rounds that run in one call: a draft model with its cache, or a head of the target."""
+
+    @property
+    def executor(self) -> Executor: ...
+
+    @property
+    def states(self) -> HiddenStates | None:
+        """The target's hidden states that it drafts by; None if it needs none."""
+
+    def fits(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> bool:
+        """Whether its cache has pages for ``rooms[b]`` tokens of each row."""
+
+    def after(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
+        """The batch of the tokens of ``rows`` that are not cached, with room for ``rooms[b]`` tokens of each row in
+        all. Raises ``OutOfBlocks`` and changes nothing if there is no room."""
+
+    def given(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given | None:
+        """The target's hidden states before the tokens of that batch; None if it needs none."""
+
+    def drafted(self, row: Sequence, text: list[int]) -> None:
+        """Note that after the rounds ``text`` is cached of a row."""
+
+
+class Continuation(NamedTuple):
+    """What a strategy proposes if it only continues each row with one model: the model's most likely or drawn tokens,
+    one after another, up to the first that it is not sure of (``spec``). Without a model, the tokens that
+    ``spec.lookup`` copies."""
+
+    runner: Drafter | None
+    most: list[int]  # the most tokens to draft in a round, for each row
+    spec: DraftSpec = DraftSpec()
+    rounds: int = sys.maxsize  # ask the strategy again after this many rounds
+    # Called with the seconds of the first round and of the others, and later with those of deciding an open block.
+    report: Callable[[abc.Sequence[Spent]], None] | None = None

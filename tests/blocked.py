@@ -1,0 +1,61 @@
+"""PyTorch twins of kernels that compute with blocks of GGUF files (``fly.backends.cpu.blocks``), which the ``gguf``
+library decodes.
+
+Shape legend: T rows, K inputs, N outputs, G groups of 32 inputs."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import gguf
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from fly.backends.cpu.blocks import eight_bits, four_bits
+from fly.models import Llama
+
+__all__ = ["bound_of_groups", "decoded", "in_groups", "rounded_to_w4a8", "with_rounded_inputs"]
+
+
+def decoded(blocks_NB: Tensor, kind: str, inputs: int) -> Tensor:
+    """What blocks stand for, float32 [N, K]."""
+    values = gguf.dequantize(blocks_NB.numpy(), gguf.GGMLQuantizationType[kind])
+    return torch.from_numpy(values)[:, :inputs]
+
+
+def in_groups(values_TK: Tensor) -> Tensor:
+    """Rows rounded as kernels do: each 32 values to whole steps of 1/127 of the largest."""
+    width = values_TK.shape[1]
+    values_TGX = pad(values_TK.float(), (0, -width % 32)).unflatten(1, (-1, 32))
+    peak_TG1 = values_TGX.abs().amax(2, keepdim=True)
+    inverse_TG1 = torch.where(peak_TG1 > 0, torch.full_like(peak_TG1, 127) / peak_TG1, 0)
+    return ((values_TGX * inverse_TG1).round() * (peak_TG1 / 127)).flatten(1)[:, :width]
+
+
+def bound_of_groups(values_TK: Tensor, weight_NK: Tensor) -> Tensor:
+    """How far rounding the rows may move their products with a matrix, [T, N]: half a step for each input."""
+    values_TGX = pad(values_TK.double(), (0, -values_TK.shape[1] % 32)).unflatten(1, (-1, 32))
+    weight_NGX = pad(weight_NK.double(), (0, -weight_NK.shape[1] % 32)).unflatten(1, (-1, 32))
+    return values_TGX.abs().amax(2) / 254 @ weight_NGX.abs().sum(2).T
+
+
+def with_rounded_inputs(model: Llama, stored: torch.dtype) -> Llama:
+    """``model``, with what its matrices take, ``stored`` as such, rounded in groups."""
+
+    def rounded(linear: nn.Module, taken: tuple[Tensor]) -> tuple[Tensor]:
+        return (in_groups(taken[0].to(stored)).to(taken[0].dtype),)
+
+    for linear in (module for module in model.modules() if isinstance(module, nn.Linear)):
+        linear.register_forward_pre_hook(rounded)
+    return model
+
+
+def rounded_to_w4a8(model: Llama, stored: torch.dtype) -> Llama:
+    """A copy whose matrices are what W4A8 takes them for, and whose inputs are rounded."""
+    twin = deepcopy(model)
+    with torch.no_grad():
+        for linear in (module for module in twin.modules() if isinstance(module, nn.Linear)):
+            rounding, kind = (eight_bits, "Q8_0") if linear is twin.lm_head else (four_bits, "Q4_K")
+            linear.weight.copy_(decoded(rounding(linear.weight), kind, linear.in_features))
+    return with_rounded_inputs(twin, stored)
