@@ -44,7 +44,9 @@ def share(count: int | None, cpus: float | None, gpus: float | None) -> tuple[fl
     if gpus is None:
         gpus = float(any(each.get("GPU") for each in have))
     if cpus is None:
-        of_node = math.ceil(count / len(have)) if count else max(int(each.get("GPU", 0)) if gpus else 1 for each in have)
+        of_node = (
+            math.ceil(count / len(have)) if count else max(int(each.get("GPU", 0)) if gpus else 1 for each in have)
+        )
         cpus = max(1, min(each["CPU"] for each in have) // max(of_node, 1))
     return cpus, gpus
 
