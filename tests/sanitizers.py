@@ -46,7 +46,7 @@ OPTIONS = {
 }
 TESTS = {
     "address": ["test_sanitizers", "test_any_load", "test_kernels", "test_decide", "test_rounds", "test_tree_rounds"]
-    + ["test_spans", "test_blocks"],
+    + ["test_spans", "test_blocks", "test_trimmed"],
     "thread": ["test_sanitizers", "test_threads"],
 }
 NOT_HERE = (

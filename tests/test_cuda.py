@@ -369,8 +369,9 @@ def test_what_a_graph_cannot_hold_waits_at_most_three_times(rule: str) -> None:
         assert len(gpu.waits) <= 3 and gpu.launches["graph"] == 2
 
 
-def test_what_graphs_do_not_take_goes_the_plain_way() -> None:
-    """A draft of more forwards than one graph has, and logits of too many bytes."""
+def test_what_graphs_do_not_take_goes_the_plain_way(caplog: pytest.LogCaptureFixture) -> None:
+    """A draft of more forwards than one graph has, and logits of too many bytes: once for each, the log says why."""
+    rounds._say_once.cache_clear()
     (row,) = [row_of([1, 2, 3], k=rounds.LONGEST + 1, max_tokens=8)]
     with device(), pytest.MonkeyPatch.context() as patch:
         decode(engine_of(there, "near"), [row])
@@ -384,6 +385,8 @@ def test_what_graphs_do_not_take_goes_the_plain_way() -> None:
             decode(engine, [other])
         (made,) = engine.runner.executor._rounds.values()  # type: ignore[attr-defined]
         assert sum(each.logit_bytes for each in made.made.values()) <= 4000 or len(made.made) == 1
+    said = [record.getMessage() for record in caplog.records if "take the plain way" in record.getMessage()]
+    assert "longer than the 128" in said[0] and "the logits of 12 rows" in said[1] and len(said) == len(set(said))
     want = [
         row_of([1, 2, 3], k=rounds.LONGEST + 1, max_tokens=8),
         *(row_of([1, 2, b], max_tokens=20) for b in range(12)),

@@ -176,6 +176,24 @@ def test_the_ends_of_the_unit_interval_draw_tokens_with_mass(mass: list[int]) ->
     assert drawn == [with_mass[0], with_mass[-1]]
 
 
+@given(
+    st.sampled_from([513, 1000, 1024, 3001]),
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 9)), min_size=1, max_size=12),
+    st.lists(st.integers(0, 2**24 - 1), min_size=1, max_size=8),
+)
+def test_a_large_vocabulary_is_drawn_from_as_by_one_sum(
+    width: int, mass: list[tuple[int, int]], coins: list[int]
+) -> None:
+    """Of whole numbers every sum is exact, so chunks must give the token that one cumulative sum gives."""
+    probs_V = torch.zeros(width)
+    for token, count in mass:
+        probs_V[token % width] += count
+    uniform_N = torch.tensor(coins) * 2.0**-24
+    sums_V, sought_N = probs_V.double().cumsum(0), uniform_N.double() * probs_V.double().sum()
+    assert draw(probs_V.expand(len(coins), -1), uniform_N).equal(torch.searchsorted(sums_V, sought_N, right=True))
+    assert draw(torch.zeros(2, width), torch.tensor([0.0, 0.9])).tolist() == [0, 0]
+
+
 def test_a_row_without_mass_gives_token_zero() -> None:
     distribution = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 2.0]])
     assert draw(distribution, torch.tensor([0.9, 0.1])).tolist() == [0, 2]

@@ -1,4 +1,4 @@
-"""What the checks of one audit share: the servers, the prompts, and answers that several checks look at."""
+"""The state that the checks of an audit share: servers, prompts, and answers that several checks use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _GREEDY_PROMPTS, _GREEDY_TOKENS = 24, 48
 
 @dataclass(frozen=True)
 class Check:
-    """One check: what it tests, in a sentence, and how. ``needs``: the parts that it cannot do without."""
+    """One check: a sentence about what it tests, and the function that runs it."""
 
     name: str
     tests: str
@@ -41,7 +41,7 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(name: str, tests: str) -> Callable[[Callable[[Context], Finding]], Callable[[Context], Finding]]:
-    """Add a check under a name, in the order in which they run."""
+    """A decorator that adds a check. Checks run in the order in which they are added."""
 
     def add(run: Callable[[Context], Finding]) -> Callable[[Context], Finding]:
         CHECKS[name] = Check(name, tests, run)
@@ -65,13 +65,12 @@ class Context:
     p: float
     step: Callable[[str], None] = field(default=lambda text: None)
     gone: bool = False  # whether the server has stopped answering
-    ids: dict[str, int | None] = field(
-        default_factory=dict
-    )  # of texts that are known to be one token; None: they are not
+    # The ids of texts that are single tokens; None for other texts.
+    ids: dict[str, int | None] = field(default_factory=dict)
 
     @functools.cached_property
     def neutral(self) -> dict[str, float]:
-        """The neutral values that the server takes, of the fields that it takes."""
+        """For each field that the server accepts, the neutral value that it accepts."""
         taken: dict[str, float] = {}
         for name, values in _NEUTRAL.items():
             for value in values:
@@ -84,7 +83,7 @@ class Context:
         return taken
 
     def fields(self, given: Fields) -> dict[str, Any]:
-        """The fields of a request: neutral, but for those given."""
+        """The fields of a request: the given ones, and neutral values for the others."""
         return {"temperature": 1.0, **self.neutral, **given}
 
     @functools.cached_property
@@ -94,7 +93,7 @@ class Context:
 
     @functools.cached_property
     def greedy_beside(self) -> list[Reply]:
-        """The same of the reference."""
+        """The reference's greedy answers to the same prompts."""
         assert self.reference is not None
         return self.greedy_of(self.reference)
 
@@ -113,21 +112,21 @@ class Context:
 
     @functools.cached_property
     def lively(self) -> list[int]:
-        """The prompts, those first whose next tokens are open enough to test and still come often enough to count:
-        entropies near 1 nat. Found out by answers that no check uses."""
+        """The numbers of the prompts, best ones first: those with an entropy near 1 nat, whose next tokens vary and
+        still occur often enough to count. Measured by answers that no check uses."""
         length = 8
         asked = [(prompt, self.fields({"max_tokens": length})) for prompt in self.prompts]
         score = []
         for number, reply in enumerate(self.server.ask_all(asked)):
             entropies = [_entropy(reported(place, self.server.top)) for place in reply.answer.places]
             gain = [value * math.exp(-value) for value in entropies]
-            # The first tokens count twice; a place that is missing since the answer ended counts as nothing.
+            # First tokens count twice. A place after the end of an answer counts as 0.
             score.append((-(sum(gain) + sum(gain[:3])) / length, number))
         return [number for _, number in sorted(score)]
 
     @functools.cached_property
     def as_is(self) -> bool:
-        """Whether the log-probabilities are those after the sampling parameters: then a temperature changes them."""
+        """Whether log-probabilities are reported after the sampling parameters: then a temperature changes them."""
         fields = self.fields({"max_tokens": 1})
         numbers = self.lively[:4]
         plain = self.server.ask_all([(self.prompts[number], fields) for number in numbers])
@@ -143,8 +142,8 @@ class Context:
         return bool(sharper < same)
 
     def sample(self, given: Fields, count: int, length: int, prompts: int, rounds: int = 4) -> Iterator[list[Draw]]:
-        """Draw ``count`` answers of ``length`` tokens, over the liveliest ``prompts``, and give the draws so far after
-        each round. Whoever has seen enough may stop."""
+        """Draw ``count`` answers of ``length`` tokens to the best ``prompts`` (see ``lively``). Yields the draws so far
+        after each round of requests, so that the caller can stop early."""
         fields = self.fields({**given, "max_tokens": length})
         numbers = self.lively[:prompts]
         each = max(1, math.ceil(count / (rounds * len(numbers))))
@@ -161,7 +160,7 @@ class Context:
             yield draws
 
     def firsts(self, given: Mapping[str, Any], count: int) -> list[tuple[int, Answer]]:
-        """Single answers under these fields to the liveliest prompts, each with its prompt's number."""
+        """One answer to each of the best prompts under these fields, with the number of the prompt."""
         numbers = self.lively[:count]
         replies = self.server.ask_all([(self.prompts[number], self.fields(given)) for number in numbers])
         return [(number, reply.answer) for number, reply in zip(numbers, replies)]

@@ -1,9 +1,9 @@
-"""The distribution that a token should be drawn from, by what the server itself reports at its place.
+"""The distribution from which a token should be drawn, by the server's own report at its place.
 
-A server lists the log-probabilities of the likeliest tokens *before* sampling parameters act on them (most do; it is
-checked). What a parameter makes of them is computed here, so each drawn token can be held against the distribution that
-it should come from. Everything holds given the text before, so the product over the places of an answer is the joint
-distribution of its tokens.
+A server lists the log-probabilities of the most likely tokens, in most cases *before* sampling parameters act on them
+(this is checked). The effect of a parameter is computed here, so that each drawn token can be compared with the
+distribution that it should come from. All of this is conditional on the text before, so the product over the places of
+an answer is the joint distribution of its tokens.
 
 ``H`` is the number of tokens that are listed and known by their text: the *head*. All others are the *rest*.
 """
@@ -25,26 +25,27 @@ __all__ = ["Draw", "Fields", "distance", "draws_of", "expected", "is_plain", "re
 
 Fields = Mapping[str, Any]
 
-# Where a cut falls between two tokens as near as this, in nats or in mass, rounding may decide: the place is left out.
+# If a cut falls between two tokens that are this near, in nats or in mass, rounding may decide: the place is left out.
 _NEAR_NATS, _NEAR_MASS = 0.05, 0.01
 _SPECIAL = re.compile(r"<[^<>\s]*>|\[[A-Z_/]+\]")
 _LOOKUP = 6  # characters that a lookup searches for
-_LEAST_REST = 1e-5  # less than this is lost in the rounding of a sum to 1
-_SAME = 0.01  # nats: a drawn token is the listed one of its text if their log-probabilities agree so far
-# A repetition penalty divides logits, which are not reported. Above 2 it should cost a repeated token one nat at least.
+_LEAST_REST = 1e-5  # a smaller rest is lost in the rounding of a sum
+_SAME = 0.01  # nats: a drawn token is the listed token with its text if their log-probabilities agree within this
+# A repetition penalty divides logits, which are not reported. A penalty of 2 or more should cost at least one nat.
 _LEAST_COST = 1.0
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One drawn token, ``text``, beside the distribution that it should follow after the text of its ``group``.
+    """One drawn token, ``text``, with the distribution that it should follow after the text of its ``group``.
 
-    ``probs_H`` of the ``tokens`` adds up to 1: it is that distribution given that the token is one of the head.
-    ``drawn`` is the token's place in it, None for a token of the rest. ``rest`` is the most probability that the rest
-    may have (0: none of it may come; None: not known). ``ignored_H`` is the distribution if the server ignored the
-    field that is tested, ``outside`` the mass that the field forbids. ``earlier_H`` is what the place before would
-    give, and ``lookup`` the token that followed the last occurrence of the text just before: what faults of
-    speculation draw.
+    - ``tokens`` and ``probs_H``: that distribution given that the token is in the head (it adds up to 1).
+    - ``drawn``: the index of the token in ``tokens``; None for a token of the rest.
+    - ``rest``: the largest probability that the rest may have; 0 if no token of it is allowed, None if unknown.
+    - ``ignored_H``: the distribution if the server ignores the tested field; ``outside`` is the mass that the field
+      forbids.
+    - ``earlier_H``, ``lookup``: what faults of speculation would draw: from the distribution of the place before, and
+      the token that followed the last occurrence of the preceding text.
     """
 
     group: tuple[Any, ...]
@@ -60,25 +61,24 @@ class Draw:
 
 
 def is_plain(token: str) -> bool:
-    """Whether a token's text says which token it is: parts of characters and control tokens do not."""
+    """Whether a token's text identifies it. Parts of characters and control tokens have no such text."""
     return bool(token) and "�" not in token and not _SPECIAL.fullmatch(token)
 
 
 def reported(place: Place, asked: int) -> dict[str, float]:
-    """The likeliest tokens with their probabilities, where ``asked`` were asked for. The last fifth is left out: the
-    drawn token is listed even if it is none of the likeliest, several may share a text, and what counts as the head
-    must not depend on what was drawn."""
+    """The head: the listed tokens with their probabilities, where ``asked`` were asked for. The last fifth is left out,
+    because the head must not depend on the drawn token, which is always listed, and several tokens may share a text."""
     return {token: math.exp(value) for token, value in place.top[: max(1, asked - max(1, asked // 5))]}
 
 
 def distance(one: Mapping[str, float], other: Mapping[str, float]) -> float:
-    """The least total variation between two distributions of which the likeliest tokens are given, with their
-    probabilities: a token that only one of them lists may be just below the other's last."""
+    """The least total variation between two distributions of which only the most likely tokens are known. A token that
+    only one of them lists may be just below the last one that the other lists, so it counts as equal."""
     return 0.5 * sum(abs(share - other[token]) for token, share in one.items() if token in other)
 
 
 def draws_of(answer: Answer, prompt: str, number: int, fields: Fields, top: int, as_is: bool = False) -> Iterator[Draw]:
-    """The draws of an answer to the prompt of this ``number``, in order. Places that prove nothing are left out.
+    """The draws of an answer to the prompt of this ``number``, in order, without places that prove nothing.
 
     ``as_is``: the server reports what it samples from, so the fields have acted already.
     """
@@ -92,7 +92,8 @@ def draws_of(answer: Answer, prompt: str, number: int, fields: Fields, top: int,
 def expected(
     place: Place, fields: Fields, history: tuple[str, ...], prompt: str, top: int, group: tuple[Any, ...] = ()
 ) -> Draw | None:
-    """What should be drawn at a place after ``history`` under these fields; None where that is not known."""
+    """The draw at a place after ``history``, with the distribution that the fields should give it; None if that is
+    unknown."""
     head = reported(place, top)
     tokens, raw_H = list(head), np.log(np.maximum(list(head.values()), 1e-300))
     if not is_plain(place.token):
@@ -104,11 +105,11 @@ def expected(
     scores_H = raw_H.copy()
     penalised = [name for name in ("presence_penalty", "frequency_penalty", "repetition_penalty") if fields.get(name)]
     if penalised:
-        # Whether tokens of the prompt count as well is not agreed between servers: these are left out.
+        # Servers disagree whether penalties count the prompt's tokens, so these are left out.
         keep_H &= np.array([token not in prompt for token in tokens])
         scores_H -= _penalties(tokens, fields, Counter(history))
     if (temperature := fields.get("temperature", 1.0)) != 1.0:
-        # Each token of the rest is at most as likely as the last of the head, so p^(1/T) <= p · last^(1/T - 1).
+        # A token of the rest is no more likely than the last one of the head, so p^(1/T) <= p · last^(1/T - 1).
         rest = rest * math.exp(float(raw_H.min()) * (1 / temperature - 1)) if temperature < 1 else math.nan
         scores_H = scores_H / temperature
     allowed_H = _allowed(scores_H, fields)
@@ -119,7 +120,7 @@ def expected(
         outside, rest = outside + rest, 0.0
     keep_H &= allowed_H
 
-    # Given that the token is none of those left out.
+    # Condition on the tokens that are kept.
     same = [at for at, token in enumerate(tokens) if token == place.token and abs(raw_H[at] - place.logprob) < _SAME]
     if not keep_H.any() or (same and not keep_H[same[0]] and allowed_H[same[0]]):
         return None
@@ -143,36 +144,36 @@ def expected(
 
 
 def _penalties(tokens: list[str], fields: Fields, counts: Counter[str]) -> np.ndarray:
-    """What is subtracted from the log-probabilities of tokens that were generated before."""
+    """[H] the amounts to subtract from the log-probabilities of tokens that were generated before."""
     presence, frequency = fields.get("presence_penalty", 0.0), fields.get("frequency_penalty", 0.0)
     cost = _LEAST_COST if fields.get("repetition_penalty", 1.0) > 1 else 0.0
     return np.array([(presence + cost) * (counts[token] > 0) + frequency * counts[token] for token in tokens])
 
 
 def _allowed(scores_H: np.ndarray, fields: Fields) -> np.ndarray | None:
-    """Which tokens of the head top_k, top_p and min_p leave; None where a cut cannot be placed for certain."""
+    """[H] bool, the tokens of the head that top_k, top_p and min_p allow; None if a cut is uncertain."""
     size = len(scores_H)
-    left = size
+    kept = size
     if k := fields.get("top_k"):
         if size <= k or scores_H[k - 1] - scores_H[k] < _NEAR_NATS:
             return None
-        left = min(left, k)
+        kept = min(kept, k)
     if (p := fields.get("top_p", 1.0)) < 1:
         before_H = np.cumsum(np.exp(scores_H)) - np.exp(scores_H)  # the mass of the likelier tokens
         inside = before_H < p
         if inside.all() or np.abs(before_H[1:] - p).min() < _NEAR_MASS:
             return None
-        left = min(left, int(inside.sum()))
+        kept = min(kept, int(inside.sum()))
     if m := fields.get("min_p"):
-        behind_H = scores_H[0] - scores_H + math.log(m)  # above 0: not as likely as min_p asks
+        behind_H = scores_H[0] - scores_H + math.log(m)  # positive for tokens that min_p forbids
         if behind_H[-1] <= 0 or np.abs(behind_H).min() < _NEAR_NATS:
             return None
-        left = min(left, int((behind_H < 0).sum()))
-    return np.arange(size) < left
+        kept = min(kept, int((behind_H < 0).sum()))
+    return np.arange(size) < kept
 
 
 def _with_faults(draw: Draw, before: Place, prompt: str, history: tuple[str, ...], top: int) -> Draw:
-    """The same with what faults of speculation would draw there."""
+    """The draw with what faults of speculation would draw in its place."""
     earlier = reported(before, top)
     earlier_H = np.array([earlier.get(token, 0.0) for token in draw.tokens])
     context = prompt + "".join(history)

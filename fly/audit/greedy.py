@@ -1,4 +1,4 @@
-"""Checks of greedy answers: by the server's own numbers, beside a reference, and in a batch."""
+"""Checks of greedy answers: by the server's own numbers, against a reference, and in a batch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from fly.audit.report import Finding, Verdict
 
 __all__ = ["Difference", "first_difference"]
 
-_TIE = 0.01  # nats that a greedy token may be behind the likeliest one of the same forward
-_LEAST, _MOST = 0.02, 0.5  # nats: rounding is taken to reach as far as the first, and never further than the second
-_UNKNOWN = (
-    0.25  # nats that rounding may reach where only one server says how near tokens are: bfloat16 at a logit of 32
-)
-_APART = 0.05  # total variation that two servers of one model may be apart in the mean
+_TIE = 0.01  # nats by which a greedy token may be behind the most likely one
+_LEAST, _MOST = 0.02, 0.5  # nats: the least and the most that is attributed to rounding
+_UNKNOWN = 0.25  # nats attributed to rounding if only one server reports numbers: bfloat16 at a logit of 32
+_APART = 0.05  # the mean total variation that two servers of one model may have
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two answers part: after ``at`` tokens, with what each goes on, and by how many nats the numbers of both
-    servers would have to shift to agree (None: not known)."""
+    """The first difference of two answers: after ``at`` tokens, the next token of each, and the number of nats by which
+    the reported numbers would have to shift for the answers to agree (None if unknown)."""
 
     at: int
     mine: str
@@ -34,7 +32,7 @@ class Difference:
 
 
 def first_difference(mine: Answer, theirs: Answer) -> Difference | None:
-    """None if the answers are the same."""
+    """The first difference of two answers; None if they are equal."""
     if not (mine.places and theirs.places):
         if mine.text == theirs.text:
             return None
@@ -51,13 +49,13 @@ def first_difference(mine: Answer, theirs: Answer) -> Difference | None:
 
 
 def _gap(place: Place, own: str, other: str) -> float | None:
-    """By how much the first token was likelier than the second; None if that is not listed."""
+    """By how many nats the first token is more likely than the second; None if one of them is not listed."""
     listed = dict(place.top) | {place.token: place.logprob}
     return listed[own] - listed[other] if own in listed and other in listed else None
 
 
 def common(mine: Sequence[Reply], theirs: Sequence[Reply]) -> list[tuple[Place, Place]]:
-    """The places of both answers that follow the same text, the first difference among them."""
+    """The pairs of places that follow the same text, up to the first difference, which is included."""
     made: list[tuple[Place, Place]] = []
     for one, other in zip(mine, theirs):
         apart = first_difference(one.answer, other.answer)
@@ -67,8 +65,8 @@ def common(mine: Sequence[Reply], theirs: Sequence[Reply]) -> list[tuple[Place, 
 
 
 def _rounding(places: Sequence[tuple[Place, Place]]) -> float:
-    """How far rounding reaches, in nats: four times what the gap between the two likeliest tokens shifts by at 99 % of
-    the places."""
+    """The effect of rounding in nats: four times the 99 % quantile of how far the gap between the two most likely
+    tokens shifts from one server to the other."""
     shifts = []
     for one, other in places:
         if len(one.top) > 1:
@@ -80,7 +78,7 @@ def _rounding(places: Sequence[tuple[Place, Place]]) -> float:
 
 
 def _compared(name: str, mine: Sequence[Reply], theirs: Sequence[Reply], whose: str) -> Finding:
-    """Whether answers are the same, but for rounding."""
+    """Compare answers, with a tolerance for rounding."""
     pairs = [(at, first_difference(one.answer, other.answer)) for at, (one, other) in enumerate(zip(mine, theirs))]
     apart = [(at, each) for at, each in pairs if each is not None]
     reach = _rounding(common(mine, theirs))

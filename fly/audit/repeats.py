@@ -1,4 +1,4 @@
-"""Checks of what repeats, and of what must not: seeds and several choices."""
+"""Checks of repetition: the same seed must repeat an answer, and several choices must not repeat each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an audit found: a verdict for each check, and one for the server."""
+"""The report of an audit: a verdict for each check, and one for the server."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["Finding", "Report", "Verdict"]
 
 
 class Verdict(Enum):
-    """``UNDECIDED``: neither a fault was found nor would it have been. ``UNSUPPORTED``: the server says that it does
-    not have this."""
+    """The verdict of a check. ``UNDECIDED``: no fault was found, but the check was too weak to find one.
+    ``UNSUPPORTED``: the server refuses what the check needs."""
 
     PASS = "pass"
     FAIL = "fail"
@@ -24,7 +24,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """The result of one check.
 
     ``seen`` is how much it looked at, ``p`` the p-value of the claim that the server is right (None for facts, which
     need none), ``finds`` the smallest fault that it would have found with probability 0.9, ``detail`` what is wrong or
@@ -76,7 +76,7 @@ class Report:
         return 0 if self.having(Verdict.PASS) else 2
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """The whole report, for JSON."""
         about = {
             name: getattr(self, name) for name in ("url", "model", "endpoint", "beside", "alpha", "requests", "seconds")
         }

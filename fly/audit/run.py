@@ -1,4 +1,4 @@
-"""An audit: the checks one after another, whatever each of them meets."""
+"""Run an audit: one check after another, whatever errors a check meets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BESIDE = ("identity", "reference")  # checks that need a second server
 
 
 def check_names() -> dict[str, str]:
-    """All checks, with what each tests."""
+    """The names of all checks, each with a sentence about what it tests."""
     return {name: each.tests for name, each in CHECKS.items()}
 
 
@@ -106,7 +106,7 @@ def _chosen(only: Iterable[str], skip: Iterable[str], beside: bool) -> list[Chec
 
 
 def _run(each: Check, context: Context) -> Finding:
-    """What one check found, or what kept it from finding anything."""
+    """Run one check. An error becomes a finding too."""
     begun, spent = time.monotonic(), context.server.budget.spent
     try:
         if context.gone:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from fly.models.eagle import is_head, load_head
 from fly.models.llama import weight_bytes
 from fly.models.loading import Loading, resolve_device, resolve_dtype
 from fly.models.tokenizer import Tokenizer, read_eos_ids
+from fly.models.trimmed import TrimmedHead, kept_tokens
 from fly.runtime.executor import Executor, Wrapped
 from fly.runtime.memory import room_for
 
@@ -119,11 +120,14 @@ def load_executor(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
     kernels: str = "auto",
+    kept: list[int] | None = None,
 ) -> Executor:
-    """A checkpoint, ready to run; arguments and errors as of ``fly.models.load_model`` and ``executor_of``."""
+    """A checkpoint, ready to run; arguments and errors as of ``fly.models.load_model`` and ``executor_of``. ``kept``:
+    the tokens that its head keeps (``fly.models.trimmed``); None: all."""
     if not rounds(kernels, resolve_device(device)):
         chosen(kernels)  # bad kernels are an error before anything is read
-    return executor_of(Loading(checkpoint, dtype, device), kernels)
+    part = None if kept is None else partial(TrimmedHead, kept=kept)
+    return executor_of(Loading(checkpoint, dtype, device, part=part), kernels)
 
 
 def load(
@@ -134,6 +138,7 @@ def load(
     by: LoadExecutor = load_executor,
     context: int | None = None,
     like: Executor | None = None,
+    vocabulary: int | str | Path | Collection[int] | None = None,
 ) -> Loaded:
     """A model or a draft head by name (``fly.bundled.find_checkpoint``), a checkpoint, or a loaded model as it is, on
     PyTorch where it is no executor.
@@ -142,9 +147,13 @@ def load(
         by: loads a checkpoint.
         context: positions used at most, where the model has more. A loaded model's are what they are.
         like: the model that this one drafts for, whose dtype, device and kernels are what ``"auto"`` stands for.
+        vocabulary: the tokens that a draft model's head keeps (``fly.models.trimmed.kept_tokens``), beside its control
+            tokens; None: all.
 
     Raises ``ValueError`` (``CheckpointError``) for a checkpoint that cannot be used.
     """
+    if vocabulary is not None and not isinstance(model, (str, Path, Checkpoint)):
+        raise ValueError("vocabulary trims a head while it is loaded; this model is loaded already")
     if isinstance(model, Loaded):
         return model
     if isinstance(model, Executor):
@@ -158,17 +167,22 @@ def load(
         dtype, device = (like.dtype if dtype == "auto" else dtype), (like.device if device == "auto" else device)
         kernels = _kernels_like(like, device, checkpoint) if kernels == "auto" else kernels
     if is_head(checkpoint.path):
+        if vocabulary is not None:
+            raise ValueError(f"vocabulary trims a model; {checkpoint.path} is a draft head, which has one of its own")
         where, own = resolve_device(device), None if dtype == "auto" else resolve_dtype(dtype, {})
         variant = split(chosen(kernels))[0] if where.type == "cpu" else TORCH  # its few weights are not rounded
         head = load_head(checkpoint.path, own, where)
         compiled = variant != TORCH and head_refusal(head) is None
         return Loaded(CpuHead(head, variant) if compiled else TorchHead(head))
     checkpoint.limit(context)
+    tokenizer, size = Tokenizer.load(checkpoint), checkpoint.config.vocab_size
+    control_ids = read_eos_ids(checkpoint, size) | (tokenizer.control_ids if tokenizer else frozenset())
+    kept: dict[str, Any] = {}
+    if vocabulary is not None:
+        kept["kept"] = kept_tokens(vocabulary, size, control_ids)
     with _room_for(checkpoint, resolve_dtype(dtype, checkpoint.raw), resolve_device(device), kernels):
-        executor = by(checkpoint, dtype, device, kernels=kernels)
-    tokenizer = Tokenizer.load(checkpoint)
-    control_ids = read_eos_ids(checkpoint, executor.config.vocab_size)
-    return Loaded(executor, tokenizer, control_ids | (tokenizer.control_ids if tokenizer else frozenset()))
+        executor = by(checkpoint, dtype, device, kernels=kernels, **kept)
+    return Loaded(executor, tokenizer, control_ids)
 
 
 def _room_for(
@@ -200,5 +214,6 @@ def _kernels_like(target: Executor, device: str | torch.device, draft: Checkpoin
         return "auto"
     variant, narrow = split(target.kernels)
     if variant in available()[:-1] and computes_as_stored(draft):
-        return f"{variant}-stored"
+        # "auto" takes a file as it is too, but among several processes, which cannot, it decodes the file.
+        return "auto" if variant == available()[0] else f"{variant}-stored"
     return variant if narrow == "stored" else target.kernels

@@ -1,4 +1,4 @@
-"""What rules would gain with large models, by the acceptance that a recorded run of other models measured.
+"""The gains of rules with large models, predicted from the acceptance in a recorded run of other models.
 
 Knows nothing of how a forward is computed: its costs are a model's (``fly.bench.plan``), and no model is run.
 """
@@ -34,8 +34,8 @@ class Scaled:
 
 
 def lengths(blocks: Blocks) -> list[tuple[int, float]]:
-    """The drafts to replay, each by ``k`` and ``reach``: of a fixed length, and (if there was a draft model, whose
-    probabilities stop them) those that stop by themselves."""
+    """The drafts to replay, each with its ``k`` and ``reach``: drafts of fixed lengths, and, if a draft model's
+    probabilities were recorded, drafts that stop by themselves."""
     fixed = sorted({k for k in (3, 5, 7, 10, 15, 20, 25) if k < blocks.k} | {blocks.k})
     stopped = [] if blocks.draft is None else [(blocks.k, reach) for reach in REACHES if reach]
     return [*((k, 0.0) for k in fixed), *stopped]
@@ -54,7 +54,8 @@ def replays(blocks: Blocks, policy: AcceptancePolicy, advance: Callable[[], None
 
 
 def scaled(found: Sequence[Replay], setting: Setting, machines: Machines, levels: int) -> Scaled:
-    """The best of ``found`` for the models of ``setting``; with 2 ``levels`` prompt lookup drafts for the draft."""
+    """The best of the replays ``found`` for the models of ``setting``. With 2 ``levels``, prompt lookup drafts for the
+    draft model."""
 
     def of(each: Replay) -> Scaled:
         forwards = each.drafted if levels == 1 else each.forwards or each.drafted

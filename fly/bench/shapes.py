@@ -39,12 +39,13 @@ def shape_config(shape: str, positions: int = 4096) -> LlamaConfig:
 
 
 def random_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Llama:
-    """A model with weights of deviation 0.02, norms of one."""
+    """A model with random weights of standard deviation 0.02, and norms of one."""
     return randomise(skeleton(config), dtype, device, seed)
 
 
 def randomise(model: Llama, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Llama:
-    """Give a module without memory such weights; it may be a rank's part of a model. Returns it."""
+    """Allocate a module that has no memory yet, give it such weights, and return it. It may be a rank's part of a
+    model."""
     allocate(model, dtype, device)
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
@@ -57,7 +58,8 @@ def randomise(model: Llama, dtype: torch.dtype, device: torch.device | str = "cp
 
 
 def matrix_parameters(config: LlamaConfig) -> int:
-    """Weights that every token is multiplied with: the layers' matrices and the head, not the embedding's table."""
+    """The number of weights that every token is multiplied with: the layers' matrices and the output projection,
+    without the table of embeddings."""
     head, width = config.head_dim, config.hidden_size
     attention = 2 * width * head * (config.num_attention_heads + config.num_key_value_heads)
     return config.num_hidden_layers * (attention + 3 * width * config.intermediate_size) + width * config.vocab_size
@@ -66,9 +68,9 @@ def matrix_parameters(config: LlamaConfig) -> int:
 def forward_bytes(
     config: LlamaConfig, dtype: torch.dtype, rows: int = 1, context: int = 0, weight_bytes: float | None = None
 ) -> int:
-    """Bytes that a forward of ``rows`` rows has to read, however many new tokens they have: every weight once, of
-    ``weight_bytes`` or (None) as many as a stored number, and of each row the keys and values of the ``context`` tokens
-    before. Norms and what is written are left out."""
+    """The bytes that a forward of ``rows`` rows has to read, however many new tokens they have: every weight once (of
+    ``weight_bytes`` each; None for those of ``dtype``), and for each row the keys and values of ``context`` tokens.
+    Norms are left out, and so is everything that is written."""
     stored = rows * context * PagedKVCache.bytes_per_token(config, dtype)
     return int(matrix_parameters(config) * (weight_bytes or dtype.itemsize)) + stored
 
@@ -81,8 +83,8 @@ def forward_operations(
     tokens: int = 1,
     products: torch.dtype | None = None,
 ) -> Counter[torch.dtype]:
-    """Operations of the same forward, by what they are done in: two a weight and token, in ``products`` if that is not
-    ``dtype``; and in ``dtype`` four a token, head width and token that it attends to (itself and those before)."""
+    """The operations of the same forward, by dtype: two for each weight and token, in ``products`` (None for
+    ``dtype``); and in ``dtype`` four for each number of a head, token, and token that it attends to."""
     seen = tokens * context + tokens * (tokens + 1) // 2
     attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * seen
     done = Counter({dtype: rows * attention})

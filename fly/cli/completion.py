@@ -58,7 +58,7 @@ def generate(
         int | None,
         typer.Option(min=0, help="The most tokens of the answer. Default: the checkpoint's, or 256."),
     ] = None,
-    min_tokens: Annotated[int | None, typer.Option(min=0)] = None,
+    min_tokens: Annotated[int | None, typer.Option(min=0, help="Do not end before so many tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(min=0, help="0 is off.")] = None,
     top_p: Annotated[float | None, typer.Option(help="1 is off.")] = None,
@@ -67,7 +67,7 @@ def generate(
         int | None, typer.Option(help="Same seed, same output (not with drafts that learn, such as adaptive).")
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence.")] = False,
     presence_penalty: Annotated[float, typer.Option(help="In [-2, 2]; 0 is off.")] = 0.0,
     frequency_penalty: Annotated[float, typer.Option(help="In [-2, 2]; 0 is off.")] = 0.0,
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 0; 1 is off.")] = None,

@@ -67,8 +67,8 @@ CacheBytes = Annotated[
 DraftOption = Annotated[
     str | None,
     typer.Option(
-        help="The draft: 'none', a checkpoint (prompt lookup drafts for it), or a strategy ('fly drafts'); if not "
-        "given, fly-draft for fly-target, none for any other."
+        help="The draft: 'none', a checkpoint (prompt lookup drafts for it), or a strategy ('fly drafts'). Default: "
+        "fly-draft for fly-target, none for other models."
     ),
 ]
 Policy = Annotated[str, typer.Option(help="The acceptance policy: 'exact', 'fly', 'fly(theta=0.3, window=6)', ...")]

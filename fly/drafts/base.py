@@ -8,6 +8,7 @@ from collections import abc
 from collections.abc import Callable
 from copy import copy
 from inspect import signature
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -127,6 +128,7 @@ class DraftSetup:
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         kernels: str = "auto",
+        vocabulary: int | str | Path | abc.Collection[int] | None = None,
         cache_tokens: int | None = None,
         block_size: int | None = None,
     ) -> Runner:
@@ -135,12 +137,14 @@ class DraftSetup:
         Args:
             model: a name, a path, or a loaded model.
             dtype, device, kernels: for a model that is loaded by its name; ``"auto"``: as the target.
+            vocabulary: the tokens that its head keeps, as for ``SingleDraft``; None: all.
             cache_tokens: how many tokens its cache holds over all rows; None: as many as the target's.
             block_size: tokens in a page of its cache; None chooses by the device.
 
         Raises ``ValueError`` (``CheckpointError`` if the checkpoint cannot be used).
         """
-        loaded = self.open(model, dtype=dtype, device=device, kernels=kernels)
+        trimmed = {} if vocabulary is None else {"vocabulary": vocabulary}
+        loaded = self.open(model, dtype=dtype, device=device, kernels=kernels, **trimmed)
         if isinstance(loaded.executor, Head):
             raise ValueError(f"{str(model)!r} is a draft head, not a model by itself; write eagle3({model})")
         runner = Runner(loaded.executor, None, loaded.control_ids)

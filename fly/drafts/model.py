@@ -63,6 +63,9 @@ class SingleDraft(StopsByChance):
             verify.
         cache_tokens: tokens its cache holds over all rows (None: as many as the target's, see ``LLM``).
         dtype, device, kernels: how a path is loaded and run, as for ``LLM``; ``"auto"`` is as the target.
+        vocabulary: the tokens that the head of a path keeps, beside control tokens: it then reads fewer bytes for each
+            drafted token, and never drafts the others. A number keeps so many of the lowest ids; else a list of ids,
+            or a JSON file with one. None keeps all. No such token is lost to the text: the target says it.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class SingleDraft(StopsByChance):
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         kernels: str = "auto",
+        vocabulary: int | str | Path | abc.Collection[int] | None = None,
     ) -> None:
         if k is not None and k < 1:
             raise ValueError(f"k {k} must be at least 1")
@@ -92,7 +96,7 @@ class SingleDraft(StopsByChance):
             resolve_dtype(dtype, {})  # an unknown dtype or device is an error at once
             resolve_device(device)
         self.options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
-        self.options |= {"cache_tokens": cache_tokens, "block_size": block_size}
+        self.options |= {"cache_tokens": cache_tokens, "block_size": block_size, "vocabulary": vocabulary}
         self.draft, self.policy = draft, policy or Exact()
         self._runner: Runner | None = None
         self.spare = 0 if draft is None else draft.spare

@@ -1,4 +1,5 @@
-"""What a decided block does to its row: the tokens that are kept, why each is, and the counts. Knows nothing of models.
+"""Apply a decided block to its row: append the kept tokens, record why each was kept, and count. Knows nothing of
+models.
 
 Shape legend: B rows, J positions of a row, N positions in all, V vocabulary.
 """
@@ -16,24 +17,26 @@ from fly.types import Decision, Why
 
 __all__ = ["OnToken", "apply", "logprobs", "note"]
 
-OnToken = Callable[[Sequence, int], bool]  # is given each emitted token in order; whether it ends the row there
+OnToken = Callable[[Sequence, int], bool]  # called with each emitted token in order; True ends the row there
 
 
 def apply(
     row: Sequence, decisions: abc.Sequence[Decision], most: int, stopped: OnToken | None = None, prompt: bool = False
 ) -> list[Token]:
-    """Extend the row by the tokens that are kept of its blocks, up to exactly where it ends, and count them.
+    """Extend the row by the kept tokens of its blocks, up to exactly where it ends, and count them.
 
     Args:
-        decisions: in order; what comes after the row's end is dropped.
-        most: tokens the row may still emit.
-        prompt: the blocks came with the end of the prompt, whose forward counts as no round.
+        decisions: one for each block, in order; tokens after the row's end are dropped.
+        most: the number of tokens that the row may still emit.
+        stopped: see ``OnToken``.
+        prompt: the blocks come from the forward that ended the prompt, which does not count as a round.
 
-    Returns the tokens that were emitted. A row that ends gets its ``finish_reason``.
+    Returns the emitted tokens. A row that ends gets its ``finish_reason``.
     """
     stats, relaxation, first = row.stats, row.policy.relaxation, len(row.provenance)
     if stopped is None and len(decisions) > 1 and not any(decision.drafted for decision in decisions[:-1]):
-        # Without a draft, many of the same kind at once; of rounds of one call only the last may end the row.
+        # Fast way for rounds without a draft: each emits one bonus token. Only the last round of a call ends a row, so
+        # all the others are appended at once.
         ids = [decision.next_token for decision in decisions[:-1]]
         row.tokens += ids
         row.provenance += [Token(one.next_token, Why.BONUS, None, one.choices[0]) for one in decisions[:-1]]
@@ -44,20 +47,23 @@ def apply(
     for drafted, path, next_token, bonus, choices, mismatches in decisions:
         if row.finish_reason:
             break
+        # Append the accepted path and the target's own token, up to the row's end.
         ids = [drafted[node] for node in path] if drafted else []
         ids.append(next_token)
         count = _extend(row, ids, most, stopped)
         most -= count
-        standing = min(count, len(path))
+        # Record why each token was kept, and what the target would have chosen in its place.
+        standing = min(count, len(path))  # drafted tokens among those appended
         block: list[Token] = []
-        place = 0  # of the target's choices: 0 comes after the row, node + 1 after a drafted token
+        place = 0  # index into the target's choices: 0 is after the row, node + 1 after a drafted token
         for node in path[:standing]:
             block.append(Token(drafted[node], Why.MATCH, None, choices[place]))
             place = node + 1
         if count > standing:
             block.append(Token(next_token, Why.BONUS if bonus else Why.CORRECTION, None, choices[place]))
+        # Record relaxed mismatches by the clauses that excused them. If the row ended within the path, mismatches after
+        # its end were never emitted and do not count.
         if mismatches:
-            # a row that ended before the rest was tried says nothing of the rest
             heard = None if count > len(path) else {*path[:standing]}
             number = {node: at for at, node in enumerate(path[:standing])}
             for node, relaxed, held, nats, costs in mismatches:
@@ -86,7 +92,7 @@ def apply(
 
 
 def _extend(row: Sequence, ids: list[int], most: int, stopped: OnToken | None) -> int:
-    """Append ``ids`` to the row, as many as there are up to its end, and return how many."""
+    """Append ``ids`` to the row up to its end, and return how many were appended."""
     if stopped is None and len(ids) < most and row.stop_ids.isdisjoint(ids):
         row.tokens += ids
         return len(ids)
@@ -94,9 +100,9 @@ def _extend(row: Sequence, ids: list[int], most: int, stopped: OnToken | None) -
     for count, token in enumerate(ids, start=1):
         row.tokens.append(token)
         try:
-            ended = stopped is not None and stopped(row, token)  # it hears of every token, ends included
+            ended = stopped is not None and stopped(row, token)  # called with end tokens as well
         except BaseException:
-            del row.tokens[before:]  # no more than the provenance says
+            del row.tokens[before:]  # tokens and provenance must have equal lengths
             raise
         if ended or token in row.stop_ids:
             row.finish_reason = "stop"
@@ -108,14 +114,14 @@ def _extend(row: Sequence, ids: list[int], most: int, stopped: OnToken | None) -
 
 
 def logprobs(log_JV: Tensor, ids: abc.Sequence[int], most: int) -> list[dict[int, float]]:
-    """For each token its own log-probability and those of the ``most`` likeliest, likeliest first."""
+    """Return, for each token of ``ids``, its log-probability and those of the ``most`` likeliest, likeliest first."""
     own_J1 = log_JV.gather(1, torch.tensor(ids, device=log_JV.device)[:, None])
     return [_entry(token, *values) for token, values in zip(ids, _listed(log_JV, own_J1, most))]
 
 
 def _listed(log_NV: Tensor, own_NX: Tensor, most: int) -> list[tuple[list[float], list[float]]]:
-    """For each position the tokens ``own_NX`` and the ``most`` likeliest: their ids, then their log-probabilities. Asks
-    the device once."""
+    """Return two lists for each position: the values ``own_NX``, and the ids of the ``most`` likeliest tokens followed
+    by their log-probabilities. Copies to the host once."""
     top = log_NV.topk(min(most, log_NV.shape[-1]), dim=-1)
     own = own_NX.shape[1]
     values = torch.cat([column.double() for column in (own_NX, top.indices, top.values)], 1).tolist()
@@ -136,8 +142,8 @@ def note(
     before: abc.Sequence[int],
     index: Callable[[list[int]], Tensor],
 ) -> None:
-    """Note the log-probabilities and explanations that rows asked for, of the tokens they just emitted: those after the
-    first ``before[b]``.
+    """Record the log-probabilities and explanations that rows asked for, for the tokens just emitted: those from number
+    ``before[b]`` on.
 
     Args:
         raw_BJV: the logits, as the target gave them.

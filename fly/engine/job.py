@@ -1,4 +1,4 @@
-"""What one call waits for: its requests, and what the engine's thread reports about them. Knows nothing of models or
+"""A job: the requests of one call, and the news that the engine's thread reports to it. Knows nothing of models or
 HTTP."""
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["Entry", "Job", "News", "Request", "outputs_of", "read_along"]
 
 @dataclass(frozen=True)
 class News:
-    """What a step did for one request of a job: request number ``index``.
+    """The result of a step for request number ``index`` of a job.
 
-    ``pieces`` are the new tokens with the text that each settled, ``rest`` is the text that only the end settled; both
-    include the tags of thinking. ``drafts`` are the step's rounds with a draft: how many tokens were drafted, and how
-    many of them were kept. Once the request is over, ``output`` is its result, or ``error`` says why it failed.
+    ``pieces`` are the new tokens, each with the text that became final with it; ``rest`` is the text that became final
+    only at the end. Both include the tags of thinking. ``drafts`` has the number of drafted and of kept tokens for each
+    round with a draft. Once the request is over, ``output`` is its result, or ``error`` says why it failed.
     """
 
     index: int
@@ -43,8 +43,8 @@ class News:
 
 @dataclass(eq=False)
 class Request:
-    """A row with its text: ``text`` follows its tokens if the request is ``streamed``, or to find a stop string.
-    ``thinking``: how it may begin with thinking."""
+    """A row with its text. ``text`` decodes tokens as they come, for requests that are ``streamed`` or have a stop
+    string. ``thinking`` describes the reasoning that the text may begin with."""
 
     row: Sequence
     tokenizer: Tokenizer | None = None
@@ -52,16 +52,16 @@ class Request:
     streamed: bool = False
     thinking: Thinking | None = None
     _texts: list[str] = field(default_factory=list)
-    _logprobs: int = 0  # tokens that were reported already
+    _logprobs: int = 0  # number of tokens whose log-probabilities were reported
 
     def stopped(self, row: Sequence, token: int) -> bool:
-        """Read a token; whether a stop string ended the text with it."""
+        """Decode a token, and return whether a stop string ends the text with it."""
         assert self.text is not None
         self._texts.append(self.text.push(token, stoppable=row.generated >= row.params.min_tokens))
         return self.text.stopped
 
     def news(self, index: int, tokens: list[Token]) -> News | None:
-        """The news that these tokens were emitted, or that the request is over. None if it is not ``streamed``."""
+        """Return the news of these ``tokens`` or of the end of the request; None if it is not ``streamed``."""
         texts, self._texts = self._texts, []
         if not self.streamed:
             return None
@@ -74,12 +74,12 @@ class Request:
         if over and row.error is None:
             try:
                 output = self.output()
-            except Exception as error:  # its policy's, of which an output tells
+            except Exception as error:  # raised by its policy, whose guarantee the output states
                 row.error = error
         return News(index, list(zip(tokens, texts)), logprobs, drafts, rest, output, row.error)
 
     def output(self) -> Output:
-        """Its output, without the ``others`` of the same prompt."""
+        """Return its output, without the ``others`` of the same prompt."""
         row = self.row
         ids = row.tokens[row.prompt_length :]
         if self.text is not None:
@@ -113,8 +113,8 @@ def read_along(
     thinking: Thinking | None = None,
     shown: abc.Iterable[str] = (),
 ) -> TextStream | None:
-    """A reader of a new row's text, if the text is needed while it grows; None if it is enough to decode it at the end.
-    ``shown``: which control tokens belong to the text."""
+    """Return a stream that decodes a new row's text while it grows; None if decoding at the end is enough. ``shown``
+    lists control tokens that belong to the text."""
     params = row.params
     if tokenizer is None or not (streamed or thinking or params.stop or shown or not params.skip_special_tokens):
         return None
@@ -126,7 +126,7 @@ def read_along(
 
 
 def outputs_of(requests: abc.Sequence[Request]) -> list[Output]:
-    """The outputs of requests, further completions of a prompt with its first."""
+    """Return the outputs of requests. Further completions of a prompt are the ``others`` of its first one."""
     outputs, samples = [], iter(requests)
     for request in samples:
         others = [next(samples).output() for _ in range(request.row.params.n - 1)]
@@ -138,15 +138,15 @@ Entry = list[News] | BaseException
 
 
 class Job:
-    """Requests of one call, for which one thread or one coroutine waits (``Worker.submit``).
+    """The requests of one call. One thread or one coroutine waits for them (``Worker.submit``).
 
     ``queue`` gets the news of ``streamed`` requests: an entry for each step if the job is ``stepwise``, else one when
-        all are over or one has failed. An error of the engine itself is an entry too. ``admitted``, ``note`` and
-    ``cancelled`` run on the engine's thread; a subclass may take times there.
+    all are over or one has failed. An error of the engine itself is an entry too. ``admitted``, ``note`` and
+    ``cancelled`` run on the engine's thread; a subclass may measure times there.
 
     Args:
-        requests: not submitted before.
-        stepwise: whether there is an entry for each step that did something, and for the first step in any case.
+        requests: new requests, which no worker has got before.
+        stepwise: whether each step that did something for the job makes an entry; the first step always does.
         loop: the event loop that awaits ``queue`` (an ``asyncio.Queue``); None if a thread waits for it.
     """
 
@@ -155,19 +155,19 @@ class Job:
     ) -> None:
         self.requests, self.stepwise, self.loop = list(requests), stepwise, loop
         self.queue: Any = SimpleQueue() if loop is None else asyncio.Queue()
-        self.key = -1  # its number among the jobs of a worker
+        self.key = -1  # the worker's number for it
         self.arrived = time.monotonic()
-        self.left = len(self.requests)  # that go on
-        self.error: Exception | None = None  # that ended one of them, and with it the job
-        self.entries = 0  # that came so far
-        self.gone: SimpleQueue[None] = SimpleQueue()  # gets something once the engine has nothing of it any more
+        self.left = len(self.requests)  # number of requests that are not over
+        self.error: Exception | None = None  # the error that ended a request, and with it the job
+        self.entries = 0  # number of entries so far
+        self.gone: SimpleQueue[None] = SimpleQueue()  # gets an item once the engine holds nothing of the job
         self._news: list[News] = []
 
     def admitted(self) -> None:
-        """The engine has it."""
+        """Called when the engine takes the job in."""
 
     def note(self, index: int, tokens: list[Token]) -> None:
-        """A step gave a request these tokens, or ended it."""
+        """Take the tokens that a step gave to request number ``index``, or note its end."""
         request = self.requests[index]
         if (news := request.news(index, tokens)) is not None:
             self._news.append(news)
@@ -176,16 +176,16 @@ class Job:
             self.error = self.error or request.row.error
 
     def cancelled(self) -> None:
-        """The job was cancelled while ``left`` requests were still running."""
+        """Called when the job is cancelled while ``left`` requests are still running."""
 
     def entry(self) -> list[News]:
-        """The news since the last entry."""
+        """Return the news since the last entry."""
         self.entries += 1
         news, self._news = self._news, []
         return news
 
     def check(self, entry: Entry) -> None:
-        """Raise what ended the job, if that is an error."""
+        """Raise the error that ended the job, if there is one."""
         if isinstance(entry, BaseException):
             raise entry
         if self.error is not None:

@@ -1,14 +1,14 @@
 """Which requests run in which step: continuous batching. Knows nothing of texts, threads, HTTP or files.
 
-Requests join and leave at every step. One that decodes takes part in every step; the rest of a step's tokens goes to
-prompts, in chunks. If the caches run out of pages, the request that is served last makes room: it starts again later
-from the tokens it has, and goes on as if nothing had happened.
+Requests join and leave between steps. A request that decodes takes part in every step. Prompts get the other tokens of
+a step, in chunks. If the caches run out of pages, the request that is served last is *preempted*: it frees its pages,
+waits, and later goes on from the tokens it has.
 
-Clients share the engine. Among equal priorities, the next request to join is of the client with the fewest running rows
-(if several have as few, of the one that was served the fewest tokens), and the first to make room is the latest of the
-client with the most. A client that has two rows more than a waiting one makes room for it. So each gets an equal part
-of the rows, if it wants that many, and no client can make another wait by asking for much. A new client's count of
-served tokens starts at that of the client served least (a virtual token counter: Sheng et al., arXiv 2401.00588).
+Clients share the engine. Among requests of equal priority, the next to join belongs to the client with the fewest
+running rows (among equals, to the one that was served the fewest tokens). The first to be preempted is the latest
+request of the client with the most running rows. A client is also preempted if it has two rows more than a waiting one.
+So each client gets an equal part of the rows, and none can make another wait by asking for much. A new client's count
+of served tokens starts at the lowest count of the others (a virtual token counter: Sheng et al., arXiv 2401.00588).
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from fly.runtime.request import Sequence, Token
 __all__ = ["Scheduler"]
 
 _LOGITS = 2**25  # the most logits of scored prompts at a time: 128 MiB, and as much again to normalise them
-_LEAST_CHUNK, _LEAST_PART = 32, 8  # prompt tokens that a step reads, however many rows decode; or this part of the step
+# A step reads at least so many prompt tokens, and at least one part in so many of its tokens, however many rows decode.
+_LEAST_CHUNK, _LEAST_PART = 32, 8
 
 
 @dataclass
 class _Step:
-    """What one step feeds: ``rows`` that emit, and a chunk of each prompt (or of a text that lost its cache)."""
+    """The input of one step: ``rows`` that emit, and a chunk of each prompt (or of a preempted row's text)."""
 
     rows: list[Sequence] = field(default_factory=list)
     prefill: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -44,20 +45,20 @@ class _Step:
 class _Client:
     """A client with requests here: its running rows, and its waiting ones in order."""
 
-    served: int  # tokens that were fed or emitted for it, from a start that is fair to others
+    served: int  # tokens that were fed or emitted for it, beyond the count that it started from
     rows: int = 0
     waiting: list[Sequence] = field(default_factory=list)
 
 
 class Scheduler:
-    """Runs requests on an engine, all at once as far as its caches hold them.
+    """Runs requests on an engine, as many at once as its caches hold.
 
     Args:
         engine: the target with its draft strategy.
         max_rows: the most requests in one step.
-        step_tokens: about how many tokens one step feeds to the target: requests that decode are always fed, and
-            prompts get the rest. A smaller number keeps the time between tokens even while long prompts are read.
-        failed: called with an error of the engine first of all; may raise an error that is not a request's own.
+        step_tokens: about how many tokens one step feeds to the target. Requests that decode are always fed, and
+            prompts get the others. A smaller number keeps the time between tokens even while long prompts are read.
+        failed: called with each error of a step before it is handled; it raises errors that concern all requests.
 
     A request is a ``Sequence``. It is over when its ``finish_reason`` is set; if that is ``"error"``, its ``error``
     says why. An error of one request (for example of its policy) ends that request alone.
@@ -78,12 +79,12 @@ class Scheduler:
         self._clients: dict[str, _Client] = {}  # clients with requests here
         self._stopped: dict[int, Callable[[Sequence, int], bool]] = {}
         self._reported: dict[int, int] = {}  # tokens of each row that a step has returned
-        self._arrivals: dict[int, int] = {}  # not by id: the same rows may have other ids on other ranks
-        # prompt tokens scored in one step: so few that their logits fit, and so many that each row may have one
+        self._arrivals: dict[int, int] = {}  # the order of arrival; ids differ between ranks, this does not
+        # The most prompt tokens scored in one step: their logits must fit into memory, and each row needs one token.
         self._scores = max(max_rows, _LOGITS // engine.runner.executor.config.vocab_size)
         self._count = itertools.count()
         self._stepping = False
-        self._stuck: Sequence | None = None  # waits for room; there is no more room than when it was last tried
+        self._stuck: Sequence | None = None  # did not fit when it was last tried, and no pages were freed since
 
     def __bool__(self) -> bool:
         """Whether any request is unfinished."""
@@ -99,7 +100,7 @@ class Scheduler:
         return [allocator for allocator, _, _ in self._allocators()]
 
     def check(self, row: Sequence) -> None:
-        """Raises ``ValueError`` if the caches cannot hold ``row`` up to its end, even if it runs alone."""
+        """Raise ``ValueError`` if the caches cannot hold ``row`` up to its end, even if it runs alone."""
         end = row.prompt_length + row.params.max_tokens + self._spare
         if any(a.blocks_for(min(end, most)) > a.num_blocks for a, most, _ in self._allocators()):
             raise ValueError(
@@ -108,7 +109,7 @@ class Scheduler:
             )
 
     def add(self, row: Sequence, stopped: Callable[[Sequence, int], bool] | None = None) -> None:
-        """Let ``row`` wait for its turn. ``stopped(row, token)`` is called with every token and may end the row there.
+        """Append ``row`` to the waiting ones. ``stopped(row, token)`` is called with every token and may end the row.
 
         Raises ``ValueError`` as ``check`` does.
         """
@@ -123,20 +124,22 @@ class Scheduler:
         insort(client.waiting, row, key=self._order)
 
     def cancel(self, row: Sequence) -> None:
-        """End ``row`` at once and free what it holds; one that is over already stays as it ended. From within a step
-        (a ``stopped`` callback) it ends with that step."""
+        """End ``row`` at once and free its pages. A row that is over keeps its finish reason. If this is called within
+        a step (by a ``stopped`` callback), the row ends with that step."""
         if row.id in self._reported:
             row.finish_reason = row.finish_reason or "cancelled"
             if not self._stepping:
                 self._retire(row)
 
     def step(self) -> dict[int, list[Token]]:
-        """One step of the engine. Returns the new tokens of every row that got any, or ended, by its ``id``."""
+        """Take one step of the engine. Return new tokens by row ``id``, for rows that got some or ended."""
+        # Plan: who joins, and what the step feeds. Preempt rows until it fits.
         self._admit()
         step = self._plan()
         while len(self.running) > 1 and not self._has_room(step):
             self._preempt(self._last())
             step = self._plan()
+        # Run the step.
         before = [*self.running]
         for row, fed in (*((row, self._unfed(row)) for row in step.rows), *step.prefill):
             self._clients[row.client].served += fed
@@ -146,6 +149,7 @@ class Scheduler:
                 self._run(step)
         finally:
             self._stepping = False
+        # Report the new tokens, and free rows that are over.
         found = {}
         for row in self.waiting:
             if row.finish_reason:  # cancelled while the step ran
@@ -167,7 +171,7 @@ class Scheduler:
             self.engine.step(step.rows, self._stop if self._stopped else None, step.prefill, self.seconds)
         except Exception as error:
             self._failed(error)
-            # The engine leaves everything as it was, so running each request alone shows whose error it is.
+            # The failed step changed nothing, so running each request alone shows whose error it is.
             alone = [_Step([row]) for row in step.rows] + [_Step([], [part]) for part in step.prefill]
             if len(alone) > 1:
                 if not isinstance(error, OutOfBlocks):
@@ -181,13 +185,13 @@ class Scheduler:
                         self._run(part)
                 return
             (row,) = step.rows or [row for row, _ in step.prefill]
-            if isinstance(error, OutOfBlocks) and len(self.running) > 1:  # more was drafted than could be foreseen
+            if isinstance(error, OutOfBlocks) and len(self.running) > 1:  # drafts took more pages than was planned
                 self._preempt(self._last())
                 return
             row.finish_reason, row.error = "error", error
 
     def _over(self, step: _Step) -> bool:
-        """Whether the one row of a step has left since it was planned."""
+        """Whether the only row of ``step`` has ended or was preempted since the step was planned."""
         (row,) = step.rows or [row for row, _ in step.prefill]
         return bool(row.finish_reason) or row not in self.running
 
@@ -196,7 +200,7 @@ class Scheduler:
         return row.priority, self._arrivals[row.id]
 
     def _in_turn(self) -> Iterator[Sequence]:
-        """Waiting requests in the order in which they join; the next one depends on those that have joined by then."""
+        """Yield waiting requests in the order in which they join. Who is next depends on who has joined by then."""
         queues = {name: client.waiting[::-1] for name, client in self._clients.items() if client.waiting}
 
         def turn(name: str) -> tuple[int, int, int, int]:
@@ -211,11 +215,11 @@ class Scheduler:
             yield row
 
     def _last(self) -> Sequence:
-        """The running request that makes room first."""
+        """The running request that is preempted first."""
         return max(self.running, key=lambda row: (row.priority, self._clients[row.client].rows, self._arrivals[row.id]))
 
     def _makes_room(self, row: Sequence) -> Sequence | None:
-        """The running request that has to make room for ``row``, if any."""
+        """The running request to preempt in favour of ``row``, if any."""
         if not self.running:
             return None
         last = self._last()
@@ -236,7 +240,7 @@ class Scheduler:
         if not client.rows and not client.waiting:
             del self._clients[row.client]
         self.engine.release(row)
-        if row.matcher is not None:  # now, not when its error's traceback, which goes round to the row, is collected
+        if row.matcher is not None:  # close it now: an error's traceback may keep the row alive for long
             row.matcher.close()
             row.matcher = None
         self._stopped.pop(row.id, None)
@@ -244,7 +248,7 @@ class Scheduler:
         self._stuck = None
 
     def _preempt(self, row: Sequence) -> None:
-        """Free what ``row`` holds; it waits for its turn again."""
+        """Free the pages of ``row`` and let it wait again."""
         client = self._clients[row.client]
         self.running.remove(row)
         client.rows -= 1
@@ -262,13 +266,13 @@ class Scheduler:
                 return
             parent = row.parent
             if parent is not None and not parent.generated and not parent.finish_reason:
-                continue  # it shares the prompt once that is read
+                continue  # it will share its parent's prompt, which is still being read
             if parent is not None and not parent.scores:
                 row.prompt_logprobs = parent.prompt_logprobs
             if parent in self.running and not row.generated:
                 runner.fork(parent, row)
             cached = len(runner.begin(row))
-            if self._next_page(row) in filling:  # another row is reading it
+            if self._next_page(row) in filling:  # another row is reading this page; wait and share it
                 runner.release(row)
                 continue
             while not (joins := self._may_join(row)) and (last := self._makes_room(row)) is not None:
@@ -287,21 +291,22 @@ class Scheduler:
                 filling.add(self._next_page(row))
 
     def _next_page(self, row: Sequence) -> object:
-        """The next page of ``row``, if another row could share it; else a key of its own."""
+        """A key of the next page of ``row``: equal for rows that could share the page, else the row's id."""
         allocator = self.engine.runner.cache.allocator
         return (
             self.engine.runner.share and allocator.next_key(row.id, row.tokens[: row.shareable], row.params.cache_salt)
         ) or row.id
 
     def _unfed(self, row: Sequence) -> int:
-        """Tokens of ``row`` that must be fed before it decodes: its prompt, or the lost part of its text. The last
-        token is fed when the row decodes, and never if it only scores its prompt."""
+        """The number of tokens of ``row`` to feed before it decodes: its prompt, or its text after a preemption. The
+        last token of a text is fed when the row decodes, or never if the row only scores its prompt."""
         pending = self.engine.runner.pending(row)
         return pending - 1 if row.generated or not row.params.max_tokens else pending
 
     def _plan(self) -> _Step:
-        """All rows that decode, and as much of the prompts as the step has tokens for. Each client gets an equal share,
-        which its prompts share equally, so that short prompts are not held up by long ones."""
+        """Plan a step: all rows that decode, and chunks of prompts for the other tokens. Each client gets an equal
+        share, which its prompts share equally, so that long prompts do not hold up short ones."""
+        # Rows that decode come first. ``filling`` has the others, with their tokens to feed.
         step, filling, left = _Step(), dict[str, dict[Sequence, int]](), self.step_tokens
         for row in self.running:
             if unfed := self._unfed(row):
@@ -309,6 +314,7 @@ class Scheduler:
             else:
                 step.rows.append(row)
                 left -= 1 + self._drafted(row)
+        # Divide what is left of the step among the prompts, and the places to score among those that are scored.
         left = max(left, _LEAST_CHUNK, self.step_tokens // _LEAST_PART)
         shares = _shared(left, {name: sum(prompts.values()) for name, prompts in filling.items()})
         wanted = {
@@ -332,12 +338,12 @@ class Scheduler:
         return row.scored(len(row.tokens) - self.engine.runner.pending(row), taken)
 
     def _may_join(self, row: Sequence) -> bool:
-        """Whether there is room for the next round of ``row`` and of all running rows, and one more page for each, so
-        that they do not push each other out at once."""
+        """Whether there is room for the next round of ``row`` and all running rows, and one page more for each running
+        row, so that the newcomer is not preempted at once."""
         return len(self.running) < self.max_rows and self._has_room(_Step([*self.running, row]), len(self.running))
 
     def _has_room(self, step: _Step, slack: int = 0) -> bool:
-        """Whether every cache has the pages for ``step``, and ``slack`` more."""
+        """Whether every cache has the pages for ``step``, and ``slack`` pages more."""
         runner = self.engine.runner
         for allocator, most, drafts in self._allocators():
             needed = slack
@@ -363,7 +369,7 @@ class Scheduler:
         return 0 if self.engine.strategy is None else self.engine.strategy.spare
 
     def _allocators(self) -> abc.Sequence[tuple[BlockAllocator, int, bool]]:
-        """Every allocator, the most tokens that one row takes of it, and whether it belongs to a drafter."""
+        """For each cache its allocator, the most tokens that a row stores there, and whether it is a drafter's."""
         own = self.engine.runner.cache.allocator, self.engine.context + self._spare, False
         drafters = self.engine.setup.drafters
         return [own, *((drafter.allocator, drafter.context + self._spare, True) for drafter in drafters)]
@@ -373,8 +379,8 @@ _Wants = TypeVar("_Wants", bound=abc.Hashable)
 
 
 def _shared(amount: int, wanted: dict[_Wants, int]) -> dict[_Wants, int]:
-    """Equal parts of ``amount``, but none larger than wanted: what one leaves goes to the others. Parts are rounded up,
-    so if there are more parts than tokens, some get one token: the first among equals."""
+    """Divide ``amount`` into equal parts, none larger than wanted; what one does not want goes to the others. Parts are
+    rounded up, so with fewer tokens than parts the first ones get one token each."""
     parts = {}
     for number, (who, most) in enumerate(sorted(wanted.items(), key=lambda entry: entry[1])):
         parts[who] = min(most, -(-amount // (len(wanted) - number)))

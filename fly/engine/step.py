@@ -1,4 +1,9 @@
-"""The step: propose, verify in one forward, commit. Knows nothing of HTTP, files, tokenizers or backends.
+"""The step: propose, verify in one forward, decide, commit. Knows nothing of HTTP, files, tokenizers or backends.
+
+The scheduler calls ``Engine.step`` again and again, always on one thread. A step first tries to take several rounds in
+one call of the executor (``_take_rounds``). If that is impossible, it takes one round here (``_take_round``). An error
+anywhere leaves rows and caches as they were before the round. Another thread ends a call of several rounds early, after
+the round that is running, by ``hurry``.
 
 Shape legend: B rows, K longest draft, J positions of a row (K+1), P prompt tokens, V vocabulary.
 
@@ -38,7 +43,7 @@ class Engine:
         setup: what the strategy is attached to; None attaches it here, and makes its caches.
     """
 
-    stretch = 0.05  # a step that takes several rounds begins no further round after so many seconds
+    stretch = 0.05  # seconds after which a step begins no further round
 
     def __init__(self, runner: Runner, strategy: DraftStrategy | None = None, setup: DraftSetup | None = None) -> None:
         if setup is None:
@@ -57,24 +62,25 @@ class Engine:
         prefill: abc.Sequence[tuple[Sequence, int]] = (),
         seconds: float = sys.maxsize,
     ) -> list[list[Token]]:
-        """One round for every row: each emits between one and K+1 tokens. Returns what each row emitted.
+        """Take every row through one round, which emits between 1 and K+1 tokens per row. Return the tokens of each.
 
         If the executor takes several rounds in one call, rows go through several, until ``stretch`` is over or one of
         them ends. The tokens are the same. Calls made to a policy or to ``stopped`` before an error are not undone.
 
         Args:
             stopped: gets every emitted token in order, and may end the row there (stop strings).
-            prefill: further rows that emit nothing yet, and how many more of their tokens to cache in the same forward
-                (at most all but the last): a long prompt is read in chunks, beside rows that decode. A row that will
-                emit nothing at all (``max_tokens`` 0) ends when its prompt is scored.
-            seconds: limits rounds in one call, if it is less than ``stretch``.
+            prefill: other rows whose prompts are read in chunks, each with the number of its tokens to cache now (at
+                most all but the last). They emit nothing in this step. A row with ``max_tokens`` 0 ends when its prompt
+                is scored.
+            seconds: replaces ``stretch``, if it is less.
 
         Rows that end get their ``finish_reason`` and keep their cache until ``release``.
 
         Raises:
             OutOfBlocks: the cache cannot hold this round. Rows and caches are as they were before the round; the same
                 holds after any error of a strategy or a policy.
-            ValueError: a draft that is none, or a NaN of the target, the strategy or a policy on which a row depends.
+            ValueError: a strategy proposed something that is not a draft, or a row's outcome depends on a NaN of the
+                target, the strategy or a policy.
         """
         runner, strategy = self.runner, self.strategy
         before = [len(row.provenance) for row in rows]
@@ -82,40 +88,64 @@ class Engine:
         if prefill and strategy is not None:
             strategy.prefill([(row, len(runner.begin(row)) + n) for row, n in prefill])
         try:
-            # Several rounds in one call, where nothing has to be done between two of them.
+            # Prompts, and rows that need something between two rounds, take one round at a time.
             if prefill or any(prompts) or not self._take_rounds(rows, stopped, seconds):
-                # Propose: a cheap draft guesses up to K tokens for each row.
-                draft = self._propose(rows, prompts)
-                # Verify: one forward of the target over the last tokens and the drafts scores K + 1 places of each row.
-                target, raw_BJV = self.runner.score(rows, draft, prefill, _score_prompt)
-                # Decide: each row's rule keeps a path of its draft, and one token of the target's own follows it.
-                decisions = self.runner.judge(rows, target, draft, strategy)
-                for row, decision in zip(rows, decisions):
-                    if row.matcher is not None:
-                        row.matcher.check(decision.path[-1] + 1 if len(decision.path) else 0)
-                if strategy is not None and rows:
-                    strategy.observe(rows, draft, target)
-                # Emit: the rows grow by these tokens, up to where they end.
-                for row, decision, prompt in zip(rows, decisions, prompts):
-                    apply(row, [decision], self.left(row), stopped, prompt)
-                note(raw_BJV, rows, decisions, before, runner.executor.numbers)
-                for row, _ in prefill:
-                    if not row.params.max_tokens and not row.scores:
-                        row.finish_reason = "length"  # only its prompt was to be scored
+                self._take_round(rows, stopped, prefill, prompts)
         finally:
-            # Commit: what was emitted is the truth. All caches roll back to it, also after an error.
+            # Commit: the emitted tokens are the truth. All caches roll back to them, also after an error.
             runner.commit([*rows, *(row for row, _ in prefill)])
             if strategy is not None and rows:
                 strategy.commit(rows)
         return [row.provenance[start:] for row, start in zip(rows, before)]
+
+    def _take_round(
+        self,
+        rows: abc.Sequence[Sequence],
+        stopped: OnToken | None,
+        prefill: abc.Sequence[tuple[Sequence, int]],
+        prompts: list[bool],
+    ) -> None:
+        """Propose, verify, decide and emit, once for each row."""
+        # Propose: a cheap draft guesses up to K tokens for each row.
+        draft = self._propose(rows, prompts)
+        # Verify: one forward of the target over the last tokens and the drafts scores K + 1 places of each row.
+        target, raw_BJV = self.runner.score(rows, draft, prefill, _score_prompt)
+        # Decide: each row's rule keeps a path of its draft, and the target adds one token of its own.
+        decisions = self.runner.judge(rows, target, draft, self.strategy)
+        for row, decision in zip(rows, decisions):
+            if row.matcher is not None:
+                row.matcher.check(decision.path[-1] + 1 if len(decision.path) else 0)
+        if self.strategy is not None and rows:
+            self.strategy.observe(rows, draft, target)
+        # Emit: the rows grow by these tokens, up to where they end. The first new token of each is number ``before``.
+        before = [len(row.provenance) for row in rows]
+        for row, decision, prompt in zip(rows, decisions, prompts):
+            apply(row, [decision], self.left(row), stopped, prompt)
+        note(raw_BJV, rows, decisions, before, self.runner.executor.numbers)
+        for row, _ in prefill:
+            if not row.params.max_tokens and not row.scores:
+                row.finish_reason = "length"  # nothing but its prompt was asked for
+
+    def _propose(self, rows: abc.Sequence[Sequence], prompts: list[bool]) -> Draft:
+        # A forward over a prompt gets no draft, so that its first token comes soon. A round emits one token beyond its
+        # draft, so a row gets at most one drafted token fewer than it may still emit.
+        max_len = [0 if prompt else min(row.k, self.left(row) - 1) for row, prompt in zip(rows, prompts)]
+        if self.strategy is None or not any(max_len):
+            return Draft.empty(len(rows), self.runner.executor.device)
+        lengths, name = [len(row.tokens) for row in rows], type(self.strategy).__name__
+        draft = self.strategy.propose(rows, max_len)
+        if lengths != [len(row.tokens) for row in rows]:  # the text would contain tokens that were never emitted
+            raise ValueError(f"{name} changed the tokens of a row: edit a copy, list(row.tokens)")
+        check_draft(draft, max_len, self.runner.executor.config.vocab_size, name)
+        return draft
 
     def left(self, row: Sequence) -> int:
         """How many tokens ``row`` may still emit, by its ``max_tokens`` and the target's context."""
         return min(row.params.max_tokens - row.generated, self.context - len(row.tokens))
 
     def hurry(self, now: bool) -> None:
-        """Let steps, also a running one, take one round each while another thread waits for their end. From any
-        thread."""
+        """Let every step, also the running one, end after one round, because another thread waits (``now``), or not any
+        more. May be called from any thread."""
         self._hurry[0] = now
 
     def enter_thread(self) -> None:
@@ -131,30 +161,17 @@ class Engine:
         if self.strategy is not None:
             self.strategy.release(row)
 
-    def _propose(self, rows: abc.Sequence[Sequence], prompts: list[bool]) -> Draft:
-        # A prompt's forward drafts nothing, so that its first token comes as soon as it can. A round emits one
-        # token beyond its draft, hence one less than what is left.
-        max_len = [0 if prompt else min(row.k, self.left(row) - 1) for row, prompt in zip(rows, prompts)]
-        if self.strategy is None or not any(max_len):
-            return Draft.empty(len(rows), self.runner.executor.device)
-        lengths, name = [len(row.tokens) for row in rows], type(self.strategy).__name__
-        draft = self.strategy.propose(rows, max_len)
-        if lengths != [len(row.tokens) for row in rows]:  # the text would continue from tokens that were never emitted
-            raise ValueError(f"{name} changed the tokens of a row: edit a copy, list(row.tokens)")
-        check_draft(draft, max_len, self.runner.executor.config.vocab_size, name)
-        return draft
-
     def _take_rounds(self, rows: abc.Sequence[Sequence], stopped: OnToken | None, seconds: float) -> bool:
-        """Take rows through several rounds in one call of the executor. False if it does not take them, or if their
-        strategy has to be asked before each round; nothing has changed then."""
+        """Take the rows through several rounds in one call of the executor. Return False, with nothing changed, if the
+        executor does not take them or the strategy must be asked before each round."""
         runner, drafting = self.runner, None
         if not rows or not self.stretch or not runner.executor.takes(rows):
             return False
         if self.strategy is not None and (drafting := self.strategy.continuation(rows)) is None:
             return False
         left = [self.left(row) for row in rows]
-        # The plan is plain values, and room in the caches. The executor proposes, verifies and decides, again and
-        # again, as long as it can decide by itself. Then the rows grow by what it decided.
+        # Plan: plain values, and room in the caches. Run: the executor proposes, verifies and decides, again and again,
+        # until a limit of the plan is reached or a block needs its rule in Python. Then the rows grow by its decisions.
         plan = runner.plan(rows, left, drafting, min(self.stretch, seconds), self._hurry)
         if plan is None or (ran := runner.executor.rounds(plan)) is None:
             return False
@@ -164,7 +181,7 @@ class Engine:
         report = None if drafting is None else drafting.report
         if report is not None:
             report(ran.spent)
-        # Blocks of the last round may be left for the rule itself to decide.
+        # A block that needs its rule in Python came back open, drafted and scored. Decide it as in a single round.
         if ran.open is not None:
             begin = time.perf_counter()
             self._decide_open(rows, ran.open, stopped)
@@ -173,7 +190,7 @@ class Engine:
         return True
 
     def _decide_open(self, rows: abc.Sequence[Sequence], blocks: OpenBlocks, stopped: OnToken | None) -> None:
-        """Decide what the executor has left open, as in a round of its own; not of rows that have ended meanwhile."""
+        """Decide the blocks that the executor left open, except those of rows that have ended meanwhile."""
         going = [i for i, b in enumerate(blocks.rows) if not rows[b].finish_reason]
         if not going:
             return
@@ -185,7 +202,7 @@ class Engine:
 
 
 def _score_prompt(row: Sequence, scored: range, logits_PV: Tensor) -> None:
-    """Note how likely these tokens of the prompt are after those before them."""
+    """Record the log-probabilities of the ``scored`` tokens of the prompt, whose logits are ``logits_PV``."""
     assert row.params.prompt_logprobs is not None
     ids = row.tokens[scored.start : scored.stop]
     row.prompt_logprobs += logprobs(logits_PV.log_softmax(-1), ids, row.params.prompt_logprobs)

@@ -1,4 +1,4 @@
-"""A completion as it comes in: for threads and for coroutines. Knows nothing of models or HTTP."""
+"""Streams: a completion piece by piece, for threads and for coroutines. Knows nothing of models or HTTP."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class _Pieces:
         self._row = job.requests[0].row
         self._splitter = Splitter(job.requests[0].thinking)
         self._ready: deque[Piece] = deque()
-        self._held: tuple[Token, ...] = ()  # tokens that have settled no text yet
+        self._held: tuple[Token, ...] = ()  # tokens whose text is not final yet
         self._begun = self._over = False
         self._error: BaseException | None = None
         self._taken = 0
 
     @property
     def stats(self) -> Stats:
-        """Counts of what was generated so far, fetched or not."""
+        """Counts of the tokens generated so far, whether they were read or not."""
         return self._row.stats
 
     @property
@@ -39,7 +39,7 @@ class _Pieces:
         return self._row.finish_reason
 
     def _ask(self) -> bool:
-        """Whether there is more to wait for; raises the error that ended it."""
+        """Ask for the next entry. Return False if there is none; raise the error that ended the request."""
         if self._over:
             error, self._error = self._error, None
             if error is not None:
@@ -68,7 +68,7 @@ class _Pieces:
                     self._give(found or [("text", "")] if self._held else found)
 
     def _give(self, found: list[tuple[Kind, str]]) -> None:
-        """Hand out settled text; its first piece takes the tokens that were held back."""
+        """Make text that became final ready to be read. Its first piece takes the tokens that were held back."""
         for kind, text in found:
             self._ready.append(Piece(text, self._held, kind))
             self._held = ()
@@ -84,7 +84,7 @@ class _Pieces:
 
 
 class Stream(_Pieces, Iterator[Piece]):
-    """A completion being streamed. ``close``, or dropping it, ends it and frees what it holds."""
+    """A completion being streamed. ``close`` ends the request and frees its cache; so does dropping the stream."""
 
     def __next__(self) -> Piece:
         while not self._ready:
@@ -97,7 +97,7 @@ class Stream(_Pieces, Iterator[Piece]):
                 raise
             self._take(entry)
             if self._over:
-                self._job.queue.put([])  # other waiting threads then find that nothing more comes
+                self._job.queue.put([])  # wakes other threads that read the same stream
         return self._ready.popleft()
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class Stream(_Pieces, Iterator[Piece]):
 
 
 class AsyncStream(_Pieces, AsyncIterator[Piece]):
-    """The same, to be used with ``async for``. A task that is cancelled while it waits for a piece ends it too."""
+    """As ``Stream``, for ``async for``. Cancelling a task that waits for a piece ends the request too."""
 
     async def __anext__(self) -> Piece:
         if not self._begun:

@@ -1,12 +1,12 @@
-"""The thread that owns an engine: calls of any thread or event loop join its batch. Knows nothing of HTTP or files.
+"""The thread that owns an engine. Calls from any thread or event loop join its batch. Knows nothing of HTTP or files.
 
 Jobs and cancellations go to the thread through an inbox; results come back through each job's queue. The thread sleeps
-while there is nothing to do. It then holds nothing but its inbox, so that an unused engine is freed.
+while there is nothing to do. It then refers to nothing but its inbox, so that an unused engine is freed.
 
-If a model is divided among ranks, each rank has such a thread, and all collectives happen there. Before every step the
-first rank announces what it admits and cancels, and the others do the same. Either all ranks make the same calls: then
-a job is known by its number, and the threads take steps only while a call waits for one, so that collectives between
-two calls are in order. Or only the first rank is called (``lead``), and the others ``follow``.
+If a model is divided among ranks, each rank has such a thread, which makes all collectives. Before every step the first
+rank announces which jobs it admits and cancels, and the others do the same. There are two ways to call ranks. All ranks
+make the same calls: then jobs are known by number, and a step is taken only while a call waits for one, so that
+collectives of the caller's own are in order. Or only the first rank is called (``lead``), and the others ``follow``.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from fly.engine.scheduler import Scheduler
 __all__ = ["Load", "Stopped", "Worker"]
 
 log = logging.getLogger(__name__)
-_PATIENCE = 5.0  # seconds that the end of a program waits for a running step
+_PATIENCE = 5.0  # seconds to wait for a running step when the program ends
 _WAKE, _END = "wake", "end"
 
 
 class Stopped(RuntimeError):
-    """The engine takes no more jobs: it was closed, or has failed."""
+    """The engine takes no more jobs, because it was closed or has failed."""
 
 
 class Group(Protocol):
-    """The part of ``fly.parallel.Ranks`` that is needed here."""
+    """The part of ``fly.parallel.Ranks`` that a worker needs."""
 
     @property
     def leads(self) -> bool: ...
@@ -57,8 +57,8 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class Load:
-    """How full an engine is: running and waiting rows, the share of pages in use in each cache (the target's first),
-    and how many requests were ``taken`` in so far."""
+    """How full an engine is: the numbers of running and waiting rows, the fraction of pages in use in each cache (the
+    target's first), and the number of requests ``taken`` in since the start."""
 
     running: int = 0
     waiting: int = 0
@@ -69,12 +69,12 @@ class Load:
 @dataclass
 class _Cancel:
     job: Job
-    waits: bool  # for it to be gone
+    waits: bool  # whether the caller waits until the engine holds nothing of the job
 
 
 @dataclass
 class _Want:
-    """A call waits for the next entry of a job, after so many."""
+    """A call has got ``taken`` entries of a job and waits for the next."""
 
     job: Job
     taken: int
@@ -87,10 +87,10 @@ class Worker:
         scheduler: with its engine.
         group: the ranks that share the model; None is this process alone.
 
-    ``submit``, ``cancel``, ``fail`` and ``close`` may be called from anywhere. ``load`` is the load after the last
-    turn, ``submitted`` counts requests, ``jobs`` are the unfinished ones, ``failure`` is the reason why no more are
-    taken. ``watch`` is called on the thread after every step. While a stream is open, a step begins no further round
-    after ``interval`` seconds, so that tokens leave.
+    ``submit``, ``cancel``, ``fail`` and ``close`` may be called from any thread. ``load`` is the load after the last
+    turn, ``submitted`` counts requests, ``jobs`` are the unfinished jobs, and ``failure`` is the reason why no more are
+    taken. ``watch`` is called on the worker's thread after every step. While a stream is open, a step begins no further
+    round after ``interval`` seconds, so that its reader gets tokens soon.
     """
 
     def __init__(self, scheduler: Scheduler, group: Group | None = None) -> None:
@@ -105,17 +105,17 @@ class Worker:
         self._leads = False
         self._keys = itertools.count()
         self._connect()
-        # the thread's own:
-        self._read: Callable[[Any], list[Request]] | None = None  # of a rank that follows
-        self._rows: dict[int, tuple[Job, int]] = {}  # by the ids of running and waiting rows
+        # From here on: used by the worker's thread only.
+        self._read: Callable[[Any], list[Request]] | None = None  # set on a rank that follows
+        self._rows: dict[int, tuple[Job, int]] = {}  # job and request number, by id of each running or waiting row
         self._open: dict[int, Job] = {}  # by key
         self._new: dict[int, Job] = {}  # not admitted yet
-        self._leaving: dict[int, Job] = {}
-        self._wanted: set[int] = set()
+        self._leaving: dict[int, Job] = {}  # to be cancelled
+        self._wanted: set[int] = set()  # keys of jobs that a call waits for
         _workers.add(self)
 
     def _connect(self) -> None:
-        self._lock = threading.RLock()  # reentrant, since a stream may be garbage-collected anywhere
+        self._lock = threading.RLock()  # reentrant: a stream may be garbage-collected while the lock is held
         self._inbox: SimpleQueue[Any] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._entered = False
@@ -126,7 +126,7 @@ class Worker:
         return self.failure is None
 
     def submit(self, job: Job) -> None:
-        """Let a job take part in the steps from now on. Raises ``Stopped``."""
+        """Let a job take part in the steps from now on. Raises ``Stopped`` if the worker takes no more jobs."""
         with self._lock:
             if self.failure is not None:
                 closed = isinstance(self.failure, Stopped)
@@ -137,7 +137,7 @@ class Worker:
             self._send(job)
 
     def cancel(self, job: Job, wait: bool = False) -> None:
-        """End a job; what it holds is free after the current round. ``wait``: return only then."""
+        """End a job; its pages are free after the current round. ``wait`` returns only then."""
         with self._lock:
             if job not in self.jobs:
                 return
@@ -146,8 +146,8 @@ class Worker:
             job.gone.get()
 
     def want(self, job: Job, taken: int) -> None:
-        """A call waits for the next entry of ``job`` after ``taken``: ranks that make the same calls go on only
-        then."""
+        """Say that a call has got ``taken`` entries of ``job`` and waits for the next. Ranks that make the same calls
+        take steps only then."""
         if self._alike:
             self._inbox.put(_Want(job, taken))
 
@@ -162,7 +162,7 @@ class Worker:
         job.check(entry)
 
     async def arun(self, job: Job) -> None:
-        """The same in a coroutine; the job has its ``loop``."""
+        """As ``run``, in a coroutine; the job has its ``loop``."""
         try:
             self.submit(job)
             entry = await job.queue.get()
@@ -172,14 +172,14 @@ class Worker:
         job.check(entry)
 
     def lead(self) -> None:
-        """On the first rank: from now on only it is called, and the others ``follow``."""
+        """Called on the first rank: from now on only this rank is called, and the others ``follow``."""
         self._leads = True
         with self._lock:
             self._send(_WAKE)
 
     def follow(self, read: Callable[[Any], list[Request]]) -> None:
-        """On another rank: do what the first one does until it is closed. ``read`` makes requests of the values that
-        describe a job. Raises an error of the engine."""
+        """Called on another rank: do what the first one does, until it is closed. ``read`` makes requests from the
+        values that describe a job. Raises an error of the engine."""
         job = Job([])
         self._read = read
         with self._lock:
@@ -190,7 +190,7 @@ class Worker:
             job.check(entry)
 
     def fail(self, error: BaseException) -> None:
-        """Give up all open jobs and take no more. Does not wait for the thread."""
+        """End all open jobs with ``error`` and take no more. Does not wait for the thread."""
         with self._lock:
             if self.failure is not None:
                 return
@@ -201,30 +201,30 @@ class Worker:
         self._deliver([(job, error) for job in lost])
 
     def close(self, patience: float | None = None) -> None:
-        """End the thread; waiting calls get ``Stopped``. Waits for it, at most ``patience`` seconds if given."""
+        """End the thread; waiting calls get ``Stopped``. Wait for the thread, ``patience`` seconds at most if given."""
         self.fail(Stopped("the engine is closed"))
         if (thread := self._thread) is not None and thread is not threading.current_thread():
             thread.join(patience)
 
     def _send(self, item: Any) -> None:
-        """Put into the inbox; the running step ends soon. With the lock held."""
+        """Put an item into the inbox and let the running step end soon. The caller holds the lock."""
         if self._thread is None:
             self._start()
         self._inbox.put(item)
-        if self._group is None:  # ranks take the same rounds, whatever comes in
+        if self._group is None:  # ranks must all take the same rounds, so none may hurry
             self._engine.hurry(True)
 
     def _start(self) -> None:
-        # A finalizer must not hold its object; one that lives until the end of the program needs none.
+        # When the worker is garbage-collected, None in the inbox ends the thread.
         weakref.finalize(self, self._inbox.put, None).atexit = False
         place = self._engine.runner.executor.device
-        device = place if place.type == "cuda" else None  # the current one of this thread, not of others
+        device = place if place.type == "cuda" else None  # CUDA's current device is set for each thread
         arguments = self._inbox, weakref.ref(self), device
         self._thread = threading.Thread(target=_run, args=arguments, name="fly-engine", daemon=True)
         self._thread.start()
 
     def _forked(self) -> None:
-        """In a child process, which does not have its parent's threads."""
+        """Start anew in a child process, which does not have its parent's threads."""
         lost, self.jobs = self.jobs, set()
         self._connect()
         if lost:
@@ -233,14 +233,14 @@ class Worker:
             job.queue, job.loop = SimpleQueue(), None
             job.queue.put(self.failure)
 
-    # From here on: the thread.
+    # From here on: methods that run on the worker's thread.
 
     @property
     def _alike(self) -> bool:
         return self._group is not None and not self._leads and self._read is None
 
     def _work(self, item: Any) -> bool:
-        """Take turns until there is nothing to do. Returns whether the thread goes on after that."""
+        """Take turns until there is nothing to do. Return whether the thread then waits for more."""
         sound = True
         try:
             if not self._entered:
@@ -256,22 +256,22 @@ class Worker:
                     if not self._due():
                         return True
                     self._turn()
-        except BaseException as error:  # an error of one request is its news; this is an error of the engine
+        except BaseException as error:  # an error of the engine; a request's own error goes to its job
             sound = False
             if not isinstance(error, Stopped):
-                log.exception("the engine has failed; nothing more is taken in")
+                log.exception("the engine has failed and takes no more requests")
             if self._group is not None:
                 self._group.await_blame(error)
-            self._end()  # first, so that the pages are free when the error is seen
+            self._end()  # before ``fail``, so that the pages are free when callers see the error
             self.fail(error)
         if sound and self._leads and self._group is not None:
-            with contextlib.suppress(Exception):  # a rank that is lost
+            with contextlib.suppress(Exception):  # another rank may be lost
                 self._group.share(_END, wait=True)
         self._end()
         return False
 
     def _end(self) -> None:
-        """Free everything, and let no call wait."""
+        """Free everything that jobs hold, and wake calls that wait for a cancelled job."""
         with self._lock:
             while not self._inbox.empty():
                 self._take(self._inbox.get())
@@ -279,7 +279,7 @@ class Worker:
             try:
                 self._leave(job)
             except Exception:
-                log.exception("what a request holds could not be freed")
+                log.exception("a request's pages could not be freed")
             job.gone.put(None)
         self._engine.hurry(False)
 
@@ -306,7 +306,8 @@ class Worker:
         return bool(self._new or self._leaving or self.scheduler)
 
     def _turn(self) -> None:
-        """Take in new jobs, take a step, hand over the results."""
+        """Admit new jobs, take a step, deliver the results."""
+        # Admit and cancel, the same jobs on all ranks.
         new, leaving = self._agreed()
         for job in new:
             self._admit(job)
@@ -317,20 +318,22 @@ class Worker:
             if job.key in self._open:
                 job.cancelled()
                 self._leave(job)
-        touched = dict.fromkeys(new)  # in order, each once
+        # Step. ``touched`` are the jobs that it did something for, in order.
+        touched = dict.fromkeys(new)
         if self.scheduler:
-            # streamed tokens leave as rounds end
+            # For an open stream the step is short, so that its reader gets tokens soon.
             read = self._group is None and any(job.stepwise for job in self._open.values())
             self.scheduler.seconds = self.interval if read else sys.maxsize
             emitted = self.scheduler.step()
-            if self._group is not None:  # before they are delivered
+            if self._group is not None:  # check that ranks agree before anything is delivered
                 self._group.agree([[token.id for token in tokens] for tokens in emitted.values()])
             for id_, tokens in emitted.items():
-                if (found := self._rows.get(id_)) is not None:  # else a row that was given to the scheduler directly
+                if (found := self._rows.get(id_)) is not None:  # None: the row was given to the scheduler directly
                     job, index = found
                     job.note(index, tokens)
                     touched[job] = None
             self.watch()
+        # Deliver: each job that is over, and each stepwise job that the step did something for, gets an entry.
         over = [job for job in touched if job.key in self._open and (job.error is not None or not job.left)]
         for job in over:
             self._leave(job)
@@ -342,14 +345,14 @@ class Worker:
             heard = [job for job in touched if job in self.jobs and (job.stepwise or job in over)]
             self.jobs.difference_update(over, leaving)
         self._wanted.difference_update(job.key for job in heard if job.key not in self._leaving)
-        # a call that still waits for a cancelled job learns that nothing more comes
+        # A call that still waits for a cancelled job gets its last entry.
         ended = [(job, job.entry()) for job in leaving if job.stepwise]
         self._deliver([*((job, job.entry()) for job in heard if job not in leaving), *ended])
         for job in (*over, *leaving):
             job.gone.put(None)
 
     def _agreed(self) -> tuple[list[Job], list[Job]]:
-        """The jobs to admit and to cancel before the next step, the same on all ranks."""
+        """Return the jobs to admit and to cancel before the next step, the same on all ranks."""
         if self._group is None or self._group.leads:
             (new, self._new), (leaving, self._leaving) = (self._new, {}), (self._leaving, {})
             if self._group is not None:
@@ -368,7 +371,7 @@ class Worker:
                 self.jobs.add(job)
                 jobs.append(job)
                 continue
-            while key not in self._new:  # the same call will soon be made here
+            while key not in self._new:  # this rank will soon make the same call
                 self._take(self._inbox.get())
                 if self.failure is not None:
                     raise self.failure
@@ -382,7 +385,7 @@ class Worker:
         self._open[job.key] = job
         job.admitted()
         for index, request in enumerate(job.requests):
-            if request.row.finish_reason:  # there is nothing to do for it
+            if request.row.finish_reason:  # it was over before it began
                 job.note(index, [])
             else:
                 self._rows[request.row.id] = job, index
@@ -397,7 +400,7 @@ class Worker:
                 self.scheduler.cancel(request.row)
 
     def _deliver(self, entries: abc.Iterable[tuple[Job, Entry]]) -> None:
-        """Put each entry into its job's queue, for one event loop all at once."""
+        """Put each entry into its job's queue. An event loop is called once for all its entries."""
         loops: dict[asyncio.AbstractEventLoop, list[tuple[Job, Entry]]] = {}
         for job, entry in entries:
             if job.loop is None:
@@ -407,7 +410,7 @@ class Worker:
         for loop, batch in loops.items():
             try:
                 loop.call_soon_threadsafe(_put, batch)
-            except RuntimeError:  # it was closed, so no call waits any more
+            except RuntimeError:  # the loop was closed, so no call waits any more
                 for job, _ in batch:
                     self.cancel(job)
 
@@ -418,7 +421,7 @@ def _put(batch: list[tuple[Job, Entry]]) -> None:
 
 
 def _plain(job: Job) -> Any:
-    """What another rank needs to make the same requests, as arguments of ``LLM.requests``."""
+    """Return the arguments of ``LLM.requests`` by which another rank makes the same requests."""
     rows = [request.row for request in job.requests if request.row.parent is None]
     return (
         [row.tokens for row in rows],
@@ -432,7 +435,8 @@ def _plain(job: Job) -> Any:
 
 
 def _run(inbox: SimpleQueue[Any], known: weakref.ref[Worker], device: torch.device | None) -> None:
-    """The thread. While it sleeps it holds nothing but its inbox; None in the inbox means that the worker is gone."""
+    """Run the worker's thread. While it sleeps it refers to nothing but its inbox. None in the inbox means that the
+    worker was garbage-collected."""
     if device is not None:
         torch.cuda.set_device(device)
     goes_on = False
@@ -449,7 +453,7 @@ _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """A thread in the middle of a step would crash an interpreter that ends."""
+    """Close all workers: a thread in the middle of a step would crash an interpreter that ends."""
     for worker in list(_workers):
         worker.close(_PATIENCE)
 

@@ -387,7 +387,7 @@ def serve() -> None:
     sys.dont_write_bytecode = True
     import collections, heapq, itertools, math, random, re, string, typing  # noqa: E401, F401, I001
 
-    refused: str | None = None  # why no full Python; None: not asked for
+    refused: str | None = None  # why full Python is refused; None until it is asked for
     print("ready", flush=True)
     for line in sys.stdin:
         code, tests, language, timeout_s, memory = json.loads(line)

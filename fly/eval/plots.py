@@ -1,5 +1,5 @@
-"""Plots as plain SVG: a report's page holds them in itself, and ``--plot`` of a command writes one as a file. Knows
-nothing of runs."""
+"""Plots as plain SVG: a report's page contains them, and ``--plot`` of a command writes one to a file. Knows nothing of
+runs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ COLOURS = (
     "#cc6611",
 )  # distinguishable for most readers
 _WIDE, _HIGH, _LEFT, _RIGHT, _TOP, _BOTTOM, _LINE = 640, 360, 64, 16, 16, 48, 18
-_LETTER = 6.6  # about how wide a letter of a key is
-# How lines are drawn; a page may set colours of its own by these names.
+_LETTER = 6.6  # the approximate width of a letter
+# The styles of lines; a page may set its own colours by these class names.
 _LOOKS = {
     "grid": 'stroke="#d3d5cd"',
     "bar": 'stroke-width="1.5" opacity="0.6"',
@@ -37,7 +37,7 @@ _LOOKS = {
 
 @dataclass(frozen=True)
 class Point:
-    """A way to decode, by two estimates."""
+    """A way to decode, placed by two estimates."""
 
     name: str
     colour: str
@@ -55,14 +55,14 @@ class Curve:
 
 
 class _Frame:
-    """Axes from ``low`` to ``high`` on both sides, and what is drawn between them.
+    """The axes of a plot, and the shapes drawn between them.
 
     Args:
-        x, y: the ranges.
-        x_name, y_name: what the axes show.
+        x, y: the ranges of the axes.
+        x_name, y_name: the names of the axes.
         title: the plot's name, for screen readers.
-        marks: where the x axis is marked; None is at about five round numbers.
-        log: whether the x axis goes by the logarithm.
+        marks: where the x axis is marked; None for about five round numbers.
+        log: whether the x axis is logarithmic.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class _Frame:
     ) -> None:
         self.x, self.y, self.log = x, y, log
         self.parts = [Markup("<title>{}</title>").format(title)]
-        free = 0.0  # from where on there is room for a number
+        free = 0.0  # the position from which there is room for the next number
         for value in _ticks(*x) if marks is None else marks:
             at, half = self.across(value), _LETTER * (len(f"{value:g}") + 1) / 2
             self.line(at, _TOP, at, _HIGH - _BOTTOM, "grid")
@@ -123,10 +123,10 @@ class _Frame:
         look = Markup(_LOOKS[kind])
         self.parts.append(Markup('<polyline class="{}" {} points="{}"{}/>').format(kind, look, steps, stroke))
 
-    def dot(self, x: float, y: float, colour: str, says: str) -> None:
+    def dot(self, x: float, y: float, colour: str, tip: str) -> None:
         self.parts.append(
             Markup('<circle cx="{:.1f}" cy="{:.1f}" r="5" fill="{}"><title>{}</title></circle>').format(
-                self.across(x), self.up(y), colour, says
+                self.across(x), self.up(y), colour, tip
             )
         )
 
@@ -167,7 +167,7 @@ def _room(values: Sequence[float]) -> tuple[float, float]:
 
 
 def front(points: Sequence[Point]) -> list[Point]:
-    """The Pareto front: points that no other beats in both figures, from left to right."""
+    """The Pareto front, from left to right: the points that no other point beats in both figures."""
 
     def beaten(point: Point, by: Point) -> bool:
         no_worse = by.x.value >= point.x.value and by.y.value >= point.y.value
@@ -178,7 +178,7 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 
 def pareto(points: Sequence[Point], x_name: str, y_name: str) -> Markup:
-    """Points with the bars of their intervals, and a line through those that no other beats."""
+    """Points with the bars of their intervals, and a line through the Pareto front."""
     xs = [x for point in points for x in point.x]
     ys = [y for point in points for y in point.y]
     frame = _Frame(_room(xs), _room(ys), x_name, y_name, f"{y_name} against {x_name}")
@@ -200,8 +200,8 @@ def curves(
     log_x: bool = False,
     caption: str = "",
 ) -> Markup:
-    """Lines through points; ``y`` is the range of heights (None: that of the points). An axis by the logarithm is
-    marked where the points are."""
+    """Lines through points. ``y`` is the range of the y axis; None for that of the points. A logarithmic x axis is
+    marked at the points."""
     xs = [at for curve in found for at, _ in curve.points]
     low, high = (min(xs) / 1.1, max(xs) * 1.1) if log_x else _room(xs)
     y = y or _room([height for curve in found for _, height in curve.points])

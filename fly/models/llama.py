@@ -339,6 +339,7 @@ class Llama(nn.Module):
     """The decoder; parameter names are Hugging Face's, save for the fused ``qkv_proj`` and ``gate_up_proj``."""
 
     rounded = False  # whether its matrices are int8 weights (fly.backends.int8)
+    kept: list[int] | None = None  # the tokens that the head has rows for (fly.models.trimmed); None: all
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -350,6 +351,7 @@ class Llama(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self._rotary: list[tuple[Tensor, Tensor]] = []
+        self._kept_U: Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -387,8 +389,16 @@ class Llama(nn.Module):
         return through(layers, self.norm, x_TC, rotary, kv)
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
-        """Logits [T, V] in float32 over the full vocabulary."""
-        return self.lm_head(hidden_TC).float()
+        """Logits [T, V] in float32 over the full vocabulary; minus infinity for tokens that are not ``kept``."""
+        logits_TU = self.lm_head(hidden_TC).float()
+        return logits_TU if self.kept is None else self.spread(logits_TU)
+
+    def spread(self, logits_TU: Tensor) -> Tensor:
+        """Spread logits [T, U] of the ``kept`` tokens over the full vocabulary [T, V]."""
+        if self._kept_U is None or self._kept_U.device != logits_TU.device:
+            self._kept_U = torch.tensor(self.kept, device=logits_TU.device)
+        spread_TV = logits_TU.new_full((*logits_TU.shape[:-1], self.config.vocab_size), -torch.inf)
+        return spread_TV.index_copy_(-1, self._kept_U, logits_TU)
 
 
 class _Uninitialised(TorchFunctionMode):

@@ -28,7 +28,7 @@ from fly.types import Draft, Target
 __all__ = ["FirstDraft", "Placement", "place_draft"]
 
 Placement = Literal["auto", "replicated", "sharded", "first"]
-_STEPS = 9  # decode steps that a placement is timed with
+_STEPS = 9  # number of decode steps by which a placement is timed
 
 
 def place_draft(
@@ -38,16 +38,16 @@ def place_draft(
     placement: Placement,
     load_part: LoadExecutor,
 ) -> DraftStrategy | None:
-    """Attach the strategy that ``make`` gives to ``setup``, placed among ``ranks``, and return what drafts.
+    """Make a strategy with ``make``, attach it to ``setup``, placed among ``ranks``, and return it.
 
-    - ``replicated``: every rank has all of it, and drafts for itself: nothing to communicate;
+    - ``replicated``: every rank has the whole draft and drafts for itself, without communication;
     - ``sharded``: its models are divided like the target (by ``load_part``), and all ranks draft together;
-    - ``first``: the first rank drafts, and sends it to the others;
-    - ``auto``: each model is replicated or sharded, whichever decodes a token sooner here, as timed on the spot (both
-      are loaded for that); replicated where it does not divide.
+    - ``first``: the first rank drafts and sends the draft to the others;
+    - ``auto``: each model is replicated or sharded, whichever decodes a token faster here. Both are loaded and timed.
+      A model that cannot be divided is replicated.
 
     Raises:
-        ValueError: an unknown placement, or one this strategy cannot have.
+        ValueError: an unknown placement, or one that is impossible for this strategy.
     """
     if placement not in get_args(Placement):
         raise ValueError(f"draft_placement {placement!r} is unknown; choices: {list(get_args(Placement))}")
@@ -82,7 +82,7 @@ def place_draft(
 
 @torch.inference_mode()
 def _decode_seconds(executor: Executor) -> float:
-    """Seconds in which ``executor`` gives one token; the median."""
+    """Return the median of the seconds that ``executor`` takes for one token."""
     cache = PagedKVCache.for_model(executor, 1)
     cache.resize(0, 1)
     times = []
@@ -94,8 +94,8 @@ def _decode_seconds(executor: Executor) -> float:
 
 
 class _Mirror:
-    """What all ranks know of a cache that the first rank alone has: as if it shared nothing, so that all admit the same
-    requests."""
+    """Stands on all ranks for a cache that only the first rank has. It allocates pages in the same way, but shares
+    none, so that all ranks admit the same requests."""
 
     executor = None
     allocator: BlockAllocator
@@ -113,9 +113,9 @@ class _Mirror:
 
 
 class FirstDraft(DraftStrategy):
-    """A strategy that lives on the first rank: it proposes there, and sends it to the other ranks.
+    """A strategy that runs on the first rank alone and sends its drafts to the other ranks.
 
-    Everything that ranks must agree on (limits, sizes of caches) is sent too, so all admit the same requests.
+    Its limits and the sizes of its caches are sent too, so that all ranks admit the same requests.
     """
 
     def __init__(self, ranks: Ranks, make: Callable[[], DraftStrategy | None]) -> None:
@@ -125,7 +125,7 @@ class FirstDraft(DraftStrategy):
         self.mirrors: list[_Mirror] = []
 
     def attach(self, setup: DraftSetup) -> None:
-        self._device, own = setup.target.executor.device, setup.alone()  # each rank's own
+        self._device, own = setup.target.executor.device, setup.alone()  # a setup of this rank alone
         self.strategy = self.ranks.together(lambda: self._attached(own) if self.ranks.leads else None, "the draft")
         facts: dict[str, Any] = {"drafts": self.strategy is not None}
         if self.strategy is not None:
@@ -157,7 +157,7 @@ class FirstDraft(DraftStrategy):
         if self.strategy is not None:
             try:
                 draft = self.strategy.propose(rows, max_len)
-            except Exception as error:  # all ranks go on as one
+            except Exception as error:  # sent, so that all ranks raise it
                 sent = error
             else:
                 parents = None if draft.parents_BK is None else draft.parents_BK.tolist()
@@ -184,7 +184,7 @@ class FirstDraft(DraftStrategy):
 
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
         if self.observes and isinstance(target.logits_BKV, VocabularyShards):
-            target.logits_BKV.gathered()  # by all ranks; the first then looks at its copy
+            target.logits_BKV.gathered()  # a collective of all ranks; the first rank's strategy reads the copy
         if self.strategy is not None:
             self.strategy.observe(rows, draft, target)
 
@@ -202,6 +202,6 @@ class FirstDraft(DraftStrategy):
     def _follow(self, lengths: Iterable[tuple[Sequence, int]]) -> None:
         for row, length in lengths:
             for mirror in self.mirrors:
-                # if there is no room for it, that shows where it is drafted for
+                # If there is no room, the drafting rank raises the error.
                 with suppress(OutOfBlocks):
                     mirror.allocator.resize(row.id, min(length, mirror.context + self.spare))

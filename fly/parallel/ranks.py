@@ -41,54 +41,53 @@ _LONGEST = 1 << 14  # tokens of a forward that a checksum has factors for from t
 
 
 class Checksum:
-    """A checksum of whole numbers in their order, kept on their device: it grows by what is queued there, so that
-    nothing waits for it, and a CUDA graph can hold it. ``host`` has its value once the host has waited for the device.
+    """A checksum of a series of integers, computed on their device. Nothing waits for it, and a CUDA graph can hold the
+    computation. ``host`` has its value once the host has waited for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        with torch.inference_mode(False):  # what is made inside of that mode can be changed only there
+        with torch.inference_mode(False):  # tensors made in inference mode could be changed only there
             self.value = torch.ones(1, dtype=torch.int64, device=device)
             self.host = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._kept: list[Tensor] = []  # all factors so far: graphs go on reading those that they were captured with
+        self._kept: list[Tensor] = []  # all factors so far: captured graphs go on reading the old ones
         self._make_factors(_LONGEST)
 
     def _make_factors(self, count: int) -> None:
-        self._factors = torch.arange(1, count + 1, device=self.device) * _ODD | 1  # odd: no number's bits are lost
+        self._factors = torch.arange(1, count + 1, device=self.device) * _ODD | 1  # odd factors lose no bits
         self._kept.append(self._factors)
 
     def add(self, numbers_T: Tensor) -> None:
-        """Take in numbers of at least 0. Of more than ever before only while no graph is captured, which a run that
-        warms it up sees to."""
+        """Add integers of at least 0. More numbers than in any call before need new factors, which must not happen
+        while a graph is captured: run the same work once before."""
         if len(numbers_T) > len(self._factors):
             self._make_factors(2 * len(numbers_T))
         self.value.mul_(_ODD).add_(((numbers_T + 1) * self._factors[: len(numbers_T)]).sum())
 
     def leave(self) -> None:
-        """Queue the copy that ``host`` gets."""
+        """Queue the copy of the value to ``host``."""
         self.host.copy_(self.value, non_blocking=True)
 
     def read(self) -> int:
-        """The value last left; waits only if the device is still at work."""
+        """Return the value that ``leave`` copied last. Waits only if the device is still busy."""
         if self.device.type == "cuda" and not (stream := torch.cuda.current_stream(self.device)).query():
             stream.synchronize()
         return int(self.host)
 
 
 class Ranks:
-    """This process among those that share a model.
+    """One of the processes that share a model, and its collectives with the others.
 
     Args:
-        group: of torch.distributed, for tensors on the device (NCCL or Gloo); None is every process.
+        group: the torch.distributed group for tensors on the device (NCCL or Gloo); None is every process.
         control: a Gloo group of the same processes, for messages between hosts; None takes ``group``.
-        check_every: steps (and forwards) between two comparisons of what ranks compute with (0 never compares).
+        check_every: the number of steps (and forwards) between two comparisons of the ranks' tokens (0 never compares).
 
     ``random`` draws the same unpredictable numbers on every rank, from a key of the first rank.
 
-    Work on tensors of the device (``sum_``, ``max_``, ``gather``, ``join``, ``spread``, ``note``) needs nothing from
-    the host that a graph could not hold: torch.compile traces it, and CUDA graphs capture it (with
-    ``capture_error_mode="thread_local"``, since another thread asks the device how far it is). A caller that replays
-    such a graph waits for its result inside ``awaited``."""
+    torch.compile can trace the collectives on tensors of the device (``sum_``, ``max_``, ``gather``, ``join``,
+    ``spread``, ``note``), and CUDA graphs can capture them. Capture with ``capture_error_mode="thread_local"``, since
+    another thread queries the device. A caller that replays such a graph waits for its result inside ``awaited``."""
 
     def __init__(self, group: Any = None, control: Any = None, check_every: int = 1) -> None:
         self.group = dist.group.WORLD if group is None else group
@@ -99,47 +98,48 @@ class Ranks:
         self.watch: Watch | None = None
         self.check_every, self._steps, self._forwards, self._said = check_every, 0, 0, 0
         self._checksums: dict[torch.device, Checksum] = {}
-        # Ranks that bring other lengths wait for one another on CUDA; Gloo ends the process by force.
+        # If ranks have different lengths, NCCL waits for ever, which the watch finds; but Gloo aborts the process. So
+        # on Gloo, lengths are compared before each forward.
         self.compares_forwards = dist.get_backend(self.group) == "gloo"
         self.random = random.Random(self.share(secrets.randbits(256)))
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first rank, which talks to the world."""
+        """Whether this is the first rank, which takes the requests."""
         return self.rank == 0
 
     def sum_(self, x: Tensor) -> Tensor:
-        """``x``, summed over ranks in place: the same bits on every rank."""
+        """Sum ``x`` over ranks in place. The result has the same bits on every rank."""
         if self.size > 1:
             x = x.contiguous()
             self._run(dist.all_reduce, x)
         return x
 
     def max_(self, x: Tensor) -> Tensor:
-        """``x``, the largest over ranks, in place."""
+        """Replace ``x`` by its largest value over ranks, element by element, in place."""
         if self.size > 1:
             self._run(dist.all_reduce, x, op=dist.ReduceOp.MAX)
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """The ``x`` of every rank, all of one shape: [ranks, ...]."""
+        """Return the ``x`` of every rank, [ranks, ...]. All must have the same shape."""
         found = x.new_empty(self.size, *x.shape)
         self._run(_all_gather, found, x.contiguous().unsqueeze(0))
         return found
 
     def join(self, x: Tensor) -> Tensor:
-        """The last dimensions [..., W] of all ranks, side by side: [..., ranks * W]."""
+        """Concatenate the ``x`` [..., W] of all ranks along the last dimension: [..., ranks * W]."""
         return x if self.size == 1 else torch.cat(self.gather(x).unbind(0), dim=-1)
 
     def spread(self, x: Tensor) -> Tensor:
-        """``x`` of the first rank, written into that of the others, which has its shape and type."""
+        """Copy ``x`` of the first rank into ``x`` of the others, in place. Shape and dtype must be the same."""
         if self.size > 1:
             x = x.contiguous()
             self._run(dist.broadcast, x, src=self.first)
         return x
 
     def share(self, value: Share | None, wait: bool = False) -> Share:
-        """The first rank's value, on every rank. ``wait``: it may take long, which is not an error."""
+        """Return the first rank's value, on every rank. With ``wait``, no rank is blamed if it takes long."""
         box = [value if self.rank == 0 else None]
         if self.size > 1:
             with self.awaited(count=not wait):
@@ -147,7 +147,7 @@ class Ranks:
         return box[0]  # type: ignore[return-value]
 
     def collect(self, value: Share) -> list[Share]:
-        """Every rank's value, on every rank; taking long is not an error."""
+        """Return every rank's value, on every rank. No rank is blamed if it takes long."""
         found: list[Any] = [value] * self.size
         if self.size > 1:
             with self.awaited(count=False):
@@ -155,7 +155,7 @@ class Ranks:
         return found
 
     def clock(self) -> float:
-        """Seconds by the first rank's clock, so that decisions that depend on time are the same on all ranks."""
+        """Return the first rank's time in seconds, so that decisions that depend on time are the same on all ranks."""
         now = torch.tensor(time.perf_counter(), dtype=torch.float64)
         if self.size > 1:
             with self.awaited():
@@ -163,9 +163,9 @@ class Ranks:
         return float(now)
 
     def together(self, work: Callable[[], Share], what: str) -> Share:
-        """The result of ``work`` here, once it is done on every rank.
+        """Return the result of ``work``, once it is done on every rank.
 
-        Raises, on every rank, the error that all have in common, or else ``RankError`` naming the ranks that failed.
+        Every rank raises the same error: the one that all ranks had, or else ``RankError`` with the ranks that failed.
         """
         result: Any = None
         error: Exception | None = None
@@ -184,10 +184,10 @@ class Ranks:
         return result
 
     def agree_on(self, error: Exception) -> None:
-        """Return if every rank has an error of this type now, as is so when a request is to blame.
+        """Return if every rank has an error of this type now: then a request caused it.
 
-        Raises the error again if it is about the group itself. If only one rank has an error (out of memory, say), the
-        others wait for it in a collective: the whole group ends, and this does not return.
+        Raises the error again if it concerns the group itself. If only one rank has an error (such as too little
+        memory), the others wait for it in a collective. Then the whole group ends, and this does not return.
         """
         if isinstance(error, (CollectiveError, RankError)):
             raise error
@@ -195,16 +195,16 @@ class Ranks:
             self.watch.agree_on(error)
 
     def await_blame(self, error: BaseException) -> None:
-        """After a failed collective, wait for the watch: it knows which rank is to blame, reports it, and ends this
+        """After a failed collective, wait for the watch, which finds the rank to blame, reports it and ends this
         process."""
         if isinstance(error, CollectiveError) and self.watch is not None:
             time.sleep(2 * self.watch.heartbeat_timeout)
 
     def note(self, *tensors_T: Tensor) -> None:
-        """Take in what this rank is about to compute with, whole numbers of at least 0, for the next ``agree``. Neither
-        waits nor sends, save on Gloo, where ranks compare it at once.
+        """Add the tokens and positions of this rank's next forward (integers of at least 0) to its checksum, which
+        ``agree`` compares. Neither waits nor sends, except on Gloo, where ranks compare them at once.
 
-        Raises ``RankError`` as ``agree``.
+        Raises ``RankError`` as ``agree`` does.
         """
         if self.size == 1 or not self.check_every:
             return
@@ -222,10 +222,10 @@ class Ranks:
             self._compare()
 
     def agree(self, said: object = None) -> None:
-        """On every ``check_every``-th call, compare among ranks what they have computed with since they began, and the
-        plain values that each has ``said``. The host must have waited for the device before.
+        """Compare the ranks' checksums of everything passed to ``note`` and ``agree`` so far, on every
+        ``check_every``-th call. ``said`` is any plain value. The host must have waited for the device before.
 
-        Raises ``RankError`` on every rank, naming those that differ from the first.
+        Raises ``RankError`` on every rank, with the ranks that differ from the first.
         """
         if self.size == 1 or not self.check_every:
             return
@@ -241,15 +241,15 @@ class Ranks:
         with self.awaited():
             dist.all_gather(found, mine, group=self.control)
         if different := [rank for rank, theirs in enumerate(found) if not torch.equal(theirs, found[0])]:
-            count, self._forwards, self._said, self._checksums = self._forwards, 0, 0, {}  # it is said once
+            count, self._forwards, self._said, self._checksums = self._forwards, 0, 0, {}  # reported once
             raise RankError(
                 f"ranks diverged: up to forward {count}, {'ranks' if len(different) > 1 else 'rank'} "
                 f"{', '.join(map(str, different))} had other tokens than rank 0"
             )
 
     def _run(self, collective: Callable[..., Any], *tensors: Tensor, **options: Any) -> None:
-        """A collective of the device's group. On CUDA it is only queued when this returns."""
-        if torch.compiler.is_compiling():  # what a graph does is noted where it is waited for
+        """Run a collective of the device's group. On CUDA it is only queued when this returns."""
+        if torch.compiler.is_compiling():  # whoever waits for the graph notes its progress
             collective(*tensors, group=self.group, **options)
             return
         with self.awaited():
@@ -262,8 +262,8 @@ class Ranks:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Entered by all ranks around work that takes one of them longer than others: the first run of new code, which
-        is compiled then. While it lasts, ranks wait ten times as long before they blame one."""
+        """Entered by all ranks around work that may take one of them much longer, such as compiling new code. Within
+        it, ranks wait ten times as long before they blame one."""
         self.progress.preparing = True
         try:
             yield
@@ -272,8 +272,8 @@ class Ranks:
 
     @contextmanager
     def awaited(self, count: bool = True) -> Iterator[None]:
-        """Entered by all ranks around a wait for the others: a collective, or the result of a graph that holds some.
-        A rank that does not come in time is to blame; a ``RuntimeError`` becomes a ``CollectiveError``."""
+        """Entered by all ranks around a wait for the others: a collective, or the result of a graph that contains some.
+        A rank that does not come in time is blamed. A ``RuntimeError`` becomes a ``CollectiveError``."""
         if count:
             self.progress.entered += 1
             self.progress.since = time.monotonic()
@@ -286,8 +286,8 @@ class Ranks:
 
 
 def memory_here() -> dict[str, int]:
-    """Bytes this process has of its own now (``own``), the most it ever had resident, mapped files included (``peak``),
-    and the most it ever took of its accelerator (``device``); 0 if unknown."""
+    """Return bytes of memory: this process's own now (``own``), its largest resident size so far, mapped files included
+    (``peak``), and its largest use of the accelerator (``device``). 0 means unknown."""
     said: dict[str, str] = {}
     with contextlib.suppress(OSError):
         said = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/self/status").read_text("ascii"), re.MULTILINE))
@@ -316,17 +316,18 @@ def launch(
         with fly.parallel.launch() as ranks:
             llm = fly.LLM("checkpoints/large", draft="checkpoints/small", ranks=ranks)
 
-    CUDA devices are used with NCCL, one a process by its local rank; without any, the CPU with Gloo. Within the block
-    a rank that is killed, stopped, stuck or fails alone ends all of them within seconds, with one message.
+    With CUDA devices, each process takes the one of its local rank, and NCCL connects them; without, the CPU and Gloo.
+    Within the block, a rank that is killed, stopped, stuck or fails alone ends all ranks within seconds, with one
+    message.
 
     Args:
         heartbeat_timeout: seconds without a sign of life after which a rank counts as lost.
         collective_timeout: seconds for which a rank waits in a collective before it blames those that do not come.
-        on_fault: is given the message before the process ends (in a thread of its own).
-        check_every: steps between two comparisons of the tokens that ranks compute with.
+        on_fault: called with the message before the process ends, in another thread.
+        check_every: the number of steps between two comparisons of the ranks' tokens.
 
     Raises:
-        ValueError: this process was not started by torchrun, or a timeout is no number of seconds.
+        ValueError: this process was not started by torchrun, or a timeout is not above 0 and finite.
     """
     timeouts = {"heartbeat_timeout": heartbeat_timeout, "collective_timeout": collective_timeout}
     for name, seconds in timeouts.items():
@@ -335,7 +336,7 @@ def launch(
     if missing := [name for name in _VARIABLES if name not in os.environ]:
         raise ValueError(f"{missing} not set: ranks are started by torchrun --nproc-per-node N ...")
     store, rank, size = next(iter(dist.rendezvous("env://")))
-    # torchrun keeps its store when it starts the ranks again, and what was said in it.
+    # When torchrun starts the ranks again, its store still has the old keys. So each attempt has its own prefix.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     device = None
     if cuda := torch.cuda.is_available():
@@ -345,11 +346,11 @@ def launch(
         store=dist.PrefixStore(f"group/{attempt}", store),
         rank=rank,
         world_size=size,
-        # The watch speaks first; what it cannot end, NCCL does. Gloo's would also end servers that are idle.
+        # The watch ends stuck ranks first; NCCL's timeout is a second safety. Gloo's would also end idle servers.
         timeout=timedelta(seconds=2 * PREPARING * collective_timeout) if cuda else _FOREVER,
         device_id=device,
     )
-    # Watched from the first collective on: the others may be gone before it.
+    # Start the watch before the first collective, since another rank may be gone by then.
     progress = Progress()
     watch_store = dist.PrefixStore(f"watch/{attempt}", store.clone())
     watch = Watch(watch_store, rank, size, progress, heartbeat_timeout, collective_timeout, on_fault)
@@ -371,10 +372,10 @@ def launch(
 
 
 def _own_device(rank: int) -> torch.device:
-    """This process's CUDA device: by its number on this machine, or the only one that it sees, where whoever started
-    it gave each process its own (Slurm, ``CUDA_VISIBLE_DEVICES``).
+    """Return this process's CUDA device: the one with its local rank's number, or the only one that it sees (if Slurm
+    or ``CUDA_VISIBLE_DEVICES`` gave each process its own).
 
-    Raises ``ValueError`` if there are more processes on this machine than devices that they see.
+    Raises ``ValueError`` if this machine has more processes than devices that they see.
     """
     count = torch.cuda.device_count()
     local = int(os.environ.get("LOCAL_RANK", rank % count))
@@ -390,11 +391,11 @@ _END = "end"
 
 
 class lead:
-    """The first rank of a group that takes requests: ``lead(ranks, handle)(message)`` has every rank do
-    ``handle(message)`` and gives the first one's result; the others are in ``follow(ranks, handle)`` until ``close``.
+    """Lead the other ranks: ``lead(ranks, handle)(message)`` makes every rank call ``handle(message)``, and returns the
+    first rank's result. The other ranks are in ``follow(ranks, handle)`` until ``close``.
 
-    ``handle`` must do the same for the same messages in the same order. An error that all ranks raise is the message's
-    own, and raised here; any other ends the group (``RankError``).
+    ``handle`` must do the same on all ranks. An error that all ranks raise is raised here; an error of some ranks ends
+    the group (``RankError``).
     """
 
     def __init__(self, ranks: Ranks, handle: Callable[[Any], Any]) -> None:
@@ -411,12 +412,12 @@ class lead:
             raise
 
     def close(self) -> None:
-        """Let the others go."""
+        """Let the other ranks return from ``follow``."""
         self.ranks.share(_END, wait=True)
 
 
 def follow(ranks: Ranks, handle: Callable[[Any], Any]) -> None:
-    """Do what the first rank says, until it ends (see ``lead``)."""
+    """Handle the messages of the first rank until it closes (see ``lead``)."""
     while True:
         said: Any = ranks.share(None, wait=True)
         if said == _END:

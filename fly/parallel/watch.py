@@ -1,8 +1,8 @@
-"""A group of processes that lives and dies together: one that is killed, stopped or stuck ends all, with one message.
+"""Watch a group of processes: if one is killed, stopped or stuck, all end, with one message.
 
-Every rank has a thread that says through the rendezvous store that it lives and how far it has come, and looks at
-what the others say. A collective that waits for a lost rank cannot be interrupted, so the thread ends the process;
-torchrun sees that, and starts the group again if it was asked to. Knows nothing of models or tensors.
+Every rank has a thread that writes to the rendezvous store that the rank lives and how many collectives it has entered,
+and reads the same of the others. A collective that waits for a lost rank cannot be interrupted, so the thread ends the
+process. torchrun sees that, and starts the group again if it was asked to. Knows nothing of models or tensors.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from typing import Any
 
 __all__ = ["PREPARING", "CollectiveError", "Progress", "RankError", "Watch"]
 
-PREPARING = 10  # times as long as usual ranks wait for one another while new code is compiled
-_LEAVE = 2.0  # seconds in which ranks that end for the same reason are expected to end
+PREPARING = 10  # factor by which ranks wait longer for one another while new code is compiled
+_LEAVE = 2.0  # seconds within which ranks that end for the same reason should all have ended
 
 
 class RankError(RuntimeError):
-    """Ranks disagree, or one could not do its part; the message names it. All ranks raise it."""
+    """Ranks have different tokens, or one failed; the message names it. All ranks raise this error."""
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed on this rank, most often because another is gone."""
+    """A collective failed on this rank, most often because another rank is gone."""
 
 
 class Progress:
-    """How many collectives a rank has entered, since when it has been inside the last (None: it is not), and whether
-    what it left to a device is ``over``, where entering one only queues it there (None: nothing was left to one).
+    """How far a rank has come.
 
-    ``lengths`` is a checksum of what it computes with, which the host knows without waiting."""
+    ``entered`` counts the collectives it has entered, and ``since`` is the time at which it entered the one that it is
+    in (None: it is in none). On CUDA a collective is only queued; ``over`` says whether the device has finished it
+    (None: none is queued). ``lengths`` is a checksum of the lengths of its forwards."""
 
     def __init__(self) -> None:
         self.entered, self.lengths = 0, 0
@@ -49,15 +50,15 @@ class Progress:
 
 
 class Watch:
-    """Watches the group from a thread of its own.
+    """Watches the group from a separate thread.
 
     Args:
-        store: torch's, on a connection of its own: a store answers one thread at a time.
-        rank, size: this process among the group's.
-        progress: what the collectives of this rank note.
+        store: torch's rendezvous store, on a connection that nothing else uses: it answers one thread at a time.
+        rank, size: the number of this process, and of all processes.
+        progress: how far this rank has come; its collectives update it.
         heartbeat_timeout: seconds without a sign of life after which a rank counts as lost.
         collective_timeout: seconds after which a rank that waits in a collective blames those that have not come to it.
-        on_fault: called with the message before the process ends, in the watching thread: time to answer requests.
+        on_fault: called with the message before the process ends, in the watching thread, to answer open requests.
     """
 
     def __init__(
@@ -78,7 +79,8 @@ class Watch:
         self._who = [json.loads(self._store.get(_key("who", other))) for other in range(size)]
         self._handles = self._open_handles()
         self._left: set[int] = set()
-        self._queued = self._complete = (0, 0.0)  # the last collective, and since when it is seen so
+        # The collective that was last seen queued, and last entered by all ranks; and when that was seen first.
+        self._queued = self._complete = (0, 0.0)
         self._errors = 0
         self._stop = threading.Event()
         self._declared = threading.Lock()
@@ -86,11 +88,11 @@ class Watch:
         self._thread.start()
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Wait until every rank has left, then stop watching. A rank that leaves with an ``error`` which the others do
-        not share ends them all: that call does not return."""
+        """Wait until every rank has left, then stop watching. If a rank leaves with an ``error`` that the others do not
+        have, all ranks end, and this does not return."""
         with contextlib.suppress(Exception):
             self._store.set(_key("left", self.rank), repr(error) if error else "")
-        # A failed collective is another rank's fault, which the thread is about to name.
+        # After a failed collective, give the watching thread time to name the rank that caused it.
         wait = 2 * self.heartbeat_timeout + _LEAVE if isinstance(error, CollectiveError) else _LEAVE
         self._wait(lambda: len(self._left) == self.size - 1, wait, error)
         self._stop.set()
@@ -106,8 +108,7 @@ class Watch:
         self._wait(lambda: self._store.add(key, 0) == self.size, self.heartbeat_timeout, error)
 
     def _wait(self, over: Callable[[], bool], seconds: float, error: BaseException | None) -> None:
-        """Wait until all work is ``over``. If it is not after so many seconds and there is an ``error``, this rank is
-        to blame."""
+        """Wait until ``over`` returns True. If there is an ``error``, blame this rank after ``seconds``."""
         started = time.monotonic()
         while not over() and not self._stop.is_set():
             if error is not None and time.monotonic() - started > seconds:
@@ -117,12 +118,12 @@ class Watch:
             time.sleep(0.005)
 
     def declare(self, rank: int, reason: str) -> None:
-        """End the group because of ``rank``. Does not return."""
+        """Blame ``rank`` and end the group. Does not return."""
         with self._declared:
             who = self._who[rank]
             message = f"rank {rank} (process {who['pid']} on {who['host']}) {reason}; all {self.size} ranks end"
             with contextlib.suppress(Exception):
-                if self._store.add(_key("faults"), 1) == 1:  # only the first to notice says so
+                if self._store.add(_key("faults"), 1) == 1:  # only the rank that notices first prints the message
                     self._store.set(_key("fault"), message)
                     print(f"fly: {message}", file=sys.stderr, flush=True)
                 else:
@@ -133,10 +134,10 @@ class Watch:
         if self.on_fault is not None:
             with contextlib.suppress(Exception):
                 self.on_fault(message)
-        if rank in self._handles:  # else torchrun would wait half a minute for a stopped process to end by itself
+        if rank in self._handles:  # kill a stopped process: torchrun would wait half a minute for it
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self._handles[rank], signal.SIGKILL)
-        if self.rank == 0:  # the store may live in this process, and the others are to read the message in it
+        if self.rank == 0:  # this process may hold the store, in which the others still have to read the message
             time.sleep(2 * self.interval)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
@@ -144,8 +145,8 @@ class Watch:
         os._exit(1)
 
     def _open_handles(self) -> dict[int, int]:
-        """For each other rank whose process this one can see (same machine, same process ids), a handle that shows its
-        end."""
+        """Open a process handle, which shows when the process ends, for each other rank on the same machine and in the
+        same space of process ids."""
         handles: dict[int, int] = {}
         if hasattr(os, "pidfd_open"):
             for other, who in enumerate(self._who):
@@ -170,7 +171,7 @@ class Watch:
                 if self._store.check([_key("fault")]):
                     self._end(self._store.get(_key("fault")).decode())
                 now = time.monotonic()
-                if now - last > self.heartbeat_timeout / 2:  # it is this process that was asleep
+                if now - last > self.heartbeat_timeout / 2:  # this process itself was asleep: give the others new time
                     heard = dict.fromkeys(others, now)
                 last = now
                 for other in others:
@@ -191,19 +192,19 @@ class Watch:
                     if not self._store.check([_key("left", other)]):
                         self.declare(other, "ended without a word (killed, perhaps for want of memory)")
                     self._left.add(other)
-            except Exception as error:  # the store's, whatever torch calls it
+            except Exception as error:  # the store is gone; its errors have no common type
                 if not self._stop.is_set():
                     message = f"rank {self.rank} lost the rendezvous store: its host ended or is cut off ({error})"
                     print(f"fly: {message}", file=sys.stderr, flush=True)
                     self._end(message)
 
     def _waiting(self, now: float) -> tuple[int, float] | None:
-        """The last collective, and since when this rank waits for it: inside of it, or for a device that it was left
-        to, with nothing after it."""
+        """Return the number of the collective that this rank waits for (inside it, or for the device that it is queued
+        on) and the time since when; None if it waits for none."""
         entered, since, over = self.progress.entered, self.progress.since, self.progress.over
         if since is not None:
             return entered, since
-        with contextlib.suppress(RuntimeError):  # a device that has failed; the ranks that wait for it report it
+        with contextlib.suppress(RuntimeError):  # the device has failed; ranks that wait for it report that
             if over is None or over():
                 self._queued = (0, 0.0)
                 return None
@@ -212,8 +213,8 @@ class Watch:
         return self._queued
 
     def _look_for_stuck(self, said: dict[int, bytes], now: float) -> None:
-        """Whether this rank has waited too long in a collective: for ranks that have not come to it, or, if all have
-        come, for its end."""
+        """Blame a rank if this one has waited too long in a collective: a rank that has not entered it, or, if all have
+        entered it, this rank."""
         timeout = self.collective_timeout * (PREPARING if self.progress.preparing else 1)
         if (waiting := self._waiting(now)) is None or now - waiting[1] < timeout:
             return
@@ -223,7 +224,7 @@ class Watch:
         if counts and (least := min(counts)) < entered:
             other = counts[least]
             if other in self._left and now - since < timeout + 2 * _LEAVE:
-                return  # it is about to say why
+                return  # it has left and is about to report its own error
             self.declare(other, f"hangs: for {timeout:g} s it has not come to collective {least + 1}")
         if len(beats) < self.size - 1 or self._left:
             return
@@ -231,9 +232,9 @@ class Watch:
             self._complete = (entered, now)
         if now - self._complete[1] < timeout:
             return
-        strange = [other for other, beat in beats.items() if int(beat[2]) != self.progress.lengths]
-        if strange:
-            self.declare(strange[0], f"has other tokens than rank {self.rank}, so that collective {entered} cannot end")
+        differs = [other for other, beat in beats.items() if int(beat[2]) != self.progress.lengths]
+        if differs:
+            self.declare(differs[0], f"has other tokens than rank {self.rank}, so that collective {entered} cannot end")
         self.declare(
             self.rank,
             f"waits for collective {entered}, which all ranks have come to but which does not end (is their link cut?)",
@@ -245,7 +246,7 @@ def _key(*parts: object) -> str:
 
 
 def _place() -> dict[str, str]:
-    """A value that two processes share if they can see each other by their process ids; empty if unknown."""
+    """Return values that are equal for two processes that can see each other's process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii")
         return {"boot": boot, "space": os.readlink("/proc/self/ns/pid")}

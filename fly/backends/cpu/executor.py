@@ -70,7 +70,11 @@ class CpuExecutor(HostDecisions):
             states_TF = torch.empty(len(batch.tokens), width, dtype=self.dtype)
         packed = self.packed
         packed.library.fly_score(packed.handle, ctypes.byref(call), which, logits_NV, argmax, after, states_TF)
-        return Scores(logits_NV, argmax.tolist(), states_TF)
+        if (kept := packed.kept) is None:
+            return Scores(logits_NV, argmax.tolist(), states_TF)
+        spread_NV = logits_NV.new_full((count, self.config.vocab_size), -torch.inf)
+        spread_NV.index_copy_(1, packed.kept_U, logits_NV)
+        return Scores(spread_NV, [kept[at] if at >= 0 else at for at in argmax], states_TF)
 
     def extend(
         self,

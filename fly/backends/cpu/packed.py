@@ -111,6 +111,8 @@ class PackedLlama:
 
     _loading: Loading | None = None
 
+    kept: list[int] | None = None  # the tokens that a trimmed head has rows for; None: all
+
     def __init__(self, model: Llama, variant: str, loading: Loading | None = None) -> None:
         if variant == TORCH or (reason := refusal(model)) is not None:
             raise ValueError(reason if variant != TORCH else f"{variant!r} is no compiled variant")
@@ -124,7 +126,9 @@ class PackedLlama:
         self.vocab = model.lm_head.weight.shape[0]  # tokens whose logits it gives: of a part of a model, not all
         tied = model.lm_head.weight is model.embed_tokens.weight
         self._embedding, blocks = None, None
-        if not tied and self._narrow == "stored" and (found := self._blocks_of(model.embed_tokens)) is not None:
+        self.kept = model.kept
+        as_stored = self._narrow == "stored" and self.kept is None
+        if not tied and as_stored and (found := self._blocks_of(model.embed_tokens)) is not None:
             ((kind, blocks),) = found
         elif not tied:
             with self._filled(model.embed_tokens):
@@ -159,6 +163,9 @@ class PackedLlama:
         if blocks is not None:
             self._embedding_blocks = blocks  # the file's memory, which the library reads
             self.library.fly_set_embedding(self.handle, kind, blocks)
+        if self.kept is not None:
+            self.kept_U = torch.tensor(self.kept)  # which the library reads
+            self.library.fly_draft_for(self.handle, config.vocab_size, self.kept_U)
         # Modules in turns on a few threads: the calls let the interpreter go. The largest, the head, is first.
         with ThreadPoolExecutor(min(torch.get_num_threads(), _PACKERS), initializer=keep_threads) as pool:
             waiting = [pool.submit(self._pack, 0, _HEAD, model.lm_head)]
@@ -196,7 +203,8 @@ class PackedLlama:
 
     def _pack(self, layer: int, which: int, linear: nn.Linear) -> None:
         """Hand over a matrix: its values, whole numbers with a scale for each output, or blocks."""
-        parts = self._blocks_of(linear, which == _GATE_UP) if self._narrow == "stored" else None
+        trimmed = which == _HEAD and self.kept is not None  # whose rows lie apart in the file
+        parts = self._blocks_of(linear, which == _GATE_UP) if self._narrow == "stored" and not trimmed else None
         with self._filled(linear, frozenset() if parts is None else frozenset([cast(nn.Parameter, linear.weight)])):
             bias_N = None if linear.bias is None else _float(linear.bias)
             if parts is None:
@@ -249,7 +257,8 @@ class PackedLlama:
         return hidden_TC
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
-        """Logits [T, V] in float32 over the full vocabulary (of a part of a model, over its own)."""
+        """Logits [T, V] in float32 over the full vocabulary (of a part of a model, and of a trimmed head, over its
+        own)."""
         if hidden_TC.dtype != self.dtype:
             raise TypeError(f"hidden states are {hidden_TC.dtype}, this model's are {self.dtype}")
         hidden_TC = hidden_TC.contiguous()

@@ -272,6 +272,8 @@ class DeviceRounds:
         if found is not None and found.rounds >= target.often and target.compiles and not found.shape.compiled:
             _log.info("compiling layers for %d rows and drafts of %d tokens, which takes a while", shape.rows, shape.k)
             found, shape = None, replace(shape, compiled=True)
+        if found is None:
+            _log.info("a new shape of batches, to be captured: %d rows, drafts of %d tokens", shape.rows, shape.k)
         self.made[key] = found = found or DeviceRound(shape, target, cache, drafter, draft_cache, self.pool)
         while len(self.made) > _MOST_ROUNDS or sum(each.logit_bytes for each in self.made.values()) > _MOST_LOGIT_BYTES:
             if len(self.made) == 1:

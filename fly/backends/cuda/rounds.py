@@ -16,9 +16,11 @@ Shape legend: R rows with padding, J places of a round, F hidden states side by 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ from fly.types import Decision
 
 __all__ = ["LONGEST", "take_rounds"]
 
+_log = logging.getLogger("fly")
 LONGEST = 128  # tokens of a draft in one graph
 _MOST_LOGIT_BYTES = 1 << 30  # of one round
 _ROUNDS_AMONG_RANKS = 4  # that ranks take in one call, whatever time that takes: their clocks differ
@@ -46,7 +49,14 @@ def take_rounds(target: Model, plan: RoundPlan, made: DeviceRounds) -> Rounds | 
     leaves the first round open."""
     groups, order = _group_rows(plan.rows)
     shape = _choose_shape(plan, groups)
-    if shape.k > LONGEST or shape.logit_bytes(target.config.vocab_size) > _MOST_LOGIT_BYTES:
+    if shape.k > LONGEST:
+        _say_once(f"a draft of {shape.k} tokens is longer than the {LONGEST} that a graph holds")
+        return None
+    if (needed := shape.logit_bytes(target.config.vocab_size)) > _MOST_LOGIT_BYTES:
+        _say_once(
+            f"the logits of {shape.rows} rows and drafts of {shape.k} tokens take {needed / 2**30:.1f} GiB, more than "
+            f"the {_MOST_LOGIT_BYTES / 2**30:.1f} GiB of a round; a smaller k or max_rows takes less"
+        )
         return None
     drafter: Any = plan.drafter  # a ``Model`` or a head: see ``CudaExecutor.joins``
     draft_cache = None if plan.draft_kv is None else plan.draft_kv.cache
@@ -62,6 +72,11 @@ def take_rounds(target: Model, plan: RoundPlan, made: DeviceRounds) -> Rounds | 
         # What each row got says whether there is another round.
         goes_on = call.read() and call.may_go_on()
     return call.result()
+
+
+@cache
+def _say_once(reason: str) -> None:
+    _log.warning("these rows take the plain way, with several waits a round: %s", reason)
 
 
 def _group_rows(rows: Sequence[RoundRow]) -> tuple[tuple[Group, ...], list[int]]:

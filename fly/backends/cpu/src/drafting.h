@@ -20,7 +20,11 @@ inline int64_t next_token(Call* call, int b, const float* logits, bool& goes_on)
         token = best(logits, vocab);
         constexpr Sampling raw = {1, 1, -__builtin_inff(), 0};
         if (asks) sure = surety(keep(raw, logits, vocab, spread), 1, vocab, spread);
-        if (distribution && call->sampling[b].temperature < 0) memcpy(distribution, logits, vocab * sizeof(float));
+        if (distribution && call->sampling[b].temperature < 0) {
+            for (long i = 0; target && i < wide; i++) distribution[i] = -__builtin_inff();
+            for (int i = 0; target && i < vocab; i++) distribution[target[i]] = logits[i];
+            if (!target) memcpy(distribution, logits, vocab * sizeof(float));
+        }
         else if (distribution) memset(distribution, 0, wide * 4L), distribution[target ? target[token] : token] = 1;
     }
     if (asks) {

@@ -136,10 +136,11 @@ void decode(Call* call, int thread, const Scratch& s) {
     const long ldx = padded(shape.width);
     Range mine = part(tokens, thread, threads);
     const bool drafts = shape.features;
+    const int embedded = model->target ? model->tokens : shape.vocab;  // a trimmed head keeps fewer than are read
     if (drafts) combine<Wt, H>(call, thread, s, mine);
     for (int t = mine.from; t < mine.to && !drafts; t++) {
         const int64_t token = call->token[call->tile_at + t] - model->first_token;
-        if (token >= 0 && token < shape.vocab)
+        if (token >= 0 && token < embedded)
             embed<Wt>(model, token, work.x + t * ldx);
         else  // another process has it
             memset(work.x + t * ldx, 0, ldx * sizeof(float));

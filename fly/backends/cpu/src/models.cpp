@@ -210,8 +210,8 @@ EXPORT int fly_share(Model* model, void (*sum)(float*, int64_t), int tokens, int
     return OK;
 }
 
-// Make it a draft head of a target of so many ``tokens``, whose ids of its own are ``target`` [U], which must outlive it;
-// before its first call.
+// Let it draft for a target of so many ``tokens``: what its head numbers has the ids ``target`` [U] there, which must
+// outlive it; before its first call. For draft heads, and models whose head keeps some tokens only.
 EXPORT int fly_draft_for(Model* model, int tokens, Span<const int64_t> target) {
     const Shape& shape = model->shape;
     if (const int error = within("tokens", tokens, shape.vocab, MOST) ?: holds("target", target, shape.vocab) ?:
