@@ -3,10 +3,14 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test hostile lint types format docs results clean
+.PHONY: demo check test hostile lint types format docs results clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fly demo
+
+# An answer in two minutes: what tests/conftest.py does not list as slow, with a third of the examples.
+check: $(VENV)/.installed-dev lint types
+	$(BIN)/pytest -n auto -m quick --hypothesis-profile quick
 
 test: $(VENV)/.installed-dev lint types
 	$(BIN)/pytest -n auto
@@ -36,14 +40,10 @@ SECONDS = 1200
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.soak --seconds $(SECONDS)
 
-# The reference, from the docstrings and without a network: open build/docs/index.html.
-REFERENCE := fly $(addprefix fly.,policies policies.registry drafts drafts.base testing types params output ops cache models \
-	$(addprefix runtime.,request sampling constraints structured drafting executor runner) \
-	engine engine.step engine.scheduler backends backends.cpu \
-	parallel config eval eval.records eval.statistics serve train)
-docs: $(VENV)/.installed-dev
-	$(BIN)/python -W "ignore:Error parsing type annotation" -m pdoc --docformat google --no-show-source \
-		--output-directory build/docs $(REFERENCE)
+# The documentation as a site, without a network: build/docs/index.html. Its search needs a server of files:
+# python3 -m http.server --directory build/docs
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # Everything that docs/results shows, measured again here: about thirty-five minutes on a machine that does nothing else.
 results: $(VENV)/.installed-peers
@@ -58,6 +58,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard fly/backe
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
 $(VENV)/.installed-peers: $(VENV)/.installed

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import ValidationError
 
-__all__ = ["explain", "instead", "meant", "origin", "short"]
+__all__ = ["explain", "fault_place", "instead", "meant", "origin", "short"]
 
 # What has another name or place here: words of vLLM, transformers and OpenAI, and what goes under "speculation".
 _ELSEWHERE = {
@@ -82,6 +83,20 @@ def origin(error: BaseException) -> str:
     theirs = [frame for frame in written if not frame.filename.startswith((*packages, "<frozen"))]
     frame = (theirs or frames)[-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
+
+
+def fault_place(error: BaseException) -> str:
+    """Where the code of a plug-in went wrong, such as a rule that takes three values out of two; empty for an error
+    that the plug-in, or this package, raised on purpose."""
+    import torch
+
+    library = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent), "<frozen")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(library)]
+    last = frames[-1] if frames else None
+    ours = last is None or last.filename.startswith(str(Path(__file__).parent)) or "site-packages" in last.filename
+    if last is None or ours or not last.line or last.line.startswith("raise"):
+        return ""
+    return f"{last.filename}:{last.lineno} in {last.name}"
 
 
 def short(value: object) -> str:

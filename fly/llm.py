@@ -407,7 +407,11 @@ def _name_of(given: object) -> str:
     """A short name of a model or a draft."""
     if isinstance(given, LLM):
         return given._named[0]
-    return repr(str(given)) if isinstance(given, (str, Path)) else type(given).__name__ if given is not None else "None"
+    if given is None or isinstance(given, (str, Path)):
+        return repr(None if given is None else str(given))
+    model = getattr(given, "model", None)  # of a draft strategy that is one model
+    name = model.name if isinstance(model, Path) else model
+    return f"{type(given).__name__}({name!r})" if isinstance(name, str) else type(given).__name__
 
 
 def _one_each(value: Any, count: int, name: str) -> list[Any]:

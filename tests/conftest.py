@@ -14,7 +14,19 @@ from fly.backends.cpu import library
 _QUIET = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("local", deadline=None, max_examples=60, suppress_health_check=_QUIET)
 settings.register_profile("ci", parent=settings.get_profile("local"), derandomize=True, print_blob=True)
+settings.register_profile("quick", parent=settings.get_profile("local"), max_examples=20)
 settings.load_profile("ci" if os.environ.get("CI", "").lower() in ("1", "true") else "local")
+
+# ``make check`` leaves these files out: each takes over ten seconds, together four fifths of the whole suite's time.
+SLOW = {
+    f"test_{name}.py"
+    for name in (
+        "any_load", "audit", "check_draft", "cli", "compiled", "conformance", "cuda", "cuda_heads", "cuda_plain",
+        "deterministic", "docs", "eagle", "engine", "eval", "exits", "kernels", "loading", "nan", "parallel", "project",
+        "replay", "rounds", "serve", "serve_attacks", "serve_load", "serve_ranks", "spans", "tasks", "translate",
+        "vocabulary",
+    )
+}  # fmt: skip
 
 # Of ``make sanitize``: compiled code is that of the build under a sanitizer, which takes many times as long.
 SANITIZER = os.environ.get("FLY_SANITIZER", "")
@@ -28,7 +40,11 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` run where a CUDA device is; of examples there are fewer under a sanitizer."""
+    """Tests marked ``gpu`` run where a CUDA device is; files that are not slow are marked ``quick``; under a sanitizer
+    there are fewer examples."""
+    for item in items:
+        if item.path.name not in SLOW:
+            item.add_marker("quick")
     for test in {getattr(item, "obj", None) for item in items} if SANITIZER else ():
         if (own := getattr(test, "_hypothesis_internal_use_settings", None)) is not None:
             test._hypothesis_internal_use_settings = settings(own, max_examples=own.max_examples // 10 + 1)

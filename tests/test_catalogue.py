@@ -714,10 +714,6 @@ def test_catalogue_lists_every_rule_once():
     made = [rule() for rule in (*CATALOGUE, *GATES)]
     names = [rule.name for rule in made]
     assert len(set(names)) == len(names)
-    assert names == [
-        *("sample", "block", "slack", "ears", "thresholds", "typical", "topn", "bild"),
-        *("fuzzy", "cascade", "cactus", "mentored", "margin", "regret", "mars"),
-    ]
     for rule in made:
         hash(rule)
         assert str(rule)

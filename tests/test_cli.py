@@ -34,7 +34,7 @@ from tests.toys import random_llama
 
 QUESTION = "Take the list 4 9 5 7. Reverse the list, then sort from low to high."
 COMMANDS = {"generate", "chat", "serve", "models", "policies", "drafts", "tasks", "check", "demo", "bench", "eval"}
-COMMANDS |= {"report", "harness", "replay", "audit"}
+COMMANDS |= {"report", "harness", "replay", "audit", "doctor"}
 
 
 def run(*arguments: str, **options: object) -> Result:
@@ -562,11 +562,18 @@ def test_an_error_in_a_plug_in_is_one_line_with_its_place(tmp_path: Path, monkey
         "from dataclasses import dataclass\nfrom fly.policies import Exact\n"
         "@dataclass(frozen=True)\nclass Raises(Exact):\n"
         "    def accept_probs(self, target, draft):\n        raise KeyError('oh')\n"
+        "class Unpacks(Exact):\n"
+        "    def accept_probs(self, target, draft):\n        values, ids = target.top_probs(2)[:, :1]\n"
+        "class Refuses(Exact):\n"
+        "    def accept_probs(self, target, draft):\n        raise ValueError('not at this time')\n"
     )
     monkeypatch.chdir(tmp_path)
     for rule, told in (
         ("broken_rules:X", "SyntaxError"),
         ("raising_rules:Raises", "raising_rules.py:6 in accept_probs"),
+        ("raising_rules:Unpacks", "ValueError: not enough values to unpack (expected 2, got 1)"),
+        ("raising_rules:Unpacks", "raising_rules.py:9 in accept_probs"),
+        ("raising_rules:Refuses", "error: not at this time"),
     ):
         result = run("generate", "hi", "--policy", rule, "--draft", "ngram", "--ignore-eos")
         assert result.exit_code == 2 and told in words(result.stderr), result.stderr

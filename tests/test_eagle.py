@@ -513,7 +513,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     objects.write_text('"one"\n{"text": "two"}\n')
     with pytest.raises(ValueError, match=r"b.jsonl:2: must be a text"):
         prompts_of(objects, None, None)
-    with pytest.raises(ValueError, match="either a file of prompts or a bundled task"):
+    with pytest.raises(ValueError, match=r"either a file of prompts .--prompts. or a bundled task .--task."):
         prompts_of(None, None, None)
 
 

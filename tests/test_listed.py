@@ -25,6 +25,7 @@ from fly.parallel import Part
 from fly.parallel.plan import PlanError
 from fly.policies import AcceptancePolicy, Condition, condition_types, policy_types
 from fly.policies.registry import _COMPOSITES
+from tests.test_compiled import BUDGETS
 from tests.test_docs import DOCS, ROOT
 from tests.test_families import PUBLISHED, SIZES
 
@@ -111,6 +112,7 @@ def test_a_family_is_listed_everywhere(family: Family) -> None:
         {
             "docs/contributing.md (a row of what runs where)": len(rows) == 1,
             "tests/test_families.py (PUBLISHED)": family.architecture in published,
+            "tests/test_compiled.py (BUDGETS)": family.name in BUDGETS,
             "docs/how-to/models.md": re.search(shown, text("docs", "how-to", "models.md"), re.IGNORECASE) is not None,
             "README.md": re.search(shown, text("README.md"), re.IGNORECASE) is not None,
         },

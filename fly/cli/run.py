@@ -20,7 +20,7 @@ from fly.bundled import usual_draft
 from fly.cache.allocator import OutOfBlocks
 from fly.cli.show import errors
 from fly.config import Config
-from fly.errors import explain, origin
+from fly.errors import explain, fault_place, origin
 from fly.expressions import grid
 from fly.llm import LLM
 from fly.policies import AcceptancePolicy, Exact, parse_policy
@@ -54,6 +54,8 @@ def command(run: _Command, alone: bool = False) -> _Command:
             raise typer.Exit(130) from None
         except (ValueError, OSError, OutOfBlocks, MemoryError) as error:
             message = explain(error) if isinstance(error, ValidationError) else str(error)
+            if place := fault_place(error):
+                message = f"{type(error).__name__}: {message} ({place})"
         except Exception as error:
             place = origin(error)
             if any(part in place for part in ("site-packages", "/bin/fly", "<string>", "/importlib/")):

@@ -247,7 +247,7 @@ def load_task(text: str, **changes: Any) -> Task:
     elif name in task_names():
         source, folder, own = (_BUNDLED / f"{name}.yaml").read_text(encoding="utf-8"), None, name
     else:
-        raise ValueError(f"unknown task {name!r}{instead(name, task_names())}, or a .yaml file of yours")
+        raise ValueError(f"unknown task {name!r}{instead(name, task_names())}; a task of your own is a .yaml file")
     try:
         fields = read_yaml(source)
         if not isinstance(fields, dict):

@@ -34,7 +34,7 @@ def prompts_of(path: Path | None, task: str | None, count: int | None) -> list[A
     Raises ``ValueError`` if neither or both are given, for an unknown task, too few prompts, or an invalid line.
     """
     if (path is None) == (task is None):
-        raise ValueError("give either a file of prompts or a bundled task")
+        raise ValueError("give either a file of prompts (--prompts) or a bundled task (--task)")
     if path is None:
         return [problem.prompt for problem in problems(task, "train", n=2000 if count is None else count)]
     found = []
