@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fly import LLM
+from fly import LLM, SamplingParams
 from fly.serve import Server, Service, Settings
 
-__all__ = ["MODEL", "Running", "Spawned", "eventually", "running", "spawned"]
+__all__ = ["CHAT", "MODEL", "QUESTION", "Running", "Spawned", "eventually", "reference", "running", "spawned"]
 
 MODEL = "fly-tiny"
+QUESTION = "Take the list 4 9 5 7. Reverse the list, then sort from low to high."
+CHAT: list[Any] = [{"role": "user", "content": QUESTION}]
 
 
 @dataclass
@@ -99,3 +101,8 @@ def spawned(*options: str, before: Callable[[], None] | None = None) -> Iterator
         finally:
             process.kill()
             process.wait()
+
+
+def reference(llm: LLM, messages: list[Any] = CHAT, **params: Any) -> Any:
+    """The answer of ``llm`` itself at temperature 0."""
+    return llm.generate([llm.chat_prompt(messages)], SamplingParams(temperature=0.0, **params))[0]

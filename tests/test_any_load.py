@@ -36,7 +36,10 @@ RULES = [
     "exact", "exact", "block", "lossy(lenience=3)", "fly(theta=0.2, window=2, hold=2)",
     "exact | entropy(0.4) & ~control",
 ]  # fmt: skip
-FORMS: list[dict[str, Any]] = [{"regex": "[0-9]{1,3}( [0-9]{1,3}){0,4}"}, {"json_object": True}]
+FORMS: list[dict[str, Any]] = [
+    {"regex": "[0-9]{1,3}( [0-9]{1,3}){0,4}"}, {"json_object": True}, {"grammar": 'start: "4 9" | "7"'},
+    {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+]  # fmt: skip
 
 
 def target_of(draft: str) -> str:

@@ -157,6 +157,7 @@ def create_app(service: Service) -> ASGIApp:
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
         await asyncio.to_thread(service.warm)
+        app.openapi()  # kept by FastAPI; else the first request would build it on the event loop
         yield
         await asyncio.to_thread(service.close)
 
