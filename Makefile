@@ -30,6 +30,12 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Replicas on a Ray cluster of two local nodes, one minute. Ray takes 240 MB, so that make test goes without.
+.PHONY: ray-test
+ray-test: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	$(BIN)/pytest tests/test_ray.py
+
 .PHONY: sanitize soak
 # Compiled code under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, some minutes.
 sanitize: $(VENV)/.installed-dev

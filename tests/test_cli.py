@@ -580,6 +580,12 @@ def test_an_error_in_a_plug_in_is_one_line_with_its_place(tmp_path: Path, monkey
         assert result.stdout[-1:] in ("", "\n"), "the error stands behind a text that was begun"
 
 
+def test_a_model_that_takes_long_to_load_is_named_first_without_a_terminal() -> None:
+    path = str(resolve_checkpoint("fly-tiny"))
+    result = run("eval", "--model", path, "--draft", "ngram", "--problems", "1", "--max-tokens", "4")
+    assert result.exit_code == 0 and result.stderr.startswith(f"loading {path}"), result.stderr
+
+
 def test_rules_are_compared_on_the_bundled_tasks(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     rules = ("--policy", "fly", "--policy", "fly(theta=0.9)", "--policy", "exact")

@@ -77,7 +77,9 @@ def test_every_torch_from_2_11_on_takes_long_prompts(
         decode(engine, rows)
         assert (gpu.launches["attention"] > 0) == reads
     assert all(row.generated == 40 for row in rows)
-    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    # Beside this one, where Triton is missing, another warning says so.
+    said_of = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    warned = [text for text in said_of if text.startswith("FlashAttention")]
     assert len(warned) == (said is not None) and all(said in text for text in warned if said is not None)
 
 

@@ -15,10 +15,12 @@ from fly.backends.cuda.fused import FusedOps, Int8Linear, fuse
 from fly.backends.int8 import rounded
 from fly.cache import PagedKVCache
 from fly.engine import Engine
+from fly.policies import parse_policy
 from fly.runtime.runner import Runner
-from tests.emulator import FREE, Gpu
-from tests.test_cuda import SIZES, decode, device, on_cpu, row_of, told
+from tests.emulator import FREE, Address, Gpu
+from tests.test_cuda import SIZES, VOCAB, decode, device, on_cpu, row_of, told
 from tests.test_cuda import there as on_device
+from tests.test_cuda_first import engine_on
 from tests.toys import random_llama
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
@@ -96,3 +98,19 @@ def test_what_the_device_refuses_is_said_once(
         assert not any(isinstance(model.layers[0].ops, FusedOps) for model in models) and not gpu.graphs
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert (len(said) == 1 and "differs" in said[0]) or importlib.util.find_spec("triton") is None
+
+
+@pytest.mark.parametrize(("temperature", "policy"), [(0.0, "exact"), (0.0, "fly"), (0.8, "exact")])
+def test_greedy_rounds_write_no_float32_logits(temperature: float, policy: str) -> None:
+    """By an exact rule, in bfloat16, with a draft model. Other rules read more than the likeliest tokens."""
+    with device() as gpu:
+        engine, row = (
+            engine_on("cuda", torch.bfloat16),
+            row_of([1, 2, 3], parse_policy(policy), temperature=temperature),
+        )
+        decode(engine, [row])
+        results = [x for graph in gpu.alive for *_, made in graph.steps for x in made]
+        made = [(tuple(x.look[1] if isinstance(x, Address) else x.shape)[-1:], x.dtype) for x in results]
+        assert ((VOCAB,), torch.bfloat16) in made
+        exact = ((VOCAB,), torch.float32) in made
+    assert row.generated == 40 and exact == ((temperature, policy) != (0.0, "exact"))

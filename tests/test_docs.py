@@ -32,6 +32,7 @@ PROSE = {
     "docs/reference/commands.md",
     "docs/explanation/layout.md",
     "docs/explanation/words.md",
+    "docs/how-to/beyond-one-machine.md",
     "docs/how-to/early-exit.md",
 }
 PROSE |= {"docs/tutorials/evaluate.md"}  # pages without Python

@@ -45,6 +45,8 @@ class Launches:
                 signature[name] = f"*{POINTERS[value.dtype]}"
             elif value is None:
                 signature[name], constants[name] = "constexpr", None
+            elif isinstance(value, int) and value == 1:  # as the launcher does it
+                signature[name], constants[name] = "constexpr", 1
             else:
                 signature[name] = "fp32" if isinstance(value, float) else "i32"
             if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):

@@ -214,5 +214,6 @@ def _kernels_like(target: Executor, device: str | torch.device, draft: Checkpoin
         return "auto"
     variant, narrow = split(target.kernels)
     if variant in available()[:-1] and computes_as_stored(draft):
-        return f"{variant}-stored"
+        # "auto" takes a file as it is too, but among several processes, which cannot, it decodes the file.
+        return "auto" if variant == available()[0] else f"{variant}-stored"
     return variant if narrow == "stored" else target.kernels

@@ -12,6 +12,7 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
+from fly.bundled import BUNDLED
 from fly.cli.options import (
     CollectiveTimeout,
     Device,
@@ -25,7 +26,7 @@ from fly.cli.options import (
     output,
 )
 from fly.cli.run import alone, command, loaded, ranks_of, typed_in
-from fly.cli.show import console, narrow, note, print_list, progress, sentences, table, write_json
+from fly.cli.show import console, errors, narrow, note, print_list, progress, sentences, table, write_json
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.errors import instead
 from fly.eval.plan import Plan
@@ -257,6 +258,8 @@ def run_plan(plan: Plan, folder: Path, ranks: Any = None) -> Report:
     if todo:
         if ranks is not None:
             loaded(ranks)
+        if leads and plan.model not in BUNDLED and not console.is_terminal:  # which may take a minute
+            errors.print(f"loading {plan.model}", markup=False, highlight=False, soft_wrap=True)
         done = len(records.completions)
         with progress(done + len(todo), "decoding", done) as step:
 

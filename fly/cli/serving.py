@@ -30,7 +30,7 @@ from fly.cli.options import (
 )
 from fly.cli.run import command, computed, loaded, options_of, ranks_of, setup_of
 from fly.cli.show import errors
-from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
+from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT, Config
 from fly.llm import LLM
 
 
@@ -123,6 +123,19 @@ def serve(
     heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
     collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
     config: ConfigFile = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Serve by replicas on a Ray cluster: the one at hand, or one of this machine.")
+    ] = False,
+    replicas: Annotated[
+        str, typer.Option(help="With --ray: how many replicas, or a range ('1-8') for as many as open requests need.")
+    ] = "1",
+    ranks_: Annotated[
+        int, typer.Option("--ranks", min=1, help="With --ray: processes that share the model of a replica.")
+    ] = 1,
+    cpus: Annotated[float | None, typer.Option(help="With --ray: CPUs, and so threads, of each process.")] = None,
+    gpus: Annotated[
+        float | None, typer.Option(help="With --ray: GPUs of each process. Default: 1 if there are any.")
+    ] = None,
 ) -> None:
     """Serve the model over HTTP as OpenAI does, with a playground at /."""
     services: list[Any] = []
@@ -153,6 +166,9 @@ def serve(
         }
         settings = Settings(**{**given, **lists, "drain_timeout": drain_timeout})
         setup = setup_of(context, config)
+        if ray:
+            _serve_on_ray(setup, settings, replicas=replicas, ranks=ranks_, cpus=cpus, gpus=gpus)
+            return
         llm = LLM.from_config(setup, ranks)
         memory = loaded(ranks)
         if ranks is not None:
@@ -180,6 +196,17 @@ def serve(
             llm.close()
         if server.lost or server.failed:
             raise typer.Exit(1)
+
+
+def _serve_on_ray(setup: Config, settings: Any, **options: Any) -> None:
+    """Serve by replicas until a signal; exit status 1 if requests were lost."""
+    try:
+        from fly.ray import Deployed
+        from fly.ray.running import run
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--ray: Ray is not installed ({error}): pip install 'flyspec[ray]'") from None
+    if run(Deployed(setup=setup, settings=settings, **options)):
+        raise typer.Exit(1)
 
 
 def _die_at_once() -> None:

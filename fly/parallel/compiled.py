@@ -1,6 +1,6 @@
 """A rank's part of a Llama on compiled kernels. Knows nothing of the engine or policies.
 
-Shape legend: T packed tokens, C hidden width, W a rank's share of the vocabulary.
+Shape legend: T packed tokens, C hidden width, W a rank's part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ _Sum = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 
 
 class CompiledPart(PackedLlama):
-    """A loaded ``part`` of a model, whose forwards ask this process for each sum over ranks; all ranks call alike.
+    """A loaded ``part`` of a model. Its compiled forward calls back for each sum over ranks, so all ranks must make the
+    same calls.
 
-    Forward and logits are separate calls (``PartExecutor``): one call for both would know only this rank's logits, and
-    the order in which ranks are added up depends on a value's place among all values of a call.
+    Forward and logits are separate calls (``PartExecutor``). One call for both would know only this rank's logits, and
+    the order in which a sum over ranks is added up depends on a value's index among all values of the call.
 
-    Logits are shards of the vocabulary, or plain if they are to be gathered. Before a forward, ranks note what they are
-    about to compute (``Ranks.note``).
+    Logits are ``VocabularyShards``, or plain tensors with ``gather_logits``. Before each forward, its tokens and
+    positions are added to the rank's checksum (``Ranks.note``).
     """
 
     def __init__(self, model: Llama, variant: str, part: Part, ranks: Ranks, gather_logits: bool = False) -> None:
@@ -42,12 +43,12 @@ class CompiledPart(PackedLlama):
         self.library.fly_share(self.handle, self._sum, part.config.vocab_size, first)
 
     def _sum_over_ranks(self, address: int, count: int) -> None:
-        """Called from within a forward, which an error cannot leave: it is raised after the forward."""
+        """Called by the C++ forward. An error cannot pass through C++, so it is kept and raised after the forward."""
         if self._error is None:
             try:
                 values = torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
                 self.ranks.sum_(values)
-            except BaseException as error:  # a signal's too: the library would lose it
+            except BaseException as error:  # also KeyboardInterrupt, which C++ would lose
                 self._error = error
 
     def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV) -> Tensor:
@@ -65,7 +66,7 @@ class CompiledPart(PackedLlama):
 
 
 class PartExecutor(TorchExecutor):
-    """Runs a ``CompiledPart``, forward and logits apart."""
+    """Runs a ``CompiledPart`` by separate calls for forward and logits."""
 
     def __init__(self, model: CompiledPart) -> None:
         super().__init__(model)

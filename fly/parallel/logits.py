@@ -1,10 +1,11 @@
-"""Logits of which every rank holds its part of the vocabulary; gathered only where all are needed.
+"""Logits that are divided among ranks by vocabulary, and gathered only if an operation needs all of them.
 
-Knows nothing of policies. The passes of ``fly.ops`` (the largest, the n largest, the one of a token, the mass of
-all) exchange a few numbers a position; positions are picked without exchanging any. For every other operation the
-tensor is gathered first, with the positions that it then has.
+Knows nothing of policies. The reductions of ``fly.ops`` (argmax, the n largest, one token's logit, the mass of all)
+exchange a few numbers per position. Selecting positions exchanges nothing. Every other operation first gathers the
+positions that are selected by then.
 
-Shape legend: R positions, N of them, V vocabulary, W a rank's share of it, S ranks, "..." any leading dimensions.
+Shape legend: R positions, N selected ones, V vocabulary, W a rank's part of it, S ranks, M the largest of all ranks,
+"..." any leading dimensions.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ __all__ = ["VocabularyShards"]
 
 
 class VocabularyShards(Tensor):
-    """A tensor [..., V] whose last dimension is divided evenly among ranks; this one holds ``shard`` [..., W].
+    """A tensor [..., V] whose last dimension is divided evenly among ranks; this rank holds ``shard`` [..., W].
 
-    It has no memory of its own: an unforeseen operation fails, or gathers, but is never wrong.
+    It has no memory of its own. So an operation that this class does not know gathers, or fails, but is never wrong.
     """
 
     shard: Tensor
@@ -41,18 +42,18 @@ class VocabularyShards(Tensor):
         return made
 
     def gathered(self) -> Tensor:
-        """[..., V], a plain tensor."""
+        """Gather all ranks' parts: a plain tensor [..., V]. A collective."""
         if self.whole is None:
             self.whole = self.ranks.join(self.shard)
         return self.whole
 
     def like(self, change: Callable[[Tensor], Tensor]) -> VocabularyShards:
-        """The same for the share of every rank."""
+        """Apply ``change`` to every rank's part."""
         return VocabularyShards(change(self.shard), self.ranks)
 
     @property
     def start(self) -> int:
-        """The first token of this rank's share."""
+        """The first token of this rank's part."""
         return self.ranks.rank * self.shard.shape[-1]
 
     @classmethod
@@ -74,7 +75,7 @@ class VocabularyShards(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub has no cls
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """On the whole."""
+        """Run an operation on the gathered tensor."""
         plain = tree_map(lambda x: x.gathered() if isinstance(x, VocabularyShards) else x, (args, kwargs or {}))
         return function(*plain[0], **plain[1])
 
@@ -132,12 +133,10 @@ def _argmax(x: VocabularyShards) -> Tensor:
 
 
 def _top(x: VocabularyShards, n: int) -> Top:
-    """The n largest are among the n largest of each rank; among equals those of the lowest rank come first, as in one
-    tensor.
-
-    Values and indices travel as one tensor of float64, which holds both exactly.
+    """The n largest of all are among the n largest of each rank. Values and indices are gathered as one tensor of
+    float64, which holds both exactly.
     """
-    if n == 1:  # which index among equals matters for the argmax alone
+    if n == 1:  # the argmax must be the lowest index among equal values
         at = vocabulary.argmax(x.shard).unsqueeze(-1)
         values = x.shard.gather(-1, at)
     else:
@@ -145,7 +144,7 @@ def _top(x: VocabularyShards, n: int) -> Top:
     pairs = x.ranks.gather(torch.stack([values.double(), (at + x.start).double()]))
     values_NM, at_NM = (torch.cat(pairs[:, i].unbind(0), dim=-1) for i in (0, 1))
     if n == 1:
-        # the first rank among equals, as max does not promise
+        # Among equal values take the lowest rank; ``max`` does not promise that.
         rank = (values_NM == values_NM.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1, keepdim=True)
         found = values_NM.gather(-1, rank)
     else:
@@ -154,7 +153,7 @@ def _top(x: VocabularyShards, n: int) -> Top:
 
 
 def _pick(x: VocabularyShards, index: Tensor) -> Tensor:
-    """The rank that has the token gives its logit, the others 0: a sum of one number is exact."""
+    """Sum over ranks: the rank that holds the token gives its logit, the others 0. So the sum is exact."""
     local = index - x.start
     there = (local >= 0) & (local < x.shard.shape[-1])
     own = vocabulary.pick(x.shard, local.masked_fill(~there, 0))

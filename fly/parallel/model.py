@@ -1,10 +1,10 @@
-"""A Llama of which every rank holds a part: loading that part, and the communication around its modules.
+"""A Llama that is divided among ranks: load this rank's part, and add the communication around its modules.
 
-Knows nothing of policies, caches or HTTP. The model is not changed; hooks on its modules exchange values among ranks,
-as in torch's own tensor parallelism: a sum after every row-parallel projection, a join before and after those that
-gather, the embedding as a sum, the logits as shards.
+Knows nothing of policies, caches or HTTP. Hooks on the model's modules exchange values among ranks, as in torch's own
+tensor parallelism: a sum after every row-parallel projection and after the embedding, a join before and after
+projections that gather. The logits stay divided.
 
-Shape legend: T packed tokens, C hidden width, W a rank's share of the vocabulary.
+Shape legend: T packed tokens, C hidden width, W a rank's part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ def load(
     gather_logits: bool = False,
     kernels: str = "torch",
 ) -> Executor:
-    """This rank's part of a checkpoint, ready to run with the others'; arguments and errors as of ``load_model``.
+    """Load this rank's part of a checkpoint. Arguments and errors are those of ``load_model``.
 
     The plan is checked before anything is read, and no rank goes on unless all have loaded the same checkpoint.
 
     Args:
-        gather_logits: give plain logits, gathered at once, instead of ``VocabularyShards``.
-        kernels: what runs it, as for ``fly.LLM``. A plan that gathers is run by PyTorch.
+        gather_logits: return plain logits, gathered at once, instead of ``VocabularyShards``.
+        kernels: what runs the part, as for ``fly.LLM``. PyTorch runs plans that gather.
 
     Raises:
-        PlanError: the model does not divide by the plan among so many ranks.
-        RankError: some ranks could not load it, or have another checkpoint; it names them, or have other kernels.
+        PlanError: the plan cannot divide the model among this number of ranks.
+        RankError: some ranks could not load the checkpoint, or have another one; the message names them.
         ValueError: kernels that are not available here, or not for this model.
     """
     if ranks.size == 1:
@@ -83,8 +83,9 @@ def load(
 
 
 def _variant(model: Llama, kernels: str, plan: Sequence[Rule]) -> str:
-    """What can run the part here. Ranks may use different kernels, but these are compiled on all ranks or on none."""
-    reason = "a plan that gathers is PyTorch's" if any(rule.style == "gather" for rule in plan) else refusal(model)
+    """Return the kernels for this rank's part. Ranks may use different compiled kernels, but either all use compiled
+    ones or none does."""
+    reason = "only PyTorch runs a plan that gathers" if any(rule.style == "gather" for rule in plan) else refusal(model)
     variant = chosen(kernels)
     if variant != TORCH and reason is not None:
         if kernels != "auto":
@@ -100,10 +101,10 @@ def _check_same(ranks: Ranks, config: str, path: str | Path) -> None:
 
 
 def parallelise(model: Llama, part: Part, ranks: Ranks, gather_logits: bool = False) -> Llama:
-    """Make ``model``, which holds ``part``, run as one model with the parts on the other ranks. Returns it.
+    """Add hooks to ``model``, which holds ``part``, so that all ranks' parts run as one model. Return it.
 
-    Its ``logits`` are shards of the vocabulary (``VocabularyShards``), or plain if they are to be gathered. Before a
-    forward, ranks note what they are about to compute (``Ranks.note``).
+    Its ``logits`` are ``VocabularyShards``, or plain tensors with ``gather_logits``. Before each forward, its tokens
+    and positions are added to the rank's checksum (``Ranks.note``).
     """
     model.register_forward_pre_hook(lambda _, args: ranks.note(args[0], args[1]))
     for name, module in model.named_modules():
@@ -125,7 +126,7 @@ def parallelise(model: Llama, part: Part, ranks: Ranks, gather_logits: bool = Fa
 
 
 def _divide_embedding(module: nn.Embedding, start: int, ranks: Ranks) -> None:
-    """A token's row comes from the rank that holds it, and zeros from the others: the sum is exact."""
+    """Sum over ranks: the rank that holds a token gives its row, the others zeros. So the sum is exact."""
 
     def forward(input: Tensor) -> Tensor:  # torch's name for the tokens [T]
         local_T = input - start

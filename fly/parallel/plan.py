@@ -1,4 +1,5 @@
-"""Which rank holds what of a model: the plan as data, checked against a configuration before anything is loaded.
+"""The sharding plan: which part of each tensor a rank holds. A plan is data, and is checked against a configuration
+before anything is loaded.
 
 Knows nothing of processes, collectives or policies.
 """
@@ -29,19 +30,19 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Rule:
-    """How the tensors of some checkpoint names are divided among ranks.
+    """How the tensors with some checkpoint names are divided among ranks.
 
-    - ``column``: each rank computes some of the outputs, and keeps them to itself;
-    - ``row``: each rank multiplies some of the inputs, and the products are summed over ranks. A bias is added once,
-      so the first rank alone holds it;
-    - ``gather``: each rank computes some of the outputs from all inputs, which are gathered first, as the outputs are
-      afterwards. More to communicate than ``row``, but no sum is split, so ranks do not change how it is rounded;
-    - ``vocabulary``: each rank has some of the tokens: sums of embeddings, shards of logits;
-    - ``replicate``: every rank has all of it.
+    - ``column``: each rank computes some of the outputs and keeps them;
+    - ``row``: each rank multiplies some of the inputs, and the products are summed over ranks. Only the first rank
+      holds a bias, so that it is added once;
+    - ``gather``: inputs are gathered, each rank computes some outputs from all of them, and outputs are gathered.
+      This communicates more than ``row``, but no sum is split, so the results are rounded as on one rank;
+    - ``vocabulary``: each rank has some of the tokens. Embeddings are summed, logits stay divided;
+    - ``replicate``: every rank has the whole tensor.
 
     Args:
         names: patterns of checkpoint names (as in a shell), separated by spaces.
-        of: the size of the configuration that is divided, such as ``num_attention_heads``: a rank holds whole heads.
+        of: the size of the configuration that is divided. With ``num_attention_heads``, a rank holds whole heads.
     """
 
     names: str
@@ -56,7 +57,7 @@ class Rule:
         return self.style != "replicate"
 
 
-# Fused parameters are divided by their parts, which is what the checkpoint's names are.
+# Rules match the names in checkpoints, where fused parameters are still separate.
 LLAMA: tuple[Rule, ...] = (
     Rule("model.embed_tokens.weight lm_head.weight", "vocabulary", "vocab_size"),
     Rule("model.layers.*.self_attn.q_proj.*", "column", "num_attention_heads"),
@@ -72,14 +73,14 @@ LLAMA_WHOLE_SUMS: tuple[Rule, ...] = tuple(
 
 
 class Part:
-    """What rank ``rank`` of ``size`` holds of the model of ``config``, by ``plan``.
+    """The part of a model with ``config`` that rank ``rank`` of ``size`` holds by ``plan``.
 
-    ``sizes`` is the configuration of its share: what its ``Llama`` and its cache are made of, but for the vocabulary,
-    which is whole in it.
+    ``sizes`` is the configuration of the part, from which its ``Llama`` and its cache are made. Only its vocabulary is
+    that of the whole model.
 
     Raises:
-        PlanError: a rule matches no tensor, a tensor is matched by no rule or by several, a size does not divide
-            by the ranks, or the shares do not fit together. Nothing has been read then.
+        PlanError: a rule matches no tensor, a tensor is matched by no rule or by several, a size is not divisible by
+            the number of ranks, or the parts do not fit together. Nothing has been read then.
     """
 
     def __init__(self, config: LlamaConfig, rank: int, size: int, plan: Sequence[Rule] = LLAMA) -> None:
@@ -104,18 +105,18 @@ class Part:
         self._check_shapes()
 
     def style(self, parameter: str) -> Style:
-        """How a parameter is divided. A tied head is divided as the embedding."""
+        """How a parameter is divided. A head tied to the embedding is divided like it."""
         pieces = self.pieces.get(parameter) or self.pieces["embed_tokens.weight"]
         return self._rule(pieces[0].key).style
 
     def slots(self, of: str) -> slice:
-        """Which of the units of a size, such as heads or tokens of the vocabulary, this rank holds."""
+        """The range of heads, tokens or other units (``of``) that this rank holds."""
         total = int(getattr(self.config, of))
         first, end = (rank * total // self.size for rank in (self.rank, self.rank + 1))
         return slice(first, max(end, first + 1))  # if there are fewer heads than ranks, neighbouring ranks share one
 
     def build(self) -> Llama:
-        """This rank's module, without memory (on torch's meta device). Its ``config`` is ``sizes``."""
+        """Make this rank's module, without memory (on torch's meta device). Its ``config`` is ``sizes``."""
         model = skeleton(self.sizes)
         with torch.device("meta"):
             for name, shape in self.shapes().items():
@@ -128,7 +129,7 @@ class Part:
         return model
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each parameter here."""
+        """The shape of each parameter of this part."""
         found = {}
         for name, pieces in self.pieces.items():
             rest = [piece.length(dim) for piece in pieces[:1] for dim in range(1, len(piece.shape))]
@@ -143,7 +144,8 @@ class Part:
         return found[0]
 
     def _check_divides(self, rule: Rule) -> None:
-        """A size must divide by the ranks, or (heads of keys and values) the ranks by it."""
+        """Check that a size is a multiple of the number of ranks. For key/value heads the opposite is allowed too:
+        then neighbouring ranks hold the same head."""
         if rule.of not in LlamaConfig.model_fields:
             raise PlanError(f"rule {rule.names!r} divides {rule.of!r}, which is no size of a model")
         total = getattr(self.config, rule.of)
@@ -179,7 +181,7 @@ class Part:
         return found
 
     def _check_shapes(self) -> None:
-        """The shares must have the shapes of a Llama of the local sizes, else a forward would fail or be wrong."""
+        """Check that the parts have the shapes of a Llama with ``sizes``; else a forward would fail or be wrong."""
         expected = {name: tuple(parameter.shape) for name, parameter in skeleton(self.sizes).named_parameters()}
         for name, shape in self.shapes().items():
             styles = {self._rule(piece.key).style for piece in self.pieces[name]}
@@ -197,5 +199,5 @@ class Part:
                 )
 
     def bytes(self, itemsize: int) -> int:
-        """What the parameters here take."""
+        """Bytes of this part's parameters."""
         return sum(math.prod(shape) for shape in self.shapes().values()) * itemsize

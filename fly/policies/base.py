@@ -126,22 +126,26 @@ class AcceptancePolicy(Bindable, ABC):
 
     def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
         """Decide a block of chains. A rule that judges whole blocks overrides this and nothing else."""
+        # Without a draft, as in autoregressive decoding, there is only the next token to draw.
         mask_BK = draft.mask_BK()
-        if not mask_BK.shape[1]:  # no draft, as in autoregressive decoding
+        if not mask_BK.shape[1]:
             accepted_B, none_BK = torch.zeros_like(draft.lengths_B), torch.zeros_like(mask_BK, dtype=torch.int8)
             return Verdict(accepted_B, _next_token(self, target, draft, noise, accepted_B), none_BK, mask_BK)
+        # Flip the coins: token j is kept if its coin is below its chance (Leviathan et al. 2023, alg. 1).
         chance_BK = self.chances(target, draft)
         kept_BK = (noise.accept_BK < chance_BK) & mask_BK
+        # Excuse mismatches, but never a banned token.
         block = Block(target, draft, kept_BK)
         if self.relaxation is None:
             excused_BK = self.relax(target, draft, kept_BK)
         else:
             excused_BK = self.relaxation.holds(block)
         stands_BK = kept_BK | (excused_BK & mask_BK & target.allowed(draft.tokens_BK))
+        # A kept token counts as relaxed if the exact rule would have rejected it with the same coin.
         exact_BK = kept_BK
         if self.core.guarantee is not Guarantee.LOSSLESS:
-            # Of a rule that is not exact: tokens that the exact rule would reject with the same coin count as relaxed.
             exact_BK = (noise.accept_BK < exact_accept_probs(target, draft)) & mask_BK
+        # The longest prefix of tokens that stand is accepted; a correction or a bonus follows it.
         verdict = longest_prefix(self, target, draft, noise, stands_BK, exact_BK, block.clauses)
         # The exact rule's chances are NaN only if the target or draft has a NaN, which ``verify`` finds without them.
         return verdict if accepts_exactly(self) else undecided(verdict, chance_BK, draft)

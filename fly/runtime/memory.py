@@ -18,18 +18,18 @@ from fly.cache.paged import Cacheable
 __all__ = ["cache_size", "free_memory", "room_for"]
 
 _log = logging.getLogger("fly")
-_CONTEXTS = 8  # that caches hold where there is room
+_CONTEXTS = 8  # number of whole contexts that caches hold by default, if there is room
 
 
 def free_memory(device: torch.device) -> int:
-    """Free bytes of ``device``; on the CPU, what the system could give without swapping, cached files included, and no
-    more than the limit of this process's group leaves."""
+    """Return the free bytes of ``device``. On the CPU this is what the system could give without swapping, cached files
+    included, within the limit of this process's control group."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):  # not Linux: half of what there is
+    except (OSError, KeyError, ValueError):  # not Linux: assume that half of all memory is free
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     return min(free, _left_of_group(), _left_of_process())
 

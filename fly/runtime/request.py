@@ -79,7 +79,7 @@ class Form(Protocol):
         one that is: a bit a token. ``parents`` as in ``Draft``."""
 
     def check(self, place: int) -> None:
-        """Raises ``ValueError`` if a text that is kept up to ``place``, as last asked about, cannot go on."""
+        """Raise ``ValueError`` if the text that is kept up to ``place`` of the last draft cannot go on."""
 
     def fresh(self) -> Form:
         """The same form, at its start."""
@@ -247,12 +247,12 @@ class Sequence:
     logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float]] = field(default_factory=list)  # from the first that was asked for on
     stats: Stats = field(default_factory=Stats)
-    drafts: list[tuple[int, int]] = field(default_factory=list)  # of each round with one: its tokens, those that stand
+    drafts: list[tuple[int, int]] = field(default_factory=list)  # per round with a draft: drafted, kept
     finish_reason: str | None = None
     bad: BadWords = field(default_factory=BadWords)
     priority: int = 0  # smaller goes first
     client: str = ""  # its client: clients share the engine
-    draft: str = ""  # the one of several strategies that drafts for it; empty: the first, or the only one
+    draft: str = ""  # the name of the strategy that drafts for it, if there are several; empty: the first
     parent: Sequence | None = None  # has the same prompt, and prefills it for both
     error: Exception | None = None  # the error that ended it, if any
     matcher: Form | None = None  # for the form of its output; forks share it, since it follows their tokens
@@ -282,11 +282,11 @@ class Sequence:
 
     @property
     def shareable(self) -> int:
-        """How many tokens need no model output after them: they need not be fed if they are cached."""
+        """The number of tokens that need not be fed if they are cached, as no model output after them is needed."""
         return min(self._next_score, len(self.tokens)) - 1 if self.scores else len(self.tokens) - 1
 
     def sample(self, seed: int) -> Sequence:
-        """Another completion of the same request, which has just come in."""
+        """Make another completion of the same request, before anything is generated."""
         return replace(
             self,
             id=next(_ids),
@@ -302,7 +302,7 @@ class Sequence:
         )
 
     def fork(self, policy: AcceptancePolicy, seed: int) -> Sequence:
-        """A scratch copy under the same id, to speculate on by another policy and another source of randomness."""
+        """Make a scratch copy with the same id, to speculate with another policy and another seed."""
         scratch = copy(self)  # a level does this every round, and ``replace`` takes four times as long
         scratch.tokens, scratch.policy, scratch.seed = list(self.tokens), policy, seed
         scratch.provenance, scratch.logprobs, scratch.drafts = [], [], []
@@ -311,7 +311,7 @@ class Sequence:
 
 
 def by_policy(rows: abc.Sequence[Sequence]) -> dict[AcceptancePolicy, list[int]]:
-    """The numbers of the rows that have each policy."""
+    """Return the row numbers of each policy."""
     groups: dict[AcceptancePolicy, list[int]] = {}
     for b, row in enumerate(rows):
         groups.setdefault(row.policy, []).append(b)

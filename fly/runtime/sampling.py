@@ -39,7 +39,7 @@ class BatchSampling:
 
     @staticmethod
     def of(params: abc.Sequence[SamplingParams], device: torch.device | str = "cpu") -> BatchSampling:
-        """Columns of ``params``, one row each."""
+        """Make columns of ``params``, one entry per row."""
         return _columns(tuple((p.temperature, p.top_k, p.top_p, p.min_p) for p in params), torch.device(device))
 
     @staticmethod
@@ -75,7 +75,7 @@ class BatchSampling:
         return self.on(logits_BJV).dense()
 
 
-_columns = lru_cache(64)(BatchSampling._of)  # a batch asks for the same round after round
+_columns = lru_cache(64)(BatchSampling._of)  # the same batch asks in every round
 
 
 class ProcessedDistribution:

@@ -28,7 +28,7 @@ from fly.types import SamplingParams, StructuredOutput
 
 __all__ = ["BLANKS", "LONGEST", "Grammars", "Matcher", "StructuredError"]
 
-_MASKS = 256  # masks kept of a row: more than any draft is long
+_MASKS = 256  # masks kept per row, more than any draft has tokens
 # What one grammar may take of the library: states of its lexer (schemas of everyday use take a few thousand), work to
 # set it up and for one mask, symbols. By these a mask, which the engine's thread works out, takes 10 ms in an
 # expression such as (\d{1,9}[a-z]{0,30}[A-Z]{0,30}){20}, and 200 ms at most.
@@ -42,7 +42,7 @@ LIMITS: dict[str, Any] = {
 _LIMITS = LLParserLimits(**LIMITS)
 _BEYOND = "too many", "max is", "limit"  # words in the library's messages when one of these limits is reached
 LONGEST = 256 << 10  # bytes of a schema, an expression or a grammar
-_TOLD = 800  # characters of the library's messages, which may quote all of a grammar
+_TOLD = 800  # the most characters shown of the library's messages, which may quote a whole grammar
 # The library does not say how much memory a compiled grammar takes, and it takes more while it is used: each is counted
 # as the most it was seen to take by the limits above: 26 MB for what it is made of, 60 bytes for a byte of its source.
 _KEPT = 1 << 30
@@ -81,7 +81,7 @@ class Grammars:
         self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, frozenset(eos_ids)
         self.vet: Callable[[str], None] = lambda grammar: None
         self._kept: OrderedDict[tuple[str, StructuredOutput], LLMatcher] = OrderedDict()  # least recently used first
-        self._size = 0  # of those
+        self._size = 0  # bytes of the kept grammars
         self._looking = threading.Lock()
 
     def warm(self) -> None:
@@ -90,7 +90,7 @@ class Grammars:
             self.matcher(SamplingParams(structured=StructuredOutput(json_object=True)))
 
     def matcher(self, params: SamplingParams) -> Matcher:
-        """The matcher of one request, at its start.
+        """Make a matcher for one request, at the start of its text.
 
         It may end with an end-of-sequence token (under ``ignore_eos`` only where nothing else may follow) or with one
         of its own stop tokens that is a control token.
@@ -117,7 +117,7 @@ class Grammars:
 
     @property
     def spelling(self) -> dict[str, Any]:
-        """What the library's tokenizer is made of."""
+        """Collect what the library needs to build its tokenizer."""
         eos = sorted(self.eos_ids or self.tokenizer.control_ids)
         return {"tokenizer": self.tokenizer.raw.to_str(), "n_vocab": self.vocab_size, "eos_token": eos}
 
@@ -150,7 +150,7 @@ class Grammars:
 
     @property
     def _never(self) -> frozenset[int]:
-        """The tokens that the library takes for ends: they are allowed as an end of the request, or not at all."""
+        """The tokens that the library treats as ends. Each is allowed as the end of a text, or nowhere."""
         return frozenset(self._vocabulary.eos_tokens)
 
     def _compile(self, structured: StructuredOutput) -> LLMatcher:
@@ -236,11 +236,11 @@ class Matcher:
         self._wrong = ""  # how it proved to be beyond the limits, once it has
 
     def fresh(self) -> Matcher:
-        """The same for another request, at its start."""
+        """Make a matcher of the same form for another request, at the start of its text."""
         return Matcher(self._start, self._refuse, self._never, self._ends, self._last_ends)
 
     def close(self) -> None:
-        """Free what it holds; it is not asked again."""
+        """Free the matcher; it is not used any more."""
         self._masks.clear()
         del self._start, self._matcher
 
@@ -312,12 +312,12 @@ class Matcher:
         return found
 
     def _follow(self, text: list[int]) -> bool:
-        """Have ``text`` (and perhaps more) consumed; False if the grammar does not allow it."""
+        """Make sure that the matcher has consumed ``text``, and perhaps more. False if the grammar forbids it."""
         shared = common_prefix(self._text, text)
         return all(self._step(depth, token) for depth, token in enumerate(text[shared:], start=shared))
 
     def _step(self, depth: int, token: int) -> bool:
-        """Have ``token`` consumed after the first ``depth`` tokens; False if the grammar does not allow it there."""
+        """Consume ``token`` after the first ``depth`` tokens. False if the grammar forbids it there."""
         if depth < len(self._text) and self._text[depth] == token:
             return True
         if token in self._no_text:
@@ -331,7 +331,7 @@ class Matcher:
         return False
 
     def _mask(self, depth: int) -> tuple[bytearray, str]:
-        """What may follow the first ``depth`` tokens, a bit each, and what is wrong if nothing can."""
+        """Return which tokens may follow the first ``depth`` tokens, one bit each, and why not if none may."""
         if (known := self._masks.get(depth)) is None:
             self._roll_back(depth)
             bits, may_end, wrong = bytearray(self._matcher.compute_bitmask()), self._matcher.is_accepting(), ""
@@ -349,14 +349,14 @@ class Matcher:
         return known
 
     def _roll_back(self, depth: int) -> None:
-        """To the first ``depth`` tokens of what was consumed."""
+        """Roll back to the first ``depth`` consumed tokens."""
         if (more := len(self._text) - depth) > 0:
             self._matcher.rollback(more)
             del self._text[depth:]
             self._masks = {length: mask for length, mask in self._masks.items() if length <= depth}
 
     def _nothing(self) -> bytearray:
-        """The mask of a place that cannot be followed any further: only ends."""
+        """Return the mask of a place after which only an end may come."""
         bits = bytearray(len(self._start.deep_copy().compute_bitmask()))
         _allow(bits, self._ends or self._last_ends)
         return bits

@@ -172,7 +172,8 @@ class Chain:
             fed_RW = torch.arange(copies, device=device) < room_R.unsqueeze(1)
             new_RN, stored_RN = torch.cat([new_RN, copied_RW], 1), torch.cat([stored_RN, fed_RW], 1)
         hidden_RJC = self.drafter.forward(new_RN, start_R, stored_RN, first)[:, -copies - 1 :]
-        logits_RJV = self.drafter.logits(hidden_RJC)
+        # Where only the likeliest tokens are asked for, no float32 logits are written.
+        logits_RJV = self.drafter.logits(hidden_RJC, self.shape.drawn > 0 or self.shape.spec.stops)
 
         # The drafter's own token at each place, and whether to draft on after it.
         at_RJ = self.count_R.unsqueeze(1) + torch.arange(copies + 1, device=device)

@@ -57,7 +57,7 @@ class Group(NamedTuple):
 class Scored(NamedTuple):
     """What the target says after each row's last token, and after each drafted one."""
 
-    logits_RJV: Tensor
+    logits_RJV: Tensor  # as the head computes them; float32 where a rule reads more than the likeliest tokens
     choices_RJ: Tensor  # the likeliest tokens
     states_RJF: Tensor | None  # hidden states of the fed tokens, if they are wanted
 
@@ -144,7 +144,7 @@ class DeviceRound:
         positions_T, kv = place_tokens(self.cache, table.target_pages_RW, start_R, fed_RJ)
         states = dict.fromkeys(self.shape.states, start_R)
         hidden_TC = self.target.hidden(tokens_RJ.flatten(), positions_T, kv, states, self.shape.compiled)
-        logits_RJV = self.target.logits(hidden_TC).unflatten(0, tokens_RJ.shape)
+        logits_RJV = self.target.logits(hidden_TC, exact=False).unflatten(0, tokens_RJ.shape)
         states_RJF: Tensor | None = None
         if states:
             states_RJF = torch.cat([states[number] for number in self.shape.states], -1).unflatten(0, tokens_RJ.shape)
@@ -188,7 +188,8 @@ class DecisionStage:
         for number, (policy, drawn, count) in enumerate(self.groups):
             # The group's share of the block, and the same ``verify`` as on every device.
             rows = slice(first, first := first + count)
-            target = self._make_target(rows, drawn, logits_RJV[rows])
+            reads = drawn or self.relaxes[number]
+            target = self._make_target(rows, drawn, logits_RJV[rows].float() if reads else logits_RJV[rows])
             target._argmax = choices_RJ[rows]
             probs_BKV = probs_DKV[rows] if drawn and probs_DKV is not None else None
             draft = Draft(tokens_RK[rows], count_R[rows], probs_BKV)

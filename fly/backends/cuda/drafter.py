@@ -42,7 +42,7 @@ class Model(Protocol):
 
     def score(self, batch: Batch, places: Sequence[int] | None = None) -> Scores: ...
     def hidden(self, *tokens_and_more: Any, **options: Any) -> Tensor: ...
-    def logits(self, hidden_TC: Tensor) -> Tensor: ...
+    def logits(self, hidden_TC: Tensor, exact: bool = True) -> Tensor: ...
 
 
 class Drafter:
@@ -88,9 +88,9 @@ class Drafter:
     def _run(self, tokens_T: Tensor, positions_T: Tensor, kv: PagedAttention, first: bool) -> Tensor:
         return self.model.hidden(tokens_T, positions_T, kv, compiled=self.table.shape.compiled)
 
-    def logits(self, hidden_RNC: Tensor) -> Tensor:
-        """[R, N, V]"""
-        return self.model.logits(hidden_RNC.flatten(0, 1)).unflatten(0, hidden_RNC.shape[:2])
+    def logits(self, hidden_RNC: Tensor, exact: bool) -> Tensor:
+        """[R, N, V], in float32 if they are to be ``exact``."""
+        return self.model.logits(hidden_RNC.flatten(0, 1), exact).unflatten(0, hidden_RNC.shape[:2])
 
     def advance(self, emitted_RJ: Tensor, accepted_R: Tensor, states_RJF: Tensor | None) -> None:
         """The round emits the first ``accepted_R`` + 1 of these tokens; ``states_RJF`` are the target's."""
@@ -146,7 +146,7 @@ class HeadDrafter(Drafter):
         self.feature_RC.copy_(hidden_TC.unflatten(0, (len(self.feature_RC), -1))[:, -1])
         return hidden_TC
 
-    def logits(self, hidden_RNC: Tensor) -> Tensor:
+    def logits(self, hidden_RNC: Tensor, exact: bool) -> Tensor:
         # What is not in the head's vocabulary is never drafted.
         logits_TU = self.head.head.logits(hidden_RNC.flatten(0, 1))
         logits_TV = logits_TU.new_full((len(logits_TU), self.vocab_size), -torch.inf)

@@ -108,9 +108,10 @@ class CudaExecutor(TorchExecutor):
             hidden_TC = model(tokens_T, positions_T, kv, through=record_states(states))
         return hidden_TC
 
-    def logits(self, hidden_TC: Tensor) -> Tensor:
-        """[T, V] float32."""
-        return self.model.logits(hidden_TC)
+    def logits(self, hidden_TC: Tensor, exact: bool = True) -> Tensor:
+        """[T, V] float32, or as the head computes them, which is enough to find the likeliest tokens."""
+        model = cast(Llama, self.model)
+        return model.logits(hidden_TC) if exact or model.kept is not None else model.lm_head(hidden_TC)
 
     @_on_device
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
@@ -146,7 +147,7 @@ class CudaExecutor(TorchExecutor):
         scored = round_.score()
         every = [b * (k + 1) + n for b, count in enumerate(kv.counts) for n in range(count)]
         wanted = every if places is None else [every[place] for place in places]
-        logits_NV = scored.logits_RJV.flatten(0, 1)[upload(wanted, self.device)]
+        logits_NV = scored.logits_RJV.flatten(0, 1)[upload(wanted, self.device)].float()
         if scored.states_RJF is None:
             return Scores(logits_NV)
         return Scores(logits_NV, states_TF=scored.states_RJF.flatten(0, 1)[upload(every, self.device)])

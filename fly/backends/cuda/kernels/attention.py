@@ -19,6 +19,7 @@ __all__ = ["attend", "attend_split", "combine_splits", "count_splits"]
 
 SPLIT, EQUAL = 256, 32  # keys of the first splits, and how many splits there are of each size
 MOST = 128  # new tokens of a row that are attended by splits
+_PARTIAL = 1 << 30  # bytes of what splits find; so many tokens occupy the device without splits
 _LOG2E = 1.4426950408889634
 
 
@@ -203,7 +204,8 @@ def attend(
     tokens, heads, width = q_THD.shape
     kv_heads, rows = k_SGD.shape[1], len(table_BW)
     group, splits = heads // kv_heads, count_splits(table_BW.shape[1] * page)
-    whole = longest > MOST or splits == 1
+    partial_bytes = 4 * tokens * heads * splits * width
+    whole = longest > MOST or splits == 1 or partial_bytes > _PARTIAL
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     sizes = {"D": width, "BLOCK_D": max(16, triton.next_power_of_2(width)), "SPLIT": SPLIT, "EQUAL": EQUAL}
     shape = [0] if whole else [tokens, heads, splits]

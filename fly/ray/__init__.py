@@ -1,0 +1,8 @@
+"""Beyond one machine, on Ray: replicas behind one address (``build``), and evaluations spread over a cluster.
+
+Needs the extra ``flyspec[ray]``. ``fly/cli`` imports it inside of commands alone; Ray Serve does by ``fly.ray:build``.
+"""
+
+from fly.ray.application import Deployed, build
+
+__all__ = ["Deployed", "build"]

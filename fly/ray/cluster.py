@@ -1,0 +1,60 @@
+"""The cluster: how this process joins it, and which share of it a process of ours gets by default."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+import torch
+
+__all__ = ["join", "nodes", "set_threads", "share"]
+
+
+def join(address: str | None) -> None:
+    """Connect to the cluster at ``address``; to the one at hand (``ray start``, ``RAY_ADDRESS``) for ``"auto"``; for
+    None to the one at hand, or else to a new one on this machine, which ends with this process.
+
+    Raises ``ValueError`` if there is none.
+    """
+    # A new cluster reports nothing to Ray's makers; whoever wants that sets the variable.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address, include_dashboard=False if address is None else None, logging_level=logging.WARNING)
+    except (ConnectionError, ValueError) as error:
+        raise ValueError(f"no Ray cluster at {address!r}: {error}; 'ray start --head' starts one") from None
+
+
+def nodes() -> list[Mapping[str, float]]:
+    """What each living node has: ``CPU``, ``GPU`` and other resources."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def share(count: int | None, cpus: float | None, gpus: float | None) -> tuple[float, float]:
+    """CPUs and GPUs for each of ``count`` processes (None: one a node, or one a GPU), where the user named none: one
+    GPU if the cluster has any, and an equal part of its CPUs that still fits on the smallest node."""
+    have = [each for each in nodes() if each.get("CPU")]
+    if not have:
+        raise ValueError("the Ray cluster has no node with CPUs")
+    if gpus is None:
+        gpus = float(any(each.get("GPU") for each in have))
+    if cpus is None:
+        of_node = (
+            math.ceil(count / len(have)) if count else max(int(each.get("GPU", 0)) if gpus else 1 for each in have)
+        )
+        cpus = max(1, min(each["CPU"] for each in have) // max(of_node, 1))
+    return cpus, gpus
+
+
+def set_threads() -> int:
+    """Let PyTorch and the compiled kernels use as many threads as Ray gave CPUs to this actor; returns how many."""
+    given: dict[str, Any] = ray.get_runtime_context().get_assigned_resources()
+    # In a placement group the names have its id behind them: CPU_group_0_3fa85...
+    cpus = max((value for name, value in given.items() if name == "CPU" or name.startswith("CPU_group")), default=1)
+    torch.set_num_threads(max(1, int(cpus)))
+    return torch.get_num_threads()

@@ -1,0 +1,247 @@
+"""The gateway: passes each HTTP request to a replica, and to another one if that is lost before anything was sent.
+
+It knows no endpoint but ``/metrics`` and ``/ready``. Errors, keys and limits are the replica's, whose application is
+that of ``fly serve``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, WorkerCrashedError
+from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fly.serve import Settings
+from fly.serve.errors import ApiError
+
+__all__ = ["Gateway", "conversation", "merged"]
+
+_SCOPE = ("client", "headers", "http_version", "method", "path", "query_string", "raw_path", "root_path", "scheme")
+_LOST = (RayActorError, NodeDiedError, ObjectLostError, WorkerCrashedError)  # a replica that is gone, and its node
+_BEGINNING = 1024  # characters of a prompt, or tokens of one, that say which replica has it cached
+_PROBE = 5.0  # seconds for which a probe waits for a replica
+_BEYOND = 30.0  # seconds beyond the replica's own limit of time until the gateway ends a request
+
+
+def conversation(headers: dict[bytes, bytes], body: bytes) -> str:
+    """What requests have in common that should share a replica: the header ``x-session-id``, or else how they begin (a
+    conversation up to the user's first message, or the first 1,024 characters of a prompt) and whose key they bear,
+    since caches are shared among requests of one key. Empty for what is no such request."""
+    if session := headers.get(b"x-session-id"):
+        return session.decode("latin-1")
+    try:
+        asked = json.loads(body)
+        if isinstance(messages := asked.get("messages"), list):
+            # Later turns repeat the first ones, so these are the same in every request of a conversation.
+            users = [place for place, each in enumerate(messages) if each.get("role") == "user"]
+            beginning: object = messages[: users[0] + 1] if users else messages[:1]
+        elif (beginning := asked.get("prompt")) is not None:
+            beginning = beginning[:_BEGINNING]
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        return ""  # the replica says what is wrong with it
+    if beginning is None:
+        return ""
+    said = headers.get(b"authorization", b"") + json.dumps(beginning).encode()
+    return hashlib.sha256(said).hexdigest()
+
+
+def merged(texts: dict[str, bytes]) -> bytes:
+    """Metrics of several replicas as one text, each sample labelled with its replica."""
+    families: dict[str, Metric] = {}
+    for replica, text in texts.items():
+        for family in text_string_to_metric_families(text.decode()):
+            into = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            into.samples += [each._replace(labels={"replica": replica, **each.labels}) for each in family.samples]
+    registry = CollectorRegistry(auto_describe=False)
+
+    class Found:
+        def collect(self) -> list[Metric]:
+            return list(families.values())
+
+    registry.register(Found())
+    return generate_latest(registry)
+
+
+@serve.ingress()
+class Gateway:
+    """An ASGI application in an actor.
+
+    Args:
+        settings: of the server, for its limits of size and time.
+        retries: how many further replicas a request is given to, each time that one is lost.
+        replicas: the handle of the replicas.
+    """
+
+    def __init__(self, settings: Settings, retries: int, replicas: DeploymentHandle[Any]) -> None:
+        self.settings, self.retries, self.replicas = settings, retries, replicas
+        self.draining, self._open = False, 0
+        self._registry = CollectorRegistry()
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"fly:gateway_{name}", text, registry=self._registry)
+
+        self.taken = counter("requests", "Requests that were passed on.")
+        self.answered = counter("answered", "Requests whose answer was sent to its end.")
+        self.retried = counter("retried", "Times a request was given to another replica, since one was lost.")
+        self.failed = counter("failed", "Requests that ended with an error because replicas were lost or full.")
+        self.left = counter("left", "Requests whose client left.")
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        async def application(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "lifespan":
+                for moment in ("startup", "shutdown"):
+                    await receive()
+                    await send({"type": f"lifespan.{moment}.complete"})
+            elif scope["type"] == "http":
+                await self.run(scope, receive, send)
+
+        return application
+
+    def drain(self) -> int:
+        """Refuse new requests from now on. Returns how many are open."""
+        self.draining = True
+        return self._open
+
+    async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application: answer one request, whatever becomes of replicas."""
+        begun = False
+
+        async def sent(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            if scope["path"] == "/metrics":
+                await _write(sent, 200, await self._metrics(), b"text/plain; version=0.0.4; charset=utf-8")
+            elif self.draining and scope["path"] not in ("/health", "/version", "/"):
+                raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=1)
+            else:
+                self._open += 1
+                try:
+                    await self._pass_on(scope, receive, sent)
+                finally:
+                    self._open -= 1
+        except ApiError as error:
+            if begun:
+                raise  # an answer in parts cannot be ended in any other way than by its connection
+            response = error.response()
+            await send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
+            await send({"type": "http.response.body", "body": response.body, "more_body": False})
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the request and give it to a replica."""
+        if (body := await self._body(receive)) is None:
+            return
+        probe = scope["path"] in ("/health", "/ready")
+        limit = _PROBE if probe else self.settings.timeout + _BEYOND
+        self.taken.inc()
+        try:
+            async with asyncio.timeout(limit):
+                whole = await self._relay(scope, body, send)
+            (self.answered if whole else self.failed).inc()
+        except TimeoutError:
+            self.failed.inc()
+            message = "no replica is ready" if probe else f"no replica answered within {limit:g} s"
+            raise ApiError(503 if probe else 504, message, code="not_ready" if probe else "timeout") from None
+        except ApiError:
+            self.failed.inc()
+            raise
+        except asyncio.CancelledError:
+            self.left.inc()
+            raise
+
+    async def _body(self, receive: Receive) -> bytes | None:
+        """The body, or as much of it as shows that it is too long, which the replica says; None if the client left."""
+        parts, size, more = list[bytes](), 0, True
+        try:
+            async with asyncio.timeout(self.settings.read_timeout):
+                while more and size <= self.settings.max_body:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    parts.append(message.get("body", b""))
+                    size, more = size + len(parts[-1]), message.get("more_body", False)
+        except TimeoutError:
+            late = f"the body did not come in within {self.settings.read_timeout:g} s"
+            raise ApiError(408, late, code="timeout") from None
+        return b"".join(parts)
+
+    async def _relay(self, scope: Scope, body: bytes, send: Send) -> bool:
+        """Send the client what a replica answers. While nothing was sent, another replica can still answer; after
+        that a second answer would contradict the first, so the stream ends with an error. Returns whether the answer is
+        whole."""
+        plain = {name: scope[name] for name in _SCOPE if name in scope}
+        headers = dict(scope["headers"])
+        if b"transfer-encoding" in headers:  # the body has been read, and its length is known
+            kept = [each for each in scope["headers"] if each[0] != b"transfer-encoding"]
+            plain["headers"] = [*kept, (b"content-length", str(len(body)).encode())]
+        replicas = self.replicas.options(
+            method_name="answer", stream=True, session_id=conversation(headers, body) if body else ""
+        )
+        for attempt in range(1 + self.retries):
+            start: Message | None = None  # the answer's head, kept back until there is something behind it
+            begun = False
+            stream = replicas.remote(plain, body)
+            try:
+                async for messages in stream:
+                    for message in messages:
+                        if message["type"] == "http.response.start":
+                            start = message
+                            continue
+                        if not begun and start is not None:
+                            begun = True
+                            await send(start)
+                        await send(message)
+                return True
+            except _LOST:
+                if begun:
+                    assert start is not None
+                    await self._break_off(start, send)
+                    return False
+                if attempt < self.retries:
+                    self.retried.inc()
+            except BackPressureError:
+                message = "all replicas are full; try again in 1 s"
+                raise ApiError(429, message, code="too_many_requests", retry_after=1) from None
+            except RayServeException as error:
+                raise ApiError(503, f"no replica can answer: {error}", code="not_ready", retry_after=1) from None
+            finally:
+                stream.cancel()  # if the client has left; nothing, if the answer is whole
+        message = f"{1 + self.retries} replicas were lost while they worked on this request; try again"
+        raise ApiError(503, message, code="replica_lost", retry_after=1)
+
+    async def _break_off(self, start: Message, send: Send) -> None:
+        """End an answer that has begun and whose replica is lost: a stream by an event with the error, anything else by
+        closing the connection before its end."""
+        error = ApiError(503, "the replica that wrote this answer was lost; ask again", code="replica_lost")
+        if not any(value.startswith(b"text/event-stream") for _, value in start["headers"]):
+            raise error
+        said = b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+        await send({"type": "http.response.body", "body": said, "more_body": False})
+
+    async def _metrics(self) -> bytes:
+        """The metrics of all replicas, and this gateway's own."""
+        found: dict[str, bytes] = {}
+        with contextlib.suppress(RayServeException, TimeoutError, *_LOST):
+            answers = self.replicas.broadcast("metrics")
+            for each in await answers.results_async(timeout_s=_PROBE, return_exceptions=True):
+                if not isinstance(each, BaseException):
+                    found[each[0]] = each[1]
+        return merged(found) + generate_latest(self._registry)
+
+
+async def _write(send: Send, status: int, body: bytes, kind: bytes) -> None:
+    head = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
