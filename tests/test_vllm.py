@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fly.policies import parse_policy, verify
 from fly.types import Draft, Noise, Target
-from fly.vllm.plugin import deciding
+from fly.vllm.plugin import deciding, expand_batch_to_tokens
 from fly.vllm.rows import Row, read_rule
 
 SIZE = 8
@@ -145,3 +145,11 @@ def test_a_request_names_its_rule_in_two_forms() -> None:
     assert read_rule(None, SIZE) is None and read_rule({"other": 1}, SIZE) is None
     text = "exact | regret(2.3, 4)"
     assert str(read_rule({"fly": text}, SIZE)) == str(read_rule({"fly": {"policy": text}}, SIZE))
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.7, 1.0, 2.0]), st.integers(0, 4)), min_size=1, max_size=5))
+def test_each_drafted_token_gets_the_value_of_its_row(rows: list[tuple[float, int]]) -> None:
+    values, counts = (torch.tensor(each) for each in zip(*rows))
+    found = expand_batch_to_tokens(values, counts.cumsum(0).int(), int(counts.sum()), 0, 1)
+    expected = [value or 1.0 for value, count in rows for _ in range(count)]
+    assert found.dtype == values.dtype and torch.equal(found, torch.tensor(expected, dtype=values.dtype))

@@ -3,6 +3,9 @@
 vLLM calls ``register`` in each of its processes (entry point group ``vllm.general_plugins``). It wraps four functions:
 requests are checked where they come in, a request's rule is kept beside its row, the rows' rules are put on the batch's
 metadata, and the rejection sampler asks them. Rows without a rule keep what vLLM decided.
+
+On CPUs without triton-cpu it replaces one more: vLLM 0.32's ``expand_batch_to_tokens`` fills a copy of its result there
+and drops it, so drafted rows are divided by temperatures from memory that nothing wrote, in every batch that samples.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from fly.vllm.rows import Row, read_rule
 
-__all__ = ["TRIED", "deciding", "register"]
+__all__ = ["TRIED", "deciding", "expand_batch_to_tokens", "register"]
 
 TRIED = ("0.32.0",)  # versions of vLLM that this was tried on; others are refused
 _log = logging.getLogger("vllm.fly")
@@ -27,6 +30,8 @@ def register() -> None:
     """Wrap vLLM's functions, once in a process."""
     import vllm
     from vllm.exceptions import VLLMValidationError
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
     from vllm.v1.engine import input_processor
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.worker import gpu_input_batch
@@ -71,6 +76,17 @@ def register() -> None:
         _carrying(batch._make_sampling_metadata),
     )
     rejection_sampler.rejection_sample = deciding(rejection_sampler.rejection_sample)
+    if current_platform.is_cpu() and not HAS_TRITON:
+        _log.warning("fly: replaces vLLM's expand_batch_to_tokens, which leaves its result unwritten on CPUs")
+        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def expand_batch_to_tokens(
+    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0
+) -> Tensor:
+    """Repeat each row's value for its drafted tokens: [B] and the running sums of their counts [B] to [T]."""
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)).long()
+    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 
 
 def _adding(original: Callable[..., int]) -> Callable[..., int]:
