@@ -15,7 +15,7 @@ FILES = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "fly"
 ROOMS = [
     "errors", "expressions", "params", "ops", "vocabulary", "types", "policies", "cache", "models", "bundled",
     "runtime", "drafts", "output", "engine", "backends", "early_exit", "config", "parallel", "calls", "llm", "testing",
-    "eval", "bench", "train", "serve", "audit", "ray", "cli",
+    "eval", "bench", "train", "serve", "audit", "ray", "vllm", "cli",
 ]  # fmt: skip
 PACKAGE = {"__init__", "__main__"}  # may import any
 # These know no backend: what a model can is asked of its executor alone.
