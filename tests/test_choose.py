@@ -69,7 +69,7 @@ def test_a_strategy_sees_only_its_own_requests() -> None:
 def test_names_are_checked() -> None:
     llm = fly.LLM(random_llama(0), ChooseDraft(**made()))
     for call in (llm.generate, lambda prompts, draft: llm.requests(prompts, draft=draft)):
-        with pytest.raises(ValueError, match=r"draft 'nope' is not among.*\['small', 'copy', 'tree'\]"):
+        with pytest.raises(ValueError, match=r"draft 'nope' is not loaded; choices: \['small', 'copy', 'tree'\]"):
             call([[1, 2]], draft="nope")  # type: ignore[operator]
     with pytest.raises(ValueError, match=r"choices: none; LLM\(..., draft='choose\("):
         fly.LLM(random_llama(0), NGramDraft()).generate([[1]], draft="copy")

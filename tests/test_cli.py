@@ -281,7 +281,7 @@ def test_an_empty_prompt_needs_a_begin_token(tmp_path: Path) -> None:
         run("generate", "--model", str(tmp_path), *options, input=""),
     ):
         assert result.exit_code == 2 and "Traceback" not in result.output
-        assert "empty prompt" in words(result.output) and "adds no begin token" in words(result.output)
+        assert "the prompt is empty" in words(result.output) and "adds no begin token" in words(result.output)
     templated = run("generate", "", "--model", str(tmp_path), *options[1:])  # a message without text is one
     assert json.loads(templated.output)["stats"]["prompt_tokens"] > 1
 

@@ -13,10 +13,12 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from fly import LLM, SamplingParams
 from fly.drafts import NGramDraft
@@ -198,6 +200,7 @@ def test_a_client_that_comes_or_leaves_hurries_only_the_current_turn() -> None:
         """Takes one job, whose first step lasts until somebody waits for its end; the second is its last."""
 
         engine = property(lambda self: self)
+        runner = SimpleNamespace(executor=SimpleNamespace(device=torch.device("cpu")))
         running, waiting, rows, came = (), (), 0, ()
 
         def enter_thread(self) -> None:
