@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fly.models.config import LlamaConfig
+from fly.ops import spread
 
 __all__ = ["KV", "DenseCausal", "LayerLoop", "LayerOps", "Llama", "allocate", "skeleton"]
 
@@ -397,8 +398,7 @@ class Llama(nn.Module):
         """Spread logits [T, U] of the ``kept`` tokens over the full vocabulary [T, V]."""
         if self._kept_U is None or self._kept_U.device != logits_TU.device:
             self._kept_U = torch.tensor(self.kept, device=logits_TU.device)
-        spread_TV = logits_TU.new_full((*logits_TU.shape[:-1], self.config.vocab_size), -torch.inf)
-        return spread_TV.index_copy_(-1, self._kept_U, logits_TU)
+        return spread(logits_TU, self._kept_U, self.config.vocab_size)
 
 
 class _Uninitialised(TorchFunctionMode):

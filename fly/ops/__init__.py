@@ -4,7 +4,7 @@ from fly.ops.divergence import entropy, jensen_shannon, kl, total_variation
 from fly.ops.random import Stream, derive, derived, draw, uniforms
 from fly.ops.transfer import sent, upload
 from fly.ops.trees import depths, descend, first_branch, leaf_paths, tree_mask
-from fly.ops.vocabulary import Top, argmax, log_mass, nan_at, one_hot, pick, top
+from fly.ops.vocabulary import Top, argmax, log_mass, nan_at, one_hot, pick, spread, top
 
 __all__ = [
     "Stream",
@@ -25,6 +25,7 @@ __all__ = [
     "one_hot",
     "pick",
     "sent",
+    "spread",
     "top",
     "total_variation",
     "tree_mask",

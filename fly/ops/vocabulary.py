@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-__all__ = ["SMALL", "Top", "argmax", "log_mass", "nan_at", "one_hot", "pick", "top"]
+__all__ = ["SMALL", "Top", "argmax", "log_mass", "nan_at", "one_hot", "pick", "spread", "top"]
 
 _CHUNK = 64
 SMALL = 8192  # vocabularies up to this size are not divided
@@ -132,3 +132,10 @@ def log_mass(
         # softmax is torch's fastest fused sum. The peak's probability is exp(0) / sum, which gives the sum.
         totals.append(-torch.softmax(scaled_NV, -1, out=probs_NV).amax(-1).log())
     return torch.cat(totals)
+
+
+def spread(logits_NU: Tensor, ids_U: Tensor, size: int) -> Tensor:
+    """Spread logits [..., U] of the tokens ``ids_U`` over a vocabulary of ``size`` [..., V]. The other tokens get minus
+    infinity."""
+    spread_NV = logits_NU.new_full((*logits_NU.shape[:-1], size), -torch.inf)
+    return spread_NV.index_copy_(-1, ids_U, logits_NU)

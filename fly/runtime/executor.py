@@ -23,7 +23,7 @@ from torch import Tensor
 from fly.cache import PagedBatch
 from fly.models.config import LlamaConfig
 from fly.models.eagle import HeadConfig
-from fly.ops import Stream, sent, uniforms, upload
+from fly.ops import Stream, sent, spread, uniforms, upload
 from fly.policies.base import AcceptancePolicy, accepts_exactly
 from fly.policies.verification import decide
 from fly.runtime.constraints import constrains
@@ -363,8 +363,7 @@ class Head(Executor):
     def spread(self, logits_NU: Tensor) -> Tensor:
         """Spread logits over the target's vocabulary [N, V]. Tokens outside the draft vocabulary get minus infinity, so
         they are never drafted."""
-        spread_NV = logits_NU.new_full((len(logits_NU), self.config.vocab_size), -torch.inf)
-        return spread_NV.index_copy_(1, self.to_target_U, logits_NU)
+        return spread(logits_NU, self.to_target_U, self.config.vocab_size)
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         """Raise ``ValueError``: a head drafts, and scores nothing."""

@@ -18,6 +18,7 @@ from fly.backends.cpu.host import HostDecisions, is_compiled
 from fly.backends.cpu.library import CLookup
 from fly.backends.cpu.packed import PackedLlama, keep_threads
 from fly.backends.cpu.rounds import take_rounds
+from fly.ops import spread
 from fly.runtime.constraints import constrains
 from fly.runtime.executor import Batch, Drafted, DraftSpec, Executor, Lookup, RoundPlan, Rounds, Scores, asks_between
 from fly.runtime.request import Sequence
@@ -72,8 +73,7 @@ class CpuExecutor(HostDecisions):
         packed.library.fly_score(packed.handle, ctypes.byref(call), which, logits_NV, argmax, after, states_TF)
         if (kept := packed.kept) is None:
             return Scores(logits_NV, argmax.tolist(), states_TF)
-        spread_NV = logits_NV.new_full((count, self.config.vocab_size), -torch.inf)
-        spread_NV.index_copy_(1, packed.kept_U, logits_NV)
+        spread_NV = spread(logits_NV, packed.kept_U, self.config.vocab_size)
         return Scores(spread_NV, [kept[at] if at >= 0 else at for at in argmax], states_TF)
 
     def extend(
