@@ -206,7 +206,7 @@ class Ranks:
 
         Raises ``RankError`` as ``agree`` does.
         """
-        if self.size == 1 or not self.check_every:
+        if self.size == 1 or not self.check_every or tensors_T[0].is_meta:
             return
         self._forwards += 1
         lengths = repr([len(tensor_T) for tensor_T in tensors_T])
@@ -248,7 +248,10 @@ class Ranks:
             )
 
     def _run(self, collective: Callable[..., Any], *tensors: Tensor, **options: Any) -> None:
-        """Run a collective of the device's group. On CUDA it is only queued when this returns."""
+        """Run a collective of the device's group. On CUDA it is only queued when this returns. Tensors without values
+        (``fly.backends.cuda.footprint``) are exchanged with nobody."""
+        if tensors[0].is_meta:
+            return
         if torch.compiler.is_compiling():  # whoever waits for the graph notes its progress
             collective(*tensors, group=self.group, **options)
             return

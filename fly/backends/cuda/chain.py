@@ -11,6 +11,7 @@ S tokens of the longest text.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fly.backends.cuda.drafter import Drafter
-from fly.backends.cuda.graphs import GraphPool, Part, Watch
+from fly.backends.cuda.graphs import GraphPool, Part, Shared, Watch
 from fly.backends.cuda.table import Column, Table
 from fly.ops import Stream, argmax, derived, draw, uniforms
 from fly.runtime.executor import Lookup
@@ -87,7 +88,7 @@ class Chain:
     and at most one forward is not needed.
     """
 
-    def __init__(self, drafter: Drafter, pool: GraphPool) -> None:
+    def __init__(self, drafter: Drafter, pool: GraphPool, shared: Shared) -> None:
         self.drafter, self.table, self.pool = drafter, drafter.table, pool
         self.shape = shape = drafter.table.shape
         rows, drawn, device = shape.rows, shape.drawn, self.table.device
@@ -99,8 +100,7 @@ class Chain:
         self.reached_R = torch.ones(rows, dtype=torch.float32, device=device)  # product of the largest probabilities
         self.wanted_1 = torch.zeros(1, dtype=torch.int64, device=device)  # tokens that some row still wants
         self.coins_DX = torch.zeros(drawn, columns, device=device)
-        self.probs_DXV = torch.zeros(drawn, columns, drafter.vocab_size, device=device)
-        self.watch = Watch(shape.k) if shape.ends_early else None
+        self.probs_DXV = shared.lend("draft", (drawn, columns, drafter.vocab_size), torch.float32, device)
         self.whole = Part(self._draft_whole, pool)
         self.first, self.next = Part(self._begin, pool), Part(self._go_on, pool)
         self.forwards = 0  # of the last draft
@@ -110,9 +110,14 @@ class Chain:
         k = self.shape.k
         return Proposal(self.tokens_RX[:, :k], self.count_R, self.probs_DXV[:, :k])
 
+    @cached_property
+    def watch(self) -> Watch:
+        """Reads how many tokens are still wanted, if a draft may end early."""
+        return Watch(self.shape.k)
+
     def draft(self, longest: int) -> None:
         """Draft, at most ``longest`` tokens for any row."""
-        if self.watch is None:
+        if not self.shape.ends_early:
             self.whole()
             self.forwards = self.shape.k
             return
@@ -195,7 +200,7 @@ class Chain:
             self.reached_R.copy_(reached_RJ.gather(1, last_R1).squeeze(1))
         self.count_R.add_(torch.where(self.drafting_R, stands_R, 0))
         self.drafting_R.copy_(self.drafting_R & sure_R & (self.count_R < self.most_R))
-        if self.watch is not None:
+        if self.shape.ends_early:
             self.wanted_1.copy_(torch.where(self.drafting_R, self.most_R - self.count_R, 0).amax(0, keepdim=True))
 
     def _choose(self, logits_RJV: Tensor, at_RJ: Tensor) -> tuple[Tensor, Tensor | None]:

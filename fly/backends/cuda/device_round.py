@@ -12,11 +12,9 @@ positions, F hidden states side by side, V vocabulary, X columns of a packed dec
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -27,7 +25,7 @@ from torch import Tensor
 from fly.backends.cuda.attention import place_tokens
 from fly.backends.cuda.chain import Chain, Proposal, copy_tokens
 from fly.backends.cuda.drafter import Drafter, HeadDrafter, Model
-from fly.backends.cuda.graphs import Download, GraphPool, Part, Timer, upload_into
+from fly.backends.cuda.graphs import Download, GraphPool, Part, Shared, Timer, upload_into
 from fly.backends.cuda.table import Column, Shape, Table, pack
 from fly.backends.cuda.waits import TextOnHost, find_wait
 from fly.backends.torch import TorchHead
@@ -37,10 +35,8 @@ from fly.policies import AcceptancePolicy, verify
 from fly.policies.base import accepts_exactly
 from fly.types import Draft, Noise, Target, Verdict, Why
 
-__all__ = ["DecisionStage", "DeviceRound", "DeviceRounds", "Group", "Scored"]
+__all__ = ["DecisionStage", "DeviceRound", "Group", "Scored", "find_refusal"]
 
-_log = logging.getLogger("fly")
-_MOST_ROUNDS, _MOST_LOGIT_BYTES = 32, 2 << 30  # kept for a cache
 _MOST_STAGES = 16  # kept for a round
 _NEW = 2  # rounds of a shape until all is captured
 _find_wait = lru_cache(256)(find_wait)
@@ -52,6 +48,11 @@ class Group(NamedTuple):
     policy: AcceptancePolicy
     drawn: bool
     rows: int  # padding included
+
+
+def find_refusal(group: Group, drafter: object) -> str | None:
+    """Why a graph cannot hold the decision about this group (``find_wait``); None if it can."""
+    return _find_wait(group.policy, group.drawn, group.drawn and drafter is not None)
 
 
 class Scored(NamedTuple):
@@ -73,8 +74,9 @@ class DeviceRound:
         drafter: Model | TorchHead | None,
         draft_cache: PagedKVCache | None,
         pool: GraphPool,
+        shared: Shared,
     ) -> None:
-        self.shape, self.target, self.pool, self.rounds = shape, target, pool, 0
+        self.shape, self.target, self.pool, self.shared, self.rounds = shape, target, pool, shared, 0
         # Graphs hold addresses, not this object, so dropping the cache frees its memory.
         self.cache: PagedKVCache = weakref.proxy(cache)
         self.table = Table(shape, target.device)
@@ -88,15 +90,11 @@ class DeviceRound:
                 self.drafter = HeadDrafter(self.table, drafter, draft_cache)
             else:
                 self.drafter = Drafter(self.table, drafter, draft_cache)
-            self.chain = Chain(self.drafter, pool)
+            self.chain = Chain(self.drafter, pool, shared)
             self.proposal = self.chain.proposal
         self.copy = Part(lambda: copy_tokens(self.table, self.proposal), pool)
         self.score = Part(self._score, pool)
-        self._stages: dict[tuple[Group, ...], DecisionStage] = {}
-
-    @property
-    def logit_bytes(self) -> int:
-        return self.shape.logit_bytes(self.target.config.vocab_size)
+        self.stages: dict[tuple[Group, ...], DecisionStage] = {}
 
     def prepared(self) -> AbstractContextManager[Any]:
         """Around a round: its first two run, and compile, what is new; from the third on all is captured."""
@@ -128,11 +126,11 @@ class DeviceRound:
 
     def find_stage(self, groups: tuple[Group, ...], control_V: Tensor) -> DecisionStage:
         """The last stage, for rows that stand in these ``groups``; ``control_V`` as of ``Target``."""
-        if groups not in self._stages:
-            if len(self._stages) == _MOST_STAGES:
-                del self._stages[next(iter(self._stages))]
-            self._stages[groups] = DecisionStage(self, groups, control_V)
-        return self._stages[groups]
+        if groups not in self.stages:
+            if len(self.stages) == _MOST_STAGES:
+                del self.stages[next(iter(self.stages))]
+            self.stages[groups] = DecisionStage(self, groups, control_V)
+        return self.stages[groups]
 
     def _score(self) -> Scored:
         """The target's forward over every row's last token and its draft."""
@@ -145,6 +143,9 @@ class DeviceRound:
         states = dict.fromkeys(self.shape.states, start_R)
         hidden_TC = self.target.hidden(tokens_RJ.flatten(), positions_T, kv, states, self.shape.compiled)
         logits_RJV = self.target.logits(hidden_TC, exact=False).unflatten(0, tokens_RJ.shape)
+        if type(logits_RJV) is Tensor:  # a graph would keep these for itself; parts of a vocabulary are smaller
+            shared_RJV = self.shared.lend("target", logits_RJV.shape, logits_RJV.dtype, logits_RJV.device)
+            logits_RJV = shared_RJV.copy_(logits_RJV)
         states_RJF: Tensor | None = None
         if states:
             states_RJF = torch.cat([states[number] for number in self.shape.states], -1).unflatten(0, tokens_RJ.shape)
@@ -163,8 +164,8 @@ class DecisionStage:
         self.relaxes = [not accepts_exactly(policy) or policy.relaxation is not None for policy, _, _ in groups]
         self.conditions: list[list[str]] = [[] for _ in groups]
         self.texts: list[list[int]] | None = None
-        waits = (_find_wait(group.policy, group.drawn, group.drawn and round_.drafter is not None) for group in groups)
-        refusal = next((wait for wait in waits if wait is not None), None)
+        refusals = (find_refusal(group, round_.drafter) for group in groups)
+        refusal = next((refusal for refusal in refusals if refusal is not None), None)
         self.needs_texts = refusal is not None
         self.part = Part(self._decide, round_.pool, round_.score, refusal)
         self.download: Download | None = None
@@ -249,35 +250,3 @@ class DecisionStage:
 def _compute_cost(target: Target, draft: Draft) -> Tensor:
     """[B, K] float32, the cost of keeping each drafted token: -ln target(token), of the unprocessed distribution."""
     return -pick(target.logits_BKV[:, :-1].log_softmax(-1), draft.tokens_BK)
-
-
-class DeviceRounds:
-    """The rounds made so far for batches of one cache. Those unused for longest are dropped."""
-
-    def __init__(self, pool: GraphPool) -> None:
-        self.pool = pool
-        self.made: dict[tuple[Shape, weakref.ref[PagedKVCache] | None], DeviceRound] = {}  # the last used at the end
-
-    def find(
-        self,
-        shape: Shape,
-        target: Model,
-        cache: PagedKVCache,
-        drafter: Model | TorchHead | None = None,
-        draft_cache: PagedKVCache | None = None,
-    ) -> DeviceRound:
-        """The round for batches of this shape. One that was launched ``Model.often`` times is made anew, with compiled
-        layers."""
-        key = shape, None if draft_cache is None else weakref.ref(draft_cache)
-        found = self.made.pop(key, None)
-        if found is not None and found.rounds >= target.often and target.compiles and not found.shape.compiled:
-            _log.info("compiling layers for %d rows and drafts of %d tokens, which takes a while", shape.rows, shape.k)
-            found, shape = None, replace(shape, compiled=True)
-        if found is None:
-            _log.info("a new shape of batches, to be captured: %d rows, drafts of %d tokens", shape.rows, shape.k)
-        self.made[key] = found = found or DeviceRound(shape, target, cache, drafter, draft_cache, self.pool)
-        while len(self.made) > _MOST_ROUNDS or sum(each.logit_bytes for each in self.made.values()) > _MOST_LOGIT_BYTES:
-            if len(self.made) == 1:
-                break
-            del self.made[next(iter(self.made))]
-        return found

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from fly.backends.cuda.attention import PagedAttention, Slots, find_trees, reads_pages, takes_pages
-from fly.backends.cuda.device_round import DeviceRounds
 from fly.backends.cuda.fused import fuse
 from fly.backends.cuda.graphs import GraphPool
 from fly.backends.cuda.rounds import take_rounds
+from fly.backends.cuda.shapes import DeviceRounds
 from fly.backends.cuda.table import PADDING, Column, Shape, count_pages, make_line, round_up
 from fly.backends.torch import TorchExecutor, TorchHead
 from fly.cache import PagedKVCache
@@ -135,7 +135,7 @@ class CudaExecutor(TorchExecutor):
         new = [batch.tokens[first:end] for first, end in itertools.pairwise(ends)]
         k, rows = round_up(max(kv.counts) - 1), round_up(len(new))
         shape = Shape(rows, 0, k, count_pages(kv, k), states=states)
-        round_ = self._find_rounds(kv.cache).find(shape, self, kv.cache)
+        round_ = self._find_rounds(kv.cache).find(shape, (), self, kv.cache)
         lines = [
             make_line({Column.LAST: tokens[0], Column.LENGTH: start + 1, Column.LEFT: 1})
             for tokens, start in zip(new, kv.starts)

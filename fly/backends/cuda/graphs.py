@@ -7,9 +7,10 @@ Every event and graph of this backend is made here. A ``DeviceRound`` (device_ro
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -17,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Awaited", "Download", "GraphPool", "Part", "Timer", "Watch", "drop_graphs", "upload_into"]
+__all__ = ["Awaited", "Download", "GraphPool", "Part", "Shared", "Timer", "Watch", "drop_graphs", "upload_into"]
 
 _log = logging.getLogger("fly")
 _NAP = 2e-5  # seconds between two looks at an event; forwards take ten times as long
@@ -120,6 +121,24 @@ class Part(Generic[_T]):
         if self._graph is not None:
             self._graph.reset()
         self._graph, self._results, self.refusal = None, None, "graphs of this process were dropped"
+
+
+class Shared:
+    """Memory that rounds of all shapes use in turn, each until its own end: what the next one writes goes over it."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def lend(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory of this shape. If there was less, more is taken; who was lent the old keeps it."""
+        size, found = math.prod(shape), self._found.get((name, dtype))
+        if found is None or len(found) < size:
+            found = self._found[name, dtype] = torch.zeros(size, dtype=dtype, device=device)
+        return found[:size].view(shape)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(found.nbytes for found in self._found.values())
 
 
 def upload_into(memory: Tensor, values: Tensor) -> None:

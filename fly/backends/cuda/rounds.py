@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fly.backends.cuda.device_round import DeviceRound, DeviceRounds, Group
+from fly.backends.cuda.device_round import DeviceRound, Group
 from fly.backends.cuda.drafter import Model
 from fly.backends.cuda.graphs import Timer
+from fly.backends.cuda.shapes import DeviceRounds, TooLarge
 from fly.backends.cuda.table import PADDING, Column, Shape, count_pages, make_line, round_up, unpack
 from fly.policies import AcceptancePolicy
 from fly.runtime.executor import DraftSpec, RoundPlan, RoundRow, Rounds, Spent
@@ -38,7 +39,6 @@ __all__ = ["LONGEST", "take_rounds"]
 
 _log = logging.getLogger("fly")
 LONGEST = 128  # tokens of a draft in one graph
-_MOST_LOGIT_BYTES = 1 << 30  # of one round
 _ROUNDS_AMONG_RANKS = 4  # that ranks take in one call, whatever time that takes: their clocks differ
 _SHORTEST_TEXT = 1024  # tokens of a row's text that the device has room for, at least
 _RIDGE = 256  # tokens up to which a forward takes as long as reading the weights does
@@ -52,15 +52,14 @@ def take_rounds(target: Model, plan: RoundPlan, made: DeviceRounds) -> Rounds | 
     if shape.k > LONGEST:
         _say_once(f"a draft of {shape.k} tokens is longer than the {LONGEST} that a graph holds")
         return None
-    if (needed := shape.logit_bytes(target.config.vocab_size)) > _MOST_LOGIT_BYTES:
-        _say_once(
-            f"the logits of {shape.rows} rows and drafts of {shape.k} tokens take {needed / 2**30:.1f} GiB, more than "
-            f"the {_MOST_LOGIT_BYTES / 2**30:.1f} GiB of a round; a smaller k or max_rows takes less"
-        )
-        return None
     drafter: Any = plan.drafter  # a ``Model`` or a head: see ``CudaExecutor.joins``
     draft_cache = None if plan.draft_kv is None else plan.draft_kv.cache
-    call = _Call(plan, groups, order, made.find(shape, target, plan.kv.cache, drafter, draft_cache))
+    try:
+        round_ = made.find(shape, groups, target, plan.kv.cache, drafter, draft_cache)
+    except TooLarge as error:
+        _say_once(str(error))
+        return None
+    call = _Call(plan, groups, order, round_)
     call.load()
     goes_on = True
     while goes_on:

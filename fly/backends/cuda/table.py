@@ -101,11 +101,6 @@ class Shape:
         """Whether a draft may take fewer than K forwards."""
         return self.k > 1 and (self.spec.stops or self.copies > 0)
 
-    def logit_bytes(self, vocab_size: int) -> int:
-        """Bytes of the target's logits, of a forward of the drafter's, and of what tokens are drawn from."""
-        places = self.rows * (self.k + 1 + self.copies + 1) + self.drawn * (self.k + self.copies + 1)
-        return 4 * vocab_size * places
-
 
 class Table:
     """The state of each row (``Column``); its pages in the target's cache, and then in the drafter's; and its text, if
