@@ -43,6 +43,7 @@ from fly.runtime.sampling import BatchSampling, ProcessedDistribution
 from fly.types import Decision, Draft, Noise, Target
 
 __all__ = [
+    "WARM_ROWS",
     "Batch",
     "DraftSpec",
     "Drafted",
@@ -58,9 +59,13 @@ __all__ = [
     "Scores",
     "Spent",
     "TokenByToken",
+    "Workload",
     "Wrapped",
     "asks_between",
 ]
+
+
+WARM_ROWS = 1, 2, 4, 8, 16, 32  # how many rows a warm-up prepares a device for
 
 
 def asks_between(row: Sequence) -> bool:
@@ -158,6 +163,19 @@ class Rounds:
     # For each row, if the plan asks for ``states``: the number of the first token fed, and hidden states from it on.
     states: list[tuple[int, Tensor]] = field(default_factory=list)
     open: OpenBlocks | None = None  # the blocks of the last round, if they are still to be decided
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What an engine will ask of its target at most."""
+
+    rows: int  # in a round
+    k: int  # drafted tokens of a row; 0 without a draft
+    policy: AcceptancePolicy
+    step_tokens: int  # of prompts, in a step
+    scored: int  # tokens of prompts whose log-probabilities are asked for, in a step
+    block_size: int  # tokens in a page of the caches
+    drafter: Executor | None = None
 
 
 class Executor(ABC):
@@ -311,6 +329,20 @@ class Executor(ABC):
         ``batch_invariant``, else one that feeds one token at a time."""
         return self if self.batch_invariant else TokenByToken(self)
 
+    def reserve(self, work: Workload, most: int) -> tuple[int, int]:
+        """Return how many bytes of the device ``work`` takes beside weights and caches, and how many of its rows that is
+        for: as many as take at most ``most`` bytes, at least one. The default counts nothing."""
+        return 0, work.rows
+
+    def describe(self) -> list[str]:
+        """What is used on the device and what is not, with the reason, as phrases for a start-up line."""
+        return []
+
+    @property
+    def prepared(self) -> int:
+        """How many pieces of work were captured or compiled so far; it grows while there is something new."""
+        return 0
+
     def enter_thread(self) -> None:
         """Prepare the calling thread, which will make all further calls."""
 
@@ -404,6 +436,16 @@ class Wrapped(Executor):
         starts: abc.Sequence[int],
     ) -> list[Decision]:
         return self.inner.decide(policy, target, draft, seeds, starts)
+
+    def reserve(self, work: Workload, most: int) -> tuple[int, int]:
+        return self.inner.reserve(work, most)
+
+    def describe(self) -> list[str]:
+        return self.inner.describe()
+
+    @property
+    def prepared(self) -> int:
+        return self.inner.prepared
 
     def enter_thread(self) -> None:
         self.inner.enter_thread()

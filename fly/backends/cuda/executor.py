@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import abc
+from contextlib import suppress
 from functools import cache, partial, wraps
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -19,19 +20,34 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fly.backends.cuda.attention import PagedAttention, Slots, find_trees, reads_pages, takes_pages
+from fly.backends.cuda.attention import PagedAttention, Slots, find_flash, find_trees, reads_pages, takes_pages
+from fly.backends.cuda.device_round import Group
+from fly.backends.cuda.footprint import measure_prompt, measure_round
 from fly.backends.cuda.fused import fuse
 from fly.backends.cuda.graphs import GraphPool
-from fly.backends.cuda.rounds import take_rounds
-from fly.backends.cuda.shapes import DeviceRounds
-from fly.backends.cuda.table import PADDING, Column, Shape, count_pages, make_line, round_up
+from fly.backends.cuda.ops import refuse_attention, refuse_layers
+from fly.backends.cuda.rounds import LONGEST, note_plain_way, take_rounds
+from fly.backends.cuda.shapes import DeviceRounds, TooLarge, add_up
+from fly.backends.cuda.table import FEW, PADDING, Column, Shape, count_pages, make_line, round_up
 from fly.backends.torch import TorchExecutor, TorchHead
-from fly.cache import PagedKVCache
+from fly.cache import PagedKVCache, block_size_for
 from fly.models.compiled import CompiledLayers
 from fly.models.llama import Llama, record_states
 from fly.ops import upload
-from fly.runtime.executor import Batch, DraftSpec, Executor, RoundPlan, Rounds, Scores, TokenByToken, asks_between
+from fly.runtime.executor import (
+    WARM_ROWS,
+    Batch,
+    DraftSpec,
+    Executor,
+    RoundPlan,
+    Rounds,
+    Scores,
+    TokenByToken,
+    Workload,
+    asks_between,
+)
 from fly.runtime.request import Sequence
+from fly.types import Decision, Draft, Target
 
 __all__ = ["CudaExecutor"]
 
@@ -68,8 +84,55 @@ class CudaExecutor(TorchExecutor):
         self.pool, self.compiles = pool or GraphPool(self.device), compiles
         if isinstance(model, Llama):
             fuse(model)
+        self.budget: int | None = None  # bytes for the rounds of a cache (``DeviceRounds``), once they are counted
+        self._plain = ""  # why the rows that were asked about last take the plain way, unless ``rounds`` takes them
         self._compiled_layers = cache(CompiledLayers)  # made when they are needed: that imports torch's compiler
         self._rounds: WeakKeyDictionary[PagedKVCache, DeviceRounds] = WeakKeyDictionary()
+
+    @_on_device
+    def reserve(self, work: Workload, most: int) -> tuple[int, int]:
+        rows = work.rows
+        while (needed := self._count(work, rows)) > most and rows > 1:
+            rows = (rows + 1) // 2
+        return needed, rows
+
+    def _count(self, work: Workload, rows: int) -> int:
+        """Bytes that rounds and prompts take for so many rows, all sampled with top-p; those of rounds become their
+        budget (``DeviceRounds``), with graphs for every number of rows that is warmed up."""
+        drafter: Any = work.drafter if work.drafter is not None and self.joins(work.drafter, DraftSpec()) else None
+        count, k = round_up(rows), round_up(min(work.k, LONGEST))
+        pages = -(-(min(self.config.max_position_embeddings, FEW) + k + 2) // work.block_size)
+        shape = Shape(
+            count, count, k, pages, draft_pages=pages if drafter is not None else 0, stops=4, top_p=True,
+            spec=DraftSpec() if drafter is None else DraftSpec(reach=(1.0,)),
+            states=tuple(range(drafter.options.inputs)) if isinstance(drafter, TorchHead) else (),
+        )  # fmt: skip
+        needs = measure_round(shape, (Group(work.policy, True, count),), self, drafter, work.block_size)
+        others = 2 * sum(warmed <= rows for warmed in WARM_ROWS) - 1  # at temperature 0 and above
+        self.budget = add_up([needs, *[needs] * others])
+        prompt = measure_prompt(self, work.block_size, work.step_tokens, rows, work.scored)
+        return self.budget + max(prompt.peak - needs.peak, 0)
+
+    @_on_device
+    def describe(self) -> list[str]:
+        found = [f"{self.device} ({torch.cuda.get_device_name(self.device)})"]
+        of = self.device, self.dtype, self.config.head_dim
+        refused = refuse_attention(*of, block_size_for(self.device))
+        if refused is None:
+            found.append("attention by our Triton kernels")
+        else:
+            flash = self.dtype != torch.float32 and find_flash(*of) is not None
+            way = "FlashAttention over pages" if flash else "PyTorch's attention over copies of pages"
+            found.append(f"attention by {way} (not by our Triton kernels: {refused})")
+        refused = refuse_layers(self.device, self.dtype)
+        found.append("fused layers" if refused is None else f"layers operation by operation ({refused})")
+        shapes = sum(key[0] for rounds in self._rounds.values() for key in rounds.made)
+        found.append(f"{len(self.pool.captured)} CUDA graphs for {shapes} shapes of rounds")
+        return found
+
+    @property
+    def prepared(self) -> int:
+        return self.pool.prepared
 
     def deterministic(self) -> Executor:
         """Never compiled: which operations compute a token must not depend on how often other shapes came up."""
@@ -81,11 +144,25 @@ class CudaExecutor(TorchExecutor):
 
     def takes(self, rows: abc.Sequence[Sequence]) -> bool:
         """Graphs are found by their rules: one without a hash takes the plain way."""
-        return not any(map(asks_between, rows)) and all(_has_hash(row.policy) for row in rows)
+        self._plain = "the draft strategy is asked before each round, or a cache has no room for several rounds"
+        if any(map(asks_between, rows)):
+            self._plain = "penalties, bans, a form, log-probabilities or explanations are asked for"
+            return False
+        if strange := next((row.policy for row in rows if not _has_hash(row.policy)), None):
+            self._plain = f"the rule {strange} has no hash"
+            return False
+        return True
 
     @_on_device
     def rounds(self, plan: RoundPlan) -> Rounds | None:
+        self._plain = ""  # ``take_rounds`` says why it does not take them
         return take_rounds(self, plan, self._find_rounds(plan.kv.cache))
+
+    def judge(self, rows: abc.Sequence[Sequence], target: Target, draft: Draft) -> list[Decision]:
+        if self._plain:  # neither a prompt's round nor one that ``rounds`` refused
+            note_plain_way(self._plain)
+        self._plain = ""
+        return super().judge(rows, target, draft)
 
     def hidden(
         self,
@@ -123,7 +200,8 @@ class CudaExecutor(TorchExecutor):
                 return super().score(batch, places, states)
             return self._score_many(batch, places, states)
         if max(kv.counts) <= _FEW and len(kv.counts) * max(kv.counts) <= _FEW_IN_ALL:
-            return self._score_few(batch, places, tuple(states))
+            with suppress(TooLarge):  # then one forward takes less, since it computes logits where they are wanted
+                return self._score_few(batch, places, tuple(states))
         if not reads_pages(kv.cache):
             return super().score(batch, places, states)
         return self._score_many(batch, places, states)
@@ -175,7 +253,7 @@ class CudaExecutor(TorchExecutor):
         return Scores(self.logits(hidden_TC if places is None else hidden_TC[places_N]), None, states_TF)
 
     def _find_rounds(self, cache: PagedKVCache) -> DeviceRounds:
-        return self._rounds.setdefault(cache, DeviceRounds(self.pool))
+        return self._rounds.setdefault(cache, DeviceRounds(self.pool, self.budget))
 
 
 def _has_hash(policy: object) -> bool:

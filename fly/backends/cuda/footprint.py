@@ -137,7 +137,7 @@ def _scratch(name: str, args: Sequence[Any], new: int) -> int:
 
 
 def measure_round(
-    shape: Shape, groups: Sequence[Group], target: Any, drafter: Any, block_size: int, draft_block_size: int | None
+    shape: Shape, groups: Sequence[Group], target: Any, drafter: Any, block_size: int, draft_block_size: int | None = None
 ) -> Needs:
     """What a round of this shape needs of ``target`` and ``drafter`` (executors; None: no drafter).
 

@@ -38,6 +38,7 @@ class GraphPool:
         self.device, self.awaited, self.preparing = device, awaited, preparing
         self.among_ranks = awaited is not nullcontext
         self.captured: weakref.WeakSet[Part[Any]] = weakref.WeakSet()
+        self.prepared = 0  # runs that prepared a capture, and captures
         _pools.add(self)
 
     def current(self) -> AbstractContextManager[Any]:
@@ -96,7 +97,9 @@ class Part(Generic[_T]):
         late = self.reads is not None and self.reads._graph is None
         if self._runs < self._capture_at or self.refusal is not None or late:
             self._runs += 1
+            self.pool.prepared += self.refusal is None
             return self.run()
+        self.pool.prepared += 1
         return self._capture()
 
     def _capture(self) -> _T:

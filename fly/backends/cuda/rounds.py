@@ -35,7 +35,7 @@ from fly.policies import AcceptancePolicy
 from fly.runtime.executor import DraftSpec, RoundPlan, RoundRow, Rounds, Spent
 from fly.types import Decision
 
-__all__ = ["LONGEST", "take_rounds"]
+__all__ = ["LONGEST", "note_plain_way", "take_rounds"]
 
 _log = logging.getLogger("fly")
 LONGEST = 128  # tokens of a draft in one graph
@@ -50,14 +50,14 @@ def take_rounds(target: Model, plan: RoundPlan, made: DeviceRounds) -> Rounds | 
     groups, order = _group_rows(plan.rows)
     shape = _choose_shape(plan, groups)
     if shape.k > LONGEST:
-        _say_once(f"a draft of {shape.k} tokens is longer than the {LONGEST} that a graph holds")
+        note_plain_way(f"a draft of {shape.k} tokens is longer than the {LONGEST} of a graph", logging.WARNING)
         return None
     drafter: Any = plan.drafter  # a ``Model`` or a head: see ``CudaExecutor.joins``
     draft_cache = None if plan.draft_kv is None else plan.draft_kv.cache
     try:
         round_ = made.find(shape, groups, target, plan.kv.cache, drafter, draft_cache)
     except TooLarge as error:
-        _say_once(str(error))
+        note_plain_way(str(error), logging.WARNING)
         return None
     call = _Call(plan, groups, order, round_)
     call.load()
@@ -74,8 +74,9 @@ def take_rounds(target: Model, plan: RoundPlan, made: DeviceRounds) -> Rounds | 
 
 
 @cache
-def _say_once(reason: str) -> None:
-    _log.warning("these rows take the plain way, with several waits a round: %s", reason)
+def note_plain_way(reason: str, level: int = logging.INFO) -> None:
+    """Log, once for each reason, why rows take the plain way."""
+    _log.log(level, "these rows take the plain way, with several waits a round: %s", reason)
 
 
 def _group_rows(rows: Sequence[RoundRow]) -> tuple[tuple[Group, ...], list[int]]:

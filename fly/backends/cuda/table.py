@@ -25,11 +25,11 @@ from fly.runtime.request import common_prefix
 from fly.runtime.sampling import BatchSampling
 from fly.types import Decision, Draft, Mismatch, Verdict, Why
 
-__all__ = ["PADDING", "Column", "Shape", "Table", "count_pages", "make_line", "pack", "round_up", "unpack"]
+__all__ = ["FEW", "PADDING", "Column", "Shape", "Table", "count_pages", "make_line", "pack", "round_up", "unpack"]
 
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 _ANY_SPEC = DraftSpec()
-_FEW = 8192  # tokens that any row's table has room for
+FEW = 8192  # tokens that any row's table has room for
 
 
 def round_up(n: int) -> int:
@@ -175,7 +175,7 @@ def count_pages(kv: PagedBatch, k: int) -> int:
     is shorter. Beyond that, and if pages are copied, there are as many as are reserved, in powers of two.
     """
     allocator, longest = kv.cache.allocator, max(map(kv.cache.allocator.length, kv.seqs))
-    if reads_pages(kv.cache) and longest <= (few := min(kv.cache.context, _FEW)):
+    if reads_pages(kv.cache) and longest <= (few := min(kv.cache.context, FEW)):
         return allocator.blocks_for(few + k + 2)
     return 1 << (allocator.blocks_for(longest + k + 2) - 1).bit_length()
 
