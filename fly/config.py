@@ -53,6 +53,7 @@ class Config(BaseModel):
     cache_tokens: int | None = Field(default=None, gt=0)
     cache_bytes: int | None = Field(default=None, gt=0)
     cache_share: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
+    memory_share: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
     max_context: int | None = Field(default=None, gt=0)
     block_size: int | None = Field(default=None, gt=0)
     max_rows: int = Field(default=256, gt=0)

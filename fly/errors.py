@@ -19,7 +19,7 @@ _ELSEWHERE = {
     "do_sample": "temperature",
     "function_call": "tool_choice",
     "functions": "tools",
-    "gpu_memory_utilization": "cache_share",
+    "gpu_memory_utilization": "memory_share",
     "k": "speculation",
     "guided_decoding": "structured",
     "max_length": "max_tokens",

@@ -3,6 +3,8 @@ of ranks: if several share a model, all make the same calls in the same order, o
 
 from __future__ import annotations
 
+import itertools
+import logging
 import random
 import sys
 from collections import abc
@@ -28,7 +30,7 @@ from fly.drafts.translate import TranslatingSetup
 from fly.early_exit import exit_early
 from fly.engine import Engine
 from fly.engine.job import Request, read_along
-from fly.engine.scheduler import Scheduler
+from fly.engine.scheduler import Scheduler, most_scored
 from fly.engine.stream import AsyncStream, Stream
 from fly.engine.worker import Worker
 from fly.errors import instead, short
@@ -39,8 +41,8 @@ from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.ops import derive
 from fly.output import Output, Piece
 from fly.policies import AcceptancePolicy, Exact
-from fly.runtime.executor import Executor
-from fly.runtime.memory import cache_size, room_for
+from fly.runtime.executor import WARM_ROWS, Executor, Workload
+from fly.runtime.memory import Room, cache_size, divide_device, room_for
 from fly.runtime.request import BadWords, Sequence
 from fly.runtime.runner import Runner
 from fly.runtime.structured import Grammars
@@ -52,6 +54,9 @@ if TYPE_CHECKING:
     from fly.parallel.draft import Placement
 
 __all__ = ["LLM", "AsyncStream", "Output", "Piece", "Request", "Stream"]
+
+_log = logging.getLogger("fly")
+_WARM_PROMPT, _WARM_TIMES = 40, 4  # tokens of a prompt that warms up, and how often it is decoded at most
 
 
 class LLM(Calls):
@@ -89,6 +94,10 @@ class LLM(Calls):
             free memory after loading, if that is less. A draft model with a cache size of its own is not counted. If
             the caches hold less than a full context, the log says so, with the reason.
         cache_share: instead of both, the share (up to 1) of the device's free memory that the caches take.
+        memory_share: on a CUDA device, where none of the three is given: the share of its memory that this process
+            takes in all; None is 0.9. Weights, and what rounds and prompts of ``max_rows`` need, are taken off, and the
+            caches get the rest (``fly.runtime.memory.divide_device``). If rounds would need more than a quarter of it,
+            ``max_rows`` is lowered, with a warning.
         max_context: the most tokens of a text (prompt and completion), at most the model's own context. A smaller one
             makes the model's tables and the default caches smaller. It also holds for a draft given as text.
         block_size: tokens in a page of the target's cache; None chooses by the device.
@@ -138,6 +147,7 @@ class LLM(Calls):
         cache_tokens: int | None = None,
         cache_bytes: int | None = None,
         cache_share: float | None = None,
+        memory_share: float | None = None,
         max_context: int | None = None,
         block_size: int | None = None,
         max_rows: int = 256,
@@ -159,10 +169,9 @@ class LLM(Calls):
             raise ValueError("draft_placement 'sharded' needs a draft given as text, which it loads in parts")
         if exits is not None and (deterministic or ranks is not None):
             raise ValueError(f"exits {str(exits)!r}: they go neither with deterministic nor with ranks")
-        if cache_tokens is not None and cache_share is not None:
-            raise ValueError(
-                f"cache_tokens {cache_tokens} and cache_share {cache_share} both give a size; give one of them"
-            )
+        sizes = {"cache_tokens": cache_tokens, "cache_share": cache_share, "memory_share": memory_share}
+        if len(given := [f"{name} {value}" for name, value in sizes.items() if value is not None]) > 1:
+            raise ValueError(f"{' and '.join(given)} both give a size; give one of them")
         self._named = _name_of(model), _name_of(draft)
 
         # The target. Among ranks each loads its own part.
@@ -201,7 +210,14 @@ class LLM(Calls):
             strategy = setup.attach(strategy)
 
         # The caches, whose size depends on all models.
-        _make_caches(target, setup, cache_tokens, cache_bytes, cache_share, block_size, ranks)
+        block_size = block_size_for(executor.device) if block_size is None else block_size
+        scored = most_scored(max_rows, executor.config.vocab_size)
+        work = Workload(
+            max_rows, 0 if strategy is None else self.k, self._bind(self.policy), step_tokens, scored, block_size,
+            next((each.executor for each in setup.drafters), None),
+        )  # fmt: skip
+        room, max_rows = _find_room(executor, work, memory_share, ranks)
+        _make_caches(target, setup, cache_tokens, cache_bytes, cache_share, block_size, room, ranks)
 
         # The engine. An error on one rank alone is no request's fault: the other ranks would wait for this one.
         self.engine = Engine(target, strategy, setup)
@@ -273,6 +289,47 @@ class LLM(Calls):
 
     def _vocabulary_of(self, size: int, device: torch.device) -> Vocabulary:
         return Vocabulary(size, device=device) if self.tokenizer is None else self.tokenizer.vocabulary(size, device)
+
+    def warm(self, progress: abc.Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Prepare a CUDA device for requests: capture the graphs of 1 to 32 rows at temperature 0 and at the sampled
+        default, with this draft, policy and K, and compile what they need. Afterwards no such request waits for that.
+        On other devices this does nothing.
+
+        Args:
+            progress: called with how much is done of how much.
+        """
+        executor, drafts = self.engine.runner.executor, self.engine.setup.drafters
+        if executor.device.type != "cuda":
+            return
+        context, vocab_size = executor.config.max_position_embeddings, executor.config.vocab_size
+        sampled = self.default_params if self.default_params.temperature else SamplingParams(temperature=1.0)
+        asked = SamplingParams(temperature=0.0), sampled
+        counts = [count for count in WARM_ROWS if count <= self.scheduler.max_rows]
+        work = list(itertools.product(reversed(counts), asked))  # the largest first: others then fit into its memory
+        for number, (count, params) in enumerate(work):
+            progress(number, len(work))
+            # Rows alike in all but the salt, which keeps them from sharing pages: they grow and end together.
+            own = {"max_tokens": min(4 * (self.k + 1), context - _WARM_PROMPT), "seed": 0}
+            every = [params.changed({**own, "cache_salt": f"warm {row}"}) for row in range(count)]
+            prompt = [(7 * number + 3 * place) % vocab_size for place in range(_WARM_PROMPT)]
+            before = -1
+            for _ in range(_WARM_TIMES):
+                now = sum(each.executor.prepared for each in drafts if each.executor) + executor.prepared
+                if now == before:
+                    break
+                before = now
+                self.generate([prompt] * count, every)
+        progress(len(work), len(work))
+
+    @property
+    def devices(self) -> str:
+        """What is used on a CUDA device and what is not, with the reason, in one line; empty on other devices."""
+        found = self.engine.runner.executor.describe()
+        if found:
+            cache = self.engine.runner.cache
+            tokens, size = cache.allocator.num_blocks * cache.allocator.block_size, 2 * cache.keys.nbytes
+            found.append(f"a cache of {tokens:,} tokens ({size / 1e9:.1f} GB), at most {self.scheduler.max_rows} rows")
+        return " · ".join(found)
 
     def lead(self) -> None:
         """On the first of several ranks: from now on only this rank is called, from any thread, and the others
@@ -414,21 +471,41 @@ def _refuse_unknown(options: abc.Collection[str]) -> None:
         raise TypeError(f"{name!r} is no option of LLM{instead(name, known)}")
 
 
+def _find_room(
+    executor: Executor, work: Workload, share: float | None, ranks: Ranks | None
+) -> tuple[Room | None, int]:
+    """Return what the caches may take of a CUDA device (None: it is none), and how many rows a step may have."""
+    if executor.device.type != "cuda":
+        if share is not None:
+            raise ValueError(f"memory_share {share} is of a CUDA device, not of {executor.device}; give cache_share")
+        return None, work.rows
+    context = executor.config.max_position_embeddings
+    room, rows = divide_device(executor.device, share, partial(executor.reserve, work), context)
+    if ranks is not None:  # their devices may have less free
+        rows = min(ranks.collect(rows))
+    if rows < work.rows:
+        _log.warning(
+            f"max_rows is {rows}, not {work.rows}: rounds of more rows with k {work.k} would take more than a quarter of "
+            "the memory that the weights leave"
+        )
+    return room, rows
+
+
 def _make_caches(
     target: Runner,
     setup: DraftSetup,
     tokens: int | None,
     max_bytes: int | None,
     share: float | None,
-    block_size: int | None,
+    block_size: int,
+    room: Room | None,
     ranks: Ranks | None,
 ) -> None:
     """Make the caches of the target and of the draft's models, for ``tokens`` tokens each, or as many as memory
     holds."""
     executor, each = target.executor, target.bytes_per_token + setup.bytes_per_token
     if tokens is None:
-        block_size = block_size_for(executor.device) if block_size is None else block_size
-        tokens = cache_size(executor, each, block_size, max_bytes, share)
+        tokens = cache_size(executor, each, block_size, max_bytes, share, room)
     if ranks is not None:  # free memory may differ between ranks, but all must admit the same requests
         tokens = min(ranks.collect(tokens))
     advice = "cache_bytes, cache_tokens or max_context makes it smaller"

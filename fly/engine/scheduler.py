@@ -26,11 +26,16 @@ from fly.cache import BlockAllocator, OutOfBlocks
 from fly.engine import Engine
 from fly.runtime.request import Sequence, Token
 
-__all__ = ["Scheduler"]
+__all__ = ["Scheduler", "most_scored"]
 
 _LOGITS = 2**25  # the most logits of scored prompts at a time: 128 MiB, and as much again to normalise them
 # A step reads at least so many prompt tokens, and at least one part in so many of its tokens, however many rows decode.
 _LEAST_CHUNK, _LEAST_PART = 32, 8
+
+
+def most_scored(max_rows: int, vocab_size: int) -> int:
+    """The most prompt tokens whose log-probabilities are computed in one step."""
+    return max(max_rows, _LOGITS // vocab_size)
 
 
 @dataclass
@@ -81,7 +86,7 @@ class Scheduler:
         self._reported: dict[int, int] = {}  # tokens of each row that a step has returned
         self._arrivals: dict[int, int] = {}  # the order of arrival; ids differ between ranks, this does not
         # The most prompt tokens scored in one step: their logits must fit into memory, and each row needs one token.
-        self._scores = max(max_rows, _LOGITS // engine.runner.executor.config.vocab_size)
+        self._scores = most_scored(max_rows, engine.runner.executor.config.vocab_size)
         self._count = itertools.count()
         self._stepping = False
         self._stuck: Sequence | None = None  # did not fit when it was last tried, and no pages were freed since

@@ -6,8 +6,9 @@ import errno
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,9 +16,10 @@ import torch
 from fly.cache import DEFAULT_BYTES
 from fly.cache.paged import Cacheable
 
-__all__ = ["cache_size", "free_memory", "room_for"]
+__all__ = ["DEFAULT_SHARE", "Room", "cache_size", "divide_device", "free_memory", "room_for"]
 
 _log = logging.getLogger("fly")
+DEFAULT_SHARE = 0.9  # of a CUDA device, for weights, work and caches together
 _CONTEXTS = 8  # number of whole contexts that caches hold by default, if there is room
 
 
@@ -76,24 +78,68 @@ def room_for(what: str, needed: int, device: torch.device, advice: str, mapped: 
         raise MemoryError(f"{needs}, and {free / 1e9:.2f} GB were free on {device}: {advice}") from error
 
 
-def cache_size(model: Cacheable, each: int, block_size: int, given: int | None, share: float | None) -> int:
+@dataclass(frozen=True)
+class Room:
+    """What caches may take of a CUDA device: ``budget`` bytes, for ``tokens`` at most. ``reason`` says in words where
+    the bytes come from."""
+
+    budget: int
+    tokens: int
+    reason: str
+
+
+def divide_device(
+    device: torch.device, share: float | None, reserve: Callable[[int], tuple[int, int]], context: int
+) -> tuple[Room, int]:
+    """Divide the memory of a CUDA device between work and caches, after the weights are loaded.
+
+    Args:
+        share: of the whole device's memory, what weights, work and caches may take together; None is 0.9.
+        reserve: given the most bytes that work may take (a quarter of what is left), returns how many it takes, and how
+            many rows that is for (``Executor.reserve``).
+        context: tokens that a row has at most.
+
+    Returns the room for caches, and the number of rows. Raises ``ValueError`` if nothing is left.
+    """
+    torch.cuda.empty_cache()  # what loading has left
+    free, total = torch.cuda.mem_get_info(device)
+    share = DEFAULT_SHARE if share is None else share
+    left = int(share * total) - (total - free)
+    if left <= 0:
+        raise ValueError(
+            f"memory_share {share} of the {total / 1e9:.1f} GB of {device}: {(total - free) / 1e9:.1f} GB are in use "
+            "already, by the weights or by other programs"
+        )
+    work, rows = reserve(left // 4)
+    reason = (
+        f"memory_share {share} of the {total / 1e9:.1f} GB of {device}, less {(total - free) / 1e9:.1f} GB in use and "
+        f"{work / 1e9:.1f} GB for rounds and prompts,"
+    )
+    return Room(left - work, rows * context, reason), rows
+
+
+def cache_size(
+    model: Cacheable, each: int, block_size: int, given: int | None, share: float | None, room: Room | None = None
+) -> int:
     """Return how many tokens the caches of a loaded model and its draft will hold.
 
     Args:
         each: bytes that a token takes in all of them.
-        given: bytes that they may take; None is 4 GiB, or half of the free memory if that is less.
+        given: bytes that they may take; None is ``room``, or else 4 GiB, or half of the free memory if that is less.
         share: instead of ``given``, the share of the free memory.
 
     Raises ``ValueError`` for a share outside (0, 1], and if not even one page fits.
     """
     context, free = model.config.max_position_embeddings, free_memory(model.device)
-    most = _CONTEXTS * context
+    most, advice = _CONTEXTS * context, "cache_bytes, cache_share or max_context"
     if share is not None:
         if not 0 < share <= 1:
             raise ValueError(f"cache_share {share} must be in (0, 1]")
         budget, most, reason = int(share * free), sys.maxsize, f"cache_share {share} of the {free / 1e9:.1f} GB free"
     elif given is not None:
         budget, reason = given, f"cache_bytes {given}"
+    elif room is not None:
+        budget, most, reason, advice = room.budget, room.tokens, room.reason, "memory_share, max_rows or max_context"
     elif free // 2 >= DEFAULT_BYTES:
         budget, reason = DEFAULT_BYTES, f"the default cache_bytes {DEFAULT_BYTES}"
     else:
@@ -106,6 +152,6 @@ def cache_size(model: Cacheable, each: int, block_size: int, given: int | None, 
     if tokens < context:
         _log.warning(
             f"texts can have at most {tokens} tokens, though the model's context is {context}: {reason} hold no more, "
-            f"at {each} bytes a token; set cache_bytes, cache_share or max_context"
+            f"at {each} bytes a token; set {advice}"
         )
     return tokens
