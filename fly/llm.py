@@ -3,8 +3,6 @@ of ranks: if several share a model, all make the same calls in the same order, o
 
 from __future__ import annotations
 
-import itertools
-import logging
 import random
 import sys
 from collections import abc
@@ -25,13 +23,14 @@ from fly.cache import block_size_for
 from fly.calls import Calls, Params, PolicyLike, Prompt, Prompts, as_policy, for_chat, listed
 from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
-from fly.drafts.base import DraftSetup
 from fly.drafts.translate import TranslatingSetup
 from fly.early_exit import exit_early
 from fly.engine import Engine
+from fly.engine.caches import find_room, make_caches
 from fly.engine.job import Request, read_along
 from fly.engine.scheduler import Scheduler, most_scored
 from fly.engine.stream import AsyncStream, Stream
+from fly.engine.warming import warm_up
 from fly.engine.worker import Worker
 from fly.errors import instead, short
 from fly.models.chat import ChatPrompt
@@ -41,8 +40,7 @@ from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.ops import derive
 from fly.output import Output, Piece
 from fly.policies import AcceptancePolicy, Exact
-from fly.runtime.executor import WARM_ROWS, Executor, Workload
-from fly.runtime.memory import Room, cache_size, divide_device, room_for
+from fly.runtime.executor import Executor, Workload
 from fly.runtime.request import BadWords, Sequence
 from fly.runtime.runner import Runner
 from fly.runtime.structured import Grammars
@@ -54,9 +52,6 @@ if TYPE_CHECKING:
     from fly.parallel.draft import Placement
 
 __all__ = ["LLM", "AsyncStream", "Output", "Piece", "Request", "Stream"]
-
-_log = logging.getLogger("fly")
-_WARM_PROMPT, _WARM_TIMES = 40, 4  # tokens of a prompt that warms up, and how often it is decoded at most
 
 
 class LLM(Calls):
@@ -216,8 +211,8 @@ class LLM(Calls):
             max_rows, 0 if strategy is None else self.k, self._bind(self.policy), step_tokens, scored, block_size,
             next((each.executor for each in setup.drafters), None),
         )  # fmt: skip
-        room, max_rows = _find_room(executor, work, memory_share, ranks)
-        _make_caches(target, setup, cache_tokens, cache_bytes, cache_share, block_size, room, ranks)
+        room, max_rows = find_room(executor, work, memory_share, ranks)
+        make_caches(target, setup, cache_tokens, cache_bytes, cache_share, block_size, room, ranks)
 
         # The engine. An error on one rank alone is no request's fault: the other ranks would wait for this one.
         self.engine = Engine(target, strategy, setup)
@@ -290,36 +285,11 @@ class LLM(Calls):
     def _vocabulary_of(self, size: int, device: torch.device) -> Vocabulary:
         return Vocabulary(size, device=device) if self.tokenizer is None else self.tokenizer.vocabulary(size, device)
 
-    def warm(self, progress: abc.Callable[[int, int], None] = lambda done, total: None) -> None:
+    def warm(self, advance: abc.Callable[[str], None] = lambda text: None) -> None:
         """Prepare a CUDA device for requests: capture the graphs of 1 to 32 rows at temperature 0 and at the sampled
-        default, with this draft, policy and K, and compile what they need. Afterwards no such request waits for that.
-        On other devices this does nothing.
-
-        Args:
-            progress: called with how much is done of how much.
-        """
-        executor, drafts = self.engine.runner.executor, self.engine.setup.drafters
-        if executor.device.type != "cuda":
-            return
-        context, vocab_size = executor.config.max_position_embeddings, executor.config.vocab_size
-        sampled = self.default_params if self.default_params.temperature else SamplingParams(temperature=1.0)
-        asked = SamplingParams(temperature=0.0), sampled
-        counts = [count for count in WARM_ROWS if count <= self.scheduler.max_rows]
-        work = list(itertools.product(reversed(counts), asked))  # the largest first: others then fit into its memory
-        for number, (count, params) in enumerate(work):
-            progress(number, len(work))
-            # Rows alike in all but the salt, which keeps them from sharing pages: they grow and end together.
-            own = {"max_tokens": min(4 * (self.k + 1), context - _WARM_PROMPT), "seed": 0}
-            every = [params.changed({**own, "cache_salt": f"warm {row}"}) for row in range(count)]
-            prompt = [(7 * number + 3 * place) % vocab_size for place in range(_WARM_PROMPT)]
-            before = -1
-            for _ in range(_WARM_TIMES):
-                now = sum(each.executor.prepared for each in drafts if each.executor) + executor.prepared
-                if now == before:
-                    break
-                before = now
-                self.generate([prompt] * count, every)
-        progress(len(work), len(work))
+        default, with this draft, policy and K, and compile what they need. No such request then waits for that. On
+        other devices this does nothing. ``advance`` is called after each number of rows."""
+        warm_up(self.engine, self.scheduler.max_rows, self.k, self.default_params, self.generate, advance)
 
     @property
     def devices(self) -> str:
@@ -469,49 +439,6 @@ def _refuse_unknown(options: abc.Collection[str]) -> None:
         known = [name for name in signature(LLM).parameters if name != "unknown"]
         name = next(iter(options))
         raise TypeError(f"{name!r} is no option of LLM{instead(name, known)}")
-
-
-def _find_room(
-    executor: Executor, work: Workload, share: float | None, ranks: Ranks | None
-) -> tuple[Room | None, int]:
-    """Return what the caches may take of a CUDA device (None: it is none), and how many rows a step may have."""
-    if executor.device.type != "cuda":
-        if share is not None:
-            raise ValueError(f"memory_share {share} is of a CUDA device, not of {executor.device}; give cache_share")
-        return None, work.rows
-    context = executor.config.max_position_embeddings
-    room, rows = divide_device(executor.device, share, partial(executor.reserve, work), context)
-    if ranks is not None:  # their devices may have less free
-        rows = min(ranks.collect(rows))
-    if rows < work.rows:
-        _log.warning(
-            f"max_rows is {rows}, not {work.rows}: rounds of more rows with k {work.k} would take more than a quarter of "
-            "the memory that the weights leave"
-        )
-    return room, rows
-
-
-def _make_caches(
-    target: Runner,
-    setup: DraftSetup,
-    tokens: int | None,
-    max_bytes: int | None,
-    share: float | None,
-    block_size: int,
-    room: Room | None,
-    ranks: Ranks | None,
-) -> None:
-    """Make the caches of the target and of the draft's models, for ``tokens`` tokens each, or as many as memory
-    holds."""
-    executor, each = target.executor, target.bytes_per_token + setup.bytes_per_token
-    if tokens is None:
-        tokens = cache_size(executor, each, block_size, max_bytes, share, room)
-    if ranks is not None:  # free memory may differ between ranks, but all must admit the same requests
-        tokens = min(ranks.collect(tokens))
-    advice = "cache_bytes, cache_tokens or max_context makes it smaller"
-    with room_for(f"a cache of {tokens} tokens", each * tokens, executor.device, advice):
-        target.reserve(tokens, block_size)
-        setup.reserve(tokens)
 
 
 def _check_k(k: int) -> int:

@@ -1,9 +1,8 @@
-"""How much memory rounds take on a CUDA device: counted before they run, by tensors without values, at the sizes of real
-models; kept within what was left free for them."""
+"""How much memory rounds take on a CUDA device, counted before they run by tensors without values; how caches, rows and
+graphs are kept within it; the warm-up."""
 
 from __future__ import annotations
 
-import logging
 from itertools import pairwise
 from typing import Any
 
@@ -14,22 +13,22 @@ from torch.profiler import ProfilerActivity, profile
 from fly.backends.cuda import footprint
 from fly.backends.cuda.device_round import Group
 from fly.backends.cuda.executor import CudaExecutor
-from fly.backends.cuda.footprint import META, Footprint, measure_prompt, measure_round
+from fly.backends.cuda.footprint import META, measure_prompt, measure_round
 from fly.backends.cuda.shapes import add_up
 from fly.backends.cuda.table import Shape
 from fly.cache import PagedKVCache
 from fly.drafts import SingleDraft
 from fly.engine import Engine
 from fly.models import LlamaConfig
-from fly.models.llama import Llama, skeleton
+from fly.models.llama import skeleton
 from fly.parallel import LLAMA
 from fly.parallel.model import parallelise
 from fly.parallel.plan import Part
 from fly.parallel.ranks import Ranks
-from fly.policies import Exact, parse_policy
+from fly.policies import Exact
 from fly.runtime.executor import DraftSpec
 from fly.runtime.runner import Runner
-from tests.test_cuda import attend_by, decode, device, engine_of, made_by, on_cpu, row_of, there, told
+from tests.test_cuda import attend_by, decode, device, made_by, row_of, there
 from tests.toys import random_llama
 
 GIB = 1 << 30
@@ -120,11 +119,13 @@ def test_what_is_counted_is_what_is_taken() -> None:
     target, drafter = (random_llama(seed, **sizes) for seed in (1, 2))
     with device():
         engine = Engine(
-            Runner(there(target), PagedKVCache.for_model(there(target), 4000)), SingleDraft(there(drafter), cache_tokens=4000)
+            Runner(there(target), PagedKVCache.for_model(there(target), 4000)),
+            SingleDraft(there(drafter), cache_tokens=4000),
         )
         decode(engine, [row_of([1, 2, b], temperature=0.8, top_p=0.9, max_tokens=12) for b in range(8)], 2)
         (round_,) = made_by(engine)
         (stage,) = round_.stages.values()
+
         def run() -> None:
             round_.chain.first.run()
             round_.chain.next.run()

@@ -17,7 +17,19 @@ from rich.markup import escape
 
 from fly.bundled import BUNDLED
 from fly.cli.completion import show, show_colours
-from fly.cli.options import CacheBytes, ConfigFile, Device, DraftOption, Dtype, Exits, K, Kernels, MaxContext, Policy
+from fly.cli.options import (
+    CacheBytes,
+    ConfigFile,
+    Device,
+    DraftOption,
+    Dtype,
+    Exits,
+    K,
+    Kernels,
+    MaxContext,
+    MemoryShare,
+    Policy,
+)
 from fly.cli.run import alone, computed, options_of, sampling_of, setup_of
 from fly.cli.show import console, errors
 from fly.config import Config
@@ -55,6 +67,7 @@ def chat(
     kernels: Kernels = "auto",
     max_context: MaxContext = None,
     cache_bytes: CacheBytes = None,
+    memory_share: MemoryShare = None,
     exits: Exits = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits for a token, whatever is in the batch.")

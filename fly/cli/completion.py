@@ -25,6 +25,7 @@ from fly.cli.options import (
     K,
     Kernels,
     MaxContext,
+    MemoryShare,
     Model,
     Policy,
 )
@@ -103,6 +104,7 @@ def generate(
     kernels: Kernels = "auto",
     max_context: MaxContext = None,
     cache_bytes: CacheBytes = None,
+    memory_share: MemoryShare = None,
     exits: Exits = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits for a token, whatever is in the batch.")

@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from rich.markup import escape
 
 from fly import __version__
 from fly.backends.cpu.library import NARROW, TORCH, available, chosen, unusable, why_not
-from fly.cache import DEFAULT_BYTES
+from fly.cache import DEFAULT_BYTES, block_size_for
 from fly.cli.options import Json
 from fly.cli.run import command
 from fly.cli.show import console, print_list, sentences, write_json
@@ -125,18 +126,39 @@ def _find_processor() -> Iterator[Finding]:
 
 
 def _find_cuda() -> Iterator[Finding]:
-    built = torch.version.cuda
+    built, reason = torch.version.cuda, ""
     if built is None:
-        yield Finding("CUDA", "none", f"torch {torch.__version__} is built without CUDA")
-        return
-    if not torch.cuda.is_available():
-        yield Finding("CUDA", f"torch is built for {built}", "no device, or no driver that this build accepts")
+        reason = f"torch {torch.__version__} is built without CUDA"
+    elif not torch.cuda.is_available():
+        reason = f"torch is built for CUDA {built}, but there is no device, or no driver that this build accepts"
+    if reason:
+        # What a device would be tried with. The kernels may still be refused there.
+        triton = find_spec("triton") is not None
+        yield Finding("CUDA", "none", reason)
+        attention = "our Triton kernels, FlashAttention for prompts" if triton else "FlashAttention, without Triton"
+        yield Finding("CUDA attention", attention, "there is no CUDA device to try it on")
         return
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         free = free_memory(torch.device("cuda", index))
         memory = f"{free / 1e9:.1f} of {facts.total_memory / 1e9:.1f} GB free"
         yield Finding(f"cuda:{index}", f"{facts.name}, compute capability {facts.major}.{facts.minor}, {memory}")
+        yield from _find_kernels(torch.device("cuda", index))
+
+
+def _find_kernels(device: torch.device) -> Iterator[Finding]:
+    """What runs a bfloat16 model with heads of 128 numbers on a device; each kernel is tried there."""
+    from fly.backends.cuda.attention import find_flash  # they take seconds to import
+    from fly.backends.cuda.ops import refuse_attention, refuse_layers
+
+    of = device, torch.bfloat16, 128
+    refused, options = refuse_attention(*of, block_size_for(device)), find_flash(*of)
+    yield Finding(f"{device} attention", "our Triton kernels", refused or "")
+    of_torch = "" if options is not None else f"torch {torch.__version__} does not read pages in place: see the warning"
+    yield Finding(f"{device} attention of prompts", "FlashAttention of PyTorch", of_torch)
+    if refused and options is None:
+        yield Finding(f"{device} attention", "PyTorch's, over copies of pages")
+    yield Finding(f"{device} layers", "fused by our Triton kernels", refuse_layers(device, torch.bfloat16) or "")
 
 
 def _find_memory() -> Iterator[Finding]:

@@ -14,7 +14,8 @@ import typer
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT, LONGEST, SHORTEST
 
 _Run = TypeVar("_Run", bound=Callable[..., Any])
-_of_model = functools.partial(typer.Option, rich_help_panel="Model and decoding")
+_OF_MODEL: dict[str, Any] = {"rich_help_panel": "Model and decoding"}
+_of_model = functools.partial(typer.Option, **_OF_MODEL)
 _of_ranks: dict[str, Any] = {"rich_help_panel": "Several processes (torchrun)"}
 
 
@@ -105,6 +106,12 @@ MaxContext = Annotated[
 CacheBytes = Annotated[
     int | None, _of_model(min=1, help="The most bytes for the KV caches. Default: 4 GiB, or half of the free memory.")
 ]
+MemoryShare = Annotated[
+    float | None,
+    number(
+        0.01, 1, help="On CUDA: the share of the device's memory to take, caches included. Default: 0.9.", **_OF_MODEL
+    ),
+]
 Exits = Annotated[
     str | None, _of_model(help="A directory of 'fly train-exit': the target stops after the layers that settle it.")
 ]
@@ -147,6 +154,7 @@ SETUP = {
     **RUNNING,
     "max_context": (MaxContext, None),
     "cache_bytes": (CacheBytes, None),
+    "memory_share": (MemoryShare, None),
     "exits": (Exits, None),
     "config": (ConfigFile, None),
 }

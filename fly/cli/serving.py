@@ -16,9 +16,10 @@ import typer
 
 from fly.cli.options import MODEL, RANKS, SETUP, takes
 from fly.cli.run import command, computed, loaded, options_of, ranks_of, setup_of
-from fly.cli.show import tell
+from fly.cli.show import progress, tell
 from fly.config import Config
 from fly.llm import LLM
+from fly.runtime.executor import WARM_ROWS
 from fly.serve import Settings
 from fly.serve.settings import wrong_with_key
 
@@ -118,6 +119,11 @@ def _serve_here(setup: Config, settings: Settings, ranks: Any, services: list[Se
     services.append(service)
     decoding = f"draft {setup.draft} · policy {llm.policy} · k {llm.k}"
     tell(f"{service.name} · {decoding} · context {service.context} · {computed(llm)}")
+    if llm.devices:
+        kinds = 2 * sum(rows <= llm.scheduler.max_rows for rows in WARM_ROWS)
+        with progress(kinds, "capturing CUDA graphs") as advance:
+            llm.warm(advance)
+        tell(llm.devices)
     if keys_are_seen:
         warnings.warn("other users of this machine can see the keys of --api-key; use --api-keys-file", stacklevel=1)
     service.metrics.loaded([of_rank["peak"] for of_rank in memory])

@@ -59,6 +59,7 @@ class Replica:
         self._stack, self._others = ExitStack(), list[Any]()
         llm = LLM.from_config(setup) if ranks == 1 else self._lead(setup, ranks)
         self.service = Service(llm, settings, draft=setup.draft, name=setup.model)
+        llm.warm()
         self.service.warm()
         self._app = create_app(self.service)
         self._keys = _changed(settings)

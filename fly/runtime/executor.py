@@ -330,8 +330,8 @@ class Executor(ABC):
         return self if self.batch_invariant else TokenByToken(self)
 
     def reserve(self, work: Workload, most: int) -> tuple[int, int]:
-        """Return how many bytes of the device ``work`` takes beside weights and caches, and how many of its rows that is
-        for: as many as take at most ``most`` bytes, at least one. The default counts nothing."""
+        """Return how many bytes of the device ``work`` takes beside weights and caches, and how many of its rows that
+        is for: as many as take at most ``most`` bytes, at least one. The default counts nothing."""
         return 0, work.rows
 
     def describe(self) -> list[str]:

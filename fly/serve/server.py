@@ -35,7 +35,7 @@ def _log_config() -> dict[str, Any]:
     """uvicorn's log configuration plus our own: warnings, and lines of the access log."""
     config: dict[str, Any] = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
     config["formatters"]["default"]["()"] = Lines
-    for name in ("fly.serve", "py.warnings"):
+    for name in ("fly", "py.warnings"):
         config["loggers"][name] = {"handlers": ["default"], "level": "INFO"}
     return config
 

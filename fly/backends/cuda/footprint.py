@@ -38,8 +38,8 @@ from fly.runtime.sampling import BatchSampling
 
 __all__ = ["KERNEL_BYTES", "WORKSPACE", "Footprint", "Needs", "measure_prompt", "measure_round"]
 
-# Of the driver, for each kernel of a graph. PyTorch's page on CUDAGraph Trees says 64 KB up to CUDA 12.4 and driver 550.
-# Later ones take less; a warm-up logs what the device really took.
+# What the driver keeps for each kernel of a graph. PyTorch's page on CUDAGraph Trees says 64 KB up to CUDA 12.4 and
+# driver 550. Later ones, which torch 2.11 needs, take less; how much less no device has told yet.
 KERNEL_BYTES = 16 << 10
 WORKSPACE = 64 << 20  # of cuBLAS, which takes 32 MiB on Hopper, inside of graphs and outside
 META = torch.device("meta")
@@ -89,7 +89,11 @@ class Footprint(TorchDispatchMode):
 
     def _note(self, x: Any, new: bool = True) -> int:
         """Bytes of a tensor's memory, if that was taken just now; what was there before is not counted."""
-        if not isinstance(x, Tensor) or not x.is_meta or (key := (storage := x.untyped_storage())._cdata) in self._known:
+        if (
+            not isinstance(x, Tensor)
+            or not x.is_meta
+            or (key := (storage := x.untyped_storage())._cdata) in self._known
+        ):
             return 0
         size = storage.nbytes() if new else 0
 
@@ -137,7 +141,12 @@ def _scratch(name: str, args: Sequence[Any], new: int) -> int:
 
 
 def measure_round(
-    shape: Shape, groups: Sequence[Group], target: Any, drafter: Any, block_size: int, draft_block_size: int | None = None
+    shape: Shape,
+    groups: Sequence[Group],
+    target: Any,
+    drafter: Any,
+    block_size: int,
+    draft_block_size: int | None = None,
 ) -> Needs:
     """What a round of this shape needs of ``target`` and ``drafter`` (executors; None: no drafter).
 

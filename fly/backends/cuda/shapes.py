@@ -61,8 +61,9 @@ class DeviceRounds:
             _log.info("compiling layers for %d rows and drafts of %d tokens, which takes a while", shape.rows, shape.k)
             found, shape = None, replace(shape, compiled=True)
         if found is None or (groups and groups not in found.stages):
-            sizes = (each and each.allocator.block_size for each in (cache, draft_cache))
-            self._make_room(key, measure_round(shape, groups, target, drafter, *sizes))
+            draft_size = None if draft_cache is None else draft_cache.allocator.block_size
+            needs = measure_round(shape, groups, target, drafter, cache.allocator.block_size, draft_size)
+            self._make_room(key, needs)
         found = found or DeviceRound(shape, target, cache, drafter, draft_cache, self.pool, self.shared)
         self.made.pop(key, None)
         self.made[key] = found

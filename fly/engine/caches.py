@@ -1,0 +1,63 @@
+"""How a loaded model's memory is divided: how many tokens the caches hold, and how many rows a step may have."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any, Protocol
+
+from fly.drafts.base import DraftSetup
+from fly.runtime.executor import Executor, Workload
+from fly.runtime.memory import Room, cache_size, divide_device, room_for
+from fly.runtime.runner import Runner
+
+__all__ = ["find_room", "make_caches"]
+
+_log = logging.getLogger("fly")
+
+
+class Ranks(Protocol):
+    """The part of ``fly.parallel.Ranks`` that is needed here."""
+
+    def collect(self, value: Any) -> list[Any]: ...
+
+
+def find_room(executor: Executor, work: Workload, share: float | None, ranks: Ranks | None) -> tuple[Room | None, int]:
+    """Return what the caches may take of a CUDA device (None: it is none), and how many rows a step may have."""
+    if executor.device.type != "cuda":
+        if share is not None:
+            raise ValueError(f"memory_share {share} is of a CUDA device, not of {executor.device}; give cache_share")
+        return None, work.rows
+    context = executor.config.max_position_embeddings
+    room, rows = divide_device(executor.device, share, partial(executor.reserve, work), context)
+    if ranks is not None:  # their devices may have less free
+        rows = min(ranks.collect(rows))
+    if rows < work.rows:
+        _log.warning(
+            f"max_rows is {rows}, not {work.rows}: rounds of more rows with k {work.k} would take more than a quarter "
+            "of the memory that the weights leave"
+        )
+    return room, rows
+
+
+def make_caches(
+    target: Runner,
+    setup: DraftSetup,
+    tokens: int | None,
+    max_bytes: int | None,
+    share: float | None,
+    block_size: int,
+    room: Room | None,
+    ranks: Ranks | None,
+) -> None:
+    """Make the caches of the target and of the draft's models, for ``tokens`` tokens each, or as many as memory
+    holds."""
+    executor, each = target.executor, target.bytes_per_token + setup.bytes_per_token
+    if tokens is None:
+        tokens = cache_size(executor, each, block_size, max_bytes, share, room)
+    if ranks is not None:  # free memory may differ between ranks, but all must admit the same requests
+        tokens = min(ranks.collect(tokens))
+    advice = "cache_bytes, cache_tokens or max_context makes it smaller"
+    with room_for(f"a cache of {tokens} tokens", each * tokens, executor.device, advice):
+        target.reserve(tokens, block_size)
+        setup.reserve(tokens)

@@ -1,0 +1,46 @@
+"""A warm-up: what a device captures or compiles for the first requests of a kind, it does before there are any."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from fly.engine.step import Engine
+from fly.runtime.executor import WARM_ROWS
+from fly.types import SamplingParams
+
+__all__ = ["warm_up"]
+
+_PROMPT, _TIMES = 40, 4  # tokens of a prompt, and how often it is decoded at most
+
+
+def warm_up(
+    engine: Engine,
+    max_rows: int,
+    k: int,
+    default: SamplingParams,
+    generate: Callable[[list[list[int]], list[SamplingParams]], object],
+    advance: Callable[[str], None],
+) -> None:
+    """Decode 1 to 32 alike requests (``WARM_ROWS``) at a time, at temperature 0 and as ``default`` samples (or else at
+    temperature 1), by ``generate``, until nothing new is captured. ``advance`` is called after each kind.
+    """
+    executors = [engine.runner.executor, *(each.executor for each in engine.setup.drafters if each.executor)]
+    if executors[0].device.type != "cuda":
+        return
+    context, vocab_size = executors[0].config.max_position_embeddings, executors[0].config.vocab_size
+    sampled = default if default.temperature else SamplingParams(temperature=1.0)
+    prompt_length = min(_PROMPT, context // 2)
+    # The largest first: what they take is used again by the others.
+    counts = [count for count in reversed(WARM_ROWS) if count <= max_rows]
+    kinds = list(itertools.product(counts, (SamplingParams(temperature=0.0), sampled)))
+    for number, (count, params) in enumerate(kinds):
+        # Rows are alike in all but the salt, which keeps them from sharing pages: they grow and end together.
+        alike = {"max_tokens": min(4 * (k + 1), context - prompt_length), "seed": 0}
+        asked = [params.changed({**alike, "cache_salt": f"warm {row}"}) for row in range(count)]
+        prompt, before = [(7 * number + 3 * place) % vocab_size for place in range(prompt_length)], -1
+        for _ in range(_TIMES):
+            if before == (before := sum(executor.prepared for executor in executors)):
+                break
+            generate([prompt] * count, asked)
+        advance(f"{count} rows")
