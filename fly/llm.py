@@ -206,7 +206,7 @@ class LLM(Calls):
 
         # The caches, whose size depends on all models.
         block_size = block_size_for(executor.device) if block_size is None else block_size
-        scored = most_scored(max_rows, executor.config.vocab_size)
+        scored = min(step_tokens, most_scored(max_rows, executor.config.vocab_size))
         work = Workload(
             max_rows, 0 if strategy is None else self.k, self._bind(self.policy), step_tokens, scored, block_size,
             next((each.executor for each in setup.drafters), None),

@@ -3,6 +3,9 @@ graphs are kept within it; the warm-up."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -14,21 +17,26 @@ from fly.backends.cuda import footprint
 from fly.backends.cuda.device_round import Group
 from fly.backends.cuda.executor import CudaExecutor
 from fly.backends.cuda.footprint import META, measure_prompt, measure_round
-from fly.backends.cuda.shapes import add_up
+from fly.backends.cuda.graphs import GraphPool
+from fly.backends.cuda.rounds import note_plain_way
+from fly.backends.cuda.shapes import DeviceRounds, add_up
 from fly.backends.cuda.table import Shape
 from fly.cache import PagedKVCache
 from fly.drafts import SingleDraft
 from fly.engine import Engine
+from fly.llm import LLM
 from fly.models import LlamaConfig
 from fly.models.llama import skeleton
 from fly.parallel import LLAMA
 from fly.parallel.model import parallelise
 from fly.parallel.plan import Part
 from fly.parallel.ranks import Ranks
-from fly.policies import Exact
-from fly.runtime.executor import DraftSpec
+from fly.policies import Exact, parse_policy
+from fly.runtime.executor import DraftSpec, Workload
 from fly.runtime.runner import Runner
-from tests.test_cuda import attend_by, decode, device, made_by, row_of, there
+from fly.types import SamplingParams
+from tests.emulator import Gpu
+from tests.test_cuda import DRAFTS, TARGET, attend_by, decode, device, made_by, row_of, there
 from tests.toys import random_llama
 
 GIB = 1 << 30
@@ -141,3 +149,114 @@ def test_what_is_counted_is_what_is_taken() -> None:
                 peak = max(peak, taken)
         counted = measure_round(round_.shape, stage.groups, round_.target, there(drafter), 256, 256)
     assert 0.9 < counted.peak / peak < 1.2
+
+
+# What is done with the numbers
+
+
+def test_as_many_rows_as_memory_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An 8B target and a 1B draft, all of 256 rows sampled: of 80 GB a quarter is enough, of 24 GB it is not."""
+    monkeypatch.setattr(GraphPool, "current", lambda self: nullcontext())
+    work = Workload(256, 8, parse_policy("fly"), 2048, 261, 256, bfloat16(LLAMA_1B))
+    target = bfloat16(LLAMA_8B)
+    needed, rows = target.reserve(work, int(0.9 * 80e9 - 18e9) // 4)
+    assert rows in (128, 256) and target.budget is not None and target.budget <= needed
+    less, fewer = target.reserve(work, int(0.9 * 24e9 - 18e9) // 4)
+    assert fewer < rows and less < needed and less <= int(0.9 * 24e9 - 18e9) // 4
+
+
+@pytest.mark.parametrize("k", [8, 15])
+def test_the_shapes_of_a_busy_server_are_kept(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
+    """1 to 32 rows at temperature 0 and above, again and again: none is dropped and captured anew."""
+    monkeypatch.setattr(GraphPool, "current", lambda self: nullcontext())
+    target, drafter, cache = bfloat16(LLAMA_8B), bfloat16(LLAMA_1B), PagedKVCache(LLAMA_1B, 1, 256, device=META)
+    target.reserve(Workload(32, k, Exact(), 2048, 261, 256, drafter), 20 << 30)
+    kept = DeviceRounds(target.pool, target.budget)
+    shapes = [shape_of(rows, drawn, k, top_p=drawn) for rows in (32, 16, 8, 4, 2, 1) for drawn in (False, True)]
+    first = [kept.find(*shape, target, cache, drafter, cache) for shape in shapes]
+    assert [kept.find(*shape, target, cache, drafter, cache) for shape in shapes] == first
+    assert sum(guessed(shape, 128256) for shape, _ in shapes) > (1 << 29) * (k // 8)
+    # The large tensors of all shapes are the same memory.
+    starts = {round_.chain.probs_DXV.untyped_storage()._cdata for round_ in first if round_.shape.drawn}
+    assert len(starts) == 1
+
+
+@contextmanager
+def loaded(memory: int = 1 << 30, way: str = "pages", **options: Any) -> Iterator[tuple[Gpu, LLM]]:
+    """A target and a draft on a device of so many bytes."""
+    with device(way) as gpu, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "mem_get_info", lambda *_: (memory, memory))
+        patch.setattr("fly.backends.cuda.ops.refuse_attention", lambda *_: None)
+        draft = SingleDraft(there(DRAFTS["near"]))
+        with LLM(there(TARGET), draft, k=4, **{"memory_share": 0.9, **options}) as llm:
+
+            def generate(prompts: list[list[int]], params: Any) -> None:
+                """On this thread, which alone has the device."""
+                for request in llm.requests(prompts, params):
+                    llm.scheduler.add(request.row)
+                while llm.scheduler:
+                    llm.scheduler.step()
+
+            llm.generate = generate  # type: ignore[method-assign,assignment]
+            yield gpu, llm
+
+
+def test_caches_take_what_rounds_and_prompts_leave() -> None:
+    with loaded(max_rows=4) as (_, llm):
+        cache, executor = llm.engine.runner.cache, llm.engine.runner.executor
+        draft = llm.engine.setup.drafters[0].cache
+        caches = 2 * (cache.keys.nbytes + draft.keys.nbytes)
+        left = int(0.9 * (1 << 30))
+        assert caches < left - executor.budget  # type: ignore[attr-defined]
+        # A row cannot have more than a context, and there are four of them.
+        assert cache.allocator.num_blocks == -(-4 * 700 // 256)
+    with device(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "mem_get_info", lambda *_: (1 << 28, 1 << 30))
+        with pytest.raises(ValueError, match=r"memory_share 0\.5 of the 1\.1 GB of cuda:0: 0\.8 GB are in use"):
+            LLM(there(TARGET), memory_share=0.5)
+    with pytest.raises(ValueError, match=r"memory_share 0\.5 is of a CUDA device, not of cpu; give cache_share"):
+        LLM(TARGET, memory_share=0.5)
+    with pytest.raises(ValueError, match=r"cache_tokens 64 and memory_share 0\.5 both give a size"):
+        LLM(TARGET, cache_tokens=64, memory_share=0.5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_after_a_warm_up_nothing_is_captured_inside_a_request(
+    temperature: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps: list[str] = []
+    with loaded(max_rows=8, memory=4 << 30) as (gpu, llm):
+        llm.warm(steps.append)
+        assert steps == [f"{rows} rows" for rows in (8, 4, 2, 1) for _ in range(2)]
+        before, prepared = gpu.graphs, llm.engine.runner.executor.prepared
+        params = SamplingParams(temperature=temperature, max_tokens=30, seed=5)
+        for rows in (1, 2, 4, 8):
+            alike = [params.changed({"cache_salt": str(row)}) for row in range(rows)]
+            llm.generate([[row % 23 for row in range(40)]] * rows, alike)
+        assert gpu.graphs == before and llm.engine.runner.executor.prepared == prepared
+        said = llm.devices
+        # Rows beyond what was prepared are captured inside a request, and the log says so.
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "fly"):
+            llm.generate([[1, 2, 3]] * 3, SamplingParams(temperature=temperature, max_tokens=30))
+        assert gpu.graphs > before and any("a new shape of batches" in record.message for record in caplog.records)
+    assert "cuda:0 (an emulated GPU) · attention by our Triton kernels · " in said
+    assert "CUDA graphs for 16 shapes of rounds" in said and "at most 8 rows" in said
+
+
+def test_a_cpu_has_nothing_to_warm_up() -> None:
+    with LLM(TARGET) as llm:
+        llm.warm()
+        assert llm.devices == "" and llm.worker.submitted == 0
+
+
+def test_the_log_says_why_rows_take_the_plain_way(caplog: pytest.LogCaptureFixture) -> None:
+    note_plain_way.cache_clear()
+    with device(), caplog.at_level(logging.INFO, "fly"):
+        executor = there(TARGET)
+        engine = Engine(Runner(executor, PagedKVCache.for_model(executor, 6000)))
+        for _ in range(2):
+            decode(engine, [row_of([1, 2, 3], max_tokens=9)])
+            decode(engine, [row_of([1, 2, 3], max_tokens=9, repetition_penalty=1.1)])
+    said = [record.getMessage() for record in caplog.records if "take the plain way" in record.getMessage()]
+    assert len(said) == 1 and "penalties" in said[0]

@@ -108,9 +108,7 @@ CacheBytes = Annotated[
 ]
 MemoryShare = Annotated[
     float | None,
-    number(
-        0.01, 1, help="On CUDA: the share of the device's memory to take, caches included. Default: 0.9.", **_OF_MODEL
-    ),
+    number(0.01, 1, help="On CUDA: the share of the memory to take, caches included. Default: 0.9.", **_OF_MODEL),
 ]
 Exits = Annotated[
     str | None, _of_model(help="A directory of 'fly train-exit': the target stops after the layers that settle it.")

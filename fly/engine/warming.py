@@ -35,12 +35,14 @@ def warm_up(
     counts = [count for count in reversed(WARM_ROWS) if count <= max_rows]
     kinds = list(itertools.product(counts, (SamplingParams(temperature=0.0), sampled)))
     for number, (count, params) in enumerate(kinds):
-        # Rows are alike in all but the salt, which keeps them from sharing pages: they grow and end together.
-        alike = {"max_tokens": min(4 * (k + 1), context - prompt_length), "seed": 0}
-        asked = [params.changed({**alike, "cache_salt": f"warm {row}"}) for row in range(count)]
+        # Rows are alike in all but the salt, which keeps them from sharing pages: they grow and end together. With one
+        # token left there is nothing to draft, which is another shape.
         prompt, before = [(7 * number + 3 * place) % vocab_size for place in range(prompt_length)], -1
         for _ in range(_TIMES):
             if before == (before := sum(executor.prepared for executor in executors)):
                 break
-            generate([prompt] * count, asked)
+            for max_tokens in (min(4 * (k + 1), context - prompt_length), 2):
+                alike = {"max_tokens": max_tokens, "seed": 0}
+                asked = [params.changed({**alike, "cache_salt": f"warm {row}"}) for row in range(count)]
+                generate([prompt] * count, asked)
         advance(f"{count} rows")

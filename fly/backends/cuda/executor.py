@@ -98,7 +98,7 @@ class CudaExecutor(TorchExecutor):
 
     def _count(self, work: Workload, rows: int) -> int:
         """Bytes that rounds and prompts take for so many rows, all sampled with top-p; those of rounds become their
-        budget (``DeviceRounds``), with graphs for every number of rows that is warmed up."""
+        budget (``DeviceRounds``)."""
         drafter: Any = work.drafter if work.drafter is not None and self.joins(work.drafter, DraftSpec()) else None
         count, k = round_up(rows), round_up(min(work.k, LONGEST))
         pages = -(-(min(self.config.max_position_embeddings, FEW) + k + 2) // work.block_size)
@@ -108,7 +108,8 @@ class CudaExecutor(TorchExecutor):
             states=tuple(range(drafter.options.inputs)) if isinstance(drafter, TorchHead) else (),
         )  # fmt: skip
         needs = measure_round(shape, (Group(work.policy, True, count),), self, drafter, work.block_size)
-        others = 2 * sum(warmed <= rows for warmed in WARM_ROWS) - 1  # at temperature 0 and above
+        # As many shapes as are warmed up, at temperature 0 and above, and as many again for what else requests ask for.
+        others = 4 * sum(warmed <= rows for warmed in WARM_ROWS) - 1
         self.budget = add_up([needs, *[needs] * others])
         prompt = measure_prompt(self, work.block_size, work.step_tokens, rows, work.scored)
         return self.budget + max(prompt.peak - needs.peak, 0)
