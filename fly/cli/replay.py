@@ -110,7 +110,8 @@ def _replay(
 ) -> tuple[list[Replay], list[str]]:
     """Replay each rule in each way. Returns what was found, and why other ways were refused."""
     found, refused = [], []
-    for rule, most, least, product_of in product(rules, k or [None], confidence or [0.0], reach or [0.0]):
+    longest: list[int] | list[None] = k or [None]
+    for rule, most, least, product_of in product(rules, longest, confidence or [0.0], reach or [0.0]):
         if most is not None and most > blocks.k:
             refused.append(f"k {most}: drafts of {blocks.k} tokens were recorded")
             continue
