@@ -43,7 +43,7 @@ _find_wait = lru_cache(256)(find_wait)
 
 
 class Group(NamedTuple):
-    """Rows that stand together in the table: of one rule, all above temperature 0 or all at it."""
+    """Rows that stand together in the table. They have one rule, and are all above temperature 0 or all at it."""
 
     policy: AcceptancePolicy
     drawn: bool
@@ -97,13 +97,14 @@ class DeviceRound:
         self.stages: dict[tuple[Group, ...], DecisionStage] = {}
 
     def prepared(self) -> AbstractContextManager[Any]:
-        """Around a round: its first two run, and compile, what is new; from the third on all is captured."""
+        """Entered around a round. The first two rounds of a shape run and compile new code; from the third on
+        everything is captured."""
         return self.pool.preparing() if self.rounds < _NEW else nullcontext()
 
     def launch(self, stage: DecisionStage, longest: int, timer: Timer) -> None:
-        """Launch a round of drafts of up to ``longest`` tokens. Its result is there when ``timer.done`` is over.
+        """Launch a round with drafts of up to ``longest`` tokens. Its result has arrived when ``timer.done`` is over.
 
-        Raises what a rule raises that no graph holds; then the round is void.
+        Raises the error of a rule that no graph can hold; then the round is void.
         """
         self.rounds += 1
         timer.start.record()
@@ -120,12 +121,12 @@ class DeviceRound:
         timer.done.record()
 
     def propose(self, drafts: Sequence[list[int]]) -> None:
-        """Take drafts that were made elsewhere, for the first lines of the table."""
+        """Upload drafts that were made elsewhere, for the first lines of the table."""
         lines = [[*tokens, *[0] * (self.shape.k - len(tokens)), len(tokens)] for tokens in drafts]
         upload_into(self._drafted_RJ[: len(lines)], torch.tensor(lines))
 
     def find_stage(self, groups: tuple[Group, ...], control_V: Tensor) -> DecisionStage:
-        """The last stage, for rows that stand in these ``groups``; ``control_V`` as of ``Target``."""
+        """Find or make the last stage for rows that stand in these ``groups``. ``control_V`` is that of ``Target``."""
         if groups not in self.stages:
             if len(self.stages) == _MOST_STAGES:
                 del self.stages[next(iter(self.stages))]
@@ -156,7 +157,7 @@ class DecisionStage:
     """The last stage of a round: the rules of its rows decide, and the table becomes that of the next round.
 
     ``relaxes`` says for each group whether its rule excuses mismatches, and ``conditions`` names the rule's conditions.
-    ``needs_texts``: some rule runs outside of the graph, and the host is to set ``texts``, of all rows, before a round.
+    If ``needs_texts``, some rule runs outside of the graph, and the host sets ``texts``, of all rows, before a round.
     """
 
     def __init__(self, round_: DeviceRound, groups: tuple[Group, ...], control_V: Tensor) -> None:
@@ -187,7 +188,7 @@ class DecisionStage:
         sample_R = uniforms(seed_R, length_R, Stream.SAMPLE, 1).squeeze(1)
         verdicts, costs, lines, first = list[Verdict](), list[Tensor | None](), list[Tensor](), 0
         for number, (policy, drawn, count) in enumerate(self.groups):
-            # The group's share of the block, and the same ``verify`` as on every device.
+            # The group's rows of the block. ``verify`` decides on them as on every device.
             rows = slice(first, first := first + count)
             reads = drawn or self.relaxes[number]
             target = self._make_target(rows, drawn, logits_RJV[rows].float() if reads else logits_RJV[rows])
@@ -216,7 +217,7 @@ class DecisionStage:
         )
 
     def _advance(self, verdicts: Sequence[Verdict], costs: Sequence[Tensor | None]) -> None:
-        """Make the table that of the next round. Padding stays as it is."""
+        """Update the table for the next round. Padding does not change."""
         table, drafter = self.round.table, self.round.drafter
         accepted_R = torch.cat([verdict.accepted_B for verdict in verdicts])
         next_R = torch.cat([verdict.next_token_B for verdict in verdicts])

@@ -1,8 +1,8 @@
 """The executor on CUDA: whole rounds as graphs, and the plain way.
 
-The engine asks ``rounds`` first, which takes the main road: no draft, prompt lookup, a draft model, or a head's chain
-(rounds.py). Rows that ask for more go the plain way, as on any device: the strategy drafts token by token, ``score``
-runs the forwards, and the rules decide in tensors, operation by operation.
+The engine first tries ``takes`` and ``rounds``: whole rounds without a draft, by prompt lookup, by a draft model, or by
+a head's chain (rounds.py). Rows that ask for more take the plain way, as on any device: the strategy drafts token by
+token, ``score`` runs the forwards, and the rules decide in tensors, operation by operation. The log says once why.
 
 Shape legend: T packed tokens, N places, C hidden width, F hidden states side by side, V vocabulary.
 """
@@ -193,8 +193,9 @@ class CudaExecutor(TorchExecutor):
 
     @_on_device
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
-        """A few tokens of each row are a graph, more of them, and trees, one forward that needs nothing from the host.
-        If no attention reads them in place, trees and prompts go row by row, with waits (``PagedBatch.attend``)."""
+        """Score by a graph if each row has a few tokens; more tokens, and trees, take one forward that needs nothing
+        from the host. If no attention reads pages in place, trees and prompts go row by row, with waits
+        (``PagedBatch.attend``)."""
         kv = batch.kv
         if any(mask is not None for mask in kv.masks or ()):
             if not takes_pages(kv.cache):
@@ -208,7 +209,7 @@ class CudaExecutor(TorchExecutor):
         return self._score_many(batch, places, states)
 
     def _score_few(self, batch: Batch, places: abc.Sequence[int] | None, states: tuple[int, ...]) -> Scores:
-        """As in a round whose drafts are the tokens after each row's first one."""
+        """Score as in a round: the tokens after each row's first one are its draft."""
         kv = batch.kv
         ends = itertools.accumulate(kv.counts, initial=0)
         new = [batch.tokens[first:end] for first, end in itertools.pairwise(ends)]
@@ -232,7 +233,7 @@ class CudaExecutor(TorchExecutor):
         return Scores(logits_NV, states_TF=scored.states_RJF.flatten(0, 1)[upload(every, self.device)])
 
     def _score_many(self, batch: Batch, places: abc.Sequence[int] | None, states: abc.Sequence[int]) -> Scores:
-        """All that the forward needs from the host goes up in one copy."""
+        """Score by one forward. Everything that it needs from the host goes up in one copy."""
         kv, tables, slots = batch.kv, batch.kv.tables(), list[int]()
         for seq, start, count in zip(kv.seqs, kv.starts, kv.counts):
             own = kv.cache.slots(seq, start, start + count)
@@ -258,7 +259,7 @@ class CudaExecutor(TorchExecutor):
 
 
 def _has_hash(policy: object) -> bool:
-    """Whether it can be told from others: a rule with a list among its parameters cannot."""
+    """Whether a rule can be a key. One with a list among its parameters cannot."""
     try:
         hash(policy)
     except TypeError:

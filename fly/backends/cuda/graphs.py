@@ -31,7 +31,7 @@ class GraphPool:
 
     Args:
         awaited: entered around each wait for the result of a graph: with ranks, other processes have to do their part.
-        preparing: entered around the first rounds of a shape, where code may be compiled: ranks then come late.
+        preparing: entered around the first rounds of a shape, which may compile code, so that ranks come late.
     """
 
     def __init__(self, device: torch.device, awaited: Awaited = nullcontext, preparing: Awaited = nullcontext) -> None:
@@ -68,15 +68,15 @@ def drop_graphs() -> None:
 class Part(Generic[_T]):
     """A piece of work on memory that stays where it is.
 
-    It runs operation by operation the first time, which warms up what libraries prepare. The second time it is captured
-    as a CUDA graph, and from then on it is one launch, which returns the same tensors each time. After a capture that
-    failed, it is captured again once it has run as often again.
+    The first time it runs operation by operation, so that libraries prepare what they need. The second time it is
+    captured as a CUDA graph. From then on it is one launch, which returns the same tensors each time. After a failed
+    capture, the next attempt comes when the work has run as often again.
 
     Args:
         run: the work.
-        reads: the part whose results it reads, which runs before it. If that cannot be captured, its results are other
-            tensors each time, so this part cannot be captured either.
-        refusal: why it cannot be captured, if that is known. It then always runs operation by operation.
+        reads: the part that runs before this one, and whose results it reads. If that part cannot be captured, its
+            results are other tensors each time, so this one cannot be captured either.
+        refusal: why it cannot be captured, if that is known. Then it always runs operation by operation.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Part(Generic[_T]):
         return self._results
 
     def drop(self) -> None:
-        """Give up the graph, for good: what it holds may not be run any more."""
+        """Give up the graph for good."""
         if self._graph is not None:
             self._graph.reset()
         self._graph, self._results, self.refusal = None, None, "graphs of this process were dropped"
@@ -145,7 +145,7 @@ class Shared:
 
 
 def upload_into(memory: Tensor, values: Tensor) -> None:
-    """Copy ``values`` of the host into ``memory`` of the device, queued behind what was launched before."""
+    """Queue a copy of ``values``, which are on the host, into ``memory`` on the device."""
     memory.copy_(values.pin_memory(), non_blocking=True)
 
 

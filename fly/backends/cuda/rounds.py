@@ -2,14 +2,15 @@
 
 ``CudaExecutor.rounds`` calls ``take_rounds`` with a plan. In order:
 
-1. Rows are grouped by rule, and memory and graphs for a batch of this shape are found or made (device_round.py).
+1. Rows are grouped by rule, and memory and graphs for a batch of this shape are found or made (shapes.py).
 2. The drafter is fed what it lacks, and the table of the rows goes up (table.py).
-3. Round after round is launched. While the device works, the host unpacks the decisions of the round before. Then it
-   waits for the device, once, and reads how many tokens each row got.
-4. All decisions go back as plain values, with what is cached of each row now.
+3. Round after round is launched (device_round.py). While the device works, the host unpacks the decisions of the round
+   before. Then it waits for the device, once, and reads how many tokens each row got.
+4. All decisions go back as plain values, with the number of tokens that the drafter has cached.
 
-Rounds end after one in which a row ended, when pages or time run out, or when someone asks the engine to hurry. An
-error of a rule that runs between graphs makes its round void; so does a NaN. The rounds before it count.
+A call ends after a round in which a row ended, when pages or time run out, or when another thread makes the engine
+hurry. A round is void if a rule that runs between graphs raises an error, or if a NaN leaves a row undecided. Rounds
+before it count.
 
 Shape legend: R rows with padding, J places of a round, F hidden states side by side.
 """
@@ -38,15 +39,15 @@ from fly.types import Decision
 __all__ = ["LONGEST", "note_plain_way", "take_rounds"]
 
 _log = logging.getLogger("fly")
-LONGEST = 128  # tokens of a draft in one graph
-_ROUNDS_AMONG_RANKS = 4  # that ranks take in one call, whatever time that takes: their clocks differ
-_SHORTEST_TEXT = 1024  # tokens of a row's text that the device has room for, at least
-_RIDGE = 256  # tokens up to which a forward takes as long as reading the weights does
+LONGEST = 128  # the most drafted tokens of a row in one graph
+_ROUNDS_AMONG_RANKS = 4  # rounds of a call among ranks, however long they take, because the ranks' clocks differ
+_SHORTEST_TEXT = 1024  # the device has room for at least so many tokens of a row's text
+_RIDGE = 256  # a forward over at most so many tokens takes no longer than reading the weights
 
 
 def take_rounds(target: Model, plan: RoundPlan, made: DeviceRounds) -> Rounds | None:
-    """``Executor.rounds``. None where a draft is too long, where the batch would need too much memory, or where a NaN
-    leaves the first round open."""
+    """Do what ``Executor.rounds`` promises. Return None if a draft is too long, if the batch needs too much memory, or
+    if the first round is void by a NaN."""
     groups, order = _group_rows(plan.rows)
     shape = _choose_shape(plan, groups)
     if shape.k > LONGEST:
@@ -80,8 +81,8 @@ def note_plain_way(reason: str, level: int = logging.INFO) -> None:
 
 
 def _group_rows(rows: Sequence[RoundRow]) -> tuple[tuple[Group, ...], list[int]]:
-    """Rows of one rule, above temperature 0 or at it, in groups that are padded to a few sizes; those above temperature
-    0 come first. With them, the number of the row in each line of the table; -1 is padding."""
+    """Group the rows by their rule and by whether they are above temperature 0; those groups come first. Each group is
+    padded to one of a few sizes. Also return the number of the row in each line of the table; -1 is padding."""
     numbers: dict[tuple[bool, AcceptancePolicy], list[int]] = {}
     for b, row in enumerate(rows):
         numbers.setdefault((row.greedy, row.policy), []).append(b)
@@ -94,7 +95,7 @@ def _group_rows(rows: Sequence[RoundRow]) -> tuple[tuple[Group, ...], list[int]]
 
 
 def _choose_shape(plan: RoundPlan, groups: Sequence[Group]) -> Shape:
-    """What the plan's rows need, rounded up so that few graphs serve all batches."""
+    """Choose sizes for the plan's rows, rounded up so that few graphs serve all batches."""
     rows, how, spec = sum(group.rows for group in groups), plan.sampling, plan.spec
     drafts = plan.drafter is not None or spec.lookup is not None
     k = round_up(max(min(row.k, plan.draft_context) for row in plan.rows)) if drafts else 0
@@ -102,7 +103,7 @@ def _choose_shape(plan: RoundPlan, groups: Sequence[Group]) -> Shape:
     if plan.drafter is None:
         spec = DraftSpec(lookup=lookup)
     else:
-        # Lookup pays only while a forward over the copied tokens too takes no longer than one without them.
+        # Lookup pays only while a forward that is fed the copied tokens too takes no longer than one without them.
         pays = lookup is not None and rows * min(lookup.k + 1, k) <= _RIDGE
         spec = replace(spec, reach=(1.0,) if any(spec.reach) else (), lookup=lookup if pays else None)
     shape = Shape(
@@ -126,7 +127,7 @@ def _choose_shape(plan: RoundPlan, groups: Sequence[Group]) -> Shape:
 
 @dataclass
 class _Row:
-    """What the host knows of a row between two rounds."""
+    """What the host knows about a row between two rounds."""
 
     plan: RoundRow
     line: int  # of the table
@@ -142,11 +143,11 @@ class _Row:
     decisions: list[Decision] = field(default_factory=list)
 
     def wanted(self) -> int:
-        """Tokens to draft at most."""
+        """The most tokens to draft in the next round."""
         return min(self.plan.k, self.left - 1, self.context - len(self.text))
 
     def read(self, line: list[int]) -> None:
-        """Take in what the next round depends on: the tokens that the row got."""
+        """Note the tokens that the row got, on which the next round depends."""
         count, accepted, next_token = line[:3]
         self.fed, self.drafted = len(self.text), line[3 : 3 + count]
         new = [*self.drafted[:accepted], next_token]
@@ -155,7 +156,7 @@ class _Row:
         self.emitted.append(len(new))
 
     def may_go_on(self) -> bool:
-        """Whether it has not ended, and its pages have room for another round."""
+        """Whether the row goes on and its pages have room for another round."""
         new = self.text[-self.emitted[-1] :]
         ended = self.left < 1 or any(token in self.plan.stop_ids for token in new)
         return not ended and len(self.text) + min(self.plan.k, self.left - 1) <= self.room
@@ -194,7 +195,7 @@ class _Call:
         table.load_texts(self.texts())
 
     def describe(self, b: int, lacks: int) -> dict[Column, float]:
-        """The state of a row."""
+        """The values of row ``b`` that go up. ``lacks``: tokens before its last one that the drafter has not cached."""
         plan, row = self.plan, self.plan.rows[b]
         values: dict[Column, float] = {
             Column.BEFORE: row.tokens[-2],
@@ -219,12 +220,12 @@ class _Call:
         return values
 
     def texts(self) -> list[list[int]]:
-        """The text in each line of the table; of padding, two tokens."""
+        """The text in each line of the table; padding has two tokens."""
         return [self.rows[b].text if b >= 0 else [0, 0] for b in self.order]
 
     def launch(self) -> None:
-        """Launch a round. A rule that no graph holds may raise here. In a later round that only makes the round void,
-        so that the rounds before it count: the next call asks the rule again."""
+        """Launch a round. A rule that no graph can hold may raise an error, which only the first round passes on. In a
+        later one the round is void, and the next call asks the rule again."""
         try:
             if self.stage.needs_texts:
                 self.stage.texts = self.texts()
@@ -251,7 +252,7 @@ class _Call:
             self.timer.done.synchronize()
 
     def read(self) -> bool:
-        """Read what each row got. False for a round that an error or a NaN made void."""
+        """Read what each row got. Return False if an error or a NaN made the round void."""
         lines = [] if self.stage.download is None else self.stage.download.host.tolist()
         if self.failed or any(lines[row.line][2] < 0 for row in self.rows):  # the next token is UNDECIDED
             return False
@@ -272,7 +273,7 @@ class _Call:
         return True
 
     def may_go_on(self) -> bool:
-        """Whether all rows may, and the call may take another round."""
+        """Whether all rows, and the limits of the call, allow another round."""
         plan, rounds = self.plan, len(self.rows[0].emitted)
         if self.round.pool.among_ranks:
             is_time = rounds < _ROUNDS_AMONG_RANKS
@@ -281,7 +282,7 @@ class _Call:
         return is_time and rounds < plan.rounds and all(row.may_go_on() for row in self.rows)
 
     def result(self) -> Rounds | None:
-        """All rounds as plain values; None where a NaN made the first one void."""
+        """All rounds as plain values; None if a NaN made the first one void."""
         if not self.rows[0].emitted:
             return None
         self.unpack()

@@ -38,8 +38,8 @@ def round_up(n: int) -> int:
 
 
 class Column(IntEnum):
-    """The columns of a row's state, int64. Those from ``NATS`` on are float64, bit by bit. From ``STOPS`` on come the
-    ids that end the row, and -1 where it has fewer."""
+    """The columns of a row's state, int64. Those from ``NATS`` to ``REACH`` hold the bits of a float64. From ``STOPS``
+    on follow the token ids that end the row, and -1 if it has fewer."""
 
     BEFORE = 0  # the last token but one
     LAST = 1
@@ -75,7 +75,7 @@ PADDING = {Column.LENGTH: 2}  # the state of no row: nothing is left to emit
 
 @dataclass(frozen=True)
 class Shape:
-    """What the memory and the graphs of a round are made for: batches of one shape share them."""
+    """The sizes that the memory and the graphs of a round are made for. Batches of one shape share them."""
 
     rows: int  # padding included
     drawn: int  # those above temperature 0, which stand first
