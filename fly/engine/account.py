@@ -71,7 +71,7 @@ def apply(
 
 
 def _append_bonuses(row: Sequence, decisions: abc.Sequence[Decision]) -> None:
-    """Extend the row by rounds without a draft, none of which ends it."""
+    """Extend the row by rounds without a draft that do not end it."""
     row.tokens += [decision.next_token for decision in decisions]
     row.provenance += [Token(one.next_token, Why.BONUS, None, one.choices[0]) for one in decisions]
     row.stats.generated += len(decisions)
@@ -126,7 +126,8 @@ def _extend(row: Sequence, ids: list[int], most: int, stopped: OnToken | None) -
 
 
 def logprobs(log_JV: Tensor, ids: abc.Sequence[int], most: int) -> list[dict[int, float]]:
-    """Return, for each token of ``ids``, its log-probability and those of the ``most`` likeliest, likeliest first."""
+    """Return, for each position, the log-probabilities of its token in ``ids`` and of the ``most`` likeliest tokens,
+    likeliest first."""
     own_J1 = log_JV.gather(1, torch.tensor(ids, device=log_JV.device)[:, None])
     return [_entry(token, *values, most) for token, values in zip(ids, _read(log_JV, own_J1, most))]
 
@@ -141,7 +142,7 @@ def _read(log_NV: Tensor, own_NX: Tensor, most: int) -> list[tuple[list[float], 
 
 
 def _entry(token: int, own: list[float], likeliest: list[float], most: int) -> dict[int, float]:
-    """Return the log-probabilities of the ``most`` likeliest tokens by id, and that of ``token``."""
+    """Return the log-probabilities, by id, of the ``most`` likeliest tokens and of ``token``."""
     ids, values = likeliest[: len(likeliest) // 2], likeliest[len(likeliest) // 2 :]
     entry = dict(zip(map(int, ids[:most]), values))
     entry.setdefault(token, own[0])

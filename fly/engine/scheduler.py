@@ -61,7 +61,7 @@ class Scheduler:
         failed: called with each error of a step before it is handled; it raises errors that concern all requests.
 
     A request is a ``Sequence``. It is over when its ``finish_reason`` is set; if that is ``"error"``, its ``error``
-    says why. An error of one request (for example of its policy) ends that request alone.
+    is what ended it. An error of one request (for example in its policy) ends that request alone.
     """
 
     def __init__(

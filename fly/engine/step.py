@@ -110,7 +110,7 @@ class Engine:
         draft = self._propose(rows, prompts)
         # Verify: one forward of the target over the last tokens and the drafts scores K + 1 places of each row.
         target, raw_BJV = self.runner.score(rows, draft, prefill, _score_prompt)
-        # Decide: each row's rule keeps a path of its draft, and the target adds one token of its own.
+        # Decide: each row's rule keeps a path of its draft, and one token of the target follows.
         decisions = self.runner.judge(rows, target, draft, self.strategy)
         for row, decision in zip(rows, decisions):
             if row.matcher is not None:
@@ -170,7 +170,7 @@ class Engine:
         return True
 
     def _decide_open(self, rows: abc.Sequence[Sequence], blocks: OpenBlocks, stopped: OnToken | None) -> None:
-        """Decide the blocks that the executor left open, except those of rows that have ended meanwhile."""
+        """Decide the blocks that the executor left open, unless their rows have ended since."""
         going = [i for i, b in enumerate(blocks.rows) if not rows[b].finish_reason]
         if not going:
             return

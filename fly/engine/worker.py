@@ -50,7 +50,7 @@ class Group(Protocol):
 
     def share(self, value: Any, wait: bool = False) -> Any: ...
 
-    def agree(self, said: object = None) -> None: ...
+    def agree(self, value: object = None, /) -> None: ...
 
     def await_blame(self, error: BaseException) -> None: ...
 
@@ -359,10 +359,10 @@ class Worker:
                 values = [(key, _plain(job) if self._leads else None) for key, job in new.items()]
                 self._group.share((values, list(leaving)), wait=True)
             return list(new.values()), list(leaving.values())
-        said = self._group.share(None, wait=True)
-        if said == _END:
+        shared = self._group.share(None, wait=True)
+        if shared == _END:
             raise Stopped("the engine is closed")
-        admitted, cancelled = said
+        admitted, cancelled = shared
         jobs = []
         for key, values in admitted:
             if self._read is not None:

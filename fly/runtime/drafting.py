@@ -204,7 +204,7 @@ def draft_by_forwards(
     sampling: BatchSampling | None = None,
     seeds: abc.Sequence[int] = (),
 ) -> Drafted:
-    """Do what ``Executor.extend`` says, by one forward for each token, or for each level of a tree."""
+    """Draft as ``Executor.extend`` describes, by one forward for each token, or for each level of a tree."""
     if spec.tree is not None:
         return _draft_trees(model, start, step, spec.tree, rows, most)
     return _draft_chains(model, start, step, spec, rows, most, sampling, seeds)
@@ -228,7 +228,7 @@ def _draft_chains(
     seeds: abc.Sequence[int],
 ) -> Drafted:
     scratch = [row.fork(row.policy, row.seed) for row in rows]
-    said: list[list[Tensor]] = [[] for _ in rows]  # for each token, what it was chosen by
+    sources: list[list[Tensor]] = [[] for _ in rows]  # for each token, the distribution or logits it was chosen by
     certainty = [Certainty(spec, least) for least in spec.reach or (0.0,) * len(rows)]
     active, logits_NV, x_NC = list(range(len(rows))), start.logits_BV, start.x_BC
     while True:
@@ -242,8 +242,8 @@ def _draft_chains(
             probs_NV = model.process(own, logits_NV.unsqueeze(1)).dense().squeeze(1)
             tokens = draw_tokens(probs_NV, [seeds[b] for b in active], [len(row.tokens) for row in going])
         if probs_NV is not None or spec.says:
-            for b, said_V in zip(active, logits_NV if probs_NV is None else probs_NV):
-                said[b].append(said_V)
+            for b, source_V in zip(active, logits_NV if probs_NV is None else probs_NV):
+                sources[b].append(source_V)
         # Stop: after the first token that the model is not sure of, one that ends the row, or enough tokens.
         goes_on = []
         for n, (b, row, token) in enumerate(zip(active, going, tokens)):
@@ -264,10 +264,10 @@ def _draft_chains(
     chains = [made.tokens[len(row.tokens) :] for made, row in zip(scratch, rows)]
     if sampling is None and not spec.says:
         return Drafted(chains)
-    said_BKV = start.logits_BV.new_zeros(len(rows), max(map(len, chains)), start.logits_BV.shape[-1])
-    for b, each in enumerate(said):
-        said_BKV[b, : len(each)] = torch.stack(each)
-    return Drafted(chains, None, said_BKV) if sampling is None else Drafted(chains, said_BKV)
+    sources_BKV = start.logits_BV.new_zeros(len(rows), max(map(len, chains)), start.logits_BV.shape[-1])
+    for b, each in enumerate(sources):
+        sources_BKV[b, : len(each)] = torch.stack(each)
+    return Drafted(chains, None, sources_BKV) if sampling is None else Drafted(chains, sources_BKV)
 
 
 def _allowed(model: Computing, logits_NV: Tensor, rows: list[Sequence]) -> Tensor:
@@ -372,7 +372,7 @@ def _draft_trees(
                 follow[b] = heapq.nlargest(growth.follow, going, key=lambda each: tree.scores[each[0]])
         if not follow or level + 1 == len(growth.widths):
             break
-        # Go on: one forward over the followed tokens, each of which sees its own path.
+        # Go on: one forward over the followed tokens. Each sees its own path.
         nodes, fed = {b: [node for node, _ in each] for b, each in follow.items()}, [len(trees[b].fed) for b in follow]
         masks: list[Tensor | None] = [trees[b].feed(new, kv.starts[b] + kv.counts[b]) for b, new in nodes.items()]
         new = [[trees[b].tokens[node] for node in each] for b, each in nodes.items()]

@@ -323,7 +323,7 @@ class Head(Executor):
 
     options: HeadConfig
     to_target_U: Tensor  # the target's ids of the draft vocabulary
-    shares: bool  # whether it has no embedding of its own, and takes the target's
+    shares: bool  # whether it lacks an embedding, and takes the target's
 
     @abstractmethod
     def share(self, weight_VC: Tensor) -> None:
@@ -367,7 +367,7 @@ class Head(Executor):
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         """Raise ``ValueError``: a head drafts, and scores nothing."""
-        raise ValueError("a draft head drafts by its target's hidden states, and scores nothing by itself")
+        raise ValueError("a draft head drafts by its target's hidden states, and cannot score alone")
 
 
 class Wrapped(Executor):

@@ -8,27 +8,16 @@ from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from torch import Tensor
-
+from fly.ops import common_prefix
 from fly.policies.base import AcceptancePolicy
 from fly.types import SamplingParams, Why
 
-__all__ = ["BadWords", "Form", "Gate", "Sequence", "Stats", "Token", "by_policy", "common_prefix"]
+if TYPE_CHECKING:
+    from fly.runtime.structured import Matcher
 
-
-def common_prefix(a: list[int], b: list[int]) -> int:
-    """Return the length of the longest common prefix of two token lists."""
-    shorter = min(len(a), len(b))
-    # Usually one is a prefix of the other. This is found at C speed, without a copy of that one.
-    if (a if len(a) == shorter else a[:shorter]) == (b if len(b) == shorter else b[:shorter]):
-        return shorter
-    # Otherwise they usually differ near the end, and everything before is compared at C speed as well.
-    start, window = shorter, 32
-    while start and a[:start] != b[:start]:
-        start, window = max(shorter - window, 0), 8 * window
-    return next(i for i in range(start, shorter) if a[i] != b[i])
+__all__ = ["BadWords", "Gate", "Sequence", "Stats", "Token", "by_policy", "common_prefix"]
 
 
 @dataclass(frozen=True)
@@ -52,36 +41,6 @@ class BadWords:
         """Return the tokens that must not follow ``text``, each once."""
         begun = [pair for token in (None, *text[-1:]) for pair in self._starts.get(token, ())]
         return sorted({last for start, last in begun if text[len(text) - len(start) :] == start})
-
-
-class Form(Protocol):
-    """The form that an output must have, followed token by token (``fly.runtime.structured.Matcher``)."""
-
-    def constrain(
-        self,
-        logits_JV: Tensor,
-        text: list[int],
-        draft: list[int],
-        parents: abc.Sequence[int],
-        raw_JV: Tensor | None = None,
-        numbers: abc.Callable[[list[int] | Tensor], Tensor] | None = None,
-    ) -> None:
-        """Forbid (-inf), in place, what must not follow ``text`` and each drafted token."""
-
-    def masks(
-        self, text: list[int], draft: list[int], parents: abc.Sequence[int] | None = None
-    ) -> dict[int, bytearray]:
-        """Return what may follow ``text`` (key 0) and each drafted token j (key j + 1), a bit for each token. A drafted
-        token that is forbidden has no entry, nor have those after it. ``parents`` as in ``Draft``."""
-
-    def check(self, place: int) -> None:
-        """Raise ``ValueError`` if nothing can follow the text up to ``place`` of the last draft."""
-
-    def fresh(self) -> Form:
-        """Return the same form, at its start."""
-
-    def close(self) -> None:
-        """Free what it holds. It is not used again."""
 
 
 class Token(NamedTuple):
@@ -239,7 +198,7 @@ class Sequence:
     draft: str = ""  # the name of the strategy that drafts for it; empty: the first, or the only one
     parent: Sequence | None = None  # has the same prompt, and prefills it for both
     error: Exception | None = None  # the error that ended it, if any
-    matcher: Form | None = None  # for the form of its output; forks share it, since it follows their tokens
+    matcher: Matcher | None = None  # for the form of its output; forks share it, since it follows their tokens
 
     @property
     def generated(self) -> int:

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from fly.cache import BlockAllocator, OutOfBlocks, PagedBatch, PagedKVCache
 from fly.models.tokenizer import Tokenizer
-from fly.ops import depths, descend, sent, tree_mask, upload
+from fly.ops import common_prefix, depths, descend, sent, tree_mask, upload
 from fly.policies.verification import priced
 from fly.runtime.constraints import constrain
 from fly.runtime.continuation import Continuation, Drafter
 from fly.runtime.executor import Batch, Drafted, DraftSpec, Executor, Given, RoundPlan, RoundRow, Rounds
-from fly.runtime.request import Sequence, common_prefix
+from fly.runtime.request import Sequence
 from fly.runtime.sampling import BatchSampling
 from fly.runtime.states import HiddenStates
 from fly.types import Decision, Draft, Target
@@ -36,8 +36,8 @@ __all__ = ["OnPrompt", "Runner"]
 
 OnPrompt = Callable[[Sequence, range, Tensor], None]  # which tokens of a prompt, and the logits [P, V] before each
 
-# For how many tokens of each row, beyond those of one round, caches reserve room before several rounds in one call: the
-# first of these numbers that fits. All rows together get at most ``_IN_ALL``.
+# Before several rounds in one call, caches reserve room for this many tokens of each row beyond one round: the first of
+# these numbers that fits. All rows together get at most ``_IN_ALL``.
 _AT_ONCE, _IN_ALL = (128, 32, 8, 1), 1024
 
 
@@ -251,7 +251,7 @@ class Runner:
         for row, start, passed in zip(rows, starts, scores.layers or ()):
             if row.generated and start == len(row.tokens) - 1:  # a round's forward, not a prompt's
                 row.stats.layers += passed
-        # The rounds' logits come first, [B, J, V]; then those of scored prompts.
+        # The rounds' logits come first, [B, J, V]; then the scored prompts'.
         per_row = 1 + max(map(len, drafts), default=0)
         logits_NV, argmax, end = scores.logits_NV, scores.argmax, len(rows) * per_row
         if on_prompt is not None and any(prompts):
@@ -316,7 +316,7 @@ class Runner:
         """Plan several rounds in one call, and reserve room in the caches for them (``_AT_ONCE``).
 
         Args:
-            rows: rows of which all tokens but the last are cached.
+            rows: all their tokens but the last are cached.
             left: how many tokens each row may still emit.
             drafting: what drafts, and how many tokens in a round; None: nothing drafts. A text that is too long for
                 the drafter goes on without a draft.

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from fly.models.tokenizer import Tokenizer
-from fly.runtime.request import common_prefix
+from fly.ops import common_prefix
 from fly.runtime.trial import follow
 from fly.types import SamplingParams, StructuredOutput
 
