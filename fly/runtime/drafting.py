@@ -80,10 +80,11 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Growth:
-    """How a model grows a tree, level by level. Level 0 has the ``widths[0]`` most likely tokens after the row. Level i
-    has the ``widths[i]`` most likely tokens after each followed token of level i - 1. Followed are the ``follow``
-    tokens of a level with the most likely paths. In the end the ``nodes`` tokens with the most likely paths are
-    proposed."""
+    """How a model grows a tree, level by level.
+
+    Level 0 has the ``widths[0]`` most likely tokens after the row. Level i has the ``widths[i]`` most likely tokens
+    after each followed token of level i - 1. A level's ``follow`` tokens with the most likely paths are followed. In the
+    end, the tree's ``nodes`` tokens with the most likely paths are proposed."""
 
     widths: tuple[int, ...]
     follow: int
