@@ -83,8 +83,8 @@ class Growth:
     """How a model grows a tree, level by level.
 
     Level 0 has the ``widths[0]`` most likely tokens after the row. Level i has the ``widths[i]`` most likely tokens
-    after each followed token of level i - 1. A level's ``follow`` tokens with the most likely paths are followed. In the
-    end, the tree's ``nodes`` tokens with the most likely paths are proposed."""
+    after each followed token of level i - 1. A level's ``follow`` tokens with the most likely paths are followed. In
+    the end, the tree's ``nodes`` tokens with the most likely paths are proposed."""
 
     widths: tuple[int, ...]
     follow: int
