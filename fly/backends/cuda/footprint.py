@@ -120,7 +120,7 @@ def _is_away(x: Any) -> bool:
 def _drop_values(x: Any) -> Any:
     """A tensor of the same sizes without values; a device that has none. Other things are themselves."""
     if isinstance(x, torch.device):
-        return x if x.type == "cpu" else META
+        return META
     if not isinstance(x, Tensor) or x.is_meta or (x.device.type == "cpu" and not x.dim()):
         return x
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=META)
