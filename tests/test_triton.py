@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fly.backends.cuda.kernels import attention, layer, product
+from fly.backends.cuda.kernels import attention, layer, product, steps
 
 ROOT = Path(__file__).parent.parent
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -107,12 +107,27 @@ def run_layer(launches: Launches, dtype: torch.dtype) -> None:
         product.multiply_int8(x, torch.zeros(6144, 4096, dtype=torch.int8), torch.empty(6144, 1), None)
 
 
+def run_steps(launches: Launches) -> None:
+    """The launches of the other steps of a round, for a vocabulary of 128,256."""
+    logits, column = torch.empty(9, 128256), torch.empty(9)
+    numbers, table = torch.zeros(9, dtype=torch.int64), torch.zeros(9, 32, dtype=torch.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "launch", launches)
+        steps.place(table, numbers, torch.zeros(9, 9, dtype=torch.bool), 256, 99, 8192)
+        steps.uniforms(numbers, numbers, 1, 8)
+        steps.find_kept(logits, column, None, column, None)
+        steps.find_kept(logits, column, column, column, column)
+        steps.share_mass(logits, torch.empty(3, 9), column)
+        steps.draw(logits, column)
+
+
 @pytest.mark.parametrize("capability", [80, 89, 90, 120])
 def test_kernels_compile_without_spills(capability: int) -> None:
     launches = Launches()
     attend(launches, torch.bfloat16, 128, 4, 9)
     attend(launches, torch.bfloat16, 256, 8, 9, tree=True, window=100)
     run_layer(launches, torch.bfloat16)
+    run_steps(launches)
     for line in compiled(launches, capability):
         print(capability, line)
 
