@@ -79,7 +79,7 @@ def count_round(temperature: float, top_p: float, vocabulary: int, way: str = "p
             strategy = SingleDraft(drafter, cache_tokens=6000)
             engine, row = (
                 Engine(Runner(target, PagedKVCache.for_model(target, 6000)), strategy),
-                row_of([1, 2, 3], k=8, temperature=temperature, top_p=top_p, max_tokens=30),
+                row_of([1, 2, 3], k=8, temperature=temperature, top_p=top_p, max_tokens=6),
             )
             decode(engine, [row])
             for graph in gpu.alive:
@@ -107,7 +107,7 @@ def test_the_rest_of_a_round_is_few_kernels_too() -> None:
     sorted."""
     greedy, drawn = (count_round(temperature, top_p, 600) for temperature, top_p in ((0.0, 1.0), (0.8, 0.9)))
     assert {part: kernels for part, (kernels, _) in greedy.items()} == {"draft": 225, "target": 13, "decision": 69}
-    assert {part: kernels for part, (kernels, _) in drawn.items()} == {"draft": 430, "target": 13, "decision": 129}
+    assert {part: kernels for part, (kernels, _) in drawn.items()} == {"draft": 366, "target": 13, "decision": 151}
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 17])
@@ -160,13 +160,11 @@ def test_greedy_rounds_write_no_float32_logits(temperature: float, policy: str) 
 
 
 def main() -> None:
-    """The table of docs/results/kernels.md: ``python -m tests.test_cuda_fused``."""
+    """The counts of docs/results/kernels.md: ``python -m tests.test_cuda_fused``."""
     for temperature, top_p in ((0.0, 1.0), (0.8, 0.9)):
-        print(
-            temperature,
-            top_p,
-            {part: (n, round(size / 1e6, 1)) for part, (n, size) in count_round(temperature, top_p, 128256).items()},
-        )
+        print(f"temperature {temperature}: kernels and bytes outside of layers")
+        for part, (kernels, moved) in count_round(temperature, top_p, 600).items():
+            print(f"  {part:10}{kernels:6}{moved:10,}")
 
 
 if __name__ == "__main__":

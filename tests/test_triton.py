@@ -105,6 +105,12 @@ def run_layer(launches: Launches, dtype: torch.dtype) -> None:
         layer.gate(torch.empty(9, 2 * 14336, dtype=dtype))
         layer.rotate_store(qkv, table, table, torch.zeros(9, dtype=torch.int64), cache, cache)
         product.multiply_int8(x, torch.zeros(6144, 4096, dtype=torch.int8), torch.empty(6144, 1), None)
+        for size in (32, 128):
+            groups = 4096 // size
+            zeros = torch.zeros(6144, groups, dtype=torch.uint8)
+            product.multiply_int4(
+                x, torch.zeros(6144, 2048, dtype=torch.uint8), torch.empty(6144, groups, dtype=dtype), zeros, None
+            )
 
 
 def run_steps(launches: Launches) -> None:

@@ -297,3 +297,22 @@ def test_tokens_are_drawn_alike(width: int, sparse: float, seed: int) -> None:
     uniform_B = torch.rand(6, generator=draw)
     uniform_B[0], uniform_B[1], uniform_B[3] = 1 - 2.0**-24, 0.5, 0.0
     assert torch.equal(steps.draw(probs_BV, uniform_B), ops.draw(probs_BV, uniform_B))
+
+
+@settings(fast, max_examples=25)
+@given(
+    st.sampled_from([*DTYPES]), st.integers(1, 16), st.sampled_from([1, 31, 32, 100]), st.sampled_from([32, 64, 128]),
+    st.sampled_from([1, 3, 8]), st.booleans(), st.integers(0, 99),
+)  # fmt: skip
+def test_products_with_int4_weights(
+    dtype: torch.dtype, tokens: int, outputs: int, size: int, groups: int, bias: bool, seed: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    inputs = size * groups
+    x_TK = torch.randn(tokens, 2 * inputs, generator=draw).to(dtype)[:, inputs:]
+    pairs_NP = torch.randint(0, 256, (outputs, inputs // 2), generator=draw, dtype=torch.uint8)
+    scale_NG = (torch.rand(outputs, groups, generator=draw) / 8 / inputs**0.5).to(dtype)
+    zero_NG = torch.randint(0, 17, (outputs, groups), generator=draw, dtype=torch.uint8)
+    given = x_TK, pairs_NP, scale_NG, zero_NG, torch.randn(outputs, generator=draw).to(dtype) if bias else None
+    ours, theirs = product.multiply_int4(*given), ops.multiply_int4(*given)
+    torch.testing.assert_close(ours.float(), theirs.float(), rtol=DTYPES[dtype], atol=DTYPES[dtype])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -190,7 +191,7 @@ class ProcessedDistribution:
         shape, cuts = (rows, positions), sampling.most_k or sampling.top_p or sampling.min_p
         return peak_N.view(shape), kept_N.view(shape) if cuts else None, total_N.view(shape)
 
-    def _find_kept(self, logits_NV: Tensor, *limits_N: Tensor | None) -> Tensor:
+    def _find_kept(self, logits_NV: Tensor, *limits_N: Any) -> Tensor:
         return find_kept(logits_NV, *limits_N)
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "draw",
     "find_kept",
     "gate",
+    "multiply_int4",
     "multiply_int8",
     "place",
     "refuse_attention",
@@ -41,6 +42,7 @@ __all__ = [
     "rotate_store",
     "share_mass",
     "uniforms",
+    "widen_int4",
 ]
 
 _log = logging.getLogger("fly")
@@ -195,6 +197,30 @@ def _(x_TK: Tensor, weight_NK: Tensor, *rest: object) -> Tensor:
     return x_TK.new_empty(len(x_TK), len(weight_NK))
 
 
+@torch.library.custom_op("fly::multiply_int4", mutates_args=())
+def multiply_int4(x_TK: Tensor, pairs_NP: Tensor, scale_NG: Tensor, zero_NG: Tensor, bias_N: Tensor | None) -> Tensor:
+    """``x @ ((number - zero) * scale).T + bias`` [T, N] of at most 16 tokens. ``pairs_NP`` (uint8) hold two numbers of
+    0 to 15 each, the first in the lower half; a group is 32, 64 or 128 inputs; zeros are uint8."""
+    if x_TK.is_cuda:
+        from fly.backends.cuda.kernels import product
+
+        return product.multiply_int4(x_TK, pairs_NP, scale_NG, zero_NG, bias_N)
+    y_TN = F.linear(x_TK.float(), widen_int4(pairs_NP, scale_NG, zero_NG, x_TK.dtype).float())
+    return (y_TN if bias_N is None else y_TN + bias_N).to(x_TK.dtype)
+
+
+@multiply_int4.register_fake
+def _(x_TK: Tensor, pairs_NP: Tensor, *rest: object) -> Tensor:
+    return x_TK.new_empty(len(x_TK), len(pairs_NP))
+
+
+def widen_int4(pairs_NP: Tensor, scale_NG: Tensor, zero_NG: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N, K] the weights of ``multiply_int4``."""
+    number_NK = torch.stack([pairs_NP & 15, pairs_NP >> 4], 2).flatten(1)
+    number_NGX = number_NK.unflatten(1, (scale_NG.shape[1], -1)).float()
+    return ((number_NGX - zero_NG.unsqueeze(2)) * scale_NG.unsqueeze(2).float()).to(dtype).flatten(1)
+
+
 # The steps of a round outside of its layers. Where the kernels are refused, they are PyTorch's on every device.
 
 
@@ -347,8 +373,7 @@ def _compare(device: torch.device, run: Any, kernel: Callable[..., Any], *given:
     here = [x.clone() if isinstance(x, Tensor) else x for x in given]
     ours, theirs = kernel(*there), run(*here)
     for one, other in zip(tree_leaves((ours, there)), tree_leaves((theirs, here))):
-        near = {"atol": 0.05, "rtol": 0.05, "equal_nan": True}
-        if isinstance(one, Tensor) and not torch.allclose(one.cpu().float(), other.float(), **near):
+        if isinstance(one, Tensor) and not torch.allclose(one.cpu().float(), other.float(), atol=0.05, rtol=0.05):
             return f"{run._name} differs from the reference"
     return None
 
