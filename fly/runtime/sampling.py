@@ -82,8 +82,8 @@ class BatchSampling:
 def find_kept(
     logits_NV: Tensor, temperature_N: Tensor, least_N: Tensor | None, top_p_N: Tensor | None, min_p_N: Tensor | None
 ) -> Tensor:
-    """[3, N]: of each position the largest logit; the least that is kept, minus infinity if all are; ln of the mass
-    that is kept.
+    """Return three numbers of each position [3, N]: the largest logit; the least that is kept, minus infinity if all
+    are; ln of the mass that is kept.
 
     Args:
         least_N: a least logit that is known already; None: none is.
