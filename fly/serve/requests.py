@@ -218,6 +218,16 @@ class Generation(Body):
         return self.max_tokens
 
     @property
+    def usable(self) -> list[Function]:
+        """The functions that the answer may call."""
+        return []
+
+    @property
+    def calls_by_form(self) -> bool:
+        """Whether a grammar restricts the calls."""
+        return False
+
+    @property
     def takes_time(self) -> bool:
         """Whether preparing takes more than encoding a text: a grammar to compile, words to spell."""
         return bool(self.bad_words) or (
@@ -346,7 +356,6 @@ class ChatRequest(Conversation, Generation):
 
     @property
     def usable(self) -> list[Function]:
-        """The functions that the answer may call."""
         functions = [tool.function for tool in self.tools or ()]
         if isinstance(choice := self.tool_choice, NamedTool):
             return [function for function in functions if function.name == choice.function.name]
@@ -354,7 +363,6 @@ class ChatRequest(Conversation, Generation):
 
     @property
     def calls_by_form(self) -> bool:
-        """Whether a grammar restricts the calls."""
         loose = not self.must_call and self.parallel_tool_calls is not False and self.form is None
         return bool(self.usable) and not (loose and not any(function.strict for function in self.usable))
 
