@@ -37,9 +37,7 @@ _ASKED = {
     ),
     "parallel": option(int, "The most requests at the same time.", min=1, default=8),
     "alpha": (
-        Annotated[
-            float, number(1e-9, 0.5, help="An honest server fails with at most this probability, over all checks.")
-        ],
+        Annotated[float, number(1e-9, 0.5, help="The probability that an honest server fails, over all checks.")],
         0.001,
     ),
     "seconds": (Annotated[float | None, number(1, help="The most time; checks cut short are undecided.")], None),
@@ -63,9 +61,7 @@ def audit(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            help="A reference that fly runs itself, without a draft: a bundled name, a directory, a GGUF file."
-        ),
+        typer.Option(help="A reference that fly runs: a bundled name, a directory, a GGUF file."),
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="The server's key. Default: $OPENAI_API_KEY.")] = None,
     prompts: Annotated[

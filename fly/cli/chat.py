@@ -18,7 +18,7 @@ from rich.markup import escape
 from fly.bundled import BUNDLED
 from fly.cli.completion import show, show_colours
 from fly.cli.options import SETUP, Deterministic, option, takes
-from fly.cli.run import alone, computed, options_of, sampling_of, setup_of
+from fly.cli.run import alone, compute_in_words, options_of, sampling_of, setup_of
 from fly.cli.show import console, errors
 from fly.config import Config
 from fly.errors import explain, meant
@@ -114,7 +114,7 @@ class Conversation:
 
     def run(self) -> None:
         """Read lines and answer them, until the input ends."""
-        self._tell(f"{self.setup.model} · {self._settings()} · {computed(self.llm)} · /help lists commands")
+        self._tell(f"{self.setup.model} · {self._settings()} · {compute_in_words(self.llm)} · /help lists commands")
         while True:
             try:
                 line = _read("» ").strip()

@@ -15,7 +15,7 @@ import typer
 from rich.text import Text
 
 from fly.cli.options import MODEL, RANKS, SETUP, Deterministic, option, takes
-from fly.cli.run import command, computed, kernels_of, loaded, options_of, ranks_of, sampling_of, setup_of
+from fly.cli.run import command, compute_in_words, kernels_of, memory_of, options_of, ranks_of, sampling_of, setup_of
 from fly.cli.show import console, errors, note
 from fly.llm import LLM, Piece
 from fly.policies import AcceptancePolicy
@@ -79,7 +79,7 @@ def generate(
             text = sys.stdin.read() if ranks is None else ranks.share(sys.stdin.read() if ranks.leads else None)
         llm = LLM.from_config(setup_of(context, config), ranks)
         if ranks is not None:
-            loaded(ranks, quiet=not console.is_terminal)
+            memory_of(ranks, quiet=not console.is_terminal)
         params = sampling_of(given, llm.default_params)
         templated = not raw and llm.tokenizer is not None and llm.tokenizer.template is not None
         ids: Any = llm.chat_prompt(text) if templated else text
@@ -199,4 +199,4 @@ def show_legend(llm: LLM, stats: Stats, elapsed: float) -> None:
         for name, gate in stats.gates.items()
     ]
     parts += [f"{name} never held, so nothing is relaxed" for name in stats.silent_gates]
-    note(" · ".join([*parts, computed(llm)]))
+    note(" · ".join([*parts, compute_in_words(llm)]))

@@ -132,7 +132,7 @@ def _given(context: typer.Context, path: Path | None, options: dict[str, Any]) -
     return {name: value if typed_in(context, name) else getattr(read, name) for name, value in options.items()}
 
 
-def loaded(ranks: Any, quiet: bool = False) -> list[dict[str, int]]:
+def memory_of(ranks: Any, quiet: bool = False) -> list[dict[str, int]]:
     """The memory of every rank after loading, which is printed if there are several. All ranks must call this."""
     from fly.parallel import memory_here
 
@@ -161,7 +161,7 @@ def kernels_of(llm: LLM) -> str:
     return f"torch ({reason})" if reason else "torch"
 
 
-def computed(llm: LLM) -> str:
+def compute_in_words(llm: LLM) -> str:
     """The kernels and dtypes of the target and of the draft, as a phrase."""
     (_, dtype), *drafts = llm.computed
     others = "".join(f", draft {kernels} in {own}" for kernels, own in dict.fromkeys(drafts))

@@ -19,7 +19,7 @@ from fly.models.chat import Kind, Splitter
 from fly.models.lengths import byte_alphabet
 from fly.models.tokenizer import Tokenizer
 from fly.runtime.request import Token
-from fly.serve.jsons import written
+from fly.serve.jsons import write_json
 from fly.serve.requests import ChatRequest, CompletionRequest, Generation
 from fly.serve.rules import Speculation
 from fly.serve.tools import CallDelta, CallFormat, CallReader
@@ -212,7 +212,7 @@ class Completion:
     def _event(self, chunk: dict[str, Any]) -> bytes:
         if self.body.with_running_usage and "usage" not in chunk:
             chunk |= {"usage": self.usage()}
-        return b"data: " + b"".join(written(chunk)) + b"\n\n"
+        return b"data: " + b"".join(write_json(chunk)) + b"\n\n"
 
     def ended(self) -> bool:
         """Whether every choice has ended."""

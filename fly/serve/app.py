@@ -25,7 +25,7 @@ from fly.serve.answering import Answering
 from fly.serve.answers import Completion
 from fly.serve.errors import ApiError, ClientLeft, Plain
 from fly.serve.guard import Guard
-from fly.serve.jsons import written
+from fly.serve.jsons import write_json
 from fly.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from fly.serve.service import Service
 
@@ -90,10 +90,10 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
     def close() -> None:
         if answering is not None:
             answering.close()
-            service.left(prepared)
+            service.release(prepared)
 
     try:
-        prepared = await service.prepared(body, request)
+        prepared = await service.prepare_aside(body, request)
         streamed = bool(body.stream)
         job = service.submit(prepared, streamed)
         timeout = service.settings.timeout
@@ -123,20 +123,20 @@ async def in_one(completion: Completion, answering: Answering) -> list[bytes]:
         for news in found:
             completion.add(news)
             yield b""
-        yield from written(completion.whole())
+        yield from write_json(completion.whole())
 
-    return await answering.written(made(), completion.entries(found))
+    return await answering.write(made(), completion.entries(found))
 
 
 async def events(completion: Completion, answering: Answering) -> AsyncIterator[bytes]:
     """Yield the events of a stream: one that opens each choice, then the news, then the statistics."""
     try:
-        for part in await answering.written(completion.opening(), completion.entries([])):
+        for part in await answering.write(completion.opening(), completion.entries([])):
             yield part
         while not completion.ended():
             if (found := await answering.next()) is None:
                 return
-            for part in await answering.written(completion.events(found), completion.entries(found)):
+            for part in await answering.write(completion.events(found), completion.entries(found)):
                 yield part
     except ClientLeft:
         return
@@ -235,7 +235,7 @@ def _add_texts(app: FastAPI, service: Service) -> None:
             tokens = service.tokens(body)
             texts = (service.tokenizer.raw.id_to_token(token) for token in tokens) if body.return_token_strs else None
             count = {"count": len(tokens), "max_model_len": service.context}
-            return Parts([b"".join(written({**count, "tokens": iter(tokens), "token_strs": texts}))])
+            return Parts([b"".join(write_json({**count, "tokens": iter(tokens), "token_strs": texts}))])
 
         return await service.aside(build, request)
 
@@ -252,7 +252,7 @@ def _add_texts(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
 
         def build() -> Response:
-            return Parts([b"".join(written({"prompt": service.text(body.tokens)}))])
+            return Parts([b"".join(write_json({"prompt": service.text(body.tokens)}))])
 
         return await service.aside(build, request)
 

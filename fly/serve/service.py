@@ -146,7 +146,7 @@ class Service:
         self.llm.close()
         self._trial.close()
 
-    async def prepared(self, body: Generation, request: HttpRequest) -> Prepared:
+    async def prepare_aside(self, body: Generation, request: HttpRequest) -> Prepared:
         """Call ``prepare`` in a thread. Raises ``ClientLeft`` if the client leaves."""
         work = partial(self.prepare, body, request.state.client.name)
         return await self.aside(work, request, body.takes_time)
@@ -387,7 +387,7 @@ class Service:
         self.held[prepared.client] += count
         return job
 
-    def left(self, prepared: Prepared) -> None:
+    def release(self, prepared: Prepared) -> None:
         """Release what the request held: its client has the answer, or has left."""
         self.held.subtract({prepared.client: len(prepared.requests)})
         self.held += Counter()  # drops clients without completions

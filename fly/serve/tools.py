@@ -97,7 +97,7 @@ class _Call:
         at = len(self.text)
         self.text += text
         if self.name is None and at < _HEAD and (head := self._head.match(self.text)):
-            self.name, self._start = _loaded(head[1]), head.end()
+            self.name, self._start = _load(head[1]), head.end()
         while at < len(self.text) and not self.over:
             self._step(at)
             at += 1
@@ -135,7 +135,7 @@ class _Call:
 
     def whole(self) -> tuple[str, str] | None:
         """Name and arguments, in either order; None if this is not a call."""
-        call = _loaded(self.text)
+        call = _load(self.text)
         if not isinstance(call, dict) or not isinstance(name := call.get("name"), str):
             return None
         given = call.get(self._key, call.get("arguments", {}))
@@ -268,7 +268,7 @@ class CallReader:
         yield from ()
 
 
-def _loaded(text: str) -> Any:
+def _load(text: str) -> Any:
     """Parse JSON; return None if it is invalid."""
     try:
         return loads(text, once=False)
