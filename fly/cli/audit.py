@@ -71,8 +71,10 @@ def audit(
     json_: Json = None,
     **_: Any,
 ) -> None:
-    """Judge any OpenAI-compatible server: are its answers those of its model, whatever makes it fast? Exits with 0 if
-    nothing failed, 1 if something did, 2 if it could not be tested."""
+    """Judge any OpenAI-compatible server: are its answers those of its model, whatever makes it fast?
+
+    The exit status is 0 if nothing failed, 1 if something did, and 2 if the server could not be tested.
+    """
     from fly.audit import audit as run
     from fly.audit import check_names
 

@@ -70,7 +70,10 @@ def generate(
     config: Path | None = None,
     **_: Any,
 ) -> None:
-    """Complete a prompt; on a terminal, colours show why each token was kept."""
+    """Complete a prompt; on a terminal, colours show why each token was kept.
+
+    Options of sampling that are left out have the checkpoint's values.
+    """
     with ranks_of(context, config) as ranks:
         given = _sampling_given(context)
         sampling_of(given, SamplingParams())  # report errors before anything is loaded

@@ -44,7 +44,7 @@ _SETTING = {
     "ranks": option(int, "Devices in all.", min=1, default=8),
     "per_node": option(int, "Devices of one node.", min=1, default=8),
     "rows": option(int, "Sequences in a batch.", min=1, default=1),
-    "context": option(int, "Tokens of context of each.", min=1, default=2048),
+    "context": option(int, "Tokens of context of each sequence.", min=1, default=2048),
 }  # fmt: skip
 
 
@@ -60,10 +60,9 @@ def bench_plan(
     policy: Annotated[list[str] | None, typer.Option(help="With --recorded, a rule beside exact; repeatable.")] = None,
     **setting: Any,
 ) -> None:
-    """Whether a setting fits on given devices, and what speculation should gain there, by a model of costs.
+    """Estimate whether a setting fits on given devices, and what speculation should gain there.
 
-    --recorded takes the acceptance from a run, and shows the best draft length of each rule, with prompt lookup below
-    the draft and without.
+    --recorded takes the acceptance from a run, and shows the best draft length of each rule.
     """
     for name in ("policy",) if recorded is None else ("tau", "draft_tau", "k"):  # options without an effect
         if typed_in(typed, name):

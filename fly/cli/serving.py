@@ -70,8 +70,10 @@ def _options(names: tuple[str, ...], panel: str) -> dict[str, tuple[Any, Any]]:
 @command
 @takes(MODEL, SETUP, _options(_ACCESS, "Access"), _options(_LIMITS, "Limits"), _ROOM, RANKS, _RAY)
 def serve(context: typer.Context, config: Path | None, ray: bool, **_: Any) -> None:
-    """Serve a model over HTTP as OpenAI does, with a playground at /. --policy, --draft and --k are for requests that
-    name none."""
+    """Serve a model over HTTP as OpenAI does, with a playground at /.
+
+    Requests that name no policy, draft or K get those of --policy, --draft and --k.
+    """
     services: list[Service] = []
     _die_at_once()
     given = {name: value for name, value in options_of(context, Settings.model_fields).items() if value is not None}
