@@ -103,7 +103,7 @@ def _read(path: Path) -> list[str]:
 
 @contextmanager
 def _reference(model: str | None, dtype: str) -> Iterator[str | None]:
-    """The address of a server of our own, without a draft, for as long as this lasts."""
+    """Run a server of our own, without a draft, while this context lasts. Yields its address."""
     if model is None:
         yield None
         return
@@ -126,7 +126,7 @@ def _reference(model: str | None, dtype: str) -> Iterator[str | None]:
 
 @contextmanager
 def _progress() -> Iterator[Any]:
-    """A bar of the checks that are done, with what is being done, beside the output."""
+    """Show a bar of the checks that are done, and the one that runs."""
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=errors, transient=True) as bar:
         task = bar.add_task("connecting", total=None)
@@ -134,7 +134,7 @@ def _progress() -> Iterator[Any]:
 
 
 def _show(report: Report, model: str | None) -> None:
-    """One line a check, then what there is to say about some of them, then the sum."""
+    """Print a line for each check, details of some, and how many checks have each verdict."""
     beside = f" · beside {model or report.beside}" if report.beside else ""
     title = f"{report.model} at {report.url} · {report.endpoint}{beside}"
     columns = {

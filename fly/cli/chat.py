@@ -19,7 +19,7 @@ from fly.bundled import BUNDLED
 from fly.cli.completion import show, show_colours
 from fly.cli.options import SETUP, Deterministic, option, takes
 from fly.cli.run import alone, compute_in_words, options_of, sampling_of, setup_of
-from fly.cli.show import console, errors
+from fly.cli.show import console, errors, fail
 from fly.config import Config
 from fly.errors import explain, meant
 from fly.llm import LLM, Piece, Stream
@@ -142,7 +142,7 @@ class Conversation:
             except Exception as error:  # a wrong command, or a faulty plug-in: the conversation goes on
                 message = explain(error) if isinstance(error, ValidationError) else str(error)
                 kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
-                errors.print(f"[bold red]error:[/] {escape(kind + message)}", highlight=False, soft_wrap=True)
+                fail(kind + message)
 
     def messages(self) -> list[dict[str, str]]:
         """All messages so far, the system prompt included."""

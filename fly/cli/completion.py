@@ -107,16 +107,15 @@ def _sampling_given(context: typer.Context) -> dict[str, Any]:
     return options | {"structured": None if set(forms.values()) == {None} else StructuredOutput(**forms)}
 
 
-def _text_of(option: str, given: str | None, pattern: str, what: str) -> str | None:
-    """The value of an option that takes a text, recognised by ``pattern``, or the name of a file with it (which may
-    begin with ``@``)."""
+def _text_of(name: str, given: str | None, pattern: str, what: str) -> str | None:
+    """Read an option that takes a text, which matches ``pattern``, or the name of a file, which may begin with ``@``."""
     if given is None or re.search(pattern, given):
         return given
     try:
         return Path(given.removeprefix("@")).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ValueError(f"{option} {given!r} is no {what}, and no file: {reason}") from None
+        raise ValueError(f"{name} {given!r} is no {what}, and no file: {reason}") from None
 
 
 def _biases(given: list[str]) -> dict[int, float]:

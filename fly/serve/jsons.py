@@ -50,7 +50,7 @@ def loads(text: bytes | str, once: bool = True) -> Any:
 
 
 def write_json(value: Any) -> Iterator[bytes]:
-    """Write ``value`` as JSON in pieces, each of which takes little time. An iterator in an object is written as a
+    """Write ``value`` as JSON in small pieces. An iterator in an object is written as a
     list; its entries are built when they are written."""
     if isinstance(value, dict):
         before = b"{"

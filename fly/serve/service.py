@@ -156,7 +156,7 @@ class Service:
         self.check_model(body.model)
         chosen = self.speculation(body)
         self._check_count(body)
-        # Encode the prompts; those of chats also show which calls and which thinking the answer may have.
+        # Encode the prompts. The prompt of a chat also shows which calls and which thinking the answer may have.
         calls, prompts, name = None, list[list[int]](), "messages" if isinstance(body, ChatRequest) else "prompt"
         thinking = None
         if isinstance(body, ChatRequest):
