@@ -108,7 +108,7 @@ def _sampling_given(context: typer.Context) -> dict[str, Any]:
 
 
 def _text_of(name: str, given: str | None, pattern: str, what: str) -> str | None:
-    """Read an option that takes a text, which matches ``pattern``, or the name of a file, which may begin with ``@``."""
+    """Read an option: a text, which matches ``pattern``, or the name of a file, which may begin with ``@``."""
     if given is None or re.search(pattern, given):
         return given
     try:
