@@ -83,8 +83,8 @@ def test_two_keys_are_a_bad_request() -> None:
 
 def test_only_a_trusted_proxy_says_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    found = Clients.of
-    monkeypatch.setattr(Clients, "of", lambda *a: (client := found(*a), seen.append(client.name))[0])
+    found = Clients.identify
+    monkeypatch.setattr(Clients, "identify", lambda *a: (client := found(*a), seen.append(client.name))[0])
     told = ["10.9.9.9", "8.8.8.8, 10.9.9.8", "2001:db8::7", "10.9.9.7:80"]
     for trusted, names in (
         ((), ["127.0.0.1"] * 4),
