@@ -15,7 +15,7 @@ from rich.text import Text
 from fly.bundled import BUNDLED
 from fly.cli.options import LOADING, RANKS, Exits, Json, Rules, option, output, takes
 from fly.cli.run import alone, command, memory_of, options_of, ranks_of, typed_in
-from fly.cli.show import console, narrow, note, print_list, progress, sentences, table, tell, warn, write_json
+from fly.cli.show import console, narrow, note, print_list, progress, sentences, table, tell, write_json
 from fly.errors import instead
 from fly.eval.plan import Plan
 from fly.eval.records import read_records
@@ -239,7 +239,7 @@ def show_report(found: Report) -> None:
             console.print(table("", each.rows, narrow(cells), wrapped=(next(iter(cells)),), show_edge=False))
     note(escape(LEGEND))
     for line in found.notes:
-        warn(line)
+        console.print(f"[yellow]{escape(line)}[/]", highlight=False)
 
 
 @alone
