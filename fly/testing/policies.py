@@ -31,9 +31,9 @@ from typing import Any
 import torch
 
 from fly.backends.cuda.waits import find_wait
+from fly.expressions import check_parameters
 from fly.ops import one_hot
 from fly.policies import AcceptancePolicy, dump_policy, load_policy, parse_policy
-from fly.policies.registry import check_types
 from fly.runtime.request import Stats
 from fly.runtime.sampling import BatchSampling
 from fly.testing.blocks import TICK, TOLERANCE, Case, block, bound, cases, require_equal, rounded
@@ -55,7 +55,7 @@ def check_policy(
     report = Report(str(policy), f"{policy.guarantee.value}{f', {policy.bound}' if policy.bound else ''}")
     try:
         if dataclasses.is_dataclass(type(policy)):
-            check_types(policy)
+            check_parameters(policy)
     except ValueError as error:  # all other findings would follow from this one
         report.findings.append(Finding("types of the parameters", False, str(error)))
     else:
