@@ -214,7 +214,9 @@ def test_multipliers_are_those_of_the_pytorch_model(variant: str) -> None:
 
 @built
 def test_other_norms_are_refused_by_name_and_run_on_pytorch(tmp_path: Path) -> None:
-    config = GRANITE.model_dump() | {name: OPTIONS[name] for name in OPTIONS} | {"family": "olmo2"}
+    config = (
+        GRANITE.model_dump() | {name: LlamaConfig.model_fields[name].default for name in OPTIONS} | {"family": "olmo2"}
+    )
     save_model(build_llama(LlamaConfig.model_validate(config)), tmp_path, torch.float32)
     with pytest.raises(ValueError, match=r"kernels 'w8a8'.*know nothing of the norms of the family 'olmo2'"):
         load_executor(tmp_path, kernels="w8a8")

@@ -1,18 +1,22 @@
 """Tasks, runs of them in many ways, and reports: what a rule gains and costs on your task."""
 
 from fly.eval.compare import Result, compare, decode
+from fly.eval.decode import Decoder, Finished
 from fly.eval.plan import Plan
 from fly.eval.replay import Replay, replay
 from fly.eval.report import Report, report
-from fly.eval.run import check_folder, decode_run, remaining, score_run
+from fly.eval.run import RunWriter, check_folder, decode_run, remaining, score_run
 from fly.eval.task import Task, load_task, task_names
 from fly.eval.timed import Setting
 
 __all__ = [
+    "Decoder",
+    "Finished",
     "Plan",
     "Replay",
     "Report",
     "Result",
+    "RunWriter",
     "Setting",
     "Task",
     "check_folder",

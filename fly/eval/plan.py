@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
     field_serializer,
-    field_validator,
     model_validator,
 )
 
@@ -24,7 +26,8 @@ from fly.bundled import BUNDLED, usual_draft
 from fly.cache import DEFAULT_BYTES
 from fly.config import read_yaml
 from fly.errors import explain
-from fly.eval.task import Task, load_task
+from fly.eval.records import Key
+from fly.eval.task import Problem, Task, load_task
 from fly.expressions import grid
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.policies.base import Relaxed
@@ -32,7 +35,7 @@ from fly.policies.conditions import is_ours
 from fly.policies.registry import load_policy
 from fly.types import Guarantee
 
-__all__ = ["AUTOREGRESSIVE", "Asked", "Plan", "Way", "named"]
+__all__ = ["AUTOREGRESSIVE", "Asked", "Plan", "Turn", "Way", "named"]
 
 AUTOREGRESSIVE = "autoregressive"
 
@@ -69,19 +72,39 @@ class Way:
         return self.policy.guarantee if self.exits is None else Guarantee.HEURISTIC
 
 
-def _rule(value: object) -> str:
-    """The text of a policy, after a check that it can be read. The text itself stays, since ``module:Class`` names what
-    it imports."""
-    text = value if isinstance(value, str) else str(load_policy(value, trusted=True))
-    parse_policy(text, trusted=True)
-    return text
+@dataclass(frozen=True)
+class Turn:
+    """One completion that a plan asks for. ``number`` is the index of the problem in its task."""
+
+    key: Key
+    number: int
+    task: Task
+    problem: Problem
+    way: Way
+
+    @property
+    def row_seed(self) -> int:
+        """The seed of the completion, which is the same for every way."""
+        text = f"{self.key.task}/{self.key.problem}/{self.key.turn}/{self.key.seed}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def _parsed(text: str) -> AcceptancePolicy:
     return parse_policy(text, trusted=True)
 
 
-_Rule = Annotated[str, BeforeValidator(_rule)]
+def _rule(value: object) -> str:
+    """The text of a policy, after a check that it can be read. The text itself stays, since ``module:Class`` names what
+    it imports."""
+    text = value if isinstance(value, str) else str(load_policy(value, trusted=True))
+    _parsed(text)
+    return text
+
+
+def _some_draft(text: str) -> str:
+    if text == "none":
+        raise ValueError("draft 'none' leaves nothing to judge; autoregressive decoding is always measured")
+    return text
 
 
 def _listed(value: object) -> list[Any]:
@@ -92,8 +115,10 @@ def _spread(value: object) -> list[Any]:
     return [each for given in _listed(value) for each in (grid(given) if isinstance(given, str) else [given])]
 
 
-def _one_or_several(kind: Any) -> Any:
-    return Annotated[tuple[kind, ...], BeforeValidator(_listed)]
+_Value = TypeVar("_Value")
+_Rule = Annotated[str, BeforeValidator(_rule)]
+_Draft = Annotated[str, AfterValidator(_some_draft)]
+_Several = Annotated[tuple[_Value, ...], BeforeValidator(_listed), Field(min_length=1)]  # or a single value
 
 
 class _Extra(BaseModel):
@@ -120,6 +145,10 @@ class Asked(BaseModel):
         return load_task(self.task, **(self.model_extra or {}))
 
 
+def _asked(value: object) -> object:
+    return {"task": value} if isinstance(value, str) else value
+
+
 class Plan(BaseModel):
     """The settings of a run, from a YAML or JSON file or the command line. Both are trusted: a policy may name a
     ``module:Class``, which is imported. Unknown fields are errors.
@@ -137,13 +166,13 @@ class Plan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str = "fly-target"
-    drafts: _one_or_several(str) = ()  # type: ignore[valid-type]
-    k: _one_or_several(Annotated[int, Field(ge=1)]) = (15,)  # type: ignore[valid-type]
+    drafts: _Several[_Draft] = ()
+    k: _Several[Annotated[int, Field(ge=1)]] = (15,)
     policies: Annotated[tuple[_Rule, ...], BeforeValidator(_spread)] = ()
     settings: tuple[_Extra, ...] = ()
-    temperatures: _one_or_several(Annotated[float, Field(ge=0, allow_inf_nan=False)]) = (0.0,)  # type: ignore[valid-type]
-    seeds: _one_or_several(int) = (0,)  # type: ignore[valid-type]
-    tasks: tuple[Asked, ...] = (Asked(task="bundled-middle"),)
+    temperatures: _Several[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = (0.0,)
+    seeds: _Several[int] = (0,)
+    tasks: _Several[Annotated[Asked, BeforeValidator(_asked)]] = (Asked(task="bundled-middle"),)
     limit: int | None = Field(default=None, ge=1)
     max_tokens: int | None = Field(default=None, ge=1)
     together: int = Field(default=1, ge=1)
@@ -158,27 +187,14 @@ class Plan(BaseModel):
     exits: str | None = None
     cache_bytes: int = Field(default=DEFAULT_BYTES, gt=0)
 
-    @field_validator("tasks", mode="before")
-    @classmethod
-    def _names_are_tasks(cls, value: object) -> object:
-        given = value if isinstance(value, (list, tuple)) else [value]
-        return tuple({"task": each} if isinstance(each, str) else each for each in given)
-
     @model_validator(mode="before")
     @classmethod
-    def _somebody_drafts(cls, values: Any) -> Any:
-        """The default draft: fly-draft for fly-target, and prompt lookup for other models."""
+    def _default_draft(cls, values: Any) -> Any:
+        """By default fly-draft drafts for fly-target, and prompt lookup for other models."""
         if not isinstance(values, dict) or values.get("drafts") is not None:
             return values
         usual = usual_draft(values.get("model", BUNDLED[0]))
         return values | {"drafts": (usual if usual != "none" else "ngram",)}
-
-    @field_validator("drafts", "k", "temperatures", "seeds", "tasks")
-    @classmethod
-    def _some(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not value:
-            raise ValueError("is empty; name at least one")
-        return value
 
     @model_validator(mode="after")
     def _can_be_recorded(self) -> Plan:
@@ -188,13 +204,6 @@ class Plan(BaseModel):
             raise ValueError(f"record: blocks are recorded one problem at a time, not {self.together} together")
         return self
 
-    @field_validator("drafts")
-    @classmethod
-    def _drafts_draft(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if "none" in value:
-            raise ValueError("draft 'none' leaves nothing to judge; autoregressive decoding is always measured")
-        return value
-
     @field_serializer("settings", "tasks")
     def _without_defaults(self, value: tuple[BaseModel, ...]) -> list[dict[str, Any]]:
         return [each.model_dump(exclude_none=True) for each in value]
@@ -202,18 +211,15 @@ class Plan(BaseModel):
     @property
     def ways(self) -> list[Way]:
         """Every way to decode: autoregressive decoding, then by draft and length, exact speculation before others."""
-        wanted: list[tuple[str, int, AcceptancePolicy]] = []
-        for draft in self.drafts:
-            for k in self.k:
-                wanted += [(draft, k, rule) for rule in (Exact(), *map(_parsed, self.policies))]
+        rules = [Exact(), *map(_parsed, self.policies)]
+        wanted = list(product(self.drafts, self.k, rules))
         for extra in self.settings:
             draft, k = extra.draft or self.drafts[0], extra.k or self.k[0]
             wanted += [(draft, k, Exact()), (draft, k, _parsed(extra.policy))]
-        unique = list(dict.fromkeys(wanted))
-        names = named(rule for _, _, rule in unique)
-        several = len({draft for draft, _, _ in unique}) > 1
+        names = named(rule for _, _, rule in wanted)
+        several = len({draft for draft, _, _ in wanted}) > 1
         found = [Way(AUTOREGRESSIVE, "none", 0, Exact())]
-        for draft, k, rule in unique:
+        for draft, k, rule in dict.fromkeys(wanted):
             found.append(Way(f"{names[rule]} k{k}" + (f" {draft}" if several else ""), draft, k, rule))
         if self.exits is not None:
             found += [replace(way, label=f"{way.label} + exits", exits=self.exits) for way in found]
@@ -234,6 +240,23 @@ class Plan(BaseModel):
                 task = asked.model_copy(update={"generated": task.generated.model_copy(update={"count": limit})}).load()
             found[task.name] = task, min(limit or len(task.problems), len(task.problems))
         return found
+
+    def turns(self) -> Iterator[Turn]:
+        """All completions, in order. The ways take turns at each problem (or at each few problems that are decoded
+        together), so that a busy moment of the machine affects all of them; which way comes first rotates. At
+        temperature 0 seeds change nothing, so only the first is used."""
+        tasks, ways, few = self.loaded_tasks().values(), self.ways, self.together
+        for part, first in enumerate(range(0, max(limit for _, limit in tasks), few)):
+            at = part % len(ways)
+            for task, limit in tasks:
+                problems = list(enumerate(task.problems[first : min(first + few, limit)], first))
+                turns = range(max((len(problem.turns) for _, problem in problems), default=0))
+                sampled = [(heat, seed) for heat in self.temperatures for seed in self.seeds[: None if heat else 1]]
+                for (heat, seed), way, turn in product(sampled, ways[at:] + ways[:at], turns):
+                    for number, problem in problems:
+                        if turn < len(problem.turns):
+                            key = Key(task.name, problem.id, turn, seed, heat, way.label)
+                            yield Turn(key, number, task, problem, way)
 
     @staticmethod
     def of(fields: dict[str, Any], where: str = "") -> Plan:

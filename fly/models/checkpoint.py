@@ -1,7 +1,6 @@
-"""What every checkpoint offers, whatever its file format: configuration, tensors, settings, tokenizer.
+"""A checkpoint of any file format: its configuration, tensors (by Hugging Face's names), settings and tokenizer.
 
-Tensors go by Hugging Face's names. Implemented by ``fly.models.directory`` and ``fly.models.gguf``. Knows nothing of
-models or devices.
+``fly.models.directory`` and ``fly.models.gguf`` implement it. Knows nothing of models or devices.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,10 @@ from torch import Tensor
 
 from fly.models.config import CheckpointError, LlamaConfig
 
-__all__ = ["Checkpoint", "Stored", "names"]
+__all__ = ["Checkpoint", "Cut", "Stored", "check_tensors"]
 
 Cut = tuple[slice, ...]  # one slice per dimension
+Shapes = Mapping[str, tuple[int, ...]]  # by the names of tensors
 
 
 @dataclass(frozen=True)
@@ -33,24 +34,23 @@ class Stored:
     offset: int  # where its bytes begin in the file
     nbytes: int
     shape: tuple[int, ...]
-    kind: str  # the file format's name for how values are stored
-    dtype: torch.dtype | None  # dtype of ``read()`` if it returns mapped memory; None if the values are computed
+    kind: str  # the type of its values, as the file format names it
+    dtype: torch.dtype | None  # of the values, if ``read`` maps them; None if it computes them
 
     def bytes(self) -> np.ndarray[Any, Any]:
-        """The tensor's bytes as they lie in the file, uint8 [nbytes]. Writing to them changes a copy, not the file."""
+        """Map the tensor's bytes, uint8 [nbytes]. Writing to them changes a copy, not the file."""
         if not self.nbytes:
             return np.zeros(0, dtype=np.uint8)
         return np.memmap(self.path, dtype=np.uint8, mode="c", offset=self.offset, shape=(self.nbytes,))
 
     def blocks(self) -> Tensor:
-        """The bytes of each row of the model's tensor, uint8 [rows, bytes], mapped."""
+        """Map the bytes of each row of the model's tensor, uint8 [rows, bytes]."""
         return torch.from_numpy(self.bytes()).view(self.shape[0], -1)
 
     def read(self, cut: Cut = ()) -> Tensor:
         """Return the tensor, or a cut of it."""
         assert self.dtype is not None
-        whole = torch.from_numpy(self.bytes()).view(self.dtype).view(self.shape)
-        return whole[cut] if cut else whole
+        return torch.from_numpy(self.bytes()).view(self.dtype).view(self.shape)[cut]
 
     def copy_to(self, to: Tensor, cut: Cut = ()) -> None:
         """Copy the tensor, or a cut of it, into ``to``, which has the same shape and any dtype and device."""
@@ -97,41 +97,43 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def settings(self, name: str) -> dict[str, Any]:
-        """The contents of a JSON file of this name, such as ``generation_config.json``; empty if there is none."""
+        """Read the JSON file of this name, such as ``generation_config.json``; empty if there is none."""
 
     @abstractmethod
     def where(self, name: str) -> str:
-        """Name the place that ``settings(name)`` come from, for errors."""
+        """Name the place of ``settings(name)``, for errors."""
 
     @property
     @abstractmethod
     def has_tokenizer(self) -> bool: ...
 
     @abstractmethod
-    def raw_tokenizer(self) -> RawTokenizer | None:
-        """The tokenizer, or None if the checkpoint has none."""
+    def raw_tokenizer(self) -> RawTokenizer:
+        """Load the tokenizer of a checkpoint that has one."""
 
     @abstractmethod
     def templates(self) -> dict[str, str]:
-        """Chat templates in files of their own, by name; ``default`` is the one for conversations."""
+        """Read the chat templates in files of their own, by name; ``default`` is the one for conversations."""
 
     @property
     def nbytes(self) -> int:
         """Size of the weights in bytes, as they are stored."""
         return sum(stored.nbytes for stored in self.tensors.values())
 
-    def check_tensors(self, expected: Mapping[str, tuple[int, ...]], allowed: frozenset[str] = frozenset()) -> None:
-        """Raise ``CheckpointError`` unless the checkpoint has exactly the ``expected`` tensors, with their shapes.
-        Tensors named in ``allowed`` may be there as well."""
-        if missing := sorted(set(expected) - set(self.tensors)):
-            raise CheckpointError(f"{self.path}: tensors are missing: {names(missing)}")
-        if surplus := sorted(set(self.tensors) - set(expected) - allowed):
-            raise CheckpointError(f"{self.path}: unexpected tensors for this configuration: {names(surplus)}")
-        for key, shape in expected.items():
-            if (found := self.tensors[key].shape) != shape:
-                raise CheckpointError(
-                    f"{self.path}: {key} has shape {list(found)}, the configuration asks {list(shape)}"
-                )
+
+def check_tensors(source: Path, found: Shapes, expected: Shapes, optional: Shapes = MappingProxyType({})) -> None:
+    """Raise ``CheckpointError`` unless a checkpoint has all ``expected`` tensors, any of the ``optional`` ones and no
+    others, all with the right shapes."""
+    if missing := sorted(expected.keys() - found.keys()):
+        raise CheckpointError(f"{source}: tensors are missing: {names(missing)}")
+    wanted = {**optional, **expected}
+    if surplus := sorted(found.keys() - wanted.keys()):
+        raise CheckpointError(f"{source}: unexpected tensors for this configuration: {names(surplus)}")
+    for key, shape in found.items():
+        if shape != wanted[key]:
+            raise CheckpointError(
+                f"{source}: {key} has shape {list(shape)}, the configuration asks {list(wanted[key])}"
+            )
 
 
 def names(items: list[str], most: int = 4) -> str:

@@ -14,24 +14,14 @@ from fly.models.families import FAMILIES, FULL, OPTIONS, SLIDING, Family, family
 
 __all__ = ["CheckpointError", "LlamaConfig", "RopeScaling"]
 
-# For each rope type: the settings that it needs, and those that it may have besides.
+_YARN = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+# For each rope type: the settings that it needs, and further ones that it may have.
 ROPE_TYPES: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
     "linear": ({"factor"}, set()),
     "dynamic": ({"factor"}, {"original_max_position_embeddings"}),
     "llama3": ({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, set()),
-    "yarn": (
-        {"factor"},
-        {
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        },
-    ),
+    "yarn": ({"factor"}, _YARN | {"original_max_position_embeddings"}),
 }
 # Settings by which a configuration shows a mixture of experts.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
@@ -167,8 +157,8 @@ class LlamaConfig(BaseModel):
             raise ValueError(f"head_dim {self.head_dim} must be even for rotary embeddings")
         if self.family not in FAMILIES:
             raise ValueError(f"family {self.family!r} is unknown; choices: {list(FAMILIES)}")
-        for name, usual in OPTIONS.items():
-            if name not in self.traits.options and (value := getattr(self, name)) != usual:
+        for name in sorted(OPTIONS - self.traits.options):
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} {value!r}: models of family {self.family!r} have no such option")
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
@@ -188,6 +178,15 @@ class LlamaConfig(BaseModel):
         """For each layer, the number of last tokens that it attends over; None is all."""
         types = self.layer_types or (FULL,) * self.num_hidden_layers
         return [self.sliding_window if kind == SLIDING else None for kind in types]
+
+    @property
+    def fused_rows(self) -> dict[str, dict[str, int]]:
+        """The decoder's fused matrices: for each, the matrices that it joins and their rows, in order."""
+        queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        return {
+            "qkv_proj": {"q_proj": queries, "k_proj": keys, "v_proj": keys},
+            "gate_up_proj": {"gate_proj": self.intermediate_size, "up_proj": self.intermediate_size},
+        }
 
     @property
     def ropes(self) -> list[tuple[float, RopeScaling]]:
@@ -217,7 +216,7 @@ class LlamaConfig(BaseModel):
 
         Raises ``CheckpointError`` for an architecture, quantisation, activation or rope type that is not supported.
         """
-        # What the family supports decides; absent fields have the defaults of transformers.
+        # Absent fields have the defaults of transformers; what the family lacks is refused.
         family = _supported(raw, source)
         stated = {**family.defaults, **raw}
         if (activation := stated.get(family.activation_key, family.activation_name)) != family.activation_name:
@@ -228,9 +227,9 @@ class LlamaConfig(BaseModel):
         for name in family.refused:
             if stated.get(name):
                 raise CheckpointError(f"{source}: {name} {stated[name]!r} is not supported; it must be null")
-        # Collect the fields of this class, those of the family's options among them.
+        # Collect the fields of this class, and the options of the family.
         options = {name: stated[name] for name in family.options if name in stated}
-        fields = set(cls.model_fields) - set(OPTIONS) - {"family", "rope_theta", "rope_scaling"}
+        fields = set(cls.model_fields) - OPTIONS - {"family", "rope_theta", "rope_scaling"}
         values = {name: stated[name] for name in fields if name in stated}
         try:
             theta, scaling, local = _rope(stated, source)
@@ -249,7 +248,7 @@ class LlamaConfig(BaseModel):
     def to_hf(self, dtype: str = "bfloat16", **extra: Any) -> dict[str, Any]:
         """Return the dictionary of a ``config.json`` that transformers also reads."""
         family = self.traits
-        unused = {"family", "rope_scaling", "layer_types", *(set(OPTIONS) - family.options)}
+        unused = {"family", "rope_scaling", "layer_types", *(OPTIONS - family.options)}
         types = list(self.layer_types or (FULL,) * self.num_hidden_layers)
         raw = {
             "architectures": [family.architecture],
@@ -266,6 +265,13 @@ class LlamaConfig(BaseModel):
         return raw | extra
 
 
+def json_object(raw: dict[str, Any], name: str, source: str) -> dict[str, Any]:
+    """Return the object ``raw[name]``, empty if there is none. Raises ``CheckpointError`` for any other value."""
+    if not isinstance(value := raw.get(name) or {}, dict):
+        raise CheckpointError(f"{source}: {name} must be an object, got {value!r}")
+    return value
+
+
 def _supported(raw: dict[str, Any], source: str) -> Family:
     """Return the family of a configuration. Raises ``CheckpointError`` for an architecture that no family has."""
     architectures = raw.get("architectures") or []
@@ -275,9 +281,10 @@ def _supported(raw: dict[str, Any], source: str) -> Family:
             f"{source}: weights quantised by {method!r} are not supported; take the unquantised checkpoint (kernels="
             "'int8' or 'w8a8' round it as it is loaded), or a GGUF file"
         )
-    if (family := family_of(architectures)) is not None and not any(raw.get(name) for name in _EXPERTS):
+    experts = any(raw.get(name) for name in _EXPERTS)
+    if (family := family_of(architectures)) is not None and not experts:
         return family
-    kind = " (a mixture of experts)" if any(raw.get(name) for name in _EXPERTS) else ""
+    kind = " (a mixture of experts)" if experts else ""
     kind = " (a draft head, which drafts for a model)" if "draft_vocab_size" in raw else kind
     raise CheckpointError(
         f"{source}: architecture {architectures or 'missing'}{kind} is not supported; choices: "
@@ -298,17 +305,9 @@ def _layers(stated: dict[str, Any], family: Family) -> dict[str, Any]:
 def _rope(stated: dict[str, Any], source: str) -> tuple[float, RopeScaling, float | None]:
     """Return base and scaling of the rotary embedding, and the base of sliding layers if they have their own."""
     # Newer configurations have rope_parameters, perhaps with settings per kind of layer; older ones rope_scaling.
-    rope: dict[str, Any] = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        if not isinstance(given := stated.get(name) or {}, dict):
-            raise CheckpointError(f"{source}: {name} must be an object, got {given!r}")
-        rope |= given
-    local = rope.pop(SLIDING, None) or {}
-    if not isinstance(usual := rope.pop(FULL, None) or {}, dict):
-        raise CheckpointError(f"{source}: rope settings of full layers must be an object, got {usual!r}")
-    rope |= usual
-    if not isinstance(local, dict):
-        raise CheckpointError(f"{source}: rope settings of sliding layers must be an object, got {local!r}")
+    rope = json_object(stated, "rope_scaling", source) | json_object(stated, "rope_parameters", source)
+    rope, local = rope | json_object(rope, FULL, source), json_object(rope, SLIDING, source)
+    rope = {name: value for name, value in rope.items() if value is not None and name not in (FULL, SLIDING)}
     if local.get("rope_type", "default") != "default":
         raise CheckpointError(f"{source}: rope settings of sliding layers must be the default ones")
     old_type, theta = rope.pop("type", None), rope.pop("rope_theta", None)  # older names and places
@@ -321,7 +320,6 @@ def _rope(stated: dict[str, Any], source: str) -> tuple[float, RopeScaling, floa
     if rope_type not in ROPE_TYPES:
         raise CheckpointError(f"{source}: rope type {rope_type!r} is not supported; choices: {list(ROPE_TYPES)}")
     needed, optional = ROPE_TYPES[rope_type]
-    rope = {name: value for name, value in rope.items() if value is not None}
     if missing := sorted(needed - set(rope)):
         raise CheckpointError(f"{source}: rope type {rope_type!r} needs {missing}")
     if unknown := sorted(set(rope) - (needed | optional if rope_type != "default" else set(RopeScaling.model_fields))):

@@ -60,10 +60,8 @@ class Directory(Checkpoint):
     def has_tokenizer(self) -> bool:
         return (self.path / "tokenizer.json").exists()
 
-    def raw_tokenizer(self) -> RawTokenizer | None:
+    def raw_tokenizer(self) -> RawTokenizer:
         file = self.path / "tokenizer.json"
-        if not self.has_tokenizer:
-            return None
         try:
             return RawTokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
@@ -76,7 +74,7 @@ class Directory(Checkpoint):
 
     def weight_files(self) -> list[Path]:
         """List the files of the weights. Raises ``CheckpointError`` if one is missing."""
-        index = self.path / _INDEX
+        index, listed = self.path / _INDEX, ["model.safetensors"]
         if index.exists():
             try:
                 listed = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -85,23 +83,15 @@ class Directory(Checkpoint):
                 raise CheckpointError(f"{index}: not a safetensors index ({error!r})") from error
             if outside:
                 raise CheckpointError(f"{index}: names files outside the directory: {outside}")
-            files = [self.path / name for name in listed]
-        else:
-            files = [self.path / "model.safetensors"]
-        if missing := [file.name for file in files if not file.exists()]:
+        if missing := [name for name in listed if not (self.path / name).exists()]:
             raise CheckpointError(f"{self.path}: weight files are missing: {missing}")
-        return files
+        return [self.path / name for name in listed]
 
 
 def _parts(key: str, stored: Stored, config: LlamaConfig) -> Iterator[tuple[str, Stored]]:
-    """A tensor of a family that stores several as one, as those: some rows each."""
-    heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    fused = {
-        "qkv_proj": {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads},
-        "gate_up_proj": {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
-    }
-    parts = fused.get(module := key.split(".")[-2] if "." in key else "", {})
-    if not parts or stored.shape[0] != sum(parts.values()):  # which the loading says
+    """Split a fused matrix of a file into the matrices that it joins; yield any other tensor as it is."""
+    parts = config.fused_rows.get(module := key.split(".")[-2] if "." in key else "", {})
+    if not parts or stored.shape[0] != sum(parts.values()):  # ``check_tensors`` reports a wrong shape
         yield key, stored
         return
     each, at = stored.nbytes // stored.shape[0], stored.offset

@@ -12,7 +12,6 @@ vocabulary, V the target's vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fly.errors import explain
-from fly.models.checkpoint import names
-from fly.models.config import CheckpointError, LlamaConfig, read_json
+from fly.models.checkpoint import check_tensors
+from fly.models.config import CheckpointError, LlamaConfig, json_object, read_json
 from fly.models.directory import Directory
 from fly.models.families import FAMILIES
 from fly.models.llama import KV, Attention, FeedForward, Norm, signed_tables
@@ -37,23 +36,11 @@ ARCHITECTURES = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Specu
 _KIND = "eagle3"  # speculators_model_type
 _FLAGS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
 _STATES = "eagle_aux_hidden_state_layer_ids"
-# Values of a ``transformer_layer_config`` that are not stored because they are the defaults of transformers.
+# Values that a ``transformer_layer_config`` leaves out, because they are the defaults of transformers.
+_SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
-    "qwen3": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-    },
+    "llama": {**_SIZES, "vocab_size": 32000, "intermediate_size": 11008},
+    "qwen3": {**_SIZES, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32},
 }
 
 
@@ -109,8 +96,8 @@ class HeadConfig(BaseModel):
         return 3 if self.states is None else len(self.states)
 
     def states_of(self, layers: int) -> tuple[int, ...]:
-        """The layers after which hidden states are taken, of a target with ``layers`` layers. The default is that of
-        the paper's code. Raises ``ValueError`` for a target that is too small for it."""
+        """The layers of a target of ``layers`` layers after which hidden states are taken. The default is the paper's
+        code's. Raises ``ValueError`` for a target that is too small for it."""
         usual = 2, layers // 2, layers - 3
         if self.states is None and (min(usual) < 0 or len(set(usual)) < 3):
             raise ValueError(
@@ -130,12 +117,12 @@ class HeadConfig(BaseModel):
         # ``speculators`` nests the layer's configuration and leaves out the defaults of transformers.
         own, kind = raw, raw["model_type"] if raw.get("model_type") in _DEFAULTS else "llama"
         if "transformer_layer_config" in raw:
-            own = raw["transformer_layer_config"]
-            if not isinstance(own, dict):
-                raise CheckpointError(f"{source}: transformer_layer_config must be an object, got {own!r}")
+            own = json_object(raw, "transformer_layer_config", source)
             kind = own.get("model_type", "qwen3")
             if kind not in _DEFAULTS:
-                raise CheckpointError(f"{source}: a head's layer of type {kind!r} is not supported: {[*_DEFAULTS]}")
+                raise CheckpointError(
+                    f"{source}: a head's layer of type {kind!r} is not supported; choices: {[*_DEFAULTS]}"
+                )
             own = {**_DEFAULTS[kind], **own}
         own = {"num_hidden_layers": 1, **own}
         # A head has one layer, which is read as a model of its family.
@@ -165,8 +152,8 @@ class HeadConfig(BaseModel):
 
 
 def _stated(raw: dict[str, Any], source: str) -> tuple[int, ...] | None:
-    """The layers after which hidden states are taken. ``eagle_config`` counts layers from 0, so 1 is added to its."""
-    own, nested = raw.get(_STATES), (raw.get("eagle_config") or {}).get(_STATES)
+    """The layers after which hidden states are taken; 1 is added to those of ``eagle_config``, which count from 0."""
+    own, nested = raw.get(_STATES), json_object(raw, "eagle_config", source).get(_STATES)
     if own is None and nested is not None:
         own = [number + 1 for number in nested] if isinstance(nested, list) else nested
     if own is None:
@@ -275,19 +262,15 @@ class Eagle3Head(nn.Module):
         return logits_TU.float()
 
 
-def _pieces(head: Eagle3Head) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a head by the names of ``speculators``; fused matrices are split."""
-    layer = head.config.layer
-    heads, kv_heads = (n * layer.head_dim for n in (layer.num_attention_heads, layer.num_key_value_heads))
-    fused = {
-        "qkv_proj": (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)),
-        "gate_up_proj": (("gate_proj", layer.intermediate_size), ("up_proj", layer.intermediate_size)),
-    }
+def _pieces(head: Eagle3Head, layer: str) -> dict[str, Tensor]:
+    """The tensors of a head as checkpoints name them, with the name of its layer there; fused matrices are split."""
+    found = {}
     for name, parameter in head.named_parameters():
         module = name.split(".")[-2]
-        parts = fused.get(module, ((module, len(parameter)),))
-        for (part, _), rows in zip(parts, parameter.data.split([rows for _, rows in parts])):
-            yield name.replace(f".{module}.", f".{part}."), rows
+        parts = head.config.layer.fused_rows.get(module, {module: len(parameter)})
+        for part, rows in zip(parts, parameter.data.split([*parts.values()])):
+            found[name.replace(f".{module}.", f".{part}.").replace("layers.0.", layer, 1)] = rows
+    return found
 
 
 def load_head(path: Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Eagle3Head:
@@ -299,26 +282,17 @@ def load_head(path: Path, dtype: torch.dtype | None = None, device: torch.device
     raw = read_json(path / "config.json")
     config = HeadConfig.from_hf(raw, str(path / "config.json"))
     tensors = _read(path)
-    # Use the names of ``speculators`` for both layouts. A head of the whole vocabulary needs no ``d2t``.
-    stored = {key.replace("midlayer.", "layers.0.", 1) if key.startswith("midlayer.") else key: key for key in tensors}
-    head = Eagle3Head(config, embedding="embed_tokens.weight" in stored)
+    head = Eagle3Head(config, embedding="embed_tokens.weight" in tensors)
     head.to(device, dtype or resolve_dtype("auto", raw))
-    expected = dict(_pieces(head))
     # Everything that the head needs must be there, nothing else, and with the right shapes.
+    values = _pieces(head, "midlayer." if any(key.startswith("midlayer.") for key in tensors) else "layers.0.")
+    expected = {key: tuple(value.shape) for key, value in values.items()}
     mappings = {"d2t": (config.draft_vocab_size,), "t2d": (config.layer.vocab_size,)}
-    whole = config.draft_vocab_size == config.layer.vocab_size
-    needed = {*expected, *(() if whole else ("d2t",))}
-    if missing := sorted(needed - stored.keys()):
-        raise CheckpointError(f"{path}: tensors are missing: {names(missing)}")
-    if surplus := sorted(stored[key] for key in stored.keys() - expected.keys() - mappings.keys()):
-        raise CheckpointError(f"{path}: unexpected tensors for this configuration: {names(surplus)}")
-    shapes = {key: tuple(value.shape) for key, value in expected.items()} | mappings
-    for key, name in stored.items():
-        if (found := tuple(tensors[name].shape)) != shapes[key]:
-            raise CheckpointError(f"{path}: {name} has shape {list(found)}, the configuration asks {list(shapes[key])}")
-    # Copy the values; the mapping to the target's ids is stored as offsets.
-    for key, value in expected.items():
-        value.copy_(tensors[stored[key]])
+    if config.draft_vocab_size != config.layer.vocab_size:
+        expected["d2t"] = mappings["d2t"]
+    check_tensors(path, {key: tuple(value.shape) for key, value in tensors.items()}, expected, mappings)
+    for key, value in values.items():
+        value.copy_(tensors[key])
     head.to_target_U.copy_(_mapping(path, config, tensors))
     return head.eval().requires_grad_(False)
 
@@ -360,11 +334,9 @@ def save_head(head: Eagle3Head, directory: str | Path, dtype: torch.dtype = torc
     configuration. An embedding shared with the target is left out."""
     directory, layer = Path(directory), head.config.layer
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        key.replace("layers.0.", "midlayer.", 1): value.to("cpu", dtype).contiguous()
-        for key, value in _pieces(head)
-        if not (head.shares and key == "embed_tokens.weight")
-    }
+    tensors = {key: value.to("cpu", dtype).contiguous() for key, value in _pieces(head, "midlayer.").items()}
+    if head.shares:
+        tensors.pop("embed_tokens.weight", None)
     ids_U = head.to_target_U.cpu()
     tensors["d2t"] = ids_U - torch.arange(len(ids_U))
     tensors["t2d"] = torch.zeros(layer.vocab_size, dtype=torch.bool).index_fill_(0, ids_U, True)

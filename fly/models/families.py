@@ -17,22 +17,6 @@ __all__ = ["FAMILIES", "FULL", "OPTIONS", "SLIDING", "Activation", "Family", "fa
 Activation = Literal["silu", "gelu_tanh"]
 FULL, SLIDING = "full_attention", "sliding_attention"  # as config.json names the kinds of layers
 
-# Fields of a configuration that only some families have, and their value for all other families.
-OPTIONS: Mapping[str, Any] = MappingProxyType(
-    {
-        "attention_bias": False,
-        "mlp_bias": False,
-        "sliding_window": None,
-        "layer_types": None,
-        "query_pre_attn_scalar": None,
-        "rope_local_base_freq": None,
-        "embedding_multiplier": 1.0,
-        "attention_multiplier": None,
-        "residual_multiplier": 1.0,
-        "logits_scaling": 1.0,
-    }
-)
-
 
 def _none(raw: Mapping[str, Any], layers: int) -> list[str]:
     return [FULL] * layers
@@ -59,7 +43,7 @@ class Family:
 
     name: str  # config.json: model_type
     architecture: str  # config.json: architectures
-    options: frozenset[str] = frozenset()  # those of OPTIONS that the family has
+    options: frozenset[str] = frozenset()  # fields of a configuration that not every family has, and this one does
     qkv_bias: bool = False  # query, key and value have a bias, whatever ``attention_bias`` says
     # Whether queries and keys are normalised before the rotary embedding: head by head, or all heads at once.
     query_norm: Literal["none", "heads", "whole"] = "none"
@@ -80,85 +64,76 @@ _WINDOW = frozenset({"sliding_window", "layer_types"})
 _MULTIPLIERS = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "max_position_embeddings": 32768}
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        family.name: family
-        for family in (
-            Family("llama", "LlamaForCausalLM", frozenset({"attention_bias", "mlp_bias"})),
-            Family(
-                "mistral",
-                "MistralForCausalLM",
-                _WINDOW,
-                layer_types=_every,
-                defaults={"sliding_window": 4096, "max_position_embeddings": 131072, "num_key_value_heads": 8},
-            ),
-            Family(
-                "qwen2",
-                "Qwen2ForCausalLM",
-                _WINDOW,
-                qkv_bias=True,
-                layer_types=_from_max_window_layers,
-                defaults=_QWEN,
-            ),
-            Family(
-                "qwen3",
-                "Qwen3ForCausalLM",
-                _WINDOW | {"attention_bias"},
-                query_norm="heads",
-                layer_types=_from_max_window_layers,
-                defaults={**_QWEN, "head_dim": 128},
-            ),
-            Family(
-                "granite",
-                "GraniteForCausalLM",
-                frozenset({"attention_bias", "mlp_bias", *_MULTIPLIERS}),
-                defaults=dict.fromkeys(_MULTIPLIERS, 1.0),
-            ),
-            Family(
-                "phi3",
-                "Phi3ForCausalLM",
-                _WINDOW,
-                fused=True,
-                layer_types=_every,
-                defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-                refused=("rope_scaling",),  # transformers reads "yarn" and "su" as longrope there
-            ),
-            Family(
-                "olmo2",
-                "Olmo2ForCausalLM",
-                frozenset({"attention_bias"}),
-                query_norm="whole",
-                input_norms=False,
-                output_norms=True,
-                defaults={"rms_norm_eps": 1e-5},
-            ),
-            Family(
-                "gemma3_text",
-                "Gemma3ForCausalLM",
-                _WINDOW | {"attention_bias", "query_pre_attn_scalar", "rope_local_base_freq"},
-                query_norm="heads",
-                norm_offset=1.0,
-                output_norms=True,
-                scaled_embedding=True,
-                activation="gelu_tanh",
-                activation_key="hidden_activation",
-                activation_name="gelu_pytorch_tanh",
-                layer_types=_all_but_each_nth,
-                defaults={
-                    "sliding_window": 4096,
-                    "sliding_window_pattern": 6,
-                    "head_dim": 256,
-                    "query_pre_attn_scalar": 256,
-                    "max_position_embeddings": 131072,
-                    "rope_theta": 1e6,
-                    "rope_local_base_freq": 1e4,
-                    "tie_word_embeddings": True,
-                },
-                refused=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
-            ),
-        )
-    }
+_ALL = (
+    Family("llama", "LlamaForCausalLM", frozenset({"attention_bias", "mlp_bias"})),
+    Family(
+        "mistral",
+        "MistralForCausalLM",
+        _WINDOW,
+        layer_types=_every,
+        defaults={"sliding_window": 4096, "max_position_embeddings": 131072, "num_key_value_heads": 8},
+    ),
+    Family("qwen2", "Qwen2ForCausalLM", _WINDOW, qkv_bias=True, layer_types=_from_max_window_layers, defaults=_QWEN),
+    Family(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        _WINDOW | {"attention_bias"},
+        query_norm="heads",
+        layer_types=_from_max_window_layers,
+        defaults={**_QWEN, "head_dim": 128},
+    ),
+    Family(
+        "granite",
+        "GraniteForCausalLM",
+        frozenset({"attention_bias", "mlp_bias", *_MULTIPLIERS}),
+        defaults=dict.fromkeys(_MULTIPLIERS, 1.0),
+    ),
+    Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        _WINDOW,
+        fused=True,
+        layer_types=_every,
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        refused=("rope_scaling",),  # transformers reads "yarn" and "su" as longrope there
+    ),
+    Family(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        frozenset({"attention_bias"}),
+        query_norm="whole",
+        input_norms=False,
+        output_norms=True,
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    Family(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        _WINDOW | {"attention_bias", "query_pre_attn_scalar", "rope_local_base_freq"},
+        query_norm="heads",
+        norm_offset=1.0,
+        output_norms=True,
+        scaled_embedding=True,
+        activation="gelu_tanh",
+        activation_key="hidden_activation",
+        activation_name="gelu_pytorch_tanh",
+        layer_types=_all_but_each_nth,
+        defaults={
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "tie_word_embeddings": True,
+        },
+        refused=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
+    ),
 )
+FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in _ALL})
+# Fields of a configuration that only some families have; they keep their defaults in all others.
+OPTIONS = frozenset[str]().union(*(family.options for family in _ALL))
 
 
 def family_of(architectures: object) -> Family | None:

@@ -397,7 +397,7 @@ class GGUF(Checkpoint):
     def has_tokenizer(self) -> bool:
         return has_vocabulary(self.fields)
 
-    def raw_tokenizer(self) -> RawTokenizer | None:
+    def raw_tokenizer(self) -> RawTokenizer:
         return make_tokenizer(self.fields, str(self.path))
 
     def templates(self) -> dict[str, str]:

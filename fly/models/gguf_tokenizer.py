@@ -100,14 +100,12 @@ def has_vocabulary(fields: Mapping[str, Any]) -> bool:
     return fields.get("tokenizer.ggml.model", "no_vocab") not in ("no_vocab", "none")
 
 
-def make_tokenizer(fields: Mapping[str, Any], source: str) -> RawTokenizer | None:
-    """Build the tokenizer that the metadata describe; return None if they have no vocabulary.
+def make_tokenizer(fields: Mapping[str, Any], source: str) -> RawTokenizer:
+    """Build the tokenizer that the metadata describe.
 
     Raises ``CheckpointError`` for an unknown kind of vocabulary or an unknown way to split texts.
     """
     kind, tokens = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.tokens")
-    if not has_vocabulary(fields):
-        return None
     if kind not in ("gpt2", "llama"):
         raise CheckpointError(f"{source}: tokenizer.ggml.model {kind!r} is not supported; choices: ['gpt2', 'llama']")
     if not tokens:

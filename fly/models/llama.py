@@ -427,14 +427,26 @@ def weight_bytes(config: LlamaConfig, itemsize: int, narrow: bool = False) -> in
     return count + (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * (itemsize - 1))
 
 
-def allocate(model: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Give a skeleton's parameters memory, without values. A parameter with two names stays one parameter.
+Replaced = list[tuple[nn.Module, str, nn.Parameter]]  # a module, the name of a parameter of its own, the parameter
 
-    ``Module.to_empty`` would import torch's compiler as well, and allocate before the type is known.
-    """
-    made: dict[nn.Parameter, nn.Parameter] = {}
+
+def replace_parameters(model: nn.Module, values: Callable[[nn.Parameter], Tensor | None]) -> Replaced:
+    """Replace each parameter by one with the ``values`` for it; None leaves it out. A parameter with two names stays
+    one parameter. Return what was replaced."""
+    made: dict[nn.Parameter, Tensor | None] = {}
+    replaced = []
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter not in made:
-                made[parameter] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device))
-            setattr(module, name, made[parameter])
+                new = values(parameter)
+                made[parameter] = None if new is None else nn.Parameter(new, parameter.requires_grad)
+            if made[parameter] is not None:
+                replaced.append((module, name, parameter))
+                setattr(module, name, made[parameter])
+    return replaced
+
+
+def allocate(model: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Give a skeleton's parameters memory, without values. ``Module.to_empty`` would import torch's compiler, and
+    allocate before the dtype is known."""
+    replace_parameters(model, lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device))

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from fly.models.checkpoint import Checkpoint, Stored
+from fly.models.checkpoint import Checkpoint, Cut, Stored, check_tensors
 from fly.models.config import CheckpointError, LlamaConfig
-from fly.models.llama import Llama, skeleton
+from fly.models.llama import Llama, Replaced, replace_parameters, skeleton
 from fly.models.opening import open_checkpoint
 
 __all__ = [
@@ -41,7 +41,7 @@ class Piece:
     key: str
     shape: tuple[int, ...]
     rows: slice
-    cut: tuple[slice, ...] = ()  # one slice per dimension
+    cut: Cut = ()
     stored: bool = True  # False: fill with zeros, because another rank holds the values
 
     def length(self, dim: int) -> int:
@@ -64,17 +64,12 @@ class ModelPart(Protocol):
 
 def layout(config: LlamaConfig, parameters: dict[str, nn.Parameter]) -> dict[str, list[Piece]]:
     """For each parameter of ``Llama(config)``, the checkpoint tensors that it consists of, in row order."""
-    heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    fused = {
-        "qkv_proj": [("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)],
-        "gate_up_proj": [("gate_proj", config.intermediate_size), ("up_proj", config.intermediate_size)],
-    }
     plan: dict[str, list[Piece]] = {}
     for name, parameter in parameters.items():
         key = name if name.startswith("lm_head") else f"model.{name}"
         module = name.split(".")[-2]
         start, pieces = 0, []
-        for part, rows in fused.get(module, [(module, parameter.shape[0])]):
+        for part, rows in config.fused_rows.get(module, {module: parameter.shape[0]}).items():
             part_key = key.replace(f".{module}.", f".{part}.")
             pieces.append(Piece(part_key, (rows, *parameter.shape[1:]), slice(start, start + rows)))
             start += rows
@@ -132,21 +127,23 @@ class Loading:
         else:
             held = part(config)
             self.model, self._plan = held.build(), held.pieces
-        self.model.to(self.dtype)
+        self.model.to(self.dtype).requires_grad_(False)
         self._names = {parameter: name for name, parameter in self.model.named_parameters()}
+        # Compare the list of tensors with what the model needs. A head tied to the embedding may be stored once more.
         tensors, head = checkpoint.tensors, "lm_head.weight"
         expected = {piece.key: piece.shape for pieces in self._plan.values() for piece in pieces}
-        tied_copy = config.tie_word_embeddings and head in tensors
-        checkpoint.check_tensors(expected, frozenset({head} if tied_copy else ()))
         (embedding,) = self._plan["embed_tokens.weight"]
-        if tied_copy and not torch.equal(tensors[head].read(embedding.cut), tensors[embedding.key].read(embedding.cut)):
+        tied = {head: embedding.shape} if config.tie_word_embeddings else {}
+        check_tensors(checkpoint.path, {key: stored.shape for key, stored in tensors.items()}, expected, tied)
+        both = [tensors[key].read(embedding.cut) for key in (head, embedding.key) if tied and head in tensors]
+        if both and not torch.equal(*both):
             raise CheckpointError(
                 f"{checkpoint.path}: tie_word_embeddings is true, but lm_head.weight differs from embed_tokens.weight"
             )
 
     def whole(self, finish: Callable[[nn.Module], None] | None = None) -> Llama:
-        """Return the loaded model, without gradients. If given, ``finish`` is called for each layer, and for a head of
-        its own, right after it has its values; it may change the module before the next one is loaded."""
+        """Return the loaded model, without gradients. ``finish``, if given, is called for each layer as soon as it has
+        its values, and for a head that is not the embedding. It may change the module before the next one is loaded."""
         model = self.model
         if finish is not None:
             for module in (*model.layers, *([] if model.config.tie_word_embeddings else [model.lm_head])):
@@ -157,8 +154,8 @@ class Loading:
 
     @contextmanager
     def filled(self, module: nn.Module, but: frozenset[nn.Parameter] = frozenset()) -> Iterator[None]:
-        """While active, a module of the model has its values on their device, save the parameters ``but``. On the CPU,
-        values that need no conversion are the mapped memory of the file."""
+        """While active, a module of the model has its values, except the parameters ``but``. On the CPU, values that
+        need no conversion are the mapped memory of the file."""
         before = self._fill(module, borrow=self.device.type == "cpu", but=but)
         try:
             yield
@@ -169,31 +166,22 @@ class Loading:
     def stored(self, parameter: nn.Parameter) -> list[Stored]:
         """The checkpoint's tensors that a parameter consists of, in row order.
 
-        Raises ``ValueError`` for a parameter of a part of a model, which holds them in part.
+        Raises ``ValueError`` for a part of a model that holds only some of their rows.
         """
         pieces = self._plan[self._names[parameter]]
         if any(piece.cut or not piece.stored for piece in pieces):
             raise ValueError("a part of a model does not hold whole tensors")
         return [self.checkpoint.tensors[piece.key] for piece in pieces]
 
-    def _fill(
-        self, module: nn.Module, borrow: bool, but: frozenset[nn.Parameter] = frozenset()
-    ) -> list[tuple[nn.Module, str, nn.Parameter]]:
-        """Give memory and values to a module's parameters that have none. A parameter with two names stays one
-        parameter. Return the parameters that were replaced."""
-        before = [
-            (owner, name, parameter)
-            for owner in module.modules()
-            for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
-            if parameter in self._names and parameter not in but
-        ]
-        made: dict[nn.Parameter, nn.Parameter] = {}
-        for owner, name, parameter in before:
-            if parameter not in made:
-                values = self._values(self._plan[self._names[parameter]], parameter.shape, borrow)
-                made[parameter] = nn.Parameter(values, requires_grad=False)
-            setattr(owner, name, made[parameter])
-        return before
+    def _fill(self, module: nn.Module, borrow: bool, but: frozenset[nn.Parameter] = frozenset()) -> Replaced:
+        """Give values to a module's parameters that have none."""
+
+        def values(parameter: nn.Parameter) -> torch.Tensor | None:
+            if parameter not in self._names or parameter in but:
+                return None
+            return self._values(self._plan[self._names[parameter]], parameter.shape, borrow)
+
+        return replace_parameters(module, values)
 
     def _values(self, pieces: list[Piece], shape: torch.Size, borrow: bool) -> torch.Tensor:
         """Read the values of a parameter."""

@@ -62,9 +62,9 @@ class Tokenizer:
 
     def __init__(self, checkpoint: str | Path | Checkpoint) -> None:
         checkpoint = open_checkpoint(checkpoint)
-        if (raw := checkpoint.raw_tokenizer()) is None:
+        if not checkpoint.has_tokenizer:
             raise CheckpointError(f"{checkpoint.where('tokenizer.json')}: not found; this checkpoint has no tokenizer")
-        self.raw = raw
+        self.raw = checkpoint.raw_tokenizer()
         self.raw.no_padding()  # padding and truncation are for training; prompts stay whole
         self.raw.no_truncation()
         settings, self._source = checkpoint.settings("tokenizer_config.json"), checkpoint.where("tokenizer.json")
