@@ -157,7 +157,7 @@ class Source:
             if arguments or options:
                 raise self.error(f"{name} is a finished {self.registry.finished} and takes no parameters")
             return make
-        signature, hints = inspect.signature(make), hints_of(make)
+        signature, hints = inspect.signature(make), _hints(make)
         parameters = signature.parameters
         named = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
         if wrong := [option for option in options if option not in parameters and not named]:
@@ -263,6 +263,9 @@ def hints_of(make: Any) -> dict[str, Any]:
         return {}
 
 
+_hints = lru_cache(256)(hints_of)
+
+
 class Checked:
     """A base for dataclasses whose parameters are checked when an instance is made."""
 
@@ -297,7 +300,7 @@ def _check_parameter(make: Any, name: str, value: object) -> None:
 def _adapter(make: Any, name: str) -> TypeAdapter[Any]:
     """The check of one parameter of a class or function. No text can give an instance of a protocol, so protocols are
     left out of its annotation."""
-    hint = hints_of(make).get(name, Any)
+    hint = _hints(make).get(name, Any)
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kept = tuple(part for part in parts if not getattr(part, "_is_protocol", False))
     checked: Any = Union[kept] if kept else Any  # noqa: UP007  # a union of a tuple

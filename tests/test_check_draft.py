@@ -489,7 +489,7 @@ def test_an_invalid_draft_is_reported_once() -> None:
 
 
 def test_what_makes_no_strategy_is_refused() -> None:
-    with pytest.raises(ValueError, match="no DraftStrategy"):
+    with pytest.raises(ValueError, match="not a DraftStrategy"):
         check_draft(dict)  # type: ignore[arg-type]  # what is tested
 
 
