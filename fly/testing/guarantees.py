@@ -71,7 +71,7 @@ def check_tokens_judged_alone(policy: AcceptancePolicy) -> str:
                     f"chance at position {j} is {float(chances_BK[b, j]):.4f}, and {float(chance_B[b]):.4f} without "
                     f"the tokens {side} it: {case.show(b)}",
                 )
-    return f"{len(cases())} random blocks"
+    return f"holds on {len(cases())} random blocks"
 
 
 def check_trees(policy: AcceptancePolicy) -> str:
@@ -83,7 +83,7 @@ def check_trees(policy: AcceptancePolicy) -> str:
         tree = replace(case, draft=replace(case.draft, parents_BK=parents_BK))
         require_equal(case, "as a chain", case.outcomes(policy), "as a tree", tree.outcomes(policy))
     if policy.guarantee is not Guarantee.LOSSLESS:
-        return "chains written as trees"
+        return "chains written as trees are judged like the chains"
     worst = 0.0
     for parents, vocab in (([-1, -1], 3), ([-1, -1, 0], 3), ([-1, -1, 1], 2), ([-1, 0, 0], 2)):
         for divergence in _sampled(policy, parents, vocab, len(parents), tree=True):

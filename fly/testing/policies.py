@@ -90,7 +90,7 @@ def check_shapes_and_ranges(policy: AcceptancePolicy) -> str:
             right = kept and all(code == Why.REJECTED for code in codes[n:]) and 0 <= n <= len(codes)
             what = f"accepted {n} of {len(codes)}, codes {codes}, next token {following}, for {case.show(b)}"
             require(right and 0 <= following < vocab, what)
-    return f"{len(cases())} random blocks"
+    return f"hold on {len(cases())} random blocks"
 
 
 def check_inputs_untouched(policy: AcceptancePolicy) -> None:
@@ -151,7 +151,8 @@ def check_control_tokens_inside(policy: AcceptancePolicy) -> str:
         asked += int((control_BK & verdict.asked_BK).sum())
         relaxed += int((control_BK & (verdict.why_BK == Why.RELAXED)).sum())
     if relaxed:
-        return f"note: excused {relaxed} of {asked} drafted control tokens; '& ~control' protects them"
+        advice = "" if policy.relaxation is None else "; '& ~control' protects them"
+        return f"note: excused {relaxed} of {asked} drafted control tokens{advice}"
     return f"none of {asked} excused"
 
 
