@@ -42,7 +42,7 @@ class Exact(ExactCore):
 @dataclass(frozen=True)
 class LossySampling(AcceptancePolicy, Checked):
     """Lenience (Leviathan et al. 2023, appendix A.5): keep x with probability min(1, l·target(x)/draft(x)); at
-    temperature 0, keep x if its probability is at least that of the most likely token over l.
+    temperature 0, keep x if l·target(x) >= max target in the raw distribution.
 
     ``lenience`` l >= 1; 1 is ``Exact``. Usual values are 2 to 5. After a rejection it draws from the exact residual.
     """

@@ -185,8 +185,8 @@ def check_rows_untouched(kit: DraftKit) -> None:
 
 
 def check_no_hidden_randomness(kit: DraftKit) -> None:
-    """The same row and seed give the same draft, whatever the global random generators and the row's id are, and
-    however often it is asked.
+    """The draft depends on the row and its seed alone: it is the same every time, under any id, and in every state of
+    the global random generators.
 
     At temperature 0 the seed must not matter either. A strategy that learns may propose more or fewer of the tokens.
     """
@@ -334,7 +334,7 @@ def check_speculation_equals_autoregression(kit: DraftKit) -> str:
             what = f"prompt {prompt}, k {k}: emits {one.token_ids}, the target {other.token_ids}"
             require(one.token_ids == other.token_ids, what)
     drafted, accepted = sum(out.stats.drafted for out in found), sum(out.stats.accepted for out in found)
-    # Above it a row alone emits what it emits in a batch.
+    # Above temperature 0, rows emit the same tokens alone and in a batch.
     sampled = [SamplingParams(max_tokens=16, seed=seed) for seed in range(len(prompts))]
     for prompt, own, k, one in zip(prompts, sampled, ks, [] if kit.learns else llm.generate(prompts, sampled, k=ks)):
         (alone,) = make_llm(kit.model, kit.make()).generate([prompt], own, k=k)

@@ -96,40 +96,43 @@ def check_trees(policy: AcceptancePolicy) -> str:
 def _suspicions(policy: AcceptancePolicy) -> list[str]:
     """Find likely faults of a rule that is not lossless, each by an experiment on random blocks."""
     found: list[str] = []
+
+    def suspect(fault: str, seen: bool) -> None:
+        if seen and fault not in found:
+            found.append(fault)
+
     for seed in range(24):
         case = block(seed, 4, 5, 4, 1.0)
-        target, draft, mask_BK = case.target, case.draft, case.draft.mask_BK()
-        rule = bound(policy, target)
+        target, draft, mask_BK, rule = case.target, case.draft, case.draft.mask_BK(), bound(policy, case.target)
         chances_BK, exact_BK = rule.accept_probs(target, draft), exact_accept_probs(target, draft)
-        unprocessed = Target(target.logits_BKV * 1.7, target.probs_BKV)
-        flatter = draft
-        if (probs_BKV := draft.probs_BKV) is not None:
-            flatter = replace(draft, probs_BKV=0.5 * probs_BKV + 0.5 * one_hot(probs_BKV, draft.tokens_BK))
 
-        def apart(other_BK: Tensor) -> bool:
+        def differ(other_BK: Tensor) -> bool:
             return bool(((other_BK - chances_BK)[mask_BK].abs() > TOLERANCE).any())  # noqa: B023
 
-        ignores = flatter is not draft and not apart(rule.accept_probs(target, flatter))
-        experiments = {
-            "a coin of 0 keeps a token that the target excludes (keep where coin < chance, strictly)": any(
-                _keeps_the_excluded(policy, one) for one in (block(seed, 4, 5, 4, 0.0), case)
-            ),
-            "its chances change with the unprocessed logits while the target's processed distribution stays": apart(
-                rule.accept_probs(unprocessed, draft)
-            ),
-            "its chances ignore the distribution that the draft was drawn from (draft.probs_BKV)": (
-                apart(exact_BK) and ignores
-            ),
-            "its correction is not drawn from max(target - draft, 0)": (
-                not apart(exact_BK) and _corrects_otherwise(rule, target, draft)
-            ),
-        }
-        found += [reason for reason, seen in experiments.items() if seen]
-        if apart(exact_BK) and not any(reason.startswith("its chances") for reason in found):
+        exactly, coldest = not differ(exact_BK), block(seed, 4, 5, 4, 0.0)
+        suspect(
+            "a coin of 0 keeps a token that the target excludes (keep where coin < chance, strictly)",
+            _keeps_the_excluded(policy, coldest) or _keeps_the_excluded(policy, case),
+        )
+        suspect(
+            "its chances change with the raw logits while the target's processed distribution stays",
+            differ(rule.accept_probs(Target(target.logits_BKV * 1.7, target.probs_BKV), draft)),
+        )
+        if (probs_BKV := draft.probs_BKV) is not None:
+            flatter = replace(draft, probs_BKV=0.5 * probs_BKV + 0.5 * one_hot(probs_BKV, draft.tokens_BK))
+            suspect(
+                "its chances ignore the distribution that the draft was drawn from (draft.probs_BKV)",
+                not exactly and not differ(rule.accept_probs(target, flatter)),
+            )
+        suspect(
+            "its correction is not drawn from max(target - draft, 0)",
+            exactly and _corrects_otherwise(rule, target, draft),
+        )
+        if not exactly and not any(fault.startswith("its chances") for fault in found):
             b, j = divmod(int(((exact_BK - chances_BK).abs() * mask_BK).argmax()), mask_BK.shape[1])
             own, exact = float(chances_BK[b, j]), float(exact_BK[b, j])
-            found.append(f"its chances are not min(1, target/draft): {own:.4f} where that is {exact:.4f}")
-    return list(dict.fromkeys(found))
+            suspect(f"its chances are not min(1, target/draft): {own:.4f} where that is {exact:.4f}", True)
+    return found
 
 
 def _keeps_the_excluded(policy: AcceptancePolicy, case: Case) -> bool:

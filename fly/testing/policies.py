@@ -178,8 +178,8 @@ def check_correction_is_a_distribution(policy: AcceptancePolicy) -> None:
 
 
 def check_no_hidden_randomness(policy: AcceptancePolicy) -> None:
-    """The same inputs give the same verdict every time and on every rank, whatever was asked before, and whatever the
-    global random generators are."""
+    """The verdict depends on its inputs alone: it is the same every time, on every rank, after other blocks, and in
+    every state of the global random generators."""
     copy = pickle.loads(pickle.dumps(policy))
     require(copy == policy, "a pickled copy differs from the policy")
     _require_function(policy)
