@@ -151,8 +151,8 @@ class LogMargin(Condition, Checked):
 
 @dataclass(frozen=True)
 class Regret(Condition, Checked):
-    """The draft costs little over a window: ``window`` more tokens were drafted after the mismatch, and the target's
-    own choices, at the mismatch and at these tokens, are in sum at most ``nats`` likelier.
+    """The draft costs little over a window: ``window`` more tokens were drafted after the mismatch, and for all of
+    these positions together the target finds its own choices at most ``nats`` likelier than the drafted tokens.
 
     First described here (docs/results/real-pair.md). A margin asks how much the target prefers another token, a window
     whether the target agrees with what follows. This condition measures both in nats, as the difference of the logits.

@@ -28,8 +28,8 @@ class TextCondition(Condition):
 
     @abstractmethod
     def holds_for(self, text: str) -> bool:
-        """Return whether the condition holds for a token with this text, which includes a leading space. Of a token
-        that is only a part of a character, the text is a replacement mark."""
+        """Return whether the condition holds for a token with this text, which includes a leading space. A token that
+        is only part of a character has a replacement mark as its text."""
 
     def bind(self, vocabulary: Vocabulary) -> TextCondition:
         vocabulary.where(self.holds_for)  # build the mask now, not between two forwards
