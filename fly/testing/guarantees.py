@@ -327,7 +327,7 @@ def _steps(policy: AcceptancePolicy, target: Target, draft: Draft) -> set[tuple[
     """Find where verdicts change, as (row, axis of noise, position on it) to 2^-24: on a grid, refined by bisection.
 
     Each axis is scanned with the other coins at both ends (accepting and rejecting). This shows every step of a rule
-    whose thresholds do not depend on other coins. All published rules are such.
+    whose thresholds do not depend on other coins, which holds for all published rules.
     """
     axes, ends = _axes(draft), [0.0, 1 - TICK]
     lines = [
