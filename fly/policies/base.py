@@ -29,7 +29,7 @@ __all__ = [
     "draw_next",
     "exact_accept_probs",
     "longest_prefix",
-    "undecided",
+    "mark_nan",
     "verdict_of",
 ]
 
@@ -152,7 +152,7 @@ class AcceptancePolicy(Bindable, ABC):
         # Accept the longest prefix of tokens that stand; a correction or a bonus follows it.
         verdict = longest_prefix(self, target, draft, noise, stands_BK, exact_BK, block.clauses)
         # The exact rule's chances are NaN only if the target or draft has a NaN, which ``verify`` finds without them.
-        return verdict if accepts_exactly(self) else undecided(verdict, chance_BK, draft)
+        return verdict if accepts_exactly(self) else mark_nan(verdict, chance_BK, draft)
 
     def bind(self: P, vocabulary: Vocabulary) -> P:
         bound = super().bind(vocabulary)
@@ -328,7 +328,7 @@ def verdict_of(
     return Verdict(accepted_B, next_token_B, why_BK, asked_BK, clauses or {})
 
 
-def undecided(verdict: Verdict, chance_BK: Tensor, draft: Draft) -> Verdict:
+def mark_nan(verdict: Verdict, chance_BK: Tensor, draft: Draft) -> Verdict:
     """Mark the next token as undecided if a chance up to the end of the accepted prefix is NaN."""
     columns_K = torch.arange(chance_BK.shape[1], device=chance_BK.device)
     nan_BK = chance_BK.isnan() & draft.mask_BK() & (columns_K <= verdict.accepted_B.unsqueeze(1))

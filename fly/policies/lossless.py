@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fly.ops import draw, pick
-from fly.policies.base import AcceptancePolicy, draw_next, exact_accept_probs, longest_prefix, undecided, verdict_of
+from fly.policies.base import AcceptancePolicy, draw_next, exact_accept_probs, longest_prefix, mark_nan, verdict_of
 from fly.policies.formulas import drafted
 from fly.types import Draft, Guarantee, Noise, Target, Verdict
 
@@ -108,4 +108,4 @@ class BlockVerification(AcceptancePolicy):
             residual_BV = (residual_BV - draft.probs_BKV[rows_B, at_B]).clamp_min(0)
         next_token_B = draw_next(residual_BV, target, draft, noise, accepted_B)
         verdict = verdict_of(accepted_B, next_token_B, counts_K <= accepted_B.unsqueeze(1), draft)
-        return undecided(verdict, chance_BK, draft)
+        return mark_nan(verdict, chance_BK, draft)

@@ -29,11 +29,11 @@ __all__ = [
     "TICK",
     "TOLERANCE",
     "Case",
-    "block",
-    "bound",
-    "cases",
+    "bind_to",
+    "make_block",
+    "make_cases",
     "markers_of",
-    "require_equal",
+    "require_same",
     "rounded",
     "toy_vocabulary",
 ]
@@ -101,7 +101,7 @@ def _written(method: object) -> Iterator[str]:
             yield part
 
 
-def bound(policy: P, target: Target) -> P:
+def bind_to(policy: P, target: Target) -> P:
     """Bind ``policy`` to a vocabulary of the target's size that has the policy's markers."""
     try:
         markers = _markers(policy)
@@ -122,16 +122,16 @@ class Case:
     noise: Noise
 
     def verdict(self, policy: AcceptancePolicy) -> Verdict:
-        return verify(bound(policy, self.target), self.target, self.draft, self.noise)
+        return verify(bind_to(policy, self.target), self.target, self.draft, self.noise)
 
     def chances(self, policy: AcceptancePolicy) -> Tensor:
         """Return the ``accept_probs`` of a policy, [B, K] float; yes and no are 1 and 0."""
-        return bound(policy, self.target).chances(self.target, self.draft).float()
+        return bind_to(policy, self.target).chances(self.target, self.draft).float()
 
     def correction(self, policy: AcceptancePolicy, j: int) -> Tensor:
         """Return the ``correction`` of a policy after token ``j`` was rejected, [B, V]."""
         at_B = torch.full((len(self.numbers),), j)
-        return bound(policy, self.target).correction(self.target, self.draft, at_B)
+        return bind_to(policy, self.target).correction(self.target, self.draft, at_B)
 
     def outcomes(self, policy: AcceptancePolicy) -> list[Outcome]:
         """Return the outcome of each row under a policy."""
@@ -188,7 +188,7 @@ class Case:
         return ", ".join(parts)
 
 
-def block(seed: int, rows: int = 4, longest: int = 9, vocab: int = 6, temperature: float | None = None) -> Case:
+def make_block(seed: int, rows: int = 4, longest: int = 9, vocab: int = 6, temperature: float | None = None) -> Case:
     """Make a random ragged block: certain and uncertain positions, drafts that mostly agree, distributions with zeros.
 
     ``temperature`` None mixes greedy and sampled rows; with 0 all are greedy.
@@ -224,15 +224,15 @@ def block(seed: int, rows: int = 4, longest: int = 9, vocab: int = 6, temperatur
     return Case(target, draft, Noise(rand(rows, longest), rand(rows)))
 
 
-def cases(count: int = 12) -> list[Case]:
+def make_cases(count: int = 12) -> list[Case]:
     """Make random blocks, small ones first, so that the first failure is a small counterexample."""
     return [
-        block(seed, 1 + seed % 5, 1 + 11 * seed // max(count - 1, 1), 3 + seed % 4, (0.0, 1.0, None)[seed % 3])
+        make_block(seed, 1 + seed % 5, 1 + 11 * seed // max(count - 1, 1), 3 + seed % 4, (0.0, 1.0, None)[seed % 3])
         for seed in range(count)
     ]
 
 
-def require_equal(case: Case, how: str, expected: list[Outcome], other: str, found: list[Outcome]) -> None:
+def require_same(case: Case, how: str, expected: list[Outcome], other: str, found: list[Outcome]) -> None:
     """Raise ``ConformanceError`` for the first row whose outcome differs from the expected one."""
     for b, (one, two) in enumerate(zip(expected, found)):
         require(one == two, f"row {b} {how} gives (accepted, next, why) {one}, {other} {two}: {case.show(b)}")

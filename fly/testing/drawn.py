@@ -19,7 +19,7 @@ from fly.ops import Stream, uniforms
 from fly.testing.report import require
 from fly.testing.stage import APART, PARAMS, DraftKit, Proposal
 
-__all__ = ["chance", "check_claimed_distribution", "check_independent_of_the_verdict", "check_rounds_are_independent"]
+__all__ = ["check_claimed_distribution", "check_independent_of_the_verdict", "check_rounds_are_independent", "p_value"]
 
 _CHANCE = 1e-9  # the probability that a correct strategy fails one comparison
 _GROUPS = 6  # groups of tokens, and of noise, that are tested for dependence
@@ -61,7 +61,7 @@ def check_claimed_distribution(kit: DraftKit) -> str:
                 share, claimed = (float(mass_V[worst]) / len(counts_NV) for mass_V in (observed_V, expected_V))
                 how = f"{len(proposals)} seeds at temperature {params.temperature}, top_k {params.top_k}"
                 what = f"token {j} of the draft is {worst} in {share:.3f} of {how}; it claims {claimed:.3f}"
-                chances.append(_likely(chance(observed_V, expected_V), what, f", for {asked}"))
+                chances.append(_likely(p_value(observed_V, expected_V), what, f", for {asked}"))
     return _least(chances, "of what was drawn ", "nothing is drawn: all drafts are certain")
 
 
@@ -140,10 +140,10 @@ def _dependence(bins_N: Tensor, drawn: _Drawn) -> float:
     probs_NG = drawn.probs_NV.new_zeros(len(bins_N), _GROUPS).index_add_(1, groups_V, drawn.probs_NV)
     expected_GG = drawn.probs_NV.new_zeros(_GROUPS, _GROUPS).index_add_(0, bins_N, probs_NG)
     observed_GG = torch.bincount(bins_N * _GROUPS + groups_V[drawn.tokens_N], minlength=_GROUPS**2).double()
-    return chance(observed_GG, expected_GG.flatten())
+    return p_value(observed_GG, expected_GG.flatten())
 
 
-def chance(observed_G: Tensor, expected_G: Tensor) -> float:
+def p_value(observed_G: Tensor, expected_G: Tensor) -> float:
     """Return the p-value of counts [G] by Pearson's chi-square test, in which rare outcomes are counted together.
 
     The expected counts may be sums over draws with different distributions: the true p-value is then larger.

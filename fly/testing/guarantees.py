@@ -26,7 +26,7 @@ from fly.ops import depths, one_hot, pick
 from fly.policies import AcceptancePolicy, Exact, verify
 from fly.policies.base import exact_accept_probs
 from fly.runtime.sampling import BatchSampling
-from fly.testing.blocks import TICK, TOLERANCE, Case, block, bound, cases, markers_of, require_equal, rounded
+from fly.testing.blocks import TICK, TOLERANCE, Case, bind_to, make_block, make_cases, markers_of, require_same, rounded
 from fly.testing.report import ConformanceError, require
 from fly.types import Draft, Guarantee, Noise, SamplingParams, Target
 
@@ -58,7 +58,7 @@ def check_tokens_judged_alone(policy: AcceptancePolicy) -> str:
     in a tree several tokens may follow j, or none.)"""
     if type(policy).verdict is not AcceptancePolicy.verdict:
         return "judges whole blocks"
-    for case in cases():
+    for case in make_cases():
         chances_BK, mask_BK = case.chances(policy), case.draft.mask_BK()
         for j in range(case.draft.shape[1]):
             for first, side in ((0, "after"), (j, "before")):
@@ -71,17 +71,17 @@ def check_tokens_judged_alone(policy: AcceptancePolicy) -> str:
                     f"chance at position {j} is {float(chances_BK[b, j]):.4f}, and {float(chance_B[b]):.4f} without "
                     f"the tokens {side} it: {case.show(b)}",
                 )
-    return f"holds on {len(cases())} random blocks"
+    return f"holds on {len(make_cases())} random blocks"
 
 
 def check_trees(policy: AcceptancePolicy) -> str:
     """On trees: a chain written as a tree is judged like the chain, and a lossless rule stays lossless with several
     siblings, certain or drawn (an exact sum, as for chains)."""
     check_tokens_judged_alone(policy)
-    for case in cases() if type(policy).verdict is AcceptancePolicy.verdict else []:
+    for case in make_cases() if type(policy).verdict is AcceptancePolicy.verdict else []:
         parents_BK = torch.arange(-1, case.draft.shape[1] - 1).expand(case.draft.shape)
         tree = replace(case, draft=replace(case.draft, parents_BK=parents_BK))
-        require_equal(case, "as a chain", case.outcomes(policy), "as a tree", tree.outcomes(policy))
+        require_same(case, "as a chain", case.outcomes(policy), "as a tree", tree.outcomes(policy))
     if policy.guarantee is not Guarantee.LOSSLESS:
         return "chains written as trees are judged like the chains"
     worst = 0.0
@@ -102,14 +102,14 @@ def _suspicions(policy: AcceptancePolicy) -> list[str]:
             found.append(fault)
 
     for seed in range(24):
-        case = block(seed, 4, 5, 4, 1.0)
-        target, draft, mask_BK, rule = case.target, case.draft, case.draft.mask_BK(), bound(policy, case.target)
+        case = make_block(seed, 4, 5, 4, 1.0)
+        target, draft, mask_BK, rule = case.target, case.draft, case.draft.mask_BK(), bind_to(policy, case.target)
         chances_BK, exact_BK = rule.accept_probs(target, draft), exact_accept_probs(target, draft)
 
         def differ(other_BK: Tensor) -> bool:
             return bool(((other_BK - chances_BK)[mask_BK].abs() > TOLERANCE).any())  # noqa: B023
 
-        exactly, coldest = not differ(exact_BK), block(seed, 4, 5, 4, 0.0)
+        exactly, coldest = not differ(exact_BK), make_block(seed, 4, 5, 4, 0.0)
         suspect(
             "a coin of 0 keeps a token that the target excludes (keep where coin < chance, strictly)",
             _keeps_the_excluded(policy, coldest) or _keeps_the_excluded(policy, case),
@@ -316,7 +316,7 @@ def _evaluate(
     [P] each."""
     noise_PA = noise_PA.float().clamp_max(1 - TICK)
     verdict = verify(
-        bound(policy, target), target.rows(rows_P), draft.rows(rows_P), Noise(noise_PA[:, :-1], noise_PA[:, -1])
+        bind_to(policy, target), target.rows(rows_P), draft.rows(rows_P), Noise(noise_PA[:, :-1], noise_PA[:, -1])
     )
     if verdict.path_BK is None:
         return verdict.accepted_B, verdict.next_token_B

@@ -34,7 +34,7 @@ from fly.ops import one_hot
 from fly.policies import AcceptancePolicy, dump_policy, load_policy, parse_policy
 from fly.runtime.request import Stats
 from fly.runtime.sampling import BatchSampling
-from fly.testing.blocks import TICK, TOLERANCE, Case, block, bound, cases, require_equal, rounded
+from fly.testing.blocks import TICK, TOLERANCE, Case, bind_to, make_block, make_cases, require_same, rounded
 from fly.testing.guarantees import check_guarantee, check_tokens_judged_alone, check_trees
 from fly.testing.report import Finding, Report, require, run_checks, seeded, title
 from fly.testing.toys import make_executor, toy_target
@@ -75,7 +75,7 @@ def parametrize_with_checks(policies: Iterable[AcceptancePolicy]) -> Any:
 
 def check_shapes_and_ranges(policy: AcceptancePolicy) -> str:
     """accept_probs is [B, K] in [0, 1]; a verdict accepts no more tokens than were drafted, and its codes agree."""
-    for case in cases():
+    for case in make_cases():
         shape, vocab = case.draft.shape, case.target.logits_BKV.shape[-1]
         probs = case.chances(policy)
         require(probs.shape == shape, f"accept_probs has shape {tuple(probs.shape)}, expected {shape}")
@@ -90,12 +90,12 @@ def check_shapes_and_ranges(policy: AcceptancePolicy) -> str:
             right = kept and all(code == Why.REJECTED for code in codes[n:]) and 0 <= n <= len(codes)
             what = f"accepted {n} of {len(codes)}, codes {codes}, next token {following}, for {case.show(b)}"
             require(right and 0 <= following < vocab, what)
-    return f"hold on {len(cases())} random blocks"
+    return f"hold on {len(make_cases())} random blocks"
 
 
 def check_inputs_untouched(policy: AcceptancePolicy) -> None:
     """No input tensor is changed."""
-    for case in cases():
+    for case in make_cases():
         parts = {"target": {"logits_BKV": case.target.logits_BKV, "probs_BKV": case.target.probs_BKV}}
         parts |= {"draft": vars(case.draft), "noise": vars(case.noise)}
         tensors = ((f"{part}.{name}", tensor) for part, named in parts.items() for name, tensor in named.items())
@@ -107,23 +107,23 @@ def check_inputs_untouched(policy: AcceptancePolicy) -> None:
 
 def check_row_alone_equals_row_in_batch(policy: AcceptancePolicy) -> None:
     """A row's verdict depends on that row alone: not on its neighbours, their number, or their order."""
-    for case in cases(18):
+    for case in make_cases(18):
         alone = [case.alone(b).outcomes(policy)[0] for b in case.numbers]
-        require_equal(case, "alone", alone, "in a batch", case.outcomes(policy))
-        require_equal(case, "alone", alone, "in a reversed batch", case.reversed().outcomes(policy)[::-1])
+        require_same(case, "alone", alone, "in a batch", case.outcomes(policy))
+        require_same(case, "alone", alone, "in a reversed batch", case.reversed().outcomes(policy)[::-1])
 
 
 def check_padding_is_ignored(policy: AcceptancePolicy) -> None:
     """Padding after a row's draft never matters."""
-    for case in cases(18):
+    for case in make_cases(18):
         short, long = ([case.alone(b, padding).outcomes(policy)[0] for b in case.numbers] for padding in (0, 3))
-        require_equal(case, "without padding", short, "with padding", long)
+        require_same(case, "without padding", short, "with padding", long)
 
 
 def check_empty_and_full_drafts(policy: AcceptancePolicy) -> None:
     """An empty draft emits one token of the target's distribution; a draft that the target is sure of is kept whole."""
     for temperature in (0.0, 1.0):
-        case = block(1, 3, 4, 5, temperature)
+        case = make_block(1, 3, 4, 5, temperature)
         probs = case.target.probs_BKV[:, :1] if temperature else None
         target = case.target.about(torch.arange(3), case.target.logits_BKV[:, :1], probs)
         empty = Case(target, Draft.empty(3), Noise(torch.zeros(3, 0), case.noise.sample_B))
@@ -159,14 +159,14 @@ def check_control_tokens_inside(policy: AcceptancePolicy) -> str:
 def _judged(policy: AcceptancePolicy, longest: int, vocab: int) -> Iterator[tuple[Case, Verdict]]:
     """Yield random blocks, greedy and sampled in turn, with the policy's verdicts."""
     for seed in range(60):
-        case = block(seed, 6, longest, vocab, (0.0, 1.0)[seed % 2])
+        case = make_block(seed, 6, longest, vocab, (0.0, 1.0)[seed % 2])
         yield case, case.verdict(policy)
 
 
 def check_correction_is_a_distribution(policy: AcceptancePolicy) -> None:
     """Wherever a token can be rejected, the correction's distribution is finite, nowhere negative, and has mass."""
     for seed, longest in enumerate((1, 1, 2, 3, 5, 8)):
-        case = block(seed, 4, longest, 4, 1.0 if seed % 2 else None)
+        case = make_block(seed, 4, longest, 4, 1.0 if seed % 2 else None)
         chances = case.chances(policy)
         judged = case.draft.mask_BK() & ~case.target.greedy_B.unsqueeze(1) & (chances < 1)
         for b, j in judged.nonzero().tolist():
@@ -183,15 +183,15 @@ def check_no_hidden_randomness(policy: AcceptancePolicy) -> None:
     copy = pickle.loads(pickle.dumps(policy))
     require(copy == policy, "a pickled copy differs from the policy")
     _require_function(policy)
-    for case in cases():
-        require_equal(case, "by the policy", case.outcomes(policy), "by a pickled copy", case.outcomes(copy))
+    for case in make_cases():
+        require_same(case, "by the policy", case.outcomes(policy), "by a pickled copy", case.outcomes(copy))
 
 
 def _require_function(policy: AcceptancePolicy) -> None:
-    for case in cases():
+    for case in make_cases():
         one, again, other = (seeded(seed, lambda: case.outcomes(policy)) for seed in (1, 1, 2))  # noqa: B023
-        require_equal(case, "asked once", one, "asked again (a rule keeps no state)", again)
-        require_equal(case, "on one of two ranks", one, "on the other", other)
+        require_same(case, "asked once", one, "asked again (a rule keeps no state)", again)
+        require_same(case, "on one of two ranks", one, "on the other", other)
 
 
 def check_written_and_read(policy: AcceptancePolicy) -> str:
@@ -223,7 +223,7 @@ def check_monotone(policy: AcceptancePolicy) -> str:
             with contextlib.suppress(ValueError):  # the value is outside of the parameter's range
                 variants.append((value, dataclasses.replace(policy, **{name: value})))  # type: ignore[type-var]
         for seed in range(40):
-            case = block(seed, 4, 8, 5, (0.0, 1.0, None)[seed % 3])
+            case = make_block(seed, 4, 8, 5, (0.0, 1.0, None)[seed % 3])
             found = [(value, case.verdict(variant).accepted_B) for value, variant in variants]
             for (_, less), (value, more) in itertools.pairwise(found):
                 what = f"{name}={value} accepts {more.tolist()}, a smaller one {less.tolist()}"
@@ -264,7 +264,7 @@ def check_gates(policy: AcceptancePolicy) -> str:
 def check_cuda_graph(policy: AcceptancePolicy) -> str:
     """Whether the decision can be captured in a CUDA graph, for drawn drafts and for others."""
     kinds = {"at temperature 0": (False, False), "above it": (True, True), "above it, of copied drafts": (True, False)}
-    found = {kind: find_wait(bound(policy, Target(torch.zeros(1, 2, 32))), *how) for kind, how in kinds.items()}
+    found = {kind: find_wait(bind_to(policy, Target(torch.zeros(1, 2, 32))), *how) for kind, how in kinds.items()}
     reasons: dict[str, list[str]] = {}
     for kind, reason in found.items():
         if reason is not None:
@@ -291,7 +291,7 @@ def check_cost(policy: AcceptancePolicy) -> str:
         logits = torch.randn(1, 16, vocab, generator=generator) * 1.3 * math.sqrt(2 * math.log(vocab))
         choices = logits.argmax(-1).tolist()  # a forward gives them as well
         drafted = [(token + (j % 5 == 4)) % vocab for j, token in enumerate(choices[0][:-1])]  # one in five is wrong
-        draft, rule = Draft.of([drafted]), bound(policy, Target(logits))
+        draft, rule = Draft.of([drafted]), bind_to(policy, Target(logits))
 
         def decide(kind: str) -> None:
             probs = None if kind == "greedy" else executor.process(nucleus, logits)  # noqa: B023
