@@ -90,7 +90,7 @@ def serve(context: typer.Context, config: Path | None, ray: bool, **_: Any) -> N
             given["drain_timeout"] = min(given["drain_timeout"], 22.0)
         settings, setup = Settings(**given), setup_of(context, config)
         if ray:
-            _serve_on_ray(setup, settings, **options_of(context, _RAY))
+            _serve_on_ray(setup, settings, **{name: context.params[name] for name in _RAY if name != "ray"})
         elif ranks is None or ranks.leads:
             _serve_here(setup, settings, ranks, services, keys_are_seen=bool(context.params["api_keys"]))
         else:
