@@ -248,7 +248,7 @@ PLANTED = [
     ),
     (LookingBack(), "tokens judged alone", "position j depends on tokens before j"),
     (NotStrict(), "guarantee", "a coin of 0"),
-    (RawTarget(), "guarantee", "unprocessed"),
+    (RawTarget(), "guarantee", "raw logits"),
     (DraftUnprocessed(), "guarantee", "ignore the distribution that the draft"),
     (NoResidual(), "guarantee", "correction is not"),
     (Unnormalised(), "guarantee", "correction is not"),

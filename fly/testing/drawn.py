@@ -49,8 +49,8 @@ def check_claimed_distribution(kit: DraftKit) -> str:
         lengths = sorted({len(p.tokens) for p in proposals if p.parents is None})
         require(
             kit.learns or len(certain) < 2,
-            f"the seed decides what is drafted, {[list(tokens) for tokens in certain[:2]]}, but no distribution is "
-            f"claimed (probs_BKV), for {asked}",
+            f"the seed decides what is drafted, {[list(tokens) for tokens in certain[:2]]}, but the draft claims no "
+            f"distribution (probs_BKV), for {asked}",
         )
         require(kit.learns or len(lengths) < 2, f"the seed decides how much is drafted, {lengths} tokens: {asked}")
         for j, drawn in enumerate(_drawn_at(proposals, j) for j in range(3)):
