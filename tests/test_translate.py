@@ -149,13 +149,6 @@ def ids_of(tokenizer: Tokenizer, size: int | None = None) -> st.SearchStrategy[l
 # --- the map ---------------------------------------------------------------------------------------------
 
 
-def test_the_byte_alphabet_is_the_librarys() -> None:
-    assert set(_ALPHABET) == set(pre_tokenizers.ByteLevel.alphabet())
-    assert sorted(_ALPHABET.values()) == list(range(256))
-    for character, byte in _ALPHABET.items():
-        assert decoders.ByteLevel().decode([character]) == bytes([byte]).decode("utf-8", "replace")
-
-
 @given(byte_pairs)
 def test_shared_tokens_are_special_ones_of_the_same_text(tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
     target, draft = tokenizers
