@@ -242,27 +242,15 @@ class TranslatedDraft(StopsByChance):
             )
         own_size = draft.runner.executor.config.vocab_size
         self.vocabularies = Vocabularies(tokenizer, vocab_size, draft.runner.tokenizer, own_size)
+        self.mode, self.worth = self.vocabularies.mode, draft.worth
         if self.mode == "padded" and vocab_size < own_size:
             draft.runner.executor = _Restricted(draft.runner.executor, vocab_size)
         self.draft, self.spare, self.context = draft, draft.spare, draft.context
         self.vocab_size: int = vocab_size
         self._contexts: dict[int, _Context] = {}
 
-    @property
-    def mode(self) -> Literal["padded", "text"]:
-        """The mode of ``Vocabularies``."""
-        return self.vocabularies.mode
-
-    @property
-    def worth(self) -> float | None:
-        """``SingleDraft.worth``."""
-        return self.draft.worth
-
-    @worth.setter
-    def worth(self, worth: float | None) -> None:
-        self.draft.worth = worth
-
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+        self.draft.worth = self.worth
         own = [self._own(row) for row in rows]
         most = [n if self._may_draft(row, mine) else 0 for row, mine, n in zip(rows, own, max_len)]
         try:
