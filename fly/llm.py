@@ -1,5 +1,5 @@
-"""The Python interface: load a target and a draft, generate, stream. Knows nothing of HTTP, and little of ranks: if
-several ranks share a model, all make the same calls in the same order, or the first one leads."""
+"""The Python interface: load a target and a draft, choose a backend, wire the engine. Knows nothing of HTTP, and little
+of ranks: if several share a model, all make the same calls in the same order, or the first one leads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections import abc
 from functools import cached_property, lru_cache, partial
 from inspect import signature
 from numbers import Integral
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 
@@ -22,6 +23,7 @@ from fly.cache import block_size_for
 from fly.calls import Calls, Params, PolicyLike, Prompt, Prompts, as_policy, for_chat, listed
 from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
+from fly.drafts.base import DraftSetup
 from fly.drafts.translate import TranslatingSetup
 from fly.early_exit import exit_early
 from fly.engine import Engine
@@ -41,7 +43,7 @@ from fly.runtime.executor import Executor
 from fly.runtime.memory import cache_size, room_for
 from fly.runtime.request import BadWords, Sequence
 from fly.runtime.runner import Runner
-from fly.runtime.structured import Grammars, Matcher
+from fly.runtime.structured import Grammars
 from fly.types import SamplingParams
 from fly.vocabulary import Vocabulary
 
@@ -63,9 +65,9 @@ class LLM(Calls):
     Args:
         model: a bundled name (``fly-target``), the path of a Hugging Face directory or a GGUF file, a name on the
             Hugging Face hub (``owner/name``, ``owner/name@revision``, ``owner/name/file.gguf``), an open checkpoint, a
-            loaded model (which then takes token ids only), or another ``LLM``, to share its loaded model, tokenizer and
-            end tokens (but not its caches or its draft).
-        draft: any ``DraftStrategy``, its text (a checkpoint's name as for ``model``, ``ngram``, a cascade such as
+            loaded model (which takes token ids only), or another ``LLM``. The last shares its loaded model, tokenizer
+            and end tokens, but neither its caches nor its draft.
+        draft: a ``DraftStrategy``, its text (a checkpoint's name as for ``model``, ``ngram``, a cascade such as
             ``ngram+fly-draft``, cheapest first, or ``module:Class``, which is imported; see ``parse_draft``), or None
             for autoregressive decoding.
         policy: decides which drafted tokens are kept: an ``AcceptancePolicy``, its text (``"fly(theta=0.3)"``), a
@@ -77,27 +79,27 @@ class LLM(Calls):
             text says otherwise, as ``"model(fly-draft, kernels=int8)"`` does.
         device: ``"auto"`` or any torch device.
         deterministic: the target computes the same bits for a token, whatever is fed together with it: other requests,
-            drafts, chunks of a prompt. At temperature 0 a lossless policy then gives the text of autoregressive
-            decoding exactly, in bfloat16 too. Costs nothing if the model's kernels add up in a fixed order (the
-            compiled ones in one process); else each token takes one forward (``fly.runtime.executor.TokenByToken``).
+            drafts, chunks of a prompt. At temperature 0 a lossless policy then gives exactly the text of
+            autoregressive decoding, in bfloat16 too. This is free for kernels that add up in a fixed order (the
+            compiled ones in one process). Other kernels then feed one token per forward
+            (``fly.runtime.executor.TokenByToken``).
         cache_tokens: how many tokens each KV cache holds over all requests; None is eight full contexts, or as much of
             that as ``cache_bytes`` hold. Memory is taken when it is first used.
         cache_bytes: memory for the keys and values of target and draft together; None is 4 GiB, or half of the device's
-            free memory after loading, if that is less. A draft model with a size of its own is not counted. If the
-            caches hold less than a full context, the log says so, with the reason.
+            free memory after loading, if that is less. A draft model with a cache size of its own is not counted. If
+            the caches hold less than a full context, the log says so, with the reason.
         cache_share: instead of both, the share (up to 1) of the device's free memory that the caches take.
         max_context: the most tokens of a text (prompt and completion), at most the model's own context. A smaller one
             makes the model's tables and the default caches smaller. It also holds for a draft given as text.
         block_size: tokens in a page of the target's cache; None chooses by the device.
         max_rows, step_tokens: the most requests, and about how many tokens, in one step (see ``Scheduler``).
         prefix_reuse: whether requests that begin with the same tokens share their cache pages.
-        kernels: what runs a model on the CPU: ``"auto"`` (compiled code where there is any for this processor and
-            dtype), ``"torch"``, or one of ``fly.backends.cpu.available()``; ``"int8"`` is the best of them on weights
-            rounded to 8 bits, half of bfloat16's bytes, ``"w8a8"`` with activations rounded to 8 bits too, ``"w4a8"``
-            with weights of 4 bits, and ``"stored"`` with the blocks of a GGUF file as they are, which ``"auto"`` takes
-            for such a file (``fly.backends.cpu.chosen``). A loaded model is used as it is
-            (``fly.backends.executor_of`` puts it on compiled kernels). On other devices torchao rounds the weights for
-            ``"int8"``, layer by layer as they are loaded (``fly.backends.int8``).
+        kernels: what computes a model on the CPU: ``"auto"`` (compiled code if there is any for this processor and
+            dtype), ``"torch"``, or one of ``fly.backends.cpu.available()``. ``"int8"`` rounds the weights to 8 bits,
+            ``"w8a8"`` the activations too, and ``"w4a8"`` has weights of 4 bits. ``"stored"`` computes with the blocks
+            of a GGUF file as they are, and ``"auto"`` does so for such a file (``fly.backends.cpu.chosen``). A loaded
+            model keeps its kernels (``fly.backends.executor_of`` gives it others). On other devices torchao rounds the
+            weights for ``"int8"``, layer by layer as they are loaded (``fly.backends.int8``).
         exits: a directory of early exits for this target (``fly train-exit``): in each forward the target stops after
             the layer at which its next token is settled (SpecEE, arXiv 2504.08850). This runs on PyTorch's kernels. The
             guarantee is then ``HEURISTIC`` under any policy.
@@ -149,45 +151,42 @@ class LLM(Calls):
         **unknown: Never,
     ) -> None:
         self.engine: Engine
-        if unknown:
-            known = [name for name in signature(LLM).parameters if name != "unknown"]
-            name = next(iter(unknown))
-            raise TypeError(f"{name!r} is no option of LLM{instead(name, known)}")
+        _refuse_unknown(unknown)
         self.k, self.policy = _check_k(k), Exact() if policy is None else as_policy(policy)
         if not (draft is None or isinstance(draft, (str, Path, DraftStrategy))):
             raise ValueError(f"draft {draft!r} is no DraftStrategy, text or path; several make a CascadeDraft([...])")
+        if draft_placement == "sharded" and isinstance(draft, DraftStrategy):
+            raise ValueError("draft_placement 'sharded' needs a draft given as text, which it loads in parts")
         if exits is not None and (deterministic or ranks is not None):
             raise ValueError(f"exits {str(exits)!r}: they go neither with deterministic nor with ranks")
+        if cache_tokens is not None and cache_share is not None:
+            raise ValueError(
+                f"cache_tokens {cache_tokens} and cache_share {cache_share} both give a size; give one of them"
+            )
+        self._named = _name_of(model), _name_of(draft)
+
         # The target. Among ranks each loads its own part.
         by: LoadExecutor = load_executor
         if ranks is not None:
-            from fly.parallel import LLAMA, LLAMA_WHOLE_SUMS, place_draft
+            from fly.parallel import LLAMA, LLAMA_WHOLE_SUMS
             from fly.parallel import load as load_part
 
             by = partial(load_part, plan=LLAMA_WHOLE_SUMS if whole_sums else LLAMA, ranks=ranks)
-        self._random: random.Random = random.SystemRandom() if ranks is None else ranks.random
         own = TORCH if exits is not None and kernels == "auto" else kernels
         executor = self._load_target(model, dtype, device, own, by, max_context)
         if exits is not None:
             executor = exit_early(executor, exits)
         if deterministic:
             executor = executor.deterministic()
-        config = executor.config
-        if self.tokenizer is not None:
-            self.tokenizer.check_fits(config.vocab_size)
-        vocabulary = self._vocabulary_of(config.vocab_size, executor.device)
+        self.vocabulary = self._vocabulary_of(executor.config.vocab_size, executor.device)
         # Equal policies become one object, since rows with the same policy object are decided together.
-        self.vocabulary, self._bound = vocabulary, lru_cache(256)(lambda policy: policy.bind(vocabulary))
-        if draft_placement == "sharded" and isinstance(draft, DraftStrategy):
-            raise ValueError("draft_placement 'sharded' needs a draft given as text, which it loads in parts")
-        self._named = _name_of(model), _name_of(draft)
+        self._bind_once = lru_cache(256)(methodcaller("bind", self.vocabulary))
         control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
         target = Runner(executor, None, control, share=prefix_reuse)
         target.tokenizer = self.tokenizer
 
         # The draft. A strategy loads its models when it is attached.
-        loading = partial(load_model, context=max_context)
-        setup = TranslatingSetup(target, vocabulary, loading)
+        setup = TranslatingSetup(target, self.vocabulary, partial(load_model, context=max_context))
 
         def make_draft() -> DraftStrategy | None:
             if not isinstance(draft, (str, Path)):
@@ -195,25 +194,14 @@ class LLM(Calls):
             return parse_draft(str(draft), trusted=True, dtype=dtype, device=device, kernels=kernels)
 
         if ranks is not None:
+            from fly.parallel import place_draft
+
             strategy = place_draft(make_draft, setup, ranks, draft_placement, by)
         elif (strategy := make_draft()) is not None:
             strategy = setup.attach(strategy)
+
         # The caches, whose size depends on all models.
-        if cache_tokens is None:
-            block_size = block_size_for(executor.device) if block_size is None else block_size
-            each = target.bytes_per_token + setup.bytes_per_token
-            cache_tokens = cache_size(executor, each, block_size, cache_bytes, cache_share)
-        elif cache_share is not None:
-            raise ValueError(
-                f"cache_tokens {cache_tokens} and cache_share {cache_share} both give a size; give one of them"
-            )
-        if ranks is not None:  # free memory may differ between ranks, but all must admit the same requests
-            cache_tokens = min(ranks.collect(cache_tokens))
-        needed = (target.bytes_per_token + setup.bytes_per_token) * cache_tokens
-        advice = "cache_bytes, cache_tokens or max_context makes it smaller"
-        with room_for(f"a cache of {cache_tokens} tokens", needed, executor.device, advice):
-            target.reserve(cache_tokens, block_size)
-            setup.reserve(cache_tokens)
+        _make_caches(target, setup, cache_tokens, cache_bytes, cache_share, block_size, ranks)
 
         # The engine. An error on one rank alone is no request's fault: the other ranks would wait for this one.
         self.engine = Engine(target, strategy, setup)
@@ -221,6 +209,7 @@ class LLM(Calls):
         self.scheduler = Scheduler(self.engine, max_rows, step_tokens, **failed)
         self.worker = Worker(self.scheduler, ranks)
         self._leads = ranks is None or ranks.leads
+        self._random: random.Random = random.SystemRandom() if ranks is None else ranks.random
 
     def _load_target(
         self,
@@ -250,6 +239,8 @@ class LLM(Calls):
         if max_context is not None and max_context != executor.config.max_position_embeddings:
             has = executor.config.max_position_embeddings
             raise ValueError(f"max_context {max_context}: this model is loaded already, with a context of {has}")
+        if self.tokenizer is not None:
+            self.tokenizer.check_fits(executor.config.vocab_size)
         return executor
 
     @classmethod
@@ -281,17 +272,16 @@ class LLM(Calls):
         return [(each.kernels, str(each.dtype).removeprefix("torch.")) for each in executors if each is not None]
 
     def _vocabulary_of(self, size: int, device: torch.device) -> Vocabulary:
-        """The meaning of the target's token ids."""
         return Vocabulary(size, device=device) if self.tokenizer is None else self.tokenizer.vocabulary(size, device)
 
     def lead(self) -> None:
-        """For the first of several ranks: from now on only this rank is called, from any thread, and the others
+        """On the first of several ranks: from now on only this rank is called, from any thread, and the others
         ``follow`` until ``close``."""
         self._random = random.SystemRandom()  # the common random numbers must be drawn by all ranks or none
         self.worker.lead()
 
     def follow(self) -> None:
-        """For the other ranks: take part in the calls of the first one until it is closed. Raises the engine's
+        """On the other ranks: take part in the calls of the first one until it is closed. Raises the engine's
         failure."""
         self.worker.follow(lambda values: self.requests(*values))
 
@@ -307,7 +297,7 @@ class LLM(Calls):
         *,
         streamed: bool = False,
     ) -> list[Request]:
-        """The requests that ``generate`` would run, checked, for a ``Job`` of ``worker``; from any thread. The n
+        """Make the requests that ``generate`` would run, checked, for a ``Job`` of ``worker``; from any thread. The n
         completions of a prompt follow one another. ``streamed`` requests give ``News``, which needs a tokenizer.
         ``client`` names their owner: clients share the engine fairly. Arguments and errors are those of
         ``generate``."""
@@ -316,16 +306,18 @@ class LLM(Calls):
             raise ValueError(f"priority {priority!r} must be an integer, smaller first")
         if streamed and self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it has no text to stream; use generate with token ids")
-        every_params = _one_each(self.default_params if params is None else params, len(given), "params")
         rule = self.policy if policy is None else policy
-        every_policy = _one_each(rule if isinstance(rule, (list, tuple)) else as_policy(rule), len(given), "policy")
-        every_k = _one_each(self.k if k is None else k, len(given), "k")
-        every_draft = _one_each("" if draft is None else draft, len(given), "draft")
-        choices = self.draft_names
+        each = zip(
+            _one_each("" if draft is None else draft, len(given), "draft"),
+            given,
+            _one_each(self.default_params if params is None else params, len(given), "params"),
+            _one_each(rule if isinstance(rule, (list, tuple)) else as_policy(rule), len(given), "policy"),
+            _one_each(self.k if k is None else k, len(given), "k"),
+        )
         requests = []
-        for number, (name, *asked) in enumerate(zip(every_draft, given, every_params, every_policy, every_k)):
-            if name and name not in choices:
-                have = choices or "none; LLM(..., draft='choose(small=fly-draft, copy=ngram)') loads two"
+        for number, (name, *asked) in enumerate(each):
+            if name and name not in self.draft_names:
+                have = self.draft_names or "none; LLM(..., draft='choose(small=fly-draft, copy=ngram)') loads two"
                 raise ValueError(f"draft {name!r} is not loaded; choices: {have}")
             row = self._row(*asked)
             row.priority, row.draft, row.client = priority, name, client
@@ -334,9 +326,8 @@ class LLM(Calls):
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}") from None
             others = [row.sample(derive(row.seed, -sample)) for sample in range(1, row.params.n)]
-            for other in others:  # each needs a matcher of its own, which follows one text
-                other.matcher = self._matcher(row.params)
-                if not row.params.max_tokens:  # the first completion scores the prompt for all
+            if not row.params.max_tokens:  # the first completion scores the prompt for all
+                for other in others:
                     other.finish_reason, other.prompt_logprobs = "length", row.prompt_logprobs
             # Under a grammar there is no reasoning, unless the prompt has begun it.
             chat = asked[0] if isinstance(asked[0], ChatPrompt) else ChatPrompt(())
@@ -347,19 +338,8 @@ class LLM(Calls):
         return requests
 
     def _row(self, prompt: Prompt, params: SamplingParams, policy: PolicyLike, k: int) -> Sequence:
-        config = self.engine.runner.executor.config
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("this model has no tokenizer; give prompts as lists of token ids")
-            tokens = self.tokenizer.encode(prompt)
-        else:
-            ids: Any = prompt
-            # Plain integers are checked first, because checking for every kind of number is slow.
-            if not isinstance(ids, abc.Sequence) or not (
-                set(map(type, ids)) <= {int} or all(isinstance(n, Integral) for n in ids)
-            ):
-                raise ValueError(f"prompt {short(prompt)} is neither a text nor a list of token ids{for_chat(prompt)}")
-            tokens = [int(token) for token in ids]
+        """Make the row of a request, and check everything that the model and the tokenizer must agree with."""
+        tokens, config = self._tokens_of(prompt), self.engine.runner.executor.config
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params {short(params)} must be SamplingParams; or give keywords, as in temperature=0")
         if not tokens:
@@ -377,12 +357,10 @@ class LLM(Calls):
         params.check_ids(config.vocab_size)
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, which this model lacks; use stop_token_ids")
-        bad_words: list[tuple[int, ...]] = []
-        for word in params.bad_words:
-            if self.tokenizer is None:
-                raise ValueError("bad_words need a tokenizer, which this model lacks; use bad_words_ids")
-            bad_words += self.tokenizer.spellings(word)
-        matcher = self._matcher(params)
+        if params.bad_words and self.tokenizer is None:
+            raise ValueError("bad_words need a tokenizer, which this model lacks; use bad_words_ids")
+        spelled = [ids for word in params.bad_words if self.tokenizer for ids in self.tokenizer.spellings(word)]
+        matcher = None if params.structured is None else self.grammars.matcher(params)
         # Under a grammar a row ends where nothing else may follow, even with ``ignore_eos``.
         eos = frozenset() if params.ignore_eos and matcher is None else self.eos_ids
         row = Sequence(
@@ -393,7 +371,7 @@ class LLM(Calls):
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
             k=_check_k(k),
             stop_ids=eos | set(params.stop_token_ids),
-            bad=BadWords((*params.bad_words_ids, *bad_words)),
+            bad=BadWords((*params.bad_words_ids, *spelled)),
             matcher=matcher,
         )
         row.stats.prompt_tokens = len(tokens)
@@ -401,10 +379,23 @@ class LLM(Calls):
             row.finish_reason = "length"
         return row
 
+    def _tokens_of(self, prompt: Any) -> list[int]:
+        """Return the token ids of a prompt. Raises ``ValueError`` if it is neither text nor ids."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("this model has no tokenizer; give prompts as lists of token ids")
+            return self.tokenizer.encode(prompt)
+        # Plain integers are checked first, because checking for every kind of number is slow.
+        if not isinstance(prompt, abc.Sequence) or not (
+            set(map(type, prompt)) <= {int} or all(isinstance(n, Integral) for n in prompt)
+        ):
+            raise ValueError(f"prompt {short(prompt)} is neither a text nor a list of token ids{for_chat(prompt)}")
+        return [int(token) for token in prompt]
+
     def _bind(self, policy: AcceptancePolicy) -> AcceptancePolicy:
-        """The policy, bound to the vocabulary. Policies that can be hashed are bound once."""
+        """Bind a policy to the vocabulary, once if it can be hashed."""
         try:
-            return self._bound(policy)
+            return self._bind_once(policy)
         except TypeError:
             return policy.bind(self.vocabulary)
 
@@ -415,9 +406,35 @@ class LLM(Calls):
             raise ValueError("structured output needs a tokenizer, which this model lacks")
         return Grammars(self.tokenizer, self.engine.runner.executor.config.vocab_size, self.eos_ids)
 
-    def _matcher(self, params: SamplingParams) -> Matcher | None:
-        """The matcher of a request's grammar, if it has one."""
-        return None if params.structured is None else self.grammars.matcher(params)
+
+def _refuse_unknown(options: abc.Collection[str]) -> None:
+    if options:
+        known = [name for name in signature(LLM).parameters if name != "unknown"]
+        name = next(iter(options))
+        raise TypeError(f"{name!r} is no option of LLM{instead(name, known)}")
+
+
+def _make_caches(
+    target: Runner,
+    setup: DraftSetup,
+    tokens: int | None,
+    max_bytes: int | None,
+    share: float | None,
+    block_size: int | None,
+    ranks: Ranks | None,
+) -> None:
+    """Make the caches of the target and of the draft's models, for ``tokens`` tokens each, or as many as memory
+    holds."""
+    executor, each = target.executor, target.bytes_per_token + setup.bytes_per_token
+    if tokens is None:
+        block_size = block_size_for(executor.device) if block_size is None else block_size
+        tokens = cache_size(executor, each, block_size, max_bytes, share)
+    if ranks is not None:  # free memory may differ between ranks, but all must admit the same requests
+        tokens = min(ranks.collect(tokens))
+    advice = "cache_bytes, cache_tokens or max_context makes it smaller"
+    with room_for(f"a cache of {tokens} tokens", each * tokens, executor.device, advice):
+        target.reserve(tokens, block_size)
+        setup.reserve(tokens)
 
 
 def _check_k(k: int) -> int:
@@ -427,7 +444,7 @@ def _check_k(k: int) -> int:
 
 
 def _name_of(given: object) -> str:
-    """A short name of a model or a draft."""
+    """Return a short name of a model or a draft."""
     if isinstance(given, LLM):
         return given._named[0]
     if given is None or isinstance(given, (str, Path)):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from fly.backends.cpu import library
+
+if TYPE_CHECKING:
+    from tests.pool import Pool
 
 # Forwards of tiny models take milliseconds, but their time is no property: no deadline anywhere.
 _QUIET = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
@@ -23,8 +28,8 @@ SLOW = {
     for name in (
         "any_load", "audit", "check_draft", "cli", "compiled", "conformance", "cuda", "cuda_heads", "cuda_plain",
         "deterministic", "docs", "eagle", "engine", "eval", "exits", "kernels", "loading", "nan", "parallel", "project",
-        "replay", "rounds", "serve", "serve_attacks", "serve_load", "serve_ranks", "spans", "tasks", "translate",
-        "vocabulary",
+        "ranks", "replay", "rounds", "serve", "serve_attacks", "serve_load", "serve_ranks", "spans", "tasks",
+        "translate", "vocabulary",
     )
 }  # fmt: skip
 
@@ -53,6 +58,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Four processes that run what tests of several ranks give them."""
+    from tests.pool import Pool
+
+    made = Pool()
+    yield made
+    made.close()
 
 
 @pytest.fixture(autouse=True)

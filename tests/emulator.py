@@ -36,7 +36,7 @@ from tests import emulated_flash
 
 __all__ = ["Gpu", "emulated", "exchanged"]
 
-_COMPILE = torch.compile
+_COMPILE, _MOVE = torch.compile, torch.nn.Module.to
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 # What torch's tags say no graph can hold.
 UNSAFE = torch.Tag.cudagraph_unsafe, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
@@ -187,6 +187,8 @@ class Gpu(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if any(kind not in (Tensor, torch.nn.Parameter, OnGpu) for kind in kinds):
+            return NotImplemented  # made of other tensors, which come here one by one
         leaves = tree_leaves((args, kwargs))
         here = [x for x in leaves if isinstance(x, OnGpu)]
         given = [self.place(x) for x in leaves if isinstance(x, torch.device) and x.type == "cuda"]
@@ -395,6 +397,24 @@ class Python(TorchFunctionMode):
         return made
 
 
+class Generator(torch.Generator):
+    """The device's random numbers are those of the CPU."""
+
+    def __new__(cls, device: Any = CPU) -> Generator:
+        return super().__new__(cls, device=value_of(torch.device(device)))
+
+
+def move(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """``torch.nn.Module.to``: a parameter that goes to the device becomes another object."""
+    future = torch.__future__
+    before = future.get_overwrite_module_params_on_conversion()
+    future.set_overwrite_module_params_on_conversion("cuda" in str((args, kwargs)))
+    try:
+        return _MOVE(module, *args, **kwargs)
+    finally:
+        future.set_overwrite_module_params_on_conversion(before)
+
+
 class Stream:
     """``torch.cuda.Stream``, which has done nothing until somebody waits. It belongs to a device."""
 
@@ -560,6 +580,8 @@ def emulated(
             stack.enter_context(mock.patch.object(torch.cuda, name, stub))
         stack.enter_context(mock.patch.object(torch, "compile", lambda function, **how: Compiled(gpu, function, how)))
         stack.enter_context(mock.patch.object(varlen, "varlen_attn", emulated_flash.known_arguments(version)))
+        stack.enter_context(mock.patch.object(torch, "Generator", Generator))
+        stack.enter_context(mock.patch.object(torch.nn.Module, "to", move))
         attention.find_flash.cache_clear()
         stack.callback(attention.find_flash.cache_clear)
         torch._C._set_only_lift_cpu_tensors(True)

@@ -29,6 +29,7 @@ from fly.config import Config
 from fly.eval import Plan, Setting, compare
 from fly.expressions import grid
 from fly.policies import Exact, FLy
+from fly.serve import Settings
 from tests.ggufs import write_gguf
 from tests.toys import random_llama
 
@@ -186,6 +187,22 @@ def test_options_that_other_servers_have() -> None:
     app: Any = typer.main.get_command(cli.app)
     (name,) = [parameter for parameter in app.commands["serve"].params if parameter.name == "name"]
     assert name.opts == ["--name", "--served-model-name"]
+
+
+def test_a_server_has_the_settings_of_its_options_and_else_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Settings] = []
+    monkeypatch.setattr("fly.cli.serving._serve_here", lambda setup, settings, *_, **__: found.append(settings))
+    monkeypatch.delenv("FLY_API_KEY", raising=False)
+    assert run("serve").exit_code == 0
+    options = ["--policies", "fly", "--trusted-proxies", "::1,10.0.0.0/8", "--trusted-proxies", "127.0.0.1"]
+    assert run("serve", *options, "--cors-origin", "*", "--api-key", "a", "--api-key", "b").exit_code == 0
+    assert found[0] == Settings()
+    assert found[1] == Settings(
+        policies=("fly",), trusted_proxies=("::1", "10.0.0.0/8", "127.0.0.1"), cors_origins=("*",), api_keys=("a", "b")
+    )
+    assert "max_waiting: Input should be greater than or equal to 0, got -1" in words(
+        run("serve", "--max-waiting", "-1").output
+    )
 
 
 def test_what_is_for_several_processes_may_be_said_to_one(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from fly.parallel.watch import Progress, Watch
 from fly.runtime.runner import Runner
 from tests.emulated_flash import VERSIONS
 from tests.emulator import emulated, exchanged
+from tests.pool import free_port
 from tests.test_cuda import DRAFTS, TARGET, WAYS, decode, device, engine_of, on_cpu, row_of, there, told
-from tests.test_parallel import free_port
 
 CUDA1 = torch.device("cuda", 1)
 

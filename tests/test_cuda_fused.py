@@ -12,7 +12,7 @@ import torch
 
 from fly.backends.cuda import ops
 from fly.backends.cuda.fused import FusedOps, Int8Linear, fuse
-from fly.backends.int8 import rounded
+from fly.backends.int8 import with_int8_weights
 from fly.cache import PagedKVCache
 from fly.engine import Engine
 from fly.policies import parse_policy
@@ -71,7 +71,7 @@ def test_a_layer_is_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 def test_products_of_few_tokens_are_our_own(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And have torchao's values."""
-    model, asked = rounded(random_llama(0, **SIZES)), list[int]()
+    model, asked = with_int8_weights(random_llama(0, **SIZES)), list[int]()
     own = ops.multiply_int8
     monkeypatch.setattr("fly.backends.cuda.fused.refuse_layers", lambda *_: None)
     monkeypatch.setattr("fly.backends.cuda.fused.multiply_int8", lambda *x: (asked.append(len(x[0])), own(*x))[1])

@@ -12,7 +12,7 @@ from torch import nn
 
 import fly
 from fly.backends import int8, load_executor
-from fly.backends.int8 import INT8, rounded, rounds
+from fly.backends.int8 import INT8, wants_int8, with_int8_weights
 from fly.backends.torch import TorchExecutor
 from fly.models import DenseCausal, Llama, LlamaConfig, load_model, save_model
 from fly.models.compiled import CompiledLayers
@@ -43,7 +43,7 @@ def logits(model: Llama, through: LayerLoop = run_layers) -> torch.Tensor:
 @pytest.mark.parametrize("tied", [False, True])
 def test_matrices_are_rounded_to_the_nearest_step(tmp_path: Path, tied: bool) -> None:
     exact = load_model(save(tmp_path, tied))
-    model = rounded(Loading(tmp_path))
+    model = with_int8_weights(Loading(tmp_path))
     kept = {"lm_head"} if tied else set()
     for name, linear in matrices(model).items():
         original = matrices(exact)[name].weight
@@ -55,14 +55,14 @@ def test_matrices_are_rounded_to_the_nearest_step(tmp_path: Path, tied: bool) ->
         step = original.abs().amax(1, keepdim=True) / 127
         assert ((weight.dequantize() - original).abs() <= step / 2 + 1e-6).all(), name
     assert torch.equal(model.embed_tokens.weight, exact.embed_tokens.weight)
-    copied = rounded(exact)
+    copied = with_int8_weights(exact)
     assert torch.equal(logits(copied), logits(model)) and type(exact.layers[0].mlp.down_proj.weight) is nn.Parameter
 
 
 @needs_torchao
 def test_values_are_those_of_the_rounded_weights(tmp_path: Path) -> None:
     """One by one and compiled."""
-    model, twin = rounded(Loading(save(tmp_path))), load_model(tmp_path)
+    model, twin = with_int8_weights(Loading(save(tmp_path))), load_model(tmp_path)
     exact = logits(twin)
     for name, linear in matrices(twin).items():
         weight: Any = matrices(model)[name].weight
@@ -82,7 +82,7 @@ def test_a_ranks_part_is_rounded_as_it_is(tmp_path: Path, rank: int) -> None:
     def part(config: LlamaConfig) -> Part:
         return Part(config, rank, 2, LLAMA[1:] + (Rule(LLAMA[0].names, "replicate"),))  # 37 tokens do not divide
 
-    exact, model = load_model(tmp_path, part=part), rounded(Loading(tmp_path, part=part))
+    exact, model = load_model(tmp_path, part=part), with_int8_weights(Loading(tmp_path, part=part))
     for name, linear in matrices(model).items():
         weight: Any = linear.weight
         original = matrices(exact)[name].weight
@@ -101,14 +101,14 @@ def test_one_layer_at_a_time_is_not_rounded(tmp_path: Path, monkeypatch: pytest.
         rounding(module)
 
     monkeypatch.setattr(int8, "_round", note)
-    rounded(loading)
+    with_int8_weights(loading)
     assert held == [4, 4, 4, 1]  # the matrices of a layer, thrice, and the head
 
 
 @needs_torchao
 def test_an_engine_says_the_same_on_rounded_weights(tmp_path: Path) -> None:
     """Speculation is as exact as ever, whatever the weights are."""
-    llama = rounded(Loading(save(tmp_path)))
+    llama = with_int8_weights(Loading(save(tmp_path)))
     params = fly.SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     texts = []
     for draft in (None, "ngram"):
@@ -118,14 +118,14 @@ def test_an_engine_says_the_same_on_rounded_weights(tmp_path: Path) -> None:
 
 
 def test_the_kernels_are_chosen_by_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert not rounds("int8", torch.device("cpu")) and not rounds("auto", CUDA) and not rounds("w8a8", CUDA)
+    assert not wants_int8("int8", torch.device("cpu")) and not wants_int8("auto", CUDA) and not wants_int8("w8a8", CUDA)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ValueError, match=r"kernels 'int8' on cuda: torchao is not installed \(pip install 'flyspec\[gpu\]'"
     ):
-        rounds("int8", CUDA)
+        wants_int8("int8", CUDA)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    assert rounds("int8", CUDA)
+    assert wants_int8("int8", CUDA)
 
 
 @needs_torchao

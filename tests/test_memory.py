@@ -68,13 +68,13 @@ def test_the_context_is_capped_by_an_option(caplog: pytest.LogCaptureFixture) ->
 def test_free_memory_is_within_the_limit_of_the_group(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     assert memory.free_memory(cpu) > 0
-    assert memory._left_of_group(tmp_path) > 2**60  # no group, no limit
+    assert memory._free_in_group(tmp_path) > 2**60  # no group, no limit
     for name, text in {"memory.current": "900", "memory.stat": "anon 1\ninactive_file 50\n"}.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory._left_of_group(tmp_path) > 2**60
+    assert memory._free_in_group(tmp_path) > 2**60
     (tmp_path / "memory.max").write_text("1000\n")
-    assert memory._left_of_group(tmp_path) == 150
+    assert memory._free_in_group(tmp_path) == 150
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,6 @@ def test_a_model_that_does_not_fit_says_what_it_needs_and_what_to_do(monkeypatch
 def test_a_limit_of_addresses_is_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     resource = pytest.importorskip("resource")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (2**44, 2**44))
-    assert 2**42 < memory._left_of_process() < 2**44
+    assert 2**42 < memory._free_in_process() < 2**44
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert memory._left_of_process() > 2**60
+    assert memory._free_in_process() > 2**60

@@ -117,7 +117,8 @@ def test_work_of_a_client_that_has_left_is_never_begun(path: str) -> None:
         service.tokenizer.encode = slow  # type: ignore[method-assign]
         busy = {"model": MODEL, "prompt": "busy", **({} if path == "/tokenize" else {"max_tokens": 1})}
         threads = [
-            threading.Thread(target=httpx.post, args=[server.url + path], kwargs={"json": busy}) for _ in "abcdefgh"
+            threading.Thread(target=httpx.post, args=[server.url + path], kwargs={"json": busy, "timeout": 60})
+            for _ in "abcdefgh"
         ]
         for thread in threads:
             thread.start()
@@ -128,7 +129,7 @@ def test_work_of_a_client_that_has_left_is_never_begun(path: str) -> None:
         assert eventually(lambda: service.open == 8)
         assert httpx.get(f"{server.url}/health").status_code == 200
         go.set()
-        assert httpx.post(server.url + path, json={**busy, "prompt": "Take"}).status_code == 200
+        assert httpx.post(server.url + path, json={**busy, "prompt": "Take"}, timeout=60).status_code == 200
         for thread in threads:
             thread.join()
         assert begun.count("Take") == 1

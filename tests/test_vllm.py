@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 
-from fly.policies import parse_policy, verify
+from fly.policies import FLy, parse_policy, verify
 from fly.types import Draft, Noise, Target
 from fly.vllm.plugin import deciding, expand_batch_to_tokens
 from fly.vllm.rows import Row, read_rule
@@ -92,6 +95,73 @@ def test_decisions_are_those_of_verify(
         kept = int(verdict.accepted_B[0])
         expected = [*tokens[rows].tolist()[:kept], int(verdict.next_token_B[0])]
         assert output[b].tolist() == expected + [-1] * (max(counts) + 1 - len(expected))
+
+
+# Six steps of vLLM 0.32.0 on the bundled pair (n-gram and model drafts, temperature 0 and 1), with what vLLM decided.
+CAPTURED = load_file(Path(__file__).parent / "data" / "vllm_blocks.safetensors")
+STEPS = sorted({name.partition(".")[0] for name in CAPTURED})
+
+
+@given(st.sampled_from(STEPS), st.sampled_from(RULES), st.integers(0, 10**6))
+def test_decisions_on_captured_blocks_are_those_of_verify(step: str, rule: str, seed: int) -> None:
+    """Each row of a captured step under a rule; greedy rows under ``exact`` also decide as vLLM did."""
+    tokens, counts, logits, bonus, output, greedy = (
+        CAPTURED[f"{step}.{name}"] for name in ("draft", "counts", "logits", "bonus", "output", "greedy")
+    )
+    coins = torch.rand(int(counts.max()) + 1, generator=torch.Generator().manual_seed(seed))
+    temperature = 0.0 if greedy else 1.0
+    for b, (count, end) in enumerate(zip(counts.tolist(), counts.cumsum(0).tolist())):
+        if not count:
+            continue
+        rows, last = slice(end - count, end), int(bonus[b])
+        emitted = Row(parse_policy(rule)).decide(
+            tokens[rows], logits[rows], None, last, temperature, [1], [], coins[: count + 1]
+        )
+        certain_1V = torch.full((1, logits.shape[1]), -torch.inf)
+        certain_1V[0, last] = 0.0
+        logits_1JV = torch.cat([logits[rows], certain_1V]).unsqueeze(0)
+        target = Target(logits_1JV, None if greedy else logits_1JV.softmax(-1), generated_B=torch.tensor([0]))
+        draft = Draft(tokens[rows].long().unsqueeze(0), torch.tensor([count]), None)
+        verdict = verify(parse_policy(rule), target, draft, Noise(coins[:count].unsqueeze(0), coins[count : count + 1]))
+        kept = int(verdict.accepted_B[0])
+        assert emitted == [*tokens[rows].tolist()[:kept], int(verdict.next_token_B[0])]
+        if greedy and rule == "exact":
+            assert emitted == [token for token in output[b].tolist() if token >= 0]
+
+
+def vllm_fly(tokens: list[int], logits: Tensor, window: int, coins: list[float] | None) -> int:
+    """How many drafted tokens the FLy of vLLM 0.33 keeps (its v1/spec_decode/fly.py, theta 0.3, top 3): one by one.
+
+    ``coins`` is None at temperature 0. Drafts are deterministic, so their probability is 1.
+    """
+    probs = logits.softmax(-1)
+    native = [
+        int(probs[i].argmax()) == token if coins is None else float(probs[i, token]) >= coins[i]
+        for i, token in enumerate(tokens)
+    ]
+    for i in range(len(tokens)):
+        top = probs[i].topk(3).values.tolist()
+        undecided = -sum(share * math.log(share) for share in top if share > 0) >= 0.3
+        followed = i + window < len(tokens) and all(native[i + 1 : i + 1 + window])
+        if not native[i] and not (undecided and followed and float(probs[i, tokens[i]]) > 0):
+            return i
+    return len(tokens)
+
+
+@given(st.integers(1, 3), st.integers(2, 8), st.booleans(), st.floats(0.5, 6), st.integers(0, 10**6))
+def test_fly_keeps_what_the_fly_of_vllm_033_keeps(
+    window: int, count: int, greedy: bool, scale: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = scale * torch.randn(count, SIZE, generator=generator)
+    # Mostly the target's own choices, so that windows are followed often.
+    swapped = torch.rand(count, generator=generator) < 0.3
+    tokens = torch.where(swapped, torch.randint(0, SIZE, (count,), generator=generator), logits.argmax(-1))
+    coins = torch.rand(count + 1, generator=generator)
+    rule = FLy(window=window, hold=window)
+    emitted = Row(rule).decide(tokens, logits, None, 5, 0.0 if greedy else 1.0, [1], [], coins)
+    kept = vllm_fly(tokens.tolist(), logits, window, None if greedy else coins.tolist())
+    assert emitted[:-1] == tokens.tolist()[:kept]
 
 
 def test_exact_has_the_targets_distribution() -> None:

@@ -16,7 +16,7 @@ from fly.backends.cpu.head import CpuHead, head_refusal
 from fly.backends.cpu.host import HostDecisions
 from fly.backends.cpu.library import NARROW, TORCH, left_open, split
 from fly.backends.cpu.packed import computes_as_stored, refusal
-from fly.backends.int8 import INT8, rounded, rounds
+from fly.backends.int8 import INT8, wants_int8, with_int8_weights
 from fly.backends.torch import Model, TorchExecutor, TorchHead
 from fly.bundled import open_model
 from fly.drafts.base import Loaded
@@ -50,7 +50,7 @@ def executor_of(model: Any, kernels: str = "auto") -> Executor:
 
     Raises ``ValueError`` for kernels that are unknown, not available here, or not for this model.
     """
-    narrow = rounds(kernels, model.device)
+    narrow = wants_int8(kernels, model.device)
     variant = INT8 if narrow else chosen(kernels)
     if isinstance(model, Executor):
         if kernels != "auto" and variant != model.kernels:
@@ -60,7 +60,7 @@ def executor_of(model: Any, kernels: str = "auto") -> Executor:
     if narrow:
         if not isinstance(decoder, Llama):
             raise ValueError(f"kernels {kernels!r}: a {type(decoder).__name__} is run as it is")
-        return _on_torch(rounded(model))
+        return _on_torch(with_int8_weights(model))
     if variant != TORCH:
         if model.device.type != "cpu":
             reason: str | None = f"compiled kernels run on the CPU, not on {model.device}; choices there: {_AWAY}"
@@ -124,7 +124,7 @@ def load_executor(
 ) -> Executor:
     """A checkpoint, ready to run; arguments and errors as of ``fly.models.load_model`` and ``executor_of``. ``kept``:
     the tokens that its head keeps (``fly.models.trimmed``); None: all."""
-    if not rounds(kernels, resolve_device(device)):
+    if not wants_int8(kernels, resolve_device(device)):
         chosen(kernels)  # bad kernels are an error before anything is read
     part = None if kept is None else partial(TrimmedHead, kept=kept)
     return executor_of(Loading(checkpoint, dtype, device, part=part), kernels)

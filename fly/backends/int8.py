@@ -1,8 +1,8 @@
-"""Matrices of a model on int8 weights, for devices other than the CPU: by torchao, an optional library.
+"""Int8 weights on devices other than the CPU, by torchao, an optional library.
 
-A model that does not fit on a device in bfloat16 may fit in int8: a matrix takes half the bytes. Its weights are whole
-numbers with a scale for each output (symmetric absolute maximum quantisation, as in arXiv 2208.07339, section 2.1); a
-product is the one with those numbers in the model's dtype, times the scales. Knows nothing of engines."""
+Such a matrix takes half the bytes of one in bfloat16. Its weights are whole numbers with a scale for each output
+(symmetric absolute maximum quantisation, arXiv 2208.07339, section 2.1). A product is computed with these numbers in
+the model's dtype, then multiplied by the scales. Knows nothing of engines."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from torch import nn
 from fly.models import Llama
 from fly.models.loading import Loading
 
-__all__ = ["INT8", "rounded", "rounds"]
+__all__ = ["INT8", "wants_int8", "with_int8_weights"]
 
-INT8 = "torch-int8"  # what executors call such kernels
+INT8 = "torch-int8"  # the name of such kernels
 
 
-def rounds(kernels: str, device: torch.device) -> bool:
-    """Whether ``kernels`` on ``device`` are these. Raises ``ValueError`` if torchao is missing then."""
+def wants_int8(kernels: str, device: torch.device) -> bool:
+    """Whether ``kernels`` asks for int8 weights on a ``device`` that is not the CPU. Raises ``ValueError`` if it does
+    and torchao is missing."""
     if kernels not in ("int8", INT8) or device.type == "cpu":
         return False
     if importlib.util.find_spec("torchao") is None:
@@ -29,11 +30,11 @@ def rounds(kernels: str, device: torch.device) -> bool:
     return True
 
 
-def rounded(model: Llama | Loading) -> Llama:
-    """The model with every matrix rounded to int8 weights; an embedding, and a head that is one, stay as they are.
+def with_int8_weights(model: Llama | Loading) -> Llama:
+    """Round every matrix of a model to int8 weights. An embedding, and a head tied to it, stay as they are.
 
-    A model that is being loaded is rounded layer by layer, so that the device holds at most one layer that is not
-    rounded. A loaded model is copied.
+    A model that is being loaded is rounded layer by layer, so that the device never holds more than one layer that is
+    not rounded. A loaded model is copied.
     """
     if isinstance(model, Loading):
         made = model.whole(_round)

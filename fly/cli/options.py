@@ -1,17 +1,47 @@
-"""Options that several commands share, each declared once."""
+"""Options that several commands have. Each is declared once."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-from fly.config import LONGEST, SHORTEST
+from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT, LONGEST, SHORTEST
+
+_Run = TypeVar("_Run", bound=Callable[..., Any])
+_of_model = functools.partial(typer.Option, rich_help_panel="Model and decoding")
+_of_ranks: dict[str, Any] = {"rich_help_panel": "Several processes (torchrun)"}
 
 
-def number(least: float, most: float = math.inf, *, help: str) -> Any:
+def takes(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[_Run], _Run]:
+    """Decorate a command: it also takes the options in ``groups``, after its own, as keyword arguments. A group gives
+    the annotation and the default of each option by its name."""
+    given = {name: option for group in groups for name, option in group.items()}
+
+    def decorate(run: _Run) -> _Run:
+        parameters = inspect.signature(run, eval_str=True).parameters.values()
+        own = [each for each in parameters if each.name not in given and each.kind != each.VAR_KEYWORD]
+        more = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            for name, (annotation, default) in given.items()
+        ]
+        run.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]  # typer reads it
+        return run
+
+    return decorate
+
+
+def option(kind: Any, help: str, *names: str, default: Any = None, **look: Any) -> tuple[Any, Any]:
+    """An option for a group of ``takes``. ``look`` goes to ``typer.Option``."""
+    return Annotated[kind if default is not None else kind | None, typer.Option(*names, help=help, **look)], default
+
+
+def number(least: float, most: float = math.inf, *, help: str, **look: Any) -> Any:
     """An option that takes a finite number in a range. Unlike with typer's ``min`` and ``max``, NaN is refused, and
     errors name the bad value."""
     within = f"of at least {least:g}" if most == math.inf else f"in [{least:g}, {most:g}]"
@@ -22,7 +52,7 @@ def number(least: float, most: float = math.inf, *, help: str) -> Any:
         return value
 
     shown = f"x>={least:g}" if most == math.inf else f"{least:g}<=x<={most:g}"
-    return typer.Option(callback=check, metavar=f"<float range> [{shown}]", help=help)
+    return typer.Option(callback=check, metavar=f"<float range> [{shown}]", help=help, **look)
 
 
 def output(*names: str, help: str, suffix: str = "") -> Any:
@@ -51,62 +81,82 @@ def gone(name: str, instead: str) -> Any:
 
 
 Model = Annotated[
-    str,
-    typer.Option(help="Target: a bundled name, a directory, a GGUF file, or a name on the Hugging Face hub."),
-]
-MaxContext = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="The most tokens of a text, prompt and answer; takes less memory than the model's own context."
-    ),
-]
-CacheBytes = Annotated[
-    int | None,
-    typer.Option(min=1, help="The most bytes for the KV caches. Default: 4 GiB, or half of the free memory."),
+    str, _of_model(help="The target: a bundled name, a directory, a GGUF file, or a name on the Hugging Face hub.")
 ]
 DraftOption = Annotated[
     str | None,
-    typer.Option(
+    _of_model(
         help="The draft: 'none', a checkpoint (prompt lookup drafts for it), or a strategy ('fly drafts'). Default: "
         "fly-draft for fly-target, none for other models."
     ),
 ]
-Policy = Annotated[str, typer.Option(help="The acceptance policy: 'exact', 'fly', 'fly(theta=0.3, window=6)', ...")]
-Rules = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="A rule to compare with exact speculation; repeatable. 'fly(theta={0.1, 0.3})' is a rule for each value.",
-        show_default=False,
-    ),
-]
-K = Annotated[int, typer.Option(min=0, help="The most tokens drafted in a round; 0 decodes autoregressively.")]
-DraftLength = Annotated[int, typer.Option(min=1, help="The most tokens drafted in a round.")]
-Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+Policy = Annotated[str, _of_model(help="The acceptance policy: 'exact', 'fly', 'fly(theta=0.3, window=6)', ...")]
+K = Annotated[int, _of_model(min=0, help="The most tokens drafted in a round; 0 decodes autoregressively.")]
+DraftLength = Annotated[int, _of_model(min=1, help="The most tokens drafted in a round.")]
+Dtype = Annotated[str, _of_model(help="auto, bfloat16, float16 or float32.")]
+Device = Annotated[str, _of_model(help="auto, cpu, cuda, cuda:1, ...")]
 Kernels = Annotated[
     str,
-    typer.Option(
+    _of_model(
         help="What runs on the CPU: auto, torch, avx512bf16, avx512, avx2; int8: weights of 8 bits (on CUDA by "
         "torchao); w8a8: weights and activations; w4a8: weights of 4 bits; stored: a GGUF file's blocks as they are, "
         "which auto takes for such a file."
     ),
 ]
-Exits = Annotated[
-    str | None, typer.Option(help="A directory of 'fly train-exit': the target stops after the layers that settle it.")
+MaxContext = Annotated[
+    int | None,
+    _of_model(min=1, help="The most tokens of a text, prompt and answer; less than the model's own saves memory."),
 ]
-Split = Annotated[str, typer.Option(help="heldout (in domain), middle or ood (out of domain).")]
-Turns = Annotated[int, typer.Option(min=1, help="How often everything is measured, in turns.")]
-Json = Annotated[Path | None, output("--json", help="Write all figures to this file.")]
+CacheBytes = Annotated[
+    int | None, _of_model(min=1, help="The most bytes for the KV caches. Default: 4 GiB, or half of the free memory.")
+]
+Exits = Annotated[
+    str | None, _of_model(help="A directory of 'fly train-exit': the target stops after the layers that settle it.")
+]
+Deterministic = Annotated[
+    bool, _of_model("--deterministic", help="The same bits for a token, whatever is in the batch.")
+]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option(
+    _of_model(
         help="A YAML or JSON file with model, draft, policy, k; options override it. Without either: exact, no draft."
     ),
 ]
 HeartbeatTimeout = Annotated[
     float,
-    number(SHORTEST, LONGEST, help="With torchrun: seconds without a sign of life after which a rank counts as lost."),
+    number(SHORTEST, LONGEST, help="Seconds without a sign of life after which a rank counts as lost.", **_of_ranks),
 ]
 CollectiveTimeout = Annotated[
-    float, number(SHORTEST, LONGEST, help="With torchrun: seconds a rank waits in a collective for the others.")
+    float, number(SHORTEST, LONGEST, help="Seconds that a rank waits in a collective for the others.", **_of_ranks)
 ]
+Rules = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        help="A rule to compare with exact speculation; repeatable. 'fly(theta={0.1, 0.3})' is a rule for each value.",
+    ),
+]
+Split = Annotated[str, typer.Option(help="heldout (in domain), middle or ood (out of domain).")]
+Turns = Annotated[int, typer.Option(min=1, help="How often everything is measured, in turns.")]
+Json = Annotated[Path | None, output("--json", help="Write all figures to this file.")]
+
+# Groups for ``takes``. How a model runs:
+RUNNING = {"dtype": (Dtype, "auto"), "device": (Device, "auto"), "kernels": (Kernels, "auto")}
+MODEL = {"model": (Model, "fly-target")}
+LOADING = {**MODEL, **RUNNING}
+# how it decodes, with a configuration file or without;
+SETUP = {
+    "draft": (DraftOption, None),
+    "policy": (Policy, "exact"),
+    "k": (K, 15),
+    **RUNNING,
+    "max_context": (MaxContext, None),
+    "cache_bytes": (CacheBytes, None),
+    "exits": (Exits, None),
+    "config": (ConfigFile, None),
+}
+# and how long ranks wait for one another.
+RANKS = {
+    "heartbeat_timeout": (HeartbeatTimeout, HEARTBEAT_TIMEOUT),
+    "collective_timeout": (CollectiveTimeout, COLLECTIVE_TIMEOUT),
+}

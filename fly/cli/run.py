@@ -103,8 +103,8 @@ def setup_of(context: typer.Context, path: Path | None) -> Config:
 
 
 def options_of(context: typer.Context, fields: Collection[str]) -> dict[str, Any]:
-    """The options of a command whose names are in ``fields``."""
-    return {name: value for name, value in context.params.items() if name in fields}
+    """The options of a command whose names are in ``fields``. A repeatable option that was left out is None."""
+    return {name: None if value == () else value for name, value in context.params.items() if name in fields}
 
 
 def sampling_of(given: Mapping[str, Any], default: SamplingParams) -> SamplingParams:

@@ -39,6 +39,11 @@ def note(text: str) -> None:
     console.print(f"[dim]{text}[/]", highlight=False)
 
 
+def tell(text: str) -> None:
+    """Print one line on standard error, as it is."""
+    errors.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def grouped(rows: Iterable[_Row], key: Callable[[_Row], _Key]) -> dict[_Key, list[_Row]]:
     """The rows by key. Keys are in the order of their first rows."""
     groups: dict[_Key, list[_Row]] = {}
@@ -141,8 +146,7 @@ class _Lines:
         left = spent / max(self.done - self.before, 1) * (self.total - self.done)
         took, rest = (timedelta(seconds=round(seconds)) for seconds in (spent, left))
         about = f" · {text}" if text else ""
-        line = f"{self.what}: {self.done} of {self.total} after {took}, about {rest} left{about}"
-        errors.print(line, highlight=False, markup=False, soft_wrap=True)
+        tell(f"{self.what}: {self.done} of {self.total} after {took}, about {rest} left{about}")
 
 
 def write_json(path: Path | None, record: Any, ranks: Any = None) -> None:

@@ -3,7 +3,7 @@
 from fly.parallel.draft import place_draft
 from fly.parallel.model import load, parallelise
 from fly.parallel.plan import LLAMA, LLAMA_WHOLE_SUMS, Part, PlanError, Rule
-from fly.parallel.ranks import Ranks, follow, launch, launched, lead, memory_here
+from fly.parallel.ranks import Ranks, launch, memory_here
 from fly.parallel.watch import CollectiveError, RankError
 
 __all__ = [
@@ -15,10 +15,7 @@ __all__ = [
     "RankError",
     "Ranks",
     "Rule",
-    "follow",
     "launch",
-    "launched",
-    "lead",
     "load",
     "memory_here",
     "parallelise",

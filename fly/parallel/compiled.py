@@ -27,23 +27,21 @@ class CompiledPart(PackedLlama):
     """A loaded ``part`` of a model. Its compiled forward calls back for each sum over ranks, so all ranks must make the
     same calls.
 
-    Forward and logits are separate calls (``PartExecutor``). One call for both would know only this rank's logits, and
-    the order in which a sum over ranks is added up depends on a value's index among all values of the call.
-
-    Logits are ``VocabularyShards``, or plain tensors with ``gather_logits``. Before each forward, its tokens and
-    positions are added to the rank's checksum (``Ranks.note``).
+    Forward and logits are separate calls, since one call for both would return this rank's logits alone. They are
+    ``VocabularyShards``. Before each forward, its tokens and positions are added to the rank's checksum
+    (``Ranks.note``).
     """
 
-    def __init__(self, model: Llama, variant: str, part: Part, ranks: Ranks, gather_logits: bool = False) -> None:
+    def __init__(self, model: Llama, variant: str, part: Part, ranks: Ranks) -> None:
         super().__init__(model, variant)
-        self.ranks, self._gather_logits = ranks, gather_logits
+        self.ranks = ranks
         self._error: BaseException | None = None
         self._sum = _Sum(self._sum_over_ranks)  # must live as long as the model
         first = part.slots("vocab_size").start
         self.library.fly_share(self.handle, self._sum, part.config.vocab_size, first)
 
     def _sum_over_ranks(self, address: int, count: int) -> None:
-        """Called by the C++ forward. An error cannot pass through C++, so it is kept and raised after the forward."""
+        """Called within the C++ forward. An error cannot pass through C++, so it is raised after the forward."""
         if self._error is None:
             try:
                 values = torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
@@ -61,12 +59,11 @@ class CompiledPart(PackedLlama):
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
         """Shards [T, ranks * W] of the logits, in float32."""
-        logits_TW = super().logits(hidden_TC)
-        return self.ranks.join(logits_TW) if self._gather_logits else VocabularyShards(logits_TW, self.ranks)
+        return VocabularyShards(super().logits(hidden_TC), self.ranks)
 
 
 class PartExecutor(TorchExecutor):
-    """Runs a ``CompiledPart`` by separate calls for forward and logits."""
+    """Runs a ``CompiledPart``."""
 
     def __init__(self, model: CompiledPart) -> None:
         super().__init__(model)

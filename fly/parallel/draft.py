@@ -1,4 +1,4 @@
-"""Where the draft runs: whole on every rank, divided among all like the target, or whole on the first rank alone.
+"""Place the draft: whole on every rank, divided among all like the target, or whole on the first rank alone.
 
 Knows nothing of policies or HTTP.
 """
@@ -10,6 +10,7 @@ import time
 from collections import abc
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, Literal, get_args
 
@@ -38,13 +39,13 @@ def place_draft(
     placement: Placement,
     load_part: LoadExecutor,
 ) -> DraftStrategy | None:
-    """Make a strategy with ``make``, attach it to ``setup``, placed among ``ranks``, and return it.
+    """Make a strategy with ``make``, attach it to ``setup``, and return it.
 
     - ``replicated``: every rank has the whole draft and drafts for itself, without communication;
     - ``sharded``: its models are divided like the target (by ``load_part``), and all ranks draft together;
     - ``first``: the first rank drafts and sends the draft to the others;
-    - ``auto``: each model is replicated or sharded, whichever decodes a token faster here. Both are loaded and timed.
-      A model that cannot be divided is replicated.
+    - ``auto``: each model is loaded in both ways, replicated and sharded, and the one that decodes a token faster is
+      kept. A model that cannot be divided is replicated.
 
     Raises:
         ValueError: an unknown placement, or one that is impossible for this strategy.
@@ -58,7 +59,7 @@ def place_draft(
     strategy = ranks.together(make, "the draft")
     if strategy is None:
         return None
-    setup.clock = ranks.clock  # strategies that decide by time must decide alike on all ranks
+    setup.clock = ranks.clock  # so that strategies that decide by time decide alike on all ranks
     if placement == "replicated" or ranks.size == 1:
         return ranks.together(lambda: setup.attach(strategy), "the draft")
 
@@ -68,7 +69,7 @@ def place_draft(
         if placement == "sharded":
             return load(model, by=load_part, **options)
         whole = ranks.together(lambda: load(model, **options), "the draft")
-        if isinstance(model, Executor) or isinstance(whole.executor, Head):  # a head is small
+        if isinstance(model, Executor) or isinstance(whole.executor, Head):  # loaded already, or too small to divide
             return whole
         try:
             part = load(model, by=load_part, **options)
@@ -94,8 +95,8 @@ def _decode_seconds(executor: Executor) -> float:
 
 
 class _Mirror:
-    """Stands on all ranks for a cache that only the first rank has. It allocates pages in the same way, but shares
-    none, so that all ranks admit the same requests."""
+    """Stands, on every rank, for a drafter's cache that only the first rank has. Its pages hold nothing, but are
+    allocated in the same way, so that all ranks admit the same requests."""
 
     executor = None
     allocator: BlockAllocator
@@ -118,24 +119,27 @@ class FirstDraft(DraftStrategy):
     Its limits and the sizes of its caches are sent too, so that all ranks admit the same requests.
     """
 
+    drafts = False  # whether there is a strategy
+    observes = False  # whether it reads the target's output
+
     def __init__(self, ranks: Ranks, make: Callable[[], DraftStrategy | None]) -> None:
         self.ranks, self.make = ranks, make
-        self.strategy: DraftStrategy | None = None
-        self.drafts, self.names, self.observes = False, list[str](), False
+        self.strategy: DraftStrategy | None = None  # on the first rank
+        self.names: list[str] = []
         self.mirrors: list[_Mirror] = []
 
     def attach(self, setup: DraftSetup) -> None:
         self._device, own = setup.target.executor.device, setup.alone()  # a setup of this rank alone
         self.strategy = self.ranks.together(lambda: self._attached(own) if self.ranks.leads else None, "the draft")
-        facts: dict[str, Any] = {"drafts": self.strategy is not None}
-        if self.strategy is not None:
-            facts |= {name: getattr(self.strategy, name) for name in ("vocab_size", "context", "learns", "spare")}
-            facts["names"] = getattr(self.strategy, "names", [])
-            facts["observes"] = type(self.strategy).observe is not DraftStrategy.observe
-        vars(self).update(self.ranks.share(facts) or {})
-        caches = [(each.bytes_per_token, each.context, tokens, size) for each, tokens, size in own.caches]
-        caches = self.ranks.share(caches) or []
-        for drafter, (each, context, tokens, block_size) in zip_longest(own.drafters, caches):
+        if (strategy := self.strategy) is not None:
+            self.drafts, self.names = True, getattr(strategy, "names", [])
+            self.observes = type(strategy).observe is not DraftStrategy.observe
+            self.vocab_size, self.context = strategy.vocab_size, strategy.context
+            self.learns, self.spare = strategy.learns, strategy.spare
+        shared = ("drafts", "names", "observes", "vocab_size", "context", "learns", "spare")
+        vars(self).update(self.ranks.share({name: getattr(self, name) for name in shared}))
+        caches: list[Any] = [(each.bytes_per_token, each.context, tokens, size) for each, tokens, size in own.caches]
+        for drafter, (each, context, tokens, block_size) in zip_longest(own.drafters, self.ranks.share(caches)):
             self.mirrors.append(_Mirror(self.ranks, drafter, each, context))
             setup.add(self.mirrors[-1], tokens, block_size)
 
@@ -151,36 +155,27 @@ class FirstDraft(DraftStrategy):
         return strategy
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
-        self._follow((row, len(row.tokens) + most + self.spare) for row, most in zip(rows, max_len) if most)
-        draft: Draft | None = None
+        self._resize((row, len(row.tokens) + most + self.spare) for row, most in zip(rows, max_len) if most)
         sent: Any = None
+        own_BKV: torch.Tensor | None = None
         if self.strategy is not None:
             try:
                 draft = self.strategy.propose(rows, max_len)
-            except Exception as error:  # sent, so that all ranks raise it
+                own_BKV = draft.probs_BKV
+                drawn_from = None if own_BKV is None else (own_BKV.shape, own_BKV.dtype)
+                sent = replace(draft, probs_BKV=None, logits_BKV=None).to(torch.device("cpu")), drawn_from
+            except Exception as error:  # sent as well, so that all ranks raise it
                 sent = error
-            else:
-                parents = None if draft.parents_BK is None else draft.parents_BK.tolist()
-                distribution = None if draft.probs_BKV is None else (draft.probs_BKV.shape, draft.probs_BKV.dtype)
-                sent = draft.tokens_BK.tolist(), draft.lengths_B.tolist(), parents, distribution
         sent = self.ranks.share(sent)
         if isinstance(sent, Exception):
             raise sent
-        tokens, lengths, parents, distribution = sent
-        device, probs_BKV = self._device, None
-        if distribution is not None:
-            if draft is None or draft.probs_BKV is None:
-                probs_BKV = torch.empty(distribution[0], dtype=distribution[1], device=device)
-            else:
-                probs_BKV = draft.probs_BKV.to(device)
-            probs_BKV = self.ranks.spread(probs_BKV)
-        shape = len(lengths), len(tokens[0]) if tokens else 0
-
-        def numbers(values: list[Any]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device).view(shape)
-
-        lengths_B = torch.tensor(lengths, dtype=torch.int64, device=device)
-        return Draft(numbers(tokens), lengths_B, probs_BKV, None if parents is None else numbers(parents))
+        draft, drawn_from = sent[0].to(self._device), sent[1]
+        if drawn_from is None:
+            return draft
+        # The distributions that tokens were drawn from are large, so they go from device to device.
+        shape, dtype = drawn_from
+        probs_BKV = torch.empty(shape, dtype=dtype, device=self._device) if own_BKV is None else own_BKV
+        return replace(draft, probs_BKV=self.ranks.spread(probs_BKV.to(self._device)))
 
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
         if self.observes and isinstance(target.logits_BKV, VocabularyShards):
@@ -189,7 +184,7 @@ class FirstDraft(DraftStrategy):
             self.strategy.observe(rows, draft, target)
 
     def commit(self, rows: abc.Sequence[Sequence]) -> None:
-        self._follow((row, len(row.tokens)) for row in rows)
+        self._resize((row, len(row.tokens)) for row in rows)
         if self.strategy is not None:
             self.strategy.commit(rows)
 
@@ -199,9 +194,9 @@ class FirstDraft(DraftStrategy):
         if self.strategy is not None:
             self.strategy.release(row)
 
-    def _follow(self, lengths: Iterable[tuple[Sequence, int]]) -> None:
+    def _resize(self, lengths: Iterable[tuple[Sequence, int]]) -> None:
+        """Allocate pages for each row as the first rank does, which raises an error if there are too few."""
         for row, length in lengths:
             for mirror in self.mirrors:
-                # If there is no room, the drafting rank raises the error.
                 with suppress(OutOfBlocks):
                     mirror.allocator.resize(row.id, min(length, mirror.context + self.spare))

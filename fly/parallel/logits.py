@@ -1,11 +1,11 @@
 """Logits that are divided among ranks by vocabulary, and gathered only if an operation needs all of them.
 
-Knows nothing of policies. The reductions of ``fly.ops`` (argmax, the n largest, one token's logit, the mass of all)
-exchange a few numbers per position. Selecting positions exchanges nothing. Every other operation first gathers the
-positions that are selected by then.
+Selecting positions exchanges nothing. The reductions of ``fly.ops`` (argmax, the n largest, one token's logit, the mass
+of all) exchange a few numbers for each position. Every other operation first gathers the positions that are selected by
+then. Knows nothing of policies.
 
-Shape legend: R positions, N selected ones, V vocabulary, W a rank's part of it, S ranks, M the largest of all ranks,
-"..." any leading dimensions.
+Shape legend: N positions, V vocabulary, W a rank's part of it, M the largest of all ranks, "..." any leading
+dimensions.
 """
 
 from __future__ import annotations
@@ -60,13 +60,12 @@ class VocabularyShards(Tensor):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if function in ATTRIBUTES:
             with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **kwargs)
-        first = args[0] if args and isinstance(args[0], VocabularyShards) else None
-        if first is not None and first.whole is None and (own := _OWN.get(function)) is not None:
-            found = own(*args, **kwargs)
+                return function(*args, **kwargs or {})
+        on_shards = _ON_SHARDS.get(function)
+        if on_shards is not None and isinstance(args[0], VocabularyShards) and args[0].whole is None:
+            found = on_shards(*args, **kwargs or {})
             if found is not NotImplemented:
                 return found
         return cls.__torch_dispatch__(function, types, args, kwargs)
@@ -76,8 +75,8 @@ class VocabularyShards(Tensor):
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation on the gathered tensor."""
-        plain = tree_map(lambda x: x.gathered() if isinstance(x, VocabularyShards) else x, (args, kwargs or {}))
-        return function(*plain[0], **plain[1])
+        args, kwargs = tree_map(lambda x: x.gathered() if isinstance(x, VocabularyShards) else x, (args, kwargs or {}))
+        return function(*args, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"VocabularyShards({list(self.shape)}, {self.start} to {self.start + self.shard.shape[-1]} here)"
@@ -87,33 +86,27 @@ def _at(x: VocabularyShards, index: Any) -> Any:
     return at_index(x.dim(), index, x.like, _pick)
 
 
+# Views that leave the vocabulary alone are views of each part.
+
+
+def _unless_last(x: VocabularyShards, dim: int, change: Callable[[Tensor], Tensor]) -> Any:
+    return NotImplemented if dim % x.dim() == x.dim() - 1 else x.like(change)
+
+
 def _flatten(x: VocabularyShards, start_dim: int = 0, end_dim: int = -1) -> Any:
-    if end_dim % x.dim() == x.dim() - 1:
-        return NotImplemented
-    return VocabularyShards(x.shard.flatten(start_dim, end_dim), x.ranks)
+    return _unless_last(x, end_dim, lambda shard: shard.flatten(start_dim, end_dim))
 
 
 def _unflatten(x: VocabularyShards, dim: int, sizes: Any) -> Any:
-    if dim % x.dim() == x.dim() - 1:
-        return NotImplemented
-    return VocabularyShards(x.shard.unflatten(dim, sizes), x.ranks)
+    return _unless_last(x, dim, lambda shard: shard.unflatten(dim, sizes))
 
 
 def _unsqueeze(x: VocabularyShards, dim: int) -> Any:
-    if dim in (-1, x.dim()):
-        return NotImplemented
-    return VocabularyShards(x.shard.unsqueeze(dim if dim >= 0 else dim + x.dim() + 1), x.ranks)
+    return NotImplemented if dim in (-1, x.dim()) else x.like(lambda shard: shard.unsqueeze(dim))
 
 
-def _expand(x: VocabularyShards, *sizes: Any) -> Any:
-    sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
-    if sizes[-1] not in (-1, x.shape[-1]):
-        return NotImplemented
-    return VocabularyShards(x.shard.expand(*sizes[:-1], -1), x.ranks)
-
-
-def _float(x: VocabularyShards) -> VocabularyShards:
-    return VocabularyShards(x.shard.float(), x.ranks)
+def _expand(x: VocabularyShards, *sizes: int) -> Any:
+    return NotImplemented if sizes[-1] not in (-1, x.shape[-1]) else x.like(lambda shard: shard.expand(*sizes[:-1], -1))
 
 
 def _unbind(x: VocabularyShards, dim: int = 0) -> Any:
@@ -122,21 +115,20 @@ def _unbind(x: VocabularyShards, dim: int = 0) -> Any:
     return tuple(VocabularyShards(shard, x.ranks) for shard in x.shard.unbind(dim))
 
 
+# Reductions over the vocabulary exchange their results.
+
+
 def _amax(x: VocabularyShards, dim: Any = (), keepdim: bool = False) -> Any:
     if dim not in (-1, x.dim() - 1):
         return NotImplemented
     return x.ranks.max_(x.shard.amax(-1, keepdim=keepdim))
 
 
-def _argmax(x: VocabularyShards) -> Tensor:
-    return _top(x, 1).indices.squeeze(-1)
-
-
 def _top(x: VocabularyShards, n: int) -> Top:
-    """The n largest of all are among the n largest of each rank. Values and indices are gathered as one tensor of
-    float64, which holds both exactly.
+    """The n largest of all are among the n largest of each rank. Of equal values, the lowest index is first if n is 1.
+    Values and indices are gathered as one tensor of float64, which holds both exactly.
     """
-    if n == 1:  # the argmax must be the lowest index among equal values
+    if n == 1:  # topk does not say which of equal values comes first; argmax does
         at = vocabulary.argmax(x.shard).unsqueeze(-1)
         values = x.shard.gather(-1, at)
     else:
@@ -144,12 +136,10 @@ def _top(x: VocabularyShards, n: int) -> Top:
     pairs = x.ranks.gather(torch.stack([values.double(), (at + x.start).double()]))
     values_NM, at_NM = (torch.cat(pairs[:, i].unbind(0), dim=-1) for i in (0, 1))
     if n == 1:
-        # Among equal values take the lowest rank; ``max`` does not promise that.
-        rank = (values_NM == values_NM.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1, keepdim=True)
-        found = values_NM.gather(-1, rank)
+        place = (values_NM == values_NM.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1, keepdim=True)
     else:
-        found, rank = values_NM.topk(min(n, values_NM.shape[-1]), dim=-1)
-    return Top(found.to(x.dtype), at_NM.gather(-1, rank).long())
+        place = values_NM.topk(min(n, values_NM.shape[-1]), dim=-1).indices
+    return Top(values_NM.gather(-1, place).to(x.dtype), at_NM.gather(-1, place).long())
 
 
 def _pick(x: VocabularyShards, index: Tensor) -> Tensor:
@@ -176,16 +166,16 @@ def _log_mass(
     return x.ranks.gather(scaled_NW.logsumexp(-1)).logsumexp(0)
 
 
-_OWN: dict[Callable[..., Any], Callable[..., Any]] = {
+_ON_SHARDS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.__getitem__: _at,
     Tensor.flatten: _flatten,
     Tensor.unflatten: _unflatten,
     Tensor.unsqueeze: _unsqueeze,
     Tensor.expand: _expand,
-    Tensor.float: _float,
+    Tensor.float: lambda x: x.like(Tensor.float),
     Tensor.unbind: _unbind,
     Tensor.amax: _amax,
-    vocabulary.argmax: _argmax,
+    vocabulary.argmax: lambda x: _top(x, 1).indices.squeeze(-1),
     vocabulary.top: _top,
     vocabulary.pick: _pick,
     vocabulary.nan_at: lambda x, index: torch.zeros_like(index, dtype=torch.bool),

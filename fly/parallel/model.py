@@ -1,8 +1,8 @@
-"""A Llama that is divided among ranks: load this rank's part, and add the communication around its modules.
+"""Load a rank's part of a Llama, and add what ranks exchange around its modules.
 
-Knows nothing of policies, caches or HTTP. Hooks on the model's modules exchange values among ranks, as in torch's own
-tensor parallelism: a sum after every row-parallel projection and after the embedding, a join before and after
-projections that gather. The logits stay divided.
+Hooks on the modules do that, as in torch's own tensor parallelism: a sum after every row-parallel projection and after
+the embedding, a join before and after projections that gather. The logits stay divided. Knows nothing of policies,
+caches or HTTP.
 
 Shape legend: T packed tokens, C hidden width, W a rank's part of the vocabulary.
 """
@@ -20,7 +20,7 @@ from fly.backends import load_executor, part_executor
 from fly.backends.cpu import chosen
 from fly.backends.cpu.library import TORCH
 from fly.backends.cpu.packed import refusal
-from fly.backends.int8 import rounded, rounds
+from fly.backends.int8 import wants_int8, with_int8_weights
 from fly.models import Llama, LlamaConfig
 from fly.models.checkpoint import Checkpoint
 from fly.models.loading import Loading, resolve_device
@@ -40,7 +40,6 @@ def load(
     *,
     ranks: Ranks,
     plan: Sequence[Rule] = LLAMA,
-    gather_logits: bool = False,
     kernels: str = "torch",
 ) -> Executor:
     """Load this rank's part of a checkpoint. Arguments and errors are those of ``load_model``.
@@ -48,8 +47,7 @@ def load(
     The plan is checked before anything is read, and no rank goes on unless all have loaded the same checkpoint.
 
     Args:
-        gather_logits: return plain logits, gathered at once, instead of ``VocabularyShards``.
-        kernels: what runs the part, as for ``fly.LLM``. PyTorch runs plans that gather.
+        kernels: what runs the part, as for ``fly.LLM``. Only PyTorch runs plans that gather.
 
     Raises:
         PlanError: the plan cannot divide the model among this number of ranks.
@@ -66,25 +64,23 @@ def load(
         return parts[-1]
 
     def read() -> Llama:
-        narrow = rounds(kernels, resolve_device(device))
+        int8 = wants_int8(kernels, resolve_device(device))  # bad kernels are an error before anything is read
         loading = Loading(path, dtype, device, part=part)
-        return rounded(loading) if narrow else loading.whole()
+        return with_int8_weights(loading) if int8 else loading.whole()
 
     model = ranks.together(read, f"loading {name}")
-    ranks.together(lambda: _check_same(ranks, str(parts[0].config), name), f"loading {name}")
-    if rounds(kernels, model.device):
-        return part_executor(parallelise(model, parts[0], ranks, gather_logits), ranks.awaited, ranks.preparing)
-    variant = ranks.together(lambda: _variant(model, kernels, plan), f"loading {name}")
-    if TORCH in ranks.collect(variant) and kernels == "auto":
-        variant = TORCH
-    if variant != TORCH:
-        return PartExecutor(CompiledPart(model, variant, parts[0], ranks, gather_logits))
-    return part_executor(parallelise(model, parts[0], ranks, gather_logits), ranks.awaited, ranks.preparing)
+    configs = ranks.collect(str(parts[0].config))
+    if different := [rank for rank, theirs in enumerate(configs) if theirs != configs[0]]:
+        raise ValueError(f"{name}: ranks {different} have another config.json than rank 0")
+    if not model.rounded:
+        variant = ranks.together(lambda: _variant(model, kernels, plan), f"loading {name}")
+        if TORCH not in ranks.collect(variant):  # kernels may differ among ranks, but all are compiled or none is
+            return PartExecutor(CompiledPart(model, variant, parts[0], ranks))
+    return part_executor(parallelise(model, parts[0], ranks), ranks.awaited, ranks.preparing)
 
 
 def _variant(model: Llama, kernels: str, plan: Sequence[Rule]) -> str:
-    """Return the kernels for this rank's part. Ranks may use different compiled kernels, but either all use compiled
-    ones or none does."""
+    """Return the kernels that this rank would take by itself."""
     reason = "only PyTorch runs a plan that gathers" if any(rule.style == "gather" for rule in plan) else refusal(model)
     variant = chosen(kernels)
     if variant != TORCH and reason is not None:
@@ -94,17 +90,11 @@ def _variant(model: Llama, kernels: str, plan: Sequence[Rule]) -> str:
     return variant
 
 
-def _check_same(ranks: Ranks, config: str, path: str | Path) -> None:
-    found = ranks.collect(config)
-    if different := [rank for rank, theirs in enumerate(found) if theirs != found[0]]:
-        raise ValueError(f"{path}: ranks {different} have another config.json than rank 0")
-
-
-def parallelise(model: Llama, part: Part, ranks: Ranks, gather_logits: bool = False) -> Llama:
+def parallelise(model: Llama, part: Part, ranks: Ranks) -> Llama:
     """Add hooks to ``model``, which holds ``part``, so that all ranks' parts run as one model. Return it.
 
-    Its ``logits`` are ``VocabularyShards``, or plain tensors with ``gather_logits``. Before each forward, its tokens
-    and positions are added to the rank's checksum (``Ranks.note``).
+    Its ``logits`` are ``VocabularyShards``. Before each forward, its tokens and positions are added to the rank's
+    checksum (``Ranks.note``).
     """
     model.register_forward_pre_hook(lambda _, args: ranks.note(args[0], args[1]))
     for name, module in model.named_modules():
@@ -119,14 +109,13 @@ def parallelise(model: Llama, part: Part, ranks: Ranks, gather_logits: bool = Fa
         elif style == "vocabulary" and isinstance(module, nn.Embedding):
             _divide_embedding(module, part.slots("vocab_size").start, ranks)
         elif style == "vocabulary":
-            module.register_forward_hook(
-                lambda _, args, out_TW: ranks.join(out_TW) if gather_logits else VocabularyShards(out_TW, ranks)
-            )
+            module.register_forward_hook(lambda _, args, out_TW: VocabularyShards(out_TW, ranks))
     return model
 
 
 def _divide_embedding(module: nn.Embedding, start: int, ranks: Ranks) -> None:
-    """Sum over ranks: the rank that holds a token gives its row, the others zeros. So the sum is exact."""
+    """Make an embedding sum over ranks. The rank that holds a token gives its row, the others zeros, so the sum is
+    exact."""
 
     def forward(input: Tensor) -> Tensor:  # torch's name for the tokens [T]
         local_T = input - start

@@ -29,40 +29,39 @@ from torch import Tensor
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.parallel.watch import PREPARING, CollectiveError, Progress, RankError, Watch
 
-__all__ = ["Ranks", "Share", "follow", "launch", "launched", "lead", "memory_here"]
+__all__ = ["Ranks", "Share", "launch", "memory_here"]
 
 Share = TypeVar("Share")
-_FOREVER = timedelta(days=365)  # a server may be idle for long; the watch notices what a timeout would
+_FOREVER = timedelta(days=365)  # no timeout, since a server may be idle for long; ``Watch`` finds ranks that are stuck
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Of one tensor into one; where torch has the newer name, the older one warns.
+# Gathers one tensor from each rank into one. Torch versions with the newer name warn about the older.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _ODD = -7046029254386353131  # 2^64 divided by the golden ratio, as an int64
-_LONGEST = 1 << 14  # tokens of a forward that a checksum has factors for from the start
+_LONGEST = 1 << 14  # the number of factors that a checksum begins with: one for each token of a forward
 
 
 class Checksum:
-    """A checksum of a series of integers, computed on their device. Nothing waits for it, and a CUDA graph can hold the
+    """A checksum of a series of integers, computed on their device. Nothing waits for it, and CUDA graphs can hold the
     computation. ``host`` has its value once the host has waited for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        with torch.inference_mode(False):  # tensors made in inference mode could be changed only there
+        with torch.inference_mode(False):  # tensors made in inference mode can be changed only there
             self.value = torch.ones(1, dtype=torch.int64, device=device)
             self.host = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._kept: list[Tensor] = []  # all factors so far: captured graphs go on reading the old ones
+        self._factors: list[Tensor] = []  # the last are in use; captured graphs go on reading the earlier ones
         self._make_factors(_LONGEST)
 
     def _make_factors(self, count: int) -> None:
-        self._factors = torch.arange(1, count + 1, device=self.device) * _ODD | 1  # odd factors lose no bits
-        self._kept.append(self._factors)
+        self._factors.append(torch.arange(1, count + 1, device=self.device) * _ODD | 1)  # odd factors lose no bits
 
     def add(self, numbers_T: Tensor) -> None:
-        """Add integers of at least 0. More numbers than in any call before need new factors, which must not happen
+        """Add integers of at least 0. More numbers than in any call before need new factors, which must not be made
         while a graph is captured: run the same work once before."""
-        if len(numbers_T) > len(self._factors):
+        if len(numbers_T) > len(self._factors[-1]):
             self._make_factors(2 * len(numbers_T))
-        self.value.mul_(_ODD).add_(((numbers_T + 1) * self._factors[: len(numbers_T)]).sum())
+        self.value.mul_(_ODD).add_(((numbers_T + 1) * self._factors[-1][: len(numbers_T)]).sum())
 
     def leave(self) -> None:
         """Queue the copy of the value to ``host``."""
@@ -81,31 +80,30 @@ class Ranks:
     Args:
         group: the torch.distributed group for tensors on the device (NCCL or Gloo); None is every process.
         control: a Gloo group of the same processes, for messages between hosts; None takes ``group``.
-        check_every: the number of steps (and forwards) between two comparisons of the ranks' tokens (0 never compares).
 
     ``random`` draws the same unpredictable numbers on every rank, from a key of the first rank.
 
     torch.compile can trace the collectives on tensors of the device (``sum_``, ``max_``, ``gather``, ``join``,
-    ``spread``, ``note``), and CUDA graphs can capture them. Capture with ``capture_error_mode="thread_local"``, since
-    another thread queries the device. A caller that replays such a graph waits for its result inside ``awaited``."""
+    ``spread``, ``note``), and CUDA graphs can capture them, with ``capture_error_mode="thread_local"``, since another
+    thread queries the device. Wait for the result of such a graph inside ``awaited``."""
 
-    def __init__(self, group: Any = None, control: Any = None, check_every: int = 1) -> None:
+    def __init__(self, group: Any = None, control: Any = None) -> None:
         self.group = dist.group.WORLD if group is None else group
         self.control = self.group if control is None else control
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.first = dist.get_global_rank(self.group, 0)  # type: ignore[arg-type]
         self.progress = Progress()
         self.watch: Watch | None = None
-        self.check_every, self._steps, self._forwards, self._said = check_every, 0, 0, 0
+        self._forwards, self._agreed = 0, 0
         self._checksums: dict[torch.device, Checksum] = {}
-        # If ranks have different lengths, NCCL waits for ever, which the watch finds; but Gloo aborts the process. So
-        # on Gloo, lengths are compared before each forward.
+        # Ranks that diverged bring different lengths. Then NCCL waits for ever, which ``Watch`` finds, but Gloo aborts
+        # the process. So on Gloo, ranks are compared before each forward too.
         self.compares_forwards = dist.get_backend(self.group) == "gloo"
         self.random = random.Random(self.share(secrets.randbits(256)))
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first rank, which takes the requests."""
+        """Whether this is the first rank."""
         return self.rank == 0
 
     def sum_(self, x: Tensor) -> Tensor:
@@ -140,11 +138,11 @@ class Ranks:
 
     def share(self, value: Share | None, wait: bool = False) -> Share:
         """Return the first rank's value, on every rank. With ``wait``, no rank is blamed if it takes long."""
-        box = [value if self.rank == 0 else None]
+        box: list[Any] = [value]
         if self.size > 1:
             with self.awaited(count=not wait):
                 dist.broadcast_object_list(box, src=self.first, group=self.control)
-        return box[0]  # type: ignore[return-value]
+        return box[0]
 
     def collect(self, value: Share) -> list[Share]:
         """Return every rank's value, on every rank. No rank is blamed if it takes long."""
@@ -186,8 +184,8 @@ class Ranks:
     def agree_on(self, error: Exception) -> None:
         """Return if every rank has an error of this type now: then a request caused it.
 
-        Raises the error again if it concerns the group itself. If only one rank has an error (such as too little
-        memory), the others wait for it in a collective. Then the whole group ends, and this does not return.
+        Raises the error again if it concerns the group itself. If the other ranks have no error, as when memory runs
+        out on this one alone, they wait for it in a collective: then the group ends, and this does not return.
         """
         if isinstance(error, (CollectiveError, RankError)):
             raise error
@@ -202,11 +200,11 @@ class Ranks:
 
     def note(self, *tensors_T: Tensor) -> None:
         """Add the tokens and positions of this rank's next forward (integers of at least 0) to its checksum, which
-        ``agree`` compares. Neither waits nor sends, except on Gloo, where ranks compare them at once.
+        ``agree`` compares. Neither waits nor sends, except on Gloo, where ranks compare their checksums at once.
 
         Raises ``RankError`` as ``agree`` does.
         """
-        if self.size == 1 or not self.check_every:
+        if self.size == 1:
             return
         self._forwards += 1
         lengths = repr([len(tensor_T) for tensor_T in tensors_T])
@@ -218,38 +216,33 @@ class Ranks:
         for tensor_T in tensors_T:
             checksum.add(tensor_T)
         checksum.leave()
-        if self.compares_forwards and not self._forwards % self.check_every:
+        if self.compares_forwards:
             self._compare()
 
-    def agree(self, said: object = None) -> None:
-        """Compare the ranks' checksums of everything passed to ``note`` and ``agree`` so far, on every
-        ``check_every``-th call. ``said`` is any plain value. The host must have waited for the device before.
+    def agree(self, value: object = None) -> None:
+        """Compare the ranks' checksums of all that was passed to ``note`` and ``agree`` so far, this plain ``value``
+        included. The host must have waited for the device before.
 
         Raises ``RankError`` on every rank, with the ranks that differ from the first.
         """
-        if self.size == 1 or not self.check_every:
-            return
-        self._steps += 1
-        self._said = zlib.crc32(repr(said).encode(), self._said)
-        if not self._steps % self.check_every:
+        if self.size > 1:
+            self._agreed = zlib.crc32(repr(value).encode(), self._agreed)
             self._compare()
 
     def _compare(self) -> None:
-        computed = zlib.crc32(repr([checksum.read() for checksum in self._checksums.values()]).encode(), self._said)
+        computed = zlib.crc32(repr([checksum.read() for checksum in self._checksums.values()]).encode(), self._agreed)
         mine = torch.tensor([self._forwards, computed])
         found = [torch.empty_like(mine) for _ in range(self.size)]
         with self.awaited():
             dist.all_gather(found, mine, group=self.control)
-        if different := [rank for rank, theirs in enumerate(found) if not torch.equal(theirs, found[0])]:
-            count, self._forwards, self._said, self._checksums = self._forwards, 0, 0, {}  # reported once
-            raise RankError(
-                f"ranks diverged: up to forward {count}, {'ranks' if len(different) > 1 else 'rank'} "
-                f"{', '.join(map(str, different))} had other tokens than rank 0"
-            )
+        if different := [str(rank) for rank, theirs in enumerate(found) if not torch.equal(theirs, found[0])]:
+            count, self._forwards, self._agreed, self._checksums = self._forwards, 0, 0, {}  # report it once
+            named = ("rank " if len(different) == 1 else "ranks ") + ", ".join(different)
+            raise RankError(f"ranks diverged: up to forward {count}, {named} had other tokens than rank 0")
 
     def _run(self, collective: Callable[..., Any], *tensors: Tensor, **options: Any) -> None:
         """Run a collective of the device's group. On CUDA it is only queued when this returns."""
-        if torch.compiler.is_compiling():  # whoever waits for the graph notes its progress
+        if torch.compiler.is_compiling():  # the caller waits for the whole graph inside ``awaited``
             collective(*tensors, group=self.group, **options)
             return
         with self.awaited():
@@ -262,8 +255,8 @@ class Ranks:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Entered by all ranks around work that may take one of them much longer, such as compiling new code. Within
-        it, ranks wait ten times as long before they blame one."""
+        """Entered by all ranks around work that may take one of them much longer than the others, such as compiling
+        code. Meanwhile ranks wait ten times as long before they blame one."""
         self.progress.preparing = True
         try:
             yield
@@ -288,19 +281,14 @@ class Ranks:
 def memory_here() -> dict[str, int]:
     """Return bytes of memory: this process's own now (``own``), its largest resident size so far, mapped files included
     (``peak``), and its largest use of the accelerator (``device``). 0 means unknown."""
-    said: dict[str, str] = {}
-    with contextlib.suppress(OSError):
-        said = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/self/status").read_text("ascii"), re.MULTILINE))
+    sizes: dict[str, int] = {}
+    with contextlib.suppress(OSError):  # not Linux
+        status = Path("/proc/self/status").read_text("ascii")
+        sizes = {name: 1024 * int(size) for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", status, re.MULTILINE)}
     # getrusage would also count the process before it became this program, and its unit differs among systems
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = int(said["VmHWM"]) if "VmHWM" in said else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit // 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    return {"own": int(said.get("RssAnon", 0)) * 1024, "peak": peak * 1024, "device": device}
-
-
-def launched() -> bool:
-    """Whether this process was started by torchrun, or with the variables that torchrun sets."""
-    return all(name in os.environ for name in _VARIABLES)
+    return {"own": sizes.get("RssAnon", 0), "peak": sizes.get("VmHWM", peak), "device": device}
 
 
 @contextmanager
@@ -309,7 +297,6 @@ def launch(
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
     collective_timeout: float = COLLECTIVE_TIMEOUT,
     on_fault: Callable[[str], None] | None = None,
-    check_every: int = 1,
 ) -> Iterator[Ranks]:
     """Join the processes that torchrun started, until the block ends::
 
@@ -324,38 +311,21 @@ def launch(
         heartbeat_timeout: seconds without a sign of life after which a rank counts as lost.
         collective_timeout: seconds for which a rank waits in a collective before it blames those that do not come.
         on_fault: called with the message before the process ends, in another thread.
-        check_every: the number of steps between two comparisons of the ranks' tokens.
 
     Raises:
         ValueError: this process was not started by torchrun, or a timeout is not above 0 and finite.
     """
-    timeouts = {"heartbeat_timeout": heartbeat_timeout, "collective_timeout": collective_timeout}
-    for name, seconds in timeouts.items():
+    for name, seconds in (("heartbeat_timeout", heartbeat_timeout), ("collective_timeout", collective_timeout)):
         if not 0 < seconds < math.inf:
             raise ValueError(f"{name} {seconds} must be a number of seconds above 0")
-    if missing := [name for name in _VARIABLES if name not in os.environ]:
-        raise ValueError(f"{missing} not set: ranks are started by torchrun --nproc-per-node N ...")
-    store, rank, size = next(iter(dist.rendezvous("env://")))
     # When torchrun starts the ranks again, its store still has the old keys. So each attempt has its own prefix.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    device = None
-    if cuda := torch.cuda.is_available():
-        torch.cuda.set_device(device := _own_device(rank))
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        store=dist.PrefixStore(f"group/{attempt}", store),
-        rank=rank,
-        world_size=size,
-        # The watch ends stuck ranks first; NCCL's timeout is a second safety. Gloo's would also end idle servers.
-        timeout=timedelta(seconds=2 * PREPARING * collective_timeout) if cuda else _FOREVER,
-        device_id=device,
-    )
+    store, attempt = _connect(collective_timeout)
     # Start the watch before the first collective, since another rank may be gone by then.
-    progress = Progress()
+    progress, rank, size = Progress(), dist.get_rank(), dist.get_world_size()
     watch_store = dist.PrefixStore(f"watch/{attempt}", store.clone())
     watch = Watch(watch_store, rank, size, progress, heartbeat_timeout, collective_timeout, on_fault)
     try:
-        ranks = Ranks(control=dist.new_group(backend="gloo", timeout=_FOREVER), check_every=check_every)
+        ranks = Ranks(control=dist.new_group(backend="gloo", timeout=_FOREVER))
         ranks.progress, ranks.watch = progress, watch
         yield ranks
     except BaseException as error:
@@ -371,9 +341,31 @@ def launch(
             dist.destroy_process_group()
 
 
+def _connect(collective_timeout: float) -> tuple[Any, str]:
+    """Join the group of the processes that torchrun started. Return torchrun's store, and how often it has started them
+    again."""
+    if missing := [name for name in _VARIABLES if name not in os.environ]:
+        raise ValueError(f"{missing} not set: ranks are started by torchrun --nproc-per-node N ...")
+    store, rank, size = next(iter(dist.rendezvous("env://")))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    device = None
+    if cuda := torch.cuda.is_available():
+        torch.cuda.set_device(device := _own_device(rank))
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        store=dist.PrefixStore(f"group/{attempt}", store),
+        rank=rank,
+        world_size=size,
+        # The watch ends stuck ranks before NCCL does. Gloo's timeout would also end servers that are idle.
+        timeout=timedelta(seconds=2 * PREPARING * collective_timeout) if cuda else _FOREVER,
+        device_id=device,
+    )
+    return store, attempt
+
+
 def _own_device(rank: int) -> torch.device:
-    """Return this process's CUDA device: the one with its local rank's number, or the only one that it sees (if Slurm
-    or ``CUDA_VISIBLE_DEVICES`` gave each process its own).
+    """Return this process's CUDA device: the one with its local rank's number, or the only one that it sees, where
+    Slurm or ``CUDA_VISIBLE_DEVICES`` shows each process its own.
 
     Raises ``ValueError`` if this machine has more processes than devices that they see.
     """
@@ -385,47 +377,3 @@ def _own_device(rank: int) -> torch.device:
             "each see one device of its own (CUDA_VISIBLE_DEVICES)"
         )
     return torch.device("cuda", local if count > 1 else 0)
-
-
-_END = "end"
-
-
-class lead:
-    """Lead the other ranks: ``lead(ranks, handle)(message)`` makes every rank call ``handle(message)``, and returns the
-    first rank's result. The other ranks are in ``follow(ranks, handle)`` until ``close``.
-
-    ``handle`` must do the same on all ranks. An error that all ranks raise is raised here; an error of some ranks ends
-    the group (``RankError``).
-    """
-
-    def __init__(self, ranks: Ranks, handle: Callable[[Any], Any]) -> None:
-        if not ranks.leads:
-            raise ValueError(f"rank {ranks.rank} cannot lead; rank 0 does, and the others follow")
-        self.ranks, self.handle = ranks, handle
-
-    def __call__(self, message: Any) -> Any:
-        try:
-            self.ranks.share((message,), wait=True)
-            return self.ranks.together(lambda: self.handle(message), "a request")
-        except CollectiveError as error:
-            self.ranks.await_blame(error)
-            raise
-
-    def close(self) -> None:
-        """Let the other ranks return from ``follow``."""
-        self.ranks.share(_END, wait=True)
-
-
-def follow(ranks: Ranks, handle: Callable[[Any], Any]) -> None:
-    """Handle the messages of the first rank until it closes (see ``lead``)."""
-    while True:
-        said: Any = ranks.share(None, wait=True)
-        if said == _END:
-            return
-        (message,) = said
-        try:
-            ranks.together(lambda message=message: handle(message), "a request")  # type: ignore[misc]
-        except (CollectiveError, RankError):
-            raise
-        except Exception:  # about the message: the first rank gives it to the caller
-            continue

@@ -1,7 +1,7 @@
 """Watch a group of processes: if one is killed, stopped or stuck, all end, with one message.
 
-Every rank has a thread that writes to the rendezvous store that the rank lives and how many collectives it has entered,
-and reads the same of the others. A collective that waits for a lost rank cannot be interrupted, so the thread ends the
+Every rank has a thread that writes to the rendezvous store, again and again, how many collectives the rank has entered,
+and reads what the others write. A collective that waits for a lost rank cannot be interrupted, so the thread ends the
 process. torchrun sees that, and starts the group again if it was asked to. Knows nothing of models or tensors.
 """
 
@@ -36,16 +36,14 @@ class CollectiveError(RuntimeError):
 
 
 class Progress:
-    """How far a rank has come.
-
-    ``entered`` counts the collectives it has entered, and ``since`` is the time at which it entered the one that it is
-    in (None: it is in none). On CUDA a collective is only queued; ``over`` says whether the device has finished it
-    (None: none is queued). ``lengths`` is a checksum of the lengths of its forwards."""
+    """How far a rank has come."""
 
     def __init__(self) -> None:
-        self.entered, self.lengths = 0, 0
-        self.since: float | None = None
+        self.entered = 0  # the number of collectives it has entered
+        self.since: float | None = None  # when it entered the one that it is in; None: it is in none
+        # On CUDA a collective is only queued: whether the device has finished the last one. None: none was queued.
         self.over: Callable[[], bool] | None = None
+        self.lengths = 0  # a checksum of the lengths of its forwards
         self.preparing = False  # whether ranks may come late: see ``Ranks.preparing``
 
 
@@ -58,7 +56,7 @@ class Watch:
         progress: how far this rank has come; its collectives update it.
         heartbeat_timeout: seconds without a sign of life after which a rank counts as lost.
         collective_timeout: seconds after which a rank that waits in a collective blames those that have not come to it.
-        on_fault: called with the message before the process ends, in the watching thread, to answer open requests.
+        on_fault: called with the message, in the watching thread, before the process ends; it may answer requests.
     """
 
     def __init__(
@@ -79,8 +77,13 @@ class Watch:
         self._who = [json.loads(self._store.get(_key("who", other))) for other in range(size)]
         self._handles = self._open_handles()
         self._left: set[int] = set()
-        # The collective that was last seen queued, and last entered by all ranks; and when that was seen first.
+        # Numbers of collectives, and when each was first seen: waiting in the device's queue, and entered by all ranks.
         self._queued = self._complete = (0, 0.0)
+        self._beats = {other: b"" for other in range(size) if other != rank}  # what each last wrote, and when
+        self._heard, self._last = dict.fromkeys(self._beats, time.monotonic()), time.monotonic()
+        self._poll = select.poll()
+        for handle in self._handles.values():
+            self._poll.register(handle, select.POLLIN)
         self._errors = 0
         self._stop = threading.Event()
         self._declared = threading.Lock()
@@ -156,55 +159,49 @@ class Watch:
         return handles
 
     def _run(self) -> None:
-        poll = select.poll()
-        ranks_of = {handle: other for other, handle in self._handles.items()}
-        for handle in ranks_of:
-            poll.register(handle, select.POLLIN)
-        others = [other for other in range(self.size) if other != self.rank]
-        said = dict.fromkeys(others, b"")
-        heard = dict.fromkeys(others, time.monotonic())
-        last = time.monotonic()
         while not self._stop.is_set():
             try:
-                progress = self.progress
-                self._store.set(_key("beat", self.rank), f"{time.monotonic()} {progress.entered} {progress.lengths}")
-                if self._store.check([_key("fault")]):
-                    self._end(self._store.get(_key("fault")).decode())
-                now = time.monotonic()
-                if now - last > self.heartbeat_timeout / 2:  # this process itself was asleep: give the others new time
-                    heard = dict.fromkeys(others, now)
-                last = now
-                for other in others:
-                    if other not in self._left and self._store.check([_key("left", other)]):
-                        self._left.add(other)
-                    if not self._store.check([_key("beat", other)]):
-                        continue
-                    if (beat := self._store.get(_key("beat", other))) != said[other]:
-                        said[other], heard[other] = beat, now
-                    elif other not in self._left and now - heard[other] > self.heartbeat_timeout:
-                        self.declare(
-                            other, f"has given no sign of life for {self.heartbeat_timeout:g} s (stopped, or cut off)"
-                        )
-                self._look_for_stuck(said, now)
-                for handle, _ in poll.poll(self.interval * 1000):
-                    other = ranks_of[handle]
-                    poll.unregister(handle)
-                    if not self._store.check([_key("left", other)]):
-                        self.declare(other, "ended without a word (killed, perhaps for want of memory)")
-                    self._left.add(other)
+                self._look()
             except Exception as error:  # the store is gone; its errors have no common type
                 if not self._stop.is_set():
                     message = f"rank {self.rank} lost the rendezvous store: its host ended or is cut off ({error})"
                     print(f"fly: {message}", file=sys.stderr, flush=True)
                     self._end(message)
 
+    def _look(self) -> None:
+        """Give a sign of life, look for signs of the others, and sleep for the interval."""
+        progress = self.progress
+        self._store.set(_key("beat", self.rank), f"{time.monotonic()} {progress.entered} {progress.lengths}")
+        if self._store.check([_key("fault")]):
+            self._end(self._store.get(_key("fault")).decode())
+        now = time.monotonic()
+        if now - self._last > self.heartbeat_timeout / 2:  # this process itself was asleep, so the others get new time
+            self._heard = dict.fromkeys(self._beats, now)
+        self._last = now
+        for other, last_beat in self._beats.items():
+            if other not in self._left and self._store.check([_key("left", other)]):
+                self._left.add(other)
+            if not self._store.check([_key("beat", other)]):
+                continue
+            if (beat := self._store.get(_key("beat", other))) != last_beat:
+                self._beats[other], self._heard[other] = beat, now
+            elif other not in self._left and now - self._heard[other] > self.heartbeat_timeout:
+                self.declare(other, f"has given no sign of life for {self.heartbeat_timeout:g} s (stopped, or cut off)")
+        self._look_for_stuck(now)
+        for handle, _ in self._poll.poll(self.interval * 1000):
+            self._poll.unregister(handle)
+            (other,) = (other for other, theirs in self._handles.items() if theirs == handle)
+            if not self._store.check([_key("left", other)]):
+                self.declare(other, "ended without a word (killed, perhaps for want of memory)")
+            self._left.add(other)
+
     def _waiting(self, now: float) -> tuple[int, float] | None:
-        """Return the number of the collective that this rank waits for (inside it, or for the device that it is queued
-        on) and the time since when; None if it waits for none."""
+        """Return the number of the collective that this rank, or its device, waits for, and since when. None if it
+        waits for none."""
         entered, since, over = self.progress.entered, self.progress.since, self.progress.over
         if since is not None:
             return entered, since
-        with contextlib.suppress(RuntimeError):  # the device has failed; ranks that wait for it report that
+        with contextlib.suppress(RuntimeError):  # the device has failed; whoever waits for it reports that
             if over is None or over():
                 self._queued = (0, 0.0)
                 return None
@@ -212,14 +209,14 @@ class Watch:
             self._queued = (entered, now)
         return self._queued
 
-    def _look_for_stuck(self, said: dict[int, bytes], now: float) -> None:
+    def _look_for_stuck(self, now: float) -> None:
         """Blame a rank if this one has waited too long in a collective: a rank that has not entered it, or, if all have
         entered it, this rank."""
         timeout = self.collective_timeout * (PREPARING if self.progress.preparing else 1)
         if (waiting := self._waiting(now)) is None or now - waiting[1] < timeout:
             return
         entered, since = waiting
-        beats = {other: beat.split() for other, beat in said.items() if beat}
+        beats = {other: beat.split() for other, beat in self._beats.items() if beat}
         counts = {int(beat[1]): other for other, beat in reversed(beats.items())}
         if counts and (least := min(counts)) < entered:
             other = counts[least]

@@ -1,4 +1,4 @@
-"""How much memory a machine has free, what to do where that is too little, and the default size of caches."""
+"""How much memory a machine has free, what an error says when it runs out, and the default size of caches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CONTEXTS = 8  # number of whole contexts that caches hold by default, if there 
 
 def free_memory(device: torch.device) -> int:
     """Return the free bytes of ``device``. On the CPU this is what the system could give without swapping, cached files
-    included, within the limit of this process's control group."""
+    included, within the limits of this process and its control group."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -31,11 +31,11 @@ def free_memory(device: torch.device) -> int:
         free = int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):  # not Linux: assume that half of all memory is free
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return min(free, _left_of_group(), _left_of_process())
+    return min(free, _free_in_group(), _free_in_process())
 
 
-def _left_of_group(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes below the limit of a container, if there is one (cgroup v2); cached files count as free."""
+def _free_in_group(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes below the limit of a container, if there is one (cgroup v2); cached files count as free."""
     try:
         limit = (root / "memory.max").read_text().strip()
         used = int((root / "memory.current").read_text())
@@ -45,8 +45,8 @@ def _left_of_group(root: Path = Path("/sys/fs/cgroup")) -> int:
         return sys.maxsize
 
 
-def _left_of_process() -> int:
-    """Bytes of addresses below this process's own limit (``ulimit -v``), if it has one."""
+def _free_in_process() -> int:
+    """Return the bytes of addresses below this process's own limit (``ulimit -v``), if it has one."""
     with suppress(ImportError, OSError, ValueError):
         import resource  # of Unix alone
 
@@ -58,16 +58,18 @@ def _left_of_process() -> int:
 
 @contextmanager
 def room_for(what: str, needed: int, device: torch.device, advice: str, mapped: int = 0) -> Iterator[None]:
-    """While this lasts, an error of whichever library that memory ran out becomes a ``MemoryError`` that says how many
-    bytes ``what`` needs, how many were free, and what to do. ``mapped``: bytes of files that are mapped meanwhile,
-    which count where addresses are limited (``ulimit -v``)."""
-    free, limited = free_memory(device), _left_of_process() < sys.maxsize
+    """Within this context, any library's error that memory ran out becomes a ``MemoryError``, which says how many bytes
+    ``what`` needs, how many were free, and what to do.
+
+    ``mapped`` is the size of files that are mapped meanwhile. They count where addresses are limited (``ulimit -v``).
+    """
+    free, limited = free_memory(device), _free_in_process() < sys.maxsize
     try:
         yield
     except (MemoryError, OSError, RuntimeError) as error:
-        said = str(error).lower()
-        short = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or getattr(error, "errno", 0) == errno.ENOMEM
-        if not short and "allocate memory" not in said and "enough memory" not in said:
+        text = str(error).lower()
+        ran_out = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or getattr(error, "errno", 0) == errno.ENOMEM
+        if not ran_out and "allocate memory" not in text and "enough memory" not in text:
             raise
         beside = f" and {mapped / 1e9:.2f} GB of addresses for its file" if mapped and limited else ""
         needs = f"{what} needs {needed / 1e9:.2f} GB of memory{beside}"
@@ -75,7 +77,7 @@ def room_for(what: str, needed: int, device: torch.device, advice: str, mapped: 
 
 
 def cache_size(model: Cacheable, each: int, block_size: int, given: int | None, share: float | None) -> int:
-    """How many tokens the caches of a loaded model and its draft will hold.
+    """Return how many tokens the caches of a loaded model and its draft will hold.
 
     Args:
         each: bytes that a token takes in all of them.
@@ -92,10 +94,10 @@ def cache_size(model: Cacheable, each: int, block_size: int, given: int | None, 
         budget, most, reason = int(share * free), sys.maxsize, f"cache_share {share} of the {free / 1e9:.1f} GB free"
     elif given is not None:
         budget, reason = given, f"cache_bytes {given}"
+    elif free // 2 >= DEFAULT_BYTES:
+        budget, reason = DEFAULT_BYTES, f"the default cache_bytes {DEFAULT_BYTES}"
     else:
-        budget, reason = min(DEFAULT_BYTES, free // 2), f"half of the {free / 1e9:.1f} GB free"
-        if budget == DEFAULT_BYTES:
-            reason = f"the default cache_bytes {budget}"
+        budget, reason = free // 2, f"half of the {free / 1e9:.1f} GB free"
     tokens = min(most, budget // each // block_size * block_size)
     if tokens < 1:
         raise ValueError(
@@ -103,11 +105,7 @@ def cache_size(model: Cacheable, each: int, block_size: int, given: int | None, 
         )
     if tokens < context:
         _log.warning(
-            "texts are of at most %d tokens, though the model's context is %d: %s hold no more, at %d bytes a token; "
-            "set cache_bytes, cache_share or max_context",
-            tokens,
-            context,
-            reason,
-            each,
+            f"texts can have at most {tokens} tokens, though the model's context is {context}: {reason} hold no more, "
+            f"at {each} bytes a token; set cache_bytes, cache_share or max_context"
         )
     return tokens

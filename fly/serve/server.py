@@ -35,8 +35,8 @@ def _log_config() -> dict[str, Any]:
     """uvicorn's log configuration plus our own: warnings, and lines of the access log."""
     config: dict[str, Any] = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
     config["formatters"]["default"]["()"] = Lines
-    config["loggers"]["fly.serve"] = {"handlers": ["default"], "level": "INFO"}
-    config["loggers"]["py.warnings"] = {"handlers": ["default"], "level": "INFO"}
+    for name in ("fly.serve", "py.warnings"):
+        config["loggers"][name] = {"handlers": ["default"], "level": "INFO"}
     return config
 
 
@@ -112,24 +112,24 @@ class Server(uvicorn.Server):
         self._reload = True  # done on the next tick: the interrupted code may hold the log's lock
 
     async def on_tick(self, counter: int) -> bool:
+        worker, now = self.service.llm.worker, time.monotonic()
+        # SIGHUP: read the file of keys again.
         if self._reload:
             self._reload = False
             try:
                 log.info("read the file of keys again: %d keys", await asyncio.to_thread(self.service.clients.reload))
             except (ValueError, OSError) as wrong:
                 log.error("the keys are as before: %s", wrong)
-        if (failure := self.service.llm.worker.failure) is not None and not (self.failed or self.should_exit):
+        # A stopped engine: report it for a moment, then exit.
+        if worker.failure is not None and not (self.failed or self.should_exit):
             self.failed = True
-            log.error("the engine has stopped; the server ends", exc_info=failure)
+            log.error("the engine has stopped; the server ends", exc_info=worker.failure)
             asyncio.get_running_loop().call_later(_LAST, setattr, self, "should_exit", True)
-        if self.service.draining:
-            if self._deadline is None:
-                self._deadline = time.monotonic() + self.service.settings.drain_timeout
-            if time.monotonic() > self._deadline and not self.should_exit:
+        # SIGTERM: exit when all requests are answered, or when the time for that is over.
+        if self.service.draining and not self.should_exit:
+            self._deadline = self._deadline or now + self.service.settings.drain_timeout
+            if now > self._deadline:
                 self.lost += self.service.open
-                error = RuntimeError("the server ends, and this request took too long to wait for")
-                self.service.llm.worker.fail(error)
-                self.should_exit = True
-            elif not self.service.open:
-                self.should_exit = True
+                worker.fail(RuntimeError("the server ends, and this request took too long to wait for"))
+            self.should_exit = now > self._deadline or not self.service.open
         return await super().on_tick(counter)

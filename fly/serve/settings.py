@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -13,6 +13,7 @@ __all__ = ["Settings", "wrong_with_key"]
 
 _NAME = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|\[[0-9A-Fa-f:.]+\]")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@]+")
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 def wrong_with_key(key: str) -> str | None:
@@ -26,40 +27,64 @@ def wrong_with_key(key: str) -> str | None:
     return None
 
 
+def _set(default: Any, description: str, **limits: Any) -> Any:
+    return Field(default, description=description, **limits)
+
+
 class Settings(BaseModel):
-    """Limits and permissions of a server. Unknown fields and values out of range are errors."""
+    """Limits and permissions of a server. Unknown fields and values out of range are errors. The descriptions are the
+    help of ``fly serve``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, le=65535)  # 0 is any free port
-    name: str | None = Field(default=None, min_length=1)  # what clients call the model; None is its path
-    policies: tuple[str, ...] | None = None  # rules that requests may name (see ``Rules``); None is all installed ones
-    require_lossless: bool = False  # whether to refuse policies that are not lossless
-    api_keys: tuple[str, ...] = ()  # requests must have one of them; empty: no key is needed
-    api_keys_file: Path | None = None  # further keys, one per line; SIGHUP reads it again
-    # Addresses and networks of proxies whose X-Forwarded-For is believed.
-    trusted_proxies: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()  # host names besides its own: see ``Origins``
-    cors_origins: tuple[str, ...] = ()  # other pages that may send requests
-    access_log: bool = False  # a line for every request
-    max_connections: int = Field(default=1000, ge=16)  # fewer if file descriptors are few
-    max_waiting: int = Field(default=256, ge=0)  # completions in the queue; more are refused (429)
-    max_open: int | None = Field(default=None, ge=1)  # completions of one client at once
-    max_tokens: int | None = Field(default=None, ge=1)  # per completion; None is the model's context
-    max_k: int | None = Field(default=None, ge=0)  # limit of drafted tokens per round; None: see ``Rules``
-    max_n: int = Field(default=32, ge=1)  # completions of one request, over all of its prompts
-    # Which requests share the cache of a common prompt prefix: those with the same key (without keys: all), or all.
-    share_prefixes: Literal["key", "all"] = "key"
-    # While a stream is open, tokens of several rounds in one engine call are held back for at most this many seconds.
-    stream_interval: float = Field(default=0.01, ge=0, le=1, allow_inf_nan=False)
-    max_body: int = Field(default=4 * 2**20, ge=1)  # bytes of a request
-    timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False)  # seconds per request, including its wait
-    read_timeout: float = Field(default=30.0, gt=0, allow_inf_nan=False)  # seconds to receive a request
-    write_timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False)  # seconds for a client to take data
-    drain_timeout: float = Field(
-        default=600.0, ge=0, allow_inf_nan=False
-    )  # for running requests to finish when the server is stopped
+    host: str = _set("127.0.0.1", "The address to listen on; 0.0.0.0 is reachable from other machines.")
+    port: int = _set(8000, "The port; 0 takes a free one.", ge=0, le=65535)
+    name: str | None = _set(None, "The model's name for clients. Default: its path.", min_length=1)
+    policies: tuple[str, ...] | None = _set(
+        None,
+        "What requests may name: rules ('fly', with any parameters) or whole policies ('fly & after(2)'); repeatable. "
+        "Default: all installed rules.",
+    )
+    require_lossless: bool = _set(False, "Refuse every policy that is not lossless.")
+    api_keys: tuple[str, ...] = _set(
+        (),
+        "A key that requests must bear; repeatable. Other users of the machine can see it: better use --api-keys-file. "
+        "Default: $FLY_API_KEY.",
+    )
+    api_keys_file: Path | None = _set(
+        None, "A file with one key a line; requests must bear one of them. It is read again on SIGHUP."
+    )
+    trusted_proxies: tuple[str, ...] = _set(
+        (),
+        "Addresses and networks of proxies whose X-Forwarded-For is believed ('10.0.0.1,192.168.0.0/16'); repeatable. "
+        "Default: none.",
+    )
+    allowed_hosts: tuple[str, ...] = _set(
+        (), "A host name to answer to besides its own ('*.example.org', '*'); repeatable."
+    )
+    cors_origins: tuple[str, ...] = _set((), "A page that may send requests ('https://example.org', '*'); repeatable.")
+    access_log: bool = _set(False, "Log a line for every request, with its key hashed.")
+    max_connections: int = _set(1000, "The most connections open at a time; fewer if file descriptors are few.", ge=16)
+    max_waiting: int = _set(256, "The most completions that wait; more get a 429.", ge=0)
+    max_open: int | None = _set(
+        None, "The most completions that a client (a key; without keys an address) has at a time.", ge=1
+    )
+    max_tokens: int | None = _set(None, "The most tokens of a completion. Default: the model's context.", ge=1)
+    max_k: int | None = _set(
+        None, "The most tokens that a request may have drafted in a round. Default: 64, or --k.", ge=0
+    )
+    max_n: int = _set(32, "The most completions of one request, over all of its prompts.", ge=1)
+    share_prefixes: Literal["key", "all"] = _set(
+        "key", "Which requests share cached beginnings: those of one API key ('key'), or all."
+    )
+    stream_interval: _Finite = _set(
+        0.01, "Seconds for which tokens may be held back, to send several rounds at once.", ge=0, le=1
+    )
+    max_body: int = _set(4 * 2**20, "The most bytes of a request.", ge=1)
+    timeout: _Finite = _set(600.0, "The most seconds for a request, waiting included.", gt=0)
+    read_timeout: _Finite = _set(30.0, "The most seconds to receive a request.", gt=0)
+    write_timeout: _Finite = _set(60.0, "The most seconds for a client to take data.", gt=0)
+    drain_timeout: _Finite = _set(600.0, "Seconds to finish running requests when the server is stopped.", ge=0)
 
     @field_validator("api_keys")
     @classmethod
@@ -72,12 +97,13 @@ class Settings(BaseModel):
     @field_validator("trusted_proxies")
     @classmethod
     def _proxies_are_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for network in value:
+        networks = tuple(network for each in value for network in each.split(","))
+        for network in networks:
             try:
                 ip_network(network)
             except ValueError as error:
                 raise ValueError(f"trusted_proxies: {error}; give an address or a network, as 10.0.0.0/8") from None
-        return value
+        return networks
 
     @field_validator("allowed_hosts")
     @classmethod
