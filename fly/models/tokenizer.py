@@ -222,7 +222,7 @@ class Tokenizer:
         template = pick(self.templates, chat_template, bool(tools))
         lists = {"tools": tools, "documents": documents}
         given = {**{name: value for name, value in lists.items() if value is not None}, **variables}
-        # The marks are unpredictable, so a message can neither set nor end one.
+        # Marks enclose what must stay plain text. They are unpredictable, so a message can neither set nor end one.
         marks = (nonce := secrets.token_hex(8)) + "(", ")" + nonce
         listed = conversation(messages)
         if continue_final_message:
@@ -230,7 +230,8 @@ class Tokenizer:
                 raise ValueError("continue_final_message and add_generation_prompt exclude each other")
             if not listed or not isinstance(content := listed[-1].get("content"), str) or not content:
                 raise ValueError("continue_final_message: the last message has no text to continue")
-            listed[-1]["content"] = content + (end := secrets.token_hex(8))
+            listed[-1]["content"] = content + (end := secrets.token_hex(8))  # the rendered text is cut there
+        # Render. A variable that the template does not read would have no effect, so it is refused.
         try:
             if unread := sorted(given.keys() - template.variables):
                 known = sorted(template.variables - {"messages", "add_generation_prompt", *self.special_names})
@@ -245,6 +246,7 @@ class Tokenizer:
                     raise ValueError("it does not show the last message, which the answer would continue")
         except Exception as error:  # a template is a program: it fails as it likes
             raise ValueError(f"the chat template refused the messages: {error}") from error
+        # Encode, and note how the answer may begin.
         ids = self._encode_marked(text, marks, at_most)
         begun = add_generation_prompt and template.tags is not None and text.rstrip().endswith(template.tags.open)
         return ChatPrompt(ids, None if template.tags is None else Thinking(template.tags, begun))
