@@ -144,7 +144,7 @@ class Eagle3Draft(StopsByChance):
         return DraftSpec(self.confidence, reach=reach_of(rows, self.reach, self.worth or 0.0))
 
     def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
-        """Read the earlier chunks, whose hidden states are known by now. This chunk's come with its forward."""
+        """Read the earlier chunks, whose hidden states are known by now. Those of this chunk are not yet."""
         rows = [row for row, _ in parts if row.k and len(row.tokens) <= self.head.config.max_position_embeddings]
         # If there is no room now, the rows are read when they are drafted for.
         with suppress(OutOfBlocks), torch.inference_mode():

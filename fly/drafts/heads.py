@@ -178,7 +178,7 @@ class HeadRunner:
         return range(len(held.text), min(run.stop + 1, len(row.tokens)))
 
     def _reserve(self, rows: abc.Sequence[Sequence], rests: abc.Sequence[range], room: abc.Sequence[int]) -> PagedBatch:
-        """Make room for the tokens ``rests`` and for ``room`` more of each row. Return the batch of the former."""
+        """Make room for the tokens ``rests``, and for ``room`` more in each row. Return the batch of ``rests``."""
         starts, counts = [self._held[row.id].slots for row in rows], [len(rest) for rest in rests]
         try:
             for row, start, count, more in zip(rows, starts, counts, room):

@@ -96,8 +96,8 @@ class HeadConfig(BaseModel):
         return 3 if self.states is None else len(self.states)
 
     def states_of(self, layers: int) -> tuple[int, ...]:
-        """The layers of a target of ``layers`` layers after which hidden states are taken. The default is the paper's
-        code's. Raises ``ValueError`` for a target that is too small for it."""
+        """The layers of a target of ``layers`` layers after which hidden states are taken. By default they are the
+        ones of the paper's code. Raises ``ValueError`` for a target that is too small for it."""
         usual = 2, layers // 2, layers - 3
         if self.states is None and (min(usual) < 0 or len(set(usual)) < 3):
             raise ValueError(
