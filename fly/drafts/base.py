@@ -391,7 +391,8 @@ class Piece(NamedTuple):
 
 def pieces_of(draft: Draft) -> list[Piece]:
     """Split a draft into its rows."""
-    trees, probs_BKV = draft.trees or [None] * len(draft.chains), draft.probs_BKV
+    trees: abc.Sequence[list[int] | None] = draft.trees or [None] * len(draft.chains)
+    probs_BKV = draft.probs_BKV
     return [
         Piece(tokens, tree, None if probs_BKV is None else probs_BKV[b, : len(tokens)])
         for b, (tokens, tree) in enumerate(zip(draft.chains, trees))
