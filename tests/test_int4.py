@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from fly.backends import load_executor
 from fly.backends.cuda import int4, ops
@@ -16,6 +17,7 @@ from fly.cache import PagedKVCache
 from fly.drafts import SingleDraft
 from fly.engine import Engine
 from fly.models import load_model
+from fly.models.config import CheckpointError
 from fly.models.loading import save_model
 from fly.runtime.executor import Executor
 from fly.runtime.runner import Runner
@@ -87,3 +89,25 @@ def test_other_places_refuse_int4(tmp_path: Path) -> None:
         load_executor(tmp_path, device="cpu", kernels="int4")
     with pytest.raises(ValueError, match="20 inputs has no groups of 32"):
         int4.round_int4(torch.zeros(4, 20))
+
+
+STORED = {  # of one matrix [64, 32], as the hub's checkpoints have it
+    "awq": {"qweight": torch.zeros(32, 8, dtype=torch.int32), "qzeros": torch.zeros(1, 8, dtype=torch.int32)},
+    "gptq": {"qweight": torch.zeros(4, 64, dtype=torch.int32), "g_idx": torch.zeros(32, dtype=torch.int32)},
+    "fp8": {"weight": torch.zeros(64, 32).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(1, 1)},
+    "compressed-tensors": {"weight_packed": torch.zeros(64, 4, dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("method", STORED)
+def test_quantised_checkpoints_are_refused_by_name(tmp_path: Path, method: str) -> None:
+    """Before a weight is read, with what to take instead."""
+    save_model(random_llama(0, **SIZES), tmp_path, torch.float32, quantization_config={"quant_method": method})
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.0.self_attn.q_proj.weight"]
+    own = {f"model.layers.0.self_attn.q_proj.{name}": values for name, values in STORED[method].items()}
+    save_file({**tensors, **own}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=f"weights quantised by '{method}' are not supported; take the unquantised"
+    ):
+        load_executor(tmp_path, device="cpu")
