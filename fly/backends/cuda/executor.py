@@ -25,8 +25,10 @@ from fly.backends.cuda.device_round import Group
 from fly.backends.cuda.footprint import measure_prompt, measure_round
 from fly.backends.cuda.fused import fuse
 from fly.backends.cuda.graphs import GraphPool
+from fly.backends.cuda.int4 import Int4Linear
 from fly.backends.cuda.ops import refuse_attention, refuse_layers
 from fly.backends.cuda.rounds import LONGEST, note_plain_way, take_rounds
+from fly.backends.cuda.sampling import DeviceDistribution
 from fly.backends.cuda.shapes import DeviceRounds, TooLarge, add_up
 from fly.backends.cuda.table import FEW, PADDING, Column, Shape, count_pages, make_line, round_up
 from fly.backends.torch import TorchExecutor, TorchHead
@@ -47,6 +49,7 @@ from fly.runtime.executor import (
     asks_between,
 )
 from fly.runtime.request import Sequence
+from fly.runtime.sampling import BatchSampling, ProcessedDistribution
 from fly.types import Decision, Draft, Target
 
 __all__ = ["CudaExecutor"]
@@ -84,10 +87,16 @@ class CudaExecutor(TorchExecutor):
         self.pool, self.compiles = pool or GraphPool(self.device), compiles
         if isinstance(model, Llama):
             fuse(model)
+            if any(isinstance(part, Int4Linear) for part in model.modules()):
+                self.kernels = "torch-int4"
         self.budget: int | None = None  # bytes for the rounds of a cache (``DeviceRounds``), once they are counted
         self._plain = ""  # why the rows that were asked about last take the plain way, unless ``rounds`` takes them
         self._compiled_layers = cache(CompiledLayers)  # made when they are needed: that imports torch's compiler
         self._rounds: WeakKeyDictionary[PagedKVCache, DeviceRounds] = WeakKeyDictionary()
+
+    @property
+    def weight_bytes(self) -> float:
+        return 0.53 if self.kernels == "torch-int4" else super().weight_bytes  # scales and zeros included
 
     @_on_device
     def reserve(self, work: Workload, most: int) -> tuple[int, int]:
@@ -164,6 +173,9 @@ class CudaExecutor(TorchExecutor):
             note_plain_way(self._plain)
         self._plain = ""
         return super().judge(rows, target, draft)
+
+    def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
+        return DeviceDistribution(sampling, logits_BJV)
 
     def hidden(
         self,

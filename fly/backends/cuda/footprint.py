@@ -29,10 +29,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fly.backends.cuda.attention import PagedAttention, Slots, takes_flash, takes_pages
 from fly.backends.cuda.device_round import DecisionStage, DeviceRound, Group, find_refusal
 from fly.backends.cuda.graphs import Shared
+from fly.backends.cuda.ops import draw
+from fly.backends.cuda.sampling import DeviceDistribution
 from fly.backends.cuda.table import Shape
 from fly.cache import PagedKVCache
 from fly.models.llama import DenseCausal
-from fly.ops import draw
 from fly.policies import Exact
 from fly.runtime.sampling import BatchSampling
 
@@ -196,7 +197,7 @@ def measure_prompt(target: Any, block_size: int, tokens: int, rows: int, scored:
         sampling = BatchSampling(
             ones_R, ones_R.long(), ones_R, ones_R, ones_R.bool(), some_greedy=False, most_k=0, top_p=True, min_p=False
         )
-        draw(sampling.on(logits_NV.unsqueeze(1)).dense().squeeze(1), ones_R)
+        draw(DeviceDistribution(sampling, logits_NV.unsqueeze(1)).dense().squeeze(1), ones_R)
         del logits_NV
         target.logits(hidden_TC[numbers_T[:1].expand(scored)]).log_softmax(-1)
     return Needs(0, 0, count.peak, count.kernels)
