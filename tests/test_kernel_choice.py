@@ -99,7 +99,7 @@ def test_without_a_library_it_is_pytorch_and_says_why_once(
     monkeypatch.setattr(library, "_built", dict)
     assert available() == ["torch"] and chosen() == "torch" and why_not() == "no compiler was found"
     model = random_llama(0)
-    choice._say_once.cache_clear()
+    choice._log_once.cache_clear()
     for _ in range(2):
         assert isinstance(executor_of(model), TorchExecutor)
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == ["no compiler was found"]

@@ -41,7 +41,7 @@ __all__ = ["Blocks", "HostDecisions", "HostDistribution", "c_sampling", "is_comp
 _FAR = 2**30  # more tokens than any draft has
 _MOST_CLAUSES = 31  # each has a bit
 _SOON = 1 << 18  # so many logits are read in less time than it takes to get the interpreter back from another thread
-_SMALL = 8192  # for larger vocabularies torch is faster
+_SMALL = 8192  # compiled code computes distributions over vocabularies up to this size
 
 
 @lru_cache(64)

@@ -214,8 +214,8 @@ public:
         for (int node = 0; node < tree.count; node++) order[node] = node, tree.line[node] = -1;
         const int n = likeliest(tree, order, tree.count, growth->nodes);
         for (int j = 0; j < n; j++) tree.line[order[j]] = 0;
-        for (int node = 0, at = 0; node < tree.count; node++) {  // no candidate is likelier than its parent, so that is proposed
-            too if (tree.line[node] < 0) continue;
+        for (int node = 0, at = 0; node < tree.count; node++) {  // no candidate is likelier than its parent
+            if (tree.line[node] < 0) continue;
             tree.line[node] = at, tree.proposed[at] = node;
             drafted[at] = tree.token[node];
             parent[at++] = tree.parent[node] < 0 ? -1 : tree.line[tree.parent[node]];
