@@ -37,7 +37,7 @@ from fly.runtime.executor import Batch, Executor, Head, TokenByToken
 from fly.testing import check_draft
 from fly.testing.toys import toy_target
 from fly.train import Answer, Plan, prompts_of, train_head
-from fly.train.head import _ALIKE, OwnSteps, _begin_like_the_target, _order, _Rows
+from fly.train.head import _ALIKE, OwnSteps, _begin_like_the_target, _order, _Reader
 from tests.toys import PLAIN
 
 DATA = Path(__file__).parent / "data"
@@ -460,13 +460,13 @@ def test_a_head_of_the_targets_width_begins_with_its_output_matrix() -> None:
     answers = answers_of(executor, 48)
     head = Eagle3Head(replace(PLAN, width=None).config(TARGET, 12), embedding=False)
     head.to_target_U.copy_(torch.arange(24)[::2])
-    rows = _Rows(executor, head.config.states or (), 32)
-    _begin_like_the_target(head, rows, answers)
-    logits_NV, states_TF, places = rows.score(answers[:4], (3,))
+    reader = _Reader(executor, tuple(head.config.states or ()), 32)
+    _begin_like_the_target(head, reader, answers)
+    logits_NV, states_TF, places = reader.read(answers[:4], (3,))
     normed_NC = torch.nn.functional.rms_norm(states_TF[places], (32,), eps=TARGET.rms_norm_eps)
     torch.testing.assert_close(head.lm_head(normed_NC), logits_NV[:, ::2], atol=0.02, rtol=0.02)
-    _, states_TF, _ = rows.score(answers, rows.states)
-    scaled_F = (states_TF / rows.scale_F).square().mean(0).sqrt()
+    _, states_TF, _ = reader.read(answers, reader.states)
+    scaled_F = (states_TF / reader.scale_F).square().mean(0).sqrt()
     torch.testing.assert_close(scaled_F, torch.ones_like(scaled_F), atol=0.5, rtol=0.5)
 
 

@@ -115,7 +115,7 @@ def test_exact_speculation_replayed_is_the_run(run: tuple[Path, Any]) -> None:
         own = [record for key, record in records.items() if (key.task, key.way) == (task, way)]
         found = known.replay(Exact())
         assert found.rounds == sum(record["rounds"] for record in own)
-        assert found.tau.value == sum(record["emitted"] for record in own) / found.rounds == found.blocks == found.exact
+        assert found.tau.value == sum(record["emitted"] for record in own) / found.rounds == found.exact
         assert found.relaxed == found.beyond == 0
         assert found.drafted == sum(record["drafted"] for record in own) / found.rounds
 
@@ -140,10 +140,10 @@ def test_every_block_is_judged_as_with_full_logits(text: str, run: tuple[Path, d
             if start <= each.prompt:
                 continue
             row_B, at_B = torch.tensor([c]), torch.tensor([start])
-            chain = known.chain(row_B, at_B, known.k, go_on=False)
+            chain = known.chain(row_B, at_B, len(drafted))
             assert known.token_P[chain.place_BJ[0, : len(drafted)]].tolist() == drafted
             relaxed_B, nats_B = torch.tensor([at % 3]), torch.tensor([0.5 * (at % 4)])
-            accepted_B, relaxes_BK, _ = known.judged(rule, row_B, at_B, chain, relaxed_B, nats_B)
+            accepted_B, relaxes_BK, _ = known.judge(rule, row_B, at_B, chain, relaxed_B, nats_B)
             target = Target(
                 logits_JV.unsqueeze(0),
                 control_V=known.control_V,

@@ -20,7 +20,7 @@ _of_ranks: dict[str, Any] = {"rich_help_panel": "Several processes (torchrun)"}
 
 def takes(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[_Run], _Run]:
     """Decorate a command: it also takes the options in ``groups``, after its own, as keyword arguments. A group gives
-    each option's annotation and default by its name."""
+    the annotation and the default of each option by its name."""
     given = {name: option for group in groups for name, option in group.items()}
 
     def decorate(run: _Run) -> _Run:
@@ -34,6 +34,11 @@ def takes(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[_Run], _Run]:
         return run
 
     return decorate
+
+
+def option(kind: Any, help: str, *names: str, default: Any = None, **look: Any) -> tuple[Any, Any]:
+    """An option for a group of ``takes``. ``look`` goes to ``typer.Option``."""
+    return Annotated[kind if default is not None else kind | None, typer.Option(*names, help=help, **look)], default
 
 
 def number(least: float, most: float = math.inf, *, help: str, **look: Any) -> Any:
@@ -127,8 +132,8 @@ CollectiveTimeout = Annotated[
 Rules = Annotated[
     list[str] | None,
     typer.Option(
+        "--policy",
         help="A rule to compare with exact speculation; repeatable. 'fly(theta={0.1, 0.3})' is a rule for each value.",
-        show_default=False,
     ),
 ]
 Split = Annotated[str, typer.Option(help="heldout (in domain), middle or ood (out of domain).")]

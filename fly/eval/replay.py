@@ -9,20 +9,19 @@ read the drafted tokens. Two things are estimates:
 - What follows the end of a recorded block, where a draft that began later is longer: the next tokens of the exact text
   (``beyond``). One of them may be the bonus of a fully kept block, which was never drafted; it counts as a match.
 
-Replaying exact speculation gives the run itself; with a smaller K the two differ by rounding only. ``Replay.blocks`` is
-a plainer estimate, the mean over the recorded blocks. A stretch of text with three mismatches begins three recorded
-blocks, though a rule that excuses them passes the stretch once.
+Replaying exact speculation gives the run itself; with a smaller K the two differ by rounding only.
 
-Shape legend: C completions, B the unfinished ones, P places of all blocks (a block's drafted tokens, and one after
-them), J = K + 1 places of a draft, K longest draft, n most likely tokens.
+Shape legend: C completions, B the unfinished ones, P places of all blocks (one for each drafted token of a block, and
+one after them), J = K + 1 places of a draft, K longest draft, n most likely tokens.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,7 +68,6 @@ class Replay:
 
     Attributes:
         tau: tokens emitted a round, with an interval (bootstrap over problems).
-        blocks: the same as a mean over the recorded blocks.
         exact: tokens a round of exact speculation in the run.
         drafted: tokens drafted a round.
         relaxed: share of relaxed tokens.
@@ -89,7 +87,6 @@ class Replay:
     completions: int
     rounds: int
     tau: Estimate
-    blocks: float
     exact: float
     drafted: float
     relaxed: float
@@ -98,8 +95,8 @@ class Replay:
     curve: list[float]
     speed: float | None
     seconds: float
-    tokens: list[RelaxedToken] = field(default_factory=list)
-    forwards: float | None = None
+    tokens: list[RelaxedToken]
+    forwards: float | None
 
 
 @dataclass(frozen=True)
@@ -139,59 +136,51 @@ class Blocks:
         self.prompt_C = torch.tensor([each.prompt for each in recordings])
         self.end_C = torch.tensor([len(text) for text in self.texts])
         self.seed_C = torch.tensor([each.about["row_seed"] for each in recordings])
-        self._lay_out()
+        self._lay_out_places()
+        self._lay_out_outputs()
 
-    def _lay_out(self) -> None:
-        """Number the places of all blocks one after another. For each place, note its token (after a block's last
-        token: the target's choice), whether a draft that reaches it goes on, and to which place it goes."""
-        places = sum(len(each.target.mass) for each in self.recordings)  # also the number of the place where all end
-        tokens: list[int] = []
-        goes_to: list[int] = []
-        goes_on: list[bool] = []
-        jumps: list[bool] = []  # whether going on leaves the recorded block
-        drafted_at: list[int] = []
-        first: list[int] = []  # of each completion, where it begins in the next list
-        at: list[int] = []  # by completion and position in its text: the place of a draft that begins there
-        self._starts: list[tuple[int, int]] = []  # of each recorded block: completion, position
-        for c, each in enumerate(self.recordings):
+    def _lay_out_places(self) -> None:
+        """Number the places of all blocks one after another, with one more at which every text ends. Note for each its
+        token (after a draft: the target's choice), whether a draft that reaches it goes on, to which place, and whether
+        it leaves the recorded block by that. Note also the place of each position of the texts."""
+        nowhere = sum(len(each.target.mass) for each in self.recordings)
+        tokens, follows, places, firsts = (list[int]() for _ in range(4))
+        drafted, goes_on, jumps = (list[bool]() for _ in range(3))
+        for each in self.recordings:
             starts, lengths, accepted = each.start_N.tolist(), each.length_N.tolist(), each.accepted_N.tolist()
-            drafted, choices = each.drafted_T.tolist(), each.target.ids[:, 0].tolist()
-            base, end = len(tokens), len(self.texts[c])
-            nexts = [*starts[1:], end]
+            choices, drafts = each.target.ids[:, 0].tolist(), each.drafted_T.split(lengths)
+            end, base = len(each.text), len(tokens)
+            ends, offsets = [*starts[1:], end], accumulate((n + 1 for n in lengths), initial=base)
+            blocks = list(zip(starts, ends, lengths, accepted, drafts, offsets))
 
-            # The exact text runs through the kept part of each block: the place of every position of the text.
-            offset, own = base, [places] * end
-            for start, n, following in zip(starts, lengths, nexts):
-                own[start:following] = range(offset, offset + following - start)
-                offset += n + 1
-            first.append(len(at))
-            at += own
+            # The exact text runs through the kept part of each block.
+            place_at = [nowhere] * (end + 1)
+            for start, following, _, _, _, offset in blocks:
+                place_at[start:following] = range(offset, offset + following - start)
+            firsts.append(len(places))
+            places += place_at
 
-            # A draft goes on within its block. From the block's end it goes on where the next block begins.
-            offset, taken = base, 0
-            for start, n, kept, following in zip(starts, lengths, accepted, nexts):
-                tokens += [*drafted[taken : taken + n], choices[offset - base + n]]
-                drafted_at += range(offset, offset + n)
-                follows = [*range(offset + 1, offset + n + 1), own[following] if following < end else places]
-                jumps += [False] * (n + 1)
+            # A draft goes on within its block, and from the block's end where the next block begins.
+            for start, following, n, kept, draft, offset in blocks:
+                tokens += [*draft.tolist(), choices[offset - base + n]]
+                after = [*range(offset + 1, offset + n + 1), place_at[following]]
+                left = [False] * (n + 1)
                 if n < self.k and n:  # the drafter stopped here by itself, or nothing was left to draft
-                    follows[n - 1] = places
+                    after[n - 1] = nowhere
                 elif n and kept < n:  # nothing is known after the whole draft, so the exact text follows
-                    follows[n - 1] = own[start + n] if start + n < end else places
-                    jumps[-2] = True
-                goes_to += follows
+                    after[n - 1], left[n - 1] = place_at[min(start + n, end)], True
+                follows += after
+                jumps += left
+                drafted += [True] * n + [False]
                 goes_on += [True] * n + [n == self.k]
-                self._starts.append((c, start))
-                offset, taken = offset + n + 1, taken + n
-        self.token_P = torch.tensor([*tokens, 0])
-        self._next_P = torch.tensor([*goes_to, places])
-        self._jumps_P = torch.tensor([*jumps, False])
-        self._goes_on_P = torch.tensor([*goes_on, False])
-        self._drafted_P = torch.zeros(places + 1, dtype=torch.bool)
-        self._drafted_P[torch.tensor(drafted_at, dtype=torch.int64)] = True
-        self._at_P, self._first_C = torch.tensor(at), torch.tensor(first)
+        self.token_P, self._next_P = torch.tensor([*tokens, 0]), torch.tensor([*follows, nowhere])
+        self._drafted_P, self._goes_on_P, self._jumps_P = (
+            torch.tensor([*flags, False]) for flags in (drafted, goes_on, jumps)
+        )
+        self._places, self._first_C = torch.tensor(places), torch.tensor(firsts)
 
-        # The outputs of both models at each place; at the end of a text, any will do.
+    def _lay_out_outputs(self) -> None:
+        """The outputs of both models at each place; at the end of a text, any will do."""
         recorded = [each.target for each in self.recordings]
         last = recorded[-1].at(torch.tensor([-1])) if len(recorded[-1].mass) else Outputs.unknown(1)
         self.target = Outputs.join([*recorded, last])
@@ -200,45 +189,40 @@ class Blocks:
         self.draft: Outputs | None = None
         if any(each.draft is not None for each in self.recordings):
             drafts = [each.draft or Outputs.unknown(len(each.drafted_T)) for each in self.recordings]
-            joined = Outputs.join([*drafts, Outputs.unknown(1)])
-            index_P = torch.full((places + 1,), len(joined.mass) - 1)
-            index_P[self._drafted_P] = torch.arange(len(joined.mass) - 1)
-            self.draft = joined.at(index_P)
+            index_P = torch.where(self._drafted_P, self._drafted_P.cumsum(0) - 1, self._drafted_P.sum())
+            self.draft = Outputs.join([*drafts, Outputs.unknown(1)]).at(index_P)
 
     @cached_property
     def exact(self) -> tuple[list[int], list[int]]:
         """By completion, how many tokens its recorded rounds emitted, and how many rounds there were."""
-        emitted = [len(text) - int(each.start_N[0]) if len(each.start_N) else 0
-                   for text, each in zip(self.texts, self.recordings)]  # fmt: skip
+        emitted = (self.end_C - self.begin_C).tolist()
         return emitted, [len(each.start_N) for each in self.recordings]
 
-    def chain(
-        self, row_B: Tensor, at_B: Tensor, k: int, confidence: float = 0.0, reach: float = 0.0, go_on: bool = True
-    ) -> _Chain:
+    @cached_property
+    def begin_C(self) -> Tensor:
+        """[C] where the first recorded block begins; the end of the text if there is none."""
+        pairs = zip(self.texts, self.recordings)
+        return torch.tensor([int(each.start_N[0]) if len(each.start_N) else len(text) for text, each in pairs])
+
+    def chain(self, row_B: Tensor, at_B: Tensor, k: int, confidence: float = 0.0, reach: float = 0.0) -> _Chain:
         """The drafts for rows (numbers of completions) after ``at_B`` tokens of their texts: at most ``k`` tokens, up
-        to the one at which ``confidence`` or ``reach`` stop a ``SingleDraft``; with ``go_on``, also beyond the block
-        that was recorded there."""
-        place_B = self._at_P[self._first_C[row_B] + at_B]
+        to the one at which ``confidence`` or ``reach`` stop a ``SingleDraft``."""
+        place_B = self._places[self._first_C[row_B] + at_B]
         live = place_B < len(self.token_P) - 1
         beyond_B, lengths_B = torch.zeros_like(live), torch.zeros_like(place_B)
-        places, beyond = [], []
         peak_P = self._peaks() if confidence or reach else torch.ones(len(self._drafted_P))
         reached_B = torch.ones(len(live))
+        places, beyond = [place_B], [beyond_B]
         for _ in range(k):
-            live = live & (self._goes_on_P if go_on else self._drafted_P)[place_B]
-            places.append(place_B)
-            beyond.append(beyond_B)
+            live = live & self._goes_on_P[place_B]
             lengths_B = lengths_B + live
             peak_B = peak_P[place_B]
             reached_B = reached_B * peak_B
-            if go_on:
-                beyond_B = beyond_B | (self._jumps_P[place_B] & live)
-                place_B = torch.where(live, self._next_P[place_B], place_B)
-            else:
-                place_B = torch.where(live, place_B + 1, place_B)
+            beyond_B = beyond_B | (self._jumps_P[place_B] & live)
+            place_B = torch.where(live, self._next_P[place_B], place_B)
             live = live & (peak_B >= confidence) & (reached_B >= reach)
-        places.append(place_B)
-        beyond.append(beyond_B)
+            places.append(place_B)
+            beyond.append(beyond_B)
         return _Chain(torch.stack(places, 1), lengths_B, torch.stack(beyond, 1))
 
     def _peaks(self) -> Tensor:
@@ -247,7 +231,7 @@ class Blocks:
             raise Unknown("it needs the draft model's probabilities, which were not recorded")
         return (-self.draft.mass).exp().nan_to_num(1.0)
 
-    def judged(
+    def judge(
         self,
         policy: AcceptancePolicy,
         row_B: Tensor,
@@ -320,111 +304,23 @@ class Blocks:
         for name, chance in (("confidence", confidence), ("reach", reach)):
             if not 0 <= chance <= 1:
                 raise ValueError(f"{name} {chance} must be in [0, 1]")
+        walk = _Walk(self, policy.bind(self.vocabulary), k, confidence, reach, cases, lookup)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the tensors are small, and threads would only wait for one another
         try:
-            return self._replay(policy.bind(self.vocabulary), k, confidence, reach, cases, lookup)
+            # Every unfinished completion takes one round at a time.
+            while len(row_B := (walk.at_C < self.end_C).nonzero().flatten()):
+                walk.take_round(row_B)
+            return walk.result()
         finally:
             torch.set_num_threads(threads)
 
-    def _replay(
-        self, policy: AcceptancePolicy, k: int, confidence: float, reach: float, cases: int, lookup: NGramDraft | None
-    ) -> Replay:
-        begin, count = time.perf_counter(), len(self.recordings)
-        forwards = 0
-        indices = [] if lookup is None else [Index(lookup.longest, lookup.shortest) for _ in self.recordings]
-        emitted_C, rounds_C, drafted_C, relaxed_C = (torch.zeros(count, dtype=torch.int64) for _ in range(4))
-        nats_C, beyond, spent = torch.zeros(count), 0, dict[str, Tensor]()
-        drafts_K, stood_K = (torch.zeros(k, dtype=torch.int64) for _ in range(2))
-        found: list[RelaxedToken] = []
-        at_C = torch.tensor([int(each.start_N[0]) if len(each.start_N) else len(text)
-                             for text, each in zip(self.texts, self.recordings)])  # fmt: skip
-        columns_K = torch.arange(k)
-        # Every unfinished completion takes one round at a time.
-        while len(row_B := (at_C < self.end_C).nonzero().flatten()):
-            at_B = at_C[row_B]
-            # Draft and verify.
-            chain = self.chain(row_B, at_B, k, confidence, reach)
-            before = {label: spent_C[row_B] for label, spent_C in spent.items()}
-            accepted_B, why_BK, costs = self.judged(policy, row_B, at_B, chain, relaxed_C[row_B], nats_C[row_B], before)
-            # Count what is emitted: no more than the text still has.
-            emitted_B = (accepted_B + 1).minimum(self.end_C[row_B] - at_B)
-            stands_BK = columns_K < accepted_B.minimum(emitted_B).unsqueeze(1)
-            relaxes_BK = why_BK & stands_BK
-            beyond += int((chain.beyond_BJ[:, :-1] & stands_BK).sum())
-            drafts_K += (columns_K < chain.lengths_B.unsqueeze(1)).sum(0)
-            stood_K += (columns_K < accepted_B.unsqueeze(1)).sum(0)
-            # Charge the relaxed tokens to each row's budgets.
-            if relaxes_BK.any():
-                nats_BK = self._nats(chain.place_BJ[:, :-1])
-                relaxed_C[row_B] += relaxes_BK.sum(1)
-                nats_C[row_B] += torch.where(relaxes_BK, nats_BK, 0.0).sum(1)
-                for label, cost_BK in costs.items():
-                    spent_C = spent.setdefault(label, torch.zeros(count))
-                    spent_C[row_B] += torch.where(relaxes_BK, cost_BK, 0.0).sum(1)
-                if len(found) < cases:
-                    found += self._examples(row_B, at_B, chain, relaxes_BK, nats_BK)
-            emitted_C[row_B] += emitted_B
-            drafted_C[row_B] += chain.lengths_B
-            if lookup is not None:  # count the forwards that it leaves to the draft model
-                for c, at, places, n in zip(row_B.tolist(), at_B.tolist(), chain.place_BJ, chain.lengths_B.tolist()):
-                    tokens = self.token_P[places[:n]].tolist()
-                    forwards += lookup_forwards(indices[c], self.texts[c][:at], tokens, lookup.k)
-            # Go on behind what was emitted.
-            rounds_C[row_B] += 1
-            at_C[row_B] += emitted_B
-        seconds = time.perf_counter() - begin
-        rounds, emitted = int(rounds_C.sum()), int(emitted_C.sum())
-        drafted = int(drafted_C.sum()) / max(rounds, 1)
-        tau = self._by_problem(emitted_C.tolist(), rounds_C.tolist())
-        step = max(len(found) // cases, 1) if cases else 1
-        return Replay(
-            policy,
-            k,
-            confidence,
-            reach,
-            count,
-            rounds,
-            tau,
-            self._by_block(policy, k, confidence, reach),
-            sum(self.exact[0]) / max(sum(self.exact[1]), 1),
-            drafted,
-            int(relaxed_C.sum()) / max(emitted, 1),
-            1000 * float(nats_C.sum()) / max(emitted, 1),
-            beyond / max(emitted, 1),
-            (stood_K / drafts_K.clamp_min(1)).tolist(),
-            self._speed(tau.value, drafted),
-            seconds,
-            found[::step][:cases],
-            forwards / max(rounds, 1) if lookup is not None else None,
-        )
-
-    def _by_block(self, policy: AcceptancePolicy, k: int, confidence: float, reach: float) -> float:
-        """The mean over the recorded blocks of the tokens that each emits."""
-        row_B, at_B = torch.tensor(self._starts).reshape(-1, 2).unbind(1)
-        chain = self.chain(row_B, at_B, k, confidence, reach, go_on=False)
-        zeros_B = torch.zeros_like(row_B)
-        accepted_B, _, _ = self.judged(policy, row_B, at_B, chain, zeros_B, zeros_B.float())
-        return (accepted_B + 1).minimum(self.end_C[row_B] - at_B).double().mean().item()
-
-    def _nats(self, place_BK: Tensor) -> Tensor:
+    def nats(self, place_BK: Tensor) -> Tensor:
         """[B, K] -ln target(token), of the unprocessed distribution."""
         return self.target.logits[place_BK, 0] + self.target.mass[place_BK] - self._logit_P[place_BK]
 
-    def _examples(
-        self, row_B: Tensor, at_B: Tensor, chain: _Chain, relaxes_BK: Tensor, nats_BK: Tensor
-    ) -> list[RelaxedToken]:
-        found = []
-        for b, j in relaxes_BK.nonzero().tolist():
-            c, places = int(row_B[b]), chain.place_BJ[b]
-            drafted, choice = self.token_P[places].tolist(), int(self.target.ids[places[j], 0])
-            before = [*self.texts[c][max(int(at_B[b]) - 12, 0) : int(at_B[b])], *drafted[:j]]
-            place = int(at_B[b] - self.prompt_C[c]) + j
-            problem = str(self.recordings[c].about["problem"])
-            found.append(RelaxedToken(problem, place, drafted[j], choice, before, float(nats_BK[b, j])))
-        return found
-
-    def _by_problem(self, emitted: list[int], rounds: list[int]) -> Estimate:
+    def by_problem(self, emitted: list[int], rounds: list[int]) -> Estimate:
+        """Tokens a round, from those of each completion, with an interval over problems."""
         sums: dict[tuple[str, str], list[int]] = {}
         for each, tokens, turns in zip(self.recordings, emitted, rounds):
             sum_ = sums.setdefault((each.about["task"], each.about["problem"]), [0, 0])
@@ -432,7 +328,7 @@ class Blocks:
             sum_[1] += turns
         return bootstrap_ratio([[a for a, _ in sums.values()]], [[b for _, b in sums.values()]])
 
-    def _speed(self, tau: float, drafted: float) -> float | None:
+    def speed(self, tau: float, drafted: float) -> float | None:
         """The speed at no cost, with v for drafts of this length: a verification costs as much as the forward of one
         token, and more in proportion to the drafted tokens."""
         if self.costs is None:
@@ -445,6 +341,101 @@ class Blocks:
         """The blocks of some problems only."""
         kept = [each for each in self.recordings if each.about["problem"] in problems]
         return Blocks(kept, self.vocabulary, self.costs)
+
+
+class _Walk:
+    """One rule on its way through the recorded texts: what it emitted so far, by completion."""
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        policy: AcceptancePolicy,
+        k: int,
+        confidence: float,
+        reach: float,
+        cases: int,
+        lookup: NGramDraft | None,
+    ) -> None:
+        self.blocks, self.policy, self.k, self.cases, self.lookup = blocks, policy, k, cases, lookup
+        self.confidence, self.reach = confidence, reach
+        self.begin, self.at_C = time.perf_counter(), blocks.begin_C.clone()
+        count = len(blocks.recordings)
+        self.rounds_C, self.drafted_C, self.relaxed_C = (torch.zeros(count, dtype=torch.int64) for _ in range(3))
+        self.nats_C, self.spent = torch.zeros(count), dict[str, Tensor]()
+        self.drafts_K, self.kept_K = (torch.zeros(k, dtype=torch.int64) for _ in range(2))
+        self.beyond = self.forwards = 0
+        self.examples: list[RelaxedToken] = []
+        self.indices = [Index(lookup.longest, lookup.shortest) for _ in range(count)] if lookup else []
+
+    def take_round(self, row_B: Tensor) -> None:
+        """One round of the completions ``row_B``."""
+        blocks, at_B, columns_K = self.blocks, self.at_C[row_B], torch.arange(self.k)
+        # Draft and verify.
+        chain = blocks.chain(row_B, at_B, self.k, self.confidence, self.reach)
+        spent = {label: spent_C[row_B] for label, spent_C in self.spent.items()}
+        accepted_B, why_BK, costs = blocks.judge(
+            self.policy, row_B, at_B, chain, self.relaxed_C[row_B], self.nats_C[row_B], spent
+        )
+        # Count what is emitted: no more than the text still has.
+        emitted_B = (accepted_B + 1).minimum(blocks.end_C[row_B] - at_B)
+        stands_BK = columns_K < accepted_B.minimum(emitted_B).unsqueeze(1)
+        self.beyond += int((chain.beyond_BJ[:, :-1] & stands_BK).sum())
+        self.drafts_K += (columns_K < chain.lengths_B.unsqueeze(1)).sum(0)
+        self.kept_K += (columns_K < accepted_B.unsqueeze(1)).sum(0)
+        # Charge the relaxed tokens to each row's budgets.
+        if (relaxes_BK := why_BK & stands_BK).any():
+            self._charge(row_B, at_B, chain, relaxes_BK, costs)
+        if self.lookup is not None:  # count the forwards that it leaves to the draft model
+            for c, at, places, n in zip(row_B.tolist(), at_B.tolist(), chain.place_BJ, chain.lengths_B.tolist()):
+                tokens, before = blocks.token_P[places[:n]].tolist(), blocks.texts[c][:at]
+                self.forwards += lookup_forwards(self.indices[c], before, tokens, self.lookup.k)
+        # Go on behind what was emitted.
+        self.drafted_C[row_B] += chain.lengths_B
+        self.rounds_C[row_B] += 1
+        self.at_C[row_B] += emitted_B
+
+    def _charge(
+        self, row_B: Tensor, at_B: Tensor, chain: _Chain, relaxes_BK: Tensor, costs: Mapping[str, Tensor]
+    ) -> None:
+        nats_BK = self.blocks.nats(chain.place_BJ[:, :-1])
+        self.relaxed_C[row_B] += relaxes_BK.sum(1)
+        self.nats_C[row_B] += torch.where(relaxes_BK, nats_BK, 0.0).sum(1)
+        for label, cost_BK in costs.items():
+            spent_C = self.spent.setdefault(label, torch.zeros_like(self.nats_C))
+            spent_C[row_B] += torch.where(relaxes_BK, cost_BK, 0.0).sum(1)
+        for b, j in relaxes_BK.nonzero().tolist() if len(self.examples) < self.cases else ():
+            c, at, places = int(row_B[b]), int(at_B[b]), chain.place_BJ[b]
+            drafted, choice = self.blocks.token_P[places].tolist(), int(self.blocks.target.ids[places[j], 0])
+            before = [*self.blocks.texts[c][max(at - 12, 0) : at], *drafted[:j]]
+            recording = self.blocks.recordings[c]
+            problem, place = str(recording.about["problem"]), at - recording.prompt + j
+            self.examples.append(RelaxedToken(problem, place, drafted[j], choice, before, float(nats_BK[b, j])))
+
+    def result(self) -> Replay:
+        """The whole walk as figures."""
+        blocks, seconds = self.blocks, time.perf_counter() - self.begin
+        emitted_C = self.at_C - blocks.begin_C
+        rounds, emitted = max(int(self.rounds_C.sum()), 1), max(int(emitted_C.sum()), 1)
+        tau, drafted = blocks.by_problem(emitted_C.tolist(), self.rounds_C.tolist()), int(self.drafted_C.sum()) / rounds
+        return Replay(
+            policy=self.policy,
+            k=self.k,
+            confidence=self.confidence,
+            reach=self.reach,
+            completions=len(blocks.recordings),
+            rounds=int(self.rounds_C.sum()),
+            tau=tau,
+            exact=sum(blocks.exact[0]) / max(sum(blocks.exact[1]), 1),
+            drafted=drafted,
+            relaxed=int(self.relaxed_C.sum()) / emitted,
+            nats=1000 * float(self.nats_C.sum()) / emitted,
+            beyond=self.beyond / emitted,
+            curve=(self.kept_K / self.drafts_K.clamp_min(1)).tolist(),
+            speed=blocks.speed(tau.value, drafted),
+            seconds=seconds,
+            tokens=self.examples[:: max(len(self.examples) // max(self.cases, 1), 1)][: self.cases],
+            forwards=self.forwards / rounds if self.lookup is not None else None,
+        )
 
 
 def load_blocks(run: str | Path, costs: Costs | None = None) -> dict[tuple[str, str], Blocks]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fly.bundled.tasks import problems
 from fly.calls import Prompt
+from fly.eval.records import Appender, read_lines
 from fly.llm import LLM
 from fly.types import SamplingParams
 
@@ -68,46 +69,46 @@ def answers(
     """Generate the target's answers to ``prompts``, with its chat template if it has one. Answers that are in the file
     at ``path`` are not generated again. Each answer is written there once all before it are.
 
-    ``advance`` is called with the number of new answers. Prompts that leave no room for an answer are skipped.
+    ``advance`` is called with the number of new answers. A prompt that leaves no room for an answer gets an empty one.
 
     Raises ``ValueError`` if the file is about another target, other prompts or other ``params``.
     """
-    found = [Answer(**json.loads(line)) for line in _whole_lines(path)]
+    found = [Answer(**line) for line in read_lines(path)]
     about, settings = path.with_suffix(".json"), json.dumps({"llm": repr(llm), "params": repr(params)})
     same = not found or (about.exists() and about.read_text(encoding="utf-8") == settings)
-    if not same or any(_ids(llm, prompt) != one.prompt for prompt, one in zip(prompts, found)):
+    asked = [_ids(llm, prompt) for prompt in prompts]
+    if not same or any(ids != one.prompt for ids, one in zip(asked, found)):
         raise ValueError(
             f"{path} has answers of another target, to other prompts, or sampled in another way; choose another file"
         )
     about.write_text(settings, encoding="utf-8")
     advance(len(found))
-    if len(prompts) > len(found):
-        asyncio.run(_ask(llm, prompts, params, path, advance, found))
+    with Appender(path) as file:
+        for one in generate_answers(llm, list(enumerate(asked))[len(found) :], params):
+            file.write(one._asdict())
+            found.append(one)
+            advance(1)
     return found[: len(prompts)]
 
 
-async def _ask(
-    llm: LLM,
-    prompts: abc.Sequence[Any],
-    params: SamplingParams,
-    path: Path,
-    advance: Callable[[int], None],
-    found: list[Answer],
-) -> None:
-    """Generate the remaining answers, in order. All requests are submitted at once, so that a row that ends makes room
-    for the next."""
-    asked = [(_ids(llm, prompts[n]), params.changed({"seed": n})) for n in range(len(found), len(prompts))]
-    room = llm.engine.context - 1
-    fit = {
-        n: asyncio.create_task(llm.agenerate([ids], own, k=0)) for n, (ids, own) in enumerate(asked) if len(ids) < room
-    }
-    with path.open("a", encoding="utf-8") as file:
-        for n, (ids, _) in enumerate(asked):
-            answer = Answer(ids, list((await fit[n])[0].token_ids) if n in fit else [])
-            file.write(json.dumps(answer._asdict()) + "\n")
-            file.flush()
-            found.append(answer)
-            advance(1)
+def generate_answers(
+    llm: LLM, prompts: abc.Sequence[tuple[int, list[int]]], params: SamplingParams
+) -> Iterator[Answer]:
+    """The answers to numbered prompts, in order; the numbers are the seeds. All requests are submitted at once, so that
+    a row that ends makes room for the next. No file is written."""
+
+    async def answer(number: int, ids: list[int]) -> Answer:
+        if len(ids) >= llm.engine.context - 1:
+            return Answer(ids, [])
+        (output,) = await llm.agenerate([ids], params.changed({"seed": number}), k=0)
+        return Answer(ids, list(output.token_ids))
+
+    async def result(task: asyncio.Task[Answer]) -> Answer:
+        return await task
+
+    with asyncio.Runner() as runner:  # its end cancels what is not finished
+        for task in [runner.get_loop().create_task(answer(*prompt)) for prompt in prompts]:
+            yield runner.run(result(task))
 
 
 def _ids(llm: LLM, prompt: Any) -> list[int]:
@@ -116,14 +117,3 @@ def _ids(llm: LLM, prompt: Any) -> list[int]:
     if isinstance(prompt, list) or llm.tokenizer.template is not None:
         ids = llm.chat_prompt(prompt)
     return llm.tokenizer.encode(ids) if isinstance(ids, str) else [int(token) for token in ids]
-
-
-def _whole_lines(path: Path) -> list[str]:
-    """Return the complete lines of a file, and remove a last line that a killed process left incomplete."""
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole, encoding="utf-8")
-    return whole.splitlines()

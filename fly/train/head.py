@@ -1,5 +1,5 @@
 """Trains a draft head by the training-time test of EAGLE-3 (arXiv 2503.01840, section 3.2): from every token the head
-takes several steps, each fed with its own features, as in drafting.
+takes several steps, each on its own features, as in drafting.
 
 Shape legend: B rows of a batch, L tokens of a row, T packed tokens, S steps, N positions to learn, M those of a step, F
 hidden states concatenated, C hidden width of the head, U draft vocabulary, V the target's vocabulary.
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import statistics
 import time
 import warnings
 from collections import Counter, abc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -127,19 +127,14 @@ class OwnSteps:
         window: int | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        groups = q_THD.shape[1] // k_TGD.shape[1]
         q, k, v = (x.unflatten(0, (self.batch, self.length)).transpose(1, 2) for x in (q_THD, k_TGD, v_TGD))
-        k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         self.steps.append((k, v))
-        first_k, first_v = self.steps[0]
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        if len(self.steps) == 1:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-            return out.transpose(1, 2).flatten(0, 1)
-        later = self.steps[1:]
+        (first_k, first_v), *later = self.steps
         causal = torch.ones(self.length, self.length, dtype=torch.bool).tril()
         scores = (q @ first_k.transpose(-1, -2)).masked_fill(~causal, -torch.inf)
         own = [(q * step_k).sum(-1, keepdim=True) for step_k, _ in later]
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
         weights = (torch.cat([scores, *own], -1) * scale).softmax(-1)
         out = weights[..., : self.length] @ first_v
         for n, (_, step_v) in enumerate(later):
@@ -175,36 +170,36 @@ class _Lessons(NamedTuple):
     choice_N: Tensor
 
 
-class _Rows:
-    """Hidden states and distributions of answers, computed when they are needed.
+class _Reader:
+    """Lets the target read answers when they are needed: hidden states and distributions.
 
     Hidden states are divided by ``scale_F``: a few channels of a real model are a thousand times larger than the
     others, and an optimiser with one learning rate needs channels of similar size.
     """
 
-    def __init__(self, executor: Executor, states: abc.Sequence[int], length: int) -> None:
-        self.executor, self.states, self.length = executor, tuple(states), length
-        self.scale_F = torch.ones(len(self.states) * executor.config.hidden_size)
+    def __init__(self, executor: Executor, states: tuple[int, ...], length: int) -> None:
+        self.executor, self.states, self.length = executor, states, length
+        self.scale_F = torch.ones(len(states) * executor.config.hidden_size)
         self.cache: PagedKVCache | None = None
 
     def cut(self, one: Answer) -> list[int]:
+        """The tokens of a prompt and its answer, cut to length."""
         return [*one.prompt, *one.answer][: self.length]
 
-    def places(self, one: Answer) -> range:
-        """Positions after which a token of the answer comes, after the answer was cut to length."""
-        return range(len(one.prompt) - 1, min(len(one.prompt) + len(one.answer) - 1, self.length))
-
     @torch.no_grad()
-    def score(self, answers: abc.Sequence[Answer], states: abc.Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:
-        """Score packed answers: logits [N, V] at the positions to learn, hidden states [T, F], and those positions."""
+    def read(self, answers: abc.Sequence[Answer], states: abc.Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:
+        """Read packed answers: logits [N, V] at the positions to learn, after which a token of the answer comes; hidden
+        states [T, F]; and those positions."""
         rows = [self.cut(one) for one in answers]
-        if self.cache is None or self.cache.allocator.num_free * self.cache.allocator.block_size < sum(map(len, rows)):
-            self.cache = PagedKVCache.for_model(self.executor, len(rows) * (self.length + 256))
-        for number, row in enumerate(rows):
-            self.cache.resize(number, len(row))
         counts = [len(row) for row in rows]
-        starts = list(accumulate(counts, initial=0))
-        places = [start + n for start, one in zip(starts, answers) for n in self.places(one)]
+        if self.cache is None or self.cache.allocator.num_free * self.cache.allocator.block_size < sum(counts):
+            self.cache = PagedKVCache.for_model(self.executor, len(rows) * (self.length + 256))
+        for number, count in enumerate(counts):
+            self.cache.resize(number, count)
+        # The last token of a whole answer has none after it.
+        learned = [(len(one.prompt) - 1, min(len(one.prompt) + len(one.answer) - 1, self.length)) for one in answers]
+        starts = accumulate(counts, initial=0)
+        places = [start + n for start, (first, end) in zip(starts, learned) for n in range(first, end)]
         batch = Batch.of(rows, self.cache.batch(list(range(len(rows))), [0] * len(rows), counts))
         scores = self.executor.score(batch, places, states)
         logits_NV, states_TF = scores.logits_NV, scores.states_TF
@@ -213,18 +208,18 @@ class _Rows:
         assert states_TF is not None
         return logits_NV.cpu(), states_TF.float().cpu(), places
 
-    def of(self, answers: abc.Sequence[Answer], ids_U: Tensor) -> _Lessons:
-        logits_NV, states_TF, places = self.score(answers, self.states)
+    def lessons(self, answers: abc.Sequence[Answer], ids_U: Tensor) -> _Lessons:
+        """A batch of ``answers`` to learn from."""
+        logits_NV, states_TF, places = self.read(answers, self.states)
         rows = [torch.tensor(self.cut(one)) for one in answers]
         counts = [len(row) for row in rows]
-        number_T = torch.full((sum(counts),), -1).index_put(
-            (torch.tensor(places, dtype=torch.int64),), torch.arange(len(places))
-        )
-        pad = nn.utils.rnn.pad_sequence
+        number_T = torch.full((sum(counts),), -1)
+        number_T[torch.tensor(places, dtype=torch.int64)] = torch.arange(len(places))
+        pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
         return _Lessons(
-            pad(rows, batch_first=True),
-            pad(list((states_TF / self.scale_F).split(counts)), batch_first=True),
-            pad(list(number_T.split(counts)), batch_first=True, padding_value=-1),
+            pad(rows),
+            pad(list((states_TF / self.scale_F).split(counts))),
+            pad(list(number_T.split(counts)), padding_value=-1),
             logits_NV[:, ids_U].softmax(-1),
             logits_NV.argmax(-1),
         )
@@ -249,81 +244,114 @@ def train_head(
     # Hold some answers out, and train on the others.
     used = [one for one in answers if one.answer]
     tests = used[:: plan.held_out]
-    lessons = [one for n, one in enumerate(used) if n % plan.held_out]
-    if not lessons:
+    taught = [one for n, one in enumerate(used) if n % plan.held_out]
+    if not taught:
         raise ValueError(f"{len(used)} answers are too few to train on")
-    vocab = executor.config.vocab_size
-    ids_U = frequent_tokens(lessons, min(plan.draft_vocabulary or 32000, vocab), vocab)
-    # Build the head, and its optimiser.
-    torch.manual_seed(plan.seed)
-    config = plan.config(executor.config, len(ids_U))
-    executor.check_states(config.states or ())
-    head = Eagle3Head(config, embedding=plan.width not in (None, executor.config.hidden_size))
-    _initialise(head)
-    head.to_target_U.copy_(ids_U)
-    if head.shares:
-        head.share(executor.embedding().cpu())
-    optimiser = torch.optim.AdamW(
-        [p for p in head.parameters() if p.requires_grad], plan.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
-    )
-    rows = _Rows(executor, config.states or (), plan.length)
-    training = Training()
-    settings = {**asdict(plan), "answers": len(used), "config": config.model_dump(mode="json")}
-    settings = {name: json.loads(json.dumps(value)) for name, value in settings.items() if name not in _MAY_CHANGE}
-    directory.mkdir(parents=True, exist_ok=True)
+    head = _new_head(executor, taught, plan)
+    reader = _Reader(executor, tuple(head.config.states or ()), plan.length)
+    weights = [weight for weight in head.parameters() if weight.requires_grad]
+    optimiser = torch.optim.AdamW(weights, plan.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+
     # Continue from a checkpoint of the same training, or begin near the target.
-    if (state := directory / _STATE).exists():
-        kept = torch.load(state, weights_only=True)
-        if different := [name for name in settings if kept.get("settings", {}).get(name) != settings[name]]:
-            raise ValueError(
-                f"{state} belongs to another training (its {different} differ); keep them, or use another directory"
-            )
-        head.load_state_dict({**head.state_dict(), **kept["head"]})
-        optimiser.load_state_dict(kept["optimiser"])
-        rows.scale_F = kept["scale"]
-        training = Training(**kept["training"])
-        advance(training.step, "")
+    directory.mkdir(parents=True, exist_ok=True)
+    about = {**asdict(plan), "answers": len(used), "config": head.config.model_dump(mode="json")}
+    checkpoint = _Checkpoint(directory / _STATE, about, head, optimiser, reader)
+    if (training := checkpoint.load()) is None:
+        training = Training()
+        _begin_like_the_target(head, reader, taught)
     else:
-        _begin_like_the_target(head, rows, lessons)
-    lengths = tuple(len(rows.cut(one)) for one in lessons)
+        advance(training.step, "")
+
+    # Each step learns from one batch; the loss of the head's own later steps counts less (EAGLE-3, section 3).
     # Norms have float32 weights and bfloat16 input; PyTorch warns that this is not the fastest way.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-    # Each step learns from one batch; the loss of the head's own later steps counts less (EAGLE-3, section 3).
-    begun = time.monotonic() - training.seconds
+    lengths, begun = tuple(len(reader.cut(one)) for one in taught), time.monotonic() - training.seconds
     while training.step < plan.steps:
-        step = training.step
         for group in optimiser.param_groups:
-            group["lr"] = plan.learning_rate * _rate(step, plan.steps)
-        some = [lessons[n] for n in _order(lengths, step, plan.batch, plan.seed)]
+            group["lr"] = plan.learning_rate * _rate(training.step, plan.steps)
+        batch = [taught[n] for n in _order(lengths, training.step, plan.batch, plan.seed)]
         with torch.autocast("cpu", torch.bfloat16, enabled=plan.precision == "bfloat16"):
-            losses, _ = _test_time(head, rows.of(some, ids_U), plan.test_steps)
-        loss = sum((plan.decay**n * each for n, each in enumerate(losses)), torch.zeros(()))
+            losses, _ = _test_time(head, reader.lessons(batch, head.to_target_U), plan.test_steps)
         optimiser.zero_grad()
-        loss.backward()
+        sum((plan.decay**n * loss for n, loss in enumerate(losses)), torch.zeros(())).backward()
         nn.utils.clip_grad_norm_(head.parameters(), 0.5)
         optimiser.step()
         training.losses.append(float(losses[0].detach()))
         training.seconds = time.monotonic() - begun
-        advance(1, f"loss {sum(training.losses[-20:]) / len(training.losses[-20:]):.3f}")
+        advance(1, f"loss {statistics.fmean(training.losses[-20:]):.3f}")
         if training.step % plan.save_every == 0 or training.step == plan.steps:
-            own = {name: value for name, value in head.state_dict().items() if not (head.shares and "embed" in name)}
-            _save(state, {"settings": settings, "head": own, "scale": rows.scale_F,
-                          "optimiser": optimiser.state_dict(), "training": asdict(training)})  # fmt: skip
+            checkpoint.save(training)
+
     # Measure acceptance on the held-out answers, and write the head.
-    training.held_out = acceptance(head, rows, tests, ids_U, plan)
-    head.fc.weight.data /= rows.scale_F  # in drafting, hidden states are not scaled
+    training.held_out = acceptance(head, reader, tests, plan)
+    head.fc.weight.data /= reader.scale_F  # in drafting, hidden states are not scaled
     save_head(head, directory)
     return head.eval().requires_grad_(False), training
 
 
+def _new_head(executor: Executor, taught: abc.Sequence[Answer], plan: Plan) -> Eagle3Head:
+    """A head of random weights for the target, with the most frequent tokens of the answers."""
+    vocab = executor.config.vocab_size
+    ids_U = frequent_tokens(taught, min(plan.draft_vocabulary or 32000, vocab), vocab)
+    torch.manual_seed(plan.seed)
+    config = plan.config(executor.config, len(ids_U))
+    executor.check_states(config.states or ())
+    head = Eagle3Head(config, embedding=plan.width not in (None, executor.config.hidden_size))
+    for module in head.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=module.weight.shape[1] ** -0.5 if isinstance(module, nn.Linear) else 0.5)
+    head.to_target_U.copy_(ids_U)
+    if head.shares:
+        head.share(executor.embedding().cpu())
+    return head
+
+
+class _Checkpoint:
+    """The file from which a killed training continues."""
+
+    def __init__(
+        self, path: Path, about: dict[str, Any], head: Eagle3Head, optimiser: torch.optim.Optimizer, reader: _Reader
+    ) -> None:
+        self.path, self.head, self.optimiser, self.reader = path, head, optimiser, reader
+        self.about = json.loads(json.dumps({name: value for name, value in about.items() if name not in _MAY_CHANGE}))
+
+    def load(self) -> Training | None:
+        """Continue from the file; None if there is none. Raises ``ValueError`` if it is of another training."""
+        if not self.path.exists():
+            return None
+        kept = torch.load(self.path, weights_only=True)
+        if different := [name for name in self.about if kept.get("settings", {}).get(name) != self.about[name]]:
+            raise ValueError(
+                f"{self.path} belongs to another training (its {different} differ); keep them, or use another directory"
+            )
+        self.head.load_state_dict({**self.head.state_dict(), **kept["head"]})
+        self.optimiser.load_state_dict(kept["optimiser"])
+        self.reader.scale_F = kept["scale"]
+        return Training(**kept["training"])
+
+    def save(self, training: Training) -> None:
+        """Write the file completely or not at all, even if the process is killed."""
+        weights = self.head.state_dict()
+        kept = {
+            "settings": self.about,
+            "head": {name: weights[name] for name in weights if not (self.head.shares and "embed" in name)},
+            "scale": self.reader.scale_F,
+            "optimiser": self.optimiser.state_dict(),
+            "training": asdict(training),
+        }
+        fresh = self.path.with_suffix(".new")
+        torch.save(kept, fresh)
+        fresh.replace(self.path)
+
+
 @torch.no_grad()
-def acceptance(head: Eagle3Head, rows: _Rows, tests: abc.Sequence[Answer], ids_U: Tensor, plan: Plan) -> list[float]:
+def acceptance(head: Eagle3Head, reader: _Reader, tests: abc.Sequence[Answer], plan: Plan) -> list[float]:
     """For held-out answers, by depth: how often the head's likeliest token is the target's, if all before it were."""
-    right, asked = torch.zeros(plan.test_steps), torch.zeros(plan.test_steps)
+    right = asked = torch.zeros(plan.test_steps)
     for start in range(0, len(tests), plan.batch):
-        _, counts = _test_time(head, rows.of(tests[start : start + plan.batch], ids_U), plan.test_steps)
-        right += counts[0]
-        asked += counts[1]
+        lessons = reader.lessons(tests[start : start + plan.batch], head.to_target_U)
+        _, (right_S, asked_S) = _test_time(head, lessons, plan.test_steps)
+        right, asked = right + right_S, asked + asked_S
     return [round(float(share), 4) for share in right / asked.clamp_min(1)]
 
 
@@ -367,45 +395,38 @@ def frequent_tokens(answers: abc.Sequence[Answer], size: int, vocab: int) -> Ten
     return torch.tensor(sorted([*most, *(next(rest) for _ in range(size - len(most)))]))
 
 
-def _initialise(head: Eagle3Head) -> None:
-    for module in head.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=module.weight.shape[1] ** -0.5 if isinstance(module, nn.Linear) else 0.5)
-
-
-def _begin_like_the_target(head: Eagle3Head, rows: _Rows, lessons: abc.Sequence[Answer]) -> None:
+def _begin_like_the_target(head: Eagle3Head, reader: _Reader, taught: abc.Sequence[Answer]) -> None:
     """Scale hidden states by their root mean squares. A head of the target's width starts close to the target, which
     saves hundreds of steps: its feature is the last hidden state, and its output matrix is the target's, found by least
     squares of logits on normed hidden states, because executors do not show their weights."""
-    config, width = rows.executor.config, rows.executor.config.hidden_size
-    square_F, read, asked = torch.zeros(len(rows.scale_F)), 0, 0
+    config, width = reader.executor.config, reader.executor.config.hidden_size
+    square_F, read, asked = torch.zeros(len(reader.scale_F)), 0, 0
     gram_CC, product_CU = torch.zeros(width, width), torch.zeros(width, head.config.draft_vocab_size)
-    states = (*rows.states, config.num_hidden_layers)
-    for start in range(0, len(lessons), _SAMPLED):
+    states = (*reader.states, config.num_hidden_layers)
+    for start in range(0, len(taught), _SAMPLED):
         if asked >= 4 * width:  # four equations per unknown weight
             break
-        logits_NV, states_TF, places = rows.score(lessons[start : start + _SAMPLED], states)
+        logits_NV, states_TF, places = reader.read(taught[start : start + _SAMPLED], states)
         square_F += states_TF[:, :-width].square().sum(0)
         read, asked = read + len(states_TF), asked + len(places)
         last_NC = states_TF[places, -width:]
         last_NC = F.rms_norm(last_NC, (width,), eps=config.rms_norm_eps)
         gram_CC += last_NC.T @ last_NC
         product_CU += last_NC.T @ logits_NV[:, head.to_target_U]
-    rows.scale_F = (square_F / read).sqrt().clamp_min(1e-6)
+    reader.scale_F = (square_F / read).sqrt().clamp_min(1e-6)
     if head.config.layer.hidden_size == width:
         gram_CC += 1e-4 * gram_CC.diagonal().mean() * torch.eye(width)  # for too few answers to solve the equations
         head.lm_head.weight.data.copy_(torch.linalg.solve(gram_CC, product_CU).T)
-        scale_C = rows.scale_F[-width:]
+        scale_C = reader.scale_F[-width:]
         head.fc.weight.data.mul_(0.3)[:, -width:] = torch.diag(scale_C / scale_C.median())
 
 
 def _rate(step: int, steps: int) -> float:
+    """The share of the highest learning rate: up in a straight line, then down to a tenth along a cosine."""
     warm = max(1, min(100, steps // 20))
-    return (
-        (step + 1) / warm
-        if step < warm
-        else 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm) / max(steps - warm, 1)))
-    )
+    if step < warm:
+        return (step + 1) / warm
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm) / max(steps - warm, 1)))
 
 
 def _order(lengths: tuple[int, ...], step: int, batch: int, seed: int) -> list[int]:
@@ -427,10 +448,3 @@ def _turn(lengths: tuple[int, ...], batch: int, seed: str) -> list[list[int]]:
         found += [some[at : at + batch] for at in range(0, len(some), batch)]
     random.shuffle(found)
     return found
-
-
-def _save(path: Path, kept: dict[str, Any]) -> None:
-    """Save a file completely or not at all, even if the process is killed."""
-    new = path.with_suffix(".new")
-    torch.save(kept, new)
-    os.replace(new, path)
