@@ -128,9 +128,9 @@ CALLS: dict[str, Callable[[], None]] = {
     "trees of heads": lambda: rounds(HEADED, Eagle3Draft(HEAD, nodes=5, depth=3, width=2), 0),
 }
 WILL_DO = {
-    "", "start", "count", "control", "sure",  # there is none, or this call does not use it
+    "", "start", "count", "control", "stops",  # there is none, or this call does not use it
     # One argument there says by its size how many values there are.
-    "score", "_step", "uniforms", "ask", "_decide", "decisions",
+    "score", "_step", "uniforms", "mismatch", "_decide", "decisions",
 }  # fmt: skip
 NAME = re.compile(r"compiled code was given \d+ bytes of '([^']+)', and needs \d+")
 
