@@ -49,7 +49,7 @@ def bench_speed(
     draft: Annotated[
         str | None,
         typer.Option(
-            help="Who proposes; the formula of a round needs one model alone, 'model(NAME)'. Default: model(fly-draft) "
+            help="The draft; the formula of a round needs one model alone, 'model(NAME)'. Default: model(fly-draft) "
             "for fly-target, none for any other."
         ),
     ] = None,
@@ -73,7 +73,7 @@ def bench_speed(
     json_: Json = None,
     **running: Any,
 ) -> None:
-    """The machine's limits, and every forward and round compared with them."""
+    """Measure the machine's limits, and compare every forward and round with them."""
     rules = rules_of(policy)
     if draft is None:
         draft = usual if (usual := usual_draft(model)) == "none" else f"model({usual})"
