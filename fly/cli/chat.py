@@ -18,8 +18,8 @@ from rich.markup import escape
 from fly.bundled import BUNDLED
 from fly.cli.completion import show, show_colours
 from fly.cli.options import SETUP, Deterministic, option, takes
-from fly.cli.run import alone, computed, options_of, sampling_of, setup_of
-from fly.cli.show import console, errors
+from fly.cli.run import alone, compute_in_words, options_of, sampling_of, setup_of
+from fly.cli.show import console, errors, fail
 from fly.config import Config
 from fly.errors import explain, meant
 from fly.llm import LLM, Piece, Stream
@@ -30,7 +30,7 @@ MOST = 1024  # default tokens of an answer
 
 
 _SAMPLING = {
-    "max_tokens": option(int, f"The most tokens of an answer; the checkpoint's limit, or {MOST}, otherwise.", min=1),
+    "max_tokens": option(int, f"The most tokens of an answer. Default: the checkpoint's, or {MOST}.", min=1),
     "temperature": option(float, "0 is greedy. Default: the checkpoint's."),
     "seed": option(int, "Same seed, same answers."),
 }
@@ -41,9 +41,9 @@ _SAMPLING = {
 def chat(
     context: typer.Context,
     model: Annotated[
-        str | None, typer.Argument(help="The target, as --model of other commands. Default: fly-target.")
+        str | None, typer.Argument(help="The target: what --model of other commands takes. Default: fly-target.")
     ] = None,
-    named: Annotated[str | None, typer.Option("--model", help="The same, as other commands have it.")] = None,
+    named: Annotated[str | None, typer.Option("--model", help="The same as the argument.")] = None,
     system: Annotated[str | None, typer.Option(help="The system prompt. Default: the chat template's own.")] = None,
     chat_template_kwargs: Annotated[
         str | None, typer.Option(help="Further variables of the chat template, as JSON.", metavar='{"NAME": VALUE}')
@@ -51,8 +51,10 @@ def chat(
     config: Path | None = None,
     **_: Any,
 ) -> None:
-    """Talk with a model; colours show why each token was kept. /help lists the commands, Ctrl+C stops an answer, Ctrl+D
-    ends."""
+    """Talk with a model; colours show why each token was kept.
+
+    /help lists the commands. Ctrl+C stops an answer, and Ctrl+D ends the conversation.
+    """
     if named is not None:
         if model not in (None, named):
             raise ValueError(f"two models, {model!r} and --model {named!r}; give one")
@@ -114,7 +116,7 @@ class Conversation:
 
     def run(self) -> None:
         """Read lines and answer them, until the input ends."""
-        self._tell(f"{self.setup.model} · {self._settings()} · {computed(self.llm)} · /help lists commands")
+        self._tell(f"{self.setup.model} · {self._settings()} · {compute_in_words(self.llm)} · /help lists commands")
         while True:
             try:
                 line = _read("» ").strip()
@@ -140,7 +142,7 @@ class Conversation:
             except Exception as error:  # a wrong command, or a faulty plug-in: the conversation goes on
                 message = explain(error) if isinstance(error, ValidationError) else str(error)
                 kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
-                errors.print(f"[bold red]error:[/] {escape(kind + message)}", highlight=False, soft_wrap=True)
+                fail(kind + message)
 
     def messages(self) -> list[dict[str, str]]:
         """All messages so far, the system prompt included."""

@@ -26,7 +26,7 @@ from fly.types import SamplingParams
 @alone
 @takes({name: RUNNING[name] for name in ("dtype", "kernels")})
 def demo(
-    problems: Annotated[int, typer.Option(min=1, help="Problems, of all kinds in turn.")] = 48,
+    problems: Annotated[int, typer.Option(min=1, help="How many problems; their kinds take turns.")] = 48,
     k: DraftLength = 15,
     policy: Policy = "fly",
     split: Split = "heldout",

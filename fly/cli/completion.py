@@ -15,7 +15,7 @@ import typer
 from rich.text import Text
 
 from fly.cli.options import MODEL, RANKS, SETUP, Deterministic, option, takes
-from fly.cli.run import command, computed, kernels_of, loaded, options_of, ranks_of, sampling_of, setup_of
+from fly.cli.run import command, compute_in_words, kernels_of, memory_of, options_of, ranks_of, sampling_of, setup_of
 from fly.cli.show import console, errors, note
 from fly.llm import LLM, Piece
 from fly.policies import AcceptancePolicy
@@ -70,7 +70,10 @@ def generate(
     config: Path | None = None,
     **_: Any,
 ) -> None:
-    """Complete a prompt; on a terminal, colours show why each token was kept."""
+    """Complete a prompt; on a terminal, colours show why each token was kept.
+
+    Options of sampling that are left out have the checkpoint's values.
+    """
     with ranks_of(context, config) as ranks:
         given = _sampling_given(context)
         sampling_of(given, SamplingParams())  # report errors before anything is loaded
@@ -79,7 +82,7 @@ def generate(
             text = sys.stdin.read() if ranks is None else ranks.share(sys.stdin.read() if ranks.leads else None)
         llm = LLM.from_config(setup_of(context, config), ranks)
         if ranks is not None:
-            loaded(ranks, quiet=not console.is_terminal)
+            memory_of(ranks, quiet=not console.is_terminal)
         params = sampling_of(given, llm.default_params)
         templated = not raw and llm.tokenizer is not None and llm.tokenizer.template is not None
         ids: Any = llm.chat_prompt(text) if templated else text
@@ -104,16 +107,15 @@ def _sampling_given(context: typer.Context) -> dict[str, Any]:
     return options | {"structured": None if set(forms.values()) == {None} else StructuredOutput(**forms)}
 
 
-def _text_of(option: str, given: str | None, pattern: str, what: str) -> str | None:
-    """The value of an option that takes a text, recognised by ``pattern``, or the name of a file with it (which may
-    begin with ``@``)."""
+def _text_of(name: str, given: str | None, pattern: str, what: str) -> str | None:
+    """Read an option: a text, which matches ``pattern``, or the name of a file, which may begin with ``@``."""
     if given is None or re.search(pattern, given):
         return given
     try:
         return Path(given.removeprefix("@")).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ValueError(f"{option} {given!r} is no {what}, and no file: {reason}") from None
+        raise ValueError(f"{name} {given!r} is no {what}, and no file: {reason}") from None
 
 
 def _biases(given: list[str]) -> dict[int, float]:
@@ -199,4 +201,4 @@ def show_legend(llm: LLM, stats: Stats, elapsed: float) -> None:
         for name, gate in stats.gates.items()
     ]
     parts += [f"{name} never held, so nothing is relaxed" for name in stats.silent_gates]
-    note(" · ".join([*parts, computed(llm)]))
+    note(" · ".join([*parts, compute_in_words(llm)]))

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fly.bundled import BUNDLED
 from fly.cli.options import LOADING, RANKS, Exits, Json, Rules, option, output, takes
-from fly.cli.run import alone, command, loaded, options_of, ranks_of, typed_in
+from fly.cli.run import alone, command, memory_of, options_of, ranks_of, typed_in
 from fly.cli.show import console, narrow, note, print_list, progress, sentences, table, tell, write_json
 from fly.errors import instead
 from fly.eval.plan import Plan
@@ -212,7 +212,7 @@ def run_plan(plan: Plan, folder: Path, ranks: Any = None) -> Report:
     todo = remaining(plan, records)
     if todo:
         if ranks is not None:
-            loaded(ranks)
+            memory_of(ranks)
         if leads and plan.model not in BUNDLED and not console.is_terminal:  # which may take a minute
             tell(f"loading {plan.model}")
         done = len(records.completions)

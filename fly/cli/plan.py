@@ -15,7 +15,7 @@ from fly.bench.scale import lengths, replays, scaled
 from fly.bundled import open_model
 from fly.cli.options import K, gone, number, option, takes
 from fly.cli.run import alone, rules_of, typed_in
-from fly.cli.show import console, note, print_list, progress, ratio
+from fly.cli.show import note, print_list, progress, ratio, warn
 from fly.eval.replay import Replay, Unknown, load_blocks
 from fly.models import LlamaConfig
 from fly.policies import AcceptancePolicy
@@ -44,7 +44,7 @@ _SETTING = {
     "ranks": option(int, "Devices in all.", min=1, default=8),
     "per_node": option(int, "Devices of one node.", min=1, default=8),
     "rows": option(int, "Sequences in a batch.", min=1, default=1),
-    "context": option(int, "Tokens of context of each.", min=1, default=2048),
+    "context": option(int, "Tokens of context of each sequence.", min=1, default=2048),
 }  # fmt: skip
 
 
@@ -60,10 +60,9 @@ def bench_plan(
     policy: Annotated[list[str] | None, typer.Option(help="With --recorded, a rule beside exact; repeatable.")] = None,
     **setting: Any,
 ) -> None:
-    """Whether a setting fits on given devices, and what speculation should gain there, by a model of costs.
+    """Estimate whether a setting fits on given devices, and what speculation should gain there.
 
-    --recorded takes the acceptance from a run, and shows the best draft length of each rule, with prompt lookup below
-    the draft and without.
+    --recorded takes the acceptance from a run, and shows the best draft length of each rule.
     """
     for name in ("policy",) if recorded is None else ("tau", "draft_tau", "k"):  # options without an effect
         if typed_in(typed, name):
@@ -86,7 +85,7 @@ def bench_plan(
 def _plans(
     target: str | None, draft: str, tau: float | None, k: int, device: str, ranks: int, per_node: int, **common: Any
 ) -> list[_Plan]:
-    """The settings to show: that of the options, or without a target the paper's."""
+    """The settings to show: one of the options, or without a target all of the paper."""
 
     def sizes(name: str) -> LlamaConfig:
         return MODELS[name] if name in MODELS else open_model(name).config
@@ -150,7 +149,7 @@ def _show_recorded(run: Path, rules: list[AcceptancePolicy], plans: list[_Plan])
                 replayed[*key, rule] = replays(blocks, rule, advance)
             except Unknown as error:
                 advance(n=len(lengths(blocks)))
-                console.print(f"[yellow]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
+                warn(str(error))
     # Print a table for each task, with the best length for each rule, pair of models and number of levels.
     for (task, way), blocks in recorded.items():
         lines: list[list[str]] = []

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fly.cli.options import Json, Rules, option, output, takes
 from fly.cli.run import alone, rules_of
-from fly.cli.show import console, narrow, note, ratio, table, write_json
+from fly.cli.show import console, narrow, note, ratio, table, warn, write_json
 from fly.eval.beside import Beside, beside
 from fly.eval.plots import save_lines
 from fly.eval.replay import Blocks, Replay, Unknown, load_blocks
@@ -164,7 +164,7 @@ def _show(title: str, blocks: Blocks, found: list[Replay], refused: list[str]) -
         seconds = sum(each.seconds for each in found)
         note(f"{sum(each.rounds for each in found) / max(seconds, 1e-9):,.0f} rounds replayed a second")
     for line in refused:
-        console.print(f"[yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
+        warn(line)
     texts = blocks.vocabulary.texts if any(each.tokens for each in found) else []
     for each in found:
         if each.tokens:
@@ -206,7 +206,7 @@ def _show_beside(title: str, compared: list[Beside], left_out: list[str]) -> Non
     if compared:
         _print("task, way", compared, lambda each: f"{each.task}, {each.way}", columns)
     for line in left_out:
-        console.print(f"[yellow]left out: {escape(line)}[/]", highlight=False, soft_wrap=True)
+        warn(f"left out: {line}")
     note(
         "off: the error of the prediction; τ unchanged: the error of the guess that a rule has the τ of exact "
         "speculation; relaxed: the predicted share and the measured one"

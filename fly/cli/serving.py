@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from fly.cli.options import MODEL, RANKS, SETUP, option, takes
-from fly.cli.run import command, computed, loaded, options_of, ranks_of, setup_of
+from fly.cli.run import command, compute_in_words, memory_of, options_of, ranks_of, setup_of
 from fly.cli.show import tell
 from fly.config import Config
 from fly.llm import LLM
@@ -70,8 +70,10 @@ def _options(names: tuple[str, ...], panel: str) -> dict[str, tuple[Any, Any]]:
 @command
 @takes(MODEL, SETUP, _options(_ACCESS, "Access"), _options(_LIMITS, "Limits"), _ROOM, RANKS, _RAY)
 def serve(context: typer.Context, config: Path | None, ray: bool, **_: Any) -> None:
-    """Serve a model over HTTP as OpenAI does, with a playground at /. --policy, --draft and --k are for requests that
-    name none."""
+    """Serve a model over HTTP as OpenAI does, with a playground at /.
+
+    Requests that name no policy, draft or K get those of --policy, --draft and --k.
+    """
     services: list[Service] = []
     _die_at_once()
     given = {name: value for name, value in options_of(context, Settings.model_fields).items() if value is not None}
@@ -104,13 +106,13 @@ def _serve_here(setup: Config, settings: Settings, ranks: Any, services: list[Se
 
     # Load the model, and say what is served.
     llm = LLM.from_config(setup, ranks)
-    memory = loaded(ranks)
+    memory = memory_of(ranks)
     if ranks is not None:
         llm.lead()
     service = Service(llm, settings, draft=setup.draft, name=setup.model)
     services.append(service)
     decoding = f"draft {setup.draft} · policy {llm.policy} · k {llm.k}"
-    tell(f"{service.name} · {decoding} · context {service.context} · {computed(llm)}")
+    tell(f"{service.name} · {decoding} · context {service.context} · {compute_in_words(llm)}")
     if keys_are_seen:
         warnings.warn("other users of this machine can see the keys of --api-key; use --api-keys-file", stacklevel=1)
     service.metrics.loaded([of_rank["peak"] for of_rank in memory])
@@ -130,7 +132,7 @@ def _serve_here(setup: Config, settings: Settings, ranks: Any, services: list[Se
 def _follow(setup: Config, ranks: Any) -> None:
     """Do what the first rank says, until it ends."""
     llm = LLM.from_config(setup, ranks)
-    loaded(ranks)
+    memory_of(ranks)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # this rank ends after the first one has
     llm.follow()

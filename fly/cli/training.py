@@ -20,7 +20,7 @@ _PROMPTS = {
         Path, "A file of prompts: .jsonl (texts, messages, or objects with either), or one prompt a line."
     ),
     "task": option(str, "Instead of --prompts, a kind of the bundled tasks: arithmetic, text, code or all."),
-    "count": option(int, "The most prompts. Default: all; of a task 2000.", min=1),
+    "count": option(int, "The most prompts. Default: all of a file, 2000 of a task.", min=1),
     "max_tokens": option(int, "The most tokens of an answer.", min=1, default=512),
 }
 _HEAD = {
@@ -29,7 +29,7 @@ _HEAD = {
     "states": option(str, "The layers after which the head reads the target's hidden states, such as 1,2,4."),
     "draft_vocabulary": option(int, "Tokens it can draft; at most 32000.", min=1),
     "steps": option(int, "Steps of the optimiser.", min=1, default=Plan.steps),
-    "batch": option(int, "Answers a step.", min=1, default=Plan.batch),
+    "batch": option(int, "Answers per step.", min=1, default=Plan.batch),
     "length": option(int, "The most tokens of a prompt and its answer.", min=8, default=Plan.length),
     "test_steps": option(int, "The head's own steps in the training-time test.", min=1, default=Plan.test_steps),
     "learning_rate": option(float, "The highest learning rate of AdamW.", default=Plan.learning_rate),
@@ -42,7 +42,11 @@ _EXITS = {
     "candidates": option(int, "Tokens that a look compares.", min=2, default=ExitPlan.candidates),
     "vocabulary": option(int, "The frequent tokens that may be candidates.", min=2, default=ExitPlan.vocabulary),
     "agreement": option(
-        float, "The share of leaving tokens that must equal the target's.", min=0, max=1, default=ExitPlan.agreement
+        float,
+        "At least this share of the tokens that exit early must equal the target's.",
+        min=0,
+        max=1,
+        default=ExitPlan.agreement,
     ),
     "places": option(int, "The most tokens of answers to look at.", min=100, default=ExitPlan.places),
     "steps": option(int, "Steps of the optimiser.", min=1, default=ExitPlan.steps),
@@ -90,7 +94,7 @@ def train_exit_command(
 ) -> None:
     """Train early exits (SpecEE) for a target on its own answers: predictors of when more layers change nothing.
 
-    ``--kernels`` are used to answer the prompts. Exits themselves are trained, and run, on PyTorch.
+    The prompts are answered with --kernels. Exits are trained, and run, on PyTorch.
     """
     plan = ExitPlan(_numbers("--layers", layers), **options_of(context, _EXITS.keys() - {"layers"}))
     given, data = _answer(out, 0.0, options_of(context, _PROMPTS), options_of(context, LOADING))[1:]

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-__all__ = ["ApiError", "ClientLeft", "Plain", "error_body"]
+__all__ = ["ApiError", "ClientLeft", "Plain", "error_body", "invalid"]
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -31,9 +31,9 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        if self.status < 500:
-            return {408: "timeout_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
-        return {503: "service_unavailable_error", 504: "timeout_error"}.get(self.status, "server_error")
+        """OpenAI's name for this kind of error."""
+        named = {408: "timeout", 429: "rate_limit", 503: "service_unavailable", 504: "timeout"}
+        return f"{named.get(self.status, 'invalid_request' if self.status < 500 else 'server')}_error"
 
     def body(self) -> dict[str, Any]:
         return error_body(str(self), self.kind, self.param, self.code)
@@ -43,6 +43,11 @@ class ApiError(Exception):
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return Plain(self.body(), self.status, headers)
+
+
+def invalid(name: str, problem: str, code: str = "invalid_value") -> ApiError:
+    """Build the error of a request whose field ``name`` has a ``problem``."""
+    return ApiError(400, f"{name}: {problem}", name, code)
 
 
 class ClientLeft(Exception):

@@ -24,6 +24,7 @@ from fly.backends.cuda.device_round import DeviceRounds
 from fly.backends.cuda.fused import fuse
 from fly.backends.cuda.graphs import GraphPool
 from fly.backends.cuda.rounds import take_rounds
+from fly.backends.cuda.sampling import DeviceDistribution
 from fly.backends.cuda.table import PADDING, Column, Shape, count_pages, make_line, round_up
 from fly.backends.torch import TorchExecutor, TorchHead
 from fly.cache import PagedKVCache
@@ -32,6 +33,7 @@ from fly.models.llama import Llama, record_states
 from fly.ops import upload
 from fly.runtime.executor import Batch, DraftSpec, Executor, RoundPlan, Rounds, Scores, TokenByToken, asks_between
 from fly.runtime.request import Sequence
+from fly.runtime.sampling import BatchSampling, ProcessedDistribution
 
 __all__ = ["CudaExecutor"]
 
@@ -86,6 +88,9 @@ class CudaExecutor(TorchExecutor):
     @_on_device
     def rounds(self, plan: RoundPlan) -> Rounds | None:
         return take_rounds(self, plan, self._find_rounds(plan.kv.cache))
+
+    def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
+        return DeviceDistribution(sampling, logits_BJV)
 
     def hidden(
         self,
