@@ -191,7 +191,7 @@ class DecisionStage:
             rows = slice(first, first := first + count)
             reads = drawn or self.relaxes[number]
             target = self._make_target(rows, drawn, logits_RJV[rows].float() if reads else logits_RJV[rows])
-            target._argmax = choices_RJ[rows]
+            vars(target)["argmax_BK"] = choices_RJ[rows]
             probs_BKV = probs_DKV[rows] if drawn and probs_DKV is not None else None
             draft = Draft(tokens_RK[rows], count_R[rows], probs_BKV)
             verdicts.append(verify(policy, target, draft, Noise(accept_RK[rows], sample_R[rows])))
