@@ -14,6 +14,7 @@ from rich.text import Text
 
 from fly.bundled import BUNDLED
 from fly.cli.options import (
+    Actors,
     CollectiveTimeout,
     Device,
     Dtype,
@@ -22,10 +23,11 @@ from fly.cli.options import (
     Json,
     Kernels,
     Model,
+    RayCluster,
     Rules,
     output,
 )
-from fly.cli.run import alone, command, loaded, ranks_of, typed_in
+from fly.cli.run import alone, command, grid_of, loaded, ranks_of, typed_in
 from fly.cli.show import console, errors, narrow, note, print_list, progress, sentences, table, write_json
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.errors import instead
@@ -33,7 +35,7 @@ from fly.eval.plan import Plan
 from fly.eval.records import read_records
 from fly.eval.render import LEGEND, as_html, as_json, as_markdown, columns, write_spec_bench
 from fly.eval.report import Report, report
-from fly.eval.run import check_folder, decode_run, remaining, score_run
+from fly.eval.run import check_folder, decode_run, remaining, score_run, write_run
 from fly.eval.scorers import Programs
 from fly.eval.task import Task, load_task, task_names
 from fly.llm import LLM
@@ -176,6 +178,8 @@ def evaluate(
     device: Device = "auto",
     kernels: Kernels = "auto",
     exits: Exits = None,
+    ray: RayCluster = None,
+    actors: Actors = None,
     heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
     collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
     json_: Json = None,
@@ -203,7 +207,7 @@ def evaluate(
         out = plan
     wanted = Plan.of({**fields, **{key: value for key, value in given.items() if value}}, f"{plan}: " if plan else "")
     with ranks_of(context) as ranks, _folder(out, ranks) as folder:
-        found = run_plan(_limited(wanted, limits), folder, ranks)
+        found = run_plan(_limited(wanted, limits), folder, ranks, grid_of(ray, actors, ranks))
         if ranks is None or ranks.leads:
             show_report(found)
             write_json(json_, as_json(found))
@@ -245,8 +249,8 @@ def _folder(out: Path | None, ranks: Any) -> Iterator[Path]:
         yield Path(folder if ranks is None else ranks.share(folder if ranks.leads else None))
 
 
-def run_plan(plan: Plan, folder: Path, ranks: Any = None) -> Report:
-    """Decode the rest of a run, score it, and make the report."""
+def run_plan(plan: Plan, folder: Path, ranks: Any = None, grid: Any = None) -> Report:
+    """Decode the rest of a run, score it, and make the report. ``grid``: the actors that decode; None for none."""
     leads = ranks is None or ranks.leads
     if leads:
         check_folder(plan, folder)
@@ -264,9 +268,15 @@ def run_plan(plan: Plan, folder: Path, ranks: Any = None) -> Report:
         with progress(done + len(todo), "decoding", done) as step:
 
             def advance(record: dict[str, Any]) -> None:
-                step(f"{record['task']} {record['problem']}, {record['way']}: {record['generated']} tokens")
+                where = f" · {grid.status}" if grid else ""
+                step(f"{record['task']} {record['problem']}, {record['way']}: {record['generated']} tokens{where}")
 
-            decode_run(plan, folder, todo, records, advance, ranks)
+            if grid is None:
+                decode_run(plan, folder, todo, records, advance, ranks)
+            else:
+                write_run(folder, records, grid.decode(plan, todo, records.texts), advance)
+        if grid is not None and grid.lost:
+            errors.print(f"Ray: {grid.status}; others went on with what they left", highlight=False, soft_wrap=True)
     if leads:
         with progress(len(records.completions), "scoring") as scored:
             score_run(plan, folder, scored)

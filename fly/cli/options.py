@@ -117,6 +117,14 @@ ConfigFile = Annotated[
         help="A YAML or JSON file with model, draft, policy, k; options override it. Without either: exact, no draft."
     ),
 ]
+RayCluster = Annotated[
+    str | None,
+    typer.Option("--ray", metavar="ADDRESS", help="Spread the work over this Ray cluster; 'auto' is the one at hand."),
+]
+Actors = Annotated[
+    int | None,
+    typer.Option(min=1, help="Actors that hold the model. Default: one a node, or a GPU.", show_default=False),
+]
 HeartbeatTimeout = Annotated[
     float,
     number(SHORTEST, LONGEST, help="Seconds without a sign of life after which a rank counts as lost.", **_of_ranks),

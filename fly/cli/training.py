@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fly.backends.choice import load
-from fly.cli.options import Device, Dtype, Kernels, Model
-from fly.cli.run import alone
+from fly.cli.options import Actors, Device, Dtype, Kernels, Model, RayCluster
+from fly.cli.run import alone, grid_of
 from fly.cli.show import note, print_list, progress
 from fly.llm import LLM
 from fly.train import Answer, ExitPlan, Plan, answers, card, exit_card, prompts_of, train_exits, train_head
@@ -59,6 +60,8 @@ def train_head_command(
     dtype: Dtype = "auto",
     device: Device = "auto",
     kernels: Kernels = "auto",
+    ray: RayCluster = None,
+    actors: Actors = None,
 ) -> None:
     """Train an EAGLE-3 draft head for a target on its own answers, and write it in the published layout.
 
@@ -69,7 +72,10 @@ def train_head_command(
         learning_rate=learning_rate,
         precision=precision, save_every=save_every, seed=seed,
     )  # fmt: skip
-    llm, given, data = _answered(out, model, prompts, task, count, max_tokens, temperature, dtype, device, kernels)
+    grid = grid_of(ray, actors)
+    llm, given, data = _answered(
+        out, model, prompts, task, count, max_tokens, temperature, dtype, device, kernels, grid
+    )
     with progress(steps, "training") as advance:
         executor = llm.engine.runner.executor
         head, trained = train_head(executor, given, plan, out, lambda n, text: advance(text, n))
@@ -147,16 +153,21 @@ def _answered(
     dtype: str,
     device: str,
     kernels: str,
+    grid: Any = None,
 ) -> tuple[LLM, list[Answer], str]:
-    """The target, its answers (kept in ``out``), and a sentence about them for the model card."""
+    """The target, its answers (kept in ``out``; by the actors of ``grid``, if there are some), and a sentence about
+    them for the model card."""
     asked = prompts_of(prompts, task, count)
-    llm = LLM(model, dtype=dtype, device=device, kernels=kernels, max_rows=64)
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels, "max_rows": 64}
+    llm = LLM(model, **options)
     if llm.tokenizer is None:
         raise ValueError(f"{model} has no tokenizer, so it can answer no prompts")
     out.mkdir(parents=True, exist_ok=True)
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
     with progress(len(asked), "answers by the target") as advance:
-        given = answers(llm, asked, params, out / "answers.jsonl", lambda n: advance(n=n))
+        generate = None if grid is None else partial(grid.answer, {"model": model, **options}, params)
+        report = lambda n: advance(grid.status if grid else "", n)  # noqa: E731
+        given = answers(llm, asked, params, out / "answers.jsonl", report, generate)
     llm.close()
     source = f"{len(given):,} prompts of the bundled task `{task}`" if prompts is None else f"{len(given):,} prompts"
     return llm, given, f"{source}, answered at temperature {temperature:g}, up to {max_tokens} tokens each."
