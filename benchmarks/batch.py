@@ -33,7 +33,7 @@ from fly.cli.options import (
     Rules,
     output,
 )
-from fly.cli.run import command, kernels_of, loaded, ranks_of, rules_of
+from fly.cli.run import command, kernels_of, memory_of, ranks_of, rules_of
 from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.engine.job import Job, Request
@@ -224,7 +224,7 @@ def main(
         draft = draft or usual_draft(model)
         fast = LLM(plain, draft, **options)
         if ranks is not None:
-            loaded(ranks)
+            memory_of(ranks)
         settings = settings_of(plain, fast, k, rules)
         asked = bundled_problems(None, "heldout", 0, requests)
         with progress(len(sizes) * len(settings) * len(asked), "batching") as advance:

@@ -1,5 +1,5 @@
-"""The calls of a program: generate, chat and stream, from threads and from coroutines. All forms of prompts and options
-are read here. Knows nothing of loading models, and nothing of HTTP."""
+"""The calls of a program: generate, chat and stream, from threads and from coroutines, with all forms of prompts and
+options. Knows nothing of loading models, and nothing of HTTP."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PolicyLike: TypeAlias = AcceptancePolicy | str | abc.Mapping[str, Any]
 Params: TypeAlias = SamplingParams | abc.Sequence[SamplingParams] | None
 
 _LONG = 1.0  # seconds after which a call shows its progress
-_OWN = ("policy", "k", "priority", "draft")  # options of a call that are not in ``SamplingParams``
+_OWN = ("policy", "k", "priority", "draft")  # options of a call that ``SamplingParams`` lacks
 _OF_TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template", "documents", "enable_thinking")
 _bars = threading.Lock()
 
@@ -70,7 +70,7 @@ class Calls(ABC):
     default_params: SamplingParams
     worker: Worker
     _leads = True  # whether this rank shows progress
-    _hinted = False  # whether the hint at ``chat`` was given
+    _hinted = False  # whether the hint to use ``chat`` was given
 
     @abstractmethod
     def requests(
@@ -85,38 +85,38 @@ class Calls(ABC):
         *,
         streamed: bool = False,
     ) -> list[Request]:
-        """The requests that ``generate`` would run, checked."""
+        """Make the requests that ``generate`` would run, checked."""
 
     def generate(
         self, prompts: Prompts, params: Params = None, *, progress: bool = True, **options: Unpack[Options]
     ) -> list[Output]:
         """Complete every prompt. The outputs are in the order of the prompts.
 
-        All prompts run at once, as far as the caches hold them, in one batch with the calls of other threads and
-        coroutines.
+        As many prompts run at once as the caches hold, in one batch with the calls of other threads and coroutines.
 
         Args:
             prompts: one or several, each a text or its token ids: a list, or a NumPy array or tensor of integers (with
                 two dimensions, each row is a prompt). The text "" is allowed if the tokenizer adds a begin token, from
                 which the model then continues.
             params: one ``SamplingParams`` for all prompts, or one for each; None is ``default_params``, the
-                checkpoint's sampling defaults. ``sampling_params`` is another name for it.
+                checkpoint's sampling defaults. ``sampling_params`` is another name for this argument.
             progress: on a terminal, show progress if the call takes longer than a second.
             options: any field of ``SamplingParams`` (``temperature=0, max_tokens=64``), which overrides ``params``; and
-                the following, one for all prompts or one for each. None is the default of this object:
+                the following, one for all prompts or one for each. None takes the default of this object:
 
                 policy: an ``AcceptancePolicy``, its text (``"fly(theta=0.3)"``), a preset (``"fly.paper"``) or its
                     mapping (``{"name": "fly", "theta": 0.3}``).
                 k: the most tokens drafted in a round; 0 decodes autoregressively.
                 draft: the name of one of several loaded drafts (``"choose(small=fly-tiny, copy=ngram)"``); None or ""
                     is the first.
-                priority: one for all prompts. Smaller ones are served first, and may make others wait and start again.
+                priority: one for all prompts. Smaller numbers are served first, and may make others wait and start
+                    again.
 
         Raises:
             ValueError: an unknown option or a value out of range; a prompt that is empty or too long; a token id
-                outside the vocabulary; a request that no cache can hold. Nothing has run then.
+                outside the vocabulary; a request that does not fit the caches. Nothing has run then.
             Exception: an error of a policy or a strategy on one of these prompts. Other calls go on.
-            Stopped: the engine was closed, or has failed. Calls that were waiting raise the failure itself.
+            Stopped: the engine was closed or has failed. Calls that were waiting raise the failure itself.
         """
         requests = self._asked(given := listed(prompts), params, options)
         if requests:
@@ -125,20 +125,21 @@ class Calls(ABC):
         return self._answers(given, requests)
 
     async def agenerate(self, prompts: Prompts, params: Params = None, **options: Unpack[Options]) -> list[Output]:
-        """``generate`` for coroutines: any number may wait, on any event loop, without a thread each. Cancelling the
-        task ends its requests. Arguments, result and errors are those of ``generate``, without ``progress``."""
+        """``generate`` for coroutines: any number of them may wait, on any event loop, without threads of their own.
+        Cancelling the task ends its requests. Arguments, result and errors are those of ``generate``, without
+        ``progress``."""
         requests = self._asked(given := listed(prompts), params, options)
         if requests:
             await self.worker.arun(Job(requests, loop=asyncio.get_running_loop()))
         return self._answers(given, requests)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[Options]) -> Stream:
-        """Yield the completion's text as it is decided: strings that know their tokens (``piece.tokens``).
+        """Yield the completion's text as it is decided, in strings that know their tokens (``piece.tokens``).
 
-        No piece has half a character or a part of a stop string. Joined, the pieces are the ``text`` of ``generate``.
-        The request runs from the first fetch on, in one batch with all other calls, whether it is read or not.
-        ``close`` frees everything that it holds, and so does dropping the stream. Arguments and errors are those of
-        ``generate``; it is also a ``ValueError`` to stream from a model without a tokenizer, or n > 1 completions.
+        No piece ends within a character or has a part of a stop string. Joined, the pieces are the ``text`` of
+        ``generate``. From the first fetch on the request runs in one batch with all other calls, whether it is read or
+        not. ``close`` frees everything that it holds, and so does dropping the stream. Arguments and errors are those
+        of ``generate``. A model without a tokenizer, or n > 1, is a ``ValueError`` too.
         """
         return Stream(self.worker, Job(self._streamed(prompt, params, options), stepwise=True))
 
@@ -165,7 +166,7 @@ class Calls(ABC):
     def chat(
         self, messages: Any, params: Params = None, *, progress: bool = True, **options: Unpack[ChatOptions]
     ) -> Output | list[Output]:
-        """Answer a conversation through the checkpoint's chat template, or each of a list of them.
+        """Answer a conversation, or each of a list of them, by the checkpoint's chat template.
 
         Args:
             messages: dictionaries with a role and a content (a text, or parts of text as OpenAI's clients have them);
@@ -199,9 +200,9 @@ class Calls(ABC):
         return outputs if _several(messages) else outputs[0]
 
     def chat_prompt(self, messages: Conversation, **variables: Any) -> list[int]:
-        """Token ids of a conversation (or of one user message) by the checkpoint's chat template, for ``generate`` and
-        ``stream``. ``variables`` are ``tools``, ``documents`` and anything else that the template reads, such as
-        ``enable_thinking``. Errors are those of ``Tokenizer.apply_chat_template``."""
+        """Return the token ids of a conversation (or of one user message) by the checkpoint's chat template, for
+        ``generate`` and ``stream``. ``variables`` are ``tools``, ``documents`` and anything else that the template
+        reads, such as ``enable_thinking``. Errors are those of ``Tokenizer.apply_chat_template``."""
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it has no chat template; give token ids")
         talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
@@ -220,7 +221,7 @@ class Calls(ABC):
         self.close()
 
     def _asked(self, prompts: list[Any], params: Params, options: Options, streamed: bool = False) -> list[Request]:
-        """The requests of a call with these options."""
+        """Make the requests of a call with these options."""
         fields: dict[str, Any] = {**options}
         named = fields.pop("sampling_params", None)
         if params is not None and named is not None:
@@ -243,7 +244,7 @@ class Calls(ABC):
         return requests
 
     def _conversations(self, messages: Any, options: ChatOptions) -> tuple[list[list[int]], Any]:
-        """The prompts of one or several conversations, and the remaining options, for ``generate``."""
+        """Return the prompts of one or several conversations, and the other options, for ``generate``."""
         fields: dict[str, Any] = {**options}
         if name := next((name for name in fields if name in _OF_TEMPLATE), None):
             value = short(fields[name])
@@ -256,7 +257,8 @@ class Calls(ABC):
         return [self.chat_prompt(one, tools=tools, **variables) for one in each], options
 
     def _answers(self, prompts: list[Any], requests: list[Request]) -> list[Output]:
-        """The outputs. Warns once, with the likely reason, if a chat model gave an empty answer to a plain text."""
+        """Return the outputs. If a chat model gave an empty answer to a plain text, warn once, with the likely
+        reason."""
         outputs = outputs_of(requests)
         if not self._hinted and self.tokenizer is not None and self.tokenizer.templates:
             for prompt, output in zip(prompts, outputs):
@@ -270,7 +272,7 @@ class Calls(ABC):
 
 
 def listed(prompts: Any) -> list[Any]:
-    """Prompts in any form, as a list of texts and lists of token ids. Raises ``ValueError`` for anything else."""
+    """Return prompts of any form as a list of texts and lists of token ids. Raises ``ValueError`` for anything else."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, abc.Mapping):
@@ -290,7 +292,7 @@ def listed(prompts: Any) -> list[Any]:
 
 
 def for_chat(prompt: object) -> str:
-    """If messages were given as a prompt, a hint which method takes them; otherwise empty."""
+    """Return a hint to the methods that take messages, if ``prompt`` is one; otherwise an empty text."""
     first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else prompt
     if isinstance(first, abc.Mapping) and "role" in first:
         return "; chat takes messages, and chat_prompt makes a prompt of them, for stream"
@@ -298,7 +300,7 @@ def for_chat(prompt: object) -> str:
 
 
 def _ids(prompt: np.ndarray[Any, Any] | torch.Tensor) -> list[int]:
-    """Token ids of an array or a tensor. Raises ``ValueError`` if it holds anything else."""
+    """Return the token ids of an array or a tensor. Raises ``ValueError`` if it has anything else."""
     whole = prompt.dtype.kind in "iu" if isinstance(prompt, np.ndarray) else _is_whole(prompt.dtype)
     if prompt.ndim != 1 or not whole:
         shape = list(prompt.shape)
@@ -312,8 +314,8 @@ def _is_whole(dtype: torch.dtype) -> bool:
 
 
 def as_policy(value: object) -> AcceptancePolicy:
-    """A policy, or the one that a text or a mapping describes. The program is trusted: a text may import. Raises
-    ``ValueError`` naming what is wrong, and the choices."""
+    """Return a policy as it is, or the one that a text or a mapping describes. The program is trusted: its texts may
+    import. Raises ``ValueError`` with what is wrong, and the choices."""
     if isinstance(value, (AcceptancePolicy, str, abc.Mapping)):
         return load_policy(value, trusted=True)
     made = ""
@@ -354,7 +356,7 @@ def _several(messages: object) -> bool:
 
 @contextmanager
 def one_bar() -> Iterator[bool]:
-    """Gives whether this caller may show a progress bar. A terminal has room for one at a time."""
+    """Give whether this caller may show a progress bar: a terminal has room for one at a time."""
     free = _bars.acquire(blocking=False)
     try:
         yield free
@@ -365,7 +367,7 @@ def one_bar() -> Iterator[bool]:
 
 @contextmanager
 def _shown(requests: list[Request], wanted: bool) -> Iterator[None]:
-    """On a terminal, show the progress of the requests from ``_LONG`` seconds on, while this context lasts."""
+    """On a terminal, show the requests' progress while this context lasts, from ``_LONG`` seconds on."""
     if not (wanted and (console := Console(stderr=True)).is_terminal):
         yield
         return

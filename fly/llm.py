@@ -153,10 +153,7 @@ class LLM(Calls):
         self.engine: Engine
         _refuse_unknown(unknown)
         self.k, self.policy = _check_k(k), Exact() if policy is None else as_policy(policy)
-        if not (draft is None or isinstance(draft, (str, Path, DraftStrategy))):
-            raise ValueError(f"draft {draft!r} is no DraftStrategy, text or path; several make a CascadeDraft([...])")
-        if draft_placement == "sharded" and isinstance(draft, DraftStrategy):
-            raise ValueError("draft_placement 'sharded' needs a draft given as text, which it loads in parts")
+        _check_draft(draft, draft_placement)
         if exits is not None and (deterministic or ranks is not None):
             raise ValueError(f"exits {str(exits)!r}: they go neither with deterministic nor with ranks")
         if cache_tokens is not None and cache_share is not None:
@@ -166,12 +163,7 @@ class LLM(Calls):
         self._named = _name_of(model), _name_of(draft)
 
         # The target. Among ranks each loads its own part.
-        by: LoadExecutor = load_executor
-        if ranks is not None:
-            from fly.parallel import LLAMA, LLAMA_WHOLE_SUMS
-            from fly.parallel import load as load_part
-
-            by = partial(load_part, plan=LLAMA_WHOLE_SUMS if whole_sums else LLAMA, ranks=ranks)
+        by = load_executor if ranks is None else _part_loader(ranks, whole_sums)
         own = TORCH if exits is not None and kernels == "auto" else kernels
         executor = self._load_target(model, dtype, device, own, by, max_context)
         if exits is not None:
@@ -412,6 +404,20 @@ def _refuse_unknown(options: abc.Collection[str]) -> None:
         known = [name for name in signature(LLM).parameters if name != "unknown"]
         name = next(iter(options))
         raise TypeError(f"{name!r} is no option of LLM{instead(name, known)}")
+
+
+def _check_draft(draft: object, placement: str) -> None:
+    if not (draft is None or isinstance(draft, (str, Path, DraftStrategy))):
+        raise ValueError(f"draft {draft!r} is no DraftStrategy, text or path; several make a CascadeDraft([...])")
+    if placement == "sharded" and isinstance(draft, DraftStrategy):
+        raise ValueError("draft_placement 'sharded' needs a draft given as text, which it loads in parts")
+
+
+def _part_loader(ranks: Ranks, whole_sums: bool) -> LoadExecutor:
+    """Return what loads this rank's part of a model."""
+    from fly.parallel import LLAMA, LLAMA_WHOLE_SUMS, load
+
+    return partial(load, plan=LLAMA_WHOLE_SUMS if whole_sums else LLAMA, ranks=ranks)
 
 
 def _make_caches(

@@ -48,13 +48,13 @@ class Piece(str):
 
     @property
     def why(self) -> Why:
-        """The reason that decides its colour: ``RELAXED`` if a token of it is relaxed, else that of its first token."""
+        """The reason that gives the piece its colour: ``RELAXED`` if any token is relaxed, else the first token's."""
         return max((token.why for token in self.tokens), key=lambda why: why == Why.RELAXED, default=Why.MATCH)
 
 
 class Reader:
-    """Makes the pieces of an output from its tokens, as a stream gives them. Copies of an output share it. Pickling
-    leaves its tokenizer out."""
+    """Makes the pieces of an output from its tokens, the same as a stream gives. Copies of an output share it. Pickling
+    leaves the tokenizer out."""
 
     def __init__(self, tokenizer: Tokenizer | None = None, thinking: Thinking | None = None) -> None:
         self.tokenizer, self.thinking = tokenizer, thinking
@@ -127,7 +127,7 @@ class Output:
         return self._reader.pieces(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The output as dictionaries, lists, texts and numbers, for ``json.dumps``."""
+        """Return the output as dictionaries, lists, texts and numbers, for ``json.dumps``."""
         return {
             "prompt_token_ids": list(self.prompt_token_ids),
             "text": self.text,
@@ -155,7 +155,7 @@ class Output:
         return f"Output({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        """The tokens, coloured by why each was kept, with a legend and the counts."""
+        """Return the tokens as HTML, coloured by why each was kept, with a legend and the counts."""
         every = (self, *self.others)
         texts = [f'<div style="{_BOX};margin:.4em 0">{output._coloured()}</div>' for output in every]
         counts = Counter(token.why for output in every for token in output.provenance)
@@ -177,7 +177,7 @@ class Output:
 
 
 def _reasons(piece: Piece) -> str:
-    """The tooltip of a piece: for each token its id, why it was kept, and the target's choice."""
+    """Return the tooltip of a piece: for each token its id, why it was kept, and the target's choice."""
     lines = []
     for token in piece.tokens:
         wanted = token.target_choice not in (None, token.id)

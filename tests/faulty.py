@@ -229,7 +229,8 @@ def listed(context: tuple[int, ...], rounding: float) -> tuple[np.ndarray, list[
 
 class Application:
     """The HTTP side: completions or ``chat``, with log-probabilities of the unprocessed distribution or without any.
-    ``refuses`` are fields that it does not support; ``breaks`` are fields that end in an error of its own."""
+    ``refuses`` are fields that it does not support; ``breaks`` are fields that end in an error of its own; after one of
+    ``ends`` there are only errors, though the list of models is still served."""
 
     def __init__(
         self,
@@ -238,9 +239,10 @@ class Application:
         chat: bool = False,
         refuses: tuple[str, ...] = (),
         breaks: tuple[str, ...] = (),
+        ends: tuple[str, ...] = (),
     ) -> None:
         self.toy, self.log_probabilities, self.chat = toy, log_probabilities, chat
-        self.refuses, self.breaks = {*refuses}, {*breaks}
+        self.refuses, self.breaks, self.ends, self.ended = {*refuses}, {*breaks}, {*ends}, False
         path = "/v1/chat/completions" if chat else "/v1/completions"
         self.app = Starlette(
             routes=[
@@ -264,7 +266,8 @@ class Application:
         if not self.log_probabilities and "logprobs" in body:
             bad.append("logprobs")
         bad += [token for token in body.get("logit_bias", {}) if int(token) >= SIZE]
-        if self.breaks & {*body}:
+        self.ended = self.ended or bool(self.ends & {*body})
+        if self.ended or self.breaks & {*body}:
             return JSONResponse({"error": {"message": "out of order"}}, 500)
         if bad:
             return JSONResponse({"error": {"message": f"{bad[0]} is not supported", "param": bad[0]}}, 400)

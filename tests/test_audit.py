@@ -311,6 +311,14 @@ def test_what_is_cut_short_is_undecided() -> None:
     assert report.requests == 60 and report.status == 2
 
 
+def test_a_server_whose_engine_ends_fails_once() -> None:
+    """The list of models outlives the engine, as in vLLM: the checks that follow have nothing to judge."""
+    with serving(ends=("response_format",)) as url:
+        report = audit(url, only=["max_tokens", "response_format", "logit_bias"], samples=400)
+    assert verdicts(report) == {"max_tokens": "pass", "response_format": "fail", "logit_bias": "undecided"}
+    assert "does not answer any more" in finding(report, "response_format").detail
+
+
 def test_too_few_samples_prove_nothing() -> None:
     with serving() as url:
         report = audit(url, only=["first-tokens"], samples=16)

@@ -1,14 +1,10 @@
-"""Chat templates beside transformers, thinking told from answers, ``generation_config.json``, and ``fly chat``."""
+"""Chat templates beside transformers, and thinking told from answers."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
-import re
-import warnings
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +13,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from typer.testing import CliRunner, Result
 
 import fly
-from fly import LLM, SamplingParams, cli
-from fly.bundled import CHECKPOINTS
-from fly.models import CheckpointError, chat, generation
+from fly import LLM, SamplingParams
+from fly.models import chat
 from fly.models.chat import ChatPrompt, ChatTemplate, Splitter, Tags, Thinking
-from fly.models.generation import read_sampling_defaults, sampling_defaults
+from fly.models.generation import sampling_defaults
 from fly.models.tokenizer import TextStream, Tokenizer
 from tests.serving import running
 
@@ -549,242 +543,6 @@ def test_the_server_answers_as_long_as_the_checkpoint_says() -> None:
             body = {"model": "fly-tiny", "messages": MESSAGES, **more}
             answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
             assert answer["usage"]["completion_tokens"] == wanted
-
-
-# --- generation_config.json ------------------------------------------------------------------------------
-
-
-def test_every_field_of_a_generation_config_is_honoured_or_named() -> None:
-    default = transformers.GenerationConfig()
-    values = dict(default.to_dict())
-    assert sampling_defaults(values, "x") == (SamplingParams(temperature=0), [])
-    values |= transformers.GenerationConfig._get_default_generation_params()
-    assert sampling_defaults(values, "x") == (SamplingParams(temperature=0), [])
-    honoured = {*generation._DRAWING, *generation._ALWAYS, *generation._IDS, "do_sample"}
-    for name in {*values, "unheard_of"} - honoured - generation._SILENT:
-        params, words = sampling_defaults({name: 7}, "x")
-        assert params == SamplingParams(temperature=0) and len(words) == 1 and words[0].startswith(f"{name} 7 "), name
-    assert len(sampling_defaults({"num_beams": 4, "penalty_alpha": 0.6, "max_length": 99}, "x")[1]) == 2
-
-
-def test_a_generation_config_in_full(tmp_path: Path) -> None:
-    path = tmp_path / "generation_config.json"
-    settings = {
-        "do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.05,
-        "max_new_tokens": 99, "min_new_tokens": 2, "stop_strings": "###", "suppress_tokens": [5, 6],
-        "bad_words_ids": [[7, 8]], "eos_token_id": [1, 2], "transformers_version": "4.37.0", "typical_p": 1.0,
-    }  # fmt: skip
-    path.write_text(json.dumps(settings))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        params = read_sampling_defaults(tmp_path, 10)
-    assert params == SamplingParams(
-        temperature=0.7, top_k=20, top_p=0.8, min_p=0.05, repetition_penalty=1.05, max_tokens=99, min_tokens=2,
-        stop=("###",), bad_words_ids=((5,), (6,), (7, 8)),
-    )  # fmt: skip
-    path.write_text(json.dumps(settings | {"do_sample": False, "num_beams": 4, "typical_p": 0.9}))
-    with pytest.warns(
-        UserWarning, match=r"top_k 20.*do_sample is not true; typical_p 0.9, num_beams 4 not supp"
-    ) as told:
-        params = read_sampling_defaults(tmp_path, 10)
-    assert len(told) == 1 and (params.temperature, params.top_k, params.repetition_penalty) == (0, 0, 1.05)
-    for wrong, said in (
-        ({"suppress_tokens": [10]}, "bad_words_ids .10."),
-        ({"bad_words_ids": 3}, "lists of token ids"),
-    ):
-        path.write_text(json.dumps(wrong))
-        with pytest.raises(CheckpointError, match=rf"generation_config\.json.*{said}"):
-            read_sampling_defaults(tmp_path, 10)
-
-
-def test_banned_ids_never_come_up() -> None:
-    """One by one, and in sequences, the end of the prompt included; drafted or not."""
-    llm = LLM("fly-tiny", "ngram", dtype="float32", k=4)
-    prompt = llm.chat_prompt(MESSAGES)
-    plain = llm.generate([prompt], PARAMS)[0].token_ids
-    bans = ((plain[4],), (prompt[-1], plain[0]), (plain[1], plain[2]))
-    params = PARAMS.model_copy(update={"bad_words_ids": bans})
-    (banned,), (alone,) = llm.generate([prompt], params), llm.generate([prompt], params, k=0)
-    text = [prompt[-1], *banned.token_ids]
-    assert banned.token_ids == alone.token_ids and plain[4] not in banned.token_ids
-    assert not set(pairwise(text)) & set(bans)
-    for wrong, said in ((((),), "empty bad word"), (((99999,),), r"bad_words_ids \[99999\] are outside")):
-        with pytest.raises(ValueError, match=said):
-            llm.generate([prompt], SamplingParams(bad_words_ids=wrong))
-
-
-# --- fly chat --------------------------------------------------------------------------------------------
-
-QUESTIONS = ["Take the list 4 9 5 7. Reverse the list.", "Take the list 3 8. Add 2 to each number."]
-
-
-def talk(*lines: str, arguments: tuple[str, ...] = ("fly-target",), end: str = "") -> Result:
-    return CliRunner().invoke(cli.app, ["chat", *arguments], input="".join(f"{line}\n" for line in lines) + end)
-
-
-def answers(llm: LLM, questions: list[str], system: str | None = None, **options: Any) -> list[fly.Output]:
-    messages: list[Any] = [] if system is None else [{"role": "system", "content": system}]
-    outputs = []
-    for question in questions:
-        messages.append({"role": "user", "content": question})
-        outputs.append(llm.chat(messages, SamplingParams(temperature=0, max_tokens=1024), **options))
-        messages.append({"role": "assistant", "content": outputs[-1].text})
-    return outputs
-
-
-@pytest.fixture(scope="module")
-def target() -> LLM:
-    return LLM("fly-target", "fly-draft")
-
-
-def test_a_conversation_says_what_chat_says_and_reuses_what_is_cached(target: LLM) -> None:
-    wanted = answers(target, QUESTIONS)
-    result = talk(*QUESTIONS)
-    assert result.exit_code == 0 and result.stdout == "".join(f"{output.text}\n" for output in wanted)
-    figures = re.findall(r"τ ([\d.]+) · [\d,.]+ tokens/s · (\d+)% relaxed · cached (\d+) of (\d+)", result.stderr)
-    assert len(figures) == 2
-    for (tau, relaxed, cached, prompt), output in zip(figures, wanted):
-        assert tau == f"{output.stats.tau:.2f}" and int(prompt) == len(output.prompt_token_ids)
-        assert int(relaxed) == round(100 * output.stats.relaxed / output.stats.generated)
-        assert int(cached) <= int(prompt)
-    before = len(wanted[0].prompt_token_ids) + len(wanted[0].token_ids)
-    assert int(figures[0][2]) == 0 and before - 6 <= int(figures[1][2]) <= before  # but for the page under way
-
-
-def test_commands_change_what_follows_and_lose_nothing(target: LLM, tmp_path: Path) -> None:
-    file = tmp_path / "said.json"
-    result = talk(
-        QUESTIONS[0], "/polcy exact", "/policy fyl", "/k -1", "/temperature hot", "/draft nothing-there", "/drop 2",
-        "/drop x", "/save", "/save /nowhere/at/all", "/reset please", "//", "", "/policy exact", "/k 3", "/draft ngram",
-        QUESTIONS[1], f"/save {file}", f"/save {file}", "/temperature 0.5", "/system", "/quit", "never read",
-    )  # fmt: skip
-    outputs = answers(target, QUESTIONS[:1])
-    asked = [{"role": "user", "content": QUESTIONS[0]}, {"role": "assistant", "content": outputs[0].text}]
-    said = asked + [{"role": "user", "content": "/"}]
-    slash = target.chat(said, SamplingParams(temperature=0, max_tokens=1024))
-    said += [{"role": "assistant", "content": slash.text}, {"role": "user", "content": QUESTIONS[1]}]
-    last = target.chat(said, SamplingParams(temperature=0, max_tokens=1024), policy=fly.policies.Exact(), k=0)
-    assert result.exit_code == 0
-    assert result.stdout == f"{outputs[0].text}\n{slash.text}\n{last.text}\n"
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
-    for words, error in zip(
-        [
-            "/polcy is no command (did you mean '/policy'?); choices: /policy /k",
-            "policy 'fyl'",
-            "/k '-1'",
-            "/temperature 'hot'",
-            "nothing-there",
-            "/drop 2 must be in 1..1",
-            "/drop x",
-            "/save needs",
-            "No such file",
-            "/reset takes nothing",
-        ],
-        errors,
-        strict=True,
-    ):
-        assert words in error
-    saved = json.loads(file.read_text())
-    assert saved["messages"] == [*said, {"role": "assistant", "content": last.text}]
-    assert (saved["policy"], saved["k"], saved["draft"]) == ("exact", 3, "ngram")
-    assert "temperature 0.5" in result.stderr and "no system prompt but the template's own" in result.stderr
-    other = talk(f"/save {file}")
-    assert "exists already" in other.stderr and json.loads(file.read_text()) == saved
-
-
-def test_options_of_a_conversation(target: LLM) -> None:
-    options = ("--model", "fly-target", "--draft", "none", "--system", "Be brief.", "--max-tokens", "9")
-    result = talk(QUESTIONS[0], "/reset", "/system Be long.", QUESTIONS[0], arguments=options)
-    for system, said in zip(("Be brief.", "Be long."), result.stdout.splitlines()):
-        assert answers(target, QUESTIONS[:1], system, policy=fly.policies.Exact(), k=0)[0].text.startswith(said)
-    assert result.stderr.count("cut by --max-tokens 9") == 2 and "τ 1.00" in result.stderr
-    for arguments, words in (
-        (("fly-target", "--model", "fly-tiny"), "two models"),
-        (("fly-target", "--temperature", "-1"), "temperature"),
-        (("fly-target", "--chat-template-kwargs", "{"), "no JSON"),
-        (("fly-target", "--chat-template-kwargs", "[1]"), "must be a JSON object"),
-        (("fly-targte",), "did you mean 'fly-target'"),
-    ):
-        refused = talk("hi", arguments=arguments)
-        assert refused.exit_code == 2 and words in refused.stderr and "Traceback" not in refused.stderr
-    unread = talk(QUESTIONS[0], arguments=("fly-tiny", "--chat-template-kwargs", '{"think": 1}'))
-    assert unread.exit_code == 0 and "does not read ['think']" in unread.stderr
-
-
-def test_a_conversation_beyond_the_context_gets_a_message() -> None:
-    long = "4 " * 1200
-    result = talk(QUESTIONS[0], long, "/drop", long, QUESTIONS[0], arguments=("fly-tiny", "--draft", "none"))
-    assert result.exit_code == 0 and len(re.findall(r"the context holds 1024: nothing was sent", result.stderr)) == 2
-    assert "/drop N forgets its oldest N turns (of 1)" in result.stderr and "0 turns are left" in result.stderr
-    first, last = (line for line in re.findall(r"cached \d+ of \d+", result.stderr))
-    assert first.split()[-1] == last.split()[-1]  # nothing of what was refused is kept
-
-
-def test_what_was_said_before_an_interrupt_is_kept(
-    target: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    module, most = importlib.import_module("fly.cli.chat"), [5, 0]
-    show = module.show
-
-    def interrupted(pieces: Any) -> None:
-        iterator = iter(pieces)
-
-        def some() -> Iterator[Any]:
-            for _ in range(most.pop(0) if most else 10**6):
-                if (piece := next(iterator, None)) is None:
-                    return
-                yield piece
-            raise KeyboardInterrupt
-
-        show(some())
-
-    monkeypatch.setattr(module, "show", interrupted)
-    file = tmp_path / "said.json"
-    result = talk(QUESTIONS[0], "gone", QUESTIONS[1], f"/save {file}")
-    wanted = answers(target, QUESTIONS[:1])[0].text
-    messages = json.loads(file.read_text())["messages"]
-    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
-    said = messages[1]["content"]
-    assert said and said != wanted and wanted.startswith(said) and messages[2]["content"] == QUESTIONS[1]
-    assert "first after" in result.stderr and "· stopped\n" in result.stderr
-
-
-def test_an_interrupt_of_anything_else_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("fly.llm.LLM.chat_prompt", interrupted)
-    result = talk(QUESTIONS[0], "/k 3", "/k")
-    assert result.exit_code == 0 and "stopped" in result.stderr and result.stderr.count("k 3\n") == 2
-
-
-def test_thinking_is_dimmed_on_a_terminal_and_left_out_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rich.console import Console
-
-    from fly.cli.completion import show
-    from fly.runtime.request import Token
-    from fly.types import Why
-
-    token = Token(1, Why.MATCH)
-    pieces = [fly.Piece("hm", (token,), "reasoning"), fly.Piece("yes", (token,))]
-    for terminal in (True, False):
-        console = Console(force_terminal=terminal, color_system="standard", width=80)
-        monkeypatch.setattr("fly.cli.completion.console", console)
-        with console.capture() as said:
-            show(pieces)
-        if terminal:
-            assert said.get() == "\x1b[2;32mhm\x1b[0m\n\n\x1b[32myes\x1b[0m"
-
-
-def test_a_warning_of_a_checkpoint_is_one_line(tmp_path: Path) -> None:
-    for path in (CHECKPOINTS / "fly-tiny").iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "generation_config.json").unlink()
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 1], "num_beams": 3}')
-    result = talk("/quit", arguments=(str(tmp_path),))
-    assert [line for line in result.stderr.splitlines() if "num_beams" in line] == [
-        f"warning: {tmp_path}/generation_config.json: num_beams 3 not supported, and ignored"
-    ]
 
 
 def test_plain_ids_know_nothing_of_thinking() -> None:

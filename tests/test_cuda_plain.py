@@ -30,8 +30,7 @@ from fly.runtime.runner import Runner
 from fly.runtime.structured import Grammars
 from tests.test_cuda import DRAFTS, POLICIES, TARGET, VOCAB, decode, device, on_cpu, row_of, there
 from tests.test_drafts import perturbed
-from tests.test_structured import save_tokenizer
-from tests.toys import build_llama
+from tests.toys import build_llama, save_tokenizer
 
 SLIDES = {"layer_types": (SLIDING, FULL), "sliding_window": 3, "num_hidden_layers": 2}
 SLIDING_TARGET = build_llama(TARGET.config.model_copy(update=SLIDES))

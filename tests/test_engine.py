@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import shutil
-import time
 from collections import abc
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import assume, event, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import fly
-from fly import LLM, Output, SamplingParams, Why
+from fly import LLM, SamplingParams
 from fly.backends.torch import TorchExecutor
-from fly.bundled import CHECKPOINTS, tasks
-from fly.cache import OutOfBlocks, PagedKVCache
-from fly.drafts import CascadeDraft, DraftSetup, DraftStrategy, NGramDraft, SingleDraft
+from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.base import pad
-from fly.engine import Engine
 from fly.models import Llama, LlamaConfig
-from fly.models.loading import save_model
 from fly.policies import (
     AcceptancePolicy,
     AdditiveSlack,
     AgreeingWindow,
-    ControlToken,
     EntropyGate,
     Exact,
     FLy,
@@ -44,106 +33,27 @@ from fly.policies import (
 from fly.policies.verification import decide
 from fly.runtime.executor import Batch, Executor, Scores
 from fly.runtime.request import Gate, Sequence, common_prefix
-from fly.runtime.runner import Runner
 from fly.runtime.sampling import BatchSampling
 from fly.types import Draft, Noise, Target
-from tests.test_drafts import perturbed
-from tests.toys import caches, dense_logits, random_llama, run
-
-VOCAB, CONTEXT = 23, 128
-SIZES = {"vocab_size": VOCAB, "hidden": 16, "heads": 2, "kv_heads": 1, "layers": 1, "max_positions": CONTEXT}
-TARGET = random_llama(0, **SIZES)
-NEAR, NEARER, FAR = perturbed(TARGET, 0.05), perturbed(TARGET, 0.02), random_llama(5, **SIZES)
-
-
-STRATEGIES: dict[str, Callable[[], DraftStrategy | None]] = {
-    "none": lambda: None,
-    "n-gram": NGramDraft,
-    "another model": lambda: SingleDraft(run(FAR)),
-    "a near model": lambda: SingleDraft(run(NEAR), block_size=5),
-    "the target itself": lambda: SingleDraft(run(TARGET)),
-    "two levels": lambda: CascadeDraft([NGramDraft(), SingleDraft(run(NEAR))]),
-    "three levels": lambda: CascadeDraft(
-        [NGramDraft(2), SingleDraft(run(NEAR), k=3), SingleDraft(run(NEARER), block_size=3)]
-    ),
-}
-every_strategy = pytest.mark.parametrize("name", STRATEGIES)
-
-
-def make_llm(name: str, k: int = 4, block_size: int = 16, **options: object) -> LLM:
-    return LLM(TARGET, STRATEGIES[name](), k=k, block_size=block_size, **options)  # type: ignore[arg-type]
-
-
-@cache
-def autoregression(prompt: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """What the target says greedily, without cache, batch, draft or engine."""
-    out: list[int] = []
-    while len(out) < most:
-        first, second = dense_logits(TARGET, [*prompt, *out])[-1].topk(2).values.tolist()
-        if first - second < 1e-5:
-            assume(False)  # rounding may decide, and another order of summation may decide otherwise
-        out.append(int(dense_logits(TARGET, [*prompt, *out])[-1].argmax()))
-    return tuple(out)
-
-
-def expected(prompt: list[int], params: SamplingParams) -> tuple[list[int], str]:
-    """The greedy completion and why it ends."""
-    most = min(params.max_tokens, CONTEXT - len(prompt))
-    tokens = list(autoregression(tuple(prompt), most))
-    for at, token in enumerate(tokens):
-        if token in params.stop_token_ids:
-            return tokens[: at + 1], "stop"
-    return tokens, "length"
-
-
-def whole(llm: LLM) -> bool:
-    """Whether every block of every cache is free."""
-    return all(a.num_free == a.num_blocks and not a.sequences() for a in llm.scheduler.allocators())
-
-
-def check_counts(out: Output, params: SamplingParams, k: int) -> None:
-    """All records of an output tell one story."""
-    stats, whys = out.stats, [token.why for token in out.provenance]
-    assert [token.id for token in out.provenance] == out.token_ids
-    assert len(out.token_ids) == stats.generated <= params.max_tokens
-    assert (out.logprobs is None) == (params.logprobs is None)
-    assert out.logprobs is None or len(out.logprobs) == stats.generated
-    assert stats.prompt_tokens == len(out.prompt_token_ids)
-    if not whys:
-        assert stats.rounds == stats.emitted == 0 and stats.tau == 0
-        return
-    assert whys[0] is Why.BONUS  # the prompt's forward drafts nothing
-    blocks: list[list[Why]] = [[]]
-    for why in whys[1:]:
-        assert why is not Why.REJECTED
-        blocks[-1].append(why)
-        if why in (Why.CORRECTION, Why.BONUS):
-            blocks.append([])
-    blocks = [block for block in blocks if block]
-    assert stats.rounds == len(blocks)
-    assert all(len(block) <= k + 1 for block in blocks)
-    assert all(why in (Why.MATCH, Why.RELAXED) for block in blocks for why in block[:-1])
-    assert stats.emitted == stats.generated - 1 == sum(map(len, blocks))
-    assert stats.emitted <= stats.rounds * (k + 1)
-    assert stats.tau == (stats.emitted / stats.rounds if stats.rounds else 0)
-    assert stats.accepted == whys.count(Why.MATCH) + whys.count(Why.RELAXED) <= stats.drafted <= stats.rounds * k
-    assert stats.relaxed == whys.count(Why.RELAXED)
-    assert stats.acceptance_rate == (stats.accepted / stats.drafted if stats.drafted else 0)
-    for token in out.provenance:
-        assert (token.clause is not None) == (token.why is Why.RELAXED)
-        if params.temperature == 0:
-            assert (token.target_choice != token.id) == (token.why is Why.RELAXED)
-    for gate in stats.gates.values():
-        assert 0 <= gate.excused <= gate.passed <= gate.asked and 0 <= gate.refused <= gate.asked - gate.excused
-
-
-prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)
-stop_ids = st.one_of(st.just(()), st.lists(st.integers(0, VOCAB - 1), max_size=3).map(tuple))
-greedy_params = st.builds(
-    SamplingParams, temperature=st.just(0.0), max_tokens=st.integers(0, 30), stop_token_ids=stop_ids
+from tests.toy_engine import (
+    CONTEXT,
+    FAR,
+    NEAR,
+    SIZES,
+    STRATEGIES,
+    TARGET,
+    VOCAB,
+    autoregression,
+    check_counts,
+    every_strategy,
+    expected,
+    make_llm,
+    prompts,
+    requests,
+    stop_ids,
+    whole,
 )
-requests = st.lists(st.tuples(prompts, greedy_params), min_size=1, max_size=5)
-
+from tests.toys import dense_logits, random_llama, run
 
 # --- speculation is invisible ----------------------------------------------------------------------------
 
@@ -468,159 +378,6 @@ def test_a_bad_prompt_runs_nothing(bad: list[int], words: str) -> None:
     assert llm.generate([[1, 2]], params)[0].token_ids == expected([1, 2], params)[0]
 
 
-@dataclass(frozen=True)
-class Fragile(Exact):
-    """Fails once a row has so many tokens behind it."""
-
-    after: int = 6
-
-    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        if int(target.generated_B.max()) >= self.after:
-            raise RuntimeError("the policy broke")
-        return super().accept_probs(target, draft)
-
-
-class Breaking(DraftStrategy):
-    """Fails at one of its calls, before or after the strategy it wraps has done its work."""
-
-    def __init__(self, inner: DraftStrategy, method: str, call: int, late: bool) -> None:
-        self.inner, self.method, self.left, self.late = inner, method, call, late
-
-    def attach(self, setup: DraftSetup) -> None:
-        self.inner = setup.attach(self.inner)
-        self.vocab_size, self.context = self.inner.vocab_size, self.inner.context
-
-    def _do(self, method: str, *args: object) -> object:
-        self.left -= method == self.method
-        breaks = method == self.method and self.left == 0
-        if breaks and not self.late:
-            raise RuntimeError("the strategy broke")
-        result = getattr(self.inner, method)(*args)
-        if breaks:
-            raise RuntimeError("the strategy broke")
-        return result
-
-    def propose(self, rows: object, max_len: object) -> Draft:  # type: ignore[override]
-        return self._do("propose", rows, max_len)  # type: ignore[return-value]
-
-    def commit(self, rows: object) -> None:  # type: ignore[override]
-        self._do("commit", rows)
-
-    def release(self, row: Sequence) -> None:
-        self.inner.release(row)
-
-
-PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
-
-
-@every_strategy
-def test_a_failing_policy_leaves_the_caches_whole(name: str) -> None:
-    llm = make_llm(name, 3)
-    params = SamplingParams(temperature=0, max_tokens=20)
-    if llm.draft is not None:  # a rule that has nothing to judge is not asked
-        with pytest.warns(RuntimeWarning, match="alone"), pytest.raises(RuntimeError, match="policy broke"):
-            llm.generate(PROMPTS, params, policy=[Exact(), Fragile(), Exact(), Exact()])
-    assert whole(llm)
-    assert [out.token_ids for out in llm.generate(PROMPTS, params)] == [expected(p, params)[0] for p in PROMPTS]
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize(("method", "call"), [("propose", 1), ("propose", 3), ("commit", 1), ("commit", 3)])
-@pytest.mark.parametrize("name", ["n-gram", "a near model", "three levels"])
-def test_a_failing_strategy_leaves_the_caches_whole(name: str, method: str, call: int, late: bool) -> None:
-    inner = STRATEGIES[name]()
-    assert inner is not None
-    llm = LLM(TARGET, Breaking(inner, method, call, late), k=3)
-    params = SamplingParams(temperature=0, max_tokens=20)
-    with pytest.raises(RuntimeError, match="strategy broke"):
-        llm.generate(PROMPTS[:1], params)
-    assert whole(llm)
-    assert isinstance(llm.draft, Breaking)
-    llm.draft.left = call
-    with pytest.warns(RuntimeWarning, match="strategy broke"):  # in a batch, each goes on alone
-        assert [out.token_ids for out in llm.generate(PROMPTS, params)] == [expected(p, params)[0] for p in PROMPTS]
-    assert whole(llm)
-    assert [out.token_ids for out in llm.generate(PROMPTS, params)] == [expected(p, params)[0] for p in PROMPTS]
-
-
-def engine_row(prompt: list[int], most: int = 30, k: int = 5) -> Sequence:
-    return Sequence(list(prompt), len(prompt), SamplingParams(temperature=0, max_tokens=most), Exact(), 0, k)
-
-
-@pytest.mark.parametrize("broken", ["target", "draft", "policy"])
-@pytest.mark.parametrize("name", ["n-gram", "a near model", "three levels"])
-def test_a_step_that_fails_can_be_taken_again(name: str, broken: str) -> None:
-    """Rows and caches are as they were; with room, or without the culprit, all go on as if nothing had been."""
-    strategy = STRATEGIES[name]()
-    if broken == "draft":
-        strategy = CascadeDraft([NGramDraft(), SingleDraft(run(NEAR), cache_tokens=44, block_size=2)])
-    runner = Runner(run(TARGET), PagedKVCache(TARGET.config, 22 if broken == "target" else 999, 2))
-    engine = Engine(runner, strategy)
-    rows = [engine_row(prompt) for prompt in PROMPTS[:2]]
-    if broken == "policy":
-        rows[1].policy = Fragile(after=9)
-    allocators = [runner.cache.allocator, *(caches(strategy) if strategy else [])]
-    failures = 0
-    for _ in range(60):
-        before = [(list(row.tokens), list(row.provenance), row.stats.rounds) for row in rows]
-        held = [{s: a.length(s) for s in a.sequences()} for a in allocators]
-        try:
-            engine.step(rows)
-        except (OutOfBlocks, RuntimeError):
-            assert before == [(row.tokens, row.provenance, row.stats.rounds) for row in rows]
-            now = [{s: a.length(s) for s in a.sequences()} for a in allocators]
-            for was, held_now in zip(held, now):
-                assert {s: n for s, n in held_now.items() if n} == {s: n for s, n in was.items() if n}
-            failures += 1
-            if failures == 2:  # and the same again, from the very same state
-                break
-    assert failures == 2
-    rows[1].policy = Exact()
-    engine.release(rows[1])
-    while not rows[0].finish_reason:
-        engine.step(rows[:1])
-    assert rows[0].tokens == PROMPTS[0] + expected(PROMPTS[0], rows[0].params)[0]
-    while not rows[1].finish_reason and broken == "policy":
-        engine.step(rows[1:])
-    if broken == "policy":
-        assert rows[1].tokens == PROMPTS[1] + expected(PROMPTS[1], rows[1].params)[0]
-    for row in rows:
-        engine.release(row)
-    assert all(a.num_free == a.num_blocks for a in allocators)
-
-
-@pytest.mark.filterwarnings("ignore:a step failed")
-def test_a_strategy_that_changes_a_row_is_refused() -> None:
-    """The text would go on from tokens that nobody emitted; what others ask for afterwards is as it was."""
-
-    class Changes(NGramDraft):
-        def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
-            if any(row.params.max_tokens == 7 for row in rows):
-                rows[0].tokens.append(3)
-            return super().propose(rows, max_len)
-
-    llm = LLM(TARGET, Changes(), k=4)
-    with pytest.raises(ValueError, match="Changes changed the tokens of a row"):
-        llm.generate([[1, 2, 1, 2]], temperature=0, max_tokens=7)
-    params = SamplingParams(temperature=0, max_tokens=8)
-    assert llm.generate([[1, 2, 1, 2]], params)[0].token_ids == expected([1, 2, 1, 2], params)[0]
-
-
-def test_proposals_padded_to_any_width_are_taken() -> None:
-    """A strategy may pad wider than its longest row."""
-
-    class Wide(NGramDraft):
-        def propose(self, rows: object, max_len: object) -> Draft:
-            draft = super().propose(rows, max_len)  # type: ignore[arg-type]
-            return Draft(torch.nn.functional.pad(draft.tokens_BK, (0, 3), value=5), draft.lengths_B)
-
-    params = SamplingParams(temperature=0, max_tokens=30)
-    prompts = [[1, 2, 1, 2, 1], [3, 4], [5, 5, 5]]
-    for out, prompt in zip(LLM(TARGET, Wide(), k=4).generate(prompts, params), prompts):
-        assert out.token_ids == expected(prompt, params)[0]
-        check_counts(out, params, 4)
-
-
 # --- the distribution of the output, end to end -------------------------------------------------------------------
 
 
@@ -674,142 +431,7 @@ def test_sampled_completions_follow_the_targets_distribution() -> None:
     assert surprise(LossySampling(2), strategies()[1], table) > 8  # the yardstick sees a lossy rule
 
 
-# --- text: a random model that speaks the bundled vocabulary ---------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint directory: random weights, the bundled tokenizer, two ends of sequence."""
-    directory = tmp_path_factory.mktemp("speaker")
-    save_model(speaking(0.0), directory, dtype=torch.float32)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(CHECKPOINTS / "fly-target" / name, directory / name)
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 1]}))
-    return directory
-
-
-def speaking(noise: float) -> Llama:
-    base = random_llama(2, 1024, hidden=32, heads=2, kv_heads=1, layers=1, max_positions=128)
-    return perturbed(base, noise) if noise else base
-
-
-def same_text(llm: LLM, prompt: str | list[int], params: SamplingParams, k: int = 6) -> Output:
-    """The speculative output, once shown equal to the autoregressive one and to the stream's."""
-    (plain,) = llm.generate([prompt], params, k=0)
-    (out,) = llm.generate([prompt], params, k=k)
-    assert (out.token_ids, out.text, out.finish_reason) == (plain.token_ids, plain.text, plain.finish_reason)
-    check_counts(out, params, k)
-    stream = llm.stream(prompt, params, k=k)
-    pieces = list(stream)
-    assert "".join(pieces) == out.text
-    assert [token.id for piece in pieces for token in piece.tokens] == out.token_ids
-    assert stream.finish_reason == out.finish_reason and stream.stats == out.stats
-    return out
-
-
-@settings(max_examples=25)
-@given(at=st.integers(0, 40), length=st.integers(1, 6), least=st.sampled_from([0, 3, 12]), k=st.integers(1, 9))
-def test_output_ends_before_a_stop_string(speaker: Path, at: int, length: int, least: int, k: int) -> None:
-    llm = LLM(speaker, SingleDraft(speaking(0.01)), dtype="float32")
-    params = SamplingParams(temperature=0, max_tokens=24, min_tokens=least, ignore_eos=True)
-    free = same_text(llm, "The", params, k)
-    at = min(at, len(free.text) - 1)
-    stop = free.text[at : at + length]
-    out = same_text(llm, "The", params.model_copy(update={"stop": (stop,)}), k)
-    assert free.text.startswith(out.text) and free.token_ids[: len(out.token_ids)] == out.token_ids
-    event(f"stopped: {out.finish_reason}")
-    if out.finish_reason == "stop":
-        assert free.text[len(out.text) :].startswith(stop) and len(out.token_ids) >= least
-        assert least or stop not in out.text
-        # One token fewer does not hold the stop string yet; the mark of an unfinished character is no text so far.
-        assert least or "\ufffd" in stop or stop not in llm.tokenizer.decode(out.token_ids[:-1])  # type: ignore[union-attr]
-    else:
-        assert out.token_ids == free.token_ids and least
-    assert whole(llm)
-
-
-@pytest.mark.parametrize("at", [0, 1, 4, 9])
-def test_output_ends_with_any_of_the_ends_of_sequence(speaker: Path, tmp_path: Path, at: int) -> None:
-    """Both ids of ``generation_config.json`` end it; the token is kept, its text is not shown if it is special."""
-    free_params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    free = LLM(speaker, dtype="float32").generate(["Count"], free_params)[0].token_ids
-    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(speaker / name, tmp_path / name)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, free[at]]}))
-    llm = LLM(tmp_path, SingleDraft(speaking(0.01)), dtype="float32")
-    out = same_text(llm, "Count", free_params.model_copy(update={"ignore_eos": False}))
-    first = free.index(free[at])
-    assert out.token_ids == free[: first + 1] and out.finish_reason == "stop"
-    assert same_text(llm, "Count", free_params).token_ids == free
-    later = same_text(llm, "Count", SamplingParams(temperature=0, max_tokens=32, min_tokens=at + 1 + first))
-    assert len(later.token_ids) >= at + 1 + first
-
-
-@pytest.mark.parametrize("taken", [0, 1, 3])
-def test_closing_a_stream_frees_everything(speaker: Path, taken: int) -> None:
-    llm = LLM(speaker, CascadeDraft([NGramDraft(), SingleDraft(speaking(0.01))]), dtype="float32", k=4)
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    step, llm.engine.stretch = llm.scheduler.step, 0
-    llm.scheduler.step = lambda: (time.sleep(0.03), step())[1]  # type: ignore[method-assign]  # it runs on by itself
-    stream = llm.stream("Once", params)
-    for _ in range(taken):
-        next(stream)
-    assert taken == 0 or not whole(llm)
-    stream.close()
-    assert whole(llm)
-    assert list(stream) == []
-    same_text(llm, "Once", params)
-
-
-# --- the trained models that ship ------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def trained() -> LLM:
-    return LLM("fly-target", SingleDraft("fly-draft", dtype="float32"), dtype="float32", k=15)
-
-
-@pytest.fixture(scope="module")
-def questions(trained: LLM) -> list[list[int]]:
-    return [trained.chat_prompt(problem.prompt) for problem in tasks.problems(None, "heldout")[-6:]]
-
-
-def test_trained_speculation_is_invisible_and_pays(trained: LLM, questions: list[list[int]]) -> None:
-    params = SamplingParams(temperature=0, max_tokens=80)
-    plain = trained.generate(questions, params, k=0)
-    strategy = CascadeDraft([NGramDraft(), SingleDraft("fly-draft", dtype="float32")])
-    for llm in (trained, LLM("fly-target", strategy, dtype="float32")):
-        outs = llm.generate(questions, params)
-        assert [out.text for out in outs] == [out.text for out in plain]
-        assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
-        for out in outs:
-            check_counts(out, params, 15)
-        assert sum((out.stats for out in outs), start=fly.Stats()).tau > 1.5
-
-
-def test_trained_fly_relaxes_and_accepts_more(trained: LLM, questions: list[list[int]]) -> None:
-    params = SamplingParams(temperature=0, max_tokens=80)
-    exact, relaxed = (
-        sum((out.stats for out in trained.generate(questions, params, policy=policy)), start=fly.Stats())
-        for policy in (Exact(), Exact() | (EntropyGate(0.3) & Room(2) & ~ControlToken()))
-    )
-    assert exact.relaxed == 0 and relaxed.relaxed > 0
-    assert relaxed.tau > exact.tau
-    outs = trained.generate(questions, params, policy=FLy())
-    assert sum(out.stats.relaxed for out in outs) > 0
-    for out in outs:
-        check_counts(out, params, 15)
-
-
-def test_trained_text_streams_and_stops(trained: LLM, questions: list[list[int]]) -> None:
-    params = SamplingParams(temperature=0, max_tokens=60)
-    for prompt in questions[:3]:
-        free = same_text(trained, prompt, params, 15)
-        assert len(free.text) > 20
-        stop = free.text[15:18]
-        out = same_text(trained, prompt, params.model_copy(update={"stop": (stop,)}), 15)
-        assert out.text == free.text[: free.text.index(stop)] and out.finish_reason == "stop"
-    assert whole(trained)
+# --- decisions -------------------------------------------------------------------------------------------
 
 
 def test_a_rule_that_tosses_coins_tosses_them_at_temperature_0_too() -> None:

@@ -193,7 +193,7 @@ def test_a_newcomer_does_not_wait_for_one_who_asked_for_much() -> None:
         [other] = server.service.held
         mine = "not yet"
         body = {**ENDLESS, "prompt": PROMPT, "max_tokens": 30}
-        mine = server.service.clients.of("127.0.0.1", {b"authorization": b"Bearer b"}).name
+        mine = server.service.clients.identify("127.0.0.1", {b"authorization": b"Bearer b"}).name
         assert mine != other
         assert post(server, body, "b").status_code == 200
         assert first[0] - came[0] <= 2 and not any(each.done() for each in heavy)
@@ -231,7 +231,7 @@ def test_a_client_has_its_part_of_the_queue_and_no_more_than_the_operator_allows
     ],
 )
 def test_without_keys_a_client_is_its_address(host: str, client: str) -> None:
-    assert Clients(Settings()).of(host, {b"authorization": b"Bearer ignored"}).name == client
+    assert Clients(Settings()).identify(host, {b"authorization": b"Bearer ignored"}).name == client
 
 
 # --- streams ---------------------------------------------------------------------------------------------

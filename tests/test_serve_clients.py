@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from fly.serve import Settings, jsons
 from fly.serve.clients import Clients, Shares, read_keys, wrong_with_headers
-from fly.serve.jsons import DEEPEST, TooMuch, Twice, loads, written
+from fly.serve.jsons import DEEPEST, TooMuch, Twice, loads, write_json
 from fly.serve.logs import Lines, escaped
 from fly.serve.turns import Busy, Turns
 from tests.serving import MODEL, Running, eventually, running
@@ -83,8 +83,8 @@ def test_two_keys_are_a_bad_request() -> None:
 
 def test_only_a_trusted_proxy_says_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    found = Clients.of
-    monkeypatch.setattr(Clients, "of", lambda *a: (client := found(*a), seen.append(client.name))[0])
+    found = Clients.identify
+    monkeypatch.setattr(Clients, "identify", lambda *a: (client := found(*a), seen.append(client.name))[0])
     told = ["10.9.9.9", "8.8.8.8, 10.9.9.8", "2001:db8::7", "10.9.9.7:80"]
     for trusted, names in (
         ((), ["127.0.0.1"] * 4),
@@ -107,15 +107,17 @@ def test_keys_come_from_a_file(tmp_path: Path) -> None:
     file.write_text("# ours\none\n\n  two  \n")
     assert read_keys(file) == ["one", "two"]
     clients = Clients(Settings(api_keys=("zero",), api_keys_file=file))
-    known = [clients.of("::1", {b"authorization": b"Bearer " + key}).key for key in (b"zero", b"one", b"two", b"three")]
+    known = [
+        clients.identify("::1", {b"authorization": b"Bearer " + key}).key for key in (b"zero", b"one", b"two", b"three")
+    ]
     assert len({*known}) == 4 and known[3] is None and not {*known} & {"one", "two"}
     for text, says in (("", "has no keys"), ("one\na b\n", "line 2: the key has a blank"), ("ä\n", "line 1")):
         file.write_text(text)
         with pytest.raises(ValueError, match=says):
             clients.reload()
-        assert clients.of("::1", {b"authorization": b"bearer one"}).key == known[1]  # as before
+        assert clients.identify("::1", {b"authorization": b"bearer one"}).key == known[1]  # as before
     file.write_text("three\n")
-    assert clients.reload() == 2 and clients.of("::1", {b"authorization": b"Bearer one"}).key is None
+    assert clients.reload() == 2 and clients.identify("::1", {b"authorization": b"Bearer one"}).key is None
 
 
 def test_keys_are_read_again_at_a_signal(tmp_path: Path) -> None:
@@ -220,8 +222,8 @@ def test_work_in_pieces_ends_when_its_client_leaves() -> None:
                 left = number > 1000
                 yield b"a"
 
-        assert len(b"".join(await turns.pieces("a", made(), lambda: left))) > 1000
-        parts = await turns.pieces("a", iter([b"a", b"b", b"c"]), lambda: False)
+        assert len(b"".join(await turns.collect("a", made(), lambda: left))) > 1000
+        parts = await turns.collect("a", iter([b"a", b"b", b"c"]), lambda: False)
         assert b"".join(parts) == b"abc"
         turns.close()
 
@@ -296,12 +298,12 @@ def test_json_is_written_as_by_anybody(value: Any) -> None:
             return {name: lazy(inner) for name, inner in each.items()}
         return iter(each) if isinstance(each, list) else each
 
-    assert b"".join(written(lazy(value))).decode() == json.dumps(value, separators=(",", ":"))
-    assert b"".join(written(value)).decode() == json.dumps(value, separators=(",", ":"))
+    assert b"".join(write_json(lazy(value))).decode() == json.dumps(value, separators=(",", ":"))
+    assert b"".join(write_json(value)).decode() == json.dumps(value, separators=(",", ":"))
 
 
 def test_a_long_list_is_written_in_pieces() -> None:
-    parts = list(written({"a": iter(range(10**4)), "b": "\u4e2d" * 10**6}))
+    parts = list(write_json({"a": iter(range(10**4)), "b": "\u4e2d" * 10**6}))
     assert max(map(len, parts)) < 500_000 and len(parts) > 150
     assert json.loads(b"".join(parts)) == {"a": list(range(10**4)), "b": "\u4e2d" * 10**6}
 

@@ -13,11 +13,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 import fly
+from fly import cli
 from tests.serving import eventually
 
 QUESTION = "Take the list 4 9 5 7. Reverse the list, then sort from low to high."
@@ -97,3 +101,20 @@ def test_two_ranks_say_who_is_lost_start_again_and_end_in_order() -> None:
             next(lines)
             process.send_signal(signal.SIGTERM)
             assert "[DONE]" in "".join(lines)
+
+
+def test_options_of_ray_reach_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for the modules that import Ray, which is optional."""
+    given: dict[str, Any] = {}
+
+    def run(deployed: Any, address: str | None = None) -> int:
+        given.update(vars(deployed))
+        return 1  # a request was lost
+
+    monkeypatch.setitem(sys.modules, "fly.ray", SimpleNamespace(Deployed=SimpleNamespace))
+    monkeypatch.setitem(sys.modules, "fly.ray.running", SimpleNamespace(run=run))
+    asked = ["serve", "--ray", "--replicas", "1-8", "--ranks", "2", "--cpus", "4", "--port", "8123"]
+    result = CliRunner().invoke(cli.app, asked)
+    assert result.exit_code == 1, result.output
+    assert (given["replicas"], given["ranks"], given["cpus"], given["gpus"]) == ("1-8", 2, 4.0, None)
+    assert given["settings"].port == 8123 and given["setup"].model == "fly-target"

@@ -23,7 +23,8 @@ from fly.models.chat import TAGS, ChatTemplate, Thinking
 from fly.models.tokenizer import Tokenizer
 from fly.runtime.request import Token, Why
 from fly.runtime.structured import Grammars
-from fly.serve.answers import Completion, Vocabulary
+from fly.serve.answers import Completion, Prepared, Vocabulary
+from fly.serve.requests import ChatRequest
 from fly.serve.rules import Rules
 from fly.serve.tools import FORMATS, CallReader, format_of, grammar
 from tests.serving import MODEL, Running, running
@@ -388,8 +389,8 @@ def test_calls_and_text_of_one_answer(here: Running, reason: str) -> None:
         return News(0, [(Token(7, Why.MATCH, None, 7), p) for p in pieces], [], [], output=output if over else None)
 
     def made() -> Completion:
-        reader = CallReader(FORMATS["hermes"], ["weather"])
-        return Completion(True, MODEL, rules.choose(), vocabulary, "", [None], readers=[reader])
+        body = ChatRequest.model_validate({"model": MODEL, "messages": CHAT, "tools": TOOLS})
+        return Completion(Prepared(body, [row], 1, rules.choose(), calls=FORMATS["hermes"]), vocabulary, "")
 
     whole, stream, deltas = made(), made(), []
     whole.add(news([said], over=True))
@@ -400,7 +401,7 @@ def test_calls_and_text_of_one_answer(here: Running, reason: str) -> None:
     choice = stream.add(news([], over=True))
     last = stream.chunk(choice)
     assert last is not None and stream.chunk(choice) is None
-    message = whole.whole(1)["choices"][0]
+    message = whole.whole()["choices"][0]
     assert message["finish_reason"] == last["choices"][0]["finish_reason"] == {"stop": "tool_calls"}.get(reason, reason)
     assert message["message"]["content"] == "I look." == "".join(delta.get("content", "") for delta in deltas)
     pieces = [piece["function"] for delta in deltas for piece in delta.get("tool_calls", [])]

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
 from fly.backends import load
@@ -22,6 +24,7 @@ from fly.runtime.executor import Batch, Executor, Head, Scores
 from fly.runtime.runner import Runner
 
 __all__ = [
+    "PADDING",
     "PLAIN",
     "HashModel",
     "build_llama",
@@ -32,6 +35,7 @@ __all__ = [
     "ready",
     "rope_scalings",
     "run",
+    "save_tokenizer",
 ]
 
 
@@ -245,3 +249,17 @@ class HashModel(Executor):
         sum_TD = (mean_TD * (positions_T + 1).unsqueeze(1)).round().long()
         sum_TD = sum_TD if places is None else sum_TD[torch.tensor(places, dtype=torch.int64)]
         return Scores(self.distributions[(sum_TD * torch.arange(1, 9)).sum(-1) % self.SUMS])
+
+
+PADDING = 3  # rows of the toy models' vocabularies that no token has
+
+
+def save_tokenizer(directory: Path, pieces: list[str]) -> int:
+    """A tokenizer whose text tokens are ``pieces``, then ``<end>`` and ``<turn>``. Returns the number of its tokens."""
+    spelled = {piece: number for number, piece in enumerate(pieces)}
+    raw = RawTokenizer(models.BPE(spelled, []))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    raw.add_special_tokens(["<end>", "<turn>"])
+    directory.mkdir(parents=True, exist_ok=True)
+    raw.save(str(directory / "tokenizer.json"))
+    return len(pieces) + 2

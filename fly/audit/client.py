@@ -185,12 +185,14 @@ class Server:
             return None
 
     def alive(self) -> bool:
-        """Whether the server still answers."""
+        """Whether the server still answers a request of one token. Its list of models may outlive its engine."""
+        asked = {"messages": [{"role": "user", "content": "Hello"}]} if self.chat else {"prompt": "Hello"}
+        path = "/v1/chat/completions" if self.chat else "/v1/completions"
         try:
-            self._http.get("/v1/models", timeout=10)
+            answer = self._http.post(path, json={"model": self.name, "max_tokens": 1, **asked}, timeout=60)
         except httpx2.HTTPError:
             return False
-        return True
+        return answer.status_code < 500 or answer.status_code in _BUSY
 
     def _first_model(self) -> str:
         try:

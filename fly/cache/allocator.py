@@ -10,12 +10,12 @@ __all__ = ["BlockAllocator", "OutOfBlocks"]
 
 
 class OutOfBlocks(RuntimeError):
-    """The pool has too few free pages; nothing was changed."""
+    """There are too few free pages. Nothing was changed."""
 
 
 class _Published(NamedTuple):
-    """How much of a sequence is published: its first ``pages`` pages. ``at`` is the content number of the last of them,
-    or the salt if there are none."""
+    """How much of a sequence is published: its first ``pages`` pages. ``at`` is the content number of the last one, or
+    the salt if there is none."""
 
     pages: int
     at: int | str
@@ -24,14 +24,14 @@ class _Published(NamedTuple):
 class BlockAllocator:
     """Hands out ``num_blocks`` pages of ``block_size`` tokens to sequences, with reference counts for sharing.
 
-    Every operation is all or nothing. Pages of one sequence are consecutive whenever possible: a sequence grows into
-    the page after its last one, and a new sequence starts in the middle of the largest free run behind another
-    sequence, so that both have room to grow.
+    An operation that fails changes nothing. Pages of one sequence are consecutive if possible: a sequence grows into
+    the page after its last one, and a new sequence starts in the middle of the largest free run, so that its neighbour
+    has room to grow too.
 
-    Pages with known content (``publish``) can be shared by later sequences that begin with the same tokens (``adopt``)
-    and have the same ``salt``; sequences with different salts never share. Tokens are compared, not hashes. A page that
-    no sequence holds is *idle*: it keeps its content until the room is needed. The least recently used pages go first,
-    and of one text the last pages before the first.
+    Pages with known content (``publish``) are shared by later sequences that begin with the same tokens (``adopt``) and
+    have the same ``salt``. Sequences with different salts never share. Tokens are compared, not hashes. A published
+    page that no sequence holds is *idle*: it keeps its content until the room is needed. The least recently used pages
+    are taken first, and the last pages of a text before its first ones.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -44,7 +44,7 @@ class BlockAllocator:
         self._idle: OrderedDict[int, None] = OrderedDict()  # idle pages, least recently used first
         self._tables: dict[Hashable, list[int]] = {}
         self._lengths: dict[Hashable, int] = {}
-        # The content of a page is its own tokens and the content before it (or the salt). Contents are numbered, and no
+        # A page's content is its own tokens and the content before it (or the salt). Contents are numbered, and no
         # number is used twice.
         self._contents: dict[tuple[int | str, tuple[int, ...]], tuple[int, int]] = {}  # -> number, page
         self._keys: dict[int, tuple[int | str, tuple[int, ...]]] = {}  # the key of each page in ``_contents``
@@ -62,30 +62,31 @@ class BlockAllocator:
         return len(self._idle)
 
     def __contains__(self, seq: Hashable) -> bool:
-        """Whether ``seq`` has an entry, even one without pages."""
+        """Whether ``seq`` is known, even if it has no pages."""
         return seq in self._tables
 
     def sequences(self) -> list[Hashable]:
-        """Sequences with an entry, in the order in which they came."""
+        """Return the known sequences, in the order in which they came."""
         return list(self._tables)
 
     def table(self, seq: Hashable) -> list[int]:
-        """Page numbers of ``seq`` in order of position; empty if unknown. This is the live list: do not change it."""
+        """Return the page numbers of ``seq``, in order of position; empty if it is unknown. This is the allocator's own
+        list: do not change it."""
         return self._tables.get(seq, [])
 
     def length(self, seq: Hashable) -> int:
-        """Number of tokens that ``seq`` has room for, as last set by ``resize``; 0 if unknown."""
+        """Return how many tokens ``seq`` has room for, as last set by ``resize``; 0 if it is unknown."""
         return self._lengths.get(seq, 0)
 
     def blocks_for(self, n_tokens: int) -> int:
-        """Number of pages that ``n_tokens`` tokens need."""
+        """Return how many pages ``n_tokens`` tokens need."""
         return -(-n_tokens // self.block_size)
 
     def resize(self, seq: Hashable, n_tokens: int) -> list[tuple[int, int]]:
-        """Grow ``seq`` to ``n_tokens`` tokens, or roll it back to that; a new ``seq`` starts empty.
+        """Grow ``seq`` to ``n_tokens`` tokens, or roll it back to them; a new ``seq`` starts empty.
 
-        Returns the page copies ``(source, destination)`` that the owner of the tensors must make before writing. There
-        are some only if the sequence grows into a partly filled page that it shares (copy on write).
+        Returns the page copies ``(source, destination)`` that the owner of the tensors must make before it writes: one
+        if the sequence grows into a partly filled page that it shares (copy on write), else none.
 
         Raises:
             OutOfBlocks: not enough free pages; nothing was changed.
@@ -119,7 +120,7 @@ class BlockAllocator:
         return copies
 
     def missing(self, seq: Hashable, n_tokens: int) -> int:
-        """Number of free pages that ``resize`` to ``n_tokens`` tokens would take."""
+        """Return how many free pages ``resize`` to ``n_tokens`` tokens would take."""
         return max(self.blocks_for(n_tokens) - len(self.table(seq)), 0) + self._shares_tail(seq, n_tokens)
 
     def _shares_tail(self, seq: Hashable, n_tokens: int) -> bool:
@@ -128,13 +129,13 @@ class BlockAllocator:
         return n_tokens > length and length % self.block_size > 0 and self._references[self._tables[seq][-1]] > 1
 
     def publish(self, seq: Hashable, tokens: Sequence[int], n_tokens: int, salt: str = "") -> None:
-        """Declare that ``seq`` holds the first ``n_tokens`` of ``tokens``, so that later sequences with this salt can
-        share their full pages.
+        """Declare that ``seq`` stores the first ``n_tokens`` of ``tokens``, so that later sequences with this salt can
+        share its full pages.
 
-        Raises ``ValueError`` if ``seq`` has no room for so many.
+        Raises ``ValueError`` if ``seq`` has room for fewer than ``n_tokens`` tokens.
         """
         if n_tokens > self.length(seq):
-            raise ValueError(f"sequence {seq!r} has room for {self.length(seq)} tokens and cannot hold {n_tokens}")
+            raise ValueError(f"sequence {seq!r} has room for {self.length(seq)} tokens and cannot store {n_tokens}")
         size, table = self.block_size, self.table(seq)
         first, at = self._published.get(seq, _Published(0, salt))
         for number in range(first, n_tokens // size):
@@ -147,8 +148,8 @@ class BlockAllocator:
         self._published[seq] = _Published(max(first, n_tokens // size), at)
 
     def adopt(self, seq: Hashable, tokens: Sequence[int], salt: str = "") -> int:
-        """Start ``seq`` with the published pages that hold the beginning of ``tokens`` under this salt, if any. Return
-        how many tokens they hold, a multiple of ``block_size``. Raises ``ValueError`` if ``seq`` is known."""
+        """Start ``seq`` with the published pages that store the beginning of ``tokens`` under this salt, if any. Return
+        how many tokens they store, a multiple of ``block_size``. Raises ``ValueError`` if ``seq`` is known."""
         if seq in self._tables:
             raise ValueError(f"sequence {seq!r} has pages already; only a new one can adopt others")
         table: list[int] = self._tables.setdefault(seq, [])
@@ -164,15 +165,15 @@ class BlockAllocator:
         return self._lengths[seq]
 
     def forget(self) -> None:
-        """Make later sequences share nothing that was published so far."""
+        """Forget all published content, so that later sequences share none of it."""
         self._evict(self.num_free)
         for block in list(self._keys):
             self._unlist(block)
         self._published.clear()
 
     def next_key(self, seq: Hashable, tokens: Sequence[int], salt: str = "") -> Hashable:
-        """Return a key of the first full page of ``tokens`` that ``seq`` has not published; None if there is none. Two
-        sequences with the same key are about to compute the same page."""
+        """Return a key of the first full page of ``tokens`` that ``seq`` has not published; None if there is none.
+        Sequences with equal keys are about to compute the same page."""
         known = self._published.get(seq, _Published(0, salt))
         start = known.pages * self.block_size
         page = tuple(tokens[start : start + self.block_size])
@@ -217,7 +218,7 @@ class BlockAllocator:
             del self._contents[key]
 
     def _evict(self, count: int) -> None:
-        """Free at least ``count`` pages of their content; the caller has checked that there are enough."""
+        """Free idle pages until ``count`` are free. The caller has checked that there are enough."""
         while self._free < count:
             block, _ = self._idle.popitem(last=False)
             self._unlist(block)
@@ -225,12 +226,12 @@ class BlockAllocator:
             self._free += 1
 
     def _take(self, table: list[int], count: int) -> None:
-        """Append ``count`` free pages to ``table``; the caller has checked that there are enough."""
+        """Append ``count`` free pages to ``table``. The caller has checked that there are enough."""
         self._evict(count)
         while count:
             start = table[-1] + 1 if table else self.num_blocks
             if start >= self.num_blocks or self._used[start]:
-                start = self._start(count)
+                start = self._find_run(count)
             end = self._used.find(1, start, start + count)
             run = range(start, min(start + count, self.num_blocks) if end < 0 else end)
             for block in run:
@@ -239,8 +240,9 @@ class BlockAllocator:
             self._free -= len(run)
             count -= len(run)
 
-    def _start(self, count: int) -> int:
-        """Find the start of a run of ``count`` pages: the largest free run, in its middle if a neighbour may grow."""
+    def _find_run(self, count: int) -> int:
+        """Return where ``count`` pages start: in the largest free run, in its middle if the sequence before it may
+        grow."""
         best, longest, at = 0, 0, self._used.find(0)
         while at >= 0:
             end = self._used.find(1, at)

@@ -29,8 +29,8 @@ DEFAULT_BYTES = 4 << 30  # default bytes of keys and values
 
 
 def block_size_for(device: torch.device | str) -> int:
-    """Tokens per page on a kind of device. On the CPU, whose kernels read any table, pages are small so that little is
-    wasted at the end of a short text. Elsewhere it is 256, which paged attention kernels on CUDA accept."""
+    """Return the tokens per page for a kind of device. On the CPU, whose kernels read any table, pages are small, so
+    that a short text wastes little. Elsewhere a page has 256, which paged attention kernels on CUDA accept."""
     return 4 if torch.device(device).type == "cpu" else 256
 
 
@@ -69,8 +69,8 @@ class _Row:
 
     new: slice  # its tokens among the packed T
     stored: slice | Tensor  # its slots in the cache: a slice if consecutive, else an index [S]
-    mask_NS: Tensor | None  # True where attention is allowed; None if every token sees everything that is stored
-    causal: bool  # nothing was stored before, so plain causal attention needs no mask
+    mask_NS: Tensor | None  # True where attention is allowed; None without a mask
+    causal: bool  # whether nothing was stored before, so that plain causal attention needs no mask
 
     def within(self, window: int, device: torch.device) -> _Row:
         """Return the same row with each token seeing only the last ``window`` tokens of its sequence or branch."""
@@ -97,7 +97,7 @@ def _from(stored: slice | Tensor, first: int) -> slice | Tensor:
 
 
 class PagedBatch:
-    """The ``kv`` of one forward: which slots the packed tokens are written to and which each row reads."""
+    """The ``kv`` of one forward: the slots that the packed tokens are written to, and those that each row reads."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class PagedBatch:
         self._windowed: dict[int, list[_Row]] = {}  # rows for layers with a window, by window
 
     def tables(self) -> list[list[int]]:
-        """Each row's pages in order (the allocator's own lists), for attention kernels that read block tables."""
+        """Return each row's pages in order (the allocator's own lists), for kernels that read block tables."""
         return [self.cache.allocator.table(seq) for seq in self.seqs]
 
     @cached_property
@@ -155,8 +155,9 @@ class PagedBatch:
         window: int | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Store the new keys and values, then attend: [T, H, D], each token over its sequence up to itself, or over the
-        last ``window`` tokens of that. Products of queries and keys are multiplied by ``scale``; None is D ** -0.5.
+        """Store the new keys and values, and return the attention [T, H, D] of each token over its sequence up to
+        itself, or over the last ``window`` tokens. Products of queries and keys are multiplied by ``scale``; None is
+        D ** -0.5.
 
         Consecutive pages are read in place; scattered pages are gathered (a copy).
         """
@@ -193,8 +194,7 @@ class PagedBatch:
         return PagedBatch(self.cache, seqs, starts, [self.counts[b] for b in numbers], masks)
 
     def tokens(self) -> Iterator[PagedBatch]:
-        """Yield the batch token by token, in the order of each sequence. Each token sees a copy of all it attends
-        to."""
+        """Yield the batch token by token, row after row. The keys and values that a token sees are copied."""
         slots_T, rows = self._packed
         slots_S = torch.arange(self.cache.keys.shape[1], device=self.cache.device)
         for seq, start, count, row in zip(self.seqs, self.starts, self.counts, rows):
@@ -210,8 +210,8 @@ class PagedBatch:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate zeros. On the CPU, memory is used only when first written, in huge pages if the system has them: a
-    sequence is spread over many small pages, and address translation would cost more than reading them."""
+    """Allocate zeros. On the CPU, memory is used only when it is first written, in huge pages if the system has them: a
+    text is spread over many small pages of the cache, and address translation would take longer than reading them."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < _LARGE:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -257,7 +257,7 @@ class PagedKVCache:
     def for_model(cls, model: Cacheable, tokens: int | None = None, block_size: int | None = None) -> PagedKVCache:
         """Build a cache with the model's dtype and device, for at least ``tokens`` tokens over all sequences.
 
-        None is eight full contexts, or as much of that as fits into 4 GiB.
+        None is eight full contexts, or fewer if those take more than 4 GiB.
         """
         dtype, block_size = model.dtype, block_size or block_size_for(model.device)
         if tokens is None:
@@ -273,8 +273,8 @@ class PagedKVCache:
     def resize(self, seq: Hashable, n_tokens: int) -> None:
         """Grow or roll back ``seq``, and make the page copies that sharing requires. Raises ``OutOfBlocks``.
 
-        Away from the CPU new pages are zeroed. Forwards of fixed shapes read whole pages behind a mask, where a NaN
-        that another sequence left would count: 0 · NaN is NaN.
+        Away from the CPU, new pages are zeroed. There, forwards of fixed shapes read whole pages behind a mask, and a
+        NaN that another sequence left would get through, as 0 · NaN is NaN.
         """
         size, had = self.allocator.block_size, len(self.allocator.table(seq))
         copies = self.allocator.resize(seq, n_tokens)
@@ -286,7 +286,7 @@ class PagedKVCache:
                 pages[:, destination] = pages[:, source]
 
     def slots(self, seq: Hashable, start: int, stop: int) -> slice | list[int]:
-        """Slots of the tokens ``start`` to ``stop`` of ``seq``: a slice if consecutive, else a list."""
+        """Return the slots of the tokens ``start`` to ``stop`` of ``seq``: a slice if consecutive, else a list."""
         size, table = self.allocator.block_size, self.allocator.table(seq)
         pages = table[start // size : -(-stop // size)]
         if pages and pages[-1] - pages[0] == len(pages) - 1 and all(b - a == 1 for a, b in itertools.pairwise(pages)):
@@ -295,8 +295,8 @@ class PagedKVCache:
         return [table[at // size] * size + at % size for at in range(start, stop)]
 
     def keep(self, seq: Hashable, start: int, kept: Sequence[int]) -> None:
-        """Roll ``seq`` back to its first ``start`` tokens, followed by the later ones whose numbers are in ``kept``
-        (ascending; 0 is the token at ``start``). The accepted path of a tree moves together this way."""
+        """Roll ``seq`` back to its first ``start`` tokens and the accepted path of the tree after them, moved together.
+        ``kept`` has the numbers of the path's tokens in the tree, ascending; 0 is the token at ``start``."""
         if list(kept) != list(range(len(kept))):
             slots = self.slots(seq, start, start + max(kept) + 1)
             at = list(range(slots.start, slots.stop)) if isinstance(slots, slice) else slots
@@ -312,13 +312,13 @@ class PagedKVCache:
         counts: Sequence[int],
         masks: Sequence[Tensor | None] | None = None,
     ) -> PagedBatch:
-        """The ``kv`` of a forward that adds ``counts[b]`` tokens at position ``starts[b]`` of each sequence.
+        """Make the ``kv`` of a forward that adds ``counts[b]`` tokens at position ``starts[b]`` of each sequence.
 
         ``masks[b]``, bool [N, S], is True where each of the N = counts[b] new tokens sees each of the S = starts[b] +
         counts[b] stored ones; None is causal. Every count is at least 1.
 
-        Raises ``ValueError`` if ``resize`` has not reserved the room: the slots after a sequence's last page may belong
-        to another sequence.
+        Raises ``ValueError`` for tokens that ``resize`` has reserved no room for: the slots after a sequence's last
+        page may belong to another sequence.
         """
         for seq, start, count in zip(seqs, starts, counts, strict=True):
             if (length := start + count) > (room := self.allocator.length(seq)):

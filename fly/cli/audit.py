@@ -16,18 +16,43 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fly.cli.options import Dtype, Json, number
-from fly.cli.run import alone
+from fly.cli.options import RUNNING, Json, number, option, takes
+from fly.cli.run import alone, options_of
 from fly.cli.show import console, errors, note, print_list, sentences, table, write_json
 
 if TYPE_CHECKING:
-    from fly.audit import Finding, Report
+    from fly.audit import Report
 
 _COLOURS = {"pass": "green", "fail": "bold red", "undecided": "yellow", "not supported": "dim"}
 
 
+# Options that ``fly.audit.audit`` takes as they are.
+_ASKED = {
+    "name": option(str, "The model's name on the server. Default: the first it lists."),
+    "beside_name": option(str, "The model's name on the second server."),
+    "beside_key": option(str, "The second server's key.", "--beside-api-key"),
+    "endpoint": option(str, "completions, chat, or auto: completions if the server has them.", default="auto"),
+    "samples": option(
+        int, "Answers drawn for the joint distribution; other checks draw in proportion.", min=16, default=4000
+    ),
+    "parallel": option(int, "The most requests at the same time.", min=1, default=8),
+    "alpha": (
+        Annotated[float, number(1e-9, 0.5, help="The probability that an honest server fails, over all checks.")],
+        0.001,
+    ),
+    "seconds": (Annotated[float | None, number(1, help="The most time; checks cut short are undecided.")], None),
+    "requests": option(int, "The most requests.", min=1),
+    "only": option(list[str], "Run this check; repeatable."),
+    "skip": option(list[str], "Leave this check out; repeatable."),
+    "timeout": (Annotated[float, number(1, help="The most seconds for one answer.")], 600.0),
+}
+
+
 @alone
+@takes(_ASKED, {"dtype": RUNNING["dtype"]})
 def audit(
+    context: typer.Context,
+    dtype: str,
     url: Annotated[
         str | None, typer.Argument(help="The server's address: http://127.0.0.1:8000", metavar="URL")
     ] = None,
@@ -35,40 +60,21 @@ def audit(
         str | None, typer.Option(help="A second server of the same model, which is taken to be right.", metavar="URL")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="The same, run by fly without a draft: a bundled name, a directory, a GGUF file.")
+        str | None,
+        typer.Option(help="A reference that fly runs: a bundled name, a directory, a GGUF file."),
     ] = None,
-    dtype: Dtype = "auto",
-    name: Annotated[
-        str | None, typer.Option(help="The model's name on the server. Default: the first it lists.")
-    ] = None,
-    beside_name: Annotated[str | None, typer.Option(help="The model's name on the second server.")] = None,
     api_key: Annotated[str | None, typer.Option(help="The server's key. Default: $OPENAI_API_KEY.")] = None,
-    beside_api_key: Annotated[str | None, typer.Option(help="The second server's key.")] = None,
-    endpoint: Annotated[
-        str, typer.Option(help="completions, chat, or auto: completions if the server has them.")
-    ] = "auto",
-    samples: Annotated[
-        int, typer.Option(min=16, help="Answers drawn for the joint distribution; other checks draw in proportion.")
-    ] = 4000,
     prompts: Annotated[
         Path | None, typer.Option(help="A file of prompts to ask about, one a line. Default: forty of our own.")
     ] = None,
-    parallel: Annotated[int, typer.Option(min=1, help="The most requests at the same time.")] = 8,
-    alpha: Annotated[
-        float, number(1e-9, 0.5, help="The probability that an honest server fails, at most, over all checks.")
-    ] = 0.001,
-    seconds: Annotated[float | None, number(1, help="The most time; checks that are cut short are undecided.")] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="The most requests.")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Run this check; repeatable.", show_default=False)] = None,
-    skip: Annotated[
-        list[str] | None, typer.Option(help="Leave this check out; repeatable.", show_default=False)
-    ] = None,
-    timeout: Annotated[float, number(1, help="The most seconds for one answer.")] = 600.0,
     list_: Annotated[bool, typer.Option("--list", help="List the checks.")] = False,
     json_: Json = None,
+    **_: Any,
 ) -> None:
-    """Judge any OpenAI-compatible server: are its answers those of its model, whatever makes it fast? Exits with 0 if
-    nothing failed, 1 if something did, 2 if it could not be tested."""
+    """Judge any OpenAI-compatible server: are its answers those of its model, whatever makes it fast?
+
+    The exit status is 0 if nothing failed, 1 if something did, and 2 if the server could not be tested.
+    """
     from fly.audit import audit as run
     from fly.audit import check_names
 
@@ -79,27 +85,12 @@ def audit(
         raise ValueError("give the server's address, as in: fly audit http://127.0.0.1:8000")
     if beside is not None and model is not None:
         raise ValueError("--beside and --model are both a reference: give one of them")
-    texts = {} if prompts is None else {"prompts": _read(prompts)}
+    asked = {name: value for name, value in options_of(context, _ASKED).items() if value is not None}
+    if prompts is not None:
+        asked["prompts"] = _read(prompts)
     with _reference(model, dtype) as own, _progress() as show:
-        report = run(
-            url,
-            name=name,
-            key=api_key or os.environ.get("OPENAI_API_KEY"),
-            endpoint=endpoint,
-            beside=own or beside,
-            beside_name=beside_name,
-            beside_key=beside_api_key,
-            samples=samples,
-            parallel=parallel,
-            alpha=alpha,
-            seconds=seconds,
-            requests=requests,
-            only=only or (),
-            skip=skip or (),
-            timeout=timeout,
-            progress=show,
-            **texts,
-        )
+        key = api_key or os.environ.get("OPENAI_API_KEY")
+        report = run(url, key=key, beside=own or beside, progress=show, **asked)
     write_json(json_, report.as_dict())
     _show(report, model)
     raise typer.Exit(report.status)
@@ -112,7 +103,7 @@ def _read(path: Path) -> list[str]:
 
 @contextmanager
 def _reference(model: str | None, dtype: str) -> Iterator[str | None]:
-    """The address of a server of our own, without a draft, for as long as this lasts."""
+    """Run a server of our own, without a draft, while this context lasts. Yields its address."""
     if model is None:
         yield None
         return
@@ -135,7 +126,7 @@ def _reference(model: str | None, dtype: str) -> Iterator[str | None]:
 
 @contextmanager
 def _progress() -> Iterator[Any]:
-    """A bar of the checks that are done, with what is being done, beside the output."""
+    """Show a bar of the checks that are done, and the one that runs."""
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=errors, transient=True) as bar:
         task = bar.add_task("connecting", total=None)
@@ -143,7 +134,7 @@ def _progress() -> Iterator[Any]:
 
 
 def _show(report: Report, model: str | None) -> None:
-    """One line a check, then what there is to say about some of them, then the sum."""
+    """Print a line for each check, details of some, and how many checks have each verdict."""
     beside = f" · beside {model or report.beside}" if report.beside else ""
     title = f"{report.model} at {report.url} · {report.endpoint}{beside}"
     columns = {
@@ -157,7 +148,8 @@ def _show(report: Report, model: str | None) -> None:
     console.print(table(escape(title), report.findings, columns, text=text, padding=(0, 1, 0, 0), show_edge=False))
     for each in report.findings:
         if each.detail:
-            _explain(each)
+            colour = _COLOURS[each.verdict.value]
+            console.print(f"[{colour}]{each.check}[/]: {escape(each.detail)}", highlight=False)
     counts = Counter(each.verdict.value for each in report.findings)
     drawn = sum(each.p is not None for each in report.findings)
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
@@ -168,11 +160,6 @@ def _show(report: Report, model: str | None) -> None:
     )
     if report.beside is None:
         note("Not tested: greedy answers beside a reference, which --beside URL or --model NAME would name.")
-
-
-def _explain(each: Finding) -> None:
-    colour = _COLOURS[each.verdict.value]
-    console.print(f"[{colour}]{each.check}[/]: {escape(each.detail)}", highlight=False)
 
 
 def _p(value: float) -> str:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from fly.bench.drafts import PROMISE, STRATEGIES, Drafted, Promise, Ratio, measure_drafts, measure_promise
 from fly.bundled.tasks import KINDS
-from fly.cli.options import Device, Dtype, K, Kernels, Model, Policy
+from fly.cli.options import LOADING, K, Policy, takes
 from fly.cli.plan import bench_plan
 from fly.cli.run import alone
 from fly.cli.show import console, note, progress, table
@@ -21,25 +21,19 @@ from fly.policies import AcceptancePolicy, parse_policy
 
 
 @alone
+@takes(LOADING)
 def bench_drafts(
-    draft: Annotated[list[str] | None, typer.Option(help="Strategies; may be given several times.")] = None,
+    draft: Annotated[list[str] | None, typer.Option(help="A strategy; repeatable. Default: all.")] = None,
     policy: Policy = "exact",
-    problems: Annotated[int, typer.Option(min=1, help="Held-out problems of each kind, and unpredictable texts.")] = 8,
+    problems: Annotated[int, typer.Option(min=1, help="How many problems of each kind, and unpredictable texts.")] = 8,
     repeats: Annotated[
-        int,
-        typer.Option(
-            min=0, help="How often each unpredictable text is decoded, for each adaptive(...) draft; 0 leaves it out."
-        ),
+        int, typer.Option(min=0, help="How often an adaptive(...) draft decodes each unpredictable text; 0 for never.")
     ] = 3,
     k: K = 15,
-    model: Model = "fly-target",
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    kernels: Kernels = "auto",
+    **setup: Any,
 ) -> None:
-    """Every draft strategy on every kind of task, and adaptive ones on texts that cannot be predicted."""
+    """Measure draft strategies on every kind of task, and adaptive ones on texts that nothing predicts."""
     names, rule = tuple(draft or STRATEGIES), parse_policy(policy, trusted=True)
-    setup = {"model": model, "dtype": dtype, "device": device, "kernels": kernels}
     show_drafts(names, rule, problems, k, **setup)
     inner = [name[len("adaptive(") : -1] for name in names if re.fullmatch(r"adaptive\(.*\)", name)]
     if inner and repeats:
@@ -135,7 +129,7 @@ def promise_table(found: Sequence[Promise], title: str) -> Table:
     )
 
 
-bench = typer.Typer(help="Speed, as ratios within one run.", no_args_is_help=True)
+bench = typer.Typer(help="Measure speed, as ratios within one run.", no_args_is_help=True)
 
 for _command in (bench_speed, bench_drafts, bench_plan):
     bench.command(_command.__name__.removeprefix("bench_"))(_command)

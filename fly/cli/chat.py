@@ -17,9 +17,9 @@ from rich.markup import escape
 
 from fly.bundled import BUNDLED
 from fly.cli.completion import show, show_colours
-from fly.cli.options import CacheBytes, ConfigFile, Device, DraftOption, Dtype, Exits, K, Kernels, MaxContext, Policy
-from fly.cli.run import alone, computed, options_of, sampling_of, setup_of
-from fly.cli.show import console, errors
+from fly.cli.options import SETUP, Deterministic, option, takes
+from fly.cli.run import alone, compute_in_words, options_of, sampling_of, setup_of
+from fly.cli.show import console, errors, fail
 from fly.config import Config
 from fly.errors import explain, meant
 from fly.llm import LLM, Piece, Stream
@@ -29,40 +29,32 @@ from fly.types import SamplingParams
 MOST = 1024  # default tokens of an answer
 
 
+_SAMPLING = {
+    "max_tokens": option(int, f"The most tokens of an answer. Default: the checkpoint's, or {MOST}.", min=1),
+    "temperature": option(float, "0 is greedy. Default: the checkpoint's."),
+    "seed": option(int, "Same seed, same answers."),
+}
+
+
 @alone
+@takes(_SAMPLING, SETUP, {"deterministic": (Deterministic, False)})
 def chat(
     context: typer.Context,
     model: Annotated[
-        str | None,
-        typer.Argument(help="The target, as --model of other commands. Default: fly-target."),
+        str | None, typer.Argument(help="The target: what --model of other commands takes. Default: fly-target.")
     ] = None,
-    named: Annotated[str | None, typer.Option("--model", help="The same, as other commands have it.")] = None,
-    draft: DraftOption = None,
-    policy: Policy = "exact",
-    k: K = 15,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help=f"The most tokens of an answer; the checkpoint's limit, or {MOST}, otherwise."),
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the checkpoint's.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same answers.")] = None,
+    named: Annotated[str | None, typer.Option("--model", help="The same as the argument.")] = None,
     system: Annotated[str | None, typer.Option(help="The system prompt. Default: the chat template's own.")] = None,
     chat_template_kwargs: Annotated[
         str | None, typer.Option(help="Further variables of the chat template, as JSON.", metavar='{"NAME": VALUE}')
     ] = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    kernels: Kernels = "auto",
-    max_context: MaxContext = None,
-    cache_bytes: CacheBytes = None,
-    exits: Exits = None,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="The same bits for a token, whatever is in the batch.")
-    ] = False,
-    config: ConfigFile = None,
+    config: Path | None = None,
+    **_: Any,
 ) -> None:
-    """Talk with a model; colours show why each token was kept. /help lists the commands, Ctrl+C stops an answer, Ctrl+D
-    ends."""
+    """Talk with a model; colours show why each token was kept.
+
+    /help lists the commands. Ctrl+C stops an answer, and Ctrl+D ends the conversation.
+    """
     if named is not None:
         if model not in (None, named):
             raise ValueError(f"two models, {model!r} and --model {named!r}; give one")
@@ -70,7 +62,7 @@ def chat(
         context.set_parameter_source("model", context.get_parameter_source("named"))  # type: ignore[arg-type]
     if config is None:  # a configuration file names its own model
         context.params["model"] = context.params["model"] or BUNDLED[0]
-    given = options_of(context, SamplingParams.model_fields)
+    given = options_of(context, _SAMPLING)
     sampling_of(given, SamplingParams())  # report errors before anything is loaded
     variables = _variables(chat_template_kwargs)
     setup = setup_of(context, config)
@@ -124,7 +116,7 @@ class Conversation:
 
     def run(self) -> None:
         """Read lines and answer them, until the input ends."""
-        self._tell(f"{self.setup.model} · {self._settings()} · {computed(self.llm)} · /help lists commands")
+        self._tell(f"{self.setup.model} · {self._settings()} · {compute_in_words(self.llm)} · /help lists commands")
         while True:
             try:
                 line = _read("» ").strip()
@@ -150,7 +142,7 @@ class Conversation:
             except Exception as error:  # a wrong command, or a faulty plug-in: the conversation goes on
                 message = explain(error) if isinstance(error, ValidationError) else str(error)
                 kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
-                errors.print(f"[bold red]error:[/] {escape(kind + message)}", highlight=False, soft_wrap=True)
+                fail(kind + message)
 
     def messages(self) -> list[dict[str, str]]:
         """All messages so far, the system prompt included."""

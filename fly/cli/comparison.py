@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.text import Text
 
 from fly.bundled.tasks import SPLITS
-from fly.cli.completion import legend, show_stream
+from fly.cli.completion import show_legend, show_stream
 from fly.cli.evaluation import run_plan, show_report
-from fly.cli.options import DraftLength, Dtype, Kernels, Policy, Split, gone
+from fly.cli.options import RUNNING, DraftLength, Policy, Split, gone, takes
 from fly.cli.run import alone
 from fly.cli.show import console
 from fly.errors import instead
@@ -24,28 +24,28 @@ from fly.types import SamplingParams
 
 
 @alone
+@takes({name: RUNNING[name] for name in ("dtype", "kernels")})
 def demo(
-    problems: Annotated[int, typer.Option(min=1, help="Problems, of all kinds in turn.")] = 48,
+    problems: Annotated[int, typer.Option(min=1, help="How many problems; their kinds take turns.")] = 48,
     k: DraftLength = 15,
     policy: Policy = "fly",
     split: Split = "heldout",
     seed: Annotated[bool, gone("--seed", "the problems are those of seed 0; --problems says how many")] = False,
-    dtype: Dtype = "auto",
-    kernels: Kernels = "auto",
+    **options: Any,
 ) -> None:
     """Show what speculation gains: one completion in colours, then a table over held-out problems."""
     rule = parse_policy(policy, trusted=True)
-    plan = bundled_plan(policy, problems, k, split, dtype=dtype, kernels=kernels)
+    plan = bundled_plan(policy, problems, k, split, **options)
     ((task, _),) = plan.loaded_tasks().values()
     (question,) = task.problems[0].turns
-    llm = LLM("fly-target", "fly-draft", k=k, dtype=dtype, kernels=kernels)
+    llm = LLM("fly-target", "fly-draft", k=k, **options)
 
     console.print(f"[bold]fly-target[/] verifies drafts of [bold]fly-draft[/] by [bold]{escape(str(rule))}[/]\n")
     console.print(Text(question, "italic"))
     console.print()
     stats, elapsed = show_stream(llm, llm.chat_prompt(question), SamplingParams(temperature=0.0, max_tokens=400), rule)
     console.print()
-    legend(llm, stats, elapsed)
+    show_legend(llm, stats, elapsed)
     console.print()
     show_plan(plan)
 

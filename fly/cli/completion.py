@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -13,24 +14,9 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from fly.cli.options import (
-    CacheBytes,
-    CollectiveTimeout,
-    ConfigFile,
-    Device,
-    DraftOption,
-    Dtype,
-    Exits,
-    HeartbeatTimeout,
-    K,
-    Kernels,
-    MaxContext,
-    Model,
-    Policy,
-)
-from fly.cli.run import command, computed, kernels_of, loaded, options_of, ranks_of, sampling_of, setup_of
+from fly.cli.options import MODEL, RANKS, SETUP, Deterministic, option, takes
+from fly.cli.run import command, compute_in_words, kernels_of, memory_of, options_of, ranks_of, sampling_of, setup_of
 from fly.cli.show import console, errors, note
-from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.llm import LLM, Piece
 from fly.policies import AcceptancePolicy
 from fly.runtime.request import Stats
@@ -46,92 +32,57 @@ STYLES = {
 }
 
 
+# Options that are fields of ``SamplingParams``, which checks them. None is the checkpoint's value.
+_of_form = functools.partial(option, rich_help_panel="Form of the answer")
+_SAMPLING = {
+    "max_tokens": option(int, "The most tokens of the answer. Default: the checkpoint's, or 256."),
+    "min_tokens": option(int, "Do not end before so many tokens."),
+    "temperature": option(float, "0 is greedy."),
+    "top_k": option(int, "0 is off."),
+    "top_p": option(float, "1 is off."),
+    "min_p": option(float, "0 is off."),
+    "seed": option(int, "Same seed, same output (not with drafts that learn, such as adaptive)."),
+    "n": option(int, "Completions of the prompt, at least 1.", "--n"),
+    "stop": option(list[str], "End before this text; repeatable."),
+    "ignore_eos": option(bool, "Go on after end-of-sequence.", "--ignore-eos"),
+    "presence_penalty": option(float, "In [-2, 2]; 0 is off."),
+    "frequency_penalty": option(float, "In [-2, 2]; 0 is off."),
+    "repetition_penalty": option(float, "Above 0; 1 is off."),
+    "bad_words": option(list[str], "A text that never appears; repeatable.", "--bad-word"),
+    "logit_bias": option(
+        list[str], "Add this, in [-100, 100], to the logit of a token; repeatable.", metavar="ID=BIAS"
+    ),
+    "json_schema": _of_form(str, "JSON under this schema: a file, or its text.", metavar="FILE_OR_TEXT"),
+    "regex": _of_form(str, "A text that this expression matches as a whole."),
+    "grammar": _of_form(str, "A text of this grammar (Lark's syntax): a file, or its text.", metavar="FILE_OR_TEXT"),
+}
+
+
 @command
+@takes(_SAMPLING, MODEL, SETUP, {"deterministic": (Deterministic, False)}, RANKS)
 def generate(
     context: typer.Context,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads standard input.")] = None,
-    model: Model = "fly-target",
-    draft: DraftOption = None,
-    policy: Policy = "exact",
-    k: K = 15,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(min=0, help="The most tokens of the answer. Default: the checkpoint's, or 256."),
-    ] = None,
-    min_tokens: Annotated[int | None, typer.Option(min=0, help="Do not end before so many tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=0, help="0 is off.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="1 is off.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="0 is off.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Same seed, same output (not with drafts that learn, such as adaptive).")
-    ] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence.")] = False,
-    presence_penalty: Annotated[float, typer.Option(help="In [-2, 2]; 0 is off.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="In [-2, 2]; 0 is off.")] = 0.0,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 0; 1 is off.")] = None,
-    bad_word: Annotated[
-        list[str] | None, typer.Option(help="A text that never appears; may be given several times.")
-    ] = None,
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Add this, in [-100, 100], to the logit of a token; may be given several times.", metavar="ID=BIAS"
-        ),
-    ] = None,
-    n: Annotated[int, typer.Option("--n", help="Completions of the prompt, at least 1.")] = 1,
-    json_schema: Annotated[
-        str | None,
-        typer.Option(help="Answer with JSON under this schema: a file, or its text.", metavar="FILE_OR_TEXT"),
-    ] = None,
-    regex: Annotated[
-        str | None, typer.Option(help="Answer with a text that this expression matches as a whole.")
-    ] = None,
-    grammar: Annotated[
-        str | None,
-        typer.Option(
-            help="Answer with a text of this grammar (Lark's syntax): a file, or its text.", metavar="FILE_OR_TEXT"
-        ),
-    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with tokens, reasons and counts.")
     ] = False,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    kernels: Kernels = "auto",
-    max_context: MaxContext = None,
-    cache_bytes: CacheBytes = None,
-    exits: Exits = None,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="The same bits for a token, whatever is in the batch.")
-    ] = False,
-    heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
-    collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
-    config: ConfigFile = None,
+    config: Path | None = None,
+    **_: Any,
 ) -> None:
-    """Complete a prompt; on a terminal, colours show why each token was kept."""
+    """Complete a prompt; on a terminal, colours show why each token was kept.
+
+    Options of sampling that are left out have the checkpoint's values.
+    """
     with ranks_of(context, config) as ranks:
-        forms: dict[str, Any] = {
-            "json_schema": _text_of("--json-schema", json_schema, r"\A\s*\{", "object"),
-            "regex": regex,
-            "grammar": _text_of("--grammar", grammar, r"\bstart\b[^:\n]*:", "grammar with a rule start"),
-        }
-        given = {
-            **options_of(context, SamplingParams.model_fields),
-            "stop": tuple(stop) if stop else None,
-            "bad_words": tuple(bad_word) if bad_word else None,
-            "logit_bias": _biases(logit_bias or []),
-            "structured": None if set(forms.values()) == {None} else StructuredOutput(**forms),
-        }
+        given = _sampling_given(context)
         sampling_of(given, SamplingParams())  # report errors before anything is loaded
         text = str(prompt)
         if prompt in (None, "-"):
             text = sys.stdin.read() if ranks is None else ranks.share(sys.stdin.read() if ranks.leads else None)
         llm = LLM.from_config(setup_of(context, config), ranks)
         if ranks is not None:
-            loaded(ranks, quiet=not console.is_terminal)
+            memory_of(ranks, quiet=not console.is_terminal)
         params = sampling_of(given, llm.default_params)
         templated = not raw and llm.tokenizer is not None and llm.tokenizer.template is not None
         ids: Any = llm.chat_prompt(text) if templated else text
@@ -139,21 +90,32 @@ def generate(
             output = llm.generate([ids], params)[0]
             console.print_json(json.dumps({**output.to_dict(), "kernels": kernels_of(llm)}))
             return
-        stats, elapsed = show_stream(llm, ids, params) if n == 1 else _show_all(llm, ids, params)
+        stats, elapsed = show_stream(llm, ids, params) if params.n == 1 else _show_all(llm, ids, params)
         if console.is_terminal:
-            legend(llm, stats, elapsed)
+            show_legend(llm, stats, elapsed)
 
 
-def _text_of(option: str, given: str | None, pattern: str, what: str) -> str | None:
-    """The value of an option that takes a text, recognised by ``pattern``, or the name of a file with it (which may
-    begin with ``@``)."""
+def _sampling_given(context: typer.Context) -> dict[str, Any]:
+    """The fields of ``SamplingParams`` on the command line; None where an option was left out."""
+    options = options_of(context, _SAMPLING)
+    forms = {
+        "json_schema": _text_of("--json-schema", options.pop("json_schema"), r"\A\s*\{", "object"),
+        "regex": options.pop("regex"),
+        "grammar": _text_of("--grammar", options.pop("grammar"), r"\bstart\b[^:\n]*:", "grammar with a rule start"),
+    }
+    options["logit_bias"] = _biases(options["logit_bias"] or []) or None
+    return options | {"structured": None if set(forms.values()) == {None} else StructuredOutput(**forms)}
+
+
+def _text_of(name: str, given: str | None, pattern: str, what: str) -> str | None:
+    """Read an option: a text, which matches ``pattern``, or the name of a file, which may begin with ``@``."""
     if given is None or re.search(pattern, given):
         return given
     try:
         return Path(given.removeprefix("@")).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ValueError(f"{option} {given!r} is no {what}, and no file: {reason}") from None
+        raise ValueError(f"{name} {given!r} is no {what}, and no file: {reason}") from None
 
 
 def _biases(given: list[str]) -> dict[int, float]:
@@ -223,7 +185,7 @@ def show_colours() -> None:
         console.print(Text.assemble(("  " + why.ljust(11), style), (meaning, "dim")))
 
 
-def legend(llm: LLM, stats: Stats, elapsed: float) -> None:
+def show_legend(llm: LLM, stats: Stats, elapsed: float) -> None:
     """Print the meaning of the colours, and the figures of the completion."""
     show_colours()
     parts = [f"{stats.generated} tokens in {elapsed:.2f} s ({stats.generated / max(elapsed, 1e-9):,.0f} a second)"]
@@ -239,4 +201,4 @@ def legend(llm: LLM, stats: Stats, elapsed: float) -> None:
         for name, gate in stats.gates.items()
     ]
     parts += [f"{name} never held, so nothing is relaxed" for name in stats.silent_gates]
-    note(" · ".join([*parts, computed(llm)]))
+    note(" · ".join([*parts, compute_in_words(llm)]))

@@ -23,23 +23,15 @@ from fly.runtime.memory import free_memory
 __all__ = ["Finding", "doctor", "examine"]
 
 # What fly imports always, and what it imports only where it is installed, with what that is good for.
-_NEEDED = (
-    "torch",
-    "safetensors",
-    "tokenizers",
-    "pydantic",
-    "llguidance",
-    "gguf",
-    "huggingface-hub",
-    "fastapi",
-    "uvicorn",
-)
+_NEEDED = [
+    "torch", "safetensors", "tokenizers", "pydantic", "llguidance", "gguf", "huggingface-hub", "fastapi", "uvicorn",
+]  # fmt: skip
 _OPTIONAL = {
     "triton": "kernels on CUDA",
     "torchao": "int8 weights on CUDA",
     "transformers": "the reference in tests and benchmarks",
     "lm-eval": "fly harness",
-}  # fmt: skip
+}
 # The instructions that compiled kernels may use, as /proc/cpuinfo names them.
 _INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
 

@@ -13,23 +13,9 @@ from rich.markup import escape
 from rich.text import Text
 
 from fly.bundled import BUNDLED
-from fly.cli.options import (
-    Actors,
-    CollectiveTimeout,
-    Device,
-    Dtype,
-    Exits,
-    HeartbeatTimeout,
-    Json,
-    Kernels,
-    Model,
-    RayCluster,
-    Rules,
-    output,
-)
-from fly.cli.run import alone, command, grid_of, loaded, ranks_of, typed_in
-from fly.cli.show import console, errors, narrow, note, print_list, progress, sentences, table, write_json
-from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
+from fly.cli.options import GRID, LOADING, RANKS, Exits, Json, Rules, option, output, takes
+from fly.cli.run import alone, command, grid_of, memory_of, options_of, ranks_of, typed_in
+from fly.cli.show import console, narrow, note, print_list, progress, sentences, table, tell, write_json
 from fly.errors import instead
 from fly.eval.plan import Plan
 from fly.eval.records import read_records
@@ -39,14 +25,6 @@ from fly.eval.run import check_folder, decode_run, remaining, score_run, write_r
 from fly.eval.scorers import Programs
 from fly.eval.task import Task, load_task, task_names
 from fly.llm import LLM
-
-_TaskOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="A task ('fly tasks'), NAME=PATH with its data, or your .yaml file; repeatable. Default: bundled-middle.",
-        show_default=False,
-    ),
-]
 
 
 @alone
@@ -124,7 +102,27 @@ def _score_references(asked: Task, run_code: bool) -> None:
         raise typer.Exit(1)
 
 
+# Options that are fields of ``Plan``, which checks them. None is the plan's value.
+_PLANNED = {
+    "tasks": option(
+        list[str], "A task ('fly tasks'), NAME=PATH with its data, or your .yaml file; repeatable. Default: "
+        "bundled-middle.", "--task",
+    ),
+    "policies": (Rules, None),
+    "drafts": option(list[str], "A draft; repeatable. Default: fly-draft, or ngram for other models.", "--draft"),
+    "k": option(list[int], "The most tokens drafted in a round; repeatable. Default: 15.", min=1),
+    "temperatures": option(list[float], "Temperature; repeatable. Default: 0.", "--temperature", min=0),
+    "seeds": option(list[int], "Seed of sampling, above temperature 0; repeatable. Default: 0.", "--seed"),
+    "max_tokens": option(int, "The most tokens of an answer. Default: the task's own limit.", min=1),
+    "together": option(int, "Problems decoded at a time. Default: 1.", min=1),
+    "run_code": option(bool, "Run programs that models wrote, in the sandbox.", "--run-code"),
+    "record": option(bool, "Keep the blocks of exact speculation, for 'fly replay'.", "--record"),
+}  # fmt: skip
+_LOADED = {**LOADING, "exits": (Exits, None)}
+
+
 @command
+@takes(_PLANNED, _LOADED, GRID, RANKS)
 def evaluate(
     context: typer.Context,
     plan: Annotated[
@@ -133,81 +131,34 @@ def evaluate(
             help="A YAML or JSON file of settings, or the folder of a run to continue; options override it."
         ),
     ] = None,
-    task: _TaskOption = None,
-    policy: Rules = None,
-    draft: Annotated[
-        list[str] | None,
-        typer.Option(help="A draft; repeatable. Default: fly-draft, or ngram for other models.", show_default=False),
-    ] = None,
-    k: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="The most tokens drafted in a round; repeatable. Default: 15.", show_default=False),
-    ] = None,
-    temperature: Annotated[
-        list[float] | None, typer.Option(min=0, help="Temperature; repeatable. Default: 0.", show_default=False)
-    ] = None,
-    seed: Annotated[
-        list[int] | None,
-        typer.Option(help="Seed of sampling, above temperature 0; repeatable. Default: 0.", show_default=False),
-    ] = None,
     problems: Annotated[
         list[str] | None,
         typer.Option(
             help="How many problems of each task, or of one, TASK=N; repeatable. Default: 48; with a plan all.",
             metavar="[TASK=]N",
-            show_default=False,
         ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="The most tokens of an answer. Default: the task's own limit.")
-    ] = None,
-    together: Annotated[
-        int | None, typer.Option(min=1, help="Problems decoded at a time. [default: 1]", show_default=False)
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The run's folder; a run in it is continued. Without it nothing is kept.")
     ] = None,
-    run_code: Annotated[
-        bool, typer.Option("--run-code", help="Run programs that models wrote, in the sandbox.")
-    ] = False,
-    record: Annotated[
-        bool, typer.Option("--record", help="Keep the blocks of exact speculation, for 'fly replay'.")
-    ] = False,
-    model: Model = "fly-target",
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    kernels: Kernels = "auto",
-    exits: Exits = None,
-    ray: RayCluster = None,
-    actors: Actors = None,
-    heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
-    collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
     json_: Json = None,
+    **_: Any,
 ) -> None:
     """Measure accuracy and speed of rules on tasks, beside autoregressive decoding and exact speculation."""
+    # The plan: the file's fields, then those of options.
     limit, limits = _limits(problems or [])
-    given = {
-        "tasks": task,
-        "policies": policy,
-        "drafts": draft,
-        "k": k,
-        "temperatures": temperature,
-        "seeds": seed,
-        "max_tokens": max_tokens,
-        "together": together,
-        "limit": limit or (48 if plan is None else None),
-        "run_code": run_code or None,
-        "record": record or None,
-        **{name: value for name, value in (("model", model), ("dtype", dtype), ("device", device), ("kernels", kernels),
-                                            ("exits", exits))
-           if plan is None or typed_in(context, name)},
-    }  # fmt: skip
     fields = {} if plan is None else Plan.read(plan)
+    given = {name: value for name, value in options_of(context, _PLANNED).items() if value}
+    of_model = options_of(context, [name for name in _LOADED if plan is None or typed_in(context, name)])
+    given |= {name: value for name, value in of_model.items() if value is not None}
+    if limit or plan is None:
+        given["limit"] = limit or 48
+    wanted = _limited(Plan.of({**fields, **given}, f"{plan}: " if plan else ""), limits)
+    # The run.
     if out is None and plan is not None and plan.is_dir():
         out = plan
-    wanted = Plan.of({**fields, **{key: value for key, value in given.items() if value}}, f"{plan}: " if plan else "")
     with ranks_of(context) as ranks, _folder(out, ranks) as folder:
-        found = run_plan(_limited(wanted, limits), folder, ranks, grid_of(ray, actors, ranks))
+        found = run_plan(wanted, folder, ranks, grid_of(**options_of(context, GRID), ranks=ranks))
         if ranks is None or ranks.leads:
             show_report(found)
             write_json(json_, as_json(found))
@@ -261,9 +212,9 @@ def run_plan(plan: Plan, folder: Path, ranks: Any = None, grid: Any = None) -> R
     todo = remaining(plan, records)
     if todo:
         if ranks is not None:
-            loaded(ranks)
+            memory_of(ranks)
         if leads and plan.model not in BUNDLED and not console.is_terminal:  # which may take a minute
-            errors.print(f"loading {plan.model}", markup=False, highlight=False, soft_wrap=True)
+            tell(f"loading {plan.model}")
         done = len(records.completions)
         with progress(done + len(todo), "decoding", done) as step:
 
@@ -276,7 +227,7 @@ def run_plan(plan: Plan, folder: Path, ranks: Any = None, grid: Any = None) -> R
             else:
                 write_run(folder, records, grid.decode(plan, todo, records.texts), advance)
         if grid is not None and grid.lost:
-            errors.print(f"Ray: {grid.status}; others went on with what they left", highlight=False, soft_wrap=True)
+            tell(f"Ray: {grid.status}; others went on with what they left")
     if leads:
         with progress(len(records.completions), "scoring") as scored:
             score_run(plan, folder, scored)

@@ -20,7 +20,7 @@ _of_ranks: dict[str, Any] = {"rich_help_panel": "Several processes (torchrun)"}
 
 def takes(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[_Run], _Run]:
     """Decorate a command: it also takes the options in ``groups``, after its own, as keyword arguments. A group gives
-    each option's annotation and default by its name."""
+    the annotation and the default of each option by its name."""
     given = {name: option for group in groups for name, option in group.items()}
 
     def decorate(run: _Run) -> _Run:
@@ -34,6 +34,11 @@ def takes(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[_Run], _Run]:
         return run
 
     return decorate
+
+
+def option(kind: Any, help: str, *names: str, default: Any = None, **look: Any) -> tuple[Any, Any]:
+    """An option for a group of ``takes``. ``look`` goes to ``typer.Option``."""
+    return Annotated[kind if default is not None else kind | None, typer.Option(*names, help=help, **look)], default
 
 
 def number(least: float, most: float = math.inf, *, help: str, **look: Any) -> Any:
@@ -117,14 +122,6 @@ ConfigFile = Annotated[
         help="A YAML or JSON file with model, draft, policy, k; options override it. Without either: exact, no draft."
     ),
 ]
-RayCluster = Annotated[
-    str | None,
-    typer.Option("--ray", metavar="ADDRESS", help="Spread the work over this Ray cluster; 'auto' is the one at hand."),
-]
-Actors = Annotated[
-    int | None,
-    typer.Option(min=1, help="Actors that hold the model. Default: one a node, or a GPU.", show_default=False),
-]
 HeartbeatTimeout = Annotated[
     float,
     number(SHORTEST, LONGEST, help="Seconds without a sign of life after which a rank counts as lost.", **_of_ranks),
@@ -135,8 +132,8 @@ CollectiveTimeout = Annotated[
 Rules = Annotated[
     list[str] | None,
     typer.Option(
+        "--policy",
         help="A rule to compare with exact speculation; repeatable. 'fly(theta={0.1, 0.3})' is a rule for each value.",
-        show_default=False,
     ),
 ]
 Split = Annotated[str, typer.Option(help="heldout (in domain), middle or ood (out of domain).")]
@@ -162,4 +159,9 @@ SETUP = {
 RANKS = {
     "heartbeat_timeout": (HeartbeatTimeout, HEARTBEAT_TIMEOUT),
     "collective_timeout": (CollectiveTimeout, COLLECTIVE_TIMEOUT),
+}
+# where work is spread over a Ray cluster.
+GRID = {
+    "ray": option(str, "Spread the work over this Ray cluster; 'auto' is the one at hand.", "--ray", metavar="ADDRESS"),
+    "actors": option(int, "Actors on it that hold the model. Default: one a node, or one a GPU.", min=1),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.markup import escape
@@ -13,79 +13,96 @@ from rich.table import Column
 from fly.bench.plan import DEVICES, MODELS, PAPER, Machines, Setting, forecast
 from fly.bench.scale import lengths, replays, scaled
 from fly.bundled import open_model
-from fly.cli.options import K, gone, number
+from fly.cli.options import K, gone, number, option, takes
 from fly.cli.run import alone, rules_of, typed_in
-from fly.cli.show import console, note, print_list, progress, ratio
+from fly.cli.show import note, print_list, progress, ratio, warn
 from fly.eval.replay import Replay, Unknown, load_blocks
 from fly.models import LlamaConfig
 from fly.policies import AcceptancePolicy
 
 
+class _Plan(NamedTuple):
+    """A pair of models on some machines, and the gain that was published for it."""
+
+    name: str
+    setting: Setting
+    machines: Machines
+    published: float | None
+
+
+_SETTING = {
+    "target": option(str, "llama-3.1-8b, -70b, -405b, or a checkpoint; none shows the paper's settings."),
+    "draft": option(str, "The draft, named likewise, or 'none'.", default="llama-3.1-8b"),
+    "tau": (
+        Annotated[float | None, number(1, help="Tokens that a round emits; needed with --target.")], None,
+    ),
+    "draft_tau": (
+        Annotated[float, number(1, help="Tokens that a forward of the draft gives (with several levels).")], 1.0,
+    ),
+    "k": (K, 15),
+    "device": option(str, "a100, h100, h200 or mi300x.", default="h100"),
+    "ranks": option(int, "Devices in all.", min=1, default=8),
+    "per_node": option(int, "Devices of one node.", min=1, default=8),
+    "rows": option(int, "Sequences in a batch.", min=1, default=1),
+    "context": option(int, "Tokens of context of each sequence.", min=1, default=2048),
+}  # fmt: skip
+
+
 @alone
+@takes(_SETTING)
 def bench_plan(
     typed: typer.Context,
-    target: Annotated[
-        str | None, typer.Option(help="llama-3.1-8b, -70b, -405b, or a checkpoint; none shows the paper's settings.")
-    ] = None,
-    draft: Annotated[str, typer.Option(help="The draft, named likewise, or 'none'.")] = "llama-3.1-8b",
-    tau: Annotated[float | None, number(1, help="Tokens that a round emits; needed with --target.")] = None,
-    draft_tau: Annotated[
-        float, number(1, help="Tokens that a forward of the draft gives (with several levels).")
-    ] = 1.0,
-    k: K = 15,
-    device: Annotated[str, typer.Option(help="a100, h100, h200 or mi300x.")] = "h100",
-    ranks: Annotated[int, typer.Option(min=1, help="Devices in all.")] = 8,
-    per_node: Annotated[int, typer.Option(min=1, help="Devices of one node.")] = 8,
-    rows: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 1,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of context of each.")] = 2048,
     check: Annotated[bool, gone("--check", "in a checkout it is python -m benchmarks.calibrate")] = False,
     recorded: Annotated[
         Path | None,
         typer.Option(help="A run of 'fly eval --record': its acceptance gives τ, for each rule.", metavar="RUN"),
     ] = None,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(help="With --recorded, a rule beside exact; repeatable.", show_default=False),
-    ] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="With --recorded, a rule beside exact; repeatable.")] = None,
+    **setting: Any,
 ) -> None:
-    """Whether a setting fits on given devices, and what speculation should gain there, by a model of costs.
+    """Estimate whether a setting fits on given devices, and what speculation should gain there.
 
-    --recorded takes the acceptance from a run, and shows the best draft length of each rule, with prompt lookup below
-    the draft and without.
+    --recorded takes the acceptance from a run, and shows the best draft length of each rule.
     """
     for name in ("policy",) if recorded is None else ("tau", "draft_tau", "k"):  # options without an effect
         if typed_in(typed, name):
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} does nothing {'without' if recorded is None else 'with'} --recorded")
-    if device not in DEVICES:
-        raise ValueError(f"device {device!r} is unknown; choices: {list(DEVICES)}")
+            raise ValueError(
+                f"--{name.replace('_', '-')} does nothing {'without' if recorded is None else 'with'} --recorded"
+            )
+    if setting["device"] not in DEVICES:
+        raise ValueError(f"device {setting['device']!r} is unknown; choices: {list(DEVICES)}")
+    if setting["target"] is not None and setting["tau"] is None and recorded is None:
+        raise ValueError("--tau is needed with --target: a plan cannot know how many tokens a round emits")
+    plans = _plans(**setting)
+    if recorded is None:
+        _show_forecasts(plans, "{device}, {per_node} a node, {rows} × {context} tokens".format(**setting))
+    elif setting["draft"] == "none":
+        raise ValueError("--recorded needs a draft model, and '--draft none' is none")
+    else:
+        _show_recorded(recorded, rules_of(policy), plans)
+
+
+def _plans(
+    target: str | None, draft: str, tau: float | None, k: int, device: str, ranks: int, per_node: int, **common: Any
+) -> list[_Plan]:
+    """The settings to show: one of the options, or without a target all of the paper."""
 
     def sizes(name: str) -> LlamaConfig:
         return MODELS[name] if name in MODELS else open_model(name).config
 
-    common: dict[str, Any] = {"draft_tau": draft_tau, "rows": rows, "context": context}
     small = None if draft == "none" else sizes(draft)
-    plans: list[tuple[str, Setting, Machines, float | None]] = []
-
-    def add(name: str, setting: Setting, count: int, published: float | None) -> None:
-        plans.append((name, setting, Machines(DEVICES[device], count, per_node), published))
-
+    settings: list[tuple[str, Setting, int, float | None]]
     if target is None:
-        for p in PAPER:
-            add(p.name, Setting(MODELS[p.target], small, p.k, p.tau, **common), p.ranks, p.gain)
-    elif tau is None and recorded is None:
-        raise ValueError("--tau is needed with --target: a plan cannot know how many tokens a round emits")
+        settings = [(p.name, Setting(MODELS[p.target], small, p.k, p.tau, **common), p.ranks, p.gain) for p in PAPER]
     else:
-        add(f"{target} : {draft}", Setting(sizes(target), small, k, tau or 1.0, **common), ranks, None)
-    if recorded is None:
-        _show_forecasts(plans, f"{device}, {per_node} a node, {rows} × {context} tokens")
-        return
-    if small is None:
-        raise ValueError("--recorded needs a draft model, and '--draft none' is none")
-    _show_recorded(recorded, rules_of(policy), [plan[:3] for plan in plans])
+        settings = [(f"{target} : {draft}", Setting(sizes(target), small, k, tau or 1.0, **common), ranks, None)]
+    return [
+        _Plan(name, setting, Machines(DEVICES[device], count, per_node), gain)
+        for name, setting, count, gain in settings
+    ]
 
 
-def _show_forecasts(plans: list[tuple[str, Setting, Machines, float | None]], title: str) -> None:
+def _show_forecasts(plans: list[_Plan], title: str) -> None:
     """Print a column for each pair of models and each device of its draft."""
     headings, columns = [Column()], []
     for name, setting, machines, published in plans:
@@ -118,53 +135,39 @@ def _show_forecasts(plans: list[tuple[str, Setting, Machines, float | None]], ti
     )
 
 
-def _show_recorded(run: Path, rules: list[AcceptancePolicy], plans: list[tuple[str, Setting, Machines]]) -> None:
+def _show_recorded(run: Path, rules: list[AcceptancePolicy], plans: list[_Plan]) -> None:
     """Print the best draft length and its gain, for each recorded task, rule and pair of models."""
     recorded = load_blocks(run)
     for (_, way), blocks in recorded.items():
         if blocks.draft is None:
             raise ValueError(f"{run}: {way} was recorded without a draft model, so its acceptance is unknown")
+    # Replay every rule on every task, at all lengths.
     replayed: dict[tuple[str, str, AcceptancePolicy], list[Replay]] = {}
     with progress(len(rules) * sum(len(lengths(blocks)) for blocks in recorded.values()), "replaying") as advance:
         for (key, blocks), rule in product(recorded.items(), rules):
             try:
                 replayed[*key, rule] = replays(blocks, rule, advance)
             except Unknown as error:
-                for _ in lengths(blocks):
-                    advance()
-                console.print(f"[yellow]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
+                advance(n=len(lengths(blocks)))
+                warn(str(error))
+    # Print a table for each task, with the best length for each rule, pair of models and number of levels.
     for (task, way), blocks in recorded.items():
         lines: list[list[str]] = []
-        for rule in rules:
-            if (found := replayed.get((task, way, rule))) is None:
-                continue
-            for name, setting, machines in plans:
-                for levels in (1, 2):
-                    best = scaled(found, setting, machines, levels)
-                    stop = f"reach {best.replay.reach:g}" if best.replay.reach else "fixed"
-                    gain = f"{ratio(best.gain.value)} ({best.gain.low:.2f}–{best.gain.high:.2f})"
-                    lines.append(
-                        [
-                            str(rule),
-                            name,
-                            f"{levels}",
-                            f"{best.replay.drafted:.1f}, {stop}",
-                            f"{best.replay.tau.value:.1f}",
-                            gain if best.fits else "does not fit",
-                        ]
-                    )
+        known = [(rule, replayed[task, way, rule]) for rule in rules if (task, way, rule) in replayed]
+        for (rule, found), plan, levels in product(known, plans, (1, 2)):
+            best = scaled(found, plan.setting, plan.machines, levels)
+            stop = f"reach {best.replay.reach:g}" if best.replay.reach else "fixed"
+            gain = f"{ratio(best.gain.value)} ({best.gain.low:.2f}–{best.gain.high:.2f})"
+            drafted, tau = f"{best.replay.drafted:.1f}, {stop}", f"{best.replay.tau.value:.1f}"
+            lines.append([str(rule), plan.name, f"{levels}", drafted, tau, gain if best.fits else "does not fit"])
         if lines:
-            columns = _right("levels", "drafted, stop", "τ", "gain")
+            columns = [Column(heading, justify="right") for heading in ("levels", "drafted, stop", "τ", "gain")]
             title = escape(f"{task}, acceptance of {way}, {len(blocks.recordings)} completions")
             print_list(([*map(escape, line)] for line in lines), "rule", "target : draft", *columns, title=title)
     published = ", ".join(f"{each.name} {ratio(each.gain)}" for each in PAPER)
     note(
-        f"gain: over no draft, on {plans[0][2].device.name}, by a model of costs, at the best length of those tried; "
-        "its interval is that of τ · levels: with 2, prompt lookup drafts for the draft model · drafted: tokens a "
-        "round; reach: the draft stops by itself, once the product of its probabilities is below it · published, with "
-        f"other acceptance: {published}"
+        f"gain: over no draft, on {plans[0].machines.device.name}, by a model of costs, at the best length of those "
+        "tried; its interval is that of τ · levels: with 2, prompt lookup drafts for the draft model · drafted: tokens "
+        "a round; reach: the draft stops by itself, once the product of its probabilities is below it · published, "
+        f"with other acceptance: {published}"
     )
-
-
-def _right(*headings: str) -> list[Column]:
-    return [Column(heading, justify="right") for heading in headings]

@@ -34,8 +34,10 @@ def models(
         typer.Argument(help="Show this one: a directory, a GGUF file or a name on the Hugging Face hub."),
     ] = None,
 ) -> None:
-    """List the bundled checkpoints, or show what one is and how much memory it takes, without downloading weights from
-    the hub."""
+    """List the bundled checkpoints, or show what a checkpoint is and how much memory it takes.
+
+    No weights are downloaded from the hub.
+    """
     if name is not None:
         show_model(name)
         return
@@ -93,7 +95,7 @@ def _kinds(checkpoint: Checkpoint) -> str:
 
 @command
 def policies() -> None:
-    """List the acceptance policies and conditions that ``--policy`` knows, with what each promises."""
+    """List the acceptance policies and conditions that --policy knows, with what each promises."""
     presets, rows = {name: make() for name, make in PRESETS.items()}, []
     for name, rule in policy_types().items():
         instance = rule()
@@ -110,7 +112,7 @@ def policies() -> None:
 
 @command
 def drafts() -> None:
-    """List the draft strategies that ``--draft`` knows, with their parameters."""
+    """List the draft strategies that --draft knows, with their parameters."""
     rows = ((_call(name, kind), escape(_summary_of(kind))) for name, kind in draft_types().items())
     print_list(rows, "strategy", sentences("what it does"), title="Draft strategies", show_lines=True)
     names = (*BUNDLED[1:], *HEADS)
@@ -129,17 +131,16 @@ def check(
         typer.Argument(help="module:Class (with parameters if you like), module:instance, or any policy expression."),
     ] = None,
     draft: Annotated[
-        str | None, typer.Option(help="Check a draft strategy instead, such as my_drafts:MyDraft.")
+        str | None, typer.Option(help="A draft strategy to check instead, such as my_drafts:MyDraft.")
     ] = None,
     problems: Annotated[
         int, typer.Option(min=0, help="How many held-out problems show what it gains and breaks; 0 skips that.")
     ] = 24,
     k: K = 15,
 ) -> None:
-    """Prove or refute an acceptance rule in a minute: the conformance kit, then speed and accuracy on the bundled
-    models.
+    """Prove or refute an acceptance rule, or a draft strategy, in a minute.
 
-    With --draft the same for a draft strategy.
+    First comes the conformance kit, then speed and accuracy on the bundled models.
     """
     import torch
 

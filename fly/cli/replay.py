@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -12,14 +12,15 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from fly.cli.options import Json, Rules, output
+from fly.cli.options import Json, Rules, option, output, takes
 from fly.cli.run import alone, rules_of
-from fly.cli.show import console, narrow, note, ratio, table, write_json
+from fly.cli.show import console, narrow, note, ratio, table, warn, write_json
 from fly.eval.beside import Beside, beside
 from fly.eval.plots import save_lines
 from fly.eval.replay import Blocks, Replay, Unknown, load_blocks
 from fly.eval.report import Costs
 from fly.eval.statistics import Estimate
+from fly.policies import AcceptancePolicy
 
 _LEGEND = (
     "τ: tokens a round, with an interval over problems. It is exact up to the end of each recorded block; after that "
@@ -29,30 +30,24 @@ _LEGEND = (
 )
 
 
+_WAYS = {
+    "k": option(list[int], "The most tokens drafted in a round; repeatable. Default: as recorded.", min=1),
+    "confidence": option(
+        list[float], "The draft stops after a token less probable than this; repeatable.", min=0, max=1
+    ),
+    "reach": option(
+        list[float], "The draft stops once the product of its probabilities is below this; repeatable.", min=0, max=1
+    ),
+}
+
+
 @alone
+@takes(_WAYS)
 def replay(
     runs: Annotated[
         list[Path], typer.Argument(help="Folders of runs that 'fly eval --record' made.", metavar="RUN...")
     ],
     policy: Rules = None,
-    k: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1, help="The most tokens drafted in a round; repeatable. Default: as recorded.", show_default=False
-        ),
-    ] = None,
-    confidence: Annotated[
-        list[float] | None,
-        typer.Option(
-            min=0, max=1, help="The draft stops after a token less probable than this; repeatable.", show_default=False
-        ),
-    ] = None,
-    reach: Annotated[
-        list[float] | None,
-        typer.Option(
-            min=0, max=1, help="The draft stops once the product of its probabilities is below this; repeatable."
-        ),
-    ] = None,
     measured: Annotated[
         Path | None,
         typer.Option("--beside", help="A run of other rules: shows predicted beside measured figures.", metavar="RUN"),
@@ -73,6 +68,7 @@ def replay(
         ),
     ] = None,
     json_: Json = None,
+    **ways: Any,
 ) -> None:
     """Try any rule on recorded blocks: tokens a round, relaxed tokens, and how fast that would be.
 
@@ -86,16 +82,16 @@ def replay(
     for run in runs:
         known = load_blocks(run, costs)
         for (task, way), blocks in known.items() if rules else ():
-            found, refused = _replayed(blocks, rules, k or [None], confidence or [0.0], reach or [0.0], cases)
+            found, refused = _replay(blocks, rules, cases, **ways)
             _show(f"{run} · {task} · {way}", blocks, found, refused)
             if plot is not None and found:
                 _plot(plot if len(known) == 1 else plot.with_stem(f"{plot.stem}-{task}"), f"{task}, {way}", found)
-            record += [{"run": str(run), "task": task, "way": way, **_plain(each)} for each in found]
+            record += [{"run": str(run), "task": task, "way": way, **_as_json(each)} for each in found]
         if measured is not None:
             compared, left_out = beside(known, measured)
             _show_beside(f"{run} beside {measured}", compared, left_out)
             record += [
-                {"run": str(run), "task": each.task, "way": each.way, **_plain(each.predicted),
+                {"run": str(run), "task": each.task, "way": each.way, **_as_json(each.predicted),
                  "measured": each.measured, "measured_relaxed": each.relaxed, "off": each.off,
                  "unchanged_off": each.unchanged}
                 for each in compared
@@ -104,31 +100,33 @@ def replay(
     write_json(json_, record)
 
 
-def _replayed(
+def _replay(
     blocks: Blocks,
-    rules: list[Any],
-    k: Sequence[int | None],
-    confidence: Sequence[float],
-    reach: Sequence[float],
+    rules: list[AcceptancePolicy],
     cases: int,
+    k: list[int] | None,
+    confidence: list[float] | None,
+    reach: list[float] | None,
 ) -> tuple[list[Replay], list[str]]:
+    """Replay each rule in each way. Returns what was found, and why other ways were refused."""
     found, refused = [], []
-    for rule, most, sure, chance in product(rules, k, confidence, reach):
+    longest: list[int] | list[None] = k or [None]
+    for rule, most, least, product_of in product(rules, longest, confidence or [0.0], reach or [0.0]):
         if most is not None and most > blocks.k:
             refused.append(f"k {most}: drafts of {blocks.k} tokens were recorded")
             continue
         try:
-            found.append(blocks.replay(rule, most, sure, chance, cases))
+            found.append(blocks.replay(rule, most, least, product_of, cases))
         except Unknown as error:
             refused.append(str(error))
     return found, list(dict.fromkeys(refused))
 
 
-def _plain(each: Replay) -> dict[str, Any]:
+def _as_json(each: Replay) -> dict[str, Any]:
     return {**asdict(each), "policy": str(each.policy)}
 
 
-def _rule(each: Replay) -> str:
+def _name(each: Replay) -> str:
     stops = {"confidence": each.confidence, "reach": each.reach}
     return ", ".join([f"{each.policy} k{each.k}", *(f"{name} {value:g}" for name, value in stops.items() if value)])
 
@@ -160,17 +158,17 @@ def _show(title: str, blocks: Blocks, found: list[Replay], refused: list[str]) -
     rounds, completions = sum(blocks.exact[1]), len(blocks.recordings)
     console.print(f"[bold]{escape(title)}[/] · {rounds} blocks of {completions} completions", soft_wrap=True)
     if found:
-        _print("rule", found, _rule, columns)
+        _print("rule", found, _name, columns)
         places = sorted({at for at in (1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 40, blocks.k) if at <= blocks.k})
-        _print("place in the draft", found, _rule, {str(at): _kept_at(at) for at in places})
+        _print("place in the draft", found, _name, {str(at): _kept_at(at) for at in places})
         seconds = sum(each.seconds for each in found)
         note(f"{sum(each.rounds for each in found) / max(seconds, 1e-9):,.0f} rounds replayed a second")
     for line in refused:
-        console.print(f"[yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
+        warn(line)
     texts = blocks.vocabulary.texts if any(each.tokens for each in found) else []
     for each in found:
         if each.tokens:
-            note(f"relaxed by {escape(_rule(each))}: what was drafted, in place of what the target wanted")
+            note(f"relaxed by {escape(_name(each))}: what was drafted, in place of what the target wanted")
         for token in each.tokens:
             before, own = ("".join(texts[i] for i in ids).replace("\n", "⏎") for ids in (token.before, [token.token]))
             shown = Text.assemble((f"  {token.problem} +{token.place}: ", "dim"), before, (own, "bold red"))
@@ -208,7 +206,7 @@ def _show_beside(title: str, compared: list[Beside], left_out: list[str]) -> Non
     if compared:
         _print("task, way", compared, lambda each: f"{each.task}, {each.way}", columns)
     for line in left_out:
-        console.print(f"[yellow]left out: {escape(line)}[/]", highlight=False, soft_wrap=True)
+        warn(f"left out: {line}")
     note(
         "off: the error of the prediction; τ unchanged: the error of the guess that a rule has the τ of exact "
         "speculation; relaxed: the predicted share and the measured one"

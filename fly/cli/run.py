@@ -18,7 +18,7 @@ from rich.markup import escape
 from fly.backends.cpu import why_not
 from fly.bundled import usual_draft
 from fly.cache.allocator import OutOfBlocks
-from fly.cli.show import errors
+from fly.cli.show import errors, fail, tell
 from fly.config import Config
 from fly.errors import explain, fault_place, origin
 from fly.expressions import grid
@@ -32,7 +32,7 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 def command(run: _Command, alone: bool = False) -> _Command:
     """Decorate a command: errors of input end it with one line and exit status 2 instead of a traceback. An error in a
     plug-in does too, with its place. Other errors are faults of this package and show their traceback. ``alone``
-    refuses the ranks of torchrun, each of which would do the whole work."""
+    refuses to run under torchrun, where each rank would do the whole work."""
 
     @functools.wraps(run)
     def guarded(*arguments: Any, **options: Any) -> None:
@@ -61,7 +61,7 @@ def command(run: _Command, alone: bool = False) -> _Command:
             if any(part in place for part in ("site-packages", "/bin/fly", "<string>", "/importlib/")):
                 raise
             message = f"{type(error).__name__}: {error} ({place})"
-        errors.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+        fail(message)
         raise typer.Exit(2)
 
     return guarded  # type: ignore[return-value]
@@ -77,7 +77,7 @@ alone = functools.partial(command, alone=True)
 
 @contextmanager
 def ranks_of(context: typer.Context, config: Path | None = None, on_fault: Any = None) -> Iterator[Any]:
-    """The ranks that torchrun started, of which only the first reads and prints; None without torchrun."""
+    """The ranks that torchrun started, or None without it. Only the first rank reads and prints."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield None
         return
@@ -92,9 +92,9 @@ def ranks_of(context: typer.Context, config: Path | None = None, on_fault: Any =
         yield ranks
 
 
-def grid_of(address: str | None, actors: int | None, ranks: Any = None) -> Any:
+def grid_of(ray: str | None, actors: int | None, ranks: Any = None) -> Any:
     """The actors of ``--ray``; None without that option."""
-    if address is None:
+    if ray is None:
         if actors is not None:
             raise ValueError(f"--actors {actors} does nothing without --ray")
         return None
@@ -104,7 +104,7 @@ def grid_of(address: str | None, actors: int | None, ranks: Any = None) -> Any:
         from fly.ray.grid import Grid
     except ModuleNotFoundError as error:
         raise ValueError(f"--ray: Ray is not installed ({error}): pip install 'flyspec[ray]'") from None
-    return Grid(address, actors)
+    return Grid(ray, actors)
 
 
 def setup_of(context: typer.Context, path: Path | None) -> Config:
@@ -147,13 +147,13 @@ def _given(context: typer.Context, path: Path | None, options: dict[str, Any]) -
     return {name: value if typed_in(context, name) else getattr(read, name) for name, value in options.items()}
 
 
-def loaded(ranks: Any, quiet: bool = False) -> list[dict[str, int]]:
+def memory_of(ranks: Any, quiet: bool = False) -> list[dict[str, int]]:
     """The memory of every rank after loading, which is printed if there are several. All ranks must call this."""
     from fly.parallel import memory_here
 
     memory = [memory_here()] if ranks is None else ranks.collect(memory_here())
     if ranks is not None and not quiet:
-        errors.print(f"fly: {len(memory)} ranks; {memory_in_words(memory)}", highlight=False, soft_wrap=True)
+        tell(f"fly: {len(memory)} ranks; {memory_in_words(memory)}")
     return memory
 
 
@@ -176,7 +176,7 @@ def kernels_of(llm: LLM) -> str:
     return f"torch ({reason})" if reason else "torch"
 
 
-def computed(llm: LLM) -> str:
+def compute_in_words(llm: LLM) -> str:
     """The kernels and dtypes of the target and of the draft, as a phrase."""
     (_, dtype), *drafts = llm.computed
     others = "".join(f", draft {kernels} in {own}" for kernels, own in dict.fromkeys(drafts))

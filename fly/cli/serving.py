@@ -10,12 +10,12 @@ import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fly.cli.options import MODEL, RANKS, SETUP, takes
-from fly.cli.run import command, computed, loaded, options_of, ranks_of, setup_of
+from fly.cli.options import MODEL, RANKS, SETUP, option, takes
+from fly.cli.run import command, compute_in_words, memory_of, options_of, ranks_of, setup_of
 from fly.cli.show import tell
 from fly.config import Config
 from fly.llm import LLM
@@ -25,24 +25,18 @@ from fly.serve.settings import wrong_with_key
 if TYPE_CHECKING:
     from fly.serve import Service
 
-_Ray = functools.partial(typer.Option, rich_help_panel="Ray")
-_Limit = functools.partial(typer.Option, rich_help_panel="Limits")
+_of_ray = functools.partial(option, rich_help_panel="Ray")
 _RAY = {
-    "ray": (
-        Annotated[bool, _Ray("--ray", help="Serve by replicas on the Ray cluster at hand, or one of this machine.")],
-        False,
-    ),
-    "replicas": (Annotated[str, _Ray(help="How many replicas, or a range ('1-8') that follows the load.")], "1"),
-    "ranks_": (Annotated[int, _Ray("--ranks", min=1, help="Processes that share the model of a replica.")], 1),
-    "cpus": (Annotated[float | None, _Ray(help="CPUs, and so threads, of each process.")], None),
-    "gpus": (Annotated[float | None, _Ray(help="GPUs of each process. Default: 1 if there are any.")], None),
+    "ray": _of_ray(bool, "Serve by replicas on the Ray cluster at hand, or a new one here.", "--ray", default=False),
+    "replicas": _of_ray(str, "How many replicas, or a range ('1-8') that follows the load.", default="1"),
+    "ranks_": _of_ray(int, "Processes that share the model of a replica.", "--ranks", min=1, default=1),
+    "cpus": _of_ray(float, "CPUs, and so threads, of each process."),
+    "gpus": _of_ray(float, "GPUs of each process. Default: 1 if there are any."),
 }
+_of_limits = functools.partial(option, min=1, rich_help_panel="Limits")
 _ROOM = {
-    "max_rows": (Annotated[int, _Limit(min=1, help="The most completions in one step of the engine.")], 256),
-    "cache_tokens": (
-        Annotated[int | None, _Limit(min=1, help="Tokens that the KV caches hold. Default: eight full contexts.")],
-        None,
-    ),
+    "max_rows": _of_limits(int, "The most completions in one step of the engine.", default=256),
+    "cache_tokens": _of_limits(int, "Tokens that the KV caches hold. Default: eight full contexts."),
 }
 # The settings that are options, as the help groups them.
 _ACCESS = (
@@ -66,19 +60,20 @@ def _options(names: tuple[str, ...], panel: str) -> dict[str, tuple[Any, Any]]:
     made = {}
     for name in names:
         field = Settings.model_fields[name]
-        kind, default = field.annotation, field.default
-        if "tuple" in str(kind):
-            kind, default = list[str] | None, None
+        repeatable = "tuple" in str(field.annotation)
+        kind, default = (list[str], None) if repeatable else (field.annotation, field.default)
         flags = _NAMES.get(name, (f"--{name.replace('_', '-')}",))
-        made[name] = Annotated[kind, typer.Option(*flags, help=field.description, rich_help_panel=panel)], default
+        made[name] = option(kind, str(field.description), *flags, default=default, rich_help_panel=panel)
     return made
 
 
 @command
 @takes(MODEL, SETUP, _options(_ACCESS, "Access"), _options(_LIMITS, "Limits"), _ROOM, RANKS, _RAY)
 def serve(context: typer.Context, config: Path | None, ray: bool, **_: Any) -> None:
-    """Serve a model over HTTP as OpenAI does, with a playground at /. --policy, --draft and --k are for requests that
-    name none."""
+    """Serve a model over HTTP as OpenAI does, with a playground at /.
+
+    Requests that name no policy, draft or K get those of --policy, --draft and --k.
+    """
     services: list[Service] = []
     _die_at_once()
     given = {name: value for name, value in options_of(context, Settings.model_fields).items() if value is not None}
@@ -97,7 +92,7 @@ def serve(context: typer.Context, config: Path | None, ray: bool, **_: Any) -> N
             given["drain_timeout"] = min(given["drain_timeout"], 22.0)
         settings, setup = Settings(**given), setup_of(context, config)
         if ray:
-            _serve_on_ray(setup, settings, **options_of(context, _RAY))
+            _serve_on_ray(setup, settings, **{name: context.params[name] for name in _RAY if name != "ray"})
         elif ranks is None or ranks.leads:
             _serve_here(setup, settings, ranks, services, keys_are_seen=bool(context.params["api_keys"]))
         else:
@@ -111,13 +106,13 @@ def _serve_here(setup: Config, settings: Settings, ranks: Any, services: list[Se
 
     # Load the model, and say what is served.
     llm = LLM.from_config(setup, ranks)
-    memory = loaded(ranks)
+    memory = memory_of(ranks)
     if ranks is not None:
         llm.lead()
     service = Service(llm, settings, draft=setup.draft, name=setup.model)
     services.append(service)
     decoding = f"draft {setup.draft} · policy {llm.policy} · k {llm.k}"
-    tell(f"{service.name} · {decoding} · context {service.context} · {computed(llm)}")
+    tell(f"{service.name} · {decoding} · context {service.context} · {compute_in_words(llm)}")
     if keys_are_seen:
         warnings.warn("other users of this machine can see the keys of --api-key; use --api-keys-file", stacklevel=1)
     service.metrics.loaded([of_rank["peak"] for of_rank in memory])
@@ -137,7 +132,7 @@ def _serve_here(setup: Config, settings: Settings, ranks: Any, services: list[Se
 def _follow(setup: Config, ranks: Any) -> None:
     """Do what the first rank says, until it ends."""
     llm = LLM.from_config(setup, ranks)
-    loaded(ranks)
+    memory_of(ranks)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # this rank ends after the first one has
     llm.follow()

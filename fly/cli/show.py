@@ -44,6 +44,16 @@ def tell(text: str) -> None:
     errors.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def warn(text: str) -> None:
+    """Print one line about something that is missing above."""
+    console.print(f"[yellow]{escape(text)}[/]", highlight=False, soft_wrap=True)
+
+
+def fail(text: str) -> None:
+    """Print an error on standard error."""
+    errors.print(f"[bold red]error:[/] {escape(text)}", highlight=False, soft_wrap=True)
+
+
 def grouped(rows: Iterable[_Row], key: Callable[[_Row], _Key]) -> dict[_Key, list[_Row]]:
     """The rows by key. Keys are in the order of their first rows."""
     groups: dict[_Key, list[_Row]] = {}
@@ -83,8 +93,8 @@ def table(
 
 
 def narrow(columns: Mapping[str, Callable[[_Row], str]]) -> dict[str, Callable[[_Row], str]]:
-    """The columns of a ``table`` on two lines each: the words of a heading, and an estimate above its interval. The
-    first column is a text and stays on one line."""
+    """Make each column of a ``table`` two lines high: a word a line in the heading, and an estimate above its interval.
+    The first column is a text and stays on one line."""
 
     def two_lines(cell: Callable[[_Row], str]) -> Callable[[_Row], str]:
         return lambda row: cell(row).replace(" (", "\n").removesuffix(")")
@@ -117,7 +127,7 @@ def ratio(value: float | None, over: float = 1.0) -> str:
 @contextmanager
 def progress(total: int, what: str, done: int = 0) -> Iterator[Callable[..., None]]:
     """Show progress while this context lasts: a bar on a terminal; elsewhere a line on standard error after a few
-    seconds, and then one a minute at most. Gives a function that is called after each step, or after ``n`` steps, with
+    seconds, and then one a minute at most. Call the function that it yields after each step, or after ``n`` steps, with
     a text about the last one."""
     if not console.is_terminal:
         yield _Lines(total, what, done)

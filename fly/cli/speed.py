@@ -4,29 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
+import torch
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from fly.bench.clock import Timing
 from fly.bench.limits import Limits, dtype_name, measure_limits
-from fly.bench.loaded import ROUNDINGS, runs_compiled, settings_of, shape_subject, subjects_of, target_of
+from fly.bench.loaded import ROUNDINGS, Subject, runs_compiled, settings_of, shape_subject, subjects_of, target_of
 from fly.bench.prompts import asked_of, usual_amount
 from fly.bench.shapes import matrix_parameters
-from fly.bench.speed import (
-    CONTEXT,
-    Forward,
-    Rounds,
-    context_slope,
-    measure_models,
-    measure_rounds,
-    one_token,
-    predict,
-)
+from fly.bench.speed import CONTEXT, Forward, Rounds, context_slope, measure_models, measure_rounds, one_token, predict
 from fly.bundled import usual_draft
-from fly.cli.options import Device, DraftLength, Dtype, Json, Kernels, Model, Rules, Turns, output
+from fly.cli.options import LOADING, DraftLength, Json, Rules, Turns, output, takes
 from fly.cli.run import alone, kernels_of, rules_of
 from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
 from fly.drafts import parse_draft
@@ -34,18 +26,31 @@ from fly.eval.plots import save_lines
 from fly.llm import LLM
 from fly.types import SamplingParams
 
+_Point: TypeAlias = Callable[[Forward], tuple[float, float]]
+_Name: TypeAlias = Callable[[Forward], str]
 SHAPE, NO_SHAPE = "768x12x32000", "none"
 
 
+_LEGEND = (
+    "ms: the best turn, as in all ratios · of limit: the least time that the bytes and\n"
+    "operations need, over the time taken; the median of all turns, each with the\n"
+    "bandwidth of that turn (above 100% where caches hold a part, or products are\n"
+    "faster than PyTorch's, which give the limit) · v: time over the forward of one\n"
+    "token · c: time of a drafted token over the same · rest: share of a round outside\n"
+    "the models · formula: τ / (K·c + v(K)) / t(1) with forwards timed alone, which\n"
+    "find the caches cold; successive rounds are faster · tokens/s: best and median"
+)
+
+
 @alone
+@takes(LOADING)
 def bench_speed(
-    model: Model = "fly-target",
+    model: str,
     draft: Annotated[
         str | None,
         typer.Option(
-            help="Who proposes; the formula of a round needs one model alone, 'model(NAME)'. [default: "
-            "model(fly-draft) for fly-target, none for any other]",
-            show_default=False,
+            help="The draft; the formula of a round needs one model alone, 'model(NAME)'. Default: model(fly-draft) "
+            "for fly-target, none for any other."
         ),
     ] = None,
     policy: Rules = None,
@@ -61,58 +66,36 @@ def bench_speed(
         int | None, typer.Option(min=1, help="How many prompts rounds are timed on. Default: 12, for a large model 8.")
     ] = None,
     turns: Turns = 15,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    kernels: Kernels = "auto",
     plot: Annotated[
         Path | None,
         output(help="Write plots: NAME.svg gives NAME-k.svg, -context.svg, -rows.svg, -size.svg.", suffix=".svg"),
     ] = None,
     json_: Json = None,
+    **running: Any,
 ) -> None:
-    """The machine's limits, and every forward and round compared with them."""
+    """Measure the machine's limits, and compare every forward and round with them."""
     rules = rules_of(policy)
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
-    shapes = [] if shape == [NO_SHAPE] else shape or [SHAPE]
     if draft is None:
         draft = usual if (usual := usual_draft(model)) == "none" else f"model({usual})"
     # The models: the target with and without its draft, and random ones beside them.
-    plain = LLM(model, **options)
-    fast = LLM(plain, parse_draft(draft, trusted=True, **options), **options)
-    target = target_of(plain)
-    if shape is None and runs_compiled(target):
-        shapes += [f"{SHAPE}:{kind}" for kind in ROUNDINGS]
+    plain = LLM(model, **running)
+    fast = LLM(plain, parse_draft(draft, trusted=True, **running), **running)
     own = subjects_of(fast, model, draft)
-    subjects = own + [shape_subject(name, target, kernels) for name in shapes]
+    subjects = own + _random_subjects(shape, target_of(plain), running["kernels"])
     for subject in subjects:
         if (room := subject.config.max_position_embeddings) < CONTEXT + k + 1:
             raise ValueError(
                 f"--k {k}: a draft and the token before it, after the {CONTEXT} tokens that forwards are timed "
                 f"after, exceed {subject.name}'s context of {room}"
             )
-    # Forwards, between two measurements of the limits: what disturbs a limit only makes it look lower.
-    with progress(1, "limits") as advance:
-        limits = measure_limits(target.device)
-        advance()
-    with progress((turns + 1) * len(subjects), "forwards") as advance:
-        forwards, steps = measure_models(subjects, k, turns, advance)
-    with progress(1, "limits again") as advance:
-        limits = limits.best(measure_limits(target.device))
-        advance()
+    # Forwards, compared with the limits.
+    limits, forwards, steps = _measure_forwards(subjects, target_of(plain).device, k, turns)
     console.print(limits_table(limits, kernels_of(plain)))
     for subject in subjects:
-        found = [forward for forward in forwards if forward.model == subject.name]
-        console.print(forwards_table(found, limits))
-        if (slope := context_slope(found)) is None:
-            note("context: the cost of keys and values is too small to show beside the weights")
-        else:
-            share = slope / limits.bandwidth
-            note(f"context: {slope / 1e9:,.1f} GB/s of keys and values, {share:.0%} of the bandwidth")
-        console.print()
-
+        _show_forwards([forward for forward in forwards if forward.model == subject.name], limits)
     # Rounds, compared with what the forwards alone would take.
     settings = settings_of(plain, fast, k, rules)[: None if fast.draft is not None else 1]
-    count, tokens = usual_amount(matrix_parameters(target.config))
+    count, tokens = usual_amount(matrix_parameters(target_of(plain).config))
     _, asked = asked_of(plain, model, problems or min(count, 12))
     again = min(turns, 3)
     with progress(again * len(asked) * len(settings), "rounds") as advance:
@@ -122,15 +105,7 @@ def bench_speed(
         each.predicted = predict(each, single, steps[draft] if len(own) == 2 else None)
     title = f"Rounds: {model}, {draft}, k {k}, {len(asked)} prompt{'s' * (len(asked) > 1)}, temperature 0, batch 1"
     console.print(rounds_table(rounds, single, title))
-    note(
-        "ms: the best turn, as in all ratios · of limit: the least time that the bytes and\n"
-        "operations need, over the time taken; the median of all turns, each with the\n"
-        "bandwidth of that turn (above 100% where caches hold a part, or products are\n"
-        "faster than PyTorch's, which give the limit) · v: time over the forward of one\n"
-        "token · c: time of a drafted token over the same · rest: share of a round outside\n"
-        "the models · formula: τ / (K·c + v(K)) / t(1) with forwards timed alone, which\n"
-        "find the caches cold; successive rounds are faster · tokens/s: best and median"
-    )
+    note(_LEGEND)
     if plot is not None:
         _plot(plot, forwards, limits, k)
     record = {
@@ -140,6 +115,39 @@ def bench_speed(
         "rounds": [each.as_json() for each in rounds],
     }
     write_json(json_, record)
+
+
+def _random_subjects(shapes: list[str] | None, target: Any, kernels: str) -> list[Subject]:
+    """Models of random weights; by default of one shape, and on compiled kernels also in fewer bits."""
+    if shapes is None:
+        shapes = [SHAPE, *(f"{SHAPE}:{kind}" for kind in ROUNDINGS if runs_compiled(target))]
+    return [shape_subject(name, target, kernels) for name in shapes if shapes != [NO_SHAPE]]
+
+
+def _measure_forwards(
+    subjects: list[Subject], device: torch.device, k: int, turns: int
+) -> tuple[Limits, list[Forward], dict[str, Forward]]:
+    """Time forwards between two measurements of the limits: what disturbs a limit only makes it look lower."""
+    with progress(1, "limits") as advance:
+        limits = measure_limits(device)
+        advance()
+    with progress((turns + 1) * len(subjects), "forwards") as advance:
+        forwards, steps = measure_models(subjects, k, turns, advance)
+    with progress(1, "limits again") as advance:
+        limits = limits.best(measure_limits(device))
+        advance()
+    return limits, forwards, steps
+
+
+def _show_forwards(forwards: list[Forward], limits: Limits) -> None:
+    """Print the forwards of one model, and what its context costs."""
+    console.print(forwards_table(forwards, limits))
+    if (slope := context_slope(forwards)) is None:
+        note("context: the cost of keys and values is too small to show beside the weights")
+    else:
+        share = slope / limits.bandwidth
+        note(f"context: {slope / 1e9:,.1f} GB/s of keys and values, {share:.0%} of the bandwidth")
+    console.print()
 
 
 def best_median(rate: Timing) -> str:
@@ -213,46 +221,25 @@ def _plot(path: Path, forwards: Sequence[Forward], limits: Limits, k: int) -> No
     at_context = [f for f in forwards if f.context == CONTEXT]
     single = [f for f in at_context if f.rows == 1]
 
-    def save(
-        *texts: str, picked: Sequence[Forward], point: Callable[[Forward], Any], name: Callable[[Forward], str]
-    ) -> None:
-        suffix, title, x, y = texts
+    def save(suffix: str, picked: Sequence[Forward], point: _Point, name: _Name, title: str, x: str, y: str) -> None:
         lines = {line: sorted(set(map(point, forwards))) for line, forwards in grouped(picked, name).items()}
         save_lines(path.with_name(f"{path.stem}-{suffix}{path.suffix}"), title, x, y, lines, log_x=True)
 
     save(
-        "k",
-        f"Cost of verification, one row after {CONTEXT} tokens",
-        "tokens of the forward, K + 1",
-        "v, over one token",
-        picked=single,
-        point=lambda f: (f.tokens, f.timing.low / one_token(forwards, f).timing.low),
-        name=lambda f: f.model,
-    )
+        "k", single, lambda f: (f.tokens, f.timing.low / one_token(forwards, f).timing.low), lambda f: f.model,
+        f"Cost of verification, one row after {CONTEXT} tokens", "tokens of the forward, K + 1", "v, over one token",
+    )  # fmt: skip
     save(
-        "context",
-        "Cost of context, one token of one row",
-        "tokens stored",
-        "ms",
-        picked=[f for f in forwards if f.rows == f.tokens == 1],
-        point=lambda f: (f.context, f.timing.low * 1e3),
-        name=lambda f: f.model,
-    )
+        "context", [f for f in forwards if f.rows == f.tokens == 1],
+        lambda f: (f.context, f.timing.low * 1e3), lambda f: f.model,
+        "Cost of context, one token of one row", "tokens stored", "ms",
+    )  # fmt: skip
     save(
-        "rows",
-        f"Throughput by rows, a token each after {CONTEXT}",
-        "rows",
-        "tokens/s",
-        picked=[f for f in at_context if f.tokens == 1],
-        point=lambda f: (f.rows, f.rows / f.timing.low),
-        name=lambda f: f.model,
-    )
+        "rows", [f for f in at_context if f.tokens == 1], lambda f: (f.rows, f.rows / f.timing.low), lambda f: f.model,
+        f"Throughput by rows, a token each after {CONTEXT}", "rows", "tokens/s",
+    )  # fmt: skip
     save(
-        "size",
-        "Share of the machine's limit, by model size",
-        "MB read",
-        "limit over time taken",
-        picked=[f for f in single if f.tokens in (1, k + 1)],
-        point=lambda f: (f.bytes / 1e6, f.of_limit(limits)),
-        name=lambda f: f"{f.tokens} tokens",
-    )
+        "size", [f for f in single if f.tokens in (1, k + 1)],
+        lambda f: (f.bytes / 1e6, f.of_limit(limits)), lambda f: f"{f.tokens} tokens",
+        "Share of the machine's limit, by model size", "MB read", "limit over time taken",
+    )  # fmt: skip

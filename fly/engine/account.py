@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fly.runtime.request import Sequence, Token
-from fly.types import Decision, Why
+from fly.types import Decision, Mismatch, Why
 
-__all__ = ["OnToken", "apply", "logprobs", "note"]
+__all__ = ["OnToken", "apply", "explain_tokens", "logprobs"]
 
 OnToken = Callable[[Sequence, int], bool]  # called with each emitted token in order; True ends the row there
 
@@ -33,17 +33,12 @@ def apply(
 
     Returns the emitted tokens. A row that ends gets its ``finish_reason``.
     """
-    stats, relaxation, first = row.stats, row.policy.relaxation, len(row.provenance)
+    stats, first = row.stats, len(row.provenance)
     if stopped is None and len(decisions) > 1 and not any(decision.drafted for decision in decisions[:-1]):
-        # Fast way for rounds without a draft: each emits one bonus token. Only the last round of a call ends a row, so
-        # all the others are appended at once.
-        ids = [decision.next_token for decision in decisions[:-1]]
-        row.tokens += ids
-        row.provenance += [Token(one.next_token, Why.BONUS, None, one.choices[0]) for one in decisions[:-1]]
-        stats.generated += len(ids)
-        stats.emitted += len(ids)
-        stats.rounds += len(ids)
-        most, decisions = most - len(ids), decisions[-1:]
+        # Rounds without a draft emit one token each. Only the last round of a call ends a row, so the others' tokens
+        # are appended at once.
+        _append_bonuses(row, decisions[:-1])
+        most, decisions = most - len(decisions) + 1, decisions[-1:]
     for drafted, path, next_token, bonus, choices, mismatches in decisions:
         if row.finish_reason:
             break
@@ -53,32 +48,16 @@ def apply(
         count = _extend(row, ids, most, stopped)
         most -= count
         # Record why each token was kept, and what the target would have chosen in its place.
-        standing = min(count, len(path))  # drafted tokens among those appended
+        kept = path if count > len(path) else path[:count]
         block: list[Token] = []
         place = 0  # index into the target's choices: 0 is after the row, node + 1 after a drafted token
-        for node in path[:standing]:
+        for node in kept:
             block.append(Token(drafted[node], Why.MATCH, None, choices[place]))
             place = node + 1
-        if count > standing:
+        if count > len(path):
             block.append(Token(next_token, Why.BONUS if bonus else Why.CORRECTION, None, choices[place]))
-        # Record relaxed mismatches by the clauses that excused them. If the row ended within the path, mismatches after
-        # its end were never emitted and do not count.
         if mismatches:
-            heard = None if count > len(path) else {*path[:standing]}
-            number = {node: at for at, node in enumerate(path[:standing])}
-            for node, relaxed, held, nats, costs in mismatches:
-                if heard is not None and node not in heard:
-                    continue
-                if relaxation is not None and held:
-                    stats.count_gates(held, *relaxation.deciding(held))
-                if relaxed:
-                    at = number[node]
-                    clause = " & ".join(label for label, yes in held.items() if yes) or str(row.policy)
-                    block[at] = block[at]._replace(why=Why.RELAXED, clause=clause)
-                    stats.relaxed += 1
-                    stats.nats += nats
-                    for label, cost in costs.items():
-                        stats.spent[label] = stats.spent.get(label, 0.0) + cost
+            _record_mismatches(row, block, kept, mismatches, count > len(path))
         row.provenance += block
         stats.generated += count
         if not prompt:
@@ -86,9 +65,42 @@ def apply(
             stats.emitted += count
         if drafted:
             stats.drafted += len(drafted)
-            stats.accepted += standing
-            row.drafts.append((len(drafted), standing))
+            stats.accepted += len(kept)
+            row.drafts.append((len(drafted), len(kept)))
     return row.provenance[first:]
+
+
+def _append_bonuses(row: Sequence, decisions: abc.Sequence[Decision]) -> None:
+    """Extend the row by rounds without a draft that do not end it."""
+    row.tokens += [decision.next_token for decision in decisions]
+    row.provenance += [Token(one.next_token, Why.BONUS, None, one.choices[0]) for one in decisions]
+    row.stats.generated += len(decisions)
+    row.stats.emitted += len(decisions)
+    row.stats.rounds += len(decisions)
+
+
+def _record_mismatches(
+    row: Sequence, block: list[Token], kept: abc.Sequence[int], mismatches: abc.Sequence[Mismatch], whole: bool
+) -> None:
+    """Mark relaxed tokens of the ``block`` with the clauses that excused them, and count what each clause did.
+
+    If the row ended within the path (not ``whole``), mismatches after its end were never emitted and do not count.
+    """
+    stats, relaxation = row.stats, row.policy.relaxation
+    number = {node: at for at, node in enumerate(kept)}
+    for node, relaxed, held, nats, costs in mismatches:
+        if not whole and node not in number:
+            continue
+        if relaxation is not None and held:
+            stats.count_gates(held, *relaxation.deciding(held))
+        if relaxed:
+            at = number[node]
+            clause = " & ".join(label for label, yes in held.items() if yes) or str(row.policy)
+            block[at] = block[at]._replace(why=Why.RELAXED, clause=clause)
+            stats.relaxed += 1
+            stats.nats += nats
+            for label, cost in costs.items():
+                stats.spent[label] = stats.spent.get(label, 0.0) + cost
 
 
 def _extend(row: Sequence, ids: list[int], most: int, stopped: OnToken | None) -> int:
@@ -114,12 +126,13 @@ def _extend(row: Sequence, ids: list[int], most: int, stopped: OnToken | None) -
 
 
 def logprobs(log_JV: Tensor, ids: abc.Sequence[int], most: int) -> list[dict[int, float]]:
-    """Return, for each token of ``ids``, its log-probability and those of the ``most`` likeliest, likeliest first."""
+    """Return, for each position, the log-probabilities of its token in ``ids`` and of the ``most`` likeliest tokens,
+    likeliest first."""
     own_J1 = log_JV.gather(1, torch.tensor(ids, device=log_JV.device)[:, None])
-    return [_entry(token, *values) for token, values in zip(ids, _listed(log_JV, own_J1, most))]
+    return [_entry(token, *values, most) for token, values in zip(ids, _read(log_JV, own_J1, most))]
 
 
-def _listed(log_NV: Tensor, own_NX: Tensor, most: int) -> list[tuple[list[float], list[float]]]:
+def _read(log_NV: Tensor, own_NX: Tensor, most: int) -> list[tuple[list[float], list[float]]]:
     """Return two lists for each position: the values ``own_NX``, and the ids of the ``most`` likeliest tokens followed
     by their log-probabilities. Copies to the host once."""
     top = log_NV.topk(min(most, log_NV.shape[-1]), dim=-1)
@@ -128,46 +141,49 @@ def _listed(log_NV: Tensor, own_NX: Tensor, most: int) -> list[tuple[list[float]
     return [(line[:own], line[own:]) for line in values]
 
 
-def _entry(token: int, own: list[float], likeliest: list[float], most: int | None = None) -> dict[int, float]:
+def _entry(token: int, own: list[float], likeliest: list[float], most: int) -> dict[int, float]:
+    """Return the log-probabilities, by id, of the ``most`` likeliest tokens and of ``token``."""
     ids, values = likeliest[: len(likeliest) // 2], likeliest[len(likeliest) // 2 :]
     entry = dict(zip(map(int, ids[:most]), values))
     entry.setdefault(token, own[0])
     return entry
 
 
-def note(
+def explain_tokens(
     raw_BJV: Tensor,
     rows: abc.Sequence[Sequence],
     decisions: abc.Sequence[Decision],
     before: abc.Sequence[int],
-    index: Callable[[list[int]], Tensor],
+    put: Callable[[list[int]], Tensor],
 ) -> None:
-    """Record the log-probabilities and explanations that rows asked for, for the tokens just emitted: those from number
-    ``before[b]`` on.
+    """Record the log-probabilities and explanations that rows asked for, for the tokens just emitted.
 
     Args:
         raw_BJV: the logits, as the target gave them.
-        index: puts numbers on the logits' device, which is asked for all rows at once.
+        before: for each row, the number of its first new token.
+        put: puts numbers on the logits' device (called once, for all rows).
     """
     watched = [b for b, row in enumerate(rows) if row.params.logprobs is not None or row.params.explain]
     if not watched:
         return
-    numbers, at, tokens = list[int](), list[int](), list[Token]()
+    # Gather the new tokens of these rows, and the place in the block that each follows.
+    numbers, places, tokens = list[int](), list[int](), list[Token]()
     for b in watched:
         new = rows[b].provenance[before[b] :]
         numbers += [b] * len(new)
-        at += [0, *(node + 1 for node in decisions[b].path)][: len(new)]  # the place that each token follows
+        places += [0, *(node + 1 for node in decisions[b].path)][: len(new)]
         tokens += new
     ids = [token.id for token in tokens]
     choices = [token.id if token.target_choice is None else token.target_choice for token in tokens]
-    b_N, at_N, id_N, choice_N = index([*numbers, *at, *ids, *choices]).view(4, -1)
-    log_NV = raw_BJV[b_N, at_N].log_softmax(-1)
+    b_N, place_N, id_N, choice_N = put([*numbers, *places, *ids, *choices]).view(4, -1)
+    # Compute: log-probability, probability, the choice's probability and the entropy (in nats) at each.
+    log_NV = raw_BJV[b_N, place_N].log_softmax(-1)
     probs_NV = log_NV.exp()
     entropy_N = -(probs_NV * log_NV.clamp_min(torch.finfo(log_NV.dtype).min)).sum(-1)  # 0 * -inf is 0 here
     both_N2 = torch.stack([id_N, choice_N], 1)
     own_N4 = torch.cat([log_NV.gather(1, id_N[:, None]), probs_NV.gather(1, both_N2), entropy_N[:, None]], 1)
-    most = max(rows[b].params.logprobs or 0 for b in watched)
-    found = iter(_listed(log_NV, own_N4, most))
+    found = iter(_read(log_NV, own_N4, max(rows[b].params.logprobs or 0 for b in watched)))
+    # Record them, row by row.
     for b in watched:
         row, entries, explained = rows[b], [], []
         for token in row.provenance[before[b] :]:

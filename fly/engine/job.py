@@ -1,5 +1,4 @@
-"""A job: the requests of one call, and the news that the engine's thread reports to it. Knows nothing of models or
-HTTP."""
+"""A job: the requests of one call, and the news of them from the engine's thread. Knows nothing of models or HTTP."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ __all__ = ["Entry", "Job", "News", "Request", "outputs_of", "read_along"]
 class News:
     """The result of a step for request number ``index`` of a job.
 
-    ``pieces`` are the new tokens, each with the text that became final with it; ``rest`` is the text that became final
-    only at the end. Both include the tags of thinking. ``drafts`` has the number of drafted and of kept tokens for each
-    round with a draft. Once the request is over, ``output`` is its result, or ``error`` says why it failed.
+    ``pieces`` are the new tokens, each with the text that became final with it; ``rest`` is text that became final only
+    at the end. Both include the tags of thinking. ``drafts`` has the numbers of drafted and of kept tokens of each
+    round with a draft. Once the request is over, ``output`` is its result, or ``error`` is what ended it.
     """
 
     index: int
@@ -43,8 +42,8 @@ class News:
 
 @dataclass(eq=False)
 class Request:
-    """A row with its text. ``text`` decodes tokens as they come, for requests that are ``streamed`` or have a stop
-    string. ``thinking`` describes the reasoning that the text may begin with."""
+    """A row with its text. ``text`` decodes tokens as they come, if the request is ``streamed`` or has a stop string.
+    ``thinking`` describes the reasoning that the text may begin with."""
 
     row: Sequence
     tokenizer: Tokenizer | None = None
@@ -61,7 +60,7 @@ class Request:
         return self.text.stopped
 
     def news(self, index: int, tokens: list[Token]) -> News | None:
-        """Return the news of these ``tokens`` or of the end of the request; None if it is not ``streamed``."""
+        """Return the news of these ``tokens`` and of the request's end; None if it is not ``streamed``."""
         texts, self._texts = self._texts, []
         if not self.streamed:
             return None
@@ -74,12 +73,12 @@ class Request:
         if over and row.error is None:
             try:
                 output = self.output()
-            except Exception as error:  # raised by its policy, whose guarantee the output states
+            except Exception as error:  # from its policy, which is asked for its guarantee
                 row.error = error
         return News(index, list(zip(tokens, texts)), logprobs, drafts, rest, output, row.error)
 
     def output(self) -> Output:
-        """Return its output, without the ``others`` of the same prompt."""
+        """Return the request's output, without the ``others`` of the same prompt."""
         row = self.row
         ids = row.tokens[row.prompt_length :]
         if self.text is not None:
@@ -113,8 +112,8 @@ def read_along(
     thinking: Thinking | None = None,
     shown: abc.Iterable[str] = (),
 ) -> TextStream | None:
-    """Return a stream that decodes a new row's text while it grows; None if decoding at the end is enough. ``shown``
-    lists control tokens that belong to the text."""
+    """Return a stream that decodes a new row's text as it grows; None if decoding at the end is enough. ``shown`` are
+    control tokens that belong to the text."""
     params = row.params
     if tokenizer is None or not (streamed or thinking or params.stop or shown or not params.skip_special_tokens):
         return None
@@ -140,13 +139,13 @@ Entry = list[News] | BaseException
 class Job:
     """The requests of one call. One thread or one coroutine waits for them (``Worker.submit``).
 
-    ``queue`` gets the news of ``streamed`` requests: an entry for each step if the job is ``stepwise``, else one when
-    all are over or one has failed. An error of the engine itself is an entry too. ``admitted``, ``note`` and
+    ``queue`` gets the news of ``streamed`` requests: an entry for each step if the job is ``stepwise``, else one entry
+    when all are over or one has failed. An error of the engine itself is an entry too. ``admitted``, ``note`` and
     ``cancelled`` run on the engine's thread; a subclass may measure times there.
 
     Args:
         requests: new requests, which no worker has got before.
-        stepwise: whether each step that did something for the job makes an entry; the first step always does.
+        stepwise: whether each step that did something for the job makes an entry, and the first step in any case.
         loop: the event loop that awaits ``queue`` (an ``asyncio.Queue``); None if a thread waits for it.
     """
 

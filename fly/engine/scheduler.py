@@ -4,11 +4,11 @@ Requests join and leave between steps. A request that decodes takes part in ever
 a step, in chunks. If the caches run out of pages, the request that is served last is *preempted*: it frees its pages,
 waits, and later goes on from the tokens it has.
 
-Clients share the engine. Among requests of equal priority, the next to join belongs to the client with the fewest
-running rows (among equals, to the one that was served the fewest tokens). The first to be preempted is the latest
-request of the client with the most running rows. A client is also preempted if it has two rows more than a waiting one.
-So each client gets an equal part of the rows, and none can make another wait by asking for much. A new client's count
-of served tokens starts at the lowest count of the others (a virtual token counter: Sheng et al., arXiv 2401.00588).
+Clients share the engine equally, and none can make another wait by asking for much. Among requests of equal priority,
+the next to join belongs to the client with the fewest running rows (among equals, to the one that was served the fewest
+tokens). The first to be preempted is the latest request of the client with the most running rows. A client also loses a
+row to a waiting client that has at least two rows fewer. A new client's count of served tokens starts at the lowest
+count of the others (a virtual token counter: Sheng et al., arXiv 2401.00588).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fly.runtime.request import Sequence, Token
 __all__ = ["Scheduler"]
 
 _LOGITS = 2**25  # the most logits of scored prompts at a time: 128 MiB, and as much again to normalise them
-# A step reads at least so many prompt tokens, and at least one part in so many of its tokens, however many rows decode.
+# A step reads at least 32 prompt tokens, and at least an eighth of its tokens, however many rows decode.
 _LEAST_CHUNK, _LEAST_PART = 32, 8
 
 
@@ -45,7 +45,7 @@ class _Step:
 class _Client:
     """A client with requests here: its running rows, and its waiting ones in order."""
 
-    served: int  # tokens that were fed or emitted for it, beyond the count that it started from
+    served: int  # tokens that were fed or emitted for it, and the count that it started from
     rows: int = 0
     waiting: list[Sequence] = field(default_factory=list)
 
@@ -57,11 +57,11 @@ class Scheduler:
         engine: the target with its draft strategy.
         max_rows: the most requests in one step.
         step_tokens: about how many tokens one step feeds to the target. Requests that decode are always fed, and
-            prompts get the others. A smaller number keeps the time between tokens even while long prompts are read.
+            prompts get the rest. With a smaller number, tokens come more evenly while long prompts are read.
         failed: called with each error of a step before it is handled; it raises errors that concern all requests.
 
     A request is a ``Sequence``. It is over when its ``finish_reason`` is set; if that is ``"error"``, its ``error``
-    says why. An error of one request (for example of its policy) ends that request alone.
+    is what ended it. An error of one request (for example in its policy) ends that request alone.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class Scheduler:
         self._clients: dict[str, _Client] = {}  # clients with requests here
         self._stopped: dict[int, Callable[[Sequence, int], bool]] = {}
         self._reported: dict[int, int] = {}  # tokens of each row that a step has returned
-        self._arrivals: dict[int, int] = {}  # the order of arrival; ids differ between ranks, this does not
+        self._arrivals: dict[int, int] = {}  # the order of arrival, the same on all ranks, as ids are not
         # The most prompt tokens scored in one step: their logits must fit into memory, and each row needs one token.
         self._scores = max(max_rows, _LOGITS // engine.runner.executor.config.vocab_size)
         self._count = itertools.count()
         self._stepping = False
-        self._stuck: Sequence | None = None  # did not fit when it was last tried, and no pages were freed since
+        self._stuck: Sequence | None = None  # a row that did not fit, while no pages were freed since
 
     def __bool__(self) -> bool:
         """Whether any request is unfinished."""
@@ -92,11 +92,11 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Sequence]:
-        """Waiting requests: client by client, each client's in order."""
+        """The waiting requests, client by client, each client's in order."""
         return [row for client in self._clients.values() for row in client.waiting]
 
     def allocators(self) -> list[BlockAllocator]:
-        """The allocators of all caches, the target's first."""
+        """Return the allocators of all caches, the target's first."""
         return [allocator for allocator, _, _ in self._allocators()]
 
     def check(self, row: Sequence) -> None:
@@ -133,7 +133,7 @@ class Scheduler:
 
     def step(self) -> dict[int, list[Token]]:
         """Take one step of the engine. Return new tokens by row ``id``, for rows that got some or ended."""
-        # Plan: who joins, and what the step feeds. Preempt rows until it fits.
+        # Plan who joins, and what the step feeds. Preempt rows until it fits.
         self._admit()
         step = self._plan()
         while len(self.running) > 1 and not self._has_room(step):
@@ -167,11 +167,12 @@ class Scheduler:
         return found
 
     def _run(self, step: _Step) -> None:
+        """Run a step. If it fails, run each request alone: an error then ends the request that caused it."""
         try:
             self.engine.step(step.rows, self._stop if self._stopped else None, step.prefill, self.seconds)
         except Exception as error:
             self._failed(error)
-            # The failed step changed nothing, so running each request alone shows whose error it is.
+            # The failed step changed nothing, so it can be taken again in parts.
             alone = [_Step([row]) for row in step.rows] + [_Step([], [part]) for part in step.prefill]
             if len(alone) > 1:
                 if not isinstance(error, OutOfBlocks):
@@ -196,11 +197,11 @@ class Scheduler:
         return bool(row.finish_reason) or row not in self.running
 
     def _order(self, row: Sequence) -> tuple[int, int]:
-        """The order of one client's requests: by priority, then by arrival."""
+        """Return the sort key of one client's requests: priority, then arrival."""
         return row.priority, self._arrivals[row.id]
 
     def _in_turn(self) -> Iterator[Sequence]:
-        """Yield waiting requests in the order in which they join. Who is next depends on who has joined by then."""
+        """Yield waiting requests in the order in which they join. The next one depends on who has joined by then."""
         queues = {name: client.waiting[::-1] for name, client in self._clients.items() if client.waiting}
 
         def turn(name: str) -> tuple[int, int, int, int]:
@@ -215,11 +216,11 @@ class Scheduler:
             yield row
 
     def _last(self) -> Sequence:
-        """The running request that is preempted first."""
+        """Return the running request that is preempted first."""
         return max(self.running, key=lambda row: (row.priority, self._clients[row.client].rows, self._arrivals[row.id]))
 
     def _makes_room(self, row: Sequence) -> Sequence | None:
-        """The running request to preempt in favour of ``row``, if any."""
+        """Return the running request to preempt in favour of ``row``, if there is one."""
         if not self.running:
             return None
         last = self._last()
@@ -240,7 +241,7 @@ class Scheduler:
         if not client.rows and not client.waiting:
             del self._clients[row.client]
         self.engine.release(row)
-        if row.matcher is not None:  # close it now: an error's traceback may keep the row alive for long
+        if row.matcher is not None:  # closed now, because an error's traceback may keep the row alive for long
             row.matcher.close()
             row.matcher = None
         self._stopped.pop(row.id, None)
@@ -291,14 +292,14 @@ class Scheduler:
                 filling.add(self._next_page(row))
 
     def _next_page(self, row: Sequence) -> object:
-        """A key of the next page of ``row``: equal for rows that could share the page, else the row's id."""
+        """Return a key of the next page of ``row``: equal for rows that could share the page, else the row's id."""
         allocator = self.engine.runner.cache.allocator
         return (
             self.engine.runner.share and allocator.next_key(row.id, row.tokens[: row.shareable], row.params.cache_salt)
         ) or row.id
 
     def _unfed(self, row: Sequence) -> int:
-        """The number of tokens of ``row`` to feed before it decodes: its prompt, or its text after a preemption. The
+        """Return how many tokens of ``row`` to feed before it decodes: its prompt, or its text after a preemption. The
         last token of a text is fed when the row decodes, or never if the row only scores its prompt."""
         pending = self.engine.runner.pending(row)
         return pending - 1 if row.generated or not row.params.max_tokens else pending
@@ -306,7 +307,7 @@ class Scheduler:
     def _plan(self) -> _Step:
         """Plan a step: all rows that decode, and chunks of prompts for the other tokens. Each client gets an equal
         share, which its prompts share equally, so that long prompts do not hold up short ones."""
-        # Rows that decode come first. ``filling`` has the others, with their tokens to feed.
+        # Rows that decode come first. ``filling`` has the others by client, with the number of their tokens to feed.
         step, filling, left = _Step(), dict[str, dict[Sequence, int]](), self.step_tokens
         for row in self.running:
             if unfed := self._unfed(row):
@@ -314,12 +315,10 @@ class Scheduler:
             else:
                 step.rows.append(row)
                 left -= 1 + self._drafted(row)
-        # Divide what is left of the step among the prompts, and the places to score among those that are scored.
+        # Divide the other tokens of the step among the prompts, and the places to score among the scored prompts.
         left = max(left, _LEAST_CHUNK, self.step_tokens // _LEAST_PART)
         shares = _shared(left, {name: sum(prompts.values()) for name, prompts in filling.items()})
-        wanted = {
-            name: sum(len(self._scored(*prompt)) for prompt in prompts.items()) for name, prompts in filling.items()
-        }
+        wanted = {name: sum(len(self._scored(*each)) for each in prompts.items()) for name, prompts in filling.items()}
         scores = _shared(self._scores, wanted)
         for name, prompts in filling.items():
             for row, taken in _shared(shares[name], prompts).items():
@@ -334,34 +333,29 @@ class Scheduler:
         return step
 
     def _scored(self, row: Sequence, taken: int) -> range:
-        """The prompt tokens of ``row`` that are scored when ``taken`` more are fed."""
+        """Return which prompt tokens of ``row`` are scored when ``taken`` more tokens are fed."""
         return row.scored(len(row.tokens) - self.engine.runner.pending(row), taken)
 
     def _may_join(self, row: Sequence) -> bool:
-        """Whether there is room for the next round of ``row`` and all running rows, and one page more for each running
-        row, so that the newcomer is not preempted at once."""
+        """Whether there is room for the next round of ``row`` and all running rows, and for one more page for each
+        running row, so that the newcomer is not preempted at once."""
         return len(self.running) < self.max_rows and self._has_room(_Step([*self.running, row]), len(self.running))
 
     def _has_room(self, step: _Step, slack: int = 0) -> bool:
         """Whether every cache has the pages for ``step``, and ``slack`` pages more."""
-        runner = self.engine.runner
+        ends = []
+        for row in step.rows:
+            ahead = self._drafted(row)
+            ends.append((row, len(row.tokens) + ahead + (self._spare if ahead else 0)))
+        ends += [(row, len(row.tokens) - self.engine.runner.pending(row) + taken) for row, taken in step.prefill]
         for allocator, most, drafts in self._allocators():
-            needed = slack
-            for row in step.rows:
-                if drafts and not row.k:
-                    continue
-                ahead = self._drafted(row)
-                end = len(row.tokens) + ahead + (self._spare if ahead else 0)
-                needed += allocator.missing(row.id, min(end, most))
-            for row, taken in step.prefill:
-                end = len(row.tokens) - runner.pending(row) + taken
-                needed += 0 if drafts and not row.k else allocator.missing(row.id, min(end, most))
-            if needed > allocator.num_free:
+            stored = [(row.id, min(end, most)) for row, end in ends if row.k or not drafts]
+            if slack + sum(allocator.missing(*each) for each in stored) > allocator.num_free:
                 return False
         return True
 
     def _drafted(self, row: Sequence) -> int:
-        """The most tokens that may be drafted for ``row`` in its next round."""
+        """Return the most tokens that may be drafted for ``row`` in its next round."""
         return max(0, min(row.k, self.engine.left(row) - 1)) if self.engine.strategy is not None else 0
 
     @property
@@ -369,7 +363,7 @@ class Scheduler:
         return 0 if self.engine.strategy is None else self.engine.strategy.spare
 
     def _allocators(self) -> abc.Sequence[tuple[BlockAllocator, int, bool]]:
-        """For each cache its allocator, the most tokens that a row stores there, and whether it is a drafter's."""
+        """Return, for each cache, its allocator, the most tokens of a row in it, and whether it is a drafter's."""
         own = self.engine.runner.cache.allocator, self.engine.context + self._spare, False
         drafters = self.engine.setup.drafters
         return [own, *((drafter.allocator, drafter.context + self._spare, True) for drafter in drafters)]
@@ -379,8 +373,8 @@ _Wants = TypeVar("_Wants", bound=abc.Hashable)
 
 
 def _shared(amount: int, wanted: dict[_Wants, int]) -> dict[_Wants, int]:
-    """Divide ``amount`` into equal parts, none larger than wanted; what one does not want goes to the others. Parts are
-    rounded up, so with fewer tokens than parts the first ones get one token each."""
+    """Divide ``amount`` into equal parts, none larger than wanted; the rest goes to the others. Parts are rounded up,
+    so with fewer tokens than parts the first parts get one token each."""
     parts = {}
     for number, (who, most) in enumerate(sorted(wanted.items(), key=lambda entry: entry[1])):
         parts[who] = min(most, -(-amount // (len(wanted) - number)))

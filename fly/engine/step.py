@@ -1,15 +1,15 @@
 """The step: propose, verify in one forward, decide, commit. Knows nothing of HTTP, files, tokenizers or backends.
 
-The scheduler calls ``Engine.step`` again and again, always on one thread. A step first tries to take several rounds in
-one call of the executor (``_take_rounds``). If that is impossible, it takes one round here (``_take_round``). An error
-anywhere leaves rows and caches as they were before the round. Another thread ends a call of several rounds early, after
-the round that is running, by ``hurry``.
+The scheduler calls ``Engine.step`` again and again, always on one thread. If the executor can, a step takes several
+rounds in one call (``_take_several``); otherwise it takes one round here (``_take_round``). An error anywhere leaves
+rows and caches as they were before the round. Another thread ends a call of several rounds early by ``hurry``: no
+further round begins.
+
+Prefill, plain decoding and verification are the same step: a row feeds the tokens that are not cached yet, then its
+draft. Prefill is an empty draft over many new tokens, autoregression an empty draft over one
+(docs/explanation/step.md).
 
 Shape legend: B rows, K longest draft, J positions of a row (K+1), P prompt tokens, V vocabulary.
-
-Prefill, plain decoding and verification are the same step: a row feeds whatever it has that is not cached yet,
-then its draft. Prefill is an empty draft over many new tokens, autoregression an empty draft over one
-(docs/explanation/step.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from fly.drafts.base import DraftSetup, DraftStrategy
 from fly.drafts.limits import check_draft
 from fly.drafts.translate import TranslatingSetup
-from fly.engine.account import OnToken, apply, logprobs, note
+from fly.engine.account import OnToken, apply, explain_tokens, logprobs
 from fly.runtime.executor import OpenBlocks, Spent
 from fly.runtime.request import Sequence, Token
 from fly.runtime.runner import Runner
@@ -64,15 +64,15 @@ class Engine:
     ) -> list[list[Token]]:
         """Take every row through one round, which emits between 1 and K+1 tokens per row. Return the tokens of each.
 
-        If the executor takes several rounds in one call, rows go through several, until ``stretch`` is over or one of
-        them ends. The tokens are the same. Calls made to a policy or to ``stopped`` before an error are not undone.
+        If the executor can take several rounds in one call, rows go through several, until ``stretch`` is over or one
+        of them ends. The tokens are the same. Calls made to a policy or to ``stopped`` before an error are not undone.
 
         Args:
             stopped: gets every emitted token in order, and may end the row there (stop strings).
             prefill: other rows whose prompts are read in chunks, each with the number of its tokens to cache now (at
                 most all but the last). They emit nothing in this step. A row with ``max_tokens`` 0 ends when its prompt
                 is scored.
-            seconds: replaces ``stretch``, if it is less.
+            seconds: replaces ``stretch`` if it is less.
 
         Rows that end get their ``finish_reason`` and keep their cache until ``release``.
 
@@ -89,7 +89,7 @@ class Engine:
             strategy.prefill([(row, len(runner.begin(row)) + n) for row, n in prefill])
         try:
             # Prompts, and rows that need something between two rounds, take one round at a time.
-            if prefill or any(prompts) or not self._take_rounds(rows, stopped, seconds):
+            if prefill or any(prompts) or not self._take_several(rows, stopped, seconds):
                 self._take_round(rows, stopped, prefill, prompts)
         finally:
             # Commit: the emitted tokens are the truth. All caches roll back to them, also after an error.
@@ -110,7 +110,7 @@ class Engine:
         draft = self._propose(rows, prompts)
         # Verify: one forward of the target over the last tokens and the drafts scores K + 1 places of each row.
         target, raw_BJV = self.runner.score(rows, draft, prefill, _score_prompt)
-        # Decide: each row's rule keeps a path of its draft, and the target adds one token of its own.
+        # Decide: each row's rule keeps a path of its draft, and one token of the target follows.
         decisions = self.runner.judge(rows, target, draft, self.strategy)
         for row, decision in zip(rows, decisions):
             if row.matcher is not None:
@@ -121,14 +121,15 @@ class Engine:
         before = [len(row.provenance) for row in rows]
         for row, decision, prompt in zip(rows, decisions, prompts):
             apply(row, [decision], self.left(row), stopped, prompt)
-        note(raw_BJV, rows, decisions, before, self.runner.executor.numbers)
+        explain_tokens(raw_BJV, rows, decisions, before, self.runner.executor.numbers)
         for row, _ in prefill:
             if not row.params.max_tokens and not row.scores:
                 row.finish_reason = "length"  # nothing but its prompt was asked for
 
     def _propose(self, rows: abc.Sequence[Sequence], prompts: list[bool]) -> Draft:
+        """Ask the strategy for each row's draft, and check it."""
         # A forward over a prompt gets no draft, so that its first token comes soon. A round emits one token beyond its
-        # draft, so a row gets at most one drafted token fewer than it may still emit.
+        # draft, so at most one token fewer is drafted for a row than it may still emit.
         max_len = [0 if prompt else min(row.k, self.left(row) - 1) for row, prompt in zip(rows, prompts)]
         if self.strategy is None or not any(max_len):
             return Draft.empty(len(rows), self.runner.executor.device)
@@ -139,42 +140,21 @@ class Engine:
         check_draft(draft, max_len, self.runner.executor.config.vocab_size, name)
         return draft
 
-    def left(self, row: Sequence) -> int:
-        """How many tokens ``row`` may still emit, by its ``max_tokens`` and the target's context."""
-        return min(row.params.max_tokens - row.generated, self.context - len(row.tokens))
-
-    def hurry(self, now: bool) -> None:
-        """Let every step, also the running one, end after one round, because another thread waits (``now``), or not any
-        more. May be called from any thread."""
-        self._hurry[0] = now
-
-    def enter_thread(self) -> None:
-        """Called once on the thread that will take all steps, before the first."""
-        executor = self.runner.executor
-        beside = [drafter.executor for drafter in self.setup.drafters]
-        if self.setup.only_ours and all(each is not None and each.own_threads for each in (executor, *beside)):
-            executor.enter_thread()
-
-    def release(self, row: Sequence) -> None:
-        """Free everything ``row`` holds, in the target's cache and the strategy's."""
-        self.runner.release(row)
-        if self.strategy is not None:
-            self.strategy.release(row)
-
-    def _take_rounds(self, rows: abc.Sequence[Sequence], stopped: OnToken | None, seconds: float) -> bool:
+    def _take_several(self, rows: abc.Sequence[Sequence], stopped: OnToken | None, seconds: float) -> bool:
         """Take the rows through several rounds in one call of the executor. Return False, with nothing changed, if the
-        executor does not take them or the strategy must be asked before each round."""
+        executor cannot do that for these rows, or if the strategy must be asked before each round."""
         runner, drafting = self.runner, None
         if not rows or not self.stretch or not runner.executor.takes(rows):
             return False
         if self.strategy is not None and (drafting := self.strategy.continuation(rows)) is None:
             return False
         left = [self.left(row) for row in rows]
-        # Plan: plain values, and room in the caches. Run: the executor proposes, verifies and decides, again and again,
-        # until a limit of the plan is reached or a block needs its rule in Python. Then the rows grow by its decisions.
+        # Plan: describe the rows by plain values, and reserve room in the caches. Run: the executor proposes, verifies
+        # and decides, again and again, until a limit of the plan is reached or a block needs its rule in Python.
         plan = runner.plan(rows, left, drafting, min(self.stretch, seconds), self._hurry)
         if plan is None or (ran := runner.executor.rounds(plan)) is None:
             return False
+        # Emit: the rows grow by the decisions of all rounds.
         runner.note_rounds(rows, drafting, plan, ran)
         for row, decisions in zip(rows, ran.decisions):
             apply(row, decisions, self.left(row), stopped)
@@ -190,7 +170,7 @@ class Engine:
         return True
 
     def _decide_open(self, rows: abc.Sequence[Sequence], blocks: OpenBlocks, stopped: OnToken | None) -> None:
-        """Decide the blocks that the executor left open, except those of rows that have ended meanwhile."""
+        """Decide the blocks that the executor left open, unless their rows have ended since."""
         going = [i for i, b in enumerate(blocks.rows) if not rows[b].finish_reason]
         if not going:
             return
@@ -199,6 +179,28 @@ class Engine:
         target = self.runner.view(own, blocks.logits_BJV, blocks.choices)
         for row, decision in zip(own, self.runner.judge(own, target, blocks.draft, self.strategy)):
             apply(row, [decision], self.left(row), stopped)
+
+    def left(self, row: Sequence) -> int:
+        """How many tokens ``row`` may still emit, by its ``max_tokens`` and the target's context."""
+        return min(row.params.max_tokens - row.generated, self.context - len(row.tokens))
+
+    def hurry(self, now: bool) -> None:
+        """Let every step, also the running one, end after one round, because another thread waits; ``now`` False ends
+        that. May be called from any thread."""
+        self._hurry[0] = now
+
+    def enter_thread(self) -> None:
+        """Prepare the calling thread, which will take all steps. Called once, before the first."""
+        executor = self.runner.executor
+        beside = [drafter.executor for drafter in self.setup.drafters]
+        if self.setup.only_ours and all(each is not None and each.own_threads for each in (executor, *beside)):
+            executor.enter_thread()
+
+    def release(self, row: Sequence) -> None:
+        """Free everything ``row`` holds, in the target's cache and the strategy's."""
+        self.runner.release(row)
+        if self.strategy is not None:
+            self.strategy.release(row)
 
 
 def _score_prompt(row: Sequence, scored: range, logits_PV: Tensor) -> None:

@@ -30,16 +30,16 @@ class _Pieces:
 
     @property
     def stats(self) -> Stats:
-        """Counts of the tokens generated so far, whether they were read or not."""
+        """The counts of all tokens generated so far, read or not."""
         return self._row.stats
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended, None while it has not."""
+        """Why the completion ended; None while it goes on."""
         return self._row.finish_reason
 
     def _ask(self) -> bool:
-        """Ask for the next entry. Return False if there is none; raise the error that ended the request."""
+        """Ask for the next entry. Return False if there is none. Raises the error that ended the request."""
         if self._over:
             error, self._error = self._error, None
             if error is not None:
@@ -53,6 +53,7 @@ class _Pieces:
         return True
 
     def _take(self, entry: Entry) -> None:
+        """Make pieces of an entry's news."""
         self._taken += 1
         if isinstance(entry, BaseException):
             self._over, self._error = True, entry
@@ -68,12 +69,13 @@ class _Pieces:
                     self._give(found or [("text", "")] if self._held else found)
 
     def _give(self, found: list[tuple[Kind, str]]) -> None:
-        """Make text that became final ready to be read. Its first piece takes the tokens that were held back."""
+        """Make final text ready to be read. Its first piece takes the tokens that were held back."""
         for kind, text in found:
             self._ready.append(Piece(text, self._held, kind))
             self._held = ()
 
     def _leave(self, wait: bool = False) -> None:
+        """End the request if it is running, and forget what was not read."""
         going, self._over, self._error = self._begun and not self._over, True, None
         self._ready.clear()
         if going:
@@ -84,7 +86,8 @@ class _Pieces:
 
 
 class Stream(_Pieces, Iterator[Piece]):
-    """A completion being streamed. ``close`` ends the request and frees its cache; so does dropping the stream."""
+    """A completion being streamed to a thread. ``close`` ends the request and frees its cache; so does dropping the
+    stream."""
 
     def __next__(self) -> Piece:
         while not self._ready:
@@ -106,7 +109,8 @@ class Stream(_Pieces, Iterator[Piece]):
 
 
 class AsyncStream(_Pieces, AsyncIterator[Piece]):
-    """As ``Stream``, for ``async for``. Cancelling a task that waits for a piece ends the request too."""
+    """A completion being streamed to a coroutine (``async for``). Cancelling a task that waits for a piece ends the
+    request too."""
 
     async def __anext__(self) -> Piece:
         if not self._begun:

@@ -1,12 +1,12 @@
 """The thread that owns an engine. Calls from any thread or event loop join its batch. Knows nothing of HTTP or files.
 
-Jobs and cancellations go to the thread through an inbox; results come back through each job's queue. The thread sleeps
-while there is nothing to do. It then refers to nothing but its inbox, so that an unused engine is freed.
+Jobs and cancellations go to the thread through an inbox, and results come back through each job's queue. The thread
+sleeps while there is nothing to do. It then refers to nothing but its inbox, so that an unused engine is freed.
 
-If a model is divided among ranks, each rank has such a thread, which makes all collectives. Before every step the first
-rank announces which jobs it admits and cancels, and the others do the same. There are two ways to call ranks. All ranks
-make the same calls: then jobs are known by number, and a step is taken only while a call waits for one, so that
-collectives of the caller's own are in order. Or only the first rank is called (``lead``), and the others ``follow``.
+If ranks share a model, each has such a thread, which makes all collectives. Before every step the first rank announces
+which jobs it admits and cancels, and the others do the same. There are two ways to call ranks. Either all ranks make
+the same calls: then jobs are known by number, and a step is taken only while a call waits for one, so that the caller's
+own collectives stay in order. Or only the first rank is called (``lead``), and the others ``follow``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Group(Protocol):
 
     def share(self, value: Any, wait: bool = False) -> Any: ...
 
-    def agree(self, said: object = None) -> None: ...
+    def agree(self, value: object = None, /) -> None: ...
 
     def await_blame(self, error: BaseException) -> None: ...
 
@@ -58,7 +58,7 @@ class Group(Protocol):
 @dataclass(frozen=True)
 class Load:
     """How full an engine is: the numbers of running and waiting rows, the fraction of pages in use in each cache (the
-    target's first), and the number of requests ``taken`` in since the start."""
+    target's first), and the number of requests that were ``taken`` in since the start."""
 
     running: int = 0
     waiting: int = 0
@@ -88,9 +88,9 @@ class Worker:
         group: the ranks that share the model; None is this process alone.
 
     ``submit``, ``cancel``, ``fail`` and ``close`` may be called from any thread. ``load`` is the load after the last
-    turn, ``submitted`` counts requests, ``jobs`` are the unfinished jobs, and ``failure`` is the reason why no more are
-    taken. ``watch`` is called on the worker's thread after every step. While a stream is open, a step begins no further
-    round after ``interval`` seconds, so that its reader gets tokens soon.
+    turn, ``submitted`` counts requests, ``jobs`` are the unfinished jobs, and ``failure`` is why it takes no more jobs.
+    ``watch`` is called on the worker's thread after every step. While a stream is open, a step begins no further round
+    after ``interval`` seconds, so that its reader gets tokens soon.
     """
 
     def __init__(self, scheduler: Scheduler, group: Group | None = None) -> None:
@@ -137,7 +137,7 @@ class Worker:
             self._send(job)
 
     def cancel(self, job: Job, wait: bool = False) -> None:
-        """End a job; its pages are free after the current round. ``wait`` returns only then."""
+        """End a job. Its pages are free after the current round; with ``wait``, this returns only then."""
         with self._lock:
             if job not in self.jobs:
                 return
@@ -146,7 +146,7 @@ class Worker:
             job.gone.get()
 
     def want(self, job: Job, taken: int) -> None:
-        """Say that a call has got ``taken`` entries of ``job`` and waits for the next. Ranks that make the same calls
+        """Note that a call has got ``taken`` entries of ``job`` and waits for the next. Ranks that make the same calls
         take steps only then."""
         if self._alike:
             self._inbox.put(_Want(job, taken))
@@ -162,7 +162,7 @@ class Worker:
         job.check(entry)
 
     async def arun(self, job: Job) -> None:
-        """As ``run``, in a coroutine; the job has its ``loop``."""
+        """Do the same in a coroutine, whose ``loop`` the job has."""
         try:
             self.submit(job)
             entry = await job.queue.get()
@@ -172,14 +172,14 @@ class Worker:
         job.check(entry)
 
     def lead(self) -> None:
-        """Called on the first rank: from now on only this rank is called, and the others ``follow``."""
+        """On the first rank: from now on only this rank is called, and the others ``follow``."""
         self._leads = True
         with self._lock:
             self._send(_WAKE)
 
     def follow(self, read: Callable[[Any], list[Request]]) -> None:
-        """Called on another rank: do what the first one does, until it is closed. ``read`` makes requests from the
-        values that describe a job. Raises an error of the engine."""
+        """On another rank: do what the first one does, until it is closed. ``read`` makes requests of the values that
+        describe a job. Raises an error of the engine."""
         job = Job([])
         self._read = read
         with self._lock:
@@ -190,7 +190,7 @@ class Worker:
             job.check(entry)
 
     def fail(self, error: BaseException) -> None:
-        """End all open jobs with ``error`` and take no more. Does not wait for the thread."""
+        """End all open jobs with ``error``, and take no more. Does not wait for the thread."""
         with self._lock:
             if self.failure is not None:
                 return
@@ -201,13 +201,13 @@ class Worker:
         self._deliver([(job, error) for job in lost])
 
     def close(self, patience: float | None = None) -> None:
-        """End the thread; waiting calls get ``Stopped``. Wait for the thread, ``patience`` seconds at most if given."""
+        """End the thread, and wait for it, at most ``patience`` seconds if given. Waiting calls get ``Stopped``."""
         self.fail(Stopped("the engine is closed"))
         if (thread := self._thread) is not None and thread is not threading.current_thread():
             thread.join(patience)
 
     def _send(self, item: Any) -> None:
-        """Put an item into the inbox and let the running step end soon. The caller holds the lock."""
+        """Put an item into the inbox, and let the running step end soon. The caller holds the lock."""
         if self._thread is None:
             self._start()
         self._inbox.put(item)
@@ -224,7 +224,7 @@ class Worker:
         self._thread.start()
 
     def _forked(self) -> None:
-        """Start anew in a child process, which does not have its parent's threads."""
+        """Start anew in a child process, which lacks its parent's threads."""
         lost, self.jobs = self.jobs, set()
         self._connect()
         if lost:
@@ -240,7 +240,7 @@ class Worker:
         return self._group is not None and not self._leads and self._read is None
 
     def _work(self, item: Any) -> bool:
-        """Take turns until there is nothing to do. Return whether the thread then waits for more."""
+        """Take turns until there is nothing to do. Return whether the thread then waits for more jobs."""
         sound = True
         try:
             if not self._entered:
@@ -307,7 +307,7 @@ class Worker:
 
     def _turn(self) -> None:
         """Admit new jobs, take a step, deliver the results."""
-        # Admit and cancel, the same jobs on all ranks.
+        # Admit and cancel the same jobs on all ranks.
         new, leaving = self._agreed()
         for job in new:
             self._admit(job)
@@ -318,7 +318,7 @@ class Worker:
             if job.key in self._open:
                 job.cancelled()
                 self._leave(job)
-        # Step. ``touched`` are the jobs that it did something for, in order.
+        # Take a step. ``touched`` are the jobs that it did something for, in order.
         touched = dict.fromkeys(new)
         if self.scheduler:
             # For an open stream the step is short, so that its reader gets tokens soon.
@@ -333,7 +333,7 @@ class Worker:
                     job.note(index, tokens)
                     touched[job] = None
             self.watch()
-        # Deliver: each job that is over, and each stepwise job that the step did something for, gets an entry.
+        # Deliver an entry to each job that is over, and to each stepwise job that the step did something for.
         over = [job for job in touched if job.key in self._open and (job.error is not None or not job.left)]
         for job in over:
             self._leave(job)
@@ -359,10 +359,10 @@ class Worker:
                 values = [(key, _plain(job) if self._leads else None) for key, job in new.items()]
                 self._group.share((values, list(leaving)), wait=True)
             return list(new.values()), list(leaving.values())
-        said = self._group.share(None, wait=True)
-        if said == _END:
+        shared = self._group.share(None, wait=True)
+        if shared == _END:
             raise Stopped("the engine is closed")
-        admitted, cancelled = said
+        admitted, cancelled = shared
         jobs = []
         for key, values in admitted:
             if self._read is not None:
@@ -435,7 +435,7 @@ def _plain(job: Job) -> Any:
 
 
 def _run(inbox: SimpleQueue[Any], known: weakref.ref[Worker], device: torch.device | None) -> None:
-    """Run the worker's thread. While it sleeps it refers to nothing but its inbox. None in the inbox means that the
+    """Run the worker's thread. While it sleeps, it refers to nothing but its inbox. None in the inbox means that the
     worker was garbage-collected."""
     if device is not None:
         torch.cuda.set_device(device)

@@ -1,7 +1,7 @@
 """Tasks, runs of them in many ways, and reports: what a rule gains and costs on your task."""
 
 from fly.eval.compare import Result, compare, decode
-from fly.eval.decode import Decoder, Finished
+from fly.eval.decoder import Decoder, Finished
 from fly.eval.plan import Plan
 from fly.eval.replay import Replay, replay
 from fly.eval.report import Report, report

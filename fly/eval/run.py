@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from fly.eval.decode import Decoder, Finished
+from fly.eval.decoder import Decoder, Finished
 from fly.eval.plan import Plan, Turn
 from fly.eval.records import Appender, Key, Records, read_records
 from fly.eval.scorers import Programs

@@ -1,6 +1,7 @@
-"""Pure tensor functions, one place per formula. Knows nothing of policies, models or caches."""
+"""Pure functions of tensors and token lists, one place per formula. Knows nothing of policies, models or caches."""
 
 from fly.ops.divergence import entropy, jensen_shannon, kl, total_variation
+from fly.ops.prefix import common_prefix
 from fly.ops.random import Stream, derive, derived, draw, uniforms
 from fly.ops.transfer import sent, upload
 from fly.ops.trees import depths, descend, first_branch, leaf_paths, tree_mask
@@ -10,6 +11,7 @@ __all__ = [
     "Stream",
     "Top",
     "argmax",
+    "common_prefix",
     "depths",
     "derive",
     "derived",

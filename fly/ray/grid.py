@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from fly.eval.decode import Decoder, Finished
+from fly.eval.decoder import Decoder, Finished
 from fly.eval.plan import Plan, Turn
 from fly.eval.records import Key
 from fly.llm import LLM

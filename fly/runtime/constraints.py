@@ -1,4 +1,4 @@
-"""What a request allows at each place of a draft: penalties, biases, bans and its form. Knows nothing of models.
+"""Penalties, biases, bans and forms: how a request changes logits at each place of a draft. Knows nothing of models.
 
 Shape legend: B rows, J positions of a row, V vocabulary.
 """
@@ -33,14 +33,14 @@ def constrain(
     parents: abc.Sequence[list[int]] | None = None,
     numbers: Numbers | None = None,
 ) -> Tensor:
-    """Logits after penalties, biases and bans (-inf) of each row, in this order; a copy if there are any.
+    """Return the logits after each row's penalties, biases and bans (-inf), in this order; a copy if there are any.
 
-    Last come the bans of a row's grammar, which are right at every place (``fly.runtime.structured.Matcher``).
+    Banned are stop tokens before ``min_tokens``, the last token of a bad sequence, and last of all the tokens that a
+    row's form does not allow (``fly.runtime.structured.Matcher``).
 
-    Position 0 of a row is the token after its last, position j + 1 the one after the drafted token j, with all on the
-    path to it counted in (``parents`` as in ``Draft``; None for chains). Banned are stop tokens before ``min_tokens``,
-    and the last token of a bad sequence. Positions beyond a row's draft are padding, and stay as they are. ``numbers``
-    puts whole numbers where the logits are (``Executor.numbers``).
+    Position 0 follows the row's last token, and position j + 1 the drafted token j with all tokens on the path to it
+    (``parents`` as in ``Draft``; None for chains). Positions beyond a row's draft are padding and stay as they are.
+    ``numbers`` puts whole numbers on the logits' device (``Executor.numbers``).
     """
     constrained, numbers = logits_BJV, numbers or partial(torch.as_tensor, device=logits_BJV.device)
     for b, (row, draft) in enumerate(zip(rows, drafts)):
@@ -65,7 +65,7 @@ def constrain(
 
 
 def _penalise(logits_V: Tensor, row: Sequence, text: list[int], numbers: Numbers) -> None:
-    """Apply what a request says about single tokens to the logits after ``text``, in place."""
+    """Apply a request's penalties, biases and bad words to the logits after ``text``, in place."""
     params = row.params
     counts = Counter(text)
     if params.repetition_penalty != 1:
@@ -76,7 +76,8 @@ def _penalise(logits_V: Tensor, row: Sequence, text: list[int], numbers: Numbers
         ids, times = numbers([*counts, *counts.values()]).chunk(2)
         logits_V[ids] -= params.frequency_penalty * times.to(logits_V.dtype) + params.presence_penalty
     if biases := params.logit_bias:
-        bits = struct.unpack(f"{len(biases)}q", struct.pack(f"{len(biases)}d", *biases.values()))  # as whole numbers
+        # Their bits travel as whole numbers, in one copy with the ids.
+        bits = struct.unpack(f"{len(biases)}q", struct.pack(f"{len(biases)}d", *biases.values()))
         ids, values = numbers([*biases, *bits]).chunk(2)
         logits_V[ids] += values.view(torch.float64).to(logits_V.dtype)
     if row.bad and (banned := row.bad.next(row.tokens[: row.prompt_length] + text)):

@@ -30,14 +30,14 @@ class Drafter(Protocol):
         """Whether its cache has pages for ``rooms[b]`` tokens of each row."""
 
     def after(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
-        """The batch of the tokens of ``rows`` that are not cached, with room for ``rooms[b]`` tokens of each row in
-        all. Raises ``OutOfBlocks`` and changes nothing if there is no room."""
+        """Make the batch of the tokens of ``rows`` that are not cached, with room for ``rooms[b]`` tokens of each row
+        in all. Raises ``OutOfBlocks`` and changes nothing if there is no room."""
 
     def given(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given | None:
-        """The target's hidden states before the tokens of that batch; None if it needs none."""
+        """Return the target's hidden states before the tokens of that batch; None if it needs none."""
 
     def drafted(self, row: Sequence, text: list[int]) -> None:
-        """Note that after the rounds ``text`` is cached of a row."""
+        """Note which tokens of a row are cached after the rounds."""
 
 
 class Continuation(NamedTuple):

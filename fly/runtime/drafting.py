@@ -61,7 +61,7 @@ class Batch:
 
 
 class Scores(NamedTuple):
-    """A model's output after some of a batch's tokens."""
+    """A model's output after some tokens of a batch."""
 
     logits_NV: Tensor  # float32
     argmax: list[int] | None = None  # the most likely tokens (below 0: NaN), if the backend found them
@@ -80,9 +80,11 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Growth:
-    """How a model grows a tree, level by level. Level 0 has the ``widths[0]`` most likely tokens after the row; level i
-    has the ``widths[i]`` most likely tokens after each followed token of level i - 1. The ``follow`` most likely tokens
-    of a level are followed, by the probability of their path. In the end the ``nodes`` most likely are proposed."""
+    """How a model grows a tree, level by level.
+
+    Level 0 has the ``widths[0]`` most likely tokens after the row. Level i has the ``widths[i]`` most likely tokens
+    after each followed token of level i - 1. A level's ``follow`` tokens with the most likely paths are followed. In
+    the end, the tree's ``nodes`` tokens with the most likely paths are proposed."""
 
     widths: tuple[int, ...]
     follow: int
@@ -90,14 +92,14 @@ class Growth:
 
     @staticmethod
     def even(depth: int, width: int, nodes: int) -> Growth:
-        """A growth of ``depth`` levels (fewer if there are fewer ``nodes``), all of one width."""
+        """Return a growth of ``depth`` levels (fewer if there are fewer ``nodes``), all of one width."""
         depth = min(depth, nodes)
         return Growth((width,) * depth, width, min(nodes, width + (depth - 1) * width * width))
 
     @property
     def spare(self) -> int:
-        """Slots that it needs in a cache beyond the row's tokens: for the tree in the target's, for the followed tokens
-        in the draft's."""
+        """Slots that it needs in a cache after the row's tokens: the target's for the tree, the draft's for the
+        followed tokens."""
         level, followed = 1, 0
         for width in self.widths[:-1]:
             level = min(level * width, self.follow)
@@ -110,12 +112,12 @@ class DraftSpec:
     """How a model drafts: a chain of its most likely or drawn tokens, up to the first that it is not sure of; or a
     ``tree`` of its most likely tokens, which does not stop early.
 
-    ``lookup`` changes no token. It guesses the next tokens by prompt lookup and feeds them in one forward; drafting
-    goes on from the first guess that is wrong.
+    ``lookup`` saves forwards and changes no token: the next tokens are guessed by prompt lookup and fed in one forward,
+    and drafting goes on from the first wrong guess.
     """
 
     confidence: float = 0.0  # stop after a token if the largest probability there was below this
-    # For each row: stop after a token if the product of the largest probabilities so far is below this. (): never stop.
+    # For each row: stop after a token if the product of the largest probabilities so far is below this. (): never.
     reach: tuple[float, ...] = ()
     lookup: Lookup | None = None
     says: bool = False  # whether to return the logits of greedy drafts too
@@ -123,7 +125,7 @@ class DraftSpec:
 
     @property
     def stops(self) -> bool:
-        """Whether a draft may stop before it has as many tokens as asked."""
+        """Whether a draft may stop before it has as many tokens as it may have."""
         return self.confidence > 0 or any(self.reach)
 
 
@@ -145,16 +147,16 @@ class Certainty:
     """Decides when a model stops drafting for a row."""
 
     spec: DraftSpec
-    least: float  # stop when the estimated chance that all tokens so far are kept is below this
+    least: float  # stop once the estimated chance that all tokens so far are kept is below this
     reached: float = 1.0
 
     @property
     def asks(self) -> bool:
-        """Whether it may stop at all."""
+        """Whether the draft may stop early."""
         return self.least > 0 or self.spec.confidence > 0
 
     def after(self, probs_NV: Tensor) -> list[bool]:
-        """Whether to go on after each of the next N tokens, given the distribution of each."""
+        """Return whether to go on after each of the next N tokens, by their distributions."""
         peak_N = probs_NV.amax(-1)
         reached_N = self.reached * peak_N.cumprod(0)
         self.reached = float(reached_N[-1])
@@ -172,7 +174,7 @@ class DraftStart(NamedTuple):
 
     @staticmethod
     def after(batch: Batch, logits_BV: Tensor, x_BC: Tensor | None = None) -> DraftStart:
-        """The start after the forward of ``batch``."""
+        """Return the start after the forward of ``batch``."""
         ends = ends_of(batch.kv)
         return DraftStart(batch.kv, [batch.positions[end] + 1 for end in ends], logits_BV, x_BC)
 
@@ -189,7 +191,7 @@ class Computing(Protocol):
 
 
 def ends_of(kv: PagedBatch) -> list[int]:
-    """The index of each row's last token among the packed ones."""
+    """Return the index of each row's last token among the packed ones."""
     return [end - 1 for end in itertools.accumulate(kv.counts)]
 
 
@@ -203,7 +205,7 @@ def draft_by_forwards(
     sampling: BatchSampling | None = None,
     seeds: abc.Sequence[int] = (),
 ) -> Drafted:
-    """Do what ``Executor.extend`` says, by one forward for each token, or for each level of a tree."""
+    """Draft as ``Executor.extend`` describes, by one forward for each token, or for each level of a tree."""
     if spec.tree is not None:
         return _draft_trees(model, start, step, spec.tree, rows, most)
     return _draft_chains(model, start, step, spec, rows, most, sampling, seeds)
@@ -227,7 +229,7 @@ def _draft_chains(
     seeds: abc.Sequence[int],
 ) -> Drafted:
     scratch = [row.fork(row.policy, row.seed) for row in rows]
-    said: list[list[Tensor]] = [[] for _ in rows]  # for each token, what it was chosen by
+    sources: list[list[Tensor]] = [[] for _ in rows]  # for each token, the distribution or logits it was chosen by
     certainty = [Certainty(spec, least) for least in spec.reach or (0.0,) * len(rows)]
     active, logits_NV, x_NC = list(range(len(rows))), start.logits_BV, start.x_BC
     while True:
@@ -241,8 +243,8 @@ def _draft_chains(
             probs_NV = model.process(own, logits_NV.unsqueeze(1)).dense().squeeze(1)
             tokens = draw_tokens(probs_NV, [seeds[b] for b in active], [len(row.tokens) for row in going])
         if probs_NV is not None or spec.says:
-            for b, said_V in zip(active, logits_NV if probs_NV is None else probs_NV):
-                said[b].append(said_V)
+            for b, source_V in zip(active, logits_NV if probs_NV is None else probs_NV):
+                sources[b].append(source_V)
         # Stop: after the first token that the model is not sure of, one that ends the row, or enough tokens.
         goes_on = []
         for n, (b, row, token) in enumerate(zip(active, going, tokens)):
@@ -263,15 +265,15 @@ def _draft_chains(
     chains = [made.tokens[len(row.tokens) :] for made, row in zip(scratch, rows)]
     if sampling is None and not spec.says:
         return Drafted(chains)
-    said_BKV = start.logits_BV.new_zeros(len(rows), max(map(len, chains)), start.logits_BV.shape[-1])
-    for b, each in enumerate(said):
-        said_BKV[b, : len(each)] = torch.stack(each)
-    return Drafted(chains, None, said_BKV) if sampling is None else Drafted(chains, said_BKV)
+    sources_BKV = start.logits_BV.new_zeros(len(rows), max(map(len, chains)), start.logits_BV.shape[-1])
+    for b, each in enumerate(sources):
+        sources_BKV[b, : len(each)] = torch.stack(each)
+    return Drafted(chains, None, sources_BKV) if sampling is None else Drafted(chains, sources_BKV)
 
 
 def _allowed(model: Computing, logits_NV: Tensor, rows: list[Sequence]) -> Tensor:
-    """Apply what each row asks for (penalties, bans, a form) to the logits. If that leaves no token, the logits stay as
-    they are: the target will reject what is drafted."""
+    """Apply what each row asks for (penalties, bans, a form) to the logits. If that leaves no token, the row's logits
+    stay as they are: the target will reject the draft."""
     allowed_N1V = constrain(raw_N1V := logits_NV.unsqueeze(1), rows, [[]] * len(rows), None, model.numbers)
     if allowed_N1V is raw_N1V:
         return logits_NV
@@ -287,8 +289,8 @@ def _after(
     depth: int | None = None,
     masks: list[Tensor | None] | None = None,
 ) -> Batch:
-    """The batch of the next forward: ``new`` tokens of the ``active`` rows, after ``fed[b]`` drafted tokens that are
-    cached. They have consecutive positions, or all the position of one ``depth`` of a tree."""
+    """Make the batch of the next forward: ``new`` tokens of the ``active`` rows, after ``fed[b]`` drafted tokens that
+    are cached. Their positions are consecutive, or all at one ``depth`` of a tree."""
     kv, counts = start.kv, list(map(len, new))
     starts = [kv.starts[b] + kv.counts[b] + n for b, n in zip(active, fed)]
     depths = fed if depth is None else [depth] * len(active)
@@ -313,7 +315,7 @@ class _Tree:
         return len(self.tokens) - 1
 
     def path(self, node: int) -> list[int]:
-        """A node and its ancestors, the node first."""
+        """Return a node and its ancestors, the node first."""
         path = []
         while node >= 0:
             path.append(node)
@@ -321,8 +323,8 @@ class _Tree:
         return path
 
     def best(self, most: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of the ``most`` most likely nodes. A node is never more likely than its parent, so parents
-        are among them."""
+        """Return tokens and parents of the ``most`` most likely nodes. A node is never more likely than its parent, so
+        parents are among them."""
         chosen = sorted(sorted(range(len(self.tokens)), key=lambda node: -self.scores[node])[:most])
         number = {node: i for i, node in enumerate(chosen)} | {-1: -1}
         return [self.tokens[node] for node in chosen], [number[self.parents[node]] for node in chosen]
@@ -350,7 +352,7 @@ def _draft_trees(
     frontier = [(b, -1) for b in range(len(rows))]  # the row and the node that each line of logits follows
     logits_NV, x_NC = start.logits_BV, start.x_BC
     for level, width in enumerate(growth.widths):
-        # Grow: each followed token gets its likeliest candidates.
+        # Grow: each followed token gets its likeliest successors.
         paths = [rows[b].fork(rows[b].policy, 0) for b, _ in frontier]
         for scratch, (b, node) in zip(paths, frontier):
             scratch.tokens += [trees[b].tokens[above] for above in reversed(trees[b].path(node))]
@@ -363,7 +365,7 @@ def _draft_trees(
             for token, log_prob in zip(ids, log_probs):
                 if log_prob > -torch.inf:  # a banned token can never be kept
                     grown[b].append((trees[b].add(token, node, log_prob), line))
-        # Select: the likeliest are followed, except for tokens that end their row.
+        # Select: the likeliest new tokens are followed, unless they end their row.
         follow: dict[int, list[tuple[int, int]]] = {}
         for b, (row, tree) in enumerate(zip(rows, trees)):
             going = [each for each in grown[b] if tree.tokens[each[0]] not in row.stop_ids and most[b] > level + 1]
@@ -371,7 +373,7 @@ def _draft_trees(
                 follow[b] = heapq.nlargest(growth.follow, going, key=lambda each: tree.scores[each[0]])
         if not follow or level + 1 == len(growth.widths):
             break
-        # Go on: one forward over the followed tokens, each of which sees its own path.
+        # Go on: one forward over the followed tokens. Each sees its own path.
         nodes, fed = {b: [node for node, _ in each] for b, each in follow.items()}, [len(trees[b].fed) for b in follow]
         masks: list[Tensor | None] = [trees[b].feed(new, kv.starts[b] + kv.counts[b]) for b, new in nodes.items()]
         new = [[trees[b].tokens[node] for node in each] for b, each in nodes.items()]

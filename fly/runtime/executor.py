@@ -1,8 +1,8 @@
-"""The seam: what a loaded model does on one kind of device. Knows of no backend.
+"""The seam: what a loaded model does on one kind of device. Knows no backend.
 
-An executor must implement ``score``, one forward. It may implement the rest in its own way: drafting (``extend``),
-deciding (``decide``), whole rounds. The engine runs several rounds in one call (``rounds``) if the executor ``takes``
-the rows; otherwise it runs one round by ``extend``, ``score`` and ``judge``.
+An executor must implement ``score``, one forward. It may do the rest in its own way: draft (``extend``), decide
+(``decide``), run whole rounds. If the executor ``takes`` the rows, the engine runs several rounds in one call
+(``rounds``); otherwise it runs one round by ``extend``, ``score`` and ``judge``.
 
 Shape legend: T packed tokens, N places, B rows, J positions of a row, K longest draft, V vocabulary.
 """
@@ -64,7 +64,7 @@ __all__ = [
 
 
 def asks_between(row: Sequence) -> bool:
-    """Whether Python has to do something for ``row`` between two rounds: apply penalties, bans or a form, or record
+    """Whether Python must do something for ``row`` between two rounds: apply penalties, bans or a form, or record
     log-probabilities or explanations."""
     return constrains(row) or row.params.logprobs is not None or row.params.explain
 
@@ -84,7 +84,7 @@ class RoundRow:
 
     tokens: list[int]
     left: int  # how many tokens it may still emit, at least 1
-    k: int  # the most tokens (or levels of a tree) to draft in a round; never more than ``left`` - 1
+    k: int  # the most tokens (or levels of a tree) to draft in a round; at most ``left`` - 1 are drafted
     stop_ids: Collection[int]
     policy: AcceptancePolicy
     seed: int
@@ -103,15 +103,15 @@ class RoundRow:
 class Given(NamedTuple):
     """The target's hidden states that a draft head drafts by."""
 
-    first: list[int]  # for each row, the number of the first token that the head holds
-    states_TF: Tensor  # before each token that the head has not cached; rows follow one another
+    first: list[int]  # for each row, the number of the first token that the head caches
+    states_TF: Tensor  # before each token that the head has not cached yet, row after row
 
 
 @dataclass
 class RoundPlan:
     """Rounds of speculative decoding to run in one call: draft, score, decide, emit, again and again. They end when a
-    row ends, or when the next round would have no room. No further round starts after ``seconds``, after ``rounds``
-    rounds, or while ``hurry`` is not 0.
+    row ends, or when a cache has no room for the next round. No further round starts after ``seconds``, after
+    ``rounds`` rounds, or while ``hurry`` is not 0.
     """
 
     rows: list[RoundRow]
@@ -131,8 +131,8 @@ class RoundPlan:
 
 @dataclass(frozen=True)
 class OpenBlocks:
-    """Blocks that were drafted and scored in a call, but not decided, and that ``Executor.judge`` has to decide:
-    because the rule is only known to Python, or because the decision met a NaN."""
+    """Blocks that were drafted and scored in a call, but are left for ``Executor.judge`` to decide: the rule is known
+    to Python alone, or the decision met a NaN."""
 
     rows: list[int]  # which rows of the batch
     draft: Draft
@@ -154,10 +154,10 @@ class Rounds:
     decisions: list[list[Decision]]  # for each row, one for each round, without an open last one
     texts: list[list[int]]  # for each row, the cached tokens, the last draft included
     draft_cached: list[int]  # how many of these the drafter has cached
-    spent: tuple[Spent, Spent]  # by the first round, and by all others
+    spent: tuple[Spent, Spent]  # the first round, and all others
     # For each row, if the plan asks for ``states``: the number of the first token fed, and hidden states from it on.
     states: list[tuple[int, Tensor]] = field(default_factory=list)
-    open: OpenBlocks | None = None  # the blocks of the last round, if they are still to be decided
+    open: OpenBlocks | None = None  # the blocks of the last round, if they are not decided yet
 
 
 class Executor(ABC):
@@ -183,16 +183,16 @@ class Executor(ABC):
         """Run one forward over the batch, and cache the keys and values of all its tokens.
 
         Args:
-            places: return logits after these packed tokens (by number) only; None: after all.
+            places: the packed tokens (by number) after which to return logits; None: all.
             states: also return the residual stream after each of these numbers of layers (0 is the embedding), side by
-                side [T, F]. Only if it ``gives_states``.
+                side [T, F]. Only an executor that ``gives_states`` can.
 
         Raises:
-            IndexError: a token id outside of the vocabulary, or a position outside of the context.
+            IndexError: a token id outside the vocabulary, or a position outside the context.
         """
 
     def check_states(self, states: abc.Sequence[int]) -> None:
-        """Raise ``ValueError`` if it gives no hidden states, or has fewer layers than ``states`` name."""
+        """Raise ``ValueError`` if it gives no hidden states, or not after all of these numbers of layers."""
         most = self.config.num_hidden_layers
         if not self.gives_states:
             raise ValueError(
@@ -213,17 +213,17 @@ class Executor(ABC):
         """Draft: feed the batch, then choose and feed each row's next token, again and again.
 
         A row's draft ends after ``most[b]`` tokens (at least 1), after a token that ends the row, or after the first
-        token that the model is not sure of (``spec``). All its tokens but the last are cached then. With ``spec.tree``,
-        draft a tree of at most ``most[b]`` levels instead; what the cache then holds after the rows is undefined.
+        token that the model is not sure of (``spec``). Then all its tokens but the last are cached. With ``spec.tree``,
+        draft a tree of at most ``most[b]`` levels instead. What the cache then has after the rows is undefined.
 
         The default runs one forward for each token or level, and ignores ``spec.lookup``.
 
         Args:
             rows: the rows of the batch, whose tokens are the text so far. The cache has room for ``most[b]`` - 1 tokens
                 after them, or for ``spec.tree.spare``.
-            sampling: None chooses the most likely token (the lowest id among equals). Otherwise tokens are drawn as by
-                ``fly.ops.draw`` with ``uniforms(seeds[b], length of the row so far, Stream.SAMPLE, 1)``. Both obey what
-                the row asks for (penalties, bans, a form).
+            sampling: None chooses the most likely token (the lowest id among equals). Otherwise tokens are drawn as
+                ``fly.ops.draw`` does, with ``uniforms(seeds[b], length of the row so far, Stream.SAMPLE, 1)``. Either
+                way the row's penalties, bans and form hold.
         """
         logits_BV = self.score(batch, ends_of(batch.kv)).logits_NV
 
@@ -242,10 +242,10 @@ class Executor(ABC):
 
     def rounds(self, plan: RoundPlan) -> Rounds | None:
         """Run several rounds in one call, for rows that it ``takes`` and a drafter that it ``joins``. The rows
-        themselves do not change; the result says what was decided. Where a decision has to be made in Python, rounds
-        end, and its block comes back as ``open``.
+        themselves do not change; the result has the decisions. If a decision must be made in Python, rounds end, and
+        its block comes back ``open``.
 
-        Returns None, and changes nothing, if this round has to be run by ``score`` and ``judge``; the default always
+        Returns None, and changes nothing, if this round must be run by ``score`` and ``judge``. The default always
         does.
         """
         return None
@@ -255,11 +255,11 @@ class Executor(ABC):
         return False
 
     def numbers(self, values: abc.Sequence[int] | Tensor) -> Tensor:
-        """``values`` on the device of the logits; int64, unless they are a tensor of another type."""
+        """Put ``values`` on the device of the logits, as int64 unless they are a tensor of another type."""
         return sent(values, self.device) if isinstance(values, Tensor) else upload(values, self.device)
 
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
-        """The processed distribution of ``logits_BJV`` (temperature, top-k, top-p, min-p)."""
+        """Return the processed distribution of ``logits_BJV`` (temperature, top-k, top-p, min-p)."""
         return sampling.on(logits_BJV)
 
     def decide(
@@ -270,8 +270,8 @@ class Executor(ABC):
         seeds: abc.Sequence[int],
         starts: abc.Sequence[int],
     ) -> list[Decision]:
-        """Decide what ``policy`` keeps of every row's block. Coins are drawn by the rows' ``seeds`` and their lengths
-        (``starts``)."""
+        """Decide what ``policy`` keeps of every row's block. Coins depend on the rows' ``seeds`` and lengths
+        (``starts``) alone."""
         noise: Noise | None = None
         if not (target.all_greedy and accepts_exactly(policy)):
             device = target.logits_BKV.device
@@ -307,8 +307,8 @@ class Executor(ABC):
         return type(self).__name__
 
     def deterministic(self) -> Executor:
-        """An executor of the same model whose logits are the same bits, whatever else is in the batch: itself if it is
-        ``batch_invariant``, else one that feeds one token at a time."""
+        """Return an executor of the same model whose logits are the same bits, whatever else is in the batch: itself if
+        it is ``batch_invariant``, else one that feeds one token at a time."""
         return self if self.batch_invariant else TokenByToken(self)
 
     def enter_thread(self) -> None:
@@ -323,7 +323,7 @@ class Head(Executor):
 
     options: HeadConfig
     to_target_U: Tensor  # the target's ids of the draft vocabulary
-    shares: bool  # whether it has no embedding of its own, and takes the target's
+    shares: bool  # whether it lacks an embedding, and takes the target's
 
     @abstractmethod
     def share(self, weight_VC: Tensor) -> None:
@@ -336,7 +336,7 @@ class Head(Executor):
 
     @abstractmethod
     def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Do the same, with features of the head's own in place of the target's hidden states."""
+        """Do the same with the head's own features in place of the target's hidden states."""
 
     def chains(
         self,
@@ -348,8 +348,8 @@ class Head(Executor):
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
     ) -> Drafted:
-        """Draft as ``extend`` does. The batch is fed with the target's hidden states, drafted tokens with features of
-        the head's own."""
+        """Draft as ``extend`` does. The batch is fed with the target's hidden states, and drafted tokens with the
+        head's own features."""
         logits_BU, x_BC = self.begin(batch, states_TF, ends_of(batch.kv))
 
         def step(drafted: Batch, x_TC: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -367,11 +367,11 @@ class Head(Executor):
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         """Raise ``ValueError``: a head drafts, and scores nothing."""
-        raise ValueError("a draft head drafts by its target's hidden states, and scores nothing by itself")
+        raise ValueError("a draft head drafts by its target's hidden states, and cannot score alone")
 
 
 class Wrapped(Executor):
-    """An executor around another one, which does everything that a subclass does not override."""
+    """An executor around another one, to which it passes every call that a subclass does not override."""
 
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
@@ -412,24 +412,24 @@ class Wrapped(Executor):
 class TokenByToken(Wrapped):
     """Feeds a model one token at a time, so that logits are the same bits, whatever else is in the batch.
 
-    The matrix products of most libraries add up in an order that depends on the number of rows, so a token's logits
-    differ in their last bits between batches. One at a time, every token is computed by the same kernels in the same
-    order. This takes one forward for each token."""
+    Most libraries add up matrix products in an order that depends on the number of rows, so a token's logits differ in
+    their last bits between batches. One at a time, every token is computed by the same kernels in the same order. This
+    takes one forward for each token."""
 
     batch_invariant = True
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         wanted = range(len(batch.tokens)) if places is None else places
-        asked, found, taken = set(wanted), {}, list[Tensor]()
+        asked, found, states_found = set(wanted), {}, list[Tensor]()
         for t, kv in enumerate(batch.kv.tokens()):
             alone = Batch(batch.tokens[t : t + 1], batch.positions[t : t + 1], kv)
             scores = self.inner.score(alone, None if t in asked else (), states)
             if t in asked:
                 found[t] = scores.logits_NV
             if scores.states_TF is not None:
-                taken.append(scores.states_TF)
+                states_found.append(scores.states_TF)
         logits = [found[t] for t in wanted] or [torch.zeros(0, self.config.vocab_size, device=self.device)]
-        return Scores(torch.cat(logits), states_TF=torch.cat(taken) if taken else None)
+        return Scores(torch.cat(logits), states_TF=torch.cat(states_found) if states_found else None)
 
     def embedding(self) -> Tensor:
         return self.inner.embedding()

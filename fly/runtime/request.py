@@ -8,27 +8,16 @@ from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from torch import Tensor
-
+from fly.ops import common_prefix
 from fly.policies.base import AcceptancePolicy
 from fly.types import SamplingParams, Why
 
-__all__ = ["BadWords", "Form", "Gate", "Sequence", "Stats", "Token", "by_policy", "common_prefix"]
+if TYPE_CHECKING:
+    from fly.runtime.structured import Matcher
 
-
-def common_prefix(a: list[int], b: list[int]) -> int:
-    """Length of the longest common prefix of two token lists."""
-    shorter = min(len(a), len(b))
-    # the usual case, at C speed, without a copy of the one that is a prefix
-    if (a if len(a) == shorter else a[:shorter]) == (b if len(b) == shorter else b[:shorter]):
-        return shorter
-    # They usually differ near the end: everything before is compared at C speed as well.
-    start, window = shorter, 32
-    while start and a[:start] != b[:start]:
-        start, window = max(shorter - window, 0), 8 * window
-    return next(i for i in range(start, shorter) if a[i] != b[i])
+__all__ = ["BadWords", "Gate", "Sequence", "Stats", "Token", "by_policy", "common_prefix"]
 
 
 @dataclass(frozen=True)
@@ -38,54 +27,20 @@ class BadWords:
     words: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
-    def _always(self) -> set[int]:
-        return {word[0] for word in self.words if len(word) == 1}
-
-    @cached_property
-    def _after(self) -> dict[int, list[tuple[list[int], int]]]:
-        found: dict[int, list[tuple[list[int], int]]] = {}
+    def _starts(self) -> dict[int | None, list[tuple[list[int], int]]]:
+        """By the token before the last one (None: there is none), the tokens before the last one, and the last one."""
+        found: dict[int | None, list[tuple[list[int], int]]] = {}
         for *start, last in self.words:
-            if start:
-                found.setdefault(start[-1], []).append((start, last))
+            found.setdefault(start[-1] if start else None, []).append((start, last))
         return found
 
     def __bool__(self) -> bool:
         return bool(self.words)
 
     def next(self, text: list[int]) -> list[int]:
-        """The tokens that must not follow ``text``, each once."""
-        started = self._after.get(text[-1], ()) if text else ()
-        return sorted(self._always.union(last for start, last in started if text[-len(start) :] == start))
-
-
-class Form(Protocol):
-    """The form that an output must have, followed token by token (``fly.runtime.structured.Matcher``)."""
-
-    def constrain(
-        self,
-        logits_JV: Tensor,
-        text: list[int],
-        draft: list[int],
-        parents: abc.Sequence[int],
-        raw_JV: Tensor | None = None,
-        numbers: abc.Callable[[list[int] | Tensor], Tensor] | None = None,
-    ) -> None:
-        """Ban (-inf), in place, what may not follow ``text`` and each drafted token."""
-
-    def masks(
-        self, text: list[int], draft: list[int], parents: abc.Sequence[int] | None = None
-    ) -> dict[int, bytearray]:
-        """What may follow ``text``, at 0, and each drafted token j, at j + 1, unless that is forbidden or comes after
-        one that is: a bit a token. ``parents`` as in ``Draft``."""
-
-    def check(self, place: int) -> None:
-        """Raise ``ValueError`` if the text that is kept up to ``place`` of the last draft cannot go on."""
-
-    def fresh(self) -> Form:
-        """The same form, at its start."""
-
-    def close(self) -> None:
-        """Free what it holds; it is not asked again."""
+        """Return the tokens that must not follow ``text``, each once."""
+        begun = [pair for token in (None, *text[-1:]) for pair in self._starts.get(token, ())]
+        return sorted({last for start, last in begun if text[len(text) - len(start) :] == start})
 
 
 class Token(NamedTuple):
@@ -120,9 +75,9 @@ class Summed:
 
 @dataclass
 class Gate(Summed):
-    """What one clause of a relaxation did: at how many mismatches it was ``asked``, and how often it ``passed``. It
-    *decided* a mismatch if its opposite answer would have changed the outcome: ``excused`` counts tokens that were kept
-    because it held, ``refused`` those that were rejected because it alone did not."""
+    """What one clause of a relaxation did: at how many mismatches it was ``asked``, and how often it held (``passed``).
+    It *decided* a mismatch if its opposite answer would have changed the outcome. ``excused`` counts tokens that were
+    kept because it held, ``refused`` those that were rejected because it alone did not hold."""
 
     asked: int = 0
     passed: int = 0
@@ -137,7 +92,7 @@ class Stats:
     Attributes:
         prompt_tokens: tokens of the prompt.
         cached: how many of them were in the cache already, from other requests.
-        preempted: how often it had to make room for others and start again from its tokens.
+        preempted: how often it made room for others and started again from its tokens.
         generated: tokens of the output.
         rounds: target forwards after the prompt's.
         emitted: tokens that rounds emitted: all but the first, which the prompt's forward gives.
@@ -146,7 +101,7 @@ class Stats:
         relaxed: how many of these the relaxed rule alone kept.
         nats: sum of -ln target(x) over the relaxed tokens, of the unprocessed distribution.
         gates: what each clause of a relaxation did, by its text (``Gate``).
-        layers: of the target, that all rounds went through, where it leaves early (``LLM(exits=...)``); else 0.
+        layers: how many layers of the target all rounds went through, if it exits early (``LLM(exits=...)``); else 0.
         spent: what the relaxed tokens cost by each budget of the rule (``fly.policies.CostBudget``), by its text.
         tau: mean number of tokens that a round emits.
         acceptance_rate: share of drafted tokens that were emitted.
@@ -190,8 +145,8 @@ class Stats:
         return [name for name, gate in self.gates.items() if gate.asked >= 20 and not gate.passed]
 
     def count_gates(self, held: Mapping[str, bool], excused: bool, turns: Collection[str], times: int = 1) -> None:
-        """Note the clauses' answers at a mismatch (``held``), or at ``times`` equal ones, whether it was ``excused``,
-        and which clauses decided it (``Condition.deciding``)."""
+        """Count the clauses' answers (``held``) at ``times`` equal mismatches, whether these were ``excused``, and the
+        clauses that decided them (``turns``; see ``Condition.deciding``)."""
         for name, passed in held.items():
             gate = self.gates.setdefault(name, Gate())
             gate.asked += times
@@ -201,28 +156,16 @@ class Stats:
                 gate.refused += times * (not excused)
 
     def __add__(self, other: Stats) -> Stats:
-        gates = {name: replace(gate) for name, gate in self.gates.items()}
-        for name, gate in other.gates.items():
-            gates[name] = gates.get(name, Gate()) + gate
+        clauses, budgets = {**self.gates, **other.gates}, {**self.spent, **other.spent}
+        counts = {name: value + getattr(other, name) for name, value in vars(self).items() if name not in _BY_NAME}
         return Stats(
-            self.prompt_tokens + other.prompt_tokens,
-            self.cached + other.cached,
-            self.preempted + other.preempted,
-            self.generated + other.generated,
-            self.rounds + other.rounds,
-            self.emitted + other.emitted,
-            self.drafted + other.drafted,
-            self.accepted + other.accepted,
-            self.relaxed + other.relaxed,
-            self.nats + other.nats,
-            gates,
-            self.layers + other.layers,
-            {
-                label: self.spent.get(label, 0.0) + other.spent.get(label, 0.0)
-                for label in {**self.spent, **other.spent}
-            },
+            **counts,
+            gates={name: self.gates.get(name, Gate()) + other.gates.get(name, Gate()) for name in clauses},
+            spent={name: self.spent.get(name, 0.0) + other.spent.get(name, 0.0) for name in budgets},
         )
 
+
+_BY_NAME = "gates", "spent"  # fields of ``Stats`` that are no counts
 
 _ids = itertools.count()
 
@@ -231,8 +174,8 @@ _ids = itertools.count()
 class Sequence:
     """One request in flight: its tokens so far, and everything that decides how it goes on.
 
-    ``tokens`` is the truth that every cache is rolled back to. A strategy that speculates further works on a
-    ``fork``, which shares the ``id`` (and so the caches) but not the list.
+    Every cache is rolled back to ``tokens``. A strategy that speculates further works on a ``fork``, which shares the
+    ``id`` (and so the caches) but not the list.
     """
 
     tokens: list[int]
@@ -251,15 +194,15 @@ class Sequence:
     finish_reason: str | None = None
     bad: BadWords = field(default_factory=BadWords)
     priority: int = 0  # smaller goes first
-    client: str = ""  # its client: clients share the engine
-    draft: str = ""  # the name of the strategy that drafts for it, if there are several; empty: the first
+    client: str = ""  # who asked for it: clients share the engine
+    draft: str = ""  # the name of the strategy that drafts for it; empty: the first, or the only one
     parent: Sequence | None = None  # has the same prompt, and prefills it for both
     error: Exception | None = None  # the error that ended it, if any
-    matcher: Form | None = None  # for the form of its output; forks share it, since it follows their tokens
+    matcher: Matcher | None = None  # for the form of its output; forks share it, since it follows their tokens
 
     @property
     def generated(self) -> int:
-        """Tokens emitted so far."""
+        """Number of tokens emitted so far."""
         return len(self.tokens) - self.prompt_length
 
     @property
@@ -276,13 +219,13 @@ class Sequence:
         return max(1, self.params.prompt_logprobs_start) + len(self.prompt_logprobs)
 
     def scored(self, start: int, count: int) -> range:
-        """The prompt tokens that are scored by the model's output after ``count`` tokens from ``start`` on."""
+        """Return which prompt tokens the model's output scores, after ``count`` tokens from ``start`` on."""
         first = self._next_score if self.scores else self.prompt_length
         return range(max(first, start + 1), min(start + count + 1, self.prompt_length))
 
     @property
     def shareable(self) -> int:
-        """The number of tokens that need not be fed if they are cached, as no model output after them is needed."""
+        """How many tokens need not be fed if they are cached, because no model output after them is needed."""
         return min(self._next_score, len(self.tokens)) - 1 if self.scores else len(self.tokens) - 1
 
     def sample(self, seed: int) -> Sequence:

@@ -10,22 +10,24 @@ Shape legend: B rows, K longest draft, J positions of a row (K+1), P prompt toke
 
 from __future__ import annotations
 
+import itertools
 import sys
 from array import array
 from collections import abc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from fly.cache import BlockAllocator, OutOfBlocks, PagedBatch, PagedKVCache
 from fly.models.tokenizer import Tokenizer
-from fly.ops import depths, descend, sent, tree_mask, upload
+from fly.ops import common_prefix, depths, descend, sent, tree_mask, upload
 from fly.policies.verification import priced
 from fly.runtime.constraints import constrain
-from fly.runtime.continuation import Continuation
+from fly.runtime.continuation import Continuation, Drafter
 from fly.runtime.executor import Batch, Drafted, DraftSpec, Executor, Given, RoundPlan, RoundRow, Rounds
-from fly.runtime.request import Sequence, common_prefix
+from fly.runtime.request import Sequence
 from fly.runtime.sampling import BatchSampling
 from fly.runtime.states import HiddenStates
 from fly.types import Decision, Draft, Target
@@ -34,16 +36,16 @@ __all__ = ["OnPrompt", "Runner"]
 
 OnPrompt = Callable[[Sequence, range, Tensor], None]  # which tokens of a prompt, and the logits [P, V] before each
 
-# For how many tokens of each row, beyond those of one round, caches reserve room before several rounds in one call: the
-# first of these numbers that fits. All rows together get at most ``_IN_ALL``.
+# Before several rounds in one call, caches reserve room for this many tokens of each row beyond one round: the first of
+# these numbers that fits. All rows together get at most ``_IN_ALL``.
 _AT_ONCE, _IN_ALL = (128, 32, 8, 1), 1024
 
 
 class Runner:
-    """An executor with its own paged cache. It knows which tokens of each row are cached, and feeds the others.
+    """An executor with its own paged cache.
 
-    One rule keeps the books: the cached tokens of a row are a prefix of its tokens. Between ``score`` and ``commit`` a
-    draft may follow that prefix. ``commit`` restores the rule by comparing tokens, whoever drafted them.
+    One rule holds between two steps: the cached tokens of a row are a prefix of its tokens. Between ``score`` and
+    ``commit`` a draft may follow that prefix. ``commit`` restores the rule by comparing tokens, whoever drafted them.
 
     Args:
         executor: runs the model.
@@ -88,7 +90,7 @@ class Runner:
         self.cache = PagedKVCache.for_model(self.executor, tokens, block_size)
 
     def watch(self, layers: abc.Sequence[int]) -> HiddenStates:
-        """Record hidden states of every token fed from now on, for rows that may be drafted for.
+        """Record the hidden states of every token fed from now on, for rows that may be drafted for.
 
         Args:
             layers: after how many of the model's layers to record the residual stream; 0 is the embedding.
@@ -136,13 +138,13 @@ class Runner:
         rows: abc.Sequence[Sequence],
         draft: Draft,
         prefill: abc.Sequence[tuple[Sequence, int]] = (),
-        note: OnPrompt | None = None,
+        on_prompt: OnPrompt | None = None,
     ) -> tuple[Target, Tensor]:
         """Verify: one forward over the last tokens and the drafts. Return the target's view of the blocks, and the raw
-        logits [B, J, V] that it was made from. Arguments and errors as for ``feed``."""
+        logits [B, J, V] that it was made from. Arguments and errors are those of ``feed``."""
         chains, trees = draft.chains, draft.trees
-        raw_BJV, choices = self.feed(rows, chains, trees, prefill, note)
-        if choices is not None and any(min(said) < 0 for said in choices):
+        raw_BJV, choices = self.feed(rows, chains, trees, prefill, on_prompt)
+        if choices is not None and any(min(row) < 0 for row in choices):
             choices = None  # there is a NaN; ``verify`` finds out whether the decision depends on it
         missing = draft.shape[1] + 1 - raw_BJV.shape[1]  # places of a draft that is padded beyond its longest row
         if missing:
@@ -151,7 +153,7 @@ class Runner:
         return self.view(rows, logits_BJV, choices if logits_BJV is raw_BJV else None), raw_BJV
 
     def view(self, rows: abc.Sequence[Sequence], logits_BJV: Tensor, choices: list[list[int]] | None = None) -> Target:
-        """The target's view of the blocks.
+        """Return the target's view of the blocks.
 
         Args:
             logits_BJV: the target's logits after what each row asks for (penalties, bans, forms).
@@ -189,16 +191,16 @@ class Runner:
             if decision.next_token >= 0:
                 continue
             place = decision.path[-1] + 1 if len(decision.path) else 0
-            if (target.logits_BKV[b, place] == -torch.inf).all():  # the form allows nothing: its matcher raises
+            if (target.logits_BKV[b, place] == -torch.inf).all():  # the form allows nothing, so its matcher will raise
                 decisions[b] = decision._replace(next_token=0)
                 continue
             if target.logits_BKV[b, place].isnan().any():
-                said = f"the model {self.executor.model_name} gave NaN as logits"
+                fault = f"the model {self.executor.model_name} gave NaN as logits"
             elif draft.probs_BKV is not None and draft.probs_BKV[b, : len(decision.drafted)].isnan().any():
-                said = f"{type(strategy).__name__} proposed a distribution with NaN in it"
+                fault = f"{type(strategy).__name__} proposed a distribution with NaN in it"
             else:
-                said = f"the policy '{row.policy}' gave NaN for the draft {decision.drafted[:5]}"
-            raise ValueError(f"{said}, after {len(row.tokens)} tokens of a text")
+                fault = f"the policy '{row.policy}' gave NaN for the draft {decision.drafted[:5]}"
+            raise ValueError(f"{fault}, after {len(row.tokens)} tokens of a text")
         return decisions
 
     def feed(
@@ -207,7 +209,7 @@ class Runner:
         drafts: abc.Sequence[list[int]],
         parents: abc.Sequence[list[int]] | None = None,
         prefill: abc.Sequence[tuple[Sequence, int]] = (),
-        note: OnPrompt | None = None,
+        on_prompt: OnPrompt | None = None,
     ) -> tuple[Tensor, list[list[int]] | None]:
         """Run one forward over the uncached tokens of every row and its draft after them.
 
@@ -216,8 +218,8 @@ class Runner:
             parents: of drafts that are trees, the parents of the tokens, as in ``Draft``. A token sees its ancestors,
                 and stands at the position after them.
             prefill: further rows, and how many more of their tokens to cache in the same forward.
-            note: called for every row that wants its prompt scored, with the tokens' numbers (``Sequence.scored``) and
-                logits.
+            on_prompt: called for every row that wants its prompt scored, with the tokens' numbers (``Sequence.scored``)
+                and logits.
 
         Returns logits [B, J, V] with J = 1 + the longest draft. Position 0 follows the row's last token, position j
         follows the j-th drafted one. Rows with shorter drafts repeat their last position. Also the most likely token at
@@ -228,64 +230,41 @@ class Runner:
         """
         # Pack: of each row the tokens that are not cached, then its draft; then the chunks of prompts.
         fed = [*rows, *(row for row, _ in prefill)]
-        unknown = self._unknown(fed)
-        starts = [len(self.begin(row)) for row in fed]
-        new = [row.tokens[start:] + draft for row, start, draft in zip(rows, starts, drafts)]
-        new += [row.tokens[start : start + n] for (row, n), start in zip(prefill, starts[len(rows) :])]
-        counts = [len(tokens) for tokens in new]
-        # In a tree a token sees its ancestors only, not all tokens before it.
-        masks: list[Tensor | None] | None = None
+        with self._all_or_none(fed) as starts:
+            new = [row.tokens[start:] + draft for row, start, draft in zip(rows, starts, drafts)]
+            new += [row.tokens[start : start + n] for (row, n), start in zip(prefill, starts[len(rows) :])]
+            counts = [len(tokens) for tokens in new]
+            batch = Batch.of(new, self._reserve(fed, starts, counts, counts))
         if parents is not None:
-            trees = zip(rows, starts, parents)
-            masks = [tree_mask(start, len(row.tokens), tree) if tree else None for row, start, tree in trees]
-            masks += [None] * len(prefill)
-        batch = Batch.of(new, self._reserve(fed, starts, counts, masks, counts, unknown))
-        # Logits are wanted after each row's last token and each drafted one, and where a prompt is scored. If that is
-        # every packed token, in order, ``places`` stays None.
-        longest = max(map(len, drafts), default=0)
-        places: list[int] | None = None
-        prompts = [row.scored(start, count) for row, start, count in zip(fed, starts, counts)] if note else []
-        even = all(len(draft) == longest == count - 1 for draft, count in zip(drafts, counts))
-        if prefill or any(prompts) or not even:
-            places, end = [], 0
-            for draft, count in zip(drafts, counts):
-                end += count
-                first = end - 1 - len(draft)
-                places += [min(first + j, end - 1) for j in range(longest + 1)]
-            end = 0
-            for start, count, scored in zip(starts, counts, prompts):
-                places += range(end + scored.start - 1 - start, end + scored.stop - 1 - start)
-                end += count
-        if parents is not None:
-            end = 0
-            for row, count, tree in zip(rows, counts, parents):
-                end += count
-                batch.positions[end - len(tree) : end] = [len(row.tokens) + depth for depth in depths(tree)]
+            _arrange_trees(batch, rows, parents)
         # The forward. After it, all that was fed is cached.
+        prompts = [row.scored(start, count) for row, start, count in zip(fed, starts, counts)] if on_prompt else []
+        places = _places(starts, counts, drafts, prompts)
         scores = self.executor.score(batch, places, *([self._states] if self._states else []))
-        logits_NV, argmax = scores.logits_NV, scores.argmax
+        for row, added in zip(fed, new):
+            self._cached[row.id].extend(added)
+        for row, tree in zip(rows, parents or ()):
+            if tree:
+                self._trees[row.id] = (len(row.tokens), tree)
         if scores.states_TF is not None:
-            self._note(fed, starts, counts, scores.states_TF)
+            self._keep_states(fed, starts, counts, scores.states_TF)
         for row, start, passed in zip(rows, starts, scores.layers or ()):
             if row.generated and start == len(row.tokens) - 1:  # a round's forward, not a prompt's
                 row.stats.layers += passed
-        for b, (row, added) in enumerate(zip(fed, new)):
-            self._cached[row.id].extend(added)
-            if parents is not None and b < len(rows) and parents[b]:
-                self._trees[row.id] = (len(row.tokens), parents[b])
-        # Logits of scored prompts come last.
-        if note is not None and any(prompts):
-            end = len(rows) * (longest + 1)
-            for row, scored, logits_PV in zip(fed, prompts, logits_NV[end:].split([len(scored) for scored in prompts])):
+        # The rounds' logits come first, [B, J, V]; then the scored prompts'.
+        per_row = 1 + max(map(len, drafts), default=0)
+        logits_NV, argmax, end = scores.logits_NV, scores.argmax, len(rows) * per_row
+        if on_prompt is not None and any(prompts):
+            sizes = [len(scored) for scored in prompts]
+            for row, scored, logits_PV in zip(fed, prompts, logits_NV[end:].split(sizes)):
                 if scored:
-                    note(row, scored, logits_PV)
-            logits_NV, argmax = logits_NV[:end], None if argmax is None else argmax[:end]
-        choices = (
-            None if argmax is None else [argmax[at : at + longest + 1] for at in range(0, len(argmax), longest + 1)]
-        )
-        return logits_NV.unflatten(0, (len(rows), longest + 1)), choices
+                    on_prompt(row, scored, logits_PV)
+        choices = None if argmax is None else [argmax[at : at + per_row] for at in range(0, end, per_row)]
+        return logits_NV[:end].unflatten(0, (len(rows), per_row)), choices
 
-    def _note(self, rows: abc.Sequence[Sequence], starts: list[int], counts: list[int], states_TF: Tensor) -> None:
+    def _keep_states(
+        self, rows: abc.Sequence[Sequence], starts: list[int], counts: list[int], states_TF: Tensor
+    ) -> None:
         """Give hidden states of the fed tokens to the drafters that need them."""
         width = self.executor.config.hidden_size
         for watch in self._watches:
@@ -313,12 +292,11 @@ class Runner:
         """
         if not rows:
             return Drafted([])
-        unknown = self._unknown(rows)
-        starts = [len(self.begin(row)) for row in rows]
-        new = [row.tokens[start:] for row, start in zip(rows, starts)]
-        counts = [len(tokens) for tokens in new]
-        room = [count + (n - 1 if spec.tree is None else spec.tree.spare) for count, n in zip(counts, most)]
-        batch = Batch.of(new, self._reserve(rows, starts, counts, None, room, unknown))
+        with self._all_or_none(rows) as starts:
+            new = [row.tokens[start:] for row, start in zip(rows, starts)]
+            counts = [len(tokens) for tokens in new]
+            room = [count + (n - 1 if spec.tree is None else spec.tree.spare) for count, n in zip(counts, most)]
+            batch = Batch.of(new, self._reserve(rows, starts, counts, room))
         drafted = self.executor.extend(batch, spec, rows, most, sampling, seeds)
         for row, added, tokens, n in zip(rows, new, drafted.tokens, most):
             cached = self._cached[row.id]
@@ -338,7 +316,7 @@ class Runner:
         """Plan several rounds in one call, and reserve room in the caches for them (``_AT_ONCE``).
 
         Args:
-            rows: rows of which all tokens but the last are cached.
+            rows: all their tokens but the last are cached.
             left: how many tokens each row may still emit.
             drafting: what drafts, and how many tokens in a round; None: nothing drafts. A text that is too long for
                 the drafter goes on without a draft.
@@ -347,27 +325,23 @@ class Runner:
         Returns None, and changes nothing, if there is no room, or if this executor cannot run rounds with that drafter
         (``Executor.joins``; another vocabulary; other hidden states).
         """
-        # Can this executor run rounds with that drafter?
+        # Who drafts? Nobody, if no row may draft any more, or if the text has become too long for the drafter.
         drafting = drafting or Continuation(None, [0] * len(rows))
         k = [min(row.k, most) for row, most in zip(rows, drafting.most)]
         drafts = any(min(n, more - 1) > 0 for n, more in zip(k, left))
         drafter, spec = drafting.runner if drafts else None, drafting.spec
-        if drafter is not None:
-            config = drafter.executor.config
-            if not self.executor.joins(drafter.executor, spec) or config.vocab_size != self.executor.config.vocab_size:
+        if drafter is not None and not self._runs_with(drafter, spec):
+            return None
+        context = sys.maxsize if drafter is None else drafter.executor.config.max_position_embeddings
+        if any(len(row.tokens) >= context for row in rows):
+            if len(rows) > 1:
                 return None
-            if drafter.states is not None and drafter.states.layers != self._states:
-                return None
-            if any(len(row.tokens) >= config.max_position_embeddings for row in rows):
-                if len(rows) > 1:
-                    return None
-                drafter, k = None, [0]
+            drafter, k, context = None, [0], sys.maxsize
         if drafter is None and drafting.runner is not None:
             spec = DraftSpec()
-        context = sys.maxsize if drafter is None else drafter.executor.config.max_position_embeddings
-        spare = 0 if spec.tree is None else spec.tree.spare
         # Reserve room for as many tokens as the pages allow. This may push out cached prefixes of ended rows, but only
         # once: pages that these rounds do not use are free for the next ones.
+        spare = 0 if spec.tree is None else spec.tree.spare
         for ahead in (min(most, 1 + _IN_ALL // len(rows)) for most in _AT_ONCE):
             ends = [len(row.tokens) + min(more, n + ahead) for row, more, n in zip(rows, left, k)]
             rooms, draft_rooms = [end + spare for end in ends], [min(end, context) + spare for end in ends]
@@ -376,10 +350,8 @@ class Runner:
         else:
             return None
         try:
-            kv, draft_kv, given = self.after(rows, rooms), None, None
-            if drafter is not None:
-                draft_kv = drafter.after(rows, draft_rooms)
-                given = drafter.given(rows, draft_kv)
+            kv = self.after(rows, rooms)
+            draft_kv = None if drafter is None else drafter.after(rows, draft_rooms)
         except OutOfBlocks:
             self.commit(rows)
             return None
@@ -395,9 +367,16 @@ class Runner:
             rounds=drafting.rounds,
             seconds=seconds,
             hurry=hurry,
-            given=given,
+            given=None if drafter is None or draft_kv is None else drafter.given(rows, draft_kv),
             states=self._states,
         )
+
+    def _runs_with(self, drafter: Drafter, spec: DraftSpec) -> bool:
+        """Whether the executor can run rounds with this drafter: it has the same vocabulary, and drafts by the hidden
+        states that are recorded."""
+        same = drafter.executor.config.vocab_size == self.executor.config.vocab_size
+        read = drafter.states is None or drafter.states.layers == self._states
+        return same and read and self.executor.joins(drafter.executor, spec)
 
     def note_rounds(
         self, rows: abc.Sequence[Sequence], drafting: Continuation | None, plan: RoundPlan, ran: Rounds
@@ -409,7 +388,7 @@ class Runner:
             if drafting is not None and drafting.runner is not None and plan.drafter is not None:
                 drafting.runner.drafted(row, text[:drafted])
         for row, (first, states_NF) in zip(rows, ran.states):
-            self._note([row], [first], [len(states_NF)], states_NF)
+            self._keep_states([row], [first], [len(states_NF)], states_NF)
         if ran.open is not None and ran.open.draft.trees is not None:
             for b, parents in zip(ran.open.rows, ran.open.draft.trees):
                 self._trees[rows[b].id] = (len(ran.texts[b]) - len(parents), parents)
@@ -419,7 +398,7 @@ class Runner:
         return None
 
     def drafted(self, row: Sequence, text: list[int]) -> None:
-        """Note that after several rounds in one call ``text`` is cached of a row."""
+        """Note which tokens of a row are cached after several rounds in one call."""
         self._cached[row.id] = text
 
     def fits(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> bool:
@@ -428,40 +407,34 @@ class Runner:
         return sum(allocator.missing(row.id, room) for row, room in zip(rows, rooms)) <= allocator.num_free
 
     def after(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
-        """The batch of the tokens of ``rows`` that are not cached, with room for ``rooms[b]`` tokens of each row in
-        all. Raises ``OutOfBlocks`` and changes nothing if there is no room."""
-        unknown = self._unknown(rows)
-        starts = [len(self.begin(row)) for row in rows]
-        counts = [len(row.tokens) - start for row, start in zip(rows, starts)]
-        return self._reserve(rows, starts, counts, None, [room - start for room, start in zip(rooms, starts)], unknown)
+        """Make the batch of the tokens of ``rows`` that are not cached, with room for ``rooms[b]`` tokens of each row
+        in all. Raises ``OutOfBlocks`` and changes nothing if there is no room."""
+        with self._all_or_none(rows) as starts:
+            counts = [len(row.tokens) - start for row, start in zip(rows, starts)]
+            return self._reserve(rows, starts, counts, [room - start for room, start in zip(rooms, starts)])
 
-    def _unknown(self, rows: abc.Sequence[Sequence]) -> list[Sequence]:
-        return [row for row in rows if row.id not in self._cached]
+    @contextmanager
+    def _all_or_none(self, rows: abc.Sequence[Sequence]) -> Iterator[list[int]]:
+        """Begin ``rows``, and give the number of cached tokens of each. An error in this context takes back all pages
+        that they got, and releases rows that were not held before."""
+        new = [row for row in rows if row.id not in self._cached]
+        starts = [len(self.begin(row)) for row in rows]
+        try:
+            yield starts
+        except BaseException:
+            for row, start in zip(rows, starts):
+                self.cache.resize(row.id, start)
+            for row in new:
+                self.release(row)
+            raise
 
     def _reserve(
-        self,
-        rows: abc.Sequence[Sequence],
-        starts: list[int],
-        counts: list[int],
-        masks: list[Tensor | None] | None,
-        room: list[int],
-        unknown: list[Sequence],
+        self, rows: abc.Sequence[Sequence], starts: list[int], counts: list[int], room: list[int]
     ) -> PagedBatch:
-        """The batch of every row's new tokens, with ``room[b]`` slots after the cached ones. If the pages do not
-        suffice for all rows, none gets any, and ``unknown`` rows, which were not held before, are released."""
-        try:
-            for row, start, count in zip(rows, starts, room):
-                self.cache.resize(row.id, start + count)
-        except BaseException:
-            self._give_back(rows, starts, unknown)
-            raise
-        return self.cache.batch([row.id for row in rows], starts, counts, masks)
-
-    def _give_back(self, rows: abc.Sequence[Sequence], starts: list[int], unknown: list[Sequence]) -> None:
-        for row, start in zip(rows, starts):
-            self.cache.resize(row.id, start)
-        for row in unknown:
-            self.release(row)
+        """Reserve ``room[b]`` slots after each row's cached tokens, and make the batch of ``counts[b]`` new ones."""
+        for row, start, slots in zip(rows, starts, room):
+            self.cache.resize(row.id, start + slots)
+        return self.cache.batch([row.id for row in rows], starts, counts)
 
     def commit(self, rows: Iterable[Sequence]) -> None:
         """Roll the cache back to each row's tokens: drafted tokens that were not kept leave it. At most all tokens but
@@ -492,3 +465,33 @@ class Runner:
         for watch in self._watches:
             watch.release(row)
         self.cache.allocator.release(row.id)
+
+
+def _arrange_trees(batch: Batch, rows: abc.Sequence[Sequence], parents: abc.Sequence[list[int]]) -> None:
+    """Let each drafted token see only its ancestors in the tree, and give it the position after them."""
+    kv, end = batch.kv, 0
+    masks: list[Tensor | None] = [None] * len(kv.counts)
+    for b, (row, tree) in enumerate(zip(rows, parents)):
+        end += kv.counts[b]
+        if tree:
+            masks[b] = tree_mask(kv.starts[b], len(row.tokens), tree)
+            batch.positions[end - len(tree) : end] = [len(row.tokens) + depth for depth in depths(tree)]
+    kv.masks = masks
+
+
+def _places(
+    starts: list[int], counts: list[int], drafts: abc.Sequence[list[int]], prompts: abc.Sequence[range]
+) -> list[int] | None:
+    """Return the packed tokens after which logits are wanted: each row's last token and its drafted ones, a row with a
+    shorter draft repeating the last; then the tokens before those of ``prompts``. None means every packed token in
+    order."""
+    longest = max(map(len, drafts), default=0)
+    even = all(len(draft) == longest == count - 1 for draft, count in zip(drafts, counts))
+    if even and len(drafts) == len(counts) and not any(prompts):
+        return None
+    ends = list(itertools.accumulate(counts))
+    places = [min(end - 1 - len(draft) + j, end - 1) for end, draft in zip(ends, drafts) for j in range(longest + 1)]
+    for end, start, count, scored in zip(ends, starts, counts, prompts):
+        before = end - count - start - 1  # the place of the token before the row's token 0
+        places += range(before + scored.start, before + scored.stop)
+    return places

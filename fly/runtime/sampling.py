@@ -22,9 +22,9 @@ __all__ = ["BatchSampling", "ProcessedDistribution"]
 class BatchSampling:
     """The sampling parameters of a batch as columns, and how they process logits.
 
-    First temperature, then top-k (keep a token if fewer than k are likelier), then top-p on the rest (keep a token if
-    all likelier ones have less than a share p of the mass), then min-p (keep a token with at least that share of the
-    likeliest token's mass). Equally likely tokens are kept or cut together.
+    First temperature. Then top-k keeps a token if fewer than k are likelier, top-p keeps a token of the rest if all
+    likelier ones together have less than a share p of the mass, and min-p keeps a token with at least that share of the
+    likeliest token's mass. Equally likely tokens are kept or cut together.
     """
 
     temperature_B: Tensor  # 1 where greedy
@@ -39,11 +39,13 @@ class BatchSampling:
 
     @staticmethod
     def of(params: abc.Sequence[SamplingParams], device: torch.device | str = "cpu") -> BatchSampling:
-        """Make columns of ``params``, one entry per row."""
-        return _columns(tuple((p.temperature, p.top_k, p.top_p, p.min_p) for p in params), torch.device(device))
+        """Make columns of ``params``, one entry for each row."""
+        values = tuple((p.temperature, p.top_k, p.top_p, p.min_p) for p in params)
+        return BatchSampling._columns(values, torch.device(device))
 
     @staticmethod
-    def _of(params: tuple[tuple[float, int, float, float], ...], device: torch.device) -> BatchSampling:
+    @lru_cache(64)  # the same batch asks in every round
+    def _columns(params: tuple[tuple[float, int, float, float], ...], device: torch.device) -> BatchSampling:
         def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
             return sent(torch.tensor(values, dtype=dtype), device)
 
@@ -62,27 +64,25 @@ class BatchSampling:
         )
 
     def rows(self, index_B: Tensor) -> BatchSampling:
-        """Some rows only, ``index_B`` int64."""
+        """Return the columns of some rows only, ``index_B`` int64."""
         columns = {f.name: getattr(self, f.name)[index_B] for f in fields(self) if f.name.endswith("_B")}
         return replace(self, **columns)
 
     def on(self, logits_BJV: Tensor) -> ProcessedDistribution:
-        """The processed distribution of ``logits_BJV`` [B, J, V]."""
+        """Return the processed distribution of ``logits_BJV`` [B, J, V]."""
         return ProcessedDistribution(self, logits_BJV)
 
     def probs(self, logits_BJV: Tensor) -> Tensor:
-        """The processed distribution [B, J, V], float32, rows summing to 1; one-hot on the argmax at temperature 0."""
+        """Return the processed distribution [B, J, V], float32, each summing to 1; one-hot on the argmax at temperature
+        0."""
         return self.on(logits_BJV).dense()
-
-
-_columns = lru_cache(64)(BatchSampling._of)  # the same batch asks in every round
 
 
 class ProcessedDistribution:
     """The processed distribution of logits, computed only where it is read.
 
-    A position's distribution is its least logit that is kept, its largest logit, and the mass above the least: three
-    numbers.
+    Three numbers describe it at a position: the largest logit, the least logit that is kept, and the mass from there
+    on.
     """
 
     def __init__(self, sampling: BatchSampling, logits_BJV: Tensor) -> None:
@@ -90,14 +90,14 @@ class ProcessedDistribution:
         self._found: tuple[Tensor, Tensor | None, Tensor] | None = None
 
     def dense(self) -> Tensor:
-        """[B, J, V] float32, rows summing to 1."""
+        """Return the whole distribution [B, J, V], float32, each summing to 1."""
         rows, positions, _ = self.logits_BJV.shape
         device = self.logits_BJV.device
         rows_N = torch.arange(rows, device=device).repeat_interleave(positions)
         return self.at(rows_N, torch.arange(positions, device=device).repeat(rows)).unflatten(0, (rows, positions))
 
     def at(self, rows_N: Tensor, positions_N: Tensor) -> Tensor:
-        """[N, V], the distribution at some positions of some rows."""
+        """Return the distributions [N, V] at some positions of some rows."""
         logits_NV = self.logits_BJV[rows_N, positions_N]
         probs_NV = self._share(logits_NV, rows_N, positions_N)
         if self.sampling.some_greedy:
@@ -106,7 +106,7 @@ class ProcessedDistribution:
         return probs_NV
 
     def of(self, tokens_BK: Tensor) -> Tensor:
-        """[B, K], the probability of token j at position j."""
+        """Return the probability [B, K] of token j at position j."""
         longest = tokens_BK.shape[1]
         logits_BKV = self.logits_BJV[:, :longest]
         probs_BK = self._share(pick(logits_BKV, tokens_BK).unsqueeze(-1)).squeeze(-1)
@@ -116,7 +116,7 @@ class ProcessedDistribution:
         return probs_BK
 
     def top(self, n: int) -> Tensor:
-        """[B, J, min(n, V)], the largest probabilities at each position, largest first."""
+        """Return the largest probabilities [B, J, min(n, V)] at each position, largest first."""
         probs_BJN = self._share(top(self.logits_BJV, n).values)
         if self.sampling.some_greedy:
             one_hot_BJN = torch.zeros_like(probs_BJN)
@@ -125,12 +125,11 @@ class ProcessedDistribution:
         return probs_BJN
 
     def rows(self, index_B: Tensor) -> ProcessedDistribution:
-        """The distribution of some rows only, ``index_B`` int64."""
+        """Return the distribution of some rows only, ``index_B`` int64."""
         return type(self)(self.sampling.rows(index_B), self.logits_BJV[index_B])
 
     def _share(self, logits: Tensor, rows_N: Tensor | None = None, positions_N: Tensor | None = None) -> Tensor:
-        """The share of the mass at its position that each given logit has: [N, ...] of those named, or [B, <= J,
-        ...]."""
+        """Return the probability of each given logit: [N, ...] at the named positions, or [B, <= J, ...]."""
         if self._found is None:
             self._found = self._find()
         peak_BJ, least_BJ, total_BJ = self._found
@@ -145,7 +144,7 @@ class ProcessedDistribution:
         return shares if least_BJ is None else shares.masked_fill_(logits < column(least_BJ), 0.0)
 
     def _find(self) -> tuple[Tensor, Tensor | None, Tensor]:
-        """[B, J] each: the largest logit, the least that is kept (None if all are), ln of the mass kept."""
+        """Return, [B, J] each, the largest logit, the least that is kept (None if all are), and ln of the mass kept."""
         sampling, (rows, positions, width) = self.sampling, self.logits_BJV.shape
         logits_NV = self.logits_BJV.flatten(0, 1)
         peak_N = logits_NV.amax(-1)
@@ -179,7 +178,7 @@ _FIRST = 16  # most nuclei are within this many tokens
 
 
 def _kept_mass(logits_NV: Tensor, peak_N: Tensor, temperature_N: Tensor, least_N: Tensor | None) -> Tensor:
-    """[N] ``log_mass``, on the CPU of the likeliest tokens alone where no others are kept."""
+    """Return ``log_mass`` [N]. On the CPU only the likeliest tokens are added up where no others are kept."""
     if least_N is None or logits_NV.device.type != "cpu":
         return log_mass(logits_NV, peak_N, temperature_N, least_N)
     likeliest = top(logits_NV, _FIRST).values
@@ -193,15 +192,15 @@ def _kept_mass(logits_NV: Tensor, peak_N: Tensor, temperature_N: Tensor, least_N
 
 
 def _nucleus(logits_NV: Tensor, peak_N: Tensor, temperature_N: Tensor, total_N: Tensor, top_p_N: Tensor) -> Tensor:
-    """[N] the least logit whose likelier tokens have less than ``top_p`` of the mass (``total`` is its ln).
+    """Return the least logit [N] whose likelier tokens have less than ``top_p`` of the mass (``total`` is its ln).
 
-    On the CPU a few of the likeliest tokens decide most positions, and only the others look at more. An accelerator
-    sorts them all, since finding out which are decided would make it wait.
+    On the CPU a few of the likeliest tokens decide most positions, and the others look at more. An accelerator sorts
+    all tokens, because finding out which positions are decided would make it wait.
     """
     width = logits_NV.shape[-1]
 
     def among(n: int, at: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """The answer if it is among the n likeliest, and whether it is."""
+        """Return the answer among the n likeliest, and whether it is the right one."""
         likeliest = top(logits_NV[at], n).values if n < width else logits_NV[at].sort(-1, descending=True).values
         mass = ((likeliest - peak_N[at, None]) / temperature_N[at, None] - total_N[at, None]).exp()
         likelier = torch.nn.functional.pad(mass.cumsum(-1)[:, :-1], (1, 0))

@@ -1,4 +1,4 @@
-"""Hidden states of cached tokens, for draft heads that read them. Knows nothing of models.
+"""Hidden states of cached tokens, for draft heads that draft by them. Knows nothing of models.
 
 Shape legend: N consecutive tokens of a row, F hidden states concatenated.
 """
@@ -21,11 +21,11 @@ _MOST = 8192  # tokens per row whose states are kept while no draft head reads t
 
 class HiddenStates:
     """A model's hidden states for the cached tokens of each row: the residual stream after each of ``layers``,
-    concatenated [n, F], for one run of consecutive tokens that ends with the last cached one.
+    concatenated [n, F], for a run of consecutive tokens that ends with the last cached one.
 
     If a row's first tokens were not fed, because their pages came from another row, the run begins after them.
-    ``begin`` returns for a new row how many of its first tokens the draft head can do without; no more than these are
-    shared. ``end`` is called when a row is finished.
+    ``begin`` returns how many of a new row's first tokens the draft head needs no states for; at most these are taken
+    from other rows. ``end`` is called when a row is finished.
     """
 
     def __init__(self, layers: abc.Sequence[int]) -> None:
@@ -35,12 +35,12 @@ class HiddenStates:
         self._runs: dict[int, tuple[int, Tensor]] = {}  # by row: number of the first token, and the run
 
     def run(self, row: Sequence) -> range:
-        """Numbers of the tokens whose hidden states are stored."""
+        """Return the numbers of the tokens whose hidden states are stored."""
         start, states_NF = self._runs.get(row.id, (0, ()))
         return range(start, start + len(states_NF))
 
     def of(self, row: Sequence, tokens: range) -> Tensor:
-        """The hidden states of ``tokens``, which must lie within the ``run``."""
+        """Return the hidden states of ``tokens``, which must be within the ``run``."""
         start, states_NF = self._runs[row.id]
         return states_NF[tokens.start - start : tokens.stop - start]
 
@@ -61,7 +61,7 @@ class HiddenStates:
         )
 
     def keep(self, row: Sequence, start: int, path: list[int]) -> None:
-        """Keep, of a tree's tokens from ``start`` on, those numbered in ``path``."""
+        """Of a tree's tokens, which begin at ``start``, keep those numbered in ``path``."""
         first, states_NF = self._runs.get(row.id, (start, None))
         if states_NF is not None and first <= start:
             kept = [*range(start - first), *(start - first + node for node in path)]

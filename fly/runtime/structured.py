@@ -1,6 +1,6 @@
-"""Structured output: which tokens a JSON schema, a regular expression or a grammar lets follow each place of a draft.
+"""Structured output: which tokens a JSON schema, a regular expression or a grammar allows at each place of a draft.
 
-Grammars are compiled and followed by llguidance. Knows nothing of models, caches, policies or strategies.
+llguidance compiles and follows grammars. Knows nothing of models, caches, policies or strategies.
 
 Shape legend: J places of a row's draft (0 follows the row's last token, j + 1 the drafted token j), V vocabulary,
 W bytes of a mask.
@@ -22,16 +22,16 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from fly.models.tokenizer import Tokenizer
-from fly.runtime.request import common_prefix
+from fly.ops import common_prefix
 from fly.runtime.trial import follow
 from fly.types import SamplingParams, StructuredOutput
 
 __all__ = ["BLANKS", "LONGEST", "Grammars", "Matcher", "StructuredError"]
 
-_MASKS = 256  # masks kept per row, more than any draft has tokens
-# What one grammar may take of the library: states of its lexer (schemas of everyday use take a few thousand), work to
-# set it up and for one mask, symbols. By these a mask, which the engine's thread works out, takes 10 ms in an
-# expression such as (\d{1,9}[a-z]{0,30}[A-Z]{0,30}){20}, and 200 ms at most.
+_MASKS = 256  # masks kept for a row, more than any draft has tokens
+# What one grammar may take of the library: states of its lexer (everyday schemas take a few thousand), work to set it
+# up and for one mask, symbols. The engine's thread computes masks. With these limits one takes 10 ms for an expression
+# such as (\d{1,9}[a-z]{0,30}[A-Z]{0,30}){20}, and at most 200 ms.
 LIMITS: dict[str, Any] = {
     "max_lexer_states": 16_384,
     "initial_lexer_fuel": 200_000,
@@ -42,19 +42,19 @@ LIMITS: dict[str, Any] = {
 _LIMITS = LLParserLimits(**LIMITS)
 _BEYOND = "too many", "max is", "limit"  # words in the library's messages when one of these limits is reached
 LONGEST = 256 << 10  # bytes of a schema, an expression or a grammar
-_TOLD = 800  # the most characters shown of the library's messages, which may quote a whole grammar
-# The library does not say how much memory a compiled grammar takes, and it takes more while it is used: each is counted
-# as the most it was seen to take by the limits above: 26 MB for what it is made of, 60 bytes for a byte of its source.
+_SHOWN = 800  # the most characters shown of the library's messages, which may quote a whole grammar
+# The library does not say how much memory a compiled grammar takes, and it takes more while it is used. So each counts
+# as the most that any was seen to take under the limits above: 26 MB, and 60 bytes for each byte of its source.
 _KEPT = 1 << 30
 _BYTES, _BYTES_A_BYTE = 32 << 20, 64
-# JSON on one line or indented, but without runs of blanks, which small models tend to repeat for ever. A schema's own
-# "x-guidance" wins over this.
+# Blanks in JSON: on one line or indented, but without runs of blanks, which small models tend to repeat for ever. A
+# schema's own "x-guidance" wins over this.
 BLANKS = r" |\n[ ]{0,16}"
 
 
 @cache
 def _bias_of_byte(device: torch.device) -> Tensor:
-    """0 where a bit is set, -infinity where not: row n is for the byte n, its lowest bit first."""
+    """Return a table [256, 8] for bytes: 0 where a bit is set, -infinity where not, the lowest bit first."""
     rows = [[0.0 if byte >> bit & 1 else -torch.inf for bit in range(8)] for byte in range(256)]
     return torch.tensor(rows, device=device)
 
@@ -64,9 +64,11 @@ class StructuredError(ValueError):
 
 
 class Grammars:
-    """The grammars that requests ask for, over one vocabulary. Compiled ones are kept while there is room for them (1
-    GiB), for requests of the same ``cache_salt``: others could tell from the time that somebody had asked for this
-    one. Nothing is kept of a refused grammar, or of one that proves to be beyond the limits while it is followed.
+    """The grammars that requests ask for, over one vocabulary.
+
+    Compiled grammars are kept while there is room for them (1 GiB), for requests of the same ``cache_salt``: others
+    could tell by the time taken that somebody had asked for this one. A grammar that is refused, or goes beyond the
+    limits while it is followed, is not kept.
 
     ``matcher`` may be called from any thread. ``vet`` gets each grammar before it is compiled, and may refuse it
     (``ValueError``).
@@ -85,19 +87,18 @@ class Grammars:
         self._looking = threading.Lock()
 
     def warm(self) -> None:
-        """Read the vocabulary and compile the form that has no source, which would take the first requests long."""
-        with suppress(ValueError):  # a tokenizer of an unknown kind, which requests are told
+        """Read the vocabulary and compile a first form, so that the first request need not wait for that."""
+        with suppress(ValueError):  # a tokenizer of an unknown kind: each request gets this error
             self.matcher(SamplingParams(structured=StructuredOutput(json_object=True)))
 
     def matcher(self, params: SamplingParams) -> Matcher:
         """Make a matcher for one request, at the start of its text.
 
-        It may end with an end-of-sequence token (under ``ignore_eos`` only where nothing else may follow) or with one
-        of its own stop tokens that is a control token.
+        The text may end with an end-of-sequence token (under ``ignore_eos`` only where nothing else may follow), or
+        with a stop token of the request that is a control token.
 
-        Raises:
-            ValueError: the grammar cannot be used, with the reason: it is wrong or unsupported, the tokenizer is of an
-                unknown kind, or there is no token to end with.
+        Raises ``ValueError`` with the reason if the grammar cannot be used: it is wrong or unsupported, the tokenizer
+        is of an unknown kind, or there is no token to end with.
         """
         assert params.structured is not None
         own = self.tokenizer.control_ids.intersection(params.stop_token_ids)
@@ -117,7 +118,7 @@ class Grammars:
 
     @property
     def spelling(self) -> dict[str, Any]:
-        """Collect what the library needs to build its tokenizer."""
+        """The keyword arguments of the library's tokenizer."""
         eos = sorted(self.eos_ids or self.tokenizer.control_ids)
         return {"tokenizer": self.tokenizer.raw.to_str(), "n_vocab": self.vocab_size, "eos_token": eos}
 
@@ -150,7 +151,7 @@ class Grammars:
 
     @property
     def _never(self) -> frozenset[int]:
-        """The tokens that the library treats as ends. Each is allowed as the end of a text, or nowhere."""
+        """The tokens that the library treats as ends. Each may end a text, or is allowed nowhere."""
         return frozenset(self._vocabulary.eos_tokens)
 
     def _compile(self, structured: StructuredOutput) -> LLMatcher:
@@ -179,25 +180,25 @@ class Grammars:
         begins = follow(first)
         if first.is_error() and any(words in first.get_error() for words in _BEYOND):
             raise ValueError(f"{what} cannot be used: {_too_large(first)}")
-        if not begins:  # an end without a text further on is one of the vocabulary's: the grammar has others
+        if not begins:
             raise ValueError(f"{what} cannot be used: no text of this vocabulary begins it")
         return matcher
 
 
 def _too_large(matcher: LLMatcher) -> str:
-    """The message that a grammar is beyond the limits, with the library's own words."""
+    """Return the message that a grammar is beyond the limits, with the library's own words."""
     own = _one_line(matcher.get_error()).removesuffix(" <non-verbose/>").partition("; consider")[0]
     return f"it is too large to be followed ({own}); make it simpler"
 
 
 def _size(structured: StructuredOutput) -> int:
-    """Bytes of a compiled grammar, at most."""
+    """Return the most bytes that a compiled grammar takes."""
     return _BYTES + _BYTES_A_BYTE * len(structured.source)
 
 
 def _one_line(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= _TOLD else f"{line[:_TOLD]}..."
+    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
 
 
 def _allow(bits: bytearray, tokens: Iterable[int]) -> None:
@@ -206,17 +207,17 @@ def _allow(bits: bytearray, tokens: Iterable[int]) -> None:
 
 
 class Matcher:
-    """Follows the text of one request and its forks by comparing tokens, and says what may come next.
+    """Follows the text of one request and of its forks, and computes which tokens may come next.
 
-    It remembers the last text that it was asked about and the masks along it, so that masks computed while a draft
-    model drafted are not computed again when the target verifies.
+    It keeps the last text that it was asked about and the masks along it, so that masks computed while a draft model
+    drafted are not computed again when the target verifies.
 
     Args:
         start: the compiled grammar at its start; it is copied.
-        refuse: called if it proves to be beyond the library's limits.
-        never: tokens that are not text; never allowed, whatever the grammar says.
-        ends: tokens that end the text; allowed exactly where the grammar may end.
-        last_ends: further ones, allowed only where nothing else is.
+        refuse: called if the grammar proves to be beyond the library's limits.
+        never: tokens that are not text, and are never allowed.
+        ends: tokens that end the text, and are allowed exactly where the grammar may end.
+        last_ends: further ends, allowed only where nothing else is.
     """
 
     def __init__(
@@ -233,14 +234,14 @@ class Matcher:
         self._text: list[int] = []  # what the matcher has consumed
         self._masks: dict[int, tuple[bytearray, str]] = {}  # by length of text
         self._stuck: dict[int, str] = {}  # places of the last call that nothing can follow, and why
-        self._wrong = ""  # how it proved to be beyond the limits, once it has
+        self._wrong = ""  # the message that the grammar is beyond the limits, once this is known
 
     def fresh(self) -> Matcher:
         """Make a matcher of the same form for another request, at the start of its text."""
         return Matcher(self._start, self._refuse, self._never, self._ends, self._last_ends)
 
     def close(self) -> None:
-        """Free the matcher; it is not used any more."""
+        """Free what it holds. It is not used again."""
         self._masks.clear()
         del self._start, self._matcher
 
@@ -253,12 +254,12 @@ class Matcher:
         raw_JV: Tensor | None = None,
         numbers: Callable[[list[int] | Tensor], Tensor] | None = None,
     ) -> None:
-        """Forbid (-inf) in place what the grammar does not allow after ``text``, and after each drafted token.
+        """Forbid (-inf), in place, what the grammar does not allow after ``text``, and after each drafted token.
 
         If earlier bans (bad words, ends before ``min_tokens``) forbid everything that the grammar allows, the grammar
-        wins: ``raw_JV`` are the logits without those bans (None if there are none). Places after a token that is itself
-        forbidden can never be reached, and stay as they are. ``draft`` and ``parents`` as in ``Draft``; logits [J, V],
-        J >= 1 + tokens drafted. ``numbers`` puts numbers where the logits are.
+        wins: ``raw_JV`` are the logits without those bans (None if there are none). Places after a forbidden token can
+        never be reached, and stay as they are. ``draft`` and ``parents`` as in ``Draft``; logits [J, V] with J at least
+        1 + the number of drafted tokens. ``numbers`` puts numbers on the logits' device.
         """
         found = sorted(self._along(text, draft, parents).items())
         if not found:
@@ -267,7 +268,7 @@ class Matcher:
         bits_JW = torch.frombuffer(bytearray().join(bits for _, bits in found), dtype=torch.uint8).view(len(found), -1)
         bias_JV = embedding(put(bits_JW).int(), _bias_of_byte(device)).flatten(1)[:, : logits_JV.shape[1]]
         places = [place for place, _ in found]
-        # usually the whole chain: then nothing is copied
+        # Usually the whole chain is allowed, and nothing is copied.
         at = slice(len(places)) if places[-1] == len(places) - 1 else put(places)
         logits_JV[at] += bias_JV
         if raw_JV is not None:
@@ -277,18 +278,18 @@ class Matcher:
     def masks(
         self, text: list[int], draft: list[int], parents: abc.Sequence[int] | None = None
     ) -> dict[int, bytearray]:
-        """What may follow ``text``, at 0, and each drafted token j, at j + 1, unless that is forbidden or comes after
-        one that is: a bit a token. ``parents`` as in ``Draft``."""
+        """Return what may follow ``text`` (key 0) and each drafted token j (key j + 1), a bit for each token. A drafted
+        token that is forbidden has no entry, nor have those after it. ``parents`` as in ``Draft``."""
         return self._along(text, draft, range(-1, len(draft) - 1) if parents is None else parents)
 
     def check(self, place: int) -> None:
-        """Raise ``StructuredError`` if a text that stands up to ``place``, as last asked about, is not whole and cannot
-        go on: the vocabulary cannot spell what must follow, or the grammar is beyond the limits of the library."""
+        """Raise ``StructuredError`` if nothing can follow the text up to ``place`` of the last draft, although it is
+        not whole: the vocabulary cannot spell what must follow, or the grammar is beyond the library's limits."""
         if place in self._stuck:
             raise StructuredError(f"structured output cannot go on: {self._stuck[place]}")
 
     def _along(self, text: list[int], draft: list[int], parents: abc.Sequence[int]) -> dict[int, bytearray]:
-        """What may follow each place that the grammar can reach, branch by branch."""
+        """Return what may follow each place that the grammar can reach, branch by branch."""
         self._stuck = {}
         if not self._follow(text):
             self._stuck[0] = self._wrong or f"the {len(text)} tokens so far are no beginning of such a text"
@@ -306,18 +307,19 @@ class Matcher:
                 found[node + 1] = self._nothing()
             else:
                 continue
-            if wrong:  # a drafter that comes here ends its draft; a request gets an error from ``check``
+            if wrong:  # a draft ends here; if the target's own text comes here, ``check`` raises
                 self._stuck[node + 1] = f"{wrong} after {depth} tokens"
             waiting += [(child, depth + 1) for child in after[node + 1]]
         return found
 
     def _follow(self, text: list[int]) -> bool:
-        """Make sure that the matcher has consumed ``text``, and perhaps more. False if the grammar forbids it."""
+        """Make sure that the matcher has consumed ``text``, and perhaps more. Return False if the grammar forbids
+        it."""
         shared = common_prefix(self._text, text)
         return all(self._step(depth, token) for depth, token in enumerate(text[shared:], start=shared))
 
     def _step(self, depth: int, token: int) -> bool:
-        """Consume ``token`` after the first ``depth`` tokens. False if the grammar forbids it there."""
+        """Consume ``token`` after the first ``depth`` tokens. Return False if the grammar forbids it there."""
         if depth < len(self._text) and self._text[depth] == token:
             return True
         if token in self._no_text:
@@ -362,7 +364,7 @@ class Matcher:
         return bits
 
     def _give_up(self) -> None:
-        """The grammar proved to be beyond the limits. A matcher never recovers from an error, so replace it by a new
+        """Note that the grammar is beyond the limits. A matcher never recovers from an error, so replace it by a new
         one that has consumed as much of the same text as it can."""
         self._wrong = _too_large(self._matcher)
         self._refuse()

@@ -1,6 +1,6 @@
-"""How a new grammar is tried: it is followed for a few tokens. If others must not wait for it, a process of its own
-compiles it first, to see whether that ends. The library has limits, but not for everything (``{"multipleOf": 999983}``
-takes ten seconds and 400 MB). Knows nothing of requests.
+"""Trying a new grammar: it is compiled and followed for a few tokens. If other requests must not wait for that, a
+process of its own does it first, with limited time and memory. The library's own limits do not cover everything
+(``{"multipleOf": 999983}`` takes ten seconds and 400 MB). Knows nothing of requests.
 
 The process runs this file by itself, so that it needs neither torch nor the rest of this package.
 """
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Trial", "follow"]
 
-SECONDS, BYTES = 1.0, 256 << 20  # of the processor, and of memory, that one grammar may take
-_AHEAD = 3  # tokens that a new grammar is followed: some take more there
+SECONDS, BYTES = 1.0, 256 << 20  # of processor time, and of memory, that one grammar may take
+_AHEAD = 3  # how many tokens a new grammar is followed: some grammars take long only there
 _PATIENCE = 30.0  # seconds after which a process that gives no answer is ended, even on a busy machine
 
 
 def follow(matcher: LLMatcher) -> bool:
-    """Follow a grammar for a few tokens, as far as it goes: a grammar that is too large usually fails there. Returns
-    whether any text begins it."""
+    """Follow a grammar for a few tokens, as far as it goes: if it is too large, it usually fails there. Return whether
+    any text can begin it."""
     begins = False
     for _ in range(_AHEAD):
         mask = matcher.compute_bitmask()
@@ -46,15 +46,15 @@ def follow(matcher: LLMatcher) -> bool:
 
 
 class Trial:
-    """Tries grammars in a process of its own, which starts with the first one, and again after a grammar that ended it.
+    """Tries grammars in a process of its own, which starts with the first grammar, and anew after one that ended it.
 
     Args:
-        vocabulary: what ``llguidance.LLTokenizer`` is made of, as keyword arguments.
-        limits: those of ``llguidance.LLParserLimits``.
+        vocabulary: keyword arguments of ``llguidance.LLTokenizer``.
+        limits: keyword arguments of ``llguidance.LLParserLimits``.
     """
 
     def __init__(self, vocabulary: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
-        self._start = json.dumps({"vocabulary": dict(vocabulary), "limits": dict(limits)}) + "\n"
+        self._start = json.dumps({"vocabulary": dict(vocabulary), "limits": dict(limits)})
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self.started = 0  # processes so far
@@ -65,7 +65,7 @@ class Trial:
             if self._process is None or self._process.poll() is not None:
                 self._end()
                 self._open()
-            if self._ask(grammar) is None:
+            if self._answer(json.dumps(grammar)) is None:
                 self._end()
                 raise ValueError(
                     f"compiling it takes more than {SECONDS:g} s of the processor or {BYTES >> 20} MiB; make it simpler"
@@ -81,24 +81,21 @@ class Trial:
     def _open(self) -> None:
         self.started += 1
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__],  # without this folder on its path, whose names are the library's too
+            [sys.executable, "-P", __file__],  # -P: modules of this folder must not hide others
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             encoding="utf-8",
         )
-        if self._say(self._start) is None:
+        if self._answer(self._start) is None:
             self._end()
             raise RuntimeError("the process that tries grammars does not start")
 
-    def _ask(self, grammar: str) -> str | None:
-        return self._say(json.dumps(grammar) + "\n")
-
-    def _say(self, line: str) -> str | None:
-        """Its answer to a line; None if it has ended or says nothing."""
+    def _answer(self, line: str) -> str | None:
+        """Return the process's answer to a line; None if it has ended, or gives none."""
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         try:
-            self._process.stdin.write(line)
+            self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
         except OSError:
             return None
@@ -114,8 +111,8 @@ class Trial:
 
 
 def _serve(lines: IO[str], answers: IO[str]) -> None:
-    """The process: after the vocabulary a grammar a line, each answered once it is compiled. A signal or a failed
-    allocation ends it where one takes too much."""
+    """Run the process: read the vocabulary, then a grammar on each line, and answer each once it is compiled. If one
+    takes too much, a signal or a failed allocation ends the process."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     start = json.loads(lines.readline())
@@ -125,7 +122,7 @@ def _serve(lines: IO[str], answers: IO[str]) -> None:
     print("ready", file=answers, flush=True)
     for line in lines:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
-        with contextlib.suppress(Exception):  # the caller's own compilation reports what is wrong with it
+        with contextlib.suppress(Exception):  # the caller compiles it again, and reports what is wrong with it
             matcher = LLMatcher(vocabulary, json.loads(line), log_level=0, limits=limits)
             follow(matcher)
             del matcher
@@ -134,7 +131,7 @@ def _serve(lines: IO[str], answers: IO[str]) -> None:
 
 
 def _limit_memory() -> None:
-    """Limit memory to so many bytes more than now, if the system can."""
+    """Limit memory to ``BYTES`` more than now, if the system can."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource  # of Unix alone
 

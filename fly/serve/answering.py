@@ -89,12 +89,12 @@ class Answering:
             raise ApiError(500, f"the request failed: {type(error).__name__}: {error}", code="generation_failed")
         return None
 
-    async def written(self, made: Iterator[bytes], entries: int) -> list[bytes]:
+    async def write(self, made: Iterator[bytes], entries: int) -> list[bytes]:
         """Collect the pieces that ``made`` yields for about ``entries`` entries. If they are many, the work takes turns
         with other clients' in a thread. Raises ``ClientLeft``."""
         if entries <= _FEW:
             return list(made)
-        parts = await self._turns.pieces(self._client, made, lambda: self.left)
+        parts = await self._turns.collect(self._client, made, lambda: self.left)
         if self.left:
             raise ClientLeft
         return parts

@@ -14,16 +14,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fly.engine.job import News
-from fly.models.chat import Kind, Splitter, Thinking
+from fly.engine.job import News, Request
+from fly.models.chat import Kind, Splitter
 from fly.models.lengths import byte_alphabet
 from fly.models.tokenizer import Tokenizer
 from fly.runtime.request import Token
-from fly.serve.jsons import written
+from fly.serve.jsons import write_json
+from fly.serve.requests import ChatRequest, CompletionRequest, Generation
 from fly.serve.rules import Speculation
-from fly.serve.tools import CallDelta, CallReader
+from fly.serve.tools import CallDelta, CallFormat, CallReader
 
-__all__ = ["Choice", "Completion", "Vocabulary"]
+__all__ = ["Choice", "Completion", "Prepared", "Vocabulary"]
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -87,47 +88,42 @@ class Choice:
     reason_sent: bool = False  # whether a chunk with the finish reason was sent
 
 
+@dataclass
+class Prepared:
+    """A request, ready for the engine."""
+
+    body: Generation
+    requests: list[Request]
+    prompt_tokens: int
+    speculation: Speculation
+    echoes: list[Echo] | None = None  # the text before each choice, if the request asks for it
+    client: str = ""
+    form: str = "response_format"  # the field that constrains the answer, for errors
+    calls: CallFormat | None = None  # how the answer writes tool calls, if it may have any
+
+    def reader(self) -> CallReader | None:
+        """Build the reader that finds calls in one answer."""
+        names = [function.name for function in self.body.usable]
+        return None if self.calls is None else CallReader(self.calls, names)
+
+
 class Completion:
-    """Assembles the answer to one request, as a whole or in chunks.
+    """Assembles the answer to one request, as a whole or in chunks. ``fingerprint`` names the server's version."""
 
-    Args:
-        chat: whether it is a chat completion.
-        model: the model's name for clients.
-        speculation: the speculation that the request runs with.
-        thinking: for each choice, how the answer may begin with thinking.
-        explains: whether to add a reason for every token.
-        echoes: the text before each choice, if the request asks for it.
-        top: number of likely tokens to list at each position; None for no log-probabilities.
-        prompt_top: the same for the prompt, in a list of its own.
-        readers: for each choice, what splits tool calls from text; None if there are no tools.
-        prompts: the token ids of each choice's prompt, if the request asks for token ids.
-    """
-
-    def __init__(
-        self,
-        chat: bool,
-        model: str,
-        speculation: Speculation,
-        vocabulary: Vocabulary,
-        fingerprint: str,
-        thinking: Sequence[Thinking | None],
-        explains: bool = False,
-        echoes: list[Echo] | None = None,
-        top: int | None = None,
-        prompt_top: int | None = None,
-        readers: Sequence[CallReader | None] | None = None,
-        prompts: Sequence[list[int]] | None = None,
-    ) -> None:
-        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+    def __init__(self, prepared: Prepared, vocabulary: Vocabulary, fingerprint: str) -> None:
+        self.body, self.speculation, self._prompt_tokens = prepared.body, prepared.speculation, prepared.prompt_tokens
+        self.chat = isinstance(self.body, ChatRequest)
+        self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self.chat, self.model, self.speculation, self.explains = chat, model, speculation, explains
-        self.top, self.prompt_top = top, prompt_top
-        self._vocabulary, self._fingerprint, self._echoes = vocabulary, fingerprint, echoes
+        self._vocabulary, self._fingerprint, self._echoes = vocabulary, fingerprint, prepared.echoes
+        # Log-probabilities: how many tokens to list at each position, of the answer and of the prompt; None for none.
+        self.top, self.explains = self.body.top(), self.body.explains
+        self.prompt_top = self.body.prompt_logprobs if isinstance(self.body, CompletionRequest) else None
         self.choices = [
-            Choice(index, Splitter(each), None if readers is None else readers[index])
-            for index, each in enumerate(thinking)
+            Choice(index, Splitter(each.thinking), prepared.reader()) for index, each in enumerate(prepared.requests)
         ]
-        self._prompts = prompts
+        rows = [each.row for each in prepared.requests]
+        self._prompts = [row.tokens[: row.prompt_length] for row in rows] if self.body.return_token_ids else None
         for choice in self.choices:
             choice.offset = len(self._echo(choice))
         self._cached = self._drafted = self._accepted = 0
@@ -191,33 +187,40 @@ class Completion:
             + (1 + max(self.top or 0, self.prompt_top or 0)) * scored
         )
 
-    def events(self, found: Sequence[News], prompt_tokens: int, usage: bool, running_usage: bool) -> Iterator[bytes]:
+    def events(self, found: Sequence[News]) -> Iterator[bytes]:
         """Write news as server-sent events. The last event carries the statistics of the whole request."""
         touched = list({news.index: self.add(news) for news in found}.values())
         for choice in touched:
             while (chunk := self.chunk(choice)) is not None:
-                last = self.ended() and choice is touched[-1] and not usage and choice.reason_sent
-                yield self._event(self.last(chunk) if last else chunk, prompt_tokens, running_usage)
-        if usage and self.ended():
-            yield self._event(self.last(self.usage_chunk(prompt_tokens)), prompt_tokens)
+                last = self.ended() and choice is touched[-1] and choice.reason_sent and not self.body.with_usage
+                yield self._event(chunk | self._extras() if last else chunk)
+        if self.body.with_usage and self.ended():
+            yield self._event(self._body([], ".chunk") | {"usage": self.usage()} | self._extras())
 
-    def opening(self, prompt_tokens: int, running_usage: bool) -> Iterator[bytes]:
-        """Write the first events of a stream, one for every choice."""
+    def opening(self) -> Iterator[bytes]:
+        """Write the first events of a stream, one for every choice: its role, or the echoed prompt, and the speculation
+        that it runs with."""
         for choice in self.choices:
-            yield self._event(self.first(choice), prompt_tokens, running_usage)
+            body = self._empty(choice)
+            if self.chat:
+                body["delta"] = {"role": "assistant", "content": ""}
+            else:
+                body["text"] = self._echo(choice)
+            self._add_prompt(body, choice)
+            yield self._event(self._body([body], ".chunk") | {"speculation": self.speculation.as_dict()})
 
-    def _event(self, chunk: dict[str, Any], prompt_tokens: int, running_usage: bool = False) -> bytes:
-        if running_usage:
-            chunk |= {"usage": self.usage(prompt_tokens)}
-        return b"data: " + b"".join(written(chunk)) + b"\n\n"
+    def _event(self, chunk: dict[str, Any]) -> bytes:
+        if self.body.with_running_usage and "usage" not in chunk:
+            chunk |= {"usage": self.usage()}
+        return b"data: " + b"".join(write_json(chunk)) + b"\n\n"
 
     def ended(self) -> bool:
         """Whether every choice has ended."""
         return all(choice.finish_reason for choice in self.choices)
 
-    def usage(self, prompt_tokens: int) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
         """Token counts, including drafted tokens."""
-        generated = sum(choice.generated for choice in self.choices)
+        prompt_tokens, generated = self._prompt_tokens, sum(choice.generated for choice in self.choices)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": generated,
@@ -247,75 +250,53 @@ class Completion:
             }
         }
 
-    def whole(self, prompt_tokens: int) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         """Build the whole answer."""
         choices = []
         for choice in self.choices:
-            text, reason = choice.text, choice.finish_reason
-            body = self._choice(choice, reason)
+            body = self._choice(choice)
             if self.chat:
-                calls = _whole_calls(choice.calls)
-                body["message"] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-                if calls:
-                    body["message"]["tool_calls"] = calls
-                if choice.reasoning:
-                    body["message"]["reasoning_content"] = choice.reasoning
+                calls = _join_calls(choice.calls)
+                message = {"role": "assistant", "content": choice.text or (None if calls else ""), "refusal": None}
+                also = {"tool_calls": calls, "reasoning_content": choice.reasoning}
+                body["message"] = message | {name: value for name, value in also.items() if value}
             else:
-                body["text"] = self._echo(choice) + text
+                body["text"] = self._echo(choice) + choice.text
                 if self.prompt_top is not None:
                     listed = zip(choice.prompt, choice.prompt_logprobs or ())
                     body["prompt_logprobs"] = (self._prompt_entry(*entry) for entry in listed)
             choices.append(body)
             self._add_prompt(body, choice)
-        return self._body(choices, "") | {"usage": self.usage(prompt_tokens)} | self._extras()
-
-    def first(self, choice: Choice) -> dict[str, Any]:
-        """Build the chunk that opens a choice: its role, or the echoed prompt, and the speculation it runs with."""
-        body: dict[str, Any] = {"index": choice.index, "finish_reason": None, "logprobs": None}
-        if self.chat:
-            body["delta"] = {"role": "assistant", "content": ""}
-        else:
-            body["text"] = self._echo(choice)
-        self._add_prompt(body, choice)
-        return self._body([body], ".chunk") | {"speculation": self.speculation.as_dict()}
+        return self._body(choices, "") | {"usage": self.usage()} | self._extras()
 
     def chunk(self, choice: Choice) -> dict[str, Any] | None:
         """Build a chunk of what came in for a choice since the last one; None if there is nothing to show yet. A chunk
         has one piece of a tool call at most, as clients expect: call again until the result is None."""
-        pieces = _joined(choice.calls)
+        pieces = _join_pieces(choice.calls)
         # Of several pieces of tool calls, send the first.
         if len(pieces) > 1:
-            choice.calls = pieces[1:]
             delta = {"content": choice.text} if choice.text else {}
-            choice.text = ""
-            body: dict[str, Any] = {"index": choice.index, "finish_reason": None, "logprobs": None}
-            return self._body([body | {"delta": delta | {"tool_calls": [_call_delta(pieces[0])]}}], ".chunk")
+            choice.text, choice.calls = "", pieces[1:]
+            return self._body([self._empty(choice) | {"delta": delta | _in_delta(pieces[:1])}], ".chunk")
         # Otherwise send everything that came in, if there is anything to show.
-        shown = choice.tokens if self.explains or self.top is not None or self._prompts is not None else []
-        if not (
-            choice.text or choice.reasoning or pieces or shown or (choice.finish_reason and not choice.reason_sent)
-        ):
+        ends = choice.finish_reason is not None and not choice.reason_sent
+        listed = choice.tokens and (self.explains or self.top is not None or self._prompts is not None)
+        if not (choice.text or choice.reasoning or pieces or listed or ends):
             return None
         choice.reason_sent = choice.finish_reason is not None
-        body = self._choice(choice, choice.finish_reason)
+        body = self._choice(choice)
         if self.chat:
             delta = {"reasoning_content": choice.reasoning, "content": choice.text}
-            body["delta"] = {name: text for name, text in delta.items() if text}
-            if pieces:
-                body["delta"]["tool_calls"] = [_call_delta(pieces[0])]
+            body["delta"] = {name: text for name, text in delta.items() if text} | _in_delta(pieces)
         else:
             body["text"] = choice.text
         choice.text = choice.reasoning = ""
         choice.tokens, choice.logprobs, choice.calls = [], [], []
         return self._body([body], ".chunk")
 
-    def last(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        """Add the statistics that are known only at the end."""
-        return chunk | self._extras()
-
-    def usage_chunk(self, prompt_tokens: int) -> dict[str, Any]:
-        """Build the final chunk with usage and without choices."""
-        return self._body([], ".chunk") | {"usage": self.usage(prompt_tokens)}
+    @staticmethod
+    def _empty(choice: Choice) -> dict[str, Any]:
+        return {"index": choice.index, "finish_reason": None, "logprobs": None}
 
     def _extras(self) -> dict[str, Any]:
         return {"speculation": self.speculation.as_dict(), "metrics": self.metrics()}
@@ -332,14 +313,14 @@ class Completion:
             "id": self.id,
             "object": f"chat.completion{chunk}" if self.chat else "text_completion",
             "created": self.created,
-            "model": self.model,
+            "model": self.body.model,
             "system_fingerprint": self._fingerprint,
             "choices": choices,
         }
 
-    def _choice(self, choice: Choice, reason: str | None) -> dict[str, Any]:
+    def _choice(self, choice: Choice) -> dict[str, Any]:
         """Build what both endpoints share: log-probabilities and reasons of the tokens that were not sent yet."""
-        body: dict[str, Any] = {"index": choice.index, "finish_reason": reason, "logprobs": None}
+        body = self._empty(choice) | {"finish_reason": choice.finish_reason}
         if self.top is not None:
             body["logprobs"] = self._chat_logprobs(choice) if self.chat else self._completion_logprobs(choice)
         if self.explains:
@@ -426,7 +407,7 @@ def _finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def _whole_calls(pieces: list[CallDelta]) -> list[dict[str, Any]]:
+def _join_calls(pieces: list[CallDelta]) -> list[dict[str, Any]]:
     """Join all pieces of tool calls to calls in OpenAI's form."""
     calls: list[dict[str, Any]] = []
     for piece in pieces:
@@ -436,7 +417,7 @@ def _whole_calls(pieces: list[CallDelta]) -> list[dict[str, Any]]:
     return calls
 
 
-def _joined(pieces: list[CallDelta]) -> list[CallDelta]:
+def _join_pieces(pieces: list[CallDelta]) -> list[CallDelta]:
     """Join neighbouring pieces of the same call's arguments."""
     found: list[CallDelta] = []
     for piece in pieces:
@@ -447,9 +428,11 @@ def _joined(pieces: list[CallDelta]) -> list[CallDelta]:
     return found
 
 
-def _call_delta(piece: CallDelta) -> dict[str, Any]:
-    """One piece of a tool call in OpenAI's form."""
-    if piece.name is None:
-        return {"index": piece.at, "function": {"arguments": piece.arguments}}
-    function = {"name": piece.name, "arguments": piece.arguments}
-    return {"index": piece.at, "id": piece.id, "type": "function", "function": function}
+def _in_delta(pieces: list[CallDelta]) -> dict[str, Any]:
+    """The pieces of tool calls in a chunk, in OpenAI's form."""
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        begins = {} if piece.name is None else {"id": piece.id, "type": "function"}
+        function = {} if piece.name is None else {"name": piece.name}
+        calls.append({"index": piece.at, **begins, "function": {**function, "arguments": piece.arguments}})
+    return {"tool_calls": calls} if calls else {}

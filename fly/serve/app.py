@@ -25,9 +25,9 @@ from fly.serve.answering import Answering
 from fly.serve.answers import Completion
 from fly.serve.errors import ApiError, ClientLeft, Plain
 from fly.serve.guard import Guard
-from fly.serve.jsons import written
+from fly.serve.jsons import write_json
 from fly.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
-from fly.serve.service import Prepared, Service
+from fly.serve.service import Service
 
 __all__ = ["Service", "create_app"]
 
@@ -90,25 +90,20 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
     def close() -> None:
         if answering is not None:
             answering.close()
-            service.left(prepared)
+            service.release(prepared)
 
     try:
-        prepared = await service.prepared(body, request)
+        prepared = await service.prepare_aside(body, request)
         streamed = bool(body.stream)
         job = service.submit(prepared, streamed)
         timeout = service.settings.timeout
         answering = Answering(service.llm.worker, service.long, timeout, job, request, prepared.form)
-        completion = Completion(
-            isinstance(body, ChatRequest), body.model, prepared.speculation, service.vocabulary,
-            f"fly-{service.version}", [request.thinking for request in job.requests], body.explains, prepared.echoes,
-            prepared.top, prepared.prompt_top, [prepared.reader() for _ in job.requests],
-            [each.row.tokens[: each.row.prompt_length] for each in job.requests] if body.return_token_ids else None,
-        )  # fmt: skip
+        completion = Completion(prepared, service.vocabulary, f"fly-{service.version}")
         if streamed:
             if not await answering.begun():
                 raise ClientLeft
-            return EventStream(events(completion, answering, prepared, body), close)  # it calls close at its end
-        whole = Parts(await in_one(completion, answering, prepared))
+            return EventStream(events(completion, answering), close)  # it calls close at its end
+        whole = Parts(await in_one(completion, answering))
     except BaseException:
         close()
         raise
@@ -116,7 +111,7 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
     return whole
 
 
-async def in_one(completion: Completion, answering: Answering, prepared: Prepared) -> list[bytes]:
+async def in_one(completion: Completion, answering: Answering) -> list[bytes]:
     """Wait for the whole answer and write it. Raises ``ClientLeft``."""
     found: list[News] = []
     while sum(news.over for news in found) < len(completion.choices):
@@ -128,24 +123,20 @@ async def in_one(completion: Completion, answering: Answering, prepared: Prepare
         for news in found:
             completion.add(news)
             yield b""
-        yield from written(completion.whole(prepared.prompt_tokens))
+        yield from write_json(completion.whole())
 
-    return await answering.written(made(), completion.entries(found))
+    return await answering.write(made(), completion.entries(found))
 
 
-async def events(
-    completion: Completion, answering: Answering, prepared: Prepared, body: Generation
-) -> AsyncIterator[bytes]:
+async def events(completion: Completion, answering: Answering) -> AsyncIterator[bytes]:
     """Yield the events of a stream: one that opens each choice, then the news, then the statistics."""
     try:
-        opening = completion.opening(prepared.prompt_tokens, body.with_running_usage)
-        for part in await answering.written(opening, completion.entries([])):
+        for part in await answering.write(completion.opening(), completion.entries([])):
             yield part
         while not completion.ended():
             if (found := await answering.next()) is None:
                 return
-            made = completion.events(found, prepared.prompt_tokens, body.with_usage, body.with_running_usage)
-            for part in await answering.written(made, completion.entries(found)):
+            for part in await answering.write(completion.events(found), completion.entries(found)):
                 yield part
     except ClientLeft:
         return
@@ -244,7 +235,7 @@ def _add_texts(app: FastAPI, service: Service) -> None:
             tokens = service.tokens(body)
             texts = (service.tokenizer.raw.id_to_token(token) for token in tokens) if body.return_token_strs else None
             count = {"count": len(tokens), "max_model_len": service.context}
-            return Parts([b"".join(written({**count, "tokens": iter(tokens), "token_strs": texts}))])
+            return Parts([b"".join(write_json({**count, "tokens": iter(tokens), "token_strs": texts}))])
 
         return await service.aside(build, request)
 
@@ -261,7 +252,7 @@ def _add_texts(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
 
         def build() -> Response:
-            return Parts([b"".join(written({"prompt": service.text(body.tokens)}))])
+            return Parts([b"".join(write_json({"prompt": service.text(body.tokens)}))])
 
         return await service.aside(build, request)
 

@@ -53,8 +53,8 @@ def read(kind: type[Model], data: bytes, content_type: str) -> Model:
 def _wrong(error: ValidationError, body: Any) -> ApiError:
     """Word the error of a body that does not validate.
 
-    Unknown fields come first. A value that may have several types yields one error per type. The error shown is that of
-    the value's own type or, failing that, the one that pydantic found deepest: that is most likely what was meant.
+    Unknown fields come first. A value that may have several types yields one error per type. The error shown is
+    about the value's own type or else the one that pydantic found deepest: that type is most likely what was meant.
     """
 
     # The location of a problem in the body; pydantic's also has names of types.

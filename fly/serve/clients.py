@@ -53,7 +53,7 @@ class Clients:
         self._digests = frozenset(hashlib.sha256(key.encode()).hexdigest() for key in keys)
         return len(self._digests)
 
-    def of(self, address: str, headers: dict[bytes, bytes]) -> Client:
+    def identify(self, address: str, headers: dict[bytes, bytes]) -> Client:
         """Return the client of a request. Keys are compared by their digests, so timing reveals nothing about them.
 
         Raises ``ValueError`` if a trusted proxy names an address that is invalid."""

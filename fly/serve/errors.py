@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-__all__ = ["ApiError", "ClientLeft", "Plain", "error_body"]
+__all__ = ["ApiError", "ClientLeft", "Plain", "error_body", "invalid"]
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -43,6 +43,11 @@ class ApiError(Exception):
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return Plain(self.body(), self.status, headers)
+
+
+def invalid(name: str, problem: str, code: str = "invalid_value") -> ApiError:
+    """Build the error of a request whose field ``name`` has a ``problem``."""
+    return ApiError(400, f"{name}: {problem}", name, code)
 
 
 class ClientLeft(Exception):

@@ -110,7 +110,7 @@ class Guard:
         if (reason := self._origins.refuse(scope["method"], headers)) is not None:
             raise ApiError(403, reason, code="not_allowed")
         try:
-            client = self.clients.of(address, headers)
+            client = self.clients.identify(address, headers)
         except ValueError as error:
             raise ApiError(400, str(error), code="invalid_headers") from None
         if self.clients.keyed and client.key is None and scope["path"] not in OPEN:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-__all__ = ["TooMuch", "Twice", "loads", "written"]
+__all__ = ["TooMuch", "Twice", "loads", "write_json"]
 
 ENTRIES, MEMBERS = 2**18, 2**16  # of all lists, of all objects: about 50 ms to parse
 DEEPEST = 100  # nesting of lists and objects
@@ -49,14 +49,14 @@ def loads(text: bytes | str, once: bool = True) -> Any:
     raise TooMuch(f"it is nested more than {DEEPEST} deep")
 
 
-def written(value: Any) -> Iterator[bytes]:
-    """Write ``value`` as JSON in pieces, each of which takes little time. An iterator in an object is written as a
+def write_json(value: Any) -> Iterator[bytes]:
+    """Write ``value`` as JSON in small pieces. An iterator in an object is written as a
     list; its entries are built when they are written."""
     if isinstance(value, dict):
         before = b"{"
         for name, each in value.items():
             yield before + _json(name) + b":"
-            yield from written(each)
+            yield from write_json(each)
             before = b","
         yield b"}" if before == b"," else b"{}"
     elif isinstance(value, Iterator):
@@ -68,7 +68,7 @@ def written(value: Any) -> Iterator[bytes]:
     elif isinstance(value, list) and value and isinstance(value[0], dict):
         for number, each in enumerate(value):
             yield b"," if number else b"["
-            yield from written(each)
+            yield from write_json(each)
         yield b"]"
     elif isinstance(value, str) and len(value) > _LONG:
         yield b'"'

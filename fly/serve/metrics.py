@@ -35,34 +35,33 @@ class Metrics:
         self._clauses: set[str] = set()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, ("model_name", *labels), registry=self.registry)
+            metric = Counter(name, text, ("model_name", *labels), registry=self.registry)
+            return metric if labels else metric.labels(model)
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(name, text, ("model_name", *labels), registry=self.registry)
+            metric = Gauge(name, text, ("model_name", *labels), registry=self.registry)
+            return metric if labels else metric.labels(model)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
-            metric = Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry)
-            return metric.labels(model)
+            return Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry).labels(model)
 
-        self._drafts = counter("vllm:spec_decode_num_drafts", "Drafts that were verified.").labels(model)
-        self._drafted = counter("vllm:spec_decode_num_draft_tokens", "Tokens that were drafted.").labels(model)
-        self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were kept.").labels(model)
+        self._drafts = counter("vllm:spec_decode_num_drafts", "Drafts that were verified.")
+        self._drafted = counter("vllm:spec_decode_num_draft_tokens", "Tokens that were drafted.")
+        self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were kept.")
         self._by_position = counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Drafted tokens that were kept, by place in the draft.",
             "position",
         )
-        self._prompt = counter("vllm:prompt_tokens", "Tokens of prompts.").labels(model)
-        self._generated = counter("vllm:generation_tokens", "Tokens that were generated.").labels(model)
-        self._cached = counter("vllm:prefix_cache_hits", "Tokens of prompts that were cached already.").labels(model)
-        self._asked = counter("vllm:prefix_cache_queries", "Tokens of prompts that were looked up.").labels(model)
+        self._prompt = counter("vllm:prompt_tokens", "Tokens of prompts.")
+        self._generated = counter("vllm:generation_tokens", "Tokens that were generated.")
+        self._cached = counter("vllm:prefix_cache_hits", "Tokens of prompts that were cached already.")
+        self._asked = counter("vllm:prefix_cache_queries", "Tokens of prompts that were looked up.")
         self._finished = counter("vllm:request_success", "Completions that ended, by reason.", "finished_reason")
-        self._preempted = counter("vllm:num_preemptions", "Times a request had to make room for others.").labels(model)
-        self._running = gauge("vllm:num_requests_running", "Completions that take part in steps.").labels(model)
-        self._waiting = gauge("vllm:num_requests_waiting", "Completions that wait for their turn.").labels(model)
-        self._cache = gauge("vllm:kv_cache_usage_perc", "Share of the target's cache that is held, 0 to 1.").labels(
-            model
-        )
+        self._preempted = counter("vllm:num_preemptions", "Times a request had to make room for others.")
+        self._running = gauge("vllm:num_requests_running", "Completions that take part in steps.")
+        self._waiting = gauge("vllm:num_requests_waiting", "Completions that wait for their turn.")
+        self._cache = gauge("vllm:kv_cache_usage_perc", "Share of the target's cache that is held, 0 to 1.")
         self.first = histogram("vllm:time_to_first_token_seconds", "From a request's arrival to its first token.")
         self.between = histogram("vllm:inter_token_latency_seconds", "Between two steps of a request that gave tokens.")
         self.each = histogram(

@@ -218,6 +218,16 @@ class Generation(Body):
         return self.max_tokens
 
     @property
+    def usable(self) -> list[Function]:
+        """The functions that the answer may call."""
+        return []
+
+    @property
+    def calls_by_form(self) -> bool:
+        """Whether a grammar restricts the calls."""
+        return False
+
+    @property
     def takes_time(self) -> bool:
         """Whether preparing takes more than encoding a text: a grammar to compile, words to spell."""
         return bool(self.bad_words) or (
@@ -249,27 +259,18 @@ class Generation(Body):
 
     def params(self, default: SamplingParams, seed: int, max_tokens: int, salt: str = "") -> SamplingParams:
         """Build the sampling parameters. Raises ``ValueError``; its message starts with the field's name."""
-        names = (
-            *("temperature", "top_p", "top_k", "min_p", "n", "min_tokens", "ignore_eos"),
-            *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-            *("skip_special_tokens", "include_stop_str_in_output"),
-        )
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        for name in ("stop", "stop_token_ids", "bad_words"):
-            if (value := getattr(self, name)) is not None:
-                given[name] = value if isinstance(value, str) else tuple(value)
+        given = {name: value for name in _SAMPLED if (value := getattr(self, name)) is not None}
         if self.logit_bias is not None:
             if bad := [key for key in self.logit_bias if not (key.isascii() and key.isdigit() and len(key) < 10)]:
                 raise ValueError(f"logit_bias: {bad[0]!r} is not a token id")
             given["logit_bias"] = {int(key): value for key, value in self.logit_bias.items()}
         if (form := self.structured()) is not None:
             given["structured"] = form
-        return SamplingParams.model_validate(
-            default.model_dump()
-            | given
-            | {"seed": seed, "max_tokens": max_tokens, "logprobs": self.top(), "explain": self.explains}
-            | {"cache_salt": salt, "prompt_logprobs": self.prompt_top()}
-        )
+        given |= {"seed": seed, "max_tokens": max_tokens, "logprobs": self.top(), "explain": self.explains}
+        return default.changed({**given, "cache_salt": salt, "prompt_logprobs": self.prompt_top()})
+
+
+_SAMPLED = Generation.model_fields.keys() & SamplingParams.model_fields.keys()
 
 
 class CompletionRequest(Generation):
@@ -346,7 +347,6 @@ class ChatRequest(Conversation, Generation):
 
     @property
     def usable(self) -> list[Function]:
-        """The functions that the answer may call."""
         functions = [tool.function for tool in self.tools or ()]
         if isinstance(choice := self.tool_choice, NamedTool):
             return [function for function in functions if function.name == choice.function.name]
@@ -354,7 +354,6 @@ class ChatRequest(Conversation, Generation):
 
     @property
     def calls_by_form(self) -> bool:
-        """Whether a grammar restricts the calls."""
         loose = not self.must_call and self.parallel_tool_calls is not False and self.form is None
         return bool(self.usable) and not (loose and not any(function.strict for function in self.usable))
 

@@ -71,18 +71,18 @@ class Rules:
         self.drafts = list(dict.fromkeys([*(among or [draft]), "none"]))  # drafts that requests may name
         self.max_k, self.require_lossless = max(64, k) if max_k is None else max_k, require_lossless
         if k > self.max_k:
-            raise ValueError(f"k {k} is what requests get that say nothing, and above max_k {max_k}; lower --k as well")
-        self._whole: dict[str, AcceptancePolicy] = {_squeezed(str(policy)): policy}
+            raise ValueError(f"k {k}, the default of requests, is above max_k {max_k}; lower --k as well")
+        self._whole: dict[str, AcceptancePolicy] = {_squeeze(str(policy)): policy}
         installed = {**policy_types(), **condition_types()}
         self.names = sorted(installed) if enabled is None else ["exact"]
         for entry in enabled or ():
             if entry in installed:
                 self.names.append(entry)
             else:
-                self._whole[_squeezed(entry)] = parse_policy(entry, trusted=True)
+                self._whole[_squeeze(entry)] = parse_policy(entry, trusted=True)
         if enabled is None:
             self._whole |= {name: make() for name, make in PRESETS.items()}
-        self._promised(policy)
+        self._check_promise(policy)
 
     @property
     def choices(self) -> list[str]:
@@ -113,8 +113,8 @@ class Rules:
         return Speculation(rule, chosen, (draft or self.draft) if chosen else "none")
 
     def _read(self, given: str | Mapping[str, Any]) -> AcceptancePolicy:
-        if isinstance(given, str) and (whole := self._whole.get(_squeezed(given))) is not None:
-            return self._promised(whole)
+        if isinstance(given, str) and (whole := self._whole.get(_squeeze(given))) is not None:
+            return self._check_promise(whole)
         size = len(given if isinstance(given, str) else json.dumps(given))
         if size > _LONGEST:
             raise ValueError(f"policy: {size} characters; at most {_LONGEST} are read")
@@ -126,13 +126,13 @@ class Rules:
             raise ValueError(f"policy: {error}") from None
         if refused := sorted(named - {*self.names, *self._whole}):
             raise ValueError(f"policy: {', '.join(refused)} not enabled here; choices: {self.choices}")
-        return self._promised(rule)
+        return self._check_promise(rule)
 
-    def _promised(self, rule: AcceptancePolicy) -> AcceptancePolicy:
+    def _check_promise(self, rule: AcceptancePolicy) -> AcceptancePolicy:
         if self.require_lossless and rule.guarantee is not Guarantee.LOSSLESS:
             raise ValueError(f"policy: {str(rule)!r} is {rule.guarantee.value}; this server requires lossless ones")
         return rule
 
 
-def _squeezed(text: str) -> str:
+def _squeeze(text: str) -> str:
     return "".join(text.split())

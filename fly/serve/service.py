@@ -10,8 +10,8 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +19,6 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request as HttpRequest
 
 from fly import __version__
-from fly.engine.job import Request
 from fly.engine.worker import Stopped
 from fly.errors import explain, short
 from fly.llm import LLM
@@ -29,19 +28,19 @@ from fly.runtime.structured import LIMITS
 from fly.runtime.trial import Trial
 from fly.serve import bodies
 from fly.serve.answering import until_left
-from fly.serve.answers import Echo, Vocabulary
+from fly.serve.answers import Echo, Prepared, Vocabulary
 from fly.serve.clients import Client, Clients, Shares
-from fly.serve.errors import ApiError, ClientLeft, Plain
+from fly.serve.errors import ApiError, ClientLeft, invalid
 from fly.serve.jsons import loads
 from fly.serve.metrics import Measured, Metrics
-from fly.serve.requests import ChatRequest, CompletionRequest, Generation, TokenizeRequest
+from fly.serve.requests import ChatRequest, CompletionRequest, Generation, SpeculationRequest, TokenizeRequest
 from fly.serve.rules import Rules, Speculation
 from fly.serve.settings import Settings
-from fly.serve.tools import FORMATS, CallFormat, CallReader, format_of, grammar, wrong_with_tools
+from fly.serve.tools import FORMATS, CallFormat, format_of, grammar, wrong_with_tools
 from fly.serve.turns import Busy, Turns
-from fly.types import StructuredOutput
+from fly.types import SamplingParams, StructuredOutput
 
-__all__ = ["ApiError", "ClientLeft", "Plain", "Prepared", "Service"]
+__all__ = ["Service"]
 
 _SCORES = 2**18  # log-probabilities of prompt tokens in one answer: about ten megabytes
 _MOMENT = 2**12  # bytes of a body that is parsed at once, without a thread
@@ -50,26 +49,6 @@ _READ = 2**20  # characters that /tokenize accepts: a few seconds and 200 MB
 _WAITING = 64  # pieces of long work that one client may have in the queue
 T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
-
-
-@dataclass
-class Prepared:
-    """A request, ready for the engine."""
-
-    requests: list[Request]
-    prompt_tokens: int
-    echoes: list[Echo] | None
-    prompt_top: int | None
-    speculation: Speculation
-    top: int | None
-    client: str = ""
-    form: str = "response_format"  # the field that constrains the answer, for errors
-    calls: CallFormat | None = None  # how the answer writes tool calls, if it may have any
-    functions: tuple[str, ...] = ()  # names of the functions that it may call
-
-    def reader(self) -> CallReader | None:
-        """Build the reader that finds calls in one answer."""
-        return None if self.calls is None else CallReader(self.calls, self.functions)
 
 
 class Service:
@@ -167,7 +146,7 @@ class Service:
         self.llm.close()
         self._trial.close()
 
-    async def prepared(self, body: Generation, request: HttpRequest) -> Prepared:
+    async def prepare_aside(self, body: Generation, request: HttpRequest) -> Prepared:
         """Call ``prepare`` in a thread. Raises ``ClientLeft`` if the client leaves."""
         work = partial(self.prepare, body, request.state.client.name)
         return await self.aside(work, request, body.takes_time)
@@ -176,98 +155,111 @@ class Service:
         """Convert a request to what the engine needs. Slow: call it in a thread. Raises ``ApiError``."""
         self.check_model(body.model)
         chosen = self.speculation(body)
-        echoes = None
-        # Refuse more completions than may run at once.
-        several = len(body.prompts) if isinstance(body, CompletionRequest) else 1
-        at_once = min(self.settings.max_n, self.settings.max_open or self.settings.max_n)
-        if (count := several * (body.n or 1)) > at_once:  # trying again would not help
-            name = "prompt" if (body.n or 1) == 1 else "n"
-            message = f"{name}: {count} completions; at most {at_once} at once"
-            raise ApiError(400, message, name, "invalid_value")
-        # Encode the prompts.
-        calls, prompts = None, list[list[int]]()
+        self._check_count(body)
+        # Encode the prompts. The prompt of a chat also shows which calls and which thinking the answer may have.
+        calls, prompts, name = None, list[list[int]](), "messages" if isinstance(body, ChatRequest) else "prompt"
+        thinking = None
         if isinstance(body, ChatRequest):
             prompt = self.conversation(body)
+            prompts, thinking = [prompt], prompt.thinking
             if body.usable:
                 calls = self.call_format()
                 prompt.shown = (calls.opener, *filter(None, [calls.closer]))
-            name, prompts = "messages", [prompt]
-        else:
-            assert isinstance(body, CompletionRequest)
-            name, prompts = "prompt", [self.encode(prompt) for prompt in body.prompts]
-        for tokens in prompts:
-            self.check_prompt(tokens, name)
-        # Refuse lists of log-probabilities that would be too long.
-        if (top := body.prompt_top()) is not None:
-            entries = sum(map(len, prompts)) * (top + 1) * (body.n or 1)
-            if entries > _SCORES:
-                message = f"{name}: log-probabilities of its tokens are {entries} entries; at most {_SCORES} are listed"
-                raise ApiError(400, message, name, "invalid_value")
+        elif isinstance(body, CompletionRequest):
+            prompts = [self.encode(prompt) for prompt in body.prompts]
+        self._check_prompts(prompts, name, body)
+        # Build the engine's requests; their errors name the field of the request that is at fault.
+        params = self._params(body, prompts, client, calls, thinking)
+        form = "tools" if body.calls_by_form else body.form or "response_format"
+        draft = chosen.draft if chosen.draft in self._named else None
+        try:
+            requests = self.llm.requests(
+                prompts, params, chosen.policy, chosen.k, body.priority or 0, draft, client, streamed=True
+            )
+        except ValueError as error:
+            message, param = str(error), _param_of(str(error))
+            if param == "structured":
+                functions = [function.name for function in body.usable]
+                message, param = wrong_with_tools(message, functions) if body.calls_by_form else message, form
+            raise ApiError(400, message, param, "invalid_value") from None
+        echoes = None
         if isinstance(body, CompletionRequest) and body.echo:
             found = [self.echo(prompt, body.logprobs is not None) for prompt in body.prompts]
             echoes = [echo for echo in found for _ in range(body.n or 1)]
-        # Build the sampling parameters, with a grammar for tool calls if they need one.
-        functions = tuple(function.name for function in body.usable) if isinstance(body, ChatRequest) else ()
-        by_calls = isinstance(body, ChatRequest) and body.calls_by_form
-        form = "tools" if by_calls else body.form or "response_format"
+        return Prepared(body, requests, sum(map(len, prompts)), chosen, echoes, client, form, calls)
+
+    def _check_count(self, body: Generation) -> None:
+        """Refuse more completions than may run at once. The error is final: trying again would not help."""
+        each = body.n or 1
+        count = each * (len(body.prompts) if isinstance(body, CompletionRequest) else 1)
+        at_once = min(self.settings.max_n, self.settings.max_open or self.settings.max_n)
+        if count > at_once:
+            raise invalid("prompt" if each == 1 else "n", f"{count} completions; at most {at_once} at once")
+
+    def _check_prompts(self, prompts: list[list[int]], name: str, body: Generation) -> None:
+        """Refuse prompts that cannot be completed, and lists of log-probabilities that would be too long. The prompts
+        are from the field ``name``."""
+        for tokens in prompts:
+            if not tokens:
+                raise invalid(name, "empty; there is nothing to continue")
+            if len(tokens) >= self.context:
+                message = f"{len(tokens)} tokens of prompt leave no room in the model's context of {self.context}"
+                raise ApiError(400, message, name, "context_length_exceeded")
+        if (top := body.prompt_top()) is not None:
+            entries = sum(map(len, prompts)) * (top + 1) * (body.n or 1)
+            if entries > _SCORES:
+                raise invalid(
+                    name, f"log-probabilities of its tokens are {entries} entries; at most {_SCORES} are listed"
+                )
+
+    def _params(
+        self,
+        body: Generation,
+        prompts: list[list[int]],
+        client: str,
+        calls: CallFormat | None,
+        thinking: Thinking | None,
+    ) -> SamplingParams:
+        """Build the sampling parameters, with a grammar for tool calls if they need one. Without a seed in the request
+        one is drawn here, so that the engine need not."""
+        seed = secrets.randbits(63) if body.seed is None else body.seed
         try:
             most = self.max_tokens(body, prompts)
-            params = body.params(self.llm.default_params, self.seed(body), most, self.salt(body, client))
+            params = body.params(self.llm.default_params, seed, most, self._salt(body, client))
             if isinstance(body, ChatRequest) and calls is not None and body.calls_by_form:
-                params = params.model_copy(
-                    update={"structured": self.form_of_calls(body, calls, params.structured, prompt.thinking)}
-                )
+                form = self._form_of_calls(body, calls, params.structured, thinking)
+                params = params.model_copy(update={"structured": form})
+            return params
         except ValidationError as error:
             message = explain(error)
             param = ".".join(map(str, error.errors()[0]["loc"])) or _param_of(message)
             raise ApiError(400, message, param, "invalid_value") from None
         except ValueError as error:
             raise ApiError(400, str(error), str(error).partition(":")[0], "invalid_value") from None
-        # Build the engine's requests; their errors name the field of the request that is at fault.
-        try:
-            draft = chosen.draft if chosen.draft in self._named else None
-            requests = self.llm.requests(
-                prompts, params, chosen.policy, chosen.k, body.priority or 0, draft, client, streamed=True
-            )
-        except ValueError as error:
-            message, param = str(error), _param_of(str(error))
-            message = wrong_with_tools(message, functions) if by_calls and param == "structured" else message
-            raise ApiError(400, message, form if param == "structured" else param, "invalid_value") from None
-        prompt_top = body.prompt_logprobs if isinstance(body, CompletionRequest) else None
-        return Prepared(
-            requests, sum(map(len, prompts)), echoes, prompt_top, chosen, body.top(), client, form, calls, functions
-        )
 
     def speculation(self, body: Generation) -> Speculation:
         """Return the speculation of a request. Raises ``ApiError``."""
-        asked = body.speculation
+        asked = body.speculation or SpeculationRequest()
         try:
-            chosen = (
-                self.rules.choose()
-                if asked is None
-                else self.rules.choose(asked.policy, asked.k, asked.draft, asked.off)
-            )
+            chosen = self.rules.choose(asked.policy, asked.k, asked.draft, asked.off)
         except ValueError as error:
-            field = str(error).partition(":")[0]
-            raise ApiError(400, f"speculation.{error}", f"speculation.{field}", "invalid_value") from None
+            field, _, problem = str(error).partition(": ")
+            raise invalid(f"speculation.{field}", problem) from None
         try:
             chosen.policy.bind(self.llm.vocabulary)
         except ValueError as error:
-            message = f"speculation.policy: {str(chosen.policy)!r}: {error}"
-            raise ApiError(400, message, "speculation.policy", "invalid_value") from None
+            raise invalid("speculation.policy", f"{str(chosen.policy)!r}: {error}") from None
         return chosen
 
     def call_format(self) -> CallFormat:
         """How the model writes calls. Raises ``ApiError`` if its chat template has no known format of calls."""
         if (found := format_of(pick(self.tokenizer.templates, None, tools=True).source)) is None:
-            message = (
-                f"tools: this model's chat template writes calls in a way that is not known here (known: "
-                f"{', '.join(FORMATS)}); with tool_choice 'none' it answers without any"
-            )
-            raise ApiError(400, message, "tools", "unsupported_parameter")
+            known = f"is not known here (known: {', '.join(FORMATS)}); with tool_choice 'none' it answers without any"
+            problem = f"the way in which this model's chat template writes calls {known}"
+            raise invalid("tools", problem, "unsupported_parameter")
         return found
 
-    def form_of_calls(
+    def _form_of_calls(
         self, body: ChatRequest, calls: CallFormat, answer: StructuredOutput | None, thinking: Thinking | None
     ) -> StructuredOutput:
         """Build the grammar that restricts calls to the functions of the request. Raises ``ValueError``."""
@@ -283,26 +275,29 @@ class Service:
         )  # fmt: skip
         return StructuredOutput(grammar=text)
 
-    @staticmethod
-    def seed(body: Generation) -> int:
-        """Return the request's seed, or draw one, so that the engine need not."""
-        return secrets.randbits(63) if body.seed is None else body.seed
-
-    def salt(self, body: Generation, client: str) -> str:
+    def _salt(self, body: Generation, client: str) -> str:
         """Return the salt: requests share cached prefixes only if their salts are equal."""
         own = body.cache_salt or ""
         return f"{client} {own}" if self.clients.keyed and self.settings.share_prefixes == "key" else own
 
     def encode(self, prompt: str | list[int]) -> list[int]:
+        """Encode a prompt that leaves room for an answer. Raises ``ApiError``."""
         if isinstance(prompt, list):
             return prompt
-        try:
+        with self._errors_about("prompt"):
             self.tokenizer.check_length(prompt, self.context - 1)
             return self.tokenizer.encode(prompt)
+
+    @contextmanager
+    def _errors_about(self, name: str) -> Iterator[None]:
+        """Raise errors of encoding (a text that is too long, half a surrogate pair) as errors of the field ``name``."""
+        try:
+            yield
         except TooLong as error:
-            raise self._no_room(error, "prompt") from None
-        except (TypeError, ValueError) as error:  # such as half a surrogate pair
-            raise ApiError(400, f"prompt: {error}", "prompt", "invalid_value") from None
+            problem = f"too long for the model's context of {self.context} tokens: {error}"
+            raise invalid(name, problem, "context_length_exceeded") from None
+        except (TypeError, ValueError) as error:
+            raise invalid(name, str(error)) from None
 
     def echo(self, prompt: str | list[int], scored: bool) -> Echo:
         """Return the text of a prompt for repetition, with offsets of its tokens if they are ``scored``."""
@@ -313,81 +308,60 @@ class Service:
         """Encode a text or a conversation. Raises ``ApiError``."""
         name = "messages" if body.prompt is None else "prompt"
         if (size := sum(map(len, body.texts()))) > _READ:
-            message = f"{name}: {size} characters; at most {_READ} are encoded at once"
-            raise ApiError(400, message, name, "invalid_value")
+            raise invalid(name, f"{size} characters; at most {_READ} are encoded at once")
         if body.prompt is None:
             return self.conversation(body)
-        try:
+        with self._errors_about("prompt"):
             return self.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
-        except (TypeError, ValueError) as error:
-            raise ApiError(400, f"prompt: {error}", "prompt", "invalid_value") from None
 
     def text(self, tokens: list[int]) -> str:
         """Decode token ids to text, special tokens included. Raises ``ApiError``."""
         size = self.llm.engine.runner.executor.config.vocab_size
         if (bad := next((token for token in tokens if token >= size), None)) is not None:
-            raise ApiError(400, f"tokens: {bad} is outside the vocabulary of {size}", "tokens", "invalid_value")
+            raise invalid("tokens", f"{bad} is outside the vocabulary of {size}")
         return self.tokenizer.decode(tokens, False)
 
     def conversation(self, body: ChatRequest | TokenizeRequest) -> ChatPrompt:
         """Encode messages with the chat template. A chat must leave room for an answer."""
-        try:
-            variables = self.template_variables(body)
-            messages = [message.for_template() for message in body.messages or ()]
-            at_most = self.context - 1 if isinstance(body, ChatRequest) else None
+        with self._errors_about("messages"):
             return self.tokenizer.apply_chat_template(
-                messages, body.opens_turn, at_most=at_most, continue_final_message=body.continue_final_message,
-                **variables,
-            )  # fmt: skip
-        except TooLong as error:
-            raise self._no_room(error, "messages") from None
-        except (TypeError, ValueError) as error:
-            raise ApiError(400, f"messages: {error}", "messages", "invalid_value") from None
-
-    def _no_room(self, error: TooLong, name: str) -> ApiError:
-        message = f"{name}: too long for the model's context of {self.context} tokens: {error}"
-        return ApiError(400, message, name, "context_length_exceeded")
+                [message.for_template() for message in body.messages or ()],
+                body.opens_turn,
+                at_most=self.context - 1 if isinstance(body, ChatRequest) else None,
+                continue_final_message=body.continue_final_message,
+                **self.template_variables(body),
+            )
 
     def template_variables(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
         """Variables for the chat template besides the messages; no tools if none may be called. Raises ``ApiError`` for
         variables that the template does not read."""
-        given, name = body.chat_template_kwargs or {}, "chat_template_kwargs"
-        tools = None if isinstance(body, ChatRequest) and not body.usable else body.tools
+        given = body.chat_template_kwargs or {}
         if body.tools is None and not given:
             return {}
-        looks_at = self.tokenizer.template_variables
-        if body.tools is not None and "tools" not in looks_at:
-            raise ApiError(400, "tools: the chat template of this model has none", "tools", "unsupported_parameter")
-        if unread := sorted(given.keys() - (looks_at - _OWN)):
-            known = sorted(looks_at - _OWN)
-            message = f"{name}: this model's chat template does not read {unread}; it reads {known}"
-            raise ApiError(400, message, name, "invalid_value")
-        return given | ({} if tools is None else {"tools": [tool.for_template() for tool in tools]})
-
-    def check_prompt(self, tokens: list[int], name: str) -> None:
-        """Raise ``ApiError`` if a prompt, from the field ``name``, cannot be completed."""
-        if not tokens:
-            raise ApiError(400, f"{name}: empty; there is nothing to continue", name, "invalid_value")
-        if len(tokens) >= self.context:
-            message = f"{len(tokens)} tokens of prompt leave no room in the model's context of {self.context}"
-            raise ApiError(400, message, name, "context_length_exceeded")
+        read = self.tokenizer.template_variables
+        if body.tools is not None and "tools" not in read:
+            raise invalid("tools", "the chat template of this model has none", "unsupported_parameter")
+        if unread := sorted(given.keys() - (read - _OWN)):
+            problem = f"this model's chat template does not read {unread}; it reads {sorted(read - _OWN)}"
+            raise invalid("chat_template_kwargs", problem)
+        if body.tools is None or (isinstance(body, ChatRequest) and not body.usable):
+            return given
+        return given | {"tools": [tool.for_template() for tool in body.tools]}
 
     def max_tokens(self, body: Generation, prompts: Sequence[list[int]]) -> int:
         """Limit of new tokens: the request's, else the checkpoint's, else (like OpenAI) 16 for completions and the rest
         of the context for chats."""
         most, wanted = self.settings.max_tokens, body.wanted_tokens
         if wanted is not None and most is not None and wanted > most:
-            name = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) is not None else "max_tokens"
-            raise ApiError(400, f"{name}: {wanted} exceeds this server's limit of {most}", name, "invalid_value")
-        room = self.context - max(map(len, prompts))
+            name = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
+            raise invalid(name, f"{wanted} exceeds this server's limit of {most}")
+        room, default = self.context - max(map(len, prompts)), self.llm.default_params
         if wanted is None:
-            default = self.llm.default_params
             if "max_tokens" in default.model_fields_set:
                 wanted = max(default.max_tokens, body.min_tokens or 0)
             else:
                 wanted = room if isinstance(body, ChatRequest) else max(16, body.min_tokens or 0)
-            wanted = wanted if most is None else min(wanted, most)
-        return min(wanted, room)
+        return min(wanted, room, room if most is None else most)
 
     def submit(self, prepared: Prepared, streamed: bool) -> Measured:
         """Submit a prepared request to the engine. Raises ``ApiError`` if the queue is full or the engine stopped."""
@@ -413,7 +387,7 @@ class Service:
         self.held[prepared.client] += count
         return job
 
-    def left(self, prepared: Prepared) -> None:
+    def release(self, prepared: Prepared) -> None:
         """Release what the request held: its client has the answer, or has left."""
         self.held.subtract({prepared.client: len(prepared.requests)})
         self.held += Counter()  # drops clients without completions

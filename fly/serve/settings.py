@@ -75,7 +75,7 @@ class Settings(BaseModel):
     )
     max_n: int = _set(32, "The most completions of one request, over all of its prompts.", ge=1)
     share_prefixes: Literal["key", "all"] = _set(
-        "key", "Which requests share cached beginnings: those of one API key ('key'), or all."
+        "key", "Which requests share cached beginnings: requests with one API key ('key'), or all."
     )
     stream_interval: _Finite = _set(
         0.01, "Seconds for which tokens may be held back, to send several rounds at once.", ge=0, le=1

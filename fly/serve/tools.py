@@ -17,7 +17,6 @@ from fly.serve.jsons import loads
 
 __all__ = ["FORMATS", "CallDelta", "CallFormat", "CallReader", "format_of", "grammar", "wrong_with_tools"]
 
-_BLANKS = {"whitespace_pattern": BLANKS}
 _FENCE = "```json"
 _NAME = '{"name":"'  # the beginning of a call's JSON, without blanks
 _SPACE = r"[ \n]{0,16}"
@@ -98,7 +97,7 @@ class _Call:
         at = len(self.text)
         self.text += text
         if self.name is None and at < _HEAD and (head := self._head.match(self.text)):
-            self.name, self._start = _loaded(head[1]), head.end()
+            self.name, self._start = _load(head[1]), head.end()
         while at < len(self.text) and not self.over:
             self._step(at)
             at += 1
@@ -136,7 +135,7 @@ class _Call:
 
     def whole(self) -> tuple[str, str] | None:
         """Name and arguments, in either order; None if this is not a call."""
-        call = _loaded(self.text)
+        call = _load(self.text)
         if not isinstance(call, dict) or not isinstance(name := call.get("name"), str):
             return None
         given = call.get(self._key, call.get("arguments", {}))
@@ -269,7 +268,7 @@ class CallReader:
         yield from ()
 
 
-def _loaded(text: str) -> Any:
+def _load(text: str) -> Any:
     """Parse JSON; return None if it is invalid."""
     try:
         return loads(text, once=False)
@@ -299,62 +298,64 @@ def grammar(
         thinking: how the answer may begin with thinking.
     """
     opener, closer = (_marker(tokenizer, text) for text in (form.opener, form.closer))
+    # The JSON of each function's call. These lines come first, and in order: see ``wrong_with_tools``.
+    schemas = [_json_rule(schema) for schema in functions.values()]
     rules = []
-    schemas = [f"%json {json.dumps({'x-guidance': _BLANKS, **schema})}" for schema in functions.values()]
     for number, name in enumerate(functions):
         head = f'{{"name": {json.dumps(name)}, "{form.arguments}": '
         rules.append(f'f{number}: {_quoted(head)} {schemas[number]} "}}"')
     rules.append("function: " + " | ".join(f"f{number}" for number in range(len(functions))))
-    more = f"({_quoted(form.separator)} function){{0,{_MOST - 1}}}" if parallel and form.listed else ""
+    # A call between its markers, and several of them.
+    more, several = f"{{0,{_MOST - 1}}}", parallel and bool(form.closer)
     if form.listed:
-        rules.append(f'call: / ?/ "[" function {more} "]"')
-    elif form.closer:
-        rules.append(f'call: "\\n" function "\\n" {closer}')
+        others = f"({_quoted(form.separator)} function){more}" if parallel else ""
+        rules.append(f'call: / ?/ "[" function {others} "]"')
     else:
-        rules.append("call: function")
-    several = parallel and bool(form.closer)
+        rules.append(f'call: "\\n" function "\\n" {closer}' if form.closer else "call: function")
     calls = f"{opener} call" if form.closer or form.listed else "call"
-    calls += f" ({_quoted(form.separator)} {opener} call){{0,{_MOST - 1}}}" if several else ""
-    if answer is not None:
-        rules.append(f"answer: %json {json.dumps({'x-guidance': _BLANKS, **answer})}")
+    calls += f" ({_quoted(form.separator)} {opener} call){more}" if several else ""
     # What an answer may be: calls only; calls or an answer with a schema; or text with calls in it.
     if required:
-        choices = calls
+        rules.append(f"said: {calls}")
     elif answer is not None:
-        choices = f"{calls} | answer"
+        rules += [f"answer: {_json_rule(answer)}", f"said: {calls} | answer"]
     else:
-        anything = f"/(.|\\n)*{re.escape(form.opener)}"
-        no_call, text = "", f"/(.|\\n)*/ & ~{anything}(.|\\n)*/"
-        choices = f"(begun call){{0,{_MOST}}} TEXT" if several else "begun call | TEXT"
-        # A call without markers at the beginning of the answer counts, so text must not begin like one.
-        if not form.listed:
-            bare, known = rf"{_SPACE}(```json{_SPACE})?\{{{_SPACE}\"name\"", "|".join(map(re.escape, functions))
-            no_call = f' & ~/{bare}{_SPACE}:{_SPACE}"({known})"(.|\\n)*/'
-            for number, name in enumerate(functions):
-                head = rf'{bare}:{_SPACE}"{re.escape(name)}",{_SPACE}"{form.arguments}":{_SPACE}'
-                rules.append(f"B{number}: /{head}/\nb{number}: B{number} {schemas[number]} BARE_END")
-            rules.append(rf"BARE_END: /{_SPACE}\}}({_SPACE}```)?/")
-            choices += "".join(f" | b{number}" for number in range(len(functions)))
-        rules.append(f"TEXT: {text}{no_call}")
-        if opener.startswith("<"):
-            rules.append(f"begun: TEXT {opener}")
-        else:
-            rules.append(f"begun[lazy]: BEGUN\nBEGUN: {anything}/{no_call}")
-    rules.append(f"said: {choices}")
-    # The answer may begin with thinking, between its tags.
-    if thinking is None:
-        rules.append("start: said")
-    else:
-        before, after = (_marker(tokenizer, tag) for tag in thinking.tags)
-        close = re.escape(thinking.tags.close).replace("/", r"\/")
-        rules.append(
-            f"thought: THOUGHT {after} BLANKS\nTHOUGHT: /(.|\\n)*/ & ~/(.|\\n)*{close}(.|\\n)*/"
-            if after.startswith("<")
-            else f"thought: close BLANKS\nclose[lazy]: /(.|\\n)*{close}/"
-        )
-        rules.append("BLANKS: /[ \\n]*/")
-        rules.append("start: thought said" if thinking.begun else f"start: ({before} thought)? said")
+        rules += _text_rules(form, list(functions), schemas, opener, several)
+    rules += _thinking_rules(tokenizer, thinking)
     return "\n".join(rules)
+
+
+def _text_rules(
+    form: CallFormat, functions: Sequence[str], schemas: Sequence[str], opener: str, several: bool
+) -> list[str]:
+    """Rules of an answer that is text with calls in it. Text has no opener in it."""
+    anything, rules = f"/(.|\\n)*{re.escape(form.opener)}", []
+    no_call, choices = "", f"(begun call){{0,{_MOST}}} TEXT" if several else "begun call | TEXT"
+    # A call without markers at the beginning of the answer counts, so text must not begin like one.
+    if not form.listed:
+        bare, known = rf"{_SPACE}(```json{_SPACE})?\{{{_SPACE}\"name\"", "|".join(map(re.escape, functions))
+        no_call = f' & ~/{bare}{_SPACE}:{_SPACE}"({known})"(.|\\n)*/'
+        for number, name in enumerate(functions):
+            head = rf'{bare}:{_SPACE}"{re.escape(name)}",{_SPACE}"{form.arguments}":{_SPACE}'
+            rules.append(f"B{number}: /{head}/\nb{number}: B{number} {schemas[number]} BARE_END")
+        rules.append(rf"BARE_END: /{_SPACE}\}}({_SPACE}```)?/")
+        choices += "".join(f" | b{number}" for number in range(len(functions)))
+    rules.append(f"TEXT: /(.|\\n)*/ & ~{anything}(.|\\n)*/{no_call}")
+    begun = f"begun: TEXT {opener}" if opener.startswith("<") else f"begun[lazy]: BEGUN\nBEGUN: {anything}/{no_call}"
+    return [*rules, begun, f"said: {choices}"]
+
+
+def _thinking_rules(tokenizer: Tokenizer, thinking: Thinking | None) -> list[str]:
+    """Rules of an answer that may begin with thinking, between its tags."""
+    if thinking is None:
+        return ["start: said"]
+    before, after = (_marker(tokenizer, tag) for tag in thinking.tags)
+    close = re.escape(thinking.tags.close).replace("/", r"\/")
+    thought = f"thought: close BLANKS\nclose[lazy]: /(.|\\n)*{close}/"
+    if after.startswith("<"):  # a single token
+        thought = f"thought: THOUGHT {after} BLANKS\nTHOUGHT: /(.|\\n)*/ & ~/(.|\\n)*{close}(.|\\n)*/"
+    start = "start: thought said" if thinking.begun else f"start: ({before} thought)? said"
+    return [thought, "BLANKS: /[ \\n]*/", start]
 
 
 def wrong_with_tools(message: str, names: Sequence[str]) -> str:
@@ -375,6 +376,10 @@ def _marker(tokenizer: Tokenizer, text: str) -> str:
     if token is not None and token in tokenizer.raw.get_added_tokens_decoder():
         return f"<[{token}]>"
     return _quoted(text)
+
+
+def _json_rule(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({'x-guidance': {'whitespace_pattern': BLANKS}, **schema})}"
 
 
 def _quoted(text: str) -> str:

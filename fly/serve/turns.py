@@ -62,7 +62,7 @@ class Turns:
                 queue.remove(entry)
             self._forget(client)
 
-    async def pieces(self, client: str, made: Iterator[bytes], left: Callable[[], bool]) -> list[bytes]:
+    async def collect(self, client: str, made: Iterator[bytes], left: Callable[[], bool]) -> list[bytes]:
         """Collect what an iterator yields, working one slice of time per turn, until ``left()`` is true."""
         parts: list[bytes] = []
 
