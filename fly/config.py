@@ -1,4 +1,4 @@
-"""A decoding setup as a file: target, draft, policy. Knows nothing of tensors; ``fly.LLM.from_config`` builds it."""
+"""A setup as a file: target, draft, policy and how to run them. ``fly.LLM.from_config`` builds it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ class _Once(yaml.SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """The contents of a file in YAML or JSON. Raises ``yaml.YAMLError``, also if a mapping has a name twice: it is then
-    unclear which value is meant."""
+    """Read YAML or JSON. Raises ``yaml.YAMLError``, also if a mapping has a name twice."""
     return yaml.load(text, Loader=_Once)
 
 
 class Config(BaseModel):
-    """The arguments of ``fly.LLM`` in a YAML or JSON file, and how long ranks wait for one another (``of_ranks``, the
+    """The arguments of ``fly.LLM`` in a YAML or JSON file, and how long ranks wait for one another (``of_ranks``:
     arguments of ``fly.parallel.launch``). Unknown fields are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -68,16 +67,16 @@ class Config(BaseModel):
     @field_validator("draft")
     @classmethod
     def _imports_where_trusted(cls, value: str, info: ValidationInfo) -> str:
-        """A class path imports code, which is allowed for trusted sources only."""
+        """Refuse a class path, which imports code, from a source that is not trusted."""
         if CLASS_PATH.search(value) and not (info.context or {}).get("trusted"):
             raise ValueError(f"draft {value!r} would import code, which is not allowed from here")
         return value
 
     @staticmethod
     def read(path: str | Path) -> Config:
-        """Read a file the user trusts: its policy may name a ``module:Class``, which is imported.
+        """Read a file that the user trusts: its policy may name a ``module:Class``, which is imported.
 
-        Raises ``ValueError`` naming the file and every field that is wrong, or why it cannot be read.
+        Raises ``ValueError`` that names the file and every wrong field, or says why it cannot be read.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")

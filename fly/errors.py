@@ -1,4 +1,4 @@
-"""How errors describe what was wrong with an input, or with a plug-in."""
+"""Texts for errors: what was wrong with an input, and where a plug-in failed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 __all__ = ["explain", "fault_place", "instead", "meant", "origin", "short"]
 
-# Names of vLLM, transformers and OpenAI, with the names that stand for them here ("speculation" is the field of a
-# request to the server).
+# Names of vLLM, transformers and OpenAI, and what they are called here ("speculation" is a field of requests to the
+# server).
 _ELSEWHERE = {
     "assistant_model": "draft",
     "do_sample": "temperature",
@@ -42,8 +42,8 @@ _ELSEWHERE = {
 
 
 def explain(error: ValidationError, fields: Iterable[str] = ()) -> str:
-    """All wrong fields in one line, each with its name, its fault and its value; for a field that does not exist, with
-    the one of ``fields`` that may be meant."""
+    """Describe all wrong fields in one line: name, fault and value. For a field that does not exist, suggest one of
+    ``fields``."""
     parts = []
     for problem in error.errors(include_url=False):
         name = ".".join(map(str, problem["loc"]))
@@ -52,7 +52,7 @@ def explain(error: ValidationError, fields: Iterable[str] = ()) -> str:
             parts.append(f"{name}: there is no such field{instead(name, known, 'fields') if known else ''}")
             continue
         text = problem["msg"].removeprefix("Value error, ")
-        # Errors of our own validators name the value themselves.
+        # Our own validators name the value themselves.
         got = "" if problem["type"] in ("value_error", "missing") else f", got {problem['input']!r}"
         named = not name or text.startswith(f"{name} ")
         parts.append(f"{text}{got}" if named else f"{name}: {text}{got}")
@@ -60,7 +60,7 @@ def explain(error: ValidationError, fields: Iterable[str] = ()) -> str:
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """A question that names the one of ``known`` that ``word`` may mean; empty if none is similar."""
+    """Ask whether ``word`` means a similar one of ``known``; an empty text if there is none."""
     known = list(known)
     same = _ELSEWHERE.get(word)
     like = [same] if same in known else difflib.get_close_matches(word, known, 1)
@@ -68,18 +68,18 @@ def meant(word: str, known: Iterable[str]) -> str:
 
 
 def instead(word: str, known: Iterable[str], title: str = "choices") -> str:
-    """What to write instead of an unknown ``word``: the name that may be meant, or all names if none is similar."""
+    """Say what to write instead of an unknown ``word``: a similar name, or all names if none is similar."""
     known = list(known)
     return meant(word, known) or f"; {title}: {known}"
 
 
 def origin(error: BaseException) -> str:
-    """The place of an error: the innermost line of a file outside torch and this package, if there is one."""
+    """Return the place of an error: the innermost line of a file outside torch and this package, if there is one."""
     import torch
 
     frames = traceback.extract_tb(error.__traceback__)
     packages = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
-    # Methods that dataclasses generate have no lines; a rule that was typed into an interpreter has.
+    # Skip the methods that dataclasses generate, which have no lines, but not a rule typed into an interpreter.
     written = [frame for frame in frames if not (frame.filename == "<string>" and frame.name.startswith("__"))]
     theirs = [frame for frame in written if not frame.filename.startswith((*packages, "<frozen"))]
     frame = (theirs or frames)[-1]
@@ -87,8 +87,8 @@ def origin(error: BaseException) -> str:
 
 
 def fault_place(error: BaseException) -> str:
-    """Where the code of a plug-in went wrong, such as a rule that takes three values out of two; empty for an error
-    that the plug-in, or this package, raised on purpose."""
+    """Return where the code of a plug-in failed by mistake, such as a rule that unpacks two values into three; an empty
+    text for an error that the plug-in or this package raised on purpose."""
     import torch
 
     library = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent), "<frozen")
@@ -101,6 +101,6 @@ def fault_place(error: BaseException) -> str:
 
 
 def short(value: object) -> str:
-    """A value as text, shortened if it is long."""
+    """Write a value as text of at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -2,7 +2,7 @@
 
 A text is read and never executed. ``module:Class`` imports only if the caller trusts the source. This file knows
 neither policies nor drafts: a ``Registry`` has the names of one kind of object, and the caller of ``Text.read`` gives
-the operators their meaning.
+operators their meaning.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.metadata import entry_points
 from inspect import Parameter
 from itertools import chain, product
@@ -35,7 +35,7 @@ __all__ = [
     "Share",
     "Source",
     "Text",
-    "check_types",
+    "check_parameters",
     "grid",
     "hints_of",
 ]
@@ -47,16 +47,16 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # any finite one
 Share = Annotated[float, Field(ge=0, le=1)]
 CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _MOST = 2**31 - 1
-_UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)  # errors of ast for malformed texts
+_UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)  # what ast raises for malformed texts
 _KEPT = r"""(?P<quoted>"[^"]*"|'[^']*')|(?P<parameter>\w+)(?=\s*=)|"""
-# In Python 3.11 all threads share ast.parse's counter of depth, so parsing in two threads at once fails.
+# In Python 3.11 all threads share one counter of depth in ast.parse, so parsing in two threads at once fails.
 _PARSING = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
 class Registry:
-    """The objects that texts of one kind may name: our classes, and those that packages install under entry-point
-    groups. Each of the ``groups`` takes subclasses of one of ``bases``."""
+    """The objects that texts of one kind may name: our classes, and those that packages install as entry points. Each
+    group of entry points takes subclasses of one of ``bases``."""
 
     kind: str  # the kind of text, for errors: "policy", "draft"
     example: str  # a text of this kind
@@ -74,7 +74,7 @@ class Registry:
 
     @cached_property
     def types(self) -> dict[str, Any]:
-        """All classes by name. Raises ``ValueError`` if two packages claim a name, or a plug-in is of a wrong kind."""
+        """All classes by name. Raises ``ValueError`` if two packages use a name, or a plug-in is of a wrong kind."""
         types: dict[str, Any] = dict(self.ours)
         for group, base in self.groups.items():
             for entry in entry_points(group=group):
@@ -91,8 +91,8 @@ class Registry:
         return types
 
     def load(self, path: str) -> Any:
-        """The class or instance that ``module:name`` names. Raises ``ValueError`` with the reason if it cannot be
-        imported, whatever the module raises."""
+        """Import the class or instance that ``module:name`` names. Raises ``ValueError`` with the reason if that fails,
+        whatever the module raises."""
         module, _, name = path.partition(":")
         try:
             found = getattr(importlib.import_module(module), name)
@@ -126,9 +126,9 @@ class Source:
         return f"{self.registry.kind} {self.given!r}"
 
     def find(self, name: str) -> Any:
-        """The class, preset or finished instance of a name or a class path.
+        """Return the class, preset or finished instance of a name or a class path.
 
-        Raises ``ValueError`` for a class path where the source is not trusted, and for an unknown name.
+        Raises ``ValueError`` for a class path from a source that is not trusted, and for an unknown name.
         """
         self.named.add(name)
         if CLASS_PATH.fullmatch(name):
@@ -145,20 +145,19 @@ class Source:
         raise self.error(f"{name!r} is unknown{close or f'; {listed}{self.registry.more}'}")
 
     def argument(self, given: Any, hint: Any) -> Any:
-        """The value of an argument whose parameter has the annotation ``hint``."""
+        """Return the value of an argument whose parameter has the annotation ``hint``."""
         return given
 
     def build(self, make: Any, name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """Call a class or function with these parameters, after a check of their types. An instance is returned
-        unchanged.
+        """Check the types of these parameters, and call a class or function with them. Returns an instance unchanged.
 
-        Raises ``ValueError`` for a parameter that does not exist, or has a wrong value.
+        Raises ``ValueError`` for a parameter that does not exist or has a wrong value.
         """
         if isinstance(make, self.registry.bases):  # a module may keep an instance under a name
             if arguments or options:
                 raise self.error(f"{name} is a finished {self.registry.finished} and takes no parameters")
             return make
-        signature, hints = inspect.signature(make), hints_of(make)
+        signature, hints = inspect.signature(make), _hints(make)
         parameters = signature.parameters
         named = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
         if wrong := [option for option in options if option not in parameters and not named]:
@@ -172,7 +171,7 @@ class Source:
                     self.argument(part, hint) for part in (given.values() if named else given if several else (given,))
                 )
                 for value in values:
-                    check_type(parameter, value, hint)
+                    _check_parameter(make, parameter, value)
                 bound.arguments[parameter] = dict(zip(given, values)) if named else values if several else values[0]
             for parameter in self.defaults.keys() & parameters.keys() - bound.arguments.keys():
                 bound.arguments[parameter] = self.defaults[parameter]
@@ -184,11 +183,11 @@ class Source:
 
 
 class Text(Source):
-    """A text as a syntax tree. Words that Python does not read as names are replaced by stand-ins before parsing;
-    quoted texts and names of parameters stay as they are."""
+    """A text as a syntax tree. Before parsing, stand-ins replace words that Python does not read as names, but not
+    quoted texts and names of parameters."""
 
     def read(self, build: Callable[[ast.expr], T]) -> T:
-        """Parse the text and ``build`` its tree. Raises ``ValueError`` if it is no expression, or nested too deeply."""
+        """Parse the text and ``build`` its tree. Raises ``ValueError`` if it is not an expression, or too deep."""
         self._words: dict[str, str] = {}
         word = rf"(?P<word>{self.registry.word}|\b_word_\w*)"
         try:
@@ -203,18 +202,18 @@ class Text(Source):
             raise ValueError(f"{start} is nested too deeply: {self.given[:40]!r}...") from None
 
     def source(self, node: ast.expr) -> str:
-        """The part of the text from which a node was read, but for spaces."""
+        """Return the part of the text that became ``node``, except for spaces."""
         return re.sub(r"\b_word_\d+\b", lambda match: self._words.get(match[0], match[0]), ast.unparse(node))
 
     def call(self, make: Any, name: str, call: ast.Call) -> Any:
-        """``build`` with the arguments of a call."""
+        """Call ``build`` with the arguments of a call."""
         return self.build(make, name, call.args, {str(keyword.arg): keyword.value for keyword in call.keywords})
 
     def argument(self, given: ast.expr, hint: Any) -> Any:
         return self.value(given)
 
     def value(self, node: ast.expr) -> Any:
-        """A plain value; a bare word is a string, as in ``entropy=normalized``."""
+        """Read a plain value; a bare word is a string, as in ``entropy=normalized``."""
         if isinstance(node, ast.Name):
             return self._words.get(node.id, node.id)
         try:
@@ -230,8 +229,8 @@ class Text(Source):
 
 
 def grid(text: str) -> list[str]:
-    """All combinations of the values in braces, as texts: ``fly(theta={0.1, 0.3}, window={2, 6})`` gives four. Raises
-    ``ValueError`` for a missing value."""
+    """Return a text for each combination of the values in braces: ``fly(theta={0.1, 0.3}, window={2, 6})`` gives four.
+    Raises ``ValueError`` for a missing value."""
     parts = re.split(r"\{([^{}]*)\}", text)
     choices = [[value.strip() for value in values.split(",")] for values in parts[1::2]]
     if not all(all(values) for values in choices):
@@ -246,7 +245,7 @@ def _parse(text: str) -> ast.expr:
 
 
 def _is_literal(word: str) -> bool:
-    """Whether a word is a number, True, False or None."""
+    """Return whether a word is a number, True, False or None."""
     try:
         ast.literal_eval(_parse(word))
     except _UNREADABLE:
@@ -255,7 +254,7 @@ def _is_literal(word: str) -> bool:
 
 
 def hints_of(make: Any) -> dict[str, Any]:
-    """The annotations of the parameters of a class or function; none if they use names that only type checkers
+    """Return the annotations of the parameters of a class or function; none if they use names that only type checkers
     import."""
     plain = isinstance(make, type) and not is_dataclass(make)
     try:
@@ -264,45 +263,45 @@ def hints_of(make: Any) -> dict[str, Any]:
         return {}
 
 
+_hints = lru_cache(256)(hints_of)
+
+
 class Checked:
     """A base for dataclasses whose parameters are checked when an instance is made."""
 
     def __post_init__(self) -> None:
-        check_types(self)
+        check_parameters(self)
 
 
-def check_types(instance: Any) -> None:
+def check_parameters(instance: Any) -> None:
     """Check the parameters of a dataclass against its annotations: types, choices and ranges.
 
-    Raises ``ValueError`` with the parameter, the value and the annotation. Annotations that cannot be read, such as
-    names that only type checkers import, are not checked.
+    An integer is a float, too, but must fit into 32 bits, so that tensors can hold results. An annotation that cannot
+    be checked is skipped. Raises ``ValueError`` with the parameter, the value and the annotation.
     """
-    hints = hints_of(type(instance))
     for parameter in fields(instance):
-        check_type(parameter.name, getattr(instance, parameter.name), hints.get(parameter.name, Any))
+        _check_parameter(type(instance), parameter.name, getattr(instance, parameter.name))
 
 
-def check_type(name: str, value: object, hint: Any) -> None:
-    """Check the value of a parameter against its annotation (an integer is a float, too).
-
-    Integers must fit into 32 bits, so that tensors can hold results computed from them. An annotation that cannot be
-    checked is skipped. Raises ``ValueError`` with the parameter, the value and the annotation.
-    """
+def _check_parameter(make: Any, name: str, value: object) -> None:
     for part in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(part, int) and not -_MOST <= part <= _MOST:
             shown = f"of {part.bit_length()} bits" if part.bit_length() > 200 else f"{part}"
             raise ValueError(f"{name} {shown}: integers are between -{_MOST} and {_MOST} here")
     try:
-        config = ConfigDict(strict=True, arbitrary_types_allowed=True)
-        TypeAdapter(_checkable(hint), config=config).validate_python(value)
+        _adapter(make, name).validate_python(value)
     except ValidationError as error:
         raise ValueError(f"{name} {value!r}: {explain(error)}") from error
     except (PydanticUserError, TypeError, NameError):
         return
 
 
-def _checkable(hint: Any) -> Any:
-    """An annotation without its protocols, whose instances no text can give; Any if nothing remains."""
+@lru_cache(1024)
+def _adapter(make: Any, name: str) -> TypeAdapter[Any]:
+    """The check of one parameter of a class or function. No text can give an instance of a protocol, so protocols are
+    left out of its annotation."""
+    hint = _hints(make).get(name, Any)
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kept = tuple(part for part in parts if not getattr(part, "_is_protocol", False))
-    return Union[kept] if kept else Any  # noqa: UP007  # a union of a tuple
+    checked: Any = Union[kept] if kept else Any  # noqa: UP007  # a union of a tuple
+    return TypeAdapter(checked, config=ConfigDict(strict=True, arbitrary_types_allowed=True))

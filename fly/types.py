@@ -47,18 +47,18 @@ class Why(IntEnum):
 
     REJECTED = 0  # drafted, and not emitted
     MATCH = 1  # drafted, kept by the lossless core
-    RELAXED = 2  # drafted, a mismatch the policy excused
-    CORRECTION = 3  # the target's own, in place of the first rejected draft
-    BONUS = 4  # the target's own, after a fully kept draft (an empty one included)
+    RELAXED = 2  # drafted, a mismatch that the policy excused
+    CORRECTION = 3  # the target's own, in place of the first rejected token
+    BONUS = 4  # the target's own, after a draft that was kept completely
 
 
 @dataclass(frozen=True)
 class Draft:
     """What a strategy proposes for a batch, right-padded: chains of tokens, or trees.
 
-    In a tree ``parents_BK`` [B, K] has, for every token, the number of the token that it follows (always smaller than
-    its own number), or -1 for the row's last token. Siblings are in the order in which they are tried, and those of a
-    deterministic draft are different tokens. None means chains, in which each token follows the one before.
+    In a tree, ``parents_BK`` has for every token the number of the token that it follows (smaller than its own), or -1
+    for the row's last token. Siblings stand in the order in which they are tried; siblings of a deterministic draft are
+    different tokens. In chains each token follows the one before.
     """
 
     tokens_BK: Tensor  # int64
@@ -69,12 +69,12 @@ class Draft:
 
     @staticmethod
     def empty(rows: int, device: torch.device | str = "cpu") -> Draft:
-        """No proposal for any of ``rows`` rows."""
+        """Make a draft of no tokens for each of ``rows`` rows."""
         return Draft.of([[] for _ in range(rows)], device)
 
     @staticmethod
     def of(chains: list[list[int]], device: torch.device | str = "cpu", trees: list[list[int]] | None = None) -> Draft:
-        """A deterministic draft from lists of tokens; for trees, with the parents of each row's tokens."""
+        """Make a deterministic draft from lists of tokens, and for trees from the parents of each row's tokens."""
         draft: Draft = ListedDraft(chains)
         if trees is not None:
             _, longest = draft.shape
@@ -86,42 +86,37 @@ class Draft:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows, and the longest draft with its padding: B, K."""
+        """(B, K): the number of rows, and the longest draft with its padding."""
         rows, longest = self.tokens_BK.shape
         return rows, longest
 
     @cached_property
     def chains(self) -> list[list[int]]:
-        """The tokens of each row, without padding. Copies to the host, once."""
+        """The tokens of each row, without padding. Copied to the host once."""
         return [tokens[:n] for tokens, n in zip(self.tokens_BK.tolist(), self.lengths_B.tolist())]
 
     @cached_property
     def trees(self) -> list[list[int]] | None:
-        """The parents of each row's tokens; None for chains. Copies to the host, once."""
+        """The parents of each row's tokens; None for chains. Copied to the host once."""
         if self.parents_BK is None:
             return None
         return [tree[: len(tokens)] for tree, tokens in zip(self.parents_BK.tolist(), self.chains)]
 
     def rows(self, index_B: Tensor, numbers: list[int] | None = None) -> Draft:
-        """The draft of some rows. ``index_B`` (int64) are their numbers; ``numbers`` are the same as a list, if the
-        caller has it."""
-        rows = Draft(
-            self.tokens_BK[index_B],
-            self.lengths_B[index_B],
-            None if self.probs_BKV is None else self.probs_BKV[index_B],
-            None if self.parents_BK is None else self.parents_BK[index_B],
-            None if self.logits_BKV is None else self.logits_BKV[index_B],
-        )
+        """Select rows by their numbers, ``index_B`` (int64), or also as a list ``numbers`` if the caller has it."""
+        others = (self.probs_BKV, self.parents_BK, self.logits_BKV)
+        parts = (None if other is None else other[index_B] for other in others)
+        rows = Draft(self.tokens_BK[index_B], self.lengths_B[index_B], *parts)
         if numbers is not None:
             rows.__dict__.update({name: [known[b] for b in numbers] for name, known in self._known().items()})
         return rows
 
     def _known(self) -> dict[str, list[list[int]]]:
-        """The columns that exist as lists already."""
+        """The columns that exist as lists."""
         return {name: self.__dict__[name] for name in ("chains", "trees") if self.__dict__.get(name) is not None}
 
     def to(self, device: torch.device) -> Draft:
-        """The draft on ``device``: a strategy and the target may be on different devices."""
+        """Copy to ``device``: a strategy and the target may be on different devices."""
         if self.tokens_BK.device == torch.device(device):
             return self
         others = (self.probs_BKV, self.parents_BK, self.logits_BKV)
@@ -131,22 +126,22 @@ class Draft:
         return moved
 
     def own_probs_BK(self) -> Tensor:
-        """[B, K] the probability with which each token was drafted: 1 for a deterministic draft; never 0, not even on
-        padding."""
+        """Return the probability with which each token was drafted, [B, K]: 1 for a deterministic draft. Never 0, even
+        on padding."""
         if self.probs_BKV is None:
             return torch.ones_like(self.tokens_BK, dtype=torch.float32)
         return pick(self.probs_BKV, self.tokens_BK).clamp_min(torch.finfo(self.probs_BKV.dtype).tiny)
 
     def mask_BK(self) -> Tensor:
-        """True where a token was drafted, False on padding."""
+        """Return where a token was drafted, bool [B, K]; False on padding."""
         columns_K = torch.arange(self.tokens_BK.shape[1], device=self.tokens_BK.device)
         return columns_K < self.lengths_B.unsqueeze(1)
 
 
 class ListedDraft(Draft):
-    """Deterministic chains as lists on the host, which become tensors only when they are used: between two forwards of
-    a small model, making tensors takes longer than using them. A copy with other columns (``dataclasses.replace``) is a
-    plain ``Draft``."""
+    """Deterministic chains as lists on the host, which become tensors when they are first used: for a small model,
+    making tensors takes longer than using them. A copy with other columns (``dataclasses.replace``) is a plain
+    ``Draft``."""
 
     def __new__(cls, chains: list[list[int]] | None = None, **columns: Any) -> Any:
         return Draft(**columns) if columns else object.__new__(cls)
@@ -177,27 +172,27 @@ class LazyDistribution(Protocol):
     (``fly.runtime.sampling.ProcessedDistribution``)."""
 
     def dense(self) -> Tensor:
-        """[B, K+1, V], the whole distribution."""
+        """Return the whole distribution, [B, K+1, V]."""
 
     def at(self, rows_N: Tensor, positions_N: Tensor) -> Tensor:
-        """[N, V], at single positions."""
+        """Return the distribution at single positions, [N, V]."""
 
     def of(self, tokens_BK: Tensor) -> Tensor:
-        """[B, K], the probability of token j at position j."""
+        """Return the probability of token j at position j, [B, K]."""
 
     def top(self, n: int) -> Tensor:
-        """[B, K+1, min(n, V)], the largest probabilities at each position, largest first."""
+        """Return the largest probabilities at each position, largest first, [B, K+1, min(n, V)]."""
 
     def rows(self, index_B: Tensor) -> LazyDistribution:
-        """The distribution of some rows."""
+        """Select rows by their numbers, int64."""
 
 
 class Target:
     """The target's output for a block: at position j, the distribution of the next token given the draft before it.
 
-    Use ``probs_of``, ``top_probs`` and ``probs_at`` where they are enough: ``probs_BKV`` needs several passes over the
-    vocabulary. ``all_greedy`` and ``some_greedy`` are known on the host: whether all rows are, or some may be, at
-    temperature 0.
+    ``probs_BKV`` needs several passes over the vocabulary: use ``probs_of``, ``top_probs`` or ``probs_at`` where they
+    are enough. The host knows ``all_greedy`` and ``some_greedy``: whether all rows are, or some may be, at temperature
+    0.
 
     Args:
         logits_BKV: [B, K+1, V] float32, the raw logits, with -inf for banned tokens.
@@ -209,9 +204,10 @@ class Target:
             relaxed (int64), and the sum of -ln target(x) over the relaxed ones (float32). Tensors, or functions that
             build them when a rule first asks; None for zero.
         spent: a function from a budget's label (``fly.policies.CostBudget``) to what the relaxed tokens of each row
-            cost so far; None for zero.
+        cost
+            so far; None for zero.
         history: the tokens of each row before this block, its prompt included; None if unknown.
-        choices: ``argmax_BK`` as lists, if the caller has it.
+        choices: ``argmax_BK`` as lists, if the caller has it. The backend has then checked that no logit is NaN.
     """
 
     def __init__(
@@ -228,56 +224,47 @@ class Target:
         history: list[list[int]] | None = None,
         choices: list[list[int]] | None = None,
     ) -> None:
-        self.logits_BKV = logits_BKV
-        self._probs = probs
-        self.some_greedy = probs is None or greedy_B is not None
-        self._greedy = greedy_B
-        self.all_greedy = probs is None
-        self.control_V = control_V
-        self.history = history
+        self.logits_BKV, self._probs, self._greedy = logits_BKV, probs, greedy_B
+        self.all_greedy, self.some_greedy = probs is None, probs is None or greedy_B is not None
+        self.control_V, self.history = control_V, history
         self._generated, self._relaxed, self._nats, self._spent = generated_B, relaxed_B, nats_B, spent
-        self._argmax: Tensor | None = None
         if choices is not None:
             self.__dict__["choices"] = choices
-        self.checked = choices is not None  # whether the backend has checked that the logits are numbers
+        self.checked = choices is not None
 
     @property
     def lazy_distribution(self) -> LazyDistribution | None:
         """The processed distribution, if it is lazy; else None."""
         return None if self._probs is None or isinstance(self._probs, Tensor) else self._probs
 
-    @property
+    @cached_property
     def greedy_B(self) -> Tensor:
         """[B] bool, rows at temperature 0."""
-        if self._greedy is None:
-            logits_BKV = self.logits_BKV
-            self._greedy = torch.full(logits_BKV.shape[:1], self.all_greedy, dtype=torch.bool, device=logits_BKV.device)
-        return self._greedy
+        if self._greedy is not None:
+            return self._greedy
+        rows, device = self.logits_BKV.shape[0], self.logits_BKV.device
+        return torch.full((rows,), self.all_greedy, dtype=torch.bool, device=device)
 
-    @property
+    @cached_property
     def argmax_BK(self) -> Tensor:
         """[B, K+1] int64, the target's most likely token at each position (the lowest id among equals)."""
-        if self._argmax is None:
-            known = self.__dict__.get("choices")
-            self._argmax = (
-                argmax(self.logits_BKV) if known is None else torch.tensor(known, device=self.logits_BKV.device)
-            )
-        return self._argmax
+        choices = self.__dict__.get("choices")
+        return argmax(self.logits_BKV) if choices is None else torch.tensor(choices, device=self.logits_BKV.device)
 
     def allowed(self, tokens_BK: Tensor) -> Tensor:
-        """[B, K] bool: where token j is not banned at position j, by a logit of -inf (as an end is before
-        ``min_tokens``). No rule excuses a banned token."""
+        """Return where token j is not banned at position j, bool [B, K]. A banned token has a logit of -inf, like an
+        end before ``min_tokens``. No rule excuses one."""
         return pick(self.logits_BKV[:, : tokens_BK.shape[1]], tokens_BK) > -torch.inf
 
     @cached_property
     def choices(self) -> list[list[int]]:
-        """``argmax_BK`` as lists. Copies to the host, once."""
+        """``argmax_BK`` as lists. Copied to the host once."""
         found: list[list[int]] = self.argmax_BK.tolist()
         return found
 
     @property
     def probs_BKV(self) -> Tensor:
-        """[B, K+1, V] the processed distribution; built on first use."""
+        """[B, K+1, V], the processed distribution. Built on first use."""
         if self._probs is None:
             self._probs = one_hot(self.logits_BKV, self.argmax_BK)
         elif not isinstance(self._probs, Tensor):
@@ -285,8 +272,8 @@ class Target:
         return self._probs
 
     def probs_of(self, tokens_BK: Tensor) -> Tensor:
-        """[B, K] the processed distribution's probability of token j at position j (as if the tokens before it were
-        kept)."""
+        """Return the processed distribution's probability of token j at position j (given the tokens before it),
+        [B, K]."""
         if self._probs is None:
             return (self.argmax_BK[:, : tokens_BK.shape[1]] == tokens_BK).to(self.logits_BKV.dtype)
         if isinstance(self._probs, Tensor):
@@ -294,53 +281,51 @@ class Target:
         return self._probs.of(tokens_BK)
 
     def probs_at(self, rows_N: Tensor, positions_N: Tensor) -> Tensor:
-        """[N, V] the processed distribution at position ``positions_N`` of row ``rows_N`` (int64, 0-based)."""
+        """Return the processed distribution at position ``positions_N`` of row ``rows_N`` (int64), [N, V]."""
         if self._probs is None or isinstance(self._probs, Tensor):
             return self.probs_BKV[rows_N, positions_N]
         return self._probs.at(rows_N, positions_N)
 
     def top_probs(self, n: int) -> Tensor:
-        """[B, K+1, min(n, V)] the largest probabilities of the processed distribution at each position, largest
-        first."""
+        """Return the largest probabilities of the processed distribution at each position, largest first,
+        [B, K+1, min(n, V)]."""
         if self._probs is None or isinstance(self._probs, Tensor):
             return top(self.probs_BKV, n).values
         return self._probs.top(n)
 
     def log_mass(self, rows_N: Tensor, positions_N: Tensor) -> Tensor:
-        """[N] ln of the sum of exp(logit - largest logit) over the vocabulary: minus the log-probability, in the
-        unprocessed distribution, of the most likely token."""
+        """Return ln of the sum of exp(logit - largest logit) over the vocabulary, [N]: minus the log-probability of the
+        most likely token in the raw distribution."""
         logits_RV, positions = self.logits_BKV.flatten(0, 1), self.logits_BKV.shape[1]
         peak_N = self.logits_BKV[rows_N, positions_N, self.argmax_BK[rows_N, positions_N]]
         return log_mass(logits_RV, peak_N, at_N=rows_N * positions + positions_N)
 
     def nats_of(self, tokens: list[tuple[int, int, int]]) -> list[float]:
-        """-ln target(token) in the unprocessed distribution, for tokens that are given as (row, position, id). Copies
-        to the host."""
+        """Return -ln target(token) in the raw distribution for tokens given as (row, position, id). Copies to the
+        host."""
         b_N, at_N, token_N = torch.tensor(tokens, device=self.logits_BKV.device).unbind(1)
         log_NV = self.logits_BKV[b_N, at_N].log_softmax(-1)
         nats: list[float] = (-pick(log_NV, token_N)).tolist()
         return nats
 
-    @property
+    @cached_property
     def generated_B(self) -> Tensor:
         """[B] int64, how many tokens each row has emitted before this block."""
-        self._generated = self._column(self._generated, torch.int64)
-        return self._generated
+        return self._column(self._generated, torch.int64)
 
-    @property
+    @cached_property
     def relaxed_B(self) -> Tensor:
         """[B] int64, how many of these tokens were relaxed."""
-        self._relaxed = self._column(self._relaxed, torch.int64)
-        return self._relaxed
+        return self._column(self._relaxed, torch.int64)
 
-    @property
+    @cached_property
     def nats_B(self) -> Tensor:
         """[B] float32, the sum of -ln target(x) over the relaxed tokens: the cost of relaxing so far."""
-        self._nats = self._column(self._nats, torch.float32)
-        return self._nats
+        return self._column(self._nats, torch.float32)
 
     def spent(self, label: str) -> Tensor:
-        """[B] float32, the cost of the relaxed tokens so far, by the budget with this label (``Condition.label``)."""
+        """Return the cost of the relaxed tokens so far by the budget with this label (``Condition.label``), [B]
+        float32."""
         return self._column(None if self._spent is None else self._spent(label), torch.float32)
 
     def _column(self, value: Tensor | Callable[[], Tensor] | None, dtype: torch.dtype) -> Tensor:
@@ -349,13 +334,12 @@ class Target:
         return value() if callable(value) else value
 
     def rows(self, index_B: Tensor, numbers: list[int] | None = None) -> Target:
-        """The outputs for some rows. ``index_B`` (int64) are their numbers; ``numbers`` are the same as a list, if the
-        caller has it."""
+        """Select rows by their numbers, ``index_B`` (int64), or also as a list ``numbers`` if the caller has it."""
         probs = self._probs
         if probs is not None:
             probs = probs[index_B] if isinstance(probs, Tensor) else probs.rows(index_B)
         rows = self.about(index_B, self.logits_BKV[index_B], probs, numbers)
-        # If a one-hot distribution has been built, the copy does not know that all rows are greedy.
+        # Once a one-hot distribution has been built, ``about`` cannot tell that all rows are greedy.
         rows.all_greedy, rows.some_greedy, rows.checked = self.all_greedy, self.some_greedy, self.checked
         return rows
 
@@ -366,7 +350,7 @@ class Target:
         probs: Tensor | LazyDistribution | None,
         numbers: list[int] | None = None,
     ) -> Target:
-        """A target with other positions of the same rows: its row n is row ``rows_N[n]`` (int64) of this one."""
+        """Make a target of other positions of the same rows: its row n is row ``rows_N[n]`` (int64) of this one."""
         history = None
         if self.history is not None:
             history = [self.history[b] for b in (rows_N.tolist() if numbers is None else numbers)]
@@ -391,11 +375,11 @@ class Noise:
     sample_B: Tensor  # draws the correction or the bonus
 
     def rows(self, index_B: Tensor) -> Noise:
-        """The noise of some rows, ``index_B`` int64."""
+        """Select rows by their numbers, int64."""
         return Noise(self.accept_BK[index_B], self.sample_B[index_B])
 
 
-UNDECIDED = -1  # stands for a token that depends on a NaN
+UNDECIDED = -1  # the next token, if it depends on a NaN
 
 
 @dataclass(frozen=True)
@@ -403,20 +387,19 @@ class Verdict:
     """The decision on a block: which tokens are kept, and what follows them.
 
     ``asked_BK`` marks the mismatches that decided the block: those in the accepted path, and those tried after it.
-    ``clauses`` has the conditions of a relaxation by name, and where each held ([B, K] bool, valid at least at
+    ``clauses`` has the conditions of a relaxation by their labels, and where each held ([B, K] bool, valid at least at
     ``asked_BK``); it is empty if no condition was asked.
     """
 
-    accepted_B: Tensor  # int64, length of the accepted prefix (in a tree: of the accepted path)
-    # int64, the correction, or the bonus if nothing was drafted after the accepted prefix; or UNDECIDED
-    next_token_B: Tensor
+    accepted_B: Tensor  # int64, the length of the accepted prefix (in a tree: of the accepted path)
+    next_token_B: Tensor  # int64, the correction, or the bonus after a draft that was kept completely; or UNDECIDED
     why_BK: Tensor  # int8, a ``Why`` for each drafted token
-    asked_BK: Tensor
+    asked_BK: Tensor  # bool
     clauses: dict[str, Tensor] = field(default_factory=dict)
-    path_BK: Tensor | None = None  # in a tree, numbers of the tokens of the accepted path; None = 0, 1, 2, ...
+    path_BK: Tensor | None = None  # in a tree, the numbers of the tokens of the accepted path; None = 0, 1, 2, ...
 
     def paths(self) -> list[list[int]]:
-        """For each row, the numbers of the drafted tokens that are kept, in order. Copies to the host."""
+        """Return the numbers of the drafted tokens that are kept, in order, for each row. Copies to the host."""
         accepted = self.accepted_B.tolist()
         if self.path_BK is None:
             return [list(range(n)) for n in accepted]
@@ -424,14 +407,14 @@ class Verdict:
 
 
 class Mismatch(NamedTuple):
-    """A drafted token that the exact rule rejects and that decided its block: it was relaxed, or the conditions of a
-    relaxation were asked about it."""
+    """A drafted token that the exact rule rejects and that decided its block: it was relaxed, or a relaxation was asked
+    about it."""
 
     node: int  # its number in the draft
     relaxed: bool  # whether it was kept
-    held: Mapping[str, bool]  # for each condition of the relaxation, whether it held
-    nats: float  # if it is relaxed: -ln target(token), in the unprocessed distribution
-    costs: Mapping[str, float] = {}  # if it is relaxed: its cost, by the label of each budget of the rule
+    held: Mapping[str, bool]  # whether each condition of the relaxation held, by its label
+    nats: float  # of a relaxed token: -ln target(token) in the raw distribution
+    costs: Mapping[str, float] = {}  # of a relaxed token: its cost by each budget of the rule, by its label
 
 
 class Decision(NamedTuple):
@@ -440,6 +423,6 @@ class Decision(NamedTuple):
     drafted: list[int]
     path: abc.Sequence[int]  # numbers of the kept drafted tokens, in order; in a chain 0, 1, 2, ...
     next_token: int  # negative if UNDECIDED
-    bonus: bool  # whether the draft ended with the path; otherwise the next token is a correction
+    bonus: bool  # whether no drafted token follows the path; otherwise the next token is a correction
     choices: list[int]  # the target's most likely token after the row, and after each drafted token
     mismatches: abc.Sequence[Mismatch] = ()

@@ -15,20 +15,21 @@ from torch import Tensor
 
 __all__ = ["Vocabulary"]
 
-_MASKS = 64  # how many masks are kept: predicates that are created again and again must not fill the memory
+_MASKS = 64  # how many masks are kept, so that ever new predicates do not fill the memory
 
 
 class Vocabulary:
-    """The tokens of a model by id, from 0 to ``size`` - 1: their bytes and texts, the ids of texts, and masks.
+    """The tokens of a model, with ids from 0 to ``size`` - 1: their bytes and texts, the ids of texts, and masks.
 
     Args:
         size: V, the number of ids.
-        spelled: the bytes of each id (empty for an id without text), or a function that returns them when they are
-            first used. Ids beyond its end have no text. None if the texts are unknown.
-        control_ids: end-of-sequence, turn markers and the like, which are never plain text.
-        token_id: a function from a text to the id of its one token, or ``ValueError``. None searches ``spelled``.
-        device: the device of masks, which is that of the target's logits.
-        encode: a function from a text to its ids, or ``ValueError``. None takes the longest token each time.
+        spelled: the bytes of each id (empty for an id without text), or a function that returns them on first use. Ids
+            beyond its end have no text. None if the texts are unknown.
+        control_ids: end-of-sequence, turn markers and other ids that are never plain text.
+        token_id: a function from a text to the id of its one token; it may raise ``ValueError``. None searches
+            ``spelled``.
+        device: the device of masks: the one with the target's logits.
+        encode: a function from a text to its ids; it may raise ``ValueError``. None takes the longest token each time.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Vocabulary:
         Raises ``ValueError`` if the model has no tokenizer.
         """
         if self._spelled is None:
-            raise ValueError("this model has no tokenizer, so it is unknown what its tokens stand for; use token ids")
+            raise ValueError("this model has no tokenizer, so the texts of its tokens are unknown; use token ids")
         spelled = self._spelled() if callable(self._spelled) else self._spelled
         return [*spelled[: self.size], *[b""] * (self.size - len(spelled))]
 
@@ -61,22 +62,23 @@ class Vocabulary:
         return [data.decode("utf-8", "replace") for data in self.bytes]
 
     def token_id(self, text: str) -> int:
-        """The id of the one token with this text. Raises ``ValueError`` if there is none, or the text has several."""
+        """Return the id of the one token with this text. Raises ``ValueError`` unless the text is one token."""
         return self._token_id(text)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without a begin token: for example, how a marker of several tokens looks in a row. (After
-        other text its first token may differ, if a space comes before it.)
+        """Return the ids of a text, for instance of a marker to look for, without a begin token. (Inside a text the
+        first token may differ, if a space comes before it.)
 
         Raises ``ValueError`` if the model has no tokenizer.
         """
         return self._encode(text)
 
     def where(self, predicate: Callable[[str], bool]) -> Tensor:
-        """[V] bool, on ``device``: for which tokens' texts ``predicate`` is true.
+        """Return for which tokens' texts ``predicate`` is true, bool [V] on ``device``; False for control tokens and
+        ids without text.
 
-        Control tokens and ids without text are always False. The mask is computed once for each predicate: a named
-        function, or a method of a rule (equal rules share it). Raises ``ValueError`` like ``bytes``.
+        The mask is computed once for each predicate: a named function, or a method of a rule (equal rules share it).
+        Raises ``ValueError`` like ``bytes``.
         """
         if isinstance(predicate, MethodType):
             return self._masks(predicate.__func__, predicate.__self__)
@@ -99,5 +101,5 @@ class Vocabulary:
         if self._spelled is None:
             raise ValueError(f"{text!r} is text, and this model has no tokenizer; use a token id")
         if text not in self.texts:
-            raise ValueError(f"{text!r} is no token of this vocabulary")
+            raise ValueError(f"{text!r} is not a token of this vocabulary")
         return self.texts.index(text)

@@ -28,7 +28,7 @@ from fly.runtime.request import Sequence
 from fly.runtime.sampling import BatchSampling
 from fly.testing import DRAFT_CHECKS, ConformanceError, check_draft, stage
 from fly.testing.blocks import toy_vocabulary
-from fly.testing.drawn import chance
+from fly.testing.drawn import p_value
 from fly.testing.stage import DraftKit
 from fly.types import Draft
 from fly.vocabulary import Vocabulary
@@ -489,19 +489,19 @@ def test_an_invalid_draft_is_reported_once() -> None:
 
 
 def test_what_makes_no_strategy_is_refused() -> None:
-    with pytest.raises(ValueError, match="no DraftStrategy"):
+    with pytest.raises(ValueError, match="not a DraftStrategy"):
         check_draft(dict)  # type: ignore[arg-type]  # what is tested
 
 
 def test_the_chance_of_counts() -> None:
     """Against values of the chi-square distribution, and for counts that no distribution allows."""
     fair = torch.full((2,), 50.0).double()
-    assert chance(torch.tensor([60.0, 40.0]).double(), fair) == pytest.approx(0.0455, abs=1e-4)  # square 4, 1 degree
-    assert chance(fair, fair) == pytest.approx(1.0)
-    assert chance(torch.tensor([99.0, 1.0]).double(), torch.tensor([100.0, 0.0]).double()) == 0.0
-    assert chance(torch.tensor([100.0]).double(), torch.tensor([100.0]).double()) == 1.0
+    assert p_value(torch.tensor([60.0, 40.0]).double(), fair) == pytest.approx(0.0455, abs=1e-4)  # square 4, 1 degree
+    assert p_value(fair, fair) == pytest.approx(1.0)
+    assert p_value(torch.tensor([99.0, 1.0]).double(), torch.tensor([100.0, 0.0]).double()) == 0.0
+    assert p_value(torch.tensor([100.0]).double(), torch.tensor([100.0]).double()) == 1.0
     thin = torch.full((1000,), 0.1).double()  # four cells of 25 each once the rare outcomes are counted together
-    assert chance(torch.zeros(1000).double().index_fill_(0, torch.arange(5), 20.0), thin) < 1e-12
+    assert p_value(torch.zeros(1000).double().index_fill_(0, torch.arange(5), 20.0), thin) < 1e-12
 
 
 @pytest.mark.usefixtures("few_seeds")

@@ -29,7 +29,7 @@ from fly.policies.base import exact_accept_probs
 from fly.policies.conditions import Block
 from fly.runtime.sampling import BatchSampling
 from fly.testing import ConformanceError, check_policy, parametrize_with_checks
-from fly.testing.blocks import block, markers_of, toy_vocabulary
+from fly.testing.blocks import make_block, markers_of, toy_vocabulary
 from fly.testing.guarantees import check_guarantee
 from fly.testing.policies import check_gates
 from fly.types import Draft, Guarantee, Noise, SamplingParams, Target, Verdict
@@ -248,7 +248,7 @@ PLANTED = [
     ),
     (LookingBack(), "tokens judged alone", "position j depends on tokens before j"),
     (NotStrict(), "guarantee", "a coin of 0"),
-    (RawTarget(), "guarantee", "unprocessed"),
+    (RawTarget(), "guarantee", "raw logits"),
     (DraftUnprocessed(), "guarantee", "ignore the distribution that the draft"),
     (NoResidual(), "guarantee", "correction is not"),
     (Unnormalised(), "guarantee", "correction is not"),
@@ -400,7 +400,7 @@ def test_what_is_no_tensor_of_the_drafts_shape_is_refused_where_it_is_used(
     what: Callable[[Tensor], object], words: str, tree: bool, temperature: float
 ) -> None:
     """Wherever a verdict is asked for, without the kit: nothing is spread over rows or places without a word."""
-    case = block(1, 3, 4, 5, temperature)
+    case = make_block(1, 3, 4, 5, temperature)
     parents_BK = torch.arange(-1, 3).expand(3, 4) if tree else None
     draft = replace(case.draft, parents_BK=parents_BK)
     for rule, name in ((Gives(what), "Gives: accept_probs"), (Exact() | ~Says(what), "Says: evaluate")):

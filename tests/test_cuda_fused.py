@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from fly.backends.cuda import ops
 from fly.backends.cuda.fused import FusedOps, Int8Linear, fuse
 from fly.backends.int8 import with_int8_weights
 from fly.cache import PagedKVCache
+from fly.drafts import SingleDraft
 from fly.engine import Engine
 from fly.policies import parse_policy
 from fly.runtime.runner import Runner
@@ -29,12 +32,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 def count_kernels(gpu: Gpu) -> Counter[str]:
     """Kernels of all captured graphs, by operator. What only looks at memory in another way is none; attention by
     splits is two."""
-    names = [
-        func._schema.name.partition("::")[2] if hasattr(func, "_schema") else func.run.__name__
-        for graph in gpu.alive
-        for func, *_ in graph.steps
-        if not gpu.looks(func)
-    ]
+    names = [name_of(func) for graph in gpu.alive for func, *_ in graph.steps if not gpu.looks(func)]
     found = Counter(name for name in names if name not in FREE)
     found["attend_pages"] *= 2
     return +found
@@ -65,6 +63,51 @@ def test_a_layer_is_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         "linear": 4, "attend_pages": 2, "rms_norm": 1, "add_norm": 1, "rotate_store": 1, "gate": 1, "add": 1,
     }  # fmt: skip
     assert (before.total(), apart.total(), fused.total()) == (18, 17, 11)
+
+
+WEIGHTS = {"linear", "embedding", "rms_norm", "add_norm", "rotate_store", "attend_pages", "index_copy_", "gate"}
+
+
+def count_round(temperature: float, top_p: float, vocabulary: int, way: str = "pages") -> dict[str, tuple[int, int]]:
+    """For the graphs of a round with a draft of K 8: the kernels outside of its layers, and the bytes of what they read
+    and write, without weights and caches."""
+    found = dict[str, list[tuple[int, int]]]()
+    for layers in (1, 2):
+        sizes = {**SIZES, "layers": layers, "vocab_size": vocabulary}
+        with device(way) as gpu:
+            target, drafter = (on_device(random_llama(seed, **sizes)) for seed in (0, 1))
+            strategy = SingleDraft(drafter, cache_tokens=6000)
+            engine, row = (
+                Engine(Runner(target, PagedKVCache.for_model(target, 6000)), strategy),
+                row_of([1, 2, 3], k=8, temperature=temperature, top_p=top_p, max_tokens=6),
+            )
+            decode(engine, [row])
+            for graph in gpu.alive:
+                steps = [step for step in graph.steps if not gpu.looks(step[0]) and name_of(step[0]) not in FREE]
+                names = Counter(name_of(func) for func, *_ in steps)
+                part = "draft" if names["linear"] > 20 else "target" if names["linear"] else "decision"
+                moved = sum(bytes_of(step) for step in steps if name_of(step[0]) not in WEIGHTS)
+                found.setdefault(part, []).append((len(steps), moved))
+    return {part: (2 * one[0] - two[0], 2 * one[1] - two[1]) for part, (one, two) in found.items()}
+
+
+def name_of(func: Any) -> str:
+    return func._schema.name.partition("::")[2] if hasattr(func, "_schema") else func.run.__name__
+
+
+def bytes_of(step: Any) -> int:
+    """Of the tensors that a step reads and writes."""
+    _, args, kwargs, made = step
+    there = [x for x in tree_leaves((args, kwargs, made)) if isinstance(x, (Address, torch.Tensor))]
+    return sum(math.prod(x.look[1] if isinstance(x, Address) else x.shape) * x.dtype.itemsize for x in there)
+
+
+def test_the_rest_of_a_round_is_few_kernels_too() -> None:
+    """Slots, positions, coins, what is kept of a distribution and what is drawn are one kernel each; nothing is
+    sorted."""
+    greedy, drawn = (count_round(temperature, top_p, 600) for temperature, top_p in ((0.0, 1.0), (0.8, 0.9)))
+    assert {part: kernels for part, (kernels, _) in greedy.items()} == {"draft": 225, "target": 13, "decision": 69}
+    assert {part: kernels for part, (kernels, _) in drawn.items()} == {"draft": 366, "target": 13, "decision": 151}
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 17])
@@ -114,3 +157,15 @@ def test_greedy_rounds_write_no_float32_logits(temperature: float, policy: str) 
         assert ((VOCAB,), torch.bfloat16) in made
         exact = ((VOCAB,), torch.float32) in made
     assert row.generated == 40 and exact == ((temperature, policy) != (0.0, "exact"))
+
+
+def main() -> None:
+    """The counts of docs/results/kernels.md: ``python -m tests.test_cuda_fused``."""
+    for temperature, top_p in ((0.0, 1.0), (0.8, 0.9)):
+        print(f"temperature {temperature}: kernels and bytes outside of layers")
+        for part, (kernels, moved) in count_round(temperature, top_p, 600).items():
+            print(f"  {part:10}{kernels:6}{moved:10,}")
+
+
+if __name__ == "__main__":
+    main()

@@ -302,7 +302,7 @@ def test_a_clause_decides_where_another_answer_would_change_the_outcome(said: li
     def outcome(g: bool, w: bool, r: bool) -> bool:
         return (g and w) or not (g or r)
 
-    assert rule.decide(held) == outcome(*said)
+    assert rule.holds_given(held) == outcome(*said)
     for number, (name, passed) in enumerate(held.items()):
         flipped = [not s if n == number else s for n, s in enumerate(said)]
         decided = outcome(*said) != outcome(*flipped)

@@ -26,8 +26,8 @@ from fly.eval.render import LEGEND, as_html, as_json, as_markdown, columns, roun
 from fly.eval.report import Costs, Report, _notes, first_difference, neutral_speed, pieces_of
 from fly.eval.statistics import Estimate, bootstrap_ratio, sign_test, wilson
 from fly.policies import ExactCore
-from tests.test_cli import run as command
-from tests.test_cli import words
+from tests.commands import run as command
+from tests.commands import words
 from tests.test_eval_tasks import HUMANEVAL, ISOLATED, TURNS, saved
 
 # --- statistics ------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from fly.eval import Task, jail, load_task, task_names
 from fly.eval.scorers import Number, Programs
 from fly.eval.task import Problem
-from tests.test_cli import run as command
-from tests.test_cli import words
+from tests.commands import run as command
+from tests.commands import words
 
 ISOLATED = pytest.mark.skipif(bool(jail.why_not()), reason=f"no isolation: {jail.why_not()}")
 

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Regex as RawRegex
 from tokenizers import Tokenizer as RawTokenizer
 
@@ -124,3 +124,11 @@ def test_prompts_are_neither_filled_up_nor_cut() -> None:
     tokenizer.check_length("x" * 50_000, 50_000)
     with pytest.raises(TooLong, match="50000 characters are 3125 tokens or more; at most 3124 fit"):
         tokenizer.check_length("x" * 50_000, 3124)
+
+
+def test_the_byte_alphabet_is_the_librarys() -> None:
+    alphabet = byte_alphabet()
+    assert set(alphabet) == set(pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(alphabet.values()) == list(range(256))
+    for character, byte in alphabet.items():
+        assert decoders.ByteLevel().decode([character]) == bytes([byte]).decode("utf-8", "replace")

@@ -50,7 +50,8 @@ def text(*path: str) -> str:
 
 
 RULES = [rule for rule in classes(fly.policies, AcceptancePolicy, Condition) if rule not in _COMPOSITES.values()]
-TWINS = "".join(text("tests", f"test_{name}.py") for name in ("catalogue", "policies", "schedule", "vocabulary"))
+TESTS_OF_RULES = ("rule_twins", "policy_cases", "test_policies", "test_conditions", "test_schedule", "test_vocabulary")
+TWINS = "".join(text("tests", f"{name}.py") for name in TESTS_OF_RULES)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -62,7 +63,7 @@ def test_a_rule_or_condition_is_listed_everywhere(rule: Any) -> None:
         {
             "fly/policies/registry.py (CATALOGUE or GATES)": registered,
             "fly/policies/__init__.py (__all__)": rule.__name__ in fly.policies.__all__,
-            "tests/test_catalogue.py (a twin), or another test of rules": re.search(rf"\b{rule.__name__}\b", TWINS)
+            "tests/rule_twins.py (a twin), or another test of rules": re.search(rf"\b{rule.__name__}\b", TWINS)
             is not None,
         },
     )

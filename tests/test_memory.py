@@ -15,8 +15,8 @@ from fly.backends import choice
 from fly.backends.torch import TorchExecutor
 from fly.cache import DEFAULT_BYTES, PagedKVCache
 from fly.runtime import memory
-from tests.test_cli import run as command
-from tests.test_cli import words
+from tests.commands import run as command
+from tests.commands import words
 from tests.toys import random_llama
 
 MODEL = TorchExecutor(random_llama(max_positions=512))

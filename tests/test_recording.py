@@ -31,8 +31,8 @@ from fly.policies import (
 )
 from fly.runtime.executor import Scores
 from fly.types import Decision, Draft, Target
-from tests.test_cli import run as command
-from tests.test_cli import words
+from tests.commands import run as command
+from tests.commands import words
 from tests.test_drafts import make_row
 from tests.toys import random_llama, ready
 

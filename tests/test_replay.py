@@ -43,8 +43,8 @@ from fly.policies import (
     verify,
 )
 from fly.types import Draft, Noise, Target, Why
-from tests.test_cli import run as command
-from tests.test_cli import words
+from tests.commands import run as command
+from tests.commands import words
 from tests.test_recording import PLAN, RULES, Seen, Watching, finish
 from tests.test_schedule import Nats
 

@@ -58,9 +58,8 @@ def train(text: str, size: int, specials: tuple[str, ...], begin: str | None = N
     )
     raw.train_from_iterator([text], trainer)
     if begin is not None:
-        raw.post_processor = processors.TemplateProcessing(
-            single=f"{begin} $A", special_tokens=[(begin, raw.token_to_id(begin))]
-        )
+        ids = [(begin, raw.token_to_id(begin))]
+        raw.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=ids)
     return save(raw)
 
 
@@ -68,8 +67,7 @@ def pieces(specials: tuple[str, ...] = ("<unk>", "<s>", "<end>")) -> Tokenizer:
     """Llama 2's kind: pieces with a mark for the space, single bytes as tokens for all else."""
     words = ["▁", "▁the", "▁cat", "▁on", "▁mat", "s", "t", "a", "▁s", "at", "e", "h", "▁a", "▁sat"]
     vocab = {token: i for i, token in enumerate([*specials, *(f"<0x{i:02X}>" for i in range(256)), *words])}
-    merges = [("▁s", "at")]
-    raw = RawTokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    raw = RawTokenizer(models.BPE(vocab=vocab, merges=[("▁s", "at")], byte_fallback=True, unk_token="<unk>"))
     raw.add_special_tokens([AddedToken(token, special=True) for token in specials])
     raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -147,13 +145,6 @@ def ids_of(tokenizer: Tokenizer, size: int | None = None) -> st.SearchStrategy[l
 
 
 # --- the map ---------------------------------------------------------------------------------------------
-
-
-def test_the_byte_alphabet_is_the_librarys() -> None:
-    assert set(_ALPHABET) == set(pre_tokenizers.ByteLevel.alphabet())
-    assert sorted(_ALPHABET.values()) == list(range(256))
-    for character, byte in _ALPHABET.items():
-        assert decoders.ByteLevel().decode([character]) == bytes([byte]).decode("utf-8", "replace")
 
 
 @given(byte_pairs)

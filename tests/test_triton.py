@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fly.backends.cuda.kernels import attention, layer, product
+from fly.backends.cuda.kernels import attention, layer, product, steps
 
 ROOT = Path(__file__).parent.parent
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -105,6 +105,26 @@ def run_layer(launches: Launches, dtype: torch.dtype) -> None:
         layer.gate(torch.empty(9, 2 * 14336, dtype=dtype))
         layer.rotate_store(qkv, table, table, torch.zeros(9, dtype=torch.int64), cache, cache)
         product.multiply_int8(x, torch.zeros(6144, 4096, dtype=torch.int8), torch.empty(6144, 1), None)
+        for size in (32, 128):
+            groups = 4096 // size
+            zeros = torch.zeros(6144, groups, dtype=torch.uint8)
+            product.multiply_int4(
+                x, torch.zeros(6144, 2048, dtype=torch.uint8), torch.empty(6144, groups, dtype=dtype), zeros, None
+            )
+
+
+def run_steps(launches: Launches) -> None:
+    """The launches of the other steps of a round, for a vocabulary of 128,256."""
+    logits, column = torch.empty(9, 128256), torch.empty(9)
+    numbers, table = torch.zeros(9, dtype=torch.int64), torch.zeros(9, 32, dtype=torch.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "launch", launches)
+        steps.place(table, numbers, torch.zeros(9, 9, dtype=torch.bool), 256, 99, 8192)
+        steps.uniforms(numbers, numbers, 1, 8)
+        steps.find_kept(logits, column, None, column, None)
+        steps.find_kept(logits, column, column, column, column)
+        steps.share_mass(logits, torch.empty(3, 9), column)
+        steps.draw(logits, column)
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 120])
@@ -113,6 +133,7 @@ def test_kernels_compile_without_spills(capability: int) -> None:
     attend(launches, torch.bfloat16, 128, 4, 9)
     attend(launches, torch.bfloat16, 256, 8, 9, tree=True, window=100)
     run_layer(launches, torch.bfloat16)
+    run_steps(launches)
     for line in compiled(launches, capability):
         print(capability, line)
 

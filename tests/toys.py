@@ -108,8 +108,6 @@ def rope_scalings(draw: st.DrawFn) -> RopeScaling:
             original_max_position_embeddings=draw(st.sampled_from([8, 16, 64])),
             attention_factor=draw(st.sampled_from([None, 0.8])),
             beta_fast=draw(st.sampled_from([32.0, 4.0])),
-            truncate=draw(st.booleans()),
-            **draw(st.sampled_from([{}, {"mscale": 0.7, "mscale_all_dim": 1.2}])),
         )
     low = draw(st.sampled_from([0.5, 1.0, 2.0]))
     return RopeScaling(

@@ -23,8 +23,9 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from fly.backends.cuda import ops
-from fly.backends.cuda.kernels import attention, layer, product
+from fly.backends.cuda.kernels import attention, layer, product, steps
 from fly.ops import depths, tree_mask
+from fly.runtime import sampling
 
 DTYPES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 fast = settings(deadline=None, suppress_health_check=list(HealthCheck))
@@ -203,4 +204,115 @@ def test_products_with_int8_weights(
     scale_N1 = torch.rand(outputs, 1, generator=draw) / 127 / inputs**0.5
     given = x_TK, weight_NK, scale_N1, torch.randn(outputs, generator=draw).to(dtype) if bias else None
     ours, theirs = product.multiply_int8(*given), ops.multiply_int8(*given)
+    torch.testing.assert_close(ours.float(), theirs.float(), rtol=DTYPES[dtype], atol=DTYPES[dtype])
+
+
+@settings(fast, max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(-9, 40), st.integers(0, 3)), min_size=1, max_size=4), st.integers(1, 6),
+    st.sampled_from([4, 16]), st.integers(0, 99),
+)  # fmt: skip
+def test_new_tokens_stand_where_the_reference_puts_them(
+    rows: list[tuple[int, int]], count: int, page: int, seed: int
+) -> None:
+    """Rows that begin before their text or end beyond their table, which is padding, and any tokens that are not
+    stored."""
+    draw = torch.Generator().manual_seed(seed)
+    state_BC = torch.tensor(rows)
+    table_BW = torch.randint(0, 9, (len(rows), 3 * (16 // page)), generator=draw, dtype=torch.int32)
+    stored_BN = torch.rand(len(rows), count, generator=draw) < 0.7
+    at_BN = state_BC[:, :1] + torch.arange(count)
+    stored_BN &= (at_BN >= 0) & (at_BN < table_BW.shape[1] * page)
+    given = table_BW, state_BC[:, 0], stored_BN, page, 9, 45
+    for ours, theirs in zip(steps.place(*given), ops.place(*given)):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+@given(st.lists(st.tuples(*2 * [st.integers(-(2**63), 2**63 - 1)]), min_size=1, max_size=3), st.integers(0, 200))
+@settings(fast, max_examples=20)
+def test_uniforms_are_the_same_hash(seeds: list[tuple[int, int]], n: int) -> None:
+    seed_B, round_B = torch.tensor(seeds).unbind(1)
+    for stream in (0, 1):
+        assert torch.equal(steps.uniforms(seed_B, round_B, stream, n), ops.uniforms(seed_B, round_B, stream, n))
+
+
+@settings(fast, max_examples=60)
+@given(st.data())
+def test_what_is_kept_is_what_sorting_keeps(data: st.DataObject) -> None:
+    """Flat and peaked distributions with ties and bans, and least logits that are known already. Where a token's
+    likelier ones have ``top_p`` of the mass but for rounding, either may keep it."""
+    rows, width = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 7, 300, 2500]))
+    draw = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
+    logits_NV = data.draw(st.sampled_from([0.0, 0.1, 1.0, 8.0])) * torch.randn(rows, width, generator=draw)
+    if data.draw(st.booleans()):
+        logits_NV = (2 * logits_NV).round() / 2  # zeros of both signs among the ties
+    logits_NV[:, 1:][torch.rand(rows, width - 1, generator=draw) < data.draw(st.sampled_from([0, 0.5]))] = -torch.inf
+
+    def column(least: float, most: float, asked: bool = True) -> torch.Tensor | None:
+        column_N = torch.rand(rows, generator=draw) * (most - least) + least
+        return column_N if asked else None
+
+    heat_N = column(0.3, 3.0)
+    assert heat_N is not None
+    top_p_N, min_p_N, least_N = (
+        column(*limits, data.draw(st.booleans())) for limits in ((0.01, 1.2), (0, 0.2), (-9, 0))
+    )
+    least_N = None if least_N is None else least_N.minimum(logits_NV.amax(1))
+    given = logits_NV, heat_N, least_N, top_p_N, min_p_N
+    ours, theirs = steps.find_kept(*given), sampling.find_kept(*given)
+    assert torch.equal(ours[0], theirs[0])
+    for n in range(rows):
+        kept = [logits_NV[n] >= found[1, n] for found in (ours, theirs)]
+        if top_p_N is not None and not torch.equal(*kept):
+            x_V = logits_NV[n].double()
+            mass_V = ((x_V - x_V.max()) / heat_N[n].double()).exp() * (
+                x_V >= (-torch.inf if least_N is None else least_N[n])
+            )
+            for x in x_V[kept[0] != kept[1]].unique():
+                assert abs(float(mass_V[x_V > x].sum() / mass_V.sum() - top_p_N[n].double())) < 1e-5
+        else:
+            assert torch.equal(*kept)
+            torch.testing.assert_close(ours[2, n], theirs[2, n], rtol=1e-5, atol=1e-5)
+    shares = steps.share_mass(logits_NV, theirs, heat_N), ops.share_mass(logits_NV, theirs, heat_N)
+    torch.testing.assert_close(*shares, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(shares[0].sum(1), torch.ones(rows))
+
+
+def test_nothing_is_cut_of_what_is_no_number() -> None:
+    logits_NV = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
+    logits_NV[0, 30] = torch.nan
+    one_N = torch.ones(1)
+    for run in (steps.find_kept, sampling.find_kept):
+        found = run(logits_NV, one_N, None, 0.5 * one_N, None)
+        assert steps.share_mass(logits_NV, found, one_N).isnan().all()
+
+
+@settings(fast, max_examples=40)
+@given(st.sampled_from([1, 5, 512, 2048, 5000]), st.sampled_from([0.0, 0.5, 0.999]), st.integers(0, 999))
+def test_tokens_are_drawn_alike(width: int, sparse: float, seed: int) -> None:
+    """At any coin, the largest and those between equal masses included; a distribution without any mass."""
+    draw = torch.Generator().manual_seed(seed)
+    probs_BV = torch.rand(6, width, generator=draw) * (torch.rand(6, width, generator=draw) >= sparse)
+    probs_BV[1], probs_BV[2] = 1 / width, 0.0
+    uniform_B = torch.rand(6, generator=draw)
+    uniform_B[0], uniform_B[1], uniform_B[3] = 1 - 2.0**-24, 0.5, 0.0
+    assert torch.equal(steps.draw(probs_BV, uniform_B), ops.draw(probs_BV, uniform_B))
+
+
+@settings(fast, max_examples=25)
+@given(
+    st.sampled_from([*DTYPES]), st.integers(1, 16), st.sampled_from([1, 31, 32, 100]), st.sampled_from([32, 64, 128]),
+    st.sampled_from([1, 3, 8]), st.booleans(), st.integers(0, 99),
+)  # fmt: skip
+def test_products_with_int4_weights(
+    dtype: torch.dtype, tokens: int, outputs: int, size: int, groups: int, bias: bool, seed: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    inputs = size * groups
+    x_TK = torch.randn(tokens, 2 * inputs, generator=draw).to(dtype)[:, inputs:]
+    pairs_NP = torch.randint(0, 256, (outputs, inputs // 2), generator=draw, dtype=torch.uint8)
+    scale_NG = (torch.rand(outputs, groups, generator=draw) / 8 / inputs**0.5).to(dtype)
+    zero_NG = torch.randint(0, 17, (outputs, groups), generator=draw, dtype=torch.uint8)
+    given = x_TK, pairs_NP, scale_NG, zero_NG, torch.randn(outputs, generator=draw).to(dtype) if bias else None
+    ours, theirs = product.multiply_int4(*given), ops.multiply_int4(*given)
     torch.testing.assert_close(ours.float(), theirs.float(), rtol=DTYPES[dtype], atol=DTYPES[dtype])

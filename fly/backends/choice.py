@@ -37,21 +37,28 @@ __all__ = ["LoadExecutor", "executor_of", "load", "load_executor", "part_executo
 LoadExecutor = Callable[..., Executor]  # as ``load_executor``
 
 _log = logging.getLogger("fly")
-_AWAY = ["auto", TORCH, "int8"]  # the kernels of other devices
+_AWAY = ["auto", TORCH, "int8", "int4"]  # the kernels of other devices; int4: of CUDA alone
+INT4 = "torch-int4"
+
+
+def wants_int4(kernels: str, device: torch.device) -> bool:
+    """Whether ``kernels`` asks for int4 weights on CUDA (``fly.backends.cuda.int4``)."""
+    return kernels in ("int4", INT4) and device.type == "cuda"
 
 
 def executor_of(model: Any, kernels: str = "auto") -> Executor:
     """What runs ``model`` by the kernels that ``kernels`` stands for (``fly.backends.cpu.chosen``): an executor as it
     is, a ``Llama`` (or one that is being loaded) on compiled kernels or on PyTorch, anything else on PyTorch. Away from
-    the CPU ``"int8"`` is PyTorch on weights that torchao rounds (``fly.backends.int8``).
+    the CPU ``"int8"`` is PyTorch on weights that torchao rounds (``fly.backends.int8``), and on CUDA ``"int4"`` rounds
+    them to 4 bits.
 
     ``"auto"`` takes PyTorch if there is no compiled code: for another device, another dtype, or a model that is no
     ``Llama``. On the CPU that is logged, once for each reason.
 
     Raises ``ValueError`` for kernels that are unknown, not available here, or not for this model.
     """
-    narrow = wants_int8(kernels, model.device)
-    variant = INT8 if narrow else chosen(kernels)
+    narrow = INT4 if wants_int4(kernels, model.device) else INT8 if wants_int8(kernels, model.device) else ""
+    variant = narrow or chosen(kernels)
     if isinstance(model, Executor):
         if kernels != "auto" and variant != model.kernels:
             raise ValueError(f"kernels {kernels!r}: this model was loaded for {model.kernels!r}")
@@ -60,7 +67,11 @@ def executor_of(model: Any, kernels: str = "auto") -> Executor:
     if narrow:
         if not isinstance(decoder, Llama):
             raise ValueError(f"kernels {kernels!r}: a {type(decoder).__name__} is run as it is")
-        return _on_torch(with_int8_weights(model))
+        if narrow == INT8:
+            return _on_torch(with_int8_weights(model))
+        from fly.backends.cuda.int4 import with_int4_weights
+
+        return _on_torch(with_int4_weights(model))
     if variant != TORCH:
         if model.device.type != "cpu":
             reason: str | None = f"compiled kernels run on the CPU, not on {model.device}; choices there: {_AWAY}"
@@ -124,7 +135,8 @@ def load_executor(
 ) -> Executor:
     """A checkpoint, ready to run; arguments and errors as of ``fly.models.load_model`` and ``executor_of``. ``kept``:
     the tokens that its head keeps (``fly.models.trimmed``); None: all."""
-    if not wants_int8(kernels, resolve_device(device)):
+    where = resolve_device(device)
+    if not wants_int4(kernels, where) and not wants_int8(kernels, where):
         chosen(kernels)  # bad kernels are an error before anything is read
     part = None if kept is None else partial(TrimmedHead, kept=kept)
     return executor_of(Loading(checkpoint, dtype, device, part=part), kernels)
@@ -189,7 +201,7 @@ def _room_for(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, kernels: str
 ) -> AbstractContextManager[None]:
     """Around loading a checkpoint: what it needs, and what to do where there is not so much."""
-    narrow = kernels.rpartition("-")[2] in NARROW
+    narrow = kernels.rpartition("-")[2] in (*NARROW, "int4")
     needed, least = (weight_bytes(checkpoint.config, dtype.itemsize, small) for small in (narrow, True))
     compiled = device.type == "cpu" and available() != [TORCH]
     if kernels.endswith("stored") or (left_open(kernels) and compiled and computes_as_stored(checkpoint)):

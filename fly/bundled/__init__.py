@@ -1,4 +1,4 @@
-"""The small checkpoints and problems that ship with the package, and the lookup of checkpoints by name."""
+"""The checkpoints and problems that ship with the package, and how a name is resolved to a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ HEADS = ("fly-eagle3",)  # draft heads, each for ``fly-target``
 
 
 def find_checkpoint(name: str | Path) -> Path | HubName:
-    """Find the checkpoint that a name stands for: a bundled one; an existing directory or GGUF file; or a name on the
-    Hugging Face hub, recognised by its form, without asking the hub.
+    """Find a checkpoint by its name: a bundled one, the path of a directory or GGUF file, or a name on the Hugging Face
+    hub, which is recognised by its form.
 
     Raises ``CheckpointError`` (a ``ValueError``) naming all that was tried.
     """
@@ -47,8 +47,8 @@ def find_checkpoint(name: str | Path) -> Path | HubName:
 
 
 def resolve_checkpoint(name: str | Path, weights: bool = True) -> Path:
-    """Return the path of the checkpoint that a name stands for (``find_checkpoint``). Files from the hub are downloaded
-    if they are missing. Without ``weights`` a directory may lack them.
+    """Return the path of a checkpoint, by its name (``find_checkpoint``). Missing files are downloaded from the hub.
+    Without ``weights`` a directory may lack them.
 
     Raises ``CheckpointError``, also if a download fails (``fly.models.hub.fetch``).
     """
@@ -57,7 +57,7 @@ def resolve_checkpoint(name: str | Path, weights: bool = True) -> Path:
 
 
 def open_model(name: str | Path | Checkpoint) -> Checkpoint:
-    """Open the checkpoint that a name stands for; return an open one as it is. Raises ``CheckpointError``."""
+    """Open a checkpoint by its name; return an open one as it is. Raises ``CheckpointError``."""
     return name if isinstance(name, Checkpoint) else open_checkpoint(resolve_checkpoint(name))
 
 
@@ -67,10 +67,10 @@ def is_here(name: str | Path) -> bool:
 
 
 def usual_draft(model: str | Path | None) -> str:
-    """The default draft of a model: the draft model for ``fly-target``, none for others."""
+    """Return the default draft of a model: the draft model for ``fly-target``, none for others."""
     return BUNDLED[1] if str(model) == BUNDLED[0] else "none"
 
 
 def names_a_checkpoint(name: str) -> bool:
-    """Whether a text may be the name of a checkpoint. Does not use the network."""
+    """Whether a text has the form of a checkpoint's name. Does not use the network."""
     return name in (*BUNDLED, *HEADS) or is_here(name) or hub_name(name) is not None

@@ -1,8 +1,7 @@
 """The problems that the bundled models solve, stored in ``problems/``: word problems (``arithmetic``), lists to
 rearrange (``text``) and small Python functions (``code``).
 
-In a checkout, ``tools/problems.py`` describes how they were generated, and generates others. Knows nothing of answers:
-``fly.eval.scorers`` checks them.
+``tools/problems.py``, in a checkout, generated them and can generate others. ``fly.eval.scorers`` checks answers.
 """
 
 from __future__ import annotations
@@ -36,10 +35,9 @@ class Problem:
 
 
 def problems(kind: str | None, split: str, seed: int = 0, n: int | None = None) -> list[Problem]:
-    """Return the first ``n`` problems of a split (None: all), of one kind, or with None or "all" of each kind in turn.
-    They are those of seed 0.
+    """Return the first ``n`` problems of a split (None: all) of one kind; None or "all" takes each kind in turn.
 
-    Raises ``ValueError`` for an unknown kind or split, for another seed, and for more problems than are stored.
+    Raises ``ValueError`` for an unknown kind or split, a seed other than 0, and more problems than are stored.
     """
     kinds = kinds_of(kind, split)
     if n is not None and n < 0:
@@ -56,9 +54,9 @@ def problems(kind: str | None, split: str, seed: int = 0, n: int | None = None) 
 
 
 def kinds_of(kind: str | None, split: str) -> tuple[str, ...]:
-    """The kinds that ``kind`` means; None or "all" is every kind. Raises ``ValueError`` for an unknown kind or
+    """Return the kinds that ``kind`` means; None or "all" is every kind. Raises ``ValueError`` for an unknown kind or
     split."""
-    if kind is not None and kind != "all" and kind not in KINDS:
+    if kind not in (None, "all", *KINDS):
         raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(KINDS)} or all")
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}; choose one of {', '.join(SPLITS)}")

@@ -22,8 +22,10 @@ from fly.cli.options import LOADING, DraftLength, Json, Rules, Turns, output, ta
 from fly.cli.run import alone, kernels_of, rules_of
 from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
 from fly.drafts import parse_draft
+from fly.eval import Setting
 from fly.eval.plots import save_lines
 from fly.llm import LLM
+from fly.runtime.executor import Executor
 from fly.types import SamplingParams
 
 _Point: TypeAlias = Callable[[Forward], tuple[float, float]]
@@ -80,8 +82,8 @@ def bench_speed(
     # The models: the target with and without its draft, and random ones beside them.
     plain = LLM(model, **running)
     fast = LLM(plain, parse_draft(draft, trusted=True, **running), **running)
-    own = subjects_of(fast, model, draft)
-    subjects = own + _random_subjects(shape, target_of(plain), running["kernels"])
+    target, own = target_of(plain), subjects_of(fast, model, draft)
+    subjects = own + _random_subjects(shape, target, running["kernels"])
     for subject in subjects:
         if (room := subject.config.max_position_embeddings) < CONTEXT + k + 1:
             raise ValueError(
@@ -89,18 +91,15 @@ def bench_speed(
                 f"after, exceed {subject.name}'s context of {room}"
             )
     # Forwards, compared with the limits.
-    limits, forwards, steps = _measure_forwards(subjects, target_of(plain).device, k, turns)
+    limits, forwards, steps = _measure_forwards(subjects, target.device, k, turns)
     console.print(limits_table(limits, kernels_of(plain)))
     for subject in subjects:
         _show_forwards([forward for forward in forwards if forward.model == subject.name], limits)
     # Rounds, compared with what the forwards alone would take.
     settings = settings_of(plain, fast, k, rules)[: None if fast.draft is not None else 1]
-    count, tokens = usual_amount(matrix_parameters(target_of(plain).config))
-    _, asked = asked_of(plain, model, problems or min(count, 12))
-    again = min(turns, 3)
-    with progress(again * len(asked) * len(settings), "rounds") as advance:
-        rounds = measure_rounds(settings, asked, SamplingParams(temperature=0.0, max_tokens=tokens), again, advance)
+    _, asked = asked_of(plain, model, problems or min(usual_amount(matrix_parameters(target.config))[0], 12))
     single = [f for f in forwards if f.model == model and f.rows == 1 and f.context == CONTEXT]
+    rounds = _measure_rounds(settings, asked, min(turns, 3), target)
     for each in rounds:
         each.predicted = predict(each, single, steps[draft] if len(own) == 2 else None)
     title = f"Rounds: {model}, {draft}, k {k}, {len(asked)} prompt{'s' * (len(asked) > 1)}, temperature 0, batch 1"
@@ -117,7 +116,7 @@ def bench_speed(
     write_json(json_, record)
 
 
-def _random_subjects(shapes: list[str] | None, target: Any, kernels: str) -> list[Subject]:
+def _random_subjects(shapes: list[str] | None, target: Executor, kernels: str) -> list[Subject]:
     """Models of random weights; by default of one shape, and on compiled kernels also in fewer bits."""
     if shapes is None:
         shapes = [SHAPE, *(f"{SHAPE}:{kind}" for kind in ROUNDINGS if runs_compiled(target))]
@@ -137,6 +136,13 @@ def _measure_forwards(
         limits = limits.best(measure_limits(device))
         advance()
     return limits, forwards, steps
+
+
+def _measure_rounds(settings: list[Setting], asked: list[Any], turns: int, target: Executor) -> list[Rounds]:
+    """Time rounds on prompts, with answers of a length that suits the target's size."""
+    params = SamplingParams(temperature=0.0, max_tokens=usual_amount(matrix_parameters(target.config))[1])
+    with progress(turns * len(asked) * len(settings), "rounds") as advance:
+        return measure_rounds(settings, asked, params, turns, advance)
 
 
 def _show_forwards(forwards: list[Forward], limits: Limits) -> None:

@@ -1,5 +1,5 @@
-"""Adaptive draft length: draft as long as the next token pays by measured costs and acceptance, and not at all if
-nothing pays. Knows nothing of how a draft is made."""
+"""Adaptive draft length: draft while the next token pays by measured costs and acceptance, and not at all if nothing
+pays. Knows nothing of how a draft is made."""
 
 from __future__ import annotations
 
@@ -19,67 +19,67 @@ __all__ = ["AdaptiveDraft"]
 
 _PLAIN, _DRAFTING = 0, 1  # decode without a draft, or with one
 _FIRST = 2, 8  # rounds of each at the start
-_TRIED = 2  # rounds of a later trial; in the first, the drafter may have to catch up with the text
-_GUESS = 0.3  # the chance of being kept that a token needs while costs are unknown
-_SHORT = 4  # tokens to ask for meanwhile, of a strategy without probabilities
-_LATEST = 8  # how many of a row's latest drafts say how easy it is
-_AGAIN = 16  # after how many rounds to try again a row that seemed too hard
+_TRIED = 2  # rounds of a later trial: in the first one, the drafter may have to catch up with the text
+_GUESS = 0.3  # the chance to be kept that a token needs while costs are unknown
+_SHORT = 4  # tokens to ask for meanwhile, if the strategy has no probabilities
+_LATEST = 8  # how many of a row's latest drafts tell how easy it is
+_AGAIN = 16  # rounds until a row that seemed too hard is tried again
 
 
 @dataclass
 class _Load:
-    """Measurements for one load: a number of rows, all at temperature 0 or not."""
+    """Measurements for one load: a number of rows, all of them at temperature 0 or not."""
 
     ways: Ways = field(default_factory=lambda: Ways(_FIRST, _TRIED))
     drafting: Line = field(default_factory=Line)  # seconds of drafting in a round, by tokens drafted
     scoring: Line = field(default_factory=lambda: Line(through_zero=False))  # further seconds of a round, by tokens
     rates: Rates = field(default_factory=Rates)
-    share: float = 1.0  # tokens verified for each position drafted; above 1 in trees
+    share: float = 1.0  # verified tokens for each drafted position: above 1 in trees
 
     @property
     def worth(self) -> float:
-        """A token pays if its chance of being kept is at least this."""
+        """A token pays if its chance to be kept is at least this."""
         slope = self.drafting.slope + self.scoring.slope
         return slope / min(self.ways.seconds) if slope else _GUESS
 
 
 @dataclass
 class _Round:
-    """A round that is running, or several that run in one call."""
+    """A running round, or several that run in one call."""
 
     load: _Load
     way: int
     late: bool  # whether the strategy may first have to catch up with a text
-    places: list[tuple[int, int]]  # for each row, its id and its number of tokens
+    places: list[tuple[int, int]]  # the id of each row, and its number of tokens
     begin: float
-    # One round:
+    # Of a single round:
     drafting: float = 0.0  # seconds
-    drafted: list[int] = field(default_factory=list)  # for each row, how many tokens, along a path
-    verified: int = 0  # how many tokens in all
-    # Several rounds in one call:
-    before: list[tuple[int, int]] = field(default_factory=list)  # for each row, its numbers of rounds and drafts before
-    spent: list[Spent] = field(default_factory=list)  # by the first round, and by the others
-    most: list[int] = field(default_factory=list)  # for each row, how many tokens to draft, along a path
+    drafted: list[int] = field(default_factory=list)  # tokens of each row, along a path
+    verified: int = 0  # tokens of all rows
+    # Of several rounds in one call:
+    before: list[tuple[int, int]] = field(default_factory=list)  # rounds and drafts of each row before them
+    spent: list[Spent] = field(default_factory=list)  # seconds of the first round, and of the others
+    most: list[int] = field(default_factory=list)  # the most tokens to draft for each row, along a path
 
 
 class AdaptiveDraft(Wrapper):
-    """Drafts as long as the next token pays, and not at all while nothing pays.
+    """Drafts while the next token pays, and not at all if nothing pays.
 
-    Tokens come fastest if the last drafted one just pays for itself. So a token is worth drafting if
+    Decoding is fastest if the last drafted token just pays for itself. So a token is drafted if
 
-        chance that it is kept > (seconds to draft one more + seconds to verify one more) / seconds that a token takes.
+        chance to be kept > (seconds to draft one more + seconds to verify one more) / seconds per emitted token.
 
     The right side is measured for each number of rows that decode together: a full machine drafts less. The chance is
-    the draft model's own: the product of its probabilities so far (``SingleDraft.reach``), or the square root of that
-    under a rule that excuses mismatches. If a strategy has no probabilities, it is how often recent drafts reached that
-    position, in all rows and in this one.
+    the draft model's own estimate: the product of its probabilities so far (``SingleDraft.reach``), or its square root
+    under a rule that excuses mismatches. For a strategy without probabilities it is how often recent drafts were kept
+    up to that position, in all rows and in this one.
 
-    Whether to draft at all is found by trying: decoding with and without drafts are both timed, the faster is used, and
-    the other is tried again for two rounds, after 8 rounds, 16, and so on up to 512.
+    Whether to draft at all is found by trying. Rounds with and without drafts are both timed, the faster kind is used,
+    and the other is tried again for two rounds, after 8 rounds, 16, and so on up to 512.
 
     Args:
         strategy: proposes the drafts.
-        clock: returns the time in seconds. The default is replaced by the setup's, which ranks share.
+        clock: returns the time in seconds. By default it is the setup's, which ranks share.
     """
 
     learns = True
@@ -157,12 +157,12 @@ class AdaptiveDraft(Wrapper):
 
     @property
     def _drafts(self) -> bool:
-        """Whether the strategy takes part in the current round. If not, it is not called at all: even observing takes
+        """Whether the strategy takes part in the current round. Otherwise it is not called, since even observing takes
         time."""
         return self._round is None or self._round.way == _DRAFTING
 
     def _begin(self, rows: abc.Sequence[Sequence]) -> tuple[_Round, int]:
-        """Start a round; return it with the number of rounds to run this way."""
+        """Start a round. Return it, and how many rounds to run this way."""
         about = 1 << (len(rows) - 1).bit_length()
         load = self._loads.setdefault((about, all(row.greedy for row in rows)), _Load())
         way, rounds = load.ways.choose()
@@ -194,7 +194,8 @@ class AdaptiveDraft(Wrapper):
         rows = [after[id_] for id_, _ in this.places]
         grown = [len(row.tokens) - tokens for row, (_, tokens) in zip(rows, this.places)]
         if not all(grown) or any(row.generated == n for row, n in zip(rows, grown)):
-            return  # it was given up, or it read a prompt
+            return  # the round was given up, or read a prompt
+        # Collect the rounds, their seconds, and what was drafted and kept.
         load, ways = this.load, this.load.ways
         if this.spent:  # the executor measured it
             rounds = max(row.stats.rounds - before for row, (before, _) in zip(rows, this.before))
@@ -207,6 +208,7 @@ class AdaptiveDraft(Wrapper):
             drafts = [[(n, min(more - 1, n))] if n else [] for n, more in zip(this.drafted, grown)]
         if not rounds:
             return
+        # Update the costs (less the time to catch up with a text), the rates, and the speed of this way.
         size, plain = verified / rounds, ways.seconds[_PLAIN] * len(rows)
         if this.way == _DRAFTING:
             scoring = (seconds - drafting) / rounds - plain
@@ -216,8 +218,8 @@ class AdaptiveDraft(Wrapper):
                 load.drafting.add(size, drafting / rounds, plain)
             load.scoring.add(size, scoring, plain)
             for row, some in zip(rows, drafts):
-                tell = some[:-1] if row.finish_reason else some  # the end of a row cuts off tokens that would be kept
-                for drafted, accepted in tell:
+                # The end of a row cuts off tokens that would have been kept.
+                for drafted, accepted in some[:-1] if row.finish_reason else some:
                     load.rates.add(drafted, accepted)
             if total := sum(n for some in drafts for n, _ in some):
                 load.share += (verified / total - load.share) / _LATEST

@@ -1,4 +1,4 @@
-"""The interface of draft strategies (``DraftStrategy``), and what ``LLM`` attaches them with (``DraftSetup``)."""
+"""The interface of draft strategies (``DraftStrategy``), and what they are attached to (``DraftSetup``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fly.bundled import find_checkpoint
 from fly.cache import BlockAllocator
+from fly.models.loading import resolve_device, resolve_dtype
 from fly.models.tokenizer import Tokenizer
 from fly.ops import upload
 from fly.runtime.continuation import Continuation
@@ -33,6 +35,7 @@ __all__ = [
     "Piece",
     "StopsByChance",
     "Wrapper",
+    "describe",
     "drafted_of",
     "is_ours",
     "pad",
@@ -68,7 +71,7 @@ _GONE = {
 
 
 class OwnCache(Protocol):
-    """A drafter with a cache of its own, such as a ``Runner``."""
+    """A model or head that drafts, with a cache of its own, such as a ``Runner``."""
 
     @property
     def executor(self) -> Executor | None: ...
@@ -78,7 +81,7 @@ class OwnCache(Protocol):
 
     @property
     def context(self) -> int:
-        """The most tokens that a text may have for it to draft."""
+        """The most tokens of a text that it drafts for."""
 
     @property
     def allocator(self) -> BlockAllocator: ...
@@ -88,7 +91,7 @@ class OwnCache(Protocol):
 
 
 def _take(model: object, **options: Any) -> Loaded:
-    """Return a loaded model as it is."""
+    """Return a loaded model."""
     if isinstance(model, Loaded):
         return model
     if not isinstance(model, Executor):
@@ -97,14 +100,14 @@ def _take(model: object, **options: Any) -> Loaded:
 
 
 class DraftSetup:
-    """What a strategy is attached to: the target, its vocabulary, and the loading of models to draft with.
+    """What a strategy is attached to: the target, its vocabulary, and a way to load models that draft.
 
     Attributes:
         target: the model to draft for. Its cache is made after all strategies are attached.
-        tokenizer, vocabulary: what the target's token ids mean; ``tokenizer`` is None if it is not known.
+        tokenizer, vocabulary: the meaning of the target's token ids; ``tokenizer`` is None if there is none.
         clock: returns the time in seconds, for strategies that decide by time. Ranks share one clock.
         load_by: loads a model.
-        caches: for each loaded model, itself, the tokens of its cache (None: still open), and the tokens of a page.
+        caches: each loaded model, with the tokens in its cache (None: still open) and in a page.
     """
 
     def __init__(
@@ -132,13 +135,13 @@ class DraftSetup:
         cache_tokens: int | None = None,
         block_size: int | None = None,
     ) -> Runner:
-        """Load a model to draft with. Its cache is made later.
+        """Load a model that drafts. Its cache is made later.
 
         Args:
             model: a name, a path, or a loaded model.
-            dtype, device, kernels: for a model that is loaded by its name; ``"auto"``: as the target.
-            vocabulary: the tokens that its head keeps, as for ``SingleDraft``; None: all.
-            cache_tokens: how many tokens its cache holds over all rows; None: as many as the target's.
+            dtype, device, kernels: how a name or path is loaded; ``"auto"`` is as the target.
+            vocabulary: the tokens that its head keeps, as for ``SingleDraft``; None is all.
+            cache_tokens: how many tokens its cache holds over all rows; None is as many as the target's.
             block_size: tokens in a page of its cache; None chooses by the device.
 
         Raises ``ValueError`` (``CheckpointError`` if the checkpoint cannot be used).
@@ -161,8 +164,8 @@ class DraftSetup:
         self.caches.append((drafter, cache_tokens, block_size))
 
     def attach(self, strategy: DraftStrategy) -> DraftStrategy:
-        """Attach ``strategy``. Returns the strategy, or one around it that translates its drafts if its model has
-        another vocabulary than the target. Strategies over others attach those by this method too.
+        """Attach a strategy. Return it, or a strategy around it that translates its drafts if its model's vocabulary is
+        not the target's. Strategies over others attach those by this method too.
 
         Raises ``ValueError`` if it cannot draft for this target, and ``TypeError`` for methods of earlier versions.
         """
@@ -177,7 +180,8 @@ class DraftSetup:
         return self.translate(strategy)
 
     def translate(self, strategy: DraftStrategy) -> DraftStrategy:
-        """Return an attached ``strategy``, or one that translates its drafts. Raises ``ValueError`` if none can."""
+        """Return an attached strategy. (``TranslatingSetup`` translates its drafts.) Raises ``ValueError`` if its
+        vocabulary is not the target's."""
         size = self.target.executor.config.vocab_size
         if strategy.vocab_size not in (None, size):
             raise ValueError(f"{type(strategy).__name__} drafts {strategy.vocab_size} ids for a target of {size}")
@@ -195,7 +199,7 @@ class DraftSetup:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token, over all caches whose size is still open."""
+        """Bytes that one token takes in all caches whose size is still open."""
         return sum(drafter.bytes_per_token for drafter, tokens, _ in self.caches if tokens is None)
 
     def reserve(self, tokens: int | None = None) -> None:
@@ -209,14 +213,14 @@ class DraftSetup:
         return [drafter for drafter, *_ in self.caches]
 
     def alone(self) -> DraftSetup:
-        """A copy of the setup with a list of caches of its own."""
+        """Return a copy of the setup with a list of caches of its own."""
         setup = copy(self)
         setup.caches = []
         return setup
 
     @property
     def only_ours(self) -> bool:
-        """Whether all attached strategies are part of fly, which compute by executors alone."""
+        """Whether all attached strategies are part of fly, and so compute by executors alone."""
         return all(map(is_ours, self._kinds))
 
 
@@ -230,19 +234,19 @@ class DraftStrategy(ABC):
     follow the tokens that are passed in; compare them.
     """
 
-    vocab_size: int | None = None  # it proposes ids below this; None: only ids that it has seen in the row
+    vocab_size: int | None = None  # it proposes ids below this; None: only ids of the row's text
     context: int | None = None  # the most tokens of a row that it drafts for; None: no limit
     learns: bool = False  # whether its proposals depend on past texts or other rows, on purpose
-    spare: int = 0  # slots that its trees need in the caches beyond a row's longest path
+    spare: int = 0  # cache slots that its trees need beyond a row's longest path
 
     @abstractmethod
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
-        """Propose at most ``max_len[b]`` tokens to follow the last token of each row (in a tree: along any path). Fewer
-        or none are always allowed.
+        """Propose at most ``max_len[b]`` tokens after the last token of each row (in a tree: along any path). Fewer or
+        none are always allowed.
 
         If tokens were drawn, ``probs_BKV`` must hold the distribution that each was drawn from. The length of a draft
-        must not depend on the drawn tokens, except that it may end after a token that ends the row: otherwise a
-        lossless rule is not lossless any more.
+        must not depend on the drawn tokens, except that it may end after a token that ends the row. Otherwise a
+        lossless rule would not be lossless.
         """
 
     def attach(self, setup: DraftSetup) -> None:
@@ -252,13 +256,13 @@ class DraftStrategy(ABC):
         """
 
     def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
-        """Read prompts along with the target, which reads them in chunks: now up to the given number of tokens of each
-        row. The default does nothing, so the strategy reads a whole prompt when it first drafts for it."""
+        """Read prompts while the target reads them chunk by chunk: each row up to the given number of tokens. By
+        default a strategy reads a whole prompt when it first drafts for it."""
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
-        """Say how this strategy continues rows, if it does nothing else: with one model, or by prompt lookup, without
-        looking at the target's output. Several rounds may then run in one call, without ``propose`` and ``observe``.
-        Return None, the default, for any other strategy."""
+        """Describe how this strategy continues rows, if it does so by one model or by prompt lookup alone, without the
+        target's output. Several rounds may then run in one call, without ``propose`` and ``observe``. None, the
+        default, is for any other strategy."""
         return None
 
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
@@ -273,9 +277,20 @@ class DraftStrategy(ABC):
 
 
 class StopsByChance(DraftStrategy):
-    """A strategy that estimates how likely its tokens are kept, and ends a draft where the next one does not pay."""
+    """A strategy that estimates how likely its tokens are to be kept, and stops where the next one does not pay."""
 
-    worth: float | None = 0.0  # a token pays if its chance of being kept is at least this; 0: unknown; None: never stop
+    worth: float | None = 0.0  # a token pays if its chance to be kept is at least this; 0: unknown; None: never stop
+
+
+def describe(model: object, dtype: str | torch.dtype, device: str | torch.device) -> object:
+    """Return what to load when a strategy is attached. A name is looked up now (the hub is asked later), and an unknown
+    dtype or device is an error now."""
+    if not isinstance(model, (str, Path)):
+        return model
+    resolve_dtype(dtype, {})
+    resolve_device(device)
+    found = find_checkpoint(model)
+    return found if isinstance(found, Path) else str(found)
 
 
 class Wrapper(DraftStrategy):
@@ -288,7 +303,7 @@ class Wrapper(DraftStrategy):
         self._follow_members()
 
     def _follow_members(self) -> None:
-        """Take over the limits of the members. Each member observes its own limits by itself."""
+        """Take over the widest limits of the members. Each member keeps to its own."""
         self.vocab_size = next((each.vocab_size for each in self.members if each.vocab_size is not None), None)
         contexts = [each.context for each in self.members if each.context is not None]
         self.context = max(contexts) if len(contexts) == len(self.members) else None
@@ -303,7 +318,7 @@ class Wrapper(DraftStrategy):
             member.prefill(parts)
 
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
-        """Let every member observe the whole block: the target's output holds, whichever member proposed the draft."""
+        """Let every member learn from the target's output, whichever member proposed the draft."""
         for member in self.members:
             member.observe(rows, draft, target)
 
@@ -317,12 +332,12 @@ class Wrapper(DraftStrategy):
 
 
 def is_ours(kind: type[DraftStrategy]) -> bool:
-    """Whether a strategy is part of fly. A user's class, even a subclass of ours, may do anything in its methods."""
+    """Whether a strategy is part of fly. Other classes, even subclasses of ours, may do anything in their methods."""
     return kind.__module__.startswith("fly.")
 
 
 def drafted_of(rows: int, active: list[int], found: Drafted) -> Draft:
-    """The draft for all ``rows``: what was ``found`` for the ``active`` ones, and nothing for the others."""
+    """Return the draft for all ``rows``: what was ``found`` for the ``active`` ones, and nothing for the others."""
     if found.parents is not None:
         grown = dict(zip(active, zip(found.tokens, found.parents)))
         return pad_trees([grown.get(b, ([], [])) for b in range(rows)])
@@ -333,32 +348,32 @@ def drafted_of(rows: int, active: list[int], found: Drafted) -> Draft:
     if found.probs_BKV is None and found.logits_BKV is None:
         return proposal
 
-    def of_all(said_AKV: torch.Tensor | None) -> torch.Tensor | None:
-        if said_AKV is None:
+    def of_all(values_AKV: torch.Tensor | None) -> torch.Tensor | None:
+        if values_AKV is None:
             return None
-        said_AKV = said_AKV[:, : proposal.shape[1]]
+        values_AKV = values_AKV[:, : proposal.shape[1]]
         if len(active) == rows:
-            return said_AKV
-        said_BKV = said_AKV.new_zeros(rows, *said_AKV.shape[1:])
-        return said_BKV.index_copy_(0, upload(active, said_AKV.device), said_AKV)
+            return values_AKV
+        values_BKV = values_AKV.new_zeros(rows, *values_AKV.shape[1:])
+        return values_BKV.index_copy_(0, upload(active, values_AKV.device), values_AKV)
 
     probs_BKV, logits_BKV = of_all(found.probs_BKV), of_all(found.logits_BKV)
     return Draft(proposal.tokens_BK, proposal.lengths_B, probs_BKV, logits_BKV=logits_BKV)
 
 
 def until_end(tokens: list[int], row: Sequence) -> list[int]:
-    """``tokens`` up to and including the first that ends ``row``."""
+    """Cut ``tokens`` after the first that ends ``row``."""
     ends = (at for at, token in enumerate(tokens, start=1) if token in row.stop_ids)
     return tokens[: next(ends, len(tokens))]
 
 
 def pad(drafts: abc.Sequence[list[int]], device: torch.device | str = "cpu") -> Draft:
-    """A deterministic ``Draft`` of token lists of different lengths, which are copied."""
+    """Make a deterministic ``Draft`` of token lists of different lengths, which are copied."""
     return Draft.of([[int(token) for token in tokens] for tokens in drafts], device)
 
 
 def pad_trees(drafts: abc.Sequence[tuple[list[int], list[int]]]) -> Draft:
-    """A deterministic ``Draft`` of trees of different sizes: each row's tokens and their parents."""
+    """Make a deterministic ``Draft`` of trees of different sizes: each row's tokens and their parents."""
     draft = pad([tokens for tokens, _ in drafts])
     _, longest = draft.shape
     parents = [tree + [-1] * (longest - len(tree)) for _, tree in drafts]
@@ -376,14 +391,11 @@ class Piece(NamedTuple):
 
 def pieces_of(draft: Draft) -> list[Piece]:
     """Split a draft into its rows."""
+    trees: abc.Sequence[list[int] | None] = draft.trees or [None] * len(draft.chains)
     probs_BKV = draft.probs_BKV
     return [
-        Piece(
-            tokens,
-            None if draft.trees is None else draft.trees[b],
-            None if probs_BKV is None else probs_BKV[b, : len(tokens)],
-        )
-        for b, tokens in enumerate(draft.chains)
+        Piece(tokens, tree, None if probs_BKV is None else probs_BKV[b, : len(tokens)])
+        for b, (tokens, tree) in enumerate(zip(draft.chains, trees))
     ]
 
 

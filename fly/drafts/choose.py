@@ -16,8 +16,8 @@ __all__ = ["ChooseDraft"]
 
 
 class ChooseDraft(Wrapper):
-    """Strategies by name. A request chooses one (``LLM.generate(..., draft=name)``) for all of its rounds:
-    ``choose(small=fly-tiny, copy=ngram)``. The first is for requests that name none.
+    """Strategies by name, such as ``choose(small=fly-tiny, copy=ngram)``. A request chooses one for all of its rounds
+    (``LLM.generate(..., draft=name)``); the first is for requests that name none.
 
     Each strategy sees only its own requests. All are loaded, and share one budget of memory.
     """
@@ -26,7 +26,7 @@ class ChooseDraft(Wrapper):
         if not members:
             raise ValueError("choose needs at least one strategy, as in choose(small=fly-tiny, copy=ngram)")
         if "none" in members:
-            raise ValueError("'none' is no name for a strategy: requests that draft nothing have k 0")
+            raise ValueError("'none' cannot name a strategy: requests that draft nothing have k 0")
         self.names = list(members)
         super().__init__(list(members.values()))
 
@@ -40,8 +40,8 @@ class ChooseDraft(Wrapper):
     def _groups(self, rows: abc.Sequence[Sequence]) -> list[tuple[DraftStrategy, list[int]]]:
         """The strategies that these rows chose, each with the numbers of its rows."""
         chosen = [self._of(row) for row in rows]
-        numbers = {id(member): [b for b, mine in enumerate(chosen) if mine is member] for member in self.members}
-        return [(member, numbers[id(member)]) for member in self.members if numbers[id(member)]]
+        groups = [(member, [b for b, own in enumerate(chosen) if own is member]) for member in self.members]
+        return [(member, numbers) for member, numbers in groups if numbers]
 
     def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
         for member, numbers in self._groups([row for row, _ in parts]):

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import torch
 
-from fly.bundled import find_checkpoint
 from fly.cache import OutOfBlocks
-from fly.drafts.base import Continuation, DraftSetup, StopsByChance, drafted_of
+from fly.drafts.base import Continuation, DraftSetup, StopsByChance, describe, drafted_of
 from fly.drafts.heads import HeadRunner
 from fly.drafts.model import seed_of
-from fly.drafts.stops import check_chance, reach_of
-from fly.models.loading import resolve_device, resolve_dtype
+from fly.drafts.stops import check_limits, reach_of
 from fly.runtime.executor import DraftSpec, Growth, Head
 from fly.runtime.request import Sequence
 from fly.runtime.sampling import BatchSampling
@@ -23,30 +21,28 @@ from fly.types import Draft
 
 __all__ = ["Eagle3Draft"]
 
-_BACKLOG = 256  # tokens that a row is behind at most before the head catches up with it
+_BACKLOG = 256  # the head catches up with a row that it is further behind than this many tokens
 
 
 class Eagle3Draft(StopsByChance):
     """A trained EAGLE-3 head: one layer that continues from the target's hidden states, token after token.
 
-    Its keys and values are cached like those of a draft model. It never reads tokens whose hidden states are not known
-    (their pages came from another request's prompt, and the head's own are no longer cached); it drafts by the tokens
-    after them.
+    Its keys and values are cached like a draft model's. It skips tokens whose hidden states are not known, because
+    their pages came from another request's prompt and the head's own pages are gone, and drafts from the tokens after
+    them.
 
     Args:
-        head: the path, bundled name or hub name of a head in either published layout (``fly.models.eagle``), which
-            is loaded when the strategy is attached, or a loaded one.
-        k: tokens of a path it proposes at most (None: as many as asked).
-        nodes: 0 drafts chains. Else it drafts trees as in EAGLE-2 (arXiv 2406.16858, section 4): the ``width``
-            likeliest tokens of each level, by the probability of the whole path, are followed by ``width`` candidates
-            each, ``depth`` levels deep; the ``nodes`` likeliest of all are proposed.
-        depth, width: of trees.
+        head: the name or path of a head in either published layout (``fly.models.eagle``), which is loaded when the
+            strategy is attached, or a loaded head.
+        k: the most tokens of a path that it proposes (None: as many as asked).
+        nodes: 0 drafts chains. Otherwise it drafts trees of this many tokens, as ``TreeDraft`` does.
+        depth, width: the size of trees.
         confidence, reach: where a chain stops, as for ``SingleDraft``.
-        cache_tokens: tokens its cache holds over all rows (None: as many as the target's).
-        dtype, device, kernels: how a path is loaded and run, as for ``LLM``.
+        cache_tokens: how many tokens its cache holds over all rows (None: as many as the target's).
+        dtype, device, kernels: how a head is loaded and run, as for ``LLM``.
 
-    Above temperature 0 chains are drawn from what the head says, processed as the row asks (``probs_BKV``), and trees
-    go by the text alone, so both are lossless under a lossless rule.
+    Above temperature 0, chains are drawn from the head's distribution, processed as the row asks (``probs_BKV``), and
+    trees depend on the text alone. So a lossless rule stays lossless with both.
 
     Raises ``ValueError`` when it is attached to a target of another width or vocabulary, or one that gives no hidden
     states.
@@ -70,21 +66,13 @@ class Eagle3Draft(StopsByChance):
         for name, value, least in (("nodes", nodes, 0), ("depth", depth, 1), ("width", width, 1)):
             if value < least:
                 raise ValueError(f"{name} {value} must be at least {least}")
-        if k is not None and k < 1:
-            raise ValueError(f"k {k} must be at least 1")
-        check_chance("confidence", confidence)
-        check_chance("reach", reach)
+        check_limits(k, confidence, reach)
         self.k, self.nodes, self.width, self.confidence = k, nodes, width, confidence
         self.reach, self.worth = reach, None if nodes else 0.0  # as for ``SingleDraft``
         self.growth = Growth.even(depth, width, nodes) if nodes else None
-        self.depth = depth if self.growth is None else len(self.growth.widths)
-        self.spare = self.growth.spare if self.growth is not None else 0
-        self.model: object = head
-        if not isinstance(head, Head):
-            found = find_checkpoint(head)
-            self.model = found if isinstance(found, Path) else str(found)
-            resolve_dtype(dtype, {})  # an unknown dtype or device is an error at once
-            resolve_device(device)
+        self.depth = sys.maxsize if self.growth is None else len(self.growth.widths)  # of a path
+        self.spare = 0 if self.growth is None else self.growth.spare
+        self.model = describe(head, dtype, device)
         self._options = {"dtype": dtype, "device": device, "kernels": kernels}
         self._cache_tokens, self._block_size = cache_tokens, block_size
         self._runner: HeadRunner | None = None
@@ -106,7 +94,7 @@ class Eagle3Draft(StopsByChance):
             raise ValueError("this Eagle3Draft drafts for another target already; make a new one")
         head, target = setup.open(self.model, **self._options).executor, setup.target
         if not isinstance(head, Head):
-            raise ValueError(f"{str(self.model)!r} is a model, not a draft head; as a draft it is model(...) of it")
+            raise ValueError(f"{str(self.model)!r} is a model, not a draft head; write model({self.model})")
         options, sizes = head.options, target.executor.config
         pairs = [
             ("hidden_size", "target_hidden_size", sizes.hidden_size, options.target_hidden_size),
@@ -128,7 +116,7 @@ class Eagle3Draft(StopsByChance):
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         context, most = self.head.config.max_position_embeddings, []
         for row, n in zip(rows, max_len):
-            n = min(n, context - len(row.tokens), n if self.k is None else self.k, self.depth if self.nodes else n)
+            n = min(n, context - len(row.tokens), self._longest)
             most.append(n if n > 0 and self.runner.may_draft(row) else 0)
         active = [b for b, n in enumerate(most) if n]
         if not active:
@@ -143,9 +131,12 @@ class Eagle3Draft(StopsByChance):
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
         if not all(map(self.runner.may_draft, rows)):
             return None
-        longest = sys.maxsize if self.growth is None else self.depth
-        most = longest if self.k is None else min(self.k, longest)
-        return Continuation(self.runner, [most] * len(rows), self._spec(rows))
+        return Continuation(self.runner, [self._longest] * len(rows), self._spec(rows))
+
+    @property
+    def _longest(self) -> int:
+        """The most tokens of a path."""
+        return self.depth if self.k is None else min(self.k, self.depth)
 
     def _spec(self, rows: abc.Sequence[Sequence]) -> DraftSpec:
         if self.growth is not None:
@@ -153,12 +144,10 @@ class Eagle3Draft(StopsByChance):
         return DraftSpec(self.confidence, reach=reach_of(rows, self.reach, self.worth or 0.0))
 
     def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
-        """Read the earlier chunks, whose hidden states are known by now. Those of this chunk come with its forward."""
+        """Read the earlier chunks, whose hidden states are known by now. Those of this chunk are not yet."""
         rows = [row for row, _ in parts if row.k and len(row.tokens) <= self.head.config.max_position_embeddings]
-        with (
-            suppress(OutOfBlocks),
-            torch.inference_mode(),
-        ):  # else it is read when it is drafted for
+        # If there is no room now, the rows are read when they are drafted for.
+        with suppress(OutOfBlocks), torch.inference_mode():
             self.runner.catch_up(rows)
 
     def commit(self, rows: abc.Sequence[Sequence]) -> None:

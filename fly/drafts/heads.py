@@ -1,7 +1,7 @@
-"""A draft head with its own paged cache. The runner knows which tokens of each row the head has read, and with which of
-the target's hidden states. It knows nothing of how a draft is chosen.
+"""A draft head with its own paged cache. The runner knows which tokens of each row the head has read, and which hidden
+states of the target belong to them. It knows nothing of how a draft is chosen.
 
-The head reads token i together with the target's hidden states after token i - 1, so it never reads token 0. It may
+The head reads token i together with the target's hidden states at token i - 1, so it never reads token 0, and may
 start even later in a row. Its positions count from its first token: rotary attention depends on distances alone.
 
 Shape legend: N places, S cached tokens of a row, F hidden states side by side, C hidden width of the head, U draft
@@ -25,12 +25,12 @@ from fly.runtime.states import HiddenStates
 
 __all__ = ["HeadRunner"]
 
-_KEPT = 64  # hidden states that stay for a row that is rolled back: more tokens than a draft has
+_KEPT = 64  # hidden states that are kept in case a row is rolled back: more than a draft has tokens
 
 
 @dataclass
 class _Held:
-    """The tokens of a row up to the last one that the head has read; it holds those from number ``first`` on."""
+    """A row's tokens up to the last that the head has read. The head has read those from number ``first`` on."""
 
     first: int
     text: list[int]
@@ -52,15 +52,15 @@ class HeadRunner:
         states.begin, states.end = self.begin, self.release
 
     def begin(self, row: Sequence) -> int:
-        """Let a new row adopt pages of rows that begin with the same tokens. Return for how many tokens hidden
-        states are not needed then."""
+        """Let a new row adopt pages of rows that begin with the same tokens. Return for how many tokens no hidden
+        states are needed."""
         if (held := self._held.get(row.id)) is None:
             adopted = self.cache.allocator.adopt(row.id, row.tokens[1:-1], _salt(row)) if self.share else 0
             held = self._held[row.id] = _Held(1, row.tokens[: 1 + adopted])
         return len(held.text) - 1
 
     def may_draft(self, row: Sequence) -> bool:
-        """Whether the target's hidden states of all tokens but the last are known."""
+        """Whether the target's hidden states at all tokens but the last are known."""
         run = self.states.run(row)
         return len(run) > 0 and run.stop == len(row.tokens) - 1
 
@@ -70,7 +70,7 @@ class HeadRunner:
         return self.states.run(row).stop + 1 - (1 if held is None else len(held.text))
 
     def catch_up(self, rows: abc.Sequence[Sequence]) -> None:
-        """Read all tokens of ``rows`` that it can. Raises ``OutOfBlocks`` and changes nothing if there is no room."""
+        """Read all tokens with known hidden states. Raises ``OutOfBlocks`` and changes nothing if there is no room."""
         rests = {row: rest for row in rows if (rest := self._rest(row))}
         if not rests:
             return
@@ -89,7 +89,7 @@ class HeadRunner:
         sampling: BatchSampling | None,
         seeds: abc.Sequence[int],
     ) -> Drafted:
-        """Read all tokens of ``rows``, for which it may draft, then draft chains or trees (``Head.chains``). No drafted
+        """Read all tokens of ``rows``, which it may draft for, then draft chains or trees (``Head.chains``). No drafted
         token stays cached. Raises ``OutOfBlocks`` and changes nothing if there is no room."""
         rests = [self._rest(row) for row in rows]
         kv = self._reserve(rows, rests, [(n - 1) * (1 if spec.tree is None else spec.tree.follow) for n in most])
@@ -154,7 +154,7 @@ class HeadRunner:
         self.cache.allocator.release(row.id)
 
     def _follow(self, row: Sequence) -> _Held | None:
-        """What the head holds of a row, rolled back to the row's tokens without the last; None if that is nothing."""
+        """Roll back to the row's tokens without the last. Return what the head then holds of it; None if nothing."""
         if (held := self._held.get(row.id)) is None:
             return None
         keep = min(common_prefix(held.text, row.tokens), len(row.tokens) - 1)
@@ -167,7 +167,7 @@ class HeadRunner:
         return held
 
     def _rest(self, row: Sequence) -> range:
-        """The numbers of the tokens to read next: those after a token whose hidden states are known."""
+        """The numbers of the tokens to read next: those after tokens whose hidden states are known."""
         run, held = self.states.run(row), self._follow(row)
         if held is None:
             self.begin(row)
@@ -178,7 +178,7 @@ class HeadRunner:
         return range(len(held.text), min(run.stop + 1, len(row.tokens)))
 
     def _reserve(self, rows: abc.Sequence[Sequence], rests: abc.Sequence[range], room: abc.Sequence[int]) -> PagedBatch:
-        """The batch of the tokens ``rests``, with ``room`` for further tokens of each row."""
+        """Make room for the tokens ``rests``, and for ``room`` more in each row. Return the batch of ``rests``."""
         starts, counts = [self._held[row.id].slots for row in rows], [len(rest) for rest in rests]
         try:
             for row, start, count, more in zip(rows, starts, counts, room):
@@ -196,6 +196,6 @@ class HeadRunner:
 
 
 def _salt(row: Sequence) -> str:
-    """What rows must have in common to share pages. The head's pages also depend on the row's first token, which it
-    never reads."""
+    """The text that rows which share pages must have in common. The head's pages also depend on the row's first token,
+    which it never reads."""
     return f"{row.params.cache_salt} {row.tokens[0]}"

@@ -9,7 +9,7 @@ __all__ = ["check_draft"]
 
 
 def check_draft(draft: object, max_len: list[int], vocabulary: int, name: str) -> None:
-    """Check a proposal before it is used, since a strategy may be a user's code.
+    """Check a proposal, since a strategy may be a user's code.
 
     Raises ``ValueError`` naming the strategy, what it proposed, and what was asked of it.
     """
@@ -26,7 +26,7 @@ def check_draft(draft: object, max_len: list[int], vocabulary: int, name: str) -
         padded = draft.tokens_BK.shape[1]
         for n in draft.lengths_B.tolist():
             if not 0 <= n <= padded:
-                raise ValueError(f"{name} proposed {padded} tokens and said that {n} count")
+                raise ValueError(f"{name} proposed {padded} tokens, with a length of {n}")
     if not padded:
         return
     if draft.probs_BKV is not None and (width := draft.probs_BKV.shape[-1]) != vocabulary:

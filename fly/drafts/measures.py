@@ -1,5 +1,5 @@
-"""Recent measurements: the cost of drafting as a straight line (``Line``), and how often drafted tokens are kept, by
-position (``Rates``). Knows nothing of strategies or clocks."""
+"""Recent measurements: seconds as a straight line (``Line``), and how often drafted tokens are kept (``Rates``).
+Knows nothing of strategies or clocks."""
 
 from __future__ import annotations
 
@@ -7,26 +7,24 @@ from collections import abc
 
 __all__ = ["Line", "Rates"]
 
-_COSTS = 32.0  # about how many measurements a cost remembers
-_PAUSE = 3.0  # a measurement counts for at most this many times what was expected: the machine may have paused
-_TOKENS = 400.0  # about how many drafted tokens acceptance remembers
-_HOPE, _PRIOR = (
-    0.9,
-    4.0,
-)  # the chance of being kept to begin with, and how many tokens it counts for
+_COSTS = 32.0  # a line remembers about this many measurements
+_PAUSE = 3.0  # a measurement counts as at most this many times the expected one: the machine may have paused
+_TOKENS = 400.0  # rates remember about this many drafted tokens
+_HOPE, _PRIOR = 0.9, 4.0  # the rate that is assumed at first, with the weight of this many tokens
 
 
 class Line:
-    """Seconds by size: the straight line ``start + slope · size`` through recent measurements, by least squares.
+    """Seconds as a function of size: the straight line ``start + slope · size`` through recent measurements, by least
+    squares.
 
-    Measurements of a single size leave the slope open. ``through_zero`` then explains all seconds by the slope, as for
-    a model that drafts token by token: the line starts with a few measurements of 0 seconds at size 0. Otherwise the
+    Measurements of a single size do not determine the slope. With ``through_zero`` the slope then explains all seconds,
+    as for a model that drafts token by token: a few measurements of 0 seconds at size 0 are assumed. Otherwise the
     start explains them, as for a forward that reads all weights for any size: a penalty holds the slope down.
     """
 
     def __init__(self, through_zero: bool = True) -> None:
         self.start = self.slope = 0.0
-        self._off = 0  # how many measurements in a row were above the line, or below it (negative)
+        self._off = 0  # how many measurements in a row were far above the line, or (negative) below it
         self._zero, self._flat = 8.0 * through_zero, float(not through_zero)
         self._sums = [0.0] * 5  # sums of 1, x, y, x² and x·y, in which old measurements fade
 
@@ -34,8 +32,8 @@ class Line:
         return self.start + self.slope * size
 
     def add(self, size: float, seconds: float, beside: float) -> None:
-        """Learn from a measurement. ``beside``: seconds of other work in the same round. Three measurements in a row
-        that are off to the same side mean that the cost has changed: older ones then count for little."""
+        """Learn from a measurement. ``beside`` are the seconds of other work in the same round. If three in a row are
+        off to the same side, the cost has changed, and older ones lose half their weight."""
         expected = self(size)
         if self._sums[0]:
             seconds = min(seconds, _PAUSE * (expected + beside) - beside)
@@ -54,40 +52,40 @@ class Line:
 
 
 class Rates:
-    """How often a drafted token was kept if all before it were, by position. Old measurements fade."""
+    """For each position of a draft, how often a token was kept if all before it were. Old measurements fade."""
 
     def __init__(self) -> None:
         self.tried: list[float] = []
-        self.stood: list[float] = []
+        self.kept: list[float] = []
 
     @property
     def overall(self) -> float:
         """The rate over all positions."""
-        return (sum(self.stood) + _PRIOR * _HOPE) / (sum(self.tried) + _PRIOR)
+        return (sum(self.kept) + _PRIOR * _HOPE) / (sum(self.tried) + _PRIOR)
 
     def add(self, drafted: int, accepted: int) -> None:
         """Learn from a draft: how many tokens were drafted and how many kept."""
         reached = min(drafted, accepted + 1)
         keep, more = 1 / (1 + reached / _TOKENS), [0.0] * (drafted - len(self.tried))
         self.tried = [keep * count for count in self.tried] + more
-        self.stood = [keep * count for count in self.stood] + more
+        self.kept = [keep * count for count in self.kept] + more
         for position in range(reached):
             self.tried[position] += 1
-            self.stood[position] += position < accepted
+            self.kept[position] += position < accepted
 
     def longest(self, most: int, worth: float, drafts: abc.Iterable[tuple[int, int]]) -> int:
-        """How many tokens to draft, at most ``most``: up to the last one whose chance of being kept together with all
-        before it is at least ``worth``. ``drafts`` are the drafted and kept tokens of the row's latest drafts, since a
-        row may be easier or harder than others."""
+        """Return how many tokens to draft, at most ``most``: those whose chance to be kept, with all before them, is at
+        least ``worth``. ``drafts`` are the numbers of drafted and kept tokens of the row's latest drafts, since a row
+        may be easier or harder than others."""
         common = self.overall
-        reached = [(min(drafted, accepted + 1), accepted) for drafted, accepted in drafts]
-        tried, stood = sum(n for n, _ in reached), sum(n for _, n in reached)
-        own = (stood + _PRIOR * common) / (tried + _PRIOR) / common
+        counts = [(min(drafted, accepted + 1), accepted) for drafted, accepted in drafts]
+        tried, kept = sum(n for n, _ in counts), sum(n for _, n in counts)
+        own = (kept + _PRIOR * common) / (tried + _PRIOR) / common  # the row's rate, as a multiple of the common one
         chance = 1.0
         for position in range(most):
             here = common
             if position < len(self.tried):
-                here = (self.stood[position] + _PRIOR * common) / (self.tried[position] + _PRIOR)
+                here = (self.kept[position] + _PRIOR * common) / (self.tried[position] + _PRIOR)
             chance *= min(own * here, 1.0)
             if chance < worth:
                 return position

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fly.bundled import find_checkpoint
 from fly.cache import OutOfBlocks
 from fly.drafts.base import (
     Continuation,
@@ -22,13 +21,13 @@ from fly.drafts.base import (
     DraftStrategy,
     Loaded,
     StopsByChance,
+    describe,
     drafted_of,
     is_ours,
     until_end,
 )
 from fly.drafts.ngram import NGramDraft
-from fly.drafts.stops import check_chance, reach_of
-from fly.models.loading import resolve_device, resolve_dtype
+from fly.drafts.stops import check_limits, reach_of
 from fly.ops import derive, sent
 from fly.policies import AcceptancePolicy, Exact
 from fly.runtime.drafting import Certainty, Drafted, draw_tokens
@@ -42,30 +41,28 @@ __all__ = ["CascadeDraft", "SingleDraft", "seed_of"]
 
 
 class SingleDraft(StopsByChance):
-    """One draft model. Alone it decodes autoregressively. With a ``draft`` strategy of its own, that strategy proposes
+    """One draft model. Alone it decodes autoregressively. If it has a ``draft`` strategy of its own, that one proposes
     and this model verifies, round after round, until enough tokens are kept: a speculative decoder is a draft strategy.
 
     Args:
-        model: the path or bundled name of a checkpoint, which is loaded when the strategy is attached, or a loaded
-            model. Until then the strategy is a description.
-        draft: proposes for this model; None for no strategy. Prompt lookup (``NGramDraft``) changes no token that this
-            model drafts, only how many forwards that takes.
+        model: the name or path of a checkpoint, which is loaded when the strategy is attached, or a loaded model.
+        draft: the strategy that proposes for this model, or None. Prompt lookup (``NGramDraft``) changes no token that
+            this model drafts, only the number of forwards.
         policy: how this model verifies its own draft. A rule that is not lossless changes the distribution of the
             drafted tokens in an unknown way, so it is refused above temperature 0.
         k: the most tokens it proposes (None: as many as asked).
-        reach: it stops after a token if the product of the largest probabilities, from the first drafted token to that
-            one, is less: its own estimate of the chance that all of them are kept (0 never stops). None, which a
-            checkpoint's bare name means, is 0.5 for rows under a lossless rule, and 0.1 for others, which may need the
-            tokens after a mismatch. ``AdaptiveDraft`` sets it by what tokens cost.
-        confidence: it stops after a token if none had at least this probability there (0 never stops).
-            Both look at the distribution that tokens are drawn from (at temperature 0 at the raw one), not at what was
-            drawn, so a lossless rule stays lossless. The token that is not sure is known by then and costs little to
-            verify.
-        cache_tokens: tokens its cache holds over all rows (None: as many as the target's, see ``LLM``).
-        dtype, device, kernels: how a path is loaded and run, as for ``LLM``; ``"auto"`` is as the target.
-        vocabulary: the tokens that the head of a path keeps, beside control tokens: it then reads fewer bytes for each
-            drafted token, and never drafts the others. A number keeps so many of the lowest ids; else a list of ids,
-            or a JSON file with one. None keeps all. No such token is lost to the text: the target says it.
+        reach: it stops after a token if the product of the largest probabilities up to there is less, its own estimate
+            of the chance that all these tokens are kept. 0 never stops. None, which a checkpoint's bare name means, is
+            0.5 for rows under a lossless rule, and 0.1 for others, which may need the tokens after a mismatch.
+            ``AdaptiveDraft`` sets it by measured costs.
+        confidence: it stops after a token if the largest probability there is less. 0 never stops. Both limits look at
+            the distribution that tokens are drawn from (at temperature 0 at the raw one), not at what was drawn, so a
+            lossless rule stays lossless. The last token is proposed too, since it is known and costs little to verify.
+        cache_tokens: how many tokens its cache holds over all rows (None: as many as the target's, see ``LLM``).
+        dtype, device, kernels: how a checkpoint is loaded and run, as for ``LLM``; ``"auto"`` is as the target.
+        vocabulary: the tokens that its head keeps, besides control tokens. It then reads fewer bytes for each drafted
+            token, and never drafts the others; the target still emits them. A number keeps that many of the lowest
+            ids; or a list of ids, or a JSON file with one. None keeps all.
     """
 
     def __init__(
@@ -83,18 +80,10 @@ class SingleDraft(StopsByChance):
         kernels: str = "auto",
         vocabulary: int | str | Path | abc.Collection[int] | None = None,
     ) -> None:
-        if k is not None and k < 1:
-            raise ValueError(f"k {k} must be at least 1")
-        check_chance("confidence", confidence)
-        check_chance("reach", reach)
+        check_limits(k, confidence, reach)
         self.k, self.confidence, self.reach = k, confidence, reach
         self.says = False  # whether greedy drafts come with their logits; rounds then run one by one
-        self.model: object = model
-        if isinstance(model, (str, Path)):
-            found = find_checkpoint(model)
-            self.model = found if isinstance(found, Path) else str(found)  # the hub is asked when it is loaded
-            resolve_dtype(dtype, {})  # an unknown dtype or device is an error at once
-            resolve_device(device)
+        self.model = describe(model, dtype, device)
         self.options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
         self.options |= {"cache_tokens": cache_tokens, "block_size": block_size, "vocabulary": vocabulary}
         self.draft, self.policy = draft, policy or Exact()
@@ -126,7 +115,7 @@ class SingleDraft(StopsByChance):
         return self.runner.executor
 
     def spec(self, rows: abc.Sequence[Sequence]) -> DraftSpec:
-        """How the model drafts for ``rows``, with prompt lookup if nothing else drafts for it."""
+        """Return how the model drafts for ``rows``; with prompt lookup, if that is its own draft strategy."""
         lookup = self.draft.lookup if type(self.draft) is NGramDraft and self._lossless else None
         reach = reach_of(rows, self.reach, self.worth or 0.0)
         return DraftSpec(self.confidence, reach, lookup, self.says)
@@ -139,7 +128,7 @@ class SingleDraft(StopsByChance):
         context = self.executor.config.max_position_embeddings
         left = [(row, min(end, context) - len(self.runner.begin(row))) for row, end in parts if row.k]
         if left := [(row, n) for row, n in left if n > 0]:
-            # if there is no room now, the row is read when it is drafted for
+            # If there is no room now, the row is read when it is drafted for.
             with suppress(OutOfBlocks), torch.inference_mode():
                 self.runner.feed([], [], prefill=left)
                 self.runner.commit(row for row, _ in left)
@@ -189,54 +178,55 @@ class SingleDraft(StopsByChance):
         return self.runner.extend(rows, spec, most, sampling, seeds)
 
     def _above_draft(self, rows: list[Sequence], most: list[int], spec: DraftSpec) -> Drafted:
-        """Run rounds of this level: the strategy below proposes and this model verifies, until each row has enough
-        tokens."""
+        """Run rounds of this level, until each row has enough tokens: the strategy below proposes, and this model
+        verifies."""
         scratch = [row.fork(self.policy, seed_of(row)) for row in rows]
         ends = [len(row.tokens) + n for row, n in zip(rows, most)]
         greedy = all(row.greedy for row in rows)
-        said: list[list[Tensor]] = [[] for _ in rows]  # for each token, the distribution (or logits) that it is from
+        values: list[list[Tensor]] = [[] for _ in rows]  # the distribution (or logits) of each token
         certainty = [Certainty(spec, reach) for reach in spec.reach]
         active = list(range(len(rows)))
         assert self.draft is not None
         while active:
             going = [scratch[b] for b in active]
-            # A round emits one token beyond its draft.
+            # Propose and verify. A round emits one token beyond its draft.
             below = self.draft.propose(going, [ends[b] - len(row.tokens) - 1 for b, row in zip(active, going)])
             target, _ = self.runner.score(going, below)
             self.draft.observe(going, below, target)
+            # Extend each row by what is kept, up to the first token that ends it or that the model is not sure of.
             new = self._kept(going, target, below)
             goes_on = []
             for n, (b, row, (ids, places)) in enumerate(zip(active, going, new)):
                 ids, sure = until_end(ids, row), True
                 at_N = sent(torch.tensor([[n] * len(ids), places[: len(ids)]]), target.logits_BKV.device).unbind(0)
                 if certainty[b].asks:
-                    each = certainty[b].after(
-                        target.logits_BKV[at_N].softmax(-1) if row.greedy else target.probs_at(*at_N)
-                    )
+                    probs_NV = target.logits_BKV[at_N].softmax(-1) if row.greedy else target.probs_at(*at_N)
+                    each = certainty[b].after(probs_NV)
                     sure = all(each)
                     ids = ids if sure else ids[: each.index(False) + 1]
                 if not greedy or self.says:
-                    said[b] += list(target.logits_BKV[at_N] if greedy else target.probs_at(*at_N))[: len(ids)]
+                    values[b] += list(target.logits_BKV[at_N] if greedy else target.probs_at(*at_N))[: len(ids)]
                 row.tokens += ids
                 if sure and len(row.tokens) < ends[b] and ids[-1] not in row.stop_ids:
                     goes_on.append(b)
             self.runner.commit(going)
             self.draft.commit(going)
             active = goes_on
+        # Return the chains, with their distributions if they were drawn.
         chains = [made.tokens[len(row.tokens) :] for made, row in zip(scratch, rows)]
         if greedy and not self.says:
             return Drafted(chains)
-        said_BKV = said[0][0].new_zeros(len(rows), max(map(len, chains)), len(said[0][0]))
-        for b, each_V in enumerate(said):
-            said_BKV[b, : len(each_V)] = torch.stack(each_V)
-        return Drafted(chains, None, said_BKV) if greedy else Drafted(chains, said_BKV)
+        values_BKV = values[0][0].new_zeros(len(rows), max(map(len, chains)), len(values[0][0]))
+        for b, each_V in enumerate(values):
+            values_BKV[b, : len(each_V)] = torch.stack(each_V)
+        return Drafted(chains, None, values_BKV) if greedy else Drafted(chains, values_BKV)
 
     def _kept(self, rows: list[Sequence], target: Target, below: Draft) -> list[tuple[list[int], list[int]]]:
-        """Return the tokens that this level keeps of each draft, with one of its own after them, and their places.
+        """Return the tokens that this level keeps of each draft, then its own next token, and the places of all.
 
-        For deterministic chains under the exact rule, the token at each place is the model's most likely one, or is
-        drawn by a random number of that place alone. The draft is kept as long as it has the same tokens. So this level
-        drafts the same tokens, whatever the level below proposes.
+        For deterministic chains under the exact rule, the model's own token at each place is its most likely one, or
+        one drawn by that place's own random number. The draft is kept as long as it agrees. So this level drafts the
+        same tokens, whatever the level below proposes.
         """
         if below.probs_BKV is None and below.trees is None and type(self.policy) is Exact:
             own = target.choices if target.all_greedy else _own_tokens(rows, target.probs_BKV)
@@ -267,7 +257,7 @@ class CascadeDraft(SingleDraft):
     FLy's multi-level acceleration (arXiv 2511.22972, section 3.3), to any depth.
 
     The first level is any strategy. Each further one is a ``SingleDraft``, which verifies the level below by its own
-    policy. The default is exact, so that a cascade proposes the same tokens as its last level alone. A cascade is its
+    policy. By default that is exact, so a cascade proposes the same tokens as its last level alone. A cascade is its
     last level, with the others as its ``draft``.
     """
 

@@ -1,4 +1,4 @@
-"""Prompt lookup: propose what followed the last time the text looked like this."""
+"""Prompt lookup: propose what followed the last time the text ended like this."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["Index", "NGramDraft"]
 
 
 class Index:
-    """Where each n-gram of a text ends, ``shortest`` to ``longest`` tokens. It follows the text from one question to
-    the next, so that a lookup costs the same in any context."""
+    """The positions at which each n-gram of a text ends, of ``shortest`` to ``longest`` tokens. It is updated by what
+    changed in the text, so a lookup costs the same in any context."""
 
     def __init__(self, longest: int, shortest: int) -> None:
         self.longest, self.shortest = longest, shortest
-        self._tokens: list[int] = []  # those indexed so far
-        self._ends: dict[tuple[int, ...], list[int]] = {}  # of each n-gram the positions of its last token, in order
+        self._tokens: list[int] = []  # indexed so far
+        self._ends: dict[tuple[int, ...], list[int]] = {}  # positions of each n-gram's last token, in order
 
     def copied(self, text: list[int], most: int) -> list[int]:
-        """Up to ``most`` tokens that followed the longest n-gram that ends ``text`` and occurred before, at its latest
-        place. A copy that reaches the end of the text goes on into itself."""
+        """Find the longest n-gram that ends ``text`` and occurred before. Return up to ``most`` tokens that followed it
+        last. A copy that reaches the end of the text continues with its own tokens."""
         if most < 1:
             return []
         self._follow(text)
@@ -58,7 +58,7 @@ class Index:
 
 
 def lookup_forwards(index: Index, text: list[int], drafted: list[int], most: int) -> int:
-    """Forwards of a draft model for ``drafted``, each of which verifies up to ``most`` copied tokens."""
+    """Count a draft model's forwards for ``drafted``, if each verifies up to ``most`` copied tokens."""
     at = forwards = 0
     while at < len(drafted):
         copied = index.copied(text + drafted[:at], min(most, len(drafted) - at))
@@ -68,10 +68,10 @@ def lookup_forwards(index: Index, text: list[int], drafted: list[int], most: int
 
 
 class NGramDraft(DraftStrategy):
-    """Prompt lookup (Saxena 2023; FLy's first level): find the longest n-gram, ``longest`` down to ``shortest``
-    tokens, that ends the text and occurred before, at its latest place, and copy up to ``k`` tokens that followed.
+    """Prompt lookup (Saxena 2023; FLy's first level): find the longest n-gram, of ``longest`` down to ``shortest``
+    tokens, that ends the text and occurred before, and copy up to ``k`` tokens that followed its latest occurrence.
 
-    A copy that reaches the end of the text goes on into itself, so a repetition is continued for as long as asked.
+    A copy that reaches the end of the text continues with its own tokens, so a repetition goes on as long as asked.
     """
 
     def __init__(self, longest: int = 4, shortest: int = 1, k: int = 6) -> None:
@@ -88,7 +88,7 @@ class NGramDraft(DraftStrategy):
 
     @property
     def lookup(self) -> Lookup:
-        """The settings, as an executor takes them."""
+        """The settings, for an executor."""
         return Lookup(self.longest, self.shortest, self.k)
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:

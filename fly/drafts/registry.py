@@ -1,6 +1,6 @@
-"""Draft strategies by name: texts, and plug-ins.
+"""Draft strategies by name: texts that describe them, and plug-ins.
 
-Nothing in a text is executed; ``module:Class`` imports only where the caller trusts the source.
+Nothing in a text is executed. ``module:Class`` imports only if the caller trusts the text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["draft_types", "parse_draft"]
 STRATEGIES = Registry(
     kind="draft",
     example="ngram(k=4)+fly-draft",
-    # Words are names, paths and numbers alike: whatever stands between quotes, brackets, commas and the signs + = :
+    # A word is a name, a path or a number: anything between quotes, brackets, commas and the signs + = :
     word=rf"""{CLASS_PATH.pattern}|[^\s"'()\[\]{{}},+=:]+""",
     finished="strategy",
     groups={"fly.drafts": DraftStrategy},
@@ -49,9 +49,9 @@ STRATEGIES = Registry(
     bases=(DraftStrategy,),
     wanted="a class that subclasses DraftStrategy",
     gone={
-        "recycling": "it won nowhere; of what needs no model use 'suffix', or 'ngram+CHECKPOINT'",
+        "recycling": "it won nowhere; use 'suffix', which needs no model either, or 'ngram+CHECKPOINT'",
         "skip": "it won nowhere; 'ngram' needs no second model, and 'fly train-head' makes a small one",
-        "relay": "it won nowhere; a checkpoint's name alone, or 'union(A, B)', gains more of the same parts",
+        "relay": "it won nowhere; a checkpoint's name alone, or 'union(A, B)', gains more from the same parts",
     },
     usable=lambda strategy: not inspect.isabstract(strategy),
     choices=lambda: {"strategies": ["none", *sorted(draft_types())], "bundled checkpoints": [*BUNDLED, *HEADS]},
@@ -62,7 +62,7 @@ STRATEGIES = Registry(
 def draft_types() -> dict[str, type[DraftStrategy]]:
     """Every strategy class by name: ours, and those installed under the entry-point group ``fly.drafts``.
 
-    Raises ``ValueError`` if two packages claim one name, or a plug-in is no strategy.
+    Raises ``ValueError`` if two packages claim one name, or a plug-in is not a strategy.
     """
     return dict(STRATEGIES.types)
 
@@ -75,25 +75,25 @@ def parse_draft(
     device: str | torch.device = "auto",
     kernels: str = "auto",
 ) -> DraftStrategy | None:
-    """The strategy a text describes; None for ``none``::
+    """Return the strategy that a text describes; None for ``none``::
 
         ngram                            ngram(longest=3, k=8)
         fly-draft                        checkpoints/my-draft
         ngram+fly-tiny+fly-draft         ngram(k=4) + model("a path/of+mine", k=8)
         my_drafts:MyDraft(depth=3)       model(fly-draft, draft=ngram, policy="fly(theta=0.3)")
 
-    A text that is a directory or GGUF file as a whole is a checkpoint. Any other is an expression in Python's grammar
-    of calls, parentheses and ``+``, in which names may also hold dashes, dots and slashes:
+    A text that is the path of a directory or GGUF file is a checkpoint. Any other text is an expression of calls,
+    parentheses and ``+``, as in Python, in which names may also hold dashes, dots and slashes:
 
-    - a strategy is a registered name (``draft_types``), a call of one, or a checkpoint: its bundled name, the path of
-      its directory or GGUF file, or its name on the Hugging Face hub (``fly.models.hub``), in quotes if it holds
-      spaces, brackets, quotes, commas or one of ``+ = :``; a directory that holds a draft head is ``eagle3`` of it;
-    - a checkpoint's name stands for the model as it drafts best: prompt lookup drafts for it, and it stops by itself
-      (``SingleDraft(name, NGramDraft(), reach=None)``); ``model(name)`` is the model and nothing else;
-    - ``a+b+c`` is a cascade, cheapest first: each drafts for the next, and the first has no draft;
-    - a parameter annotated as a strategy reads its argument as a strategy, one annotated as a policy as a policy; for
-      all others a bare word is a string, as in ``model(fly-draft)``;
-    - a class whose first parameter is a sequence of strategies takes them as positional arguments,
+    - A strategy is a registered name (``draft_types``), a call of one, or a checkpoint: a bundled name, the path of a
+      directory or GGUF file, or a name on the Hugging Face hub (``fly.models.hub``), in quotes if it holds spaces,
+      brackets, quotes, commas or one of ``+ = :``. The directory of a draft head means ``eagle3`` of it.
+    - A checkpoint's name means the model as it drafts best: with prompt lookup, and stopping by itself
+      (``SingleDraft(name, NGramDraft(), reach=None)``). ``model(name)`` is the model alone.
+    - ``a+b+c`` is a cascade, cheapest first: each drafts for the next, and the first has no draft.
+    - The argument of a parameter that is annotated as a strategy or a policy is read as one. For all other parameters
+      a bare word is a string, as in ``model(fly-draft)``.
+    - A class whose first parameter is a sequence of strategies takes them as positional arguments, as in
       ``union(ngram, fly-draft)``.
 
     Args:
@@ -115,9 +115,9 @@ def parse_draft(
 
 class _Reader(Text):
     def strategy(self, node: ast.expr, level: bool = False) -> DraftStrategy:
-        """What an expression describes, where a strategy is wanted. ``level``: of a cascade."""
+        """Return the strategy that an expression describes. ``level``: it is a level of a cascade."""
         levels: list[ast.expr] = []
-        while _is_sum(node):  # a loop: chains may be long
+        while _is_sum(node):  # no recursion, since sums may be long
             levels.append(node.right)
             node = node.left
         if levels:
@@ -144,7 +144,7 @@ class _Reader(Text):
         return _of_checkpoint(word, self.defaults, level)
 
     def _call(self, make: Any, word: str, call: ast.Call) -> DraftStrategy:
-        """A class whose first parameter is a sequence of strategies takes them one by one, too."""
+        """Call a class. If its first parameter is a sequence of strategies, they may be given one by one."""
         if call.args and isinstance(make, type):
             first = hints_of(make).get(next(iter(inspect.signature(make).parameters), ""))
             takes_list = get_origin(first) in (abc.Sequence, list, tuple) and _mentions(first, DraftStrategy)
@@ -153,7 +153,7 @@ class _Reader(Text):
         return self.call(make, word, call)
 
     def argument(self, given: ast.expr, hint: Any) -> Any:
-        """A strategy or a policy where the annotation says so, with lists and tuples of them."""
+        """Read an argument: a strategy or a policy if the annotation says so, also in lists and tuples."""
         if isinstance(given, (ast.List, ast.Tuple)):
             items = [self.argument(item, hint) for item in given.elts]
             return items if isinstance(given, ast.List) else tuple(items)
@@ -168,8 +168,8 @@ class _Reader(Text):
 
 
 def _of_checkpoint(name: str, loading: abc.Mapping[str, Any], level: bool = False) -> DraftStrategy:
-    """The strategy that drafts with a checkpoint: one on the hub is a model. Prompt lookup drafts for it, unless it is
-    a ``level`` of a cascade, where the text says who does."""
+    """Return the strategy that drafts with a checkpoint; one on the hub is a model. Prompt lookup drafts for it, unless
+    it is a ``level`` of a cascade: then the text says what drafts for it."""
     found = find_checkpoint(name)
     if isinstance(found, Path) and is_head(found):
         return Eagle3Draft(name, reach=None, **loading)

@@ -1,4 +1,4 @@
-"""Suffix decoding: propose what most often followed the longest earlier text that looked like this."""
+"""Suffix decoding: propose what most often followed earlier texts that ended like this."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fly.types import Draft
 
 __all__ = ["SuffixDraft"]
 
-_ANCHORS = (8, 4, 2, 1)  # lengths of the indexed grams, longest first; a match is compared on from there
+_ANCHORS = (8, 4, 2, 1)  # lengths of the indexed grams, longest first; longer matches are found by comparing
 
-_Place = tuple[list[int], int]  # a text, and the position in it at which something ends
+_Place = tuple[list[int], int]  # a text, and a position in it at which a gram ends
 
 
 @dataclass
 class _Places:
-    """Where each gram ends, oldest first, in texts where something follows it."""
+    """The places at which each gram ends and another token follows, oldest first."""
 
     depth: int
     of: defaultdict[tuple[int, ...], list[_Place]] = field(default_factory=lambda: defaultdict(list))
@@ -38,7 +38,7 @@ class _Places:
                 del self.of[gram]
 
     def longest(self, text: list[int], lookback: int) -> tuple[int, list[_Place]]:
-        """Length of the longest match with the end of ``text``, and the places that have it, latest first."""
+        """Return the length of the longest match with the end of ``text``, and its places, latest first."""
         gram = next((gram for gram in self._grams(text, len(text) - 1) if gram in self.of), ())
         best, found = len(gram), list[_Place]()
         for other, end in self.of[gram][: -lookback - 1 : -1] if gram else ():
@@ -59,31 +59,31 @@ class _Places:
 
 class SuffixDraft(DraftStrategy):
     """Suffix decoding (Oliaro et al., arXiv 2411.04975; ArcticInference): find the longest end of the text, up to
-    ``depth`` tokens, that occurred before, and go on step by step with what most often came next there.
+    ``depth`` tokens, that occurred before. Propose, token by token, what most often followed it.
 
-    It looks in the request's own text, and in the outputs of finished requests with the same ``cache_salt``. Each gives
-    a proposal, and the one with the higher score is used (the request's own among equals). A step's probability is the
-    share, among the places that agreed so far, of those that go on with its token (the latest place's among equally
-    frequent ones); the score is the sum over steps of their running product, the expected number of accepted tokens.
+    It looks in the request's own text, and in the outputs of finished requests with the same ``cache_salt``. Each of
+    the two gives a proposal, and the one with the higher score is used (on a tie, the request's own). At each step the
+    most frequent next token is taken (on a tie, the latest place's). Its probability is the fraction of the matching
+    places that continue with it. The score is the expected number of accepted tokens: the sum over steps of the product
+    of the probabilities so far.
 
-    What differs from the published one: an index of short grams stands in place of suffix trees, and looks at the
-    latest ``lookback`` places of the longest indexed gram only (8, 4, 2 or 1 tokens), so a longer match or other
-    counts may lie further back. Only the longest match is followed, not the best scored of all lengths, and beyond
-    ``depth``, which bounds the match alone. A place in the request's own text that reaches its end goes on into the
-    draft, so a repetition is continued. It proposes chains, no trees.
+    It differs from the published method in four ways. An index of short grams replaces suffix trees; only the latest
+    ``lookback`` places of the longest indexed gram (8, 4, 2 or 1 tokens) are compared, so a longer match further back
+    may be missed. Only the longest match is followed, not the best of all lengths. At the end of the request's own
+    text, a place continues with the draft's tokens, so a repetition goes on. It proposes chains, not trees.
 
-    A lookup and a new token cost the same in any context, but for comparing the text with what is known of it.
-    Outputs are shared, so where a request's rounds begin, and with them a seeded sample (never its distribution),
-    depends on what finished before; ``shared_tokens`` 0 makes requests independent.
+    The cost of a lookup does not grow with the context, except for comparing the text with the indexed one. Shared
+    outputs change where a request's rounds begin, and so which tokens a seed gives, but never their distribution;
+    ``shared_tokens`` 0 makes requests independent.
 
     Args:
-        depth: longest match, in tokens.
+        depth: the longest match, in tokens.
         factor, offset: at most ``factor * match + offset`` tokens are proposed.
-        min_prob: a proposal ends before the product of its steps' probabilities falls below this.
-        lookback: places considered at a lookup, at least 1.
-        shared_tokens: tokens of finished requests that are kept (up to ``depth`` of their prompts' included), oldest
-            outputs leaving first, and of one that is longer its end; 0 turns sharing off.
-        k: tokens it proposes at most (None: as many as asked).
+        min_prob: a proposal ends before the product of its probabilities falls below this.
+        lookback: how many places are compared in a lookup, at least 1.
+        shared_tokens: how many tokens of finished requests are kept, with up to ``depth`` tokens of each prompt. The
+            oldest outputs are dropped first, and of a longer output its end is kept. 0 turns sharing off.
+        k: the most tokens that it proposes (None: as many as asked).
     """
 
     learns = True
@@ -108,15 +108,15 @@ class SuffixDraft(DraftStrategy):
             raise ValueError(f"min_prob {min_prob} must lie in 0..1")
         self.depth, self.factor, self.offset, self.min_prob = depth, factor, offset, min_prob
         self.lookback, self.shared_tokens, self.k = lookback, shared_tokens, k
-        # Requests' own texts, indexed up to the last token but one: nothing has followed the last yet.
+        # Each request's own text, indexed up to the last token but one: nothing follows the last yet.
         self._own: dict[int, tuple[list[int], _Places]] = {}
         self._shared: dict[str, _Places] = {}  # by the salt of the requests that share them
-        # each output with the first of its positions that is indexed, and its salt
+        # The shared outputs: tokens, the first indexed position, salt.
         self._outputs: deque[tuple[list[int], int, str]] = deque()
-        self._held = 0  # tokens in all of them
+        self._held = 0  # tokens in all outputs
 
     def attach(self, setup: DraftSetup) -> None:
-        """Raises ``ValueError`` for a target of another vocabulary than an earlier one: its outputs are shared."""
+        """Raises ``ValueError`` if an earlier target, whose outputs are shared, had another vocabulary."""
         if not self.shared_tokens:
             return
         size = setup.target.executor.config.vocab_size
@@ -136,7 +136,7 @@ class SuffixDraft(DraftStrategy):
             self._sync(row)
 
     def release(self, row: Sequence) -> None:
-        """Free the row's own state, and share its output. A fork's has none: its tokens have no provenance."""
+        """Free the row's own state, and share its output. A fork has none, since its tokens have no provenance."""
         if self._own.pop(row.id, None) is not None and row.provenance and self.shared_tokens:
             self._share(row)
 
@@ -146,7 +146,7 @@ class SuffixDraft(DraftStrategy):
         text, own = self._sync(row)
         shared = self._shared.get(row.params.cache_salt)
         found = [self._follow(text, index, most) for index in (own, shared) if index is not None]
-        _, drafted = max(found, key=itemgetter(0))  # among equals the row's own, which comes first
+        _, drafted = max(found, key=itemgetter(0))  # on a tie the first, the row's own
         return drafted
 
     def _follow(self, text: list[int], index: _Places, most: int) -> tuple[float, list[int]]:
@@ -160,7 +160,7 @@ class SuffixDraft(DraftStrategy):
             counts = Counter(token for token in following if token is not None)
             if not counts:
                 break
-            token, count = counts.most_common(1)[0]  # among equals the one met first
+            token, count = counts.most_common(1)[0]  # on a tie the first, which is the latest place's
             chance *= count / len(places)
             if chance < self.min_prob:
                 break
@@ -184,7 +184,7 @@ class SuffixDraft(DraftStrategy):
     def _share(self, row: Sequence) -> None:
         start = max(0, row.prompt_length - self.depth, len(row.tokens) - self.shared_tokens)
         text = row.tokens[start:]
-        first = max(0, row.prompt_length - 1 - start)  # what follows the prompt's last token was generated
+        first = max(0, row.prompt_length - 1 - start)  # the prompt's last token: the output follows it
         while self._held + len(text) > self.shared_tokens:
             oldest, indexed, salt = self._outputs.popleft()
             for end in range(indexed, len(oldest) - 1):
@@ -201,7 +201,7 @@ class SuffixDraft(DraftStrategy):
 
 
 def _next(place: _Place, text: list[int], drafted: list[int]) -> int | None:
-    """The token that follows ``place`` and then ``drafted``; None if its text ends there."""
+    """The token after ``place`` and the ``drafted`` ones; None if the place's text ends there."""
     other, end = place
     at = end + 1 + len(drafted)
     if at < len(other):

@@ -1,7 +1,7 @@
-"""Drafting for a target with another vocabulary: what the draft model's ids mean in the target's.
+"""Drafting for a target with another vocabulary: translate the draft model's ids to the target's.
 
-By text, this is string-level exact match (SLEM, arXiv 2502.05202, section 3). Token-level intersection (section 4
-there), which drafts only tokens that both vocabularies have, was slower on all that was measured, and is not here
+By text, this is string-level exact match (SLEM, arXiv 2502.05202, section 3). Token-level intersection (its section 4),
+which drafts only tokens that both vocabularies have, was slower in every measurement, and is not here
 (docs/how-to/drafts.md).
 
 Shape legend: B rows, K longest draft, V vocabulary.
@@ -31,24 +31,24 @@ from fly.types import Draft, SamplingParams, Target
 __all__ = ["TranslatedDraft", "TranslatingSetup", "Vocabularies", "translated"]
 
 _GREEDY = SamplingParams(temperature=0.0)
-_LOOK_BACK = 8  # tokens before a continuation whose decoding may depend on them
-# In text here, a byte that is no part of a whole character is a lone surrogate (``surrogateescape``, PEP 383).
+_LOOK_BACK = 8  # the decoding of a token may depend on this many tokens before it
+# In the texts here, a byte outside a whole character is a lone surrogate (``surrogateescape``, PEP 383).
 _BYTES = re.compile("([\udc80-\udcff]+)")
 _UNFINISHED = re.compile("[\udc80-\udcff\ufffd]+$")
 
 
 class _Speller:
-    """The text of a tokenizer's ids, and ids for text.
+    """Converts a tokenizer's ids to text, and text to ids.
 
-    ``byte_level`` says that every plain token stands for fixed bytes, and every byte is a token: then text goes in and
-    out exactly, whatever it is cut into. Else both are up to the tokenizer's own decoder and pre-tokenizer.
+    ``byte_level``: every plain token stands for fixed bytes, and every byte is a token. Then any piece of text is
+    converted exactly. Otherwise the tokenizer's own decoder and pre-tokenizer decide.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         control, vocabulary = tokenizer.control_ids, tokenizer.raw.get_vocab()
         self.specials = {text: i for text, i in vocabulary.items() if i in control}
-        self.bytes_of: dict[int, bytes] = {}  # of the plain tokens, if they stand for any
+        self.bytes_of: dict[int, bytes] = {}  # the bytes of plain tokens; empty if they stand for none
         model = tokenizer.raw.model
         marked = isinstance(model, models.BPE) and (model.continuing_subword_prefix or model.end_of_word_suffix)
         if isinstance(tokenizer.raw.decoder, decoders.ByteLevel) and isinstance(model, models.BPE) and not marked:
@@ -58,16 +58,16 @@ class _Speller:
         self.byte_level = len(self._byte_ids) == 256
         encoding = tokenizer.raw.encode("a")
         leading = takewhile(lambda pair: pair[1], zip(encoding.ids, encoding.special_tokens_mask))
-        self.begin = [i for i, _ in leading]  # what the tokenizer puts before every text
+        self.begin = [i for i, _ in leading]  # the ids that the tokenizer puts before every text
 
     def text(self, ids: abc.Sequence[int]) -> str:
-        """The text of plain ``ids``, unfinished characters as lone surrogates (or replacement marks)."""
+        """Return the text of plain ``ids``; bytes of unfinished characters are lone surrogates or replacement marks."""
         if self.byte_level:
             return b"".join(self.bytes_of[i] for i in ids).decode("utf-8", "surrogateescape")
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def text_after(self, before: list[int], ids: list[int]) -> str:
-        """What plain ``ids`` add to the text of ``before``; nothing if they change it."""
+        """Return the text that plain ``ids`` add to the text of ``before``; nothing if they change it."""
         if self.byte_level:
             return self.text(ids)
         context = before[-_LOOK_BACK:]
@@ -75,10 +75,10 @@ class _Speller:
         return longer[len(shorter) :] if longer.startswith(shorter) else ""
 
     def ids(self, text: str) -> list[int]:
-        """Plain ids of ``text`` (which may hold lone surrogates), none of them a special token it happens to spell.
+        """Return plain ids of ``text`` (which may hold lone surrogates), even where it spells a special token.
 
-        Byte-level they spell exactly ``text``: byte by byte what is no whole character, and what the tokenizer itself
-        would write as something else. Else the text is held back from the first unfinished character on.
+        Byte-level ids spell ``text`` exactly: byte by byte where it is not a whole character, or where the tokenizer
+        would change it. Otherwise the ids end before the first unfinished character.
         """
         if not self.byte_level:
             whole = re.split("[\udc80-\udcff\ufffd]", text, maxsplit=1)[0]
@@ -92,10 +92,10 @@ class _Speller:
         return found
 
     def continued(self, before: list[int], text: str) -> list[int]:
-        """Ids that say ``text`` after the plain ids ``before``, as far as its characters are whole.
+        """Return ids of ``text``, up to its last whole character, that follow the plain ids ``before``.
 
-        They are what the tokenizer makes of both together where that begins with ``before``, and of ``text`` alone
-        where it would have written ``before`` in another way.
+        The tokenizer encodes both texts together. If the result does not begin with ``before``, it encodes ``text``
+        alone.
         """
         both = (self.text(before) + text).encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
         ids = self.ids(_UNFINISHED.sub("", both))
@@ -103,20 +103,18 @@ class _Speller:
 
 
 class Vocabularies:
-    """Two vocabularies, and which ids of the one say the same as which of the other.
+    """Two vocabularies, and how ids of one are translated to the other. There are two modes:
 
-    ``mode`` is how they are brought together:
-
-    - ``padded``, where both sides have one tokenizer: ids below the sizes of both models' vocabularies are shared; the
-      others have no token.
-    - ``text``, everywhere else: only special tokens of the same text are shared; all else is decoded and encoded again.
+    - ``padded``, if both models have the same tokenizer: ids below both vocabulary sizes are shared. No token has a
+      higher id.
+    - ``text``, otherwise: special tokens of the same text are shared. All other tokens are decoded and encoded again.
 
     Args:
-        target, draft: the tokenizers, None where there is none.
-        target_size, draft_size: how many ids their models know.
+        target, draft: the tokenizers, or None.
+        target_size, draft_size: the vocabulary sizes of the models.
 
     Raises:
-        ValueError: a side has no tokenizer (``CheckpointError`` for a tokenizer that does not fit its model).
+        ValueError: a model has no tokenizer (``CheckpointError`` for a tokenizer that does not fit its model).
     """
 
     mode: Literal["padded", "text"]
@@ -134,8 +132,8 @@ class Vocabularies:
         draft.check_fits(draft_size)
         self.target_size, self.draft_size = target_size, draft_size
         self.target, self.draft = _Speller(target), _Speller(draft)
-        self.exact = self.target.byte_level and self.draft.byte_level  # every plain text goes over as it is
-        self.begin: list[int] = []  # what the draft model is to read before any text
+        self.exact = self.target.byte_level and self.draft.byte_level  # whether any plain text is converted exactly
+        self.begin: list[int] = []  # the draft model reads these ids before any text
         self._spelled: frozenset[int] = frozenset()  # target ids that are converted by their text
         if target.same_as(draft):
             self.mode = "padded"
@@ -147,10 +145,10 @@ class Vocabularies:
         self.begin, self._spelled = self.draft.begin, self.target.plain
 
     def joined(self, a: int, b: int) -> bool:
-        """Whether target ids ``a`` and ``b``, next to one another, are converted together: as one text.
+        """Whether the adjacent target ids ``a`` and ``b`` are converted together, as one text.
 
-        A word after a space is a text of its own where that changes nothing but the time it takes: byte-level
-        pre-tokenizers begin a new word there as well.
+        Between byte-level vocabularies a word after a space is converted by itself, which saves time and changes
+        nothing: byte-level pre-tokenizers begin a new word there too.
         """
         if a not in self._spelled or b not in self._spelled:
             return False
@@ -158,38 +156,38 @@ class Vocabularies:
         return not (self.exact and texts[b].startswith(b" ") and not texts[a][-1:].isspace())
 
     def convert(self, segment: list[int]) -> list[int]:
-        """Draft ids for target ids that belong together; none for a token that has no text over there."""
+        """Convert target ids that belong together to draft ids; tokens that the draft lacks are left out."""
         if segment[0] in self._spelled:
             return self.draft.ids(self.target.text(segment))
         return [self.to_draft[i] for i in segment if i in self.to_draft]
 
     def window(self, segment: list[int]) -> list[int]:
-        """The part of a segment that new text may be spelled together with."""
+        """Return the part of a segment that may be encoded together with new text."""
         return segment if segment and segment[0] in self._spelled else []
 
     def whole(self, segment: list[int]) -> bool:
-        """Whether text can go on after ``segment``: unfinished characters go over only as exact bytes."""
+        """Whether drafting may go on after ``segment``: only exact bytes can continue an unfinished character."""
         return self.exact or not _UNFINISHED.search(self.target.text(self.window(segment)))
 
 
 @dataclass
 class _Context:
-    """A row's tokens and the draft ids they were converted to, segment by segment.
+    """A row's tokens, converted to draft ids segment by segment.
 
-    Where segments end depends on the two tokens there alone, and what they become on their own tokens. So the ids are
-    a function of the tokens, however they came to be, and new tokens leave all segments but the last as they are.
+    Where a segment ends depends on the two tokens there alone, and its ids on its own tokens. So the ids are a function
+    of the tokens, whatever the history, and new tokens change the last segment only.
     """
 
     tokens: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
-    ends: list[tuple[int, int]] = field(default_factory=list)  # of each segment, in tokens and in ids
+    ends: list[tuple[int, int]] = field(default_factory=list)  # the end of each segment, in tokens and in ids
 
     def follow(self, tokens: list[int], vocabularies: Vocabularies) -> None:
         """Make it the context of ``tokens``."""
         kept = common_prefix(self.tokens, tokens)
         if kept == len(tokens) == len(self.tokens):
             return
-        while self.ends and self.ends[-1][0] >= kept:  # a segment that ends just there may go on now
+        while self.ends and self.ends[-1][0] >= kept:  # a segment that ends at ``kept`` may go on now
             self.ends.pop()
         start, size = self.ends[-1] if self.ends else (0, 0)
         del self.ids[size:]
@@ -206,35 +204,34 @@ class _Context:
 
 
 class TranslatedDraft(StopsByChance):
-    """A draft model for a target with another vocabulary: it drafts in its own ids, and these become the target's.
+    """A draft model for a target with another vocabulary: it drafts in its own ids, which are translated.
 
-    In the mode ``padded`` (see ``Vocabularies``) ids are the same on both sides. If the draft model knows ids that the
-    target does not, its distribution is restricted to the shared ones and renormalised before temperature, top-k, top-p
-    and min-p are applied and a token is drawn. So ``probs_BKV`` holds just the distribution that a token was drawn
-    from, with 0 for all that the target alone has, and every lossless rule stays lossless.
+    In the mode ``padded`` (see ``Vocabularies``) the ids are the same. If the draft model has ids that the target
+    lacks, its distribution is restricted to the shared ones and renormalised, before temperature, top-k, top-p and
+    min-p are applied and a token is drawn. So ``probs_BKV`` holds the distribution that each token was drawn from, with
+    0 for the target's other ids, and a lossless rule stays lossless.
 
-    In the mode ``text`` the model drafts greedily, and the target's tokenizer spells that text anew, as a deterministic
-    draft (``probs_BKV`` None). That is lossless whatever is proposed, as long as the coins of the round are independent
-    of it: for one fixed token x, keeping x with chance target(x) and else drawing from target without x emits exactly
-    target; a proposal from an independent source is one fixed token for every outcome of that source, and an average of
-    equal distributions is that distribution. Drafting by a draw would be lossless too, but x ~ draft is kept with
-    chance sum(draft · target), which is at most that of the target's own favourite, and the draft's favourite is the
-    best guess at it.
+    In the mode ``text`` the model drafts greedily, and the target's tokenizer encodes the text, as a deterministic
+    draft (``probs_BKV`` None). This is lossless for any proposal that is independent of the round's coins. For a fixed
+    token x: keep x with chance target(x), otherwise draw from the target without x; this emits exactly the target's
+    distribution. An independent proposal is a fixed token in each of its outcomes, and an average of equal
+    distributions is that distribution. A drawn draft would be lossless too. But it is kept with chance
+    sum(draft · target), at most the chance of the target's most likely token, for which the draft's most likely token
+    is the best guess.
 
-    What the draft model reads is a function of the row's tokens alone, kept up with piece by piece. Characters of
-    which only some bytes are there go over byte by byte where both tokenizers are byte-level; otherwise the row is
-    not drafted for until they are whole.
+    The draft model's ids are a function of the row's tokens alone. Unfinished characters are converted byte by byte if
+    both tokenizers are byte-level. Otherwise nothing is drafted for the row until they are whole.
 
-    The draft's cache may need more tokens for a row than the target's, which those who admit requests cannot know.
-    Where it is full nothing is proposed to any row of the round: that costs time, and changes which tokens a seed
-    gives, but no distribution.
+    The draft's cache may need more tokens for a row than the target's, which the scheduler cannot know. If it is full,
+    nothing is proposed for any row of the round. This costs time, and changes which tokens a seed gives, but not their
+    distribution.
 
     Args:
-        draft: a ``SingleDraft`` or a ``CascadeDraft`` that is attached, with a tokenizer.
+        draft: an attached ``SingleDraft`` or ``CascadeDraft``, with a tokenizer.
         tokenizer, vocab_size: the target's.
 
     Raises:
-        ValueError: they cannot be brought together, with the reason.
+        ValueError: the vocabularies cannot be translated, with the reason.
     """
 
     def __init__(self, draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: int) -> None:
@@ -245,27 +242,15 @@ class TranslatedDraft(StopsByChance):
             )
         own_size = draft.runner.executor.config.vocab_size
         self.vocabularies = Vocabularies(tokenizer, vocab_size, draft.runner.tokenizer, own_size)
+        self.mode, self.worth = self.vocabularies.mode, draft.worth
         if self.mode == "padded" and vocab_size < own_size:
             draft.runner.executor = _Restricted(draft.runner.executor, vocab_size)
         self.draft, self.spare, self.context = draft, draft.spare, draft.context
         self.vocab_size: int = vocab_size
         self._contexts: dict[int, _Context] = {}
 
-    @property
-    def mode(self) -> Literal["padded", "text"]:
-        """How the vocabularies are brought together."""
-        return self.vocabularies.mode
-
-    @property
-    def worth(self) -> float | None:
-        """``SingleDraft.worth``."""
-        return self.draft.worth
-
-    @worth.setter
-    def worth(self, worth: float | None) -> None:
-        self.draft.worth = worth
-
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+        self.draft.worth = self.worth
         own = [self._own(row) for row in rows]
         most = [n if self._may_draft(row, mine) else 0 for row, mine, n in zip(rows, own, max_len)]
         try:
@@ -283,7 +268,7 @@ class TranslatedDraft(StopsByChance):
         return Draft(draft.tokens_BK, draft.lengths_B, probs_BKV, draft.parents_BK)
 
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
-        """What the target says is said in its own vocabulary."""
+        """Do nothing: the target's output is in its own vocabulary."""
 
     def commit(self, rows: abc.Sequence[Sequence]) -> None:
         self._commit([self._own(row) for row in rows if row.id in self._contexts])
@@ -295,21 +280,21 @@ class TranslatedDraft(StopsByChance):
     def _commit(self, own: abc.Sequence[Sequence]) -> None:
         self.draft.commit([mine for mine in own if mine.tokens])
         for mine in own:
-            if not mine.tokens:  # a row of which the draft model can read nothing
+            if not mine.tokens:  # the draft model can read nothing of this row
                 self.draft.release(mine)
 
     def _own(self, row: Sequence) -> Sequence:
-        """``row`` as the draft model sees it, under the same id."""
+        """Return the row in the draft model's ids, under the same row id."""
         context = self._contexts.setdefault(row.id, _Context())
         context.follow(row.tokens, self.vocabularies)
         begin, to_draft, to_target = self.vocabularies.begin, self.vocabularies.to_draft, self.vocabularies.to_target
         ids = list(context.ids) if context.ids[: len(begin)] == begin else begin + context.ids
         return Sequence(
             tokens=ids,
-            prompt_length=len(ids) - row.generated,  # so that both count the same emitted tokens
+            prompt_length=len(ids) - row.generated,  # both count the same number of emitted tokens
             params=_GREEDY if self.mode == "text" else _of_any_vocabulary(row.params),
             policy=row.policy,
-            # Not of the ids' number, which may be the same after a round, nor the seed of the round's coins.
+            # It differs from the seed of the round's coins, and between rounds, even if the number of ids stays.
             seed=derive(row.seed, len(row.tokens)),
             k=row.k,
             stop_ids=frozenset(to_draft[i] for i in row.stop_ids if i in to_draft and to_target[to_draft[i]] == i),
@@ -317,7 +302,7 @@ class TranslatedDraft(StopsByChance):
         )
 
     def _may_draft(self, row: Sequence, own: Sequence) -> bool:
-        """Whether there is a text to go on from, and a token to go on with."""
+        """Whether there is a text to continue, and a token to continue it with."""
         if self.mode == "text":
             return bool(own.tokens) and self.vocabularies.whole(self._contexts[row.id].last())
         only_ends = row.generated < row.params.min_tokens and self.vocabularies.to_target.keys() <= own.stop_ids
@@ -326,7 +311,7 @@ class TranslatedDraft(StopsByChance):
     def _retokenised(
         self, rows: abc.Sequence[Sequence], own: abc.Sequence[Sequence], draft: Draft, max_len: abc.Sequence[int]
     ) -> Draft:
-        """What was drafted, spelled by the target: text up to the first special token, and that one if it is shared."""
+        """Encode the drafted text for the target, up to the first special token, and that token too if it is shared."""
         vocabularies, to_target = self.vocabularies, self.vocabularies.to_target
         drafts = []
         for b, (row, ids) in enumerate(zip(rows, draft.chains)):
@@ -342,15 +327,14 @@ class TranslatedDraft(StopsByChance):
 
 
 def _of_any_vocabulary(params: SamplingParams) -> SamplingParams:
-    """Without what is said by the target's ids or about its tokens. The draft's distribution needs nothing of it: the
-    target's has it, and decides."""
+    """Leave out penalties, biases and bans, which name the target's ids. The target's distribution has them, and
+    decides."""
     off = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}}
     return params.model_copy(update={**off, "bad_words": (), "bad_words_ids": ()}) if params.penalises else params
 
 
 class _Restricted(Wrapped):
-    """A model that cannot say ids from ``size`` on: their logits are -inf, so every distribution made of them is one of
-    the others."""
+    """A model whose ids from ``size`` on have logits of -inf, and so probability 0."""
 
     def __init__(self, inner: Executor, size: int) -> None:
         super().__init__(inner)
@@ -364,19 +348,18 @@ class _Restricted(Wrapped):
 
 
 class TranslatingSetup(DraftSetup):
-    """A setup that brings strategies with another vocabulary than the target together with it."""
+    """A setup that translates the drafts of strategies with another vocabulary."""
 
     def translate(self, strategy: DraftStrategy) -> DraftStrategy:
         return translated(strategy, self.tokenizer, self.target.executor.config.vocab_size)
 
 
 def translated(draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: int) -> DraftStrategy:
-    """``draft``, which is attached, as it is where it speaks the target's vocabulary already, else a
-    ``TranslatedDraft`` of it.
+    """Return an attached ``draft`` if its vocabulary is the target's, otherwise a ``TranslatedDraft`` around it.
 
-    Vocabularies of one size are taken for the same unless both sides have a tokenizer and these differ.
+    Vocabularies of one size count as the same, unless both models have a tokenizer and these differ.
 
-    Raises ``ValueError``, with the reason, if the two vocabularies cannot be brought together.
+    Raises ``ValueError``, with the reason, if the vocabularies cannot be translated.
     """
     same = draft.vocab_size in (None, vocab_size)
     if same and isinstance(draft, SingleDraft) and tokenizer is not None and draft.runner.tokenizer is not None:

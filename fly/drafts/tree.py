@@ -1,4 +1,4 @@
-"""Drafting trees: several candidates for each place, verified in one forward."""
+"""Drafting trees: several candidates at each place, verified in one forward."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["TreeDraft"]
 
 
 class TreeDraft(SingleDraft):
-    """A draft model proposes a tree: its likeliest tokens after each place, level by level, with one forward for each.
+    """A draft model that proposes a tree of its likeliest tokens, with one forward for each level.
 
-    As in EAGLE-2 (arXiv 2406.16858, section 4), here with any draft model: the ``width`` likeliest tokens of the last
-    level, by the probability of the whole path, get ``width`` candidates each, ``depth`` levels deep; the ``nodes``
+    This is EAGLE-2's method (arXiv 2406.16858, section 4) for any draft model. At each of ``depth`` levels, the
+    ``width`` likeliest tokens, by the probability of their whole path, get ``width`` candidates each. The ``nodes``
     likeliest of all candidates are proposed.
 
-    Which tokens are proposed depends on the text alone, so the draft counts as certain of each (``probs_BKV`` None),
-    and a lossless rule stays lossless at any temperature. Other arguments as for ``SingleDraft``.
+    The tokens depend on the text alone, so the draft is deterministic (``probs_BKV`` None), and a lossless rule stays
+    lossless at any temperature. The other arguments are those of ``SingleDraft``.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class TreeDraft(SingleDraft):
         for name, value in (("nodes", nodes), ("depth", depth), ("width", width)):
             if value < 1:
                 raise ValueError(f"{name} {value} must be at least 1")
-        options: dict[str, Any] = {"block_size": block_size, "dtype": dtype, "device": device}
-        super().__init__(model, k=k, cache_tokens=cache_tokens, kernels=kernels, **options)
+        cache: dict[str, Any] = {"cache_tokens": cache_tokens, "block_size": block_size}
+        super().__init__(model, k=k, dtype=dtype, device=device, kernels=kernels, **cache)
         self.growth = Growth.even(depth, width, nodes)
         levels = len(self.growth.widths)
         self.k = levels if k is None else min(k, levels)
         self.spare = self.growth.spare  # a row's longest path may be a single token
-        self.worth = None  # other tokens than the likeliest may be kept where that one is not
+        self.worth = None  # its chances are the likeliest token's alone, and others may be kept
 
     def spec(self, rows: abc.Sequence[Sequence]) -> DraftSpec:
         return DraftSpec(tree=self.growth)

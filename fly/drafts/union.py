@@ -1,4 +1,4 @@
-"""The best of several strategies for each row. Shape legend: N tokens of one row, V vocabulary."""
+"""Choose the best of several strategies for each row. Shape legend: N tokens of one row, V vocabulary."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = ["UnionDraft"]
 
 @dataclass(frozen=True)
 class _Average:
-    """Exponential averages over the proposals of a strategy, the newest weighing ``rate``."""
+    """Exponential averages over a strategy's proposals; the newest has the weight ``rate``."""
 
     rate: float
     acceptance: float  # how often a token is accepted if all before it were
-    length: float = float("inf")  # of a proposal; infinite until one was shorter than asked
+    length: float = float("inf")  # of a proposal; infinite until one was shorter than asked for
 
     def expected(self, length: float) -> float:
-        """Accepted tokens to expect of ``length`` proposed ones, the sum over them of acceptance^j."""
+        """Expected number of accepted tokens of ``length`` proposed ones: the sum of acceptance^j over j = 1…length."""
         length, a = min(length, self.length), self.acceptance
         return length if a == 1 else a * (1 - a**length) / (1 - a)
 
     def after(self, proposed: list[int], asked: int, emitted: list[int]) -> _Average:
-        """With one more proposal, of at most ``asked`` tokens, and what was emitted (at least one token)."""
-        # An empty proposal counts as half a token: a strategy that found nothing so far must be tried again.
+        """Return the averages with one more proposal, of at most ``asked`` tokens; ``emitted`` has at least one."""
+        # An empty proposal counts as half a token, so that a strategy that found nothing is tried again.
         length = max(float(len(proposed)), 0.5)
         if len(proposed) == asked:  # it might have proposed more
             length = max(length, self.length)
@@ -35,39 +35,38 @@ class _Average:
             length = self.length + self.rate * (length - self.length)
         accepted = common_prefix(proposed, emitted)
         acceptance = 1 - (1 - self.acceptance) * (1 - self.rate) ** accepted
-        if accepted < min(len(proposed), len(emitted)):  # a mismatch; otherwise nothing is known about the rest
+        if accepted < min(len(proposed), len(emitted)):  # a mismatch; otherwise the rest is unknown
             acceptance *= 1 - self.rate
         return replace(self, acceptance=acceptance, length=length)
 
 
 @dataclass
 class _Round:
-    """What ``commit`` needs to measure a round."""
+    """A round, as ``commit`` measures it."""
 
     start: int  # the length of the row before it
     asked: int  # the most tokens to propose
-    proposed: dict[int, list[int]] = field(default_factory=dict)  # by the strategy's number
+    proposed: dict[int, list[int]] = field(default_factory=dict)  # by the number of the strategy
 
 
 class UnionDraft(Wrapper):
-    """For each row the best proposal of several strategies, given cheapest first.
+    """Uses, for each row, the best proposal of several strategies, which are given cheapest first.
 
-    It keeps, for each strategy, averages of how its proposals did: their length, and how many of their tokens were then
-    emitted, whether the proposal was used or not. A row has averages of its own, which start from those over all rows;
-    these start at ``prior``, high, so that everything is tried. The best proposal is the one with the most expected
-    accepted tokens, the cheapest among equals. A strategy is not even asked for a row if it is not expected to offer
-    more than a cheaper one already does. The cost of a strategy counts only by its place in the order.
+    For each strategy it averages the length of its proposals, and how many of their tokens were emitted, whether the
+    proposal was used or not. A row has averages of its own, which start from the averages over all rows. Those start
+    from ``prior``, which is high, so that every strategy is tried. The best proposal is the one with the most expected
+    accepted tokens, or the cheapest of several such. A strategy is not asked if it is not expected to offer more than a
+    cheaper one has offered. Costs count by the order alone.
 
-    Drawn tokens never decide: looking at them and then dropping them would change their distribution, and so that of
-    the text. So a proposal with a distribution is used once it is drawn (above temperature 0), and whether to draw it
-    is decided before: if more is expected of that strategy than is offered so far, and than of any later one.
-    Deterministic proposals can be compared freely.
+    Drawn tokens never decide: to look at them and drop them would change their distribution, and the text's. So above
+    temperature 0 a proposal with a distribution is always used once it is drawn. It is drawn if more is expected of
+    that strategy than is offered so far, and than of any later one. Deterministic proposals are compared freely.
 
-    With a relaxed policy the emitted text leans to the proposal that was used, and so do the averages.
+    A relaxed policy makes the text lean towards the proposal that was used, and so the averages too.
 
     Args:
         rate: weight of the newest token in the averages, above 0 and at most 1.
-        prior: acceptance of a token to assume at the start, above 0 and at most 1.
+        prior: acceptance of a token that is assumed at the start, above 0 and at most 1.
     """
 
     learns = True
@@ -82,7 +81,7 @@ class UnionDraft(Wrapper):
         self._overall = [_Average(rate, prior) for _ in strategies]
         self._averages: dict[int, list[_Average]] = {}  # by row
         self._rounds: dict[int, _Round] = {}  # by row
-        self._draws = [False] * len(strategies)  # whether it has ever given a distribution
+        self._draws = [False] * len(strategies)  # whether a strategy has ever given a distribution
 
     def _follow_members(self) -> None:
         super()._follow_members()
@@ -105,7 +104,7 @@ class UnionDraft(Wrapper):
                 row, n = rows[b], len(piece.tokens)
                 self._rounds[row.id].proposed[number] = piece.tokens
                 offer = replace(self._averages[row.id][number], length=float(n)).expected(n)
-                drawn = piece.probs_NV is not None and n > 0  # that it has none does not depend on what it would draw
+                drawn = piece.probs_NV is not None and n > 0  # an empty proposal depends on nothing drawn
                 if drawn:
                     self._draws[number] = True
                     open_rows.remove(b)
@@ -116,7 +115,7 @@ class UnionDraft(Wrapper):
     def commit(self, rows: abc.Sequence[Sequence]) -> None:
         for row in rows:
             done = self._rounds.pop(row.id, None)
-            if done is None or len(row.tokens) <= done.start:  # it was given up: nothing was learned
+            if done is None or len(row.tokens) <= done.start:  # the round was given up
                 continue
             emitted = row.tokens[done.start :]
             for averages in (self._averages[row.id], self._overall):
@@ -141,5 +140,5 @@ def _ask(member: DraftStrategy, rows: abc.Sequence[Sequence], max_len: abc.Seque
     draft = member.propose(rows, max_len)
     if draft.parents_BK is not None:
         raise ValueError(f"{type(member).__name__} proposed a tree; UnionDraft combines chains only")
-    # Nothing is drawn for a row at temperature 0, whatever its distribution says beside those of other rows.
+    # Nothing is drawn for a row at temperature 0, even if it has a distribution beside other rows' ones.
     return [piece._replace(probs_NV=None) if row.greedy else piece for row, piece in zip(rows, pieces_of(draft))]

@@ -6,19 +6,16 @@ import math
 
 __all__ = ["Ways"]
 
-_KEEP, _KEEP_TRIED = (
-    0.97,
-    0.8,
-)  # how much of old measurements a round leaves: in use, on trial
-_FIRST_WAIT, _LONGEST_WAIT = 8, 512  # after how many rounds to try the slower way again
-_PAUSE = 4.0  # a measurement counts for at most this many times what was expected: the machine may have paused
+_KEEP, _KEEP_TRIED = 0.97, 0.8  # the weight of old measurements after a round: of the way in use, of one on trial
+_FIRST_WAIT, _LONGEST_WAIT = 8, 512  # rounds until the slower way is tried again
+_PAUSE = 4.0  # a measurement counts as at most this many times the expected one: the machine may have paused
 
 
 class Ways:
     """Chooses between way 0 and way 1.
 
-    Both are measured for some rounds (``first``). Then the faster one is used, and the other is tried again for
-    ``tried`` rounds from time to time: after 8 rounds, 16, and so on.
+    Each is measured in its ``first`` rounds. Then the faster one is used, and the other is tried again for ``tried``
+    rounds: after 8 rounds, 16, and so on.
     """
 
     def __init__(self, first: tuple[int, int] = (2, 2), tried: int = 1) -> None:
@@ -26,7 +23,7 @@ class Ways:
         self.seconds = [math.inf, math.inf]  # for each token
         self._sums = [[0.0, 0.0], [0.0, 0.0]]  # recent seconds and tokens of each way
         self._rounds, self._measured = [0, 0], [0, 0]
-        self._left = 0  # rounds that are left of a trial
+        self._left = 0  # rounds until a trial ends
         self._waited, self._wait = 0, _FIRST_WAIT
 
     def choose(self) -> tuple[int, int]:
@@ -43,7 +40,7 @@ class Ways:
         return self.seconds.index(min(self.seconds))
 
     def add(self, way: int, seconds: float, tokens: float, rounds: int = 1) -> None:
-        """Learn how many ``seconds`` a number of ``tokens`` took, over ``rounds`` rounds. A way's first measurement is
+        """Learn from ``rounds`` rounds that took ``seconds`` for ``tokens`` tokens. A way's first measurement is
         dropped once there is a second: it may include other work, such as catching up with a text."""
         faster, known = self.faster, min(self._measured) > 0
         keep = (_KEEP if way == faster else _KEEP_TRIED) ** rounds if self._measured[way] > 1 else 0.0

@@ -1,5 +1,5 @@
-"""Early exit (SpecEE, arXiv 2504.08850): predictors that say when more layers would not change the target's choice, and
-the executor that then skips these layers. ``fly.train`` trains the predictors."""
+"""Early exit (SpecEE, arXiv 2504.08850): predictors of whether more layers would change the target's choice, and the
+executor that skips layers where they would not. ``fly.train`` trains the predictors."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ __all__ = ["EarlyExit", "ExitConfig", "Exits", "exit_early", "load_exits", "save
 
 
 def exit_early(executor: Executor, exits: str | Path) -> EarlyExit:
-    """A loaded target that exits early, by the predictors in the directory ``exits`` (``fly train-exit`` writes them).
+    """Make a loaded target exit early, by the predictors in the directory ``exits`` (``fly train-exit`` writes them).
 
     Raises ``ValueError`` if they cannot be read, or are for another target or other kernels.
     """

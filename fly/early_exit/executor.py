@@ -1,8 +1,8 @@
-"""A target that stops early where more layers would not change its choice (SpecEE, arXiv 2504.08850), on PyTorch.
+"""A target that skips its last layers where they would not change its choice (SpecEE, arXiv 2504.08850), on PyTorch.
 
 Each row of a batch leaves by itself, with all its new tokens at once. Its logits are computed from the hidden states at
-the exit. The keys and values of the layers that it skips are made from these too, so that later tokens find some there
-(as in CALM, arXiv 2207.07061, section 3.4).
+the exit, and so are the keys and values of the layers that it skips, which later tokens attend over (as in CALM, arXiv
+2207.07061, section 3.4).
 
 Shape legend: T packed tokens, N tokens of the rows that may still leave, J tokens of one row, U tokens looked through,
 X these and a drafted one, E candidates per token, D drafted tokens not looked through, C hidden width, V vocabulary, F
@@ -30,9 +30,9 @@ __all__ = ["EarlyExit"]
 class EarlyExit(Wrapped):
     """A Llama on PyTorch's kernels that leaves early by ``exits``.
 
-    A row may leave if logits are wanted after all its new tokens. So a prompt goes through all layers. The candidates
-    after a token are the likeliest among some frequent tokens and the token drafted there. A row leaves when two things
-    hold for each of its tokens: the predictor says that its choice is settled, and the likeliest token of the whole
+    A row may leave if logits are wanted after all its new tokens, so a prompt goes through all layers. The candidates
+    after a token are the likeliest of some frequent tokens and of the token drafted there. A row leaves if two things
+    hold for each of its tokens: the predictor finds its choice settled, and the likeliest token of the whole
     vocabulary is a candidate. In a chain only the tokens up to the first mismatch with the draft count; in a tree, all.
 
     Raises ``ValueError`` for another model, other kernels, or exits for a target of other sizes.
@@ -61,7 +61,7 @@ class EarlyExit(Wrapped):
         tokens_T = torch.tensor(batch.tokens, device=self.device)
         positions_T = torch.tensor(batch.positions, device=self.device)
         hidden_TC = self.model(tokens_T, positions_T, batch.kv, through=forward)
-        # Rows that left have their logits already; the others' are computed from the last layer.
+        # Rows that left have their logits. Compute the others' from the last layer.
         wanted = range(len(batch.tokens)) if places is None else places
         late = [t for t in wanted if t not in forward.logits]
         logits = dict(zip(late, self.model.logits(hidden_TC[late]))) if late else {}
@@ -92,27 +92,22 @@ class _Forward:
         self.states = dict.fromkeys(states, torch.empty(0))
         self.logits: dict[int, Tensor] = {}
         self.layers = [owner.config.num_hidden_layers] * len(batch.kv.counts)
-        self.rows: list[_Row] = []  # those still on their way
+        self.rows: list[_Row] = []  # the rows that have not left
         begin = 0
         for number, count in enumerate(batch.kv.counts):
             tokens = range(begin, begin := begin + count)
             chain = batch.kv.masks is None or batch.kv.masks[number] is None
             self.rows.append(_Row(number, tokens, places is None or set(places).issuperset(tokens), chain))
-        self.earlier: dict[int, Tensor] = {}  # for each row, the logits [J, X] that the last look saw
+        self.earlier: dict[int, Tensor] = {}  # the logits [J, X] of each row at the last look
 
     def __call__(
-        self,
-        layers: abc.Sequence[Layer],
-        norm: Norm,
-        x_TC: Tensor,
-        rotary: abc.Sequence[tuple[Tensor, Tensor]],
-        kv: KV,
+        self, layers: abc.Sequence[Layer], norm: Norm, x_TC: Tensor, rotary: abc.Sequence[tuple[Tensor, Tensor]], kv: KV
     ) -> Tensor:
         looks = {passed: look for look, passed in enumerate(self.exits.config.layers)}
         last_TC = torch.empty_like(x_TC)  # each token's hidden state at its exit, or after the last layer
         self.states = {number: torch.empty_like(x_TC) for number in self.states}
-        # The tokens on their way: their part of the batch, and their packed numbers. ``x_TC`` and ``rotary`` shrink
-        # with them.
+        # The tokens that have not left: their part of the batch, and their packed numbers. ``x_TC`` and ``rotary``
+        # shrink with them.
         going, at_T = self.kv, torch.arange(len(x_TC), device=x_TC.device)
         for passed, layer in enumerate(layers):
             if passed in self.states:
@@ -127,7 +122,7 @@ class _Forward:
                     attention = later.self_attn
                     keys = attention.keys_and_values(later.input_layernorm(out_TC), *turned[later.rope])
                     leaving.store(attention.layer, *keys)
-                # The same hidden states stand for those after the skipped layers.
+                # The hidden states at the exit replace those after the skipped layers.
                 for number, states_TC in self.states.items():
                     if number > passed:
                         states_TC[at_T[leaves_T]] = out_TC
@@ -152,7 +147,7 @@ class _Forward:
         asked = [row for row in self.rows if row.may_leave]
         if not asked:
             return []
-        # What the predictor reads: the candidates' logits, now and at the last look.
+        # The predictor reads the candidates' logits, now and at the last look.
         hidden_NC = norm(x_TC[_belongs(at_T, asked)])
         ids_NX, logits_NX = self._look_through(hidden_NC, asked)
         logits_NE, at_NE = logits_NX.topk(self.exits.config.candidates, -1)
@@ -169,7 +164,7 @@ class _Forward:
             following = self.tokens[row.tokens[1] : row.tokens.stop] if row.chain and count > 1 else []
             differs = (j for j, (token, likeliest) in enumerate(zip(following, best[n:])) if token != likeliest)
             matter = next(differs, count - 1) + 1
-            # All must be settled. Only then is the whole vocabulary computed, whose likeliest must be a candidate.
+            # If all are settled, compute the whole vocabulary. Its likeliest tokens must be candidates.
             if all(settled[n : n + matter]):
                 logits_JV = self.model.logits(hidden_NC[n : n + count])
                 likeliest_J1 = logits_JV[:matter].argmax(-1, keepdim=True)
@@ -180,8 +175,8 @@ class _Forward:
         return left
 
     def _look_through(self, hidden_NC: Tensor, rows: list[_Row]) -> tuple[Tensor, Tensor]:
-        """Return ids and logits [N, X] of the tokens looked through. The last column is the token drafted after each
-        place; its logit is -inf if there is none, or if it is among the others."""
+        """Return ids and logits [N, X] of the tokens looked through. The last column is the token drafted there; its
+        logit is -inf if there is none, or if it is among the others."""
         ids_U = self.exits.ids_U
         logits_NX = F.pad((hidden_NC @ self.weight_UC.T).float(), (0, 1), value=-torch.inf)
         ids_NX = F.pad(ids_U.expand(len(hidden_NC), -1), (0, 1))

@@ -1,9 +1,9 @@
-"""Predictors of an early exit (SpecEE, arXiv 2504.08850): small networks that stand after some of a target's layers,
-look at a few candidates for the next token, and say whether more layers would change the target's choice. Knows nothing
-of caches or of how a forward is run.
+"""Predictors of an early exit (SpecEE, arXiv 2504.08850): small networks after some of a target's layers. Each looks at
+a few candidates for the next token, and predicts whether more layers would change the target's choice. Knows nothing of
+caches or forwards.
 
-Shape legend: N positions, E candidates per position, F features per position (3·E), U tokens among which candidates are
-sought, L looks.
+Shape legend: N positions, E candidates per position, F features per position (3·E), U tokens looked through for
+candidates, L looks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fly.errors import explain
-from fly.models.config import CheckpointError, LlamaConfig
+from fly.models.config import CheckpointError, LlamaConfig, read_json
 
 __all__ = ["ExitConfig", "Exits", "load_exits", "save_exits"]
 
@@ -35,7 +35,7 @@ class ExitConfig(BaseModel):
     vocab_size: int = Field(gt=1)
     layers: tuple[int, ...] = Field(min_length=1)  # numbers of layers after which a predictor looks, ascending
     candidates: int = Field(default=4, gt=1)
-    looked_through: int = Field(gt=1)  # number of frequent tokens among which candidates are sought
+    looked_through: int = Field(gt=1)  # number of frequent tokens that may be candidates
     width: int = Field(default=64, gt=0)  # hidden width of a predictor
     thresholds: tuple[float, ...]  # for each look, the least chance that counts as settled; above 1 never exits
 
@@ -56,7 +56,7 @@ class ExitConfig(BaseModel):
 
 
 class Exits(nn.Module):
-    """A network of two layers for each look. ``ids_U``: the tokens among which candidates are sought."""
+    """A network of two layers for each look. ``ids_U``: the tokens looked through for candidates."""
 
     ids_U: Tensor
     mean_LF: Tensor
@@ -76,8 +76,8 @@ class Exits(nn.Module):
 
     @staticmethod
     def features(logits_NE: Tensor, earlier_NE: Tensor | None) -> Tensor:
-        """Features [N, F] that a look reads: the candidates' logits, likeliest first; their probabilities among
-        themselves; and how these changed since the last look, whose logits are ``earlier_NE`` (None at the first)."""
+        """Features [N, F] of a look: the candidates' logits, likeliest first; their softmax; and how that changed since
+        the last look, whose logits are ``earlier_NE`` (None at the first look)."""
         probs_NE = logits_NE.softmax(-1)
         before_NE = probs_NE if earlier_NE is None else earlier_NE.softmax(-1)
         return torch.cat([logits_NE, probs_NE, probs_NE - before_NE], -1)
@@ -100,25 +100,22 @@ def save_exits(exits: Exits, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     raw = {"architectures": [_ARCHITECTURE], **exits.config.model_dump(mode="json")}
     (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-    save_file(
-        {name: tensor.contiguous() for name, tensor in exits.state_dict().items()}, directory / "model.safetensors"
-    )
+    tensors = {name: tensor.contiguous() for name, tensor in exits.state_dict().items()}
+    save_file(tensors, directory / "model.safetensors")
 
 
 def load_exits(directory: str | Path) -> Exits:
     """Read predictors that ``save_exits`` wrote. Raises ``CheckpointError`` naming what cannot be used."""
     directory = Path(directory)
+    raw = read_json(directory / "config.json")
+    if raw.pop("architectures", None) != [_ARCHITECTURE]:
+        raise CheckpointError(f"{directory} holds no early exits, which `fly train-exit` writes")
     try:
-        raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        if not isinstance(raw, dict) or raw.pop("architectures", None) != [_ARCHITECTURE]:
-            raise CheckpointError(f"{directory} holds no early exits, which `fly train-exit` writes")
         exits = Exits(ExitConfig.model_validate(raw))
         exits.load_state_dict(load_file(directory / "model.safetensors"))
     except ValidationError as error:
         raise CheckpointError(f"{directory}/config.json: {explain(error)}") from error
     except (OSError, ValueError, RuntimeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"early exits {str(directory)!r} cannot be read: {error}") from error
     if not 0 <= int(exits.ids_U.min()) <= int(exits.ids_U.max()) < exits.config.vocab_size:
         raise CheckpointError(f"{directory}: ids_U has ids outside of {exits.config.vocab_size} tokens")

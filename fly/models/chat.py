@@ -1,4 +1,4 @@
-"""Chat templates (Jinja), and splitting an answer into the model's thinking and its text. No tokens here."""
+"""Chat templates (Jinja), and how an answer is split into thinking and text. No tokens here."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _SPEAKERS = ("system", "developer", "user")  # roles whose messages must have a 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-_BLANKS = 64  # whitespace characters allowed before the tag that opens the thinking
+_BLANKS = 64  # the most whitespace characters before the tag that opens the thinking
 
 
 class Tags(NamedTuple):
-    """The tags that a model family writes before and after its thinking."""
+    """The tags that models write before and after their thinking."""
 
     open: str
     close: str
 
 
-# Families use different tags. A template that mentions either one belongs to a model that thinks.
+# Model families use different tags. A template that mentions one of them belongs to a model that thinks.
 TAGS = (Tags("<think>", "</think>"), Tags("[THINK]", "[/THINK]"))
 
 
@@ -52,9 +52,9 @@ class ChatPrompt(list[int]):
     """Token ids of a conversation.
 
     Attributes:
-        thinking: how the answer may begin with thinking; None if the model does not think. An answer with a form
-            (structured output) may think before the form begins.
-        shown: special tokens that stay in the text of the answer, such as the tags around calls of tools.
+        thinking: how the answer may begin with thinking; None if the model does not think. The thinking comes before
+            a form (structured output).
+        shown: special tokens that stay in the text of the answer, such as the tags around tool calls.
     """
 
     def __init__(self, ids: Iterable[int], thinking: Thinking | None = None, shown: Iterable[str] = ()) -> None:
@@ -65,16 +65,16 @@ class ChatPrompt(list[int]):
 class Splitter:
     """Splits a streamed answer into thinking and text. Pieces may have any size.
 
-    The thinking is what stands between the tags, if the answer begins with the opening tag or the prompt ended with it.
-    Newlines around the thinking belong to neither part. An answer that ends before the closing tag is all thinking.
-    A tag is never given out, not even in part. If ``thinking`` is None, everything is text.
+    The thinking stands between the tags, if the answer begins with the opening tag or the prompt ends with it. Newlines
+    around it belong to neither part. An answer that ends before the closing tag is all thinking. No part of a tag is
+    ever given out. If ``thinking`` is None, everything is text.
     """
 
     def __init__(self, thinking: Thinking | None) -> None:
         self._thinking = thinking
-        self._held = ""  # received, not given out: it may be the beginning of a tag
-        self._newlines = 0  # newlines held back before ``_held``; dropped if no more thinking follows them
-        # "start": thinking may begin; "think": inside; "answer": after it, before any text; "text": to the end
+        self._held = ""  # received, but not given out: it may be the beginning of a tag
+        self._newlines = 0  # newlines held back before ``_held``, which are dropped if no more thinking follows
+        # "start": thinking may begin; "think": inside it; "answer": after it, before any text; "text": in the text
         self._state = "text" if thinking is None else "think" if thinking.begun else "start"
         self._fresh = True  # no thinking has been given out yet
         self._pushed = 0
@@ -100,7 +100,7 @@ class Splitter:
         return [*found, (kind, left)] if left else found
 
     def _thought(self, text: str) -> str:
-        """Add the newlines held back before ``text``; drop them if they come before all of the thinking."""
+        """Put the newlines that were held back before ``text``, unless the thinking begins here."""
         if not text:
             return ""
         text = text.lstrip("\n") if self._fresh else "\n" * self._newlines + text
@@ -117,7 +117,7 @@ class Splitter:
             elif begins.startswith(tag):
                 self._state, self._held = "think", begins[len(tag) :]
                 self.tokens = self._pushed
-            elif not tag.startswith(begins):  # what came cannot become the tag any more
+            elif not tag.startswith(begins):  # this cannot become the tag
                 self._state = "text"
         if self._state == "think":
             assert self._thinking is not None
@@ -127,7 +127,7 @@ class Splitter:
                 yield "reasoning", self._thought(thought.rstrip("\n"))
                 self._fresh, self._newlines = False, 0
             else:
-                # Hold back the end of the text that may be the beginning of the closing tag.
+                # Hold back an end of the text that may begin the closing tag.
                 keep = len(thought) - next(n for n in range(len(tag), -1, -1) if thought.endswith(tag[:n]))
                 self._held, settled = thought[keep:], thought[:keep].rstrip("\n")
                 yield "reasoning", self._thought(settled)
@@ -148,8 +148,8 @@ class Splitter:
 
 
 class ChatTemplate:
-    """A template in a sandbox, with the extensions that transformers offers: the functions ``raise_exception`` and
-    ``strftime_now``, a ``tojson`` that writes plain JSON, ``break`` and ``continue``, ``generation`` blocks."""
+    """A template in a sandbox, with transformers' extensions: the functions ``raise_exception`` and ``strftime_now``, a
+    ``tojson`` that writes plain JSON, ``break`` and ``continue``, and ``generation`` blocks."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -179,16 +179,16 @@ class ChatTemplate:
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks the model's own text, for training; here it renders as its content."""
+    """``{% generation %}`` marks the model's own text, for training; it renders as its content."""
 
     tags = {"generation"}  # noqa: RUF012  (as Jinja has it)
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+        return jinja2.nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
 
-    def _said(self, caller: Callable[[], str]) -> str:
+    def _content(self, caller: Callable[[], str]) -> str:
         return caller()
 
 
@@ -228,11 +228,10 @@ def pick(templates: Mapping[str, ChatTemplate], name: str | None, tools: bool) -
 
 
 def conversation(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Bring messages into the form that templates read.
+    """Convert messages to the form that templates read.
 
-    Thinking given as ``reasoning_content``, ``thinking`` or ``reasoning`` is stored under the first two names. A
-    content in parts (``{"type": "text", ...}``) becomes one text. Raises ``ValueError`` for anything that is not a
-    message.
+    Thinking under ``reasoning_content``, ``thinking`` or ``reasoning`` is stored under the first two names. The parts
+    of a content (``{"type": "text", ...}``) become one text. Raises ``ValueError`` for anything that is not a message.
     """
     found = []
     for number, message in enumerate(messages):

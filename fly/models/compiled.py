@@ -9,7 +9,8 @@ Shape legend: T packed tokens, H query heads, G key/value heads, D head width, C
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,9 +42,9 @@ class CompiledLayers:
     """Runs the layers by three compiled functions: up to the first attention, between two attentions, after the last.
     It is a ``fly.models.llama.LayerLoop``: ``model(tokens, positions, kv, through=CompiledLayers())``.
 
-    The values are those of the plain loop up to rounding. Each new number of tokens is compiled when it first occurs,
-    which takes seconds: use this for sizes that come up often, such as those of CUDA graphs, not for prompts. Layers of
-    one kind share the compiled code. A graph break is an error (``fullgraph``): nothing ever runs half compiled.
+    The values are equal to the plain loop's up to rounding. Each new number of tokens is compiled when it first occurs,
+    which takes seconds: use this for numbers that come up often, as in CUDA graphs, not for prompts. Layers of one kind
+    share the compiled code. A graph break is an error (``fullgraph``): nothing runs half compiled.
 
     Hooks on the model's matrices become part of the graphs, so torch must be able to trace them (it traces all-reduce).
     Hooks on a whole layer are not called.
@@ -53,9 +54,7 @@ class CompiledLayers:
     """
 
     def __init__(self, **options: Any) -> None:
-        def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-            return torch.compile(function, fullgraph=True, dynamic=False, **options)
-
+        compiled = partial(torch.compile, fullgraph=True, dynamic=False, **options)
         self._first, self._between, self._last = compiled(_first), compiled(_between), compiled(_last)
 
     def __call__(

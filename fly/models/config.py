@@ -14,14 +14,13 @@ from fly.models.families import FAMILIES, FULL, OPTIONS, SLIDING, Family, family
 
 __all__ = ["CheckpointError", "LlamaConfig", "RopeScaling"]
 
-_YARN = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
 # For each rope type: the settings that it needs, and further ones that it may have.
 ROPE_TYPES: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
     "linear": ({"factor"}, set()),
     "dynamic": ({"factor"}, {"original_max_position_embeddings"}),
     "llama3": ({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, set()),
-    "yarn": ({"factor"}, _YARN | {"original_max_position_embeddings"}),
+    "yarn": ({"factor"}, {"original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}),
 }
 # Settings by which a configuration shows a mixture of experts.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
@@ -57,9 +56,6 @@ class RopeScaling(BaseModel):
     attention_factor: float | None = Field(default=None, gt=0)
     beta_fast: float = Field(default=32.0, gt=0)
     beta_slow: float = Field(default=1.0, gt=0)
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
 
     @model_validator(mode="after")
     def _bands_do_not_overlap(self) -> RopeScaling:
@@ -76,15 +72,7 @@ class RopeScaling(BaseModel):
         """Factor on the cosines and sines: YaRN's attention factor (arXiv 2309.00071, equation 22)."""
         if self.rope_type != "yarn":
             return 1.0
-        if self.attention_factor is not None:
-            return self.attention_factor
-
-        def grown(by: float) -> float:
-            return 0.1 * by * math.log(self.factor) + 1.0
-
-        if self.mscale and self.mscale_all_dim:
-            return grown(self.mscale) / grown(self.mscale_all_dim)
-        return grown(1.0)
+        return self.attention_factor or 0.1 * math.log(self.factor) + 1.0
 
     def to_hf(self) -> dict[str, Any] | None:
         """The settings that this rope type uses, as in ``config.json``; None if nothing is scaled."""
@@ -98,8 +86,8 @@ class RopeScaling(BaseModel):
 class LlamaConfig(BaseModel):
     """Sizes and options of a decoder; field names are those of Hugging Face's ``config.json``.
 
-    ``family`` is one of ``fly.models.families.FAMILIES`` and says how the model differs from a Llama in other ways.
-    Options that the family does not have keep their defaults.
+    ``family``, one of ``fly.models.families.FAMILIES``, says how else the model differs from a Llama. Options that the
+    family does not have keep their defaults.
 
     Raises ``pydantic.ValidationError`` (a ``ValueError``) for sizes that do not fit together.
     """
@@ -170,12 +158,12 @@ class LlamaConfig(BaseModel):
 
     @property
     def traits(self) -> Family:
-        """How the model's family differs from Llama."""
+        """How the family differs from Llama."""
         return FAMILIES[self.family]
 
     @property
     def windows(self) -> list[int | None]:
-        """For each layer, the number of last tokens that it attends over; None is all."""
+        """How many of the last tokens each layer attends over; None is all."""
         types = self.layer_types or (FULL,) * self.num_hidden_layers
         return [self.sliding_window if kind == SLIDING else None for kind in types]
 
@@ -190,7 +178,7 @@ class LlamaConfig(BaseModel):
 
     @property
     def ropes(self) -> list[tuple[float, RopeScaling]]:
-        """Base and scaling of each rotary embedding: one for all layers, or a second one for sliding layers."""
+        """Base and scaling of each rotary embedding: the usual one, and another if sliding layers have their own."""
         usual = self.rope_theta, self.rope_scaling
         return [usual] if self.rope_local_base_freq is None else [usual, (self.rope_local_base_freq, RopeScaling())]
 
@@ -279,7 +267,7 @@ def _supported(raw: dict[str, Any], source: str) -> Family:
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
         raise CheckpointError(
             f"{source}: weights quantised by {method!r} are not supported; take the unquantised checkpoint (kernels="
-            "'int8' or 'w8a8' round it as it is loaded), or a GGUF file"
+            "'int8' or 'w8a8', or 'int4' on CUDA, round it as it is loaded), or a GGUF file"
         )
     experts = any(raw.get(name) for name in _EXPERTS)
     if (family := family_of(architectures)) is not None and not experts:
@@ -293,7 +281,7 @@ def _supported(raw: dict[str, Any], source: str) -> Family:
 
 
 def _layers(stated: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return which layers slide, and the window; both None if no layer slides."""
+    """Return the kinds of the layers; both kinds and window are None if no layer slides."""
     none = {"layer_types": None, "sliding_window": None}
     count, types = stated.get("num_hidden_layers"), stated.get("layer_types")
     if stated.get("sliding_window") is None or not isinstance(count, int):
@@ -303,7 +291,7 @@ def _layers(stated: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _rope(stated: dict[str, Any], source: str) -> tuple[float, RopeScaling, float | None]:
-    """Return base and scaling of the rotary embedding, and the base of sliding layers if they have their own."""
+    """Return base and scaling of the rotary embedding, and the base for sliding layers if they have their own."""
     # Newer configurations have rope_parameters, perhaps with settings per kind of layer; older ones rope_scaling.
     rope = json_object(stated, "rope_scaling", source) | json_object(stated, "rope_parameters", source)
     rope, local = rope | json_object(rope, FULL, source), json_object(rope, SLIDING, source)

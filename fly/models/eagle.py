@@ -1,5 +1,5 @@
-"""EAGLE-3 draft heads (arXiv 2503.01840): one decoder layer that drafts from the target's hidden states. Holds the
-configuration, the module and its checkpoints. Knows nothing of caches, sampling or drafting.
+"""EAGLE-3 draft heads (arXiv 2503.01840): one decoder layer that drafts from the target's hidden states. This is their
+configuration, module and checkpoints. Knows nothing of caches, sampling or drafting.
 
 Two layouts are published. The paper's code has one flat configuration of architecture ``LlamaForCausalLMEagle3`` and
 calls the layer ``midlayer``. The package ``speculators`` keeps the layer's configuration in
@@ -65,8 +65,8 @@ class HeadConfig(BaseModel):
     after which hidden states are taken; None is the default of ``states_of``. The flags are those of ``speculators``:
 
     - ``norm_before_residual``: the residual stream begins with the normed feature.
-    - ``norm_before_fc``, ``fc_norm``: the hidden states are normed before ``fc``, all together or each by itself.
-    - ``norm_output``: the feature that is fed to the next step is normed.
+    - ``norm_before_fc``, ``fc_norm``: the hidden states are normed before ``fc``, all at once or each by itself.
+    - ``norm_output``: the feature for the next step is normed.
 
     Raises ``pydantic.ValidationError`` (a ``ValueError``) for sizes that do not fit together.
     """
@@ -96,8 +96,8 @@ class HeadConfig(BaseModel):
         return 3 if self.states is None else len(self.states)
 
     def states_of(self, layers: int) -> tuple[int, ...]:
-        """The layers of a target of ``layers`` layers after which hidden states are taken. The default is the paper's
-        code's. Raises ``ValueError`` for a target that is too small for it."""
+        """The layers of a target of ``layers`` layers after which hidden states are taken. By default they are the
+        ones of the paper's code. Raises ``ValueError`` for a target that is too small for it."""
         usual = 2, layers // 2, layers - 3
         if self.states is None and (min(usual) < 0 or len(set(usual)) < 3):
             raise ValueError(
@@ -188,14 +188,14 @@ class HeadLayer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """The head; parameter names are those of ``speculators``, save for the fused ``qkv_proj`` and ``gate_up_proj``.
+    """The head. Parameters have the names of ``speculators``, except the fused ``qkv_proj`` and ``gate_up_proj``.
 
-    The input for the token at position i is the target's hidden states at position i - 1 (``fuse``) or, if those are
-    not known yet, the head's own feature there. The result is the feature of position i; its ``logits`` predict the
-    next token.
+    With the token at position i, the head reads the target's hidden states at position i - 1 (``fuse``) or, if those
+    are not known yet, its own feature there. It computes the feature at position i; its ``logits`` predict the next
+    token.
 
-    ``to_target_U`` maps the draft vocabulary to the target's ids. A head without an embedding of its own needs the
-    target's (``share``).
+    ``to_target_U`` maps the draft vocabulary to the target's ids. A head without an embedding needs the target's
+    (``share``).
     """
 
     to_target_U: Tensor
@@ -247,7 +247,7 @@ class Eagle3Head(nn.Module):
         return fused_TC
 
     def forward(self, tokens_T: Tensor, x_TC: Tensor, positions_T: Tensor, kv: KV) -> Tensor:
-        """Features [T, C] of packed ``tokens_T`` (int64, the target's ids); ``x_TC`` are the features before each."""
+        """Features [T, C] at packed ``tokens_T`` (int64, the target's ids), from those one token before, ``x_TC``."""
         if self.embed_tokens is None:
             raise ValueError("the head has no embedding: call share() with the target's")
         if self._rotary is None or self._rotary[0].dtype != self.dtype or self._rotary[0].device != self.device:
@@ -298,7 +298,7 @@ def load_head(path: Path, dtype: torch.dtype | None = None, device: torch.device
 
 
 def _mapping(path: Path, config: HeadConfig, tensors: dict[str, Tensor]) -> Tensor:
-    """The target's ids [U] of the draft vocabulary: id u + ``d2t[u]``. ``t2d`` must mark the same ids."""
+    """The target's id u + ``d2t[u]`` of each draft id u, [U]. ``t2d`` must mark the same ids."""
     ids_U = torch.arange(config.draft_vocab_size)
     if (offsets_U := tensors.get("d2t")) is not None:
         ids_U = ids_U + offsets_U.long()

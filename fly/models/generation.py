@@ -27,8 +27,8 @@ _ALWAYS = {
     "stop_strings": "stop",
 }
 _IDS = ("suppress_tokens", "bad_words_ids")
-# Settings that change no text: file formats, caches, other ways to draft, beams (idle without
-# ``num_beams``); ids that the tokenizer and its template handle, or that are read elsewhere (``read_eos_ids``).
+# Settings that change no text: file formats, caches, other ways to draft, beams (idle without ``num_beams``), ids
+# that the tokenizer and its template handle, and what ``read_eos_ids`` reads.
 _SILENT = {
     *("_from_model_config", "transformers_version", "generation_kwargs", "trust_remote_code"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
@@ -41,18 +41,12 @@ _SILENT = {
     *("early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"),
     *("renormalize_logits", "remove_invalid_values"),
 }
-# Values that have no effect, besides None, zero and empty; some are defaults of transformers.
-_NEUTRAL: Mapping[str, Any] = {
-    "temperature": 1,
-    "top_p": 1,
-    "top_k": 50,
-    "max_length": 20,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "typical_p": 1,
-    "encoder_repetition_penalty": 1,
-    "guidance_scale": 1,
-    "top_h": 1,
+# Values without effect, besides None, zero and empty; some are defaults of transformers.
+_ONES = ("temperature", "top_p", "num_beams", "num_return_sequences", "typical_p", "guidance_scale", "top_h")
+_NEUTRAL = {**dict.fromkeys((*_ONES, "encoder_repetition_penalty"), 1), "top_k": 50, "max_length": 20}
+_WHY = {
+    **dict.fromkeys(_DRAWING, "without effect, since do_sample is not true"),
+    **dict.fromkeys(("max_length", "min_length"), "ignored: max_tokens and min_tokens count the answer alone"),
 }
 
 
@@ -72,7 +66,8 @@ def read_sampling_defaults(checkpoint: str | Path | Checkpoint, vocab_size: int 
 def sampling_defaults(
     settings: Mapping[str, Any], source: str, vocab_size: int | None = None
 ) -> tuple[SamplingParams, list[str]]:
-    """Convert settings to parameters; also return, in words, the settings without effect. ``source`` is for errors."""
+    """Convert settings to parameters. Also return a phrase for each kind of setting without effect. ``source`` is for
+    errors."""
     asked = {name: value for name, value in settings.items() if value is not None and name not in _SILENT}
     draws = asked.pop("do_sample", False)
     given: dict[str, Any] = {} if draws else {"temperature": 0.0}
@@ -98,19 +93,8 @@ def sampling_defaults(
 
 def _unmet(asked: dict[str, Any]) -> list[str]:
     """Describe the remaining settings that would have an effect in transformers."""
-
-    def shown(names: list[str]) -> str:
-        return ", ".join(f"{name} {asked[name]!r}" for name in names)
-
-    found = [name for name, value in asked.items() if value and value != _NEUTRAL.get(name)]
-    drawing = [name for name in found if name in _DRAWING]
-    lengths = [name for name in found if name in ("max_length", "min_length")]
-    others = [name for name in found if name not in (*drawing, *lengths)]
-    words = []
-    if drawing:
-        words.append(f"{shown(drawing)} without effect, since do_sample is not true")
-    if lengths:
-        words.append(f"{shown(lengths)} ignored: max_tokens and min_tokens count the answer alone")
-    if others:
-        words.append(f"{shown(others)} not supported, and ignored")
-    return words
+    words: dict[str, list[str]] = {}
+    for name, value in asked.items():
+        if value and value != _NEUTRAL.get(name):
+            words.setdefault(_WHY.get(name, "not supported, and ignored"), []).append(f"{name} {value!r}")
+    return [f"{', '.join(named)} {why}" for why, named in words.items()]

@@ -1,7 +1,7 @@
-"""A checkpoint in one GGUF file (llama.cpp's format), presented as a Hugging Face directory is.
+"""A checkpoint in llama.cpp's GGUF format, by the names of a Hugging Face directory.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The ``gguf`` library decodes quantised blocks.
-Its reader is not used, because it takes seconds to read a vocabulary."""
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The ``gguf`` library decodes quantised blocks;
+its reader is not used, because it takes seconds to read a vocabulary."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from fly.models.checkpoint import Checkpoint, Cut, Stored
 from fly.models.config import CheckpointError
 from fly.models.gguf_tokenizer import end_ids, has_vocabulary, make_tokenizer
 
-__all__ = ["GGUF", "TYPES", "Header", "read_header"]
+__all__ = ["GGUF", "TYPES"]
 
-# How values may be stored, by the library's names: types that torch reads as they are, and quantised blocks.
+# Types of stored values, as the library names them: first those that torch reads, then quantised blocks.
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TYPES = (*_PLAIN, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
@@ -63,7 +63,7 @@ _SIZES = {
     "num_attention_heads": "attention.head_count",
     "max_position_embeddings": "context_length",
 }
-# Settings that would change the computation in ways that are not supported.
+# Settings that would change the computation in ways that the decoder lacks.
 _REFUSED = (
     "attention.clamp_kqv",
     "attention.scale",
@@ -73,26 +73,31 @@ _REFUSED = (
     "logit_scale",
     "residual_scale",
 )
-_SCALARS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?", None, None, "Q", "q", "d")))
+# struct's letters for the types of values in the metadata, by their numbers.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
+_F32 = 0  # the number of this type
+_ROPE = "rope_freqs.weight"  # the divisors of the rotary frequencies
 _CHUNK = 1 << 20  # values computed at once
 _WIDE = 1 << 14  # values that are given to the library as one row: it decodes 16 rows at a time
 
 
-@dataclass(frozen=True)
-class Header:
-    """The header of a GGUF file: ``fields`` by name, and for each tensor its shape, the number of its type, and the
-    offset of its bytes in the file."""
+class Listed(NamedTuple):
+    """A tensor as a file's header lists it."""
 
-    fields: Mapping[str, Any]
-    tensors: Mapping[str, tuple[tuple[int, ...], int, int]]
+    file: Path
+    shape: tuple[int, ...]
+    kind: int  # the number of its type
+    offset: int  # where its bytes begin in the file
 
 
-def read_header(path: Path) -> Header:
+Header = tuple[dict[str, Any], dict[str, Listed]]  # metadata and tensors, by their names in the file
+
+
+def _read_header(path: Path) -> Header:
     """Read a file's header. Raises ``CheckpointError`` for a file that is not a GGUF file, or is broken."""
     try:
-        data = np.memmap(path, dtype=np.uint8, mode="r")
-        return _Reader(data.data).header()
+        return _Reader(np.memmap(path, dtype=np.uint8, mode="r").data).header(path)
     except (OSError, struct.error, ValueError, TypeError, IndexError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a readable GGUF file ({error})") from error
 
@@ -101,35 +106,33 @@ class _Reader:
     def __init__(self, data: memoryview) -> None:
         self.data, self.at = data, 0
 
-    def numbers(self, kind: str, count: int = 1) -> tuple[Any, ...]:
-        form = struct.Struct(f"<{count}{kind}")
-        if self.at + form.size > len(self.data):
+    def take(self, count: int) -> memoryview:
+        if self.at + count > len(self.data):
             raise ValueError("it ends too early")
-        found = form.unpack_from(self.data, self.at)
-        self.at += form.size
-        return found
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def numbers(self, kind: str, count: int) -> tuple[Any, ...]:
+        form = struct.Struct(f"<{count}{kind}")
+        return form.unpack(self.take(form.size))
 
     def number(self, kind: str) -> Any:
-        return self.numbers(kind)[0]
+        return self.numbers(kind, 1)[0]
 
     def text(self) -> str:
-        (length,) = self.numbers("Q")
-        start, self.at = self.at, self.at + length
-        if self.at > len(self.data):
-            raise ValueError("it ends too early")
-        return str(self.data[start : self.at], "utf-8", errors="surrogateescape")
+        return str(self.take(self.number("Q")), "utf-8", errors="surrogateescape")
 
     def value(self, kind: int) -> Any:
         if kind == _TEXT:
             return self.text()
-        if kind == _LIST:
-            of, count = self.number("I"), self.number("Q")
-            if of in (_TEXT, _LIST):
-                return [self.value(of) for _ in range(count)]
-            return list(self.numbers(_scalar(of), count))
-        return self.number(_scalar(kind))
+        if kind != _LIST:
+            return self.number(_SCALARS[kind])
+        of, count = self.number("I"), self.number("Q")
+        if of in (_TEXT, _LIST):
+            return [self.value(of) for _ in range(count)]
+        return list(self.numbers(_SCALARS[of], count))
 
-    def header(self) -> Header:
+    def header(self, path: Path) -> Header:
         if bytes(self.data[:4]) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         self.at = 4
@@ -140,30 +143,13 @@ class _Reader:
         listed = {}
         for _ in range(tensors):
             name, dimensions = self.text(), self.number("I")
-            shape = tuple(reversed(self.numbers("Q", dimensions)))
-            listed[name] = shape, self.number("I"), self.number("Q")
+            listed[name] = Listed(path, self.numbers("Q", dimensions)[::-1], self.number("I"), self.number("Q"))
+        # Offsets count from the end of the header, rounded up.
         align = found.get("general.alignment", 32)
         if not isinstance(align, int) or align < 1:
             raise ValueError(f"general.alignment is {align!r}")
-        if not isinstance(kind := found.get("general.architecture"), str | None):
-            raise ValueError(f"general.architecture is {kind!r}")
         start = -(-self.at // align) * align
-        return Header(found, {name: (shape, kind, start + at) for name, (shape, kind, at) in listed.items()})
-
-
-def _scalar(kind: int) -> str:
-    if (form := _SCALARS.get(kind)) is None:
-        raise ValueError(f"value type {kind} is unknown")
-    return form
-
-
-class Listed(NamedTuple):
-    """A tensor as a file lists it."""
-
-    file: Path
-    shape: tuple[int, ...]
-    kind: str
-    at: int
+        return found, {name: entry._replace(offset=start + entry.offset) for name, entry in listed.items()}
 
 
 @dataclass(frozen=True)
@@ -218,33 +204,28 @@ class GGUF(Checkpoint):
     """See ``Checkpoint``."""
 
     @cached_property
-    def _headers(self) -> dict[Path, Header]:
-        """The headers of the checkpoint's files; there are several if it is split."""
-        first = read_header(self.path)
-        if (count := first.fields.get("split.count", 1)) <= 1:
-            return {self.path: first}
-        return {file: first if file == self.path else read_header(file) for file in _files_of(self.path, count)}
+    def _header(self) -> Header:
+        """The file's metadata, and the tensors of all files if the checkpoint is split."""
+        fields, listed = _read_header(self.path)
+        for file in _other_parts(self.path, fields.get("split.count", 1)):
+            listed |= _read_header(file)[1]
+        return fields, listed
 
     @property
     def fields(self) -> Mapping[str, Any]:
         """The file's metadata, by name."""
-        return self._headers[self.path].fields
+        return self._header[0]
 
-    @cached_property
+    @property
     def _listed(self) -> dict[str, Listed]:
-        """The tensors, by their names in the file."""
-        found = {}
-        for file, header in self._headers.items():
-            for name, (shape, number, at) in header.tensors.items():
-                found[name] = Listed(file, shape, _type_name(file, name, number), at)
-        return found
+        return self._header[1]
 
     @cached_property
     def architecture(self) -> str:
         found = self.fields.get("general.architecture")
-        if found not in _ARCHITECTURES:
+        if not isinstance(found, str) or found not in _ARCHITECTURES:
             raise CheckpointError(f"{self.path}: architecture {found!r} is not supported; choices: {[*_ARCHITECTURES]}")
-        return str(found)
+        return found
 
     @cached_property
     def head_dim(self) -> int:
@@ -252,7 +233,7 @@ class GGUF(Checkpoint):
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:
-        listed = {name: entry for name, entry in self._listed.items() if name != "rope_freqs.weight"}
+        listed = {name: entry for name, entry in self._listed.items() if name != _ROPE}
         return {self._name(name): self._stored(name, entry) for name, entry in listed.items()}
 
     def _of(self, key: str, default: Any = None) -> Any:
@@ -260,84 +241,88 @@ class GGUF(Checkpoint):
 
     @cached_property
     def raw(self) -> dict[str, Any]:
-        path, found = self.path, self._listed
-        # Refuse what is missing or would change the computation.
-        if missing := [key for key in (*_SIZES.values(), "attention.layer_norm_rms_epsilon") if self._of(key) is None]:
-            raise CheckpointError(f"{path}: {self.architecture}.{missing[0]} is missing")
-        if (experts := self._of("expert_count")) or any("_exps" in name for name in found):
-            raise CheckpointError(f"{path}: a mixture of experts ({experts}) is not supported; one dense network is")
-        if bad := [key for key in _REFUSED if self._of(key)]:
-            raise CheckpointError(f"{path}: {self.architecture}.{bad[0]} {self._of(bad[0])!r} is not supported")
-        if "token_embd.weight" not in found:
-            raise CheckpointError(f"{path}: tensors are missing: token_embd.weight")
-        sizes = {name: self._of(key) for name, key in _SIZES.items()}
-        if odd := [name for name, value in sizes.items() if not isinstance(value, int) or value < 1]:
-            raise CheckpointError(f"{path}: {odd[0]} is {sizes[odd[0]]!r}; it must be one number for all layers")
-        layers = sizes["num_hidden_layers"]
-        if f"blk.{layers - 1}.attn_norm.weight" not in found:
-            raise CheckpointError(f"{path}: tensors of layer {layers - 1} are missing, but block_count is {layers}")
-        head_dim = self.head_dim
-        for key in ("attention.value_length", "rope.dimension_count"):
-            if self._of(key, head_dim) != head_dim:
-                raise CheckpointError(
-                    f"{path}: {self.architecture}.{key} {self._of(key)} must be {head_dim}, as of keys"
-                )
-        # The facts that all architectures have, by Hugging Face's names.
-        ids = {name: self.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+        found, architecture, sizes = self._listed, self.architecture, self._sizes()
+        # The settings that all architectures have, by Hugging Face's names.
         config = {
-            "architectures": [_ARCHITECTURES[self.architecture]],
+            "architectures": [_ARCHITECTURES[architecture]],
             **sizes,
             "num_key_value_heads": self._of("attention.head_count_kv"),
-            "head_dim": head_dim,
+            "head_dim": self.head_dim,
             "vocab_size": found["token_embd.weight"].shape[0],
             "rms_norm_eps": _short(self._of("attention.layer_norm_rms_epsilon")),
-            "rope_theta": _short(self._of("rope.freq_base", 10000.0)),
+            "rope_theta": self._base,
             "rope_scaling": self._rope(),
             "tie_word_embeddings": "output.weight" not in found,
-            "torch_dtype": "float32" if {entry.kind for entry in found.values()} == {"F32"} else "bfloat16",
-            "bos_token_id": ids["bos"],
-            "eos_token_id": ids["eos"],
+            "torch_dtype": "float32" if {entry.kind for entry in found.values()} == {_F32} else "bfloat16",
+            "bos_token_id": self.fields.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": self.fields.get("tokenizer.ggml.eos_token_id"),
         }
         # And those of single architectures. Mistral's files call themselves llama.
-        if (window := self._of("attention.sliding_window")) and self.architecture == "llama":
+        window = self._of("attention.sliding_window")
+        if architecture == "llama" and window:
             config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
-        elif self.architecture == "llama":
+        elif architecture == "llama":
             config |= {"attention_bias": "blk.0.attn_q.bias" in found, "mlp_bias": "blk.0.ffn_gate.bias" in found}
-        elif self.architecture == "gemma3":
-            heads = sizes["num_attention_heads"]
+        elif architecture == "gemma3":
+            # Gemma's 27B model, the only one with 62 layers, scales its queries differently.
+            wide = sizes["hidden_size"] / sizes["num_attention_heads"]
             config |= {
                 "sliding_window": window,
                 "rope_local_base_freq": _short(self._of("rope.freq_base_swa", 10000.0)),
-                # Gemma's 27B model, the only one with 62 layers, scales differently from the others.
-                "query_pre_attn_scalar": sizes["hidden_size"] / heads if sizes["num_hidden_layers"] == 62 else head_dim,
+                "query_pre_attn_scalar": wide if sizes["num_hidden_layers"] == 62 else self.head_dim,
             }
             if isinstance(pattern := self._of("attention.sliding_window_pattern"), int):
                 config["sliding_window_pattern"] = pattern
         return config
 
+    def _sizes(self) -> dict[str, int]:
+        """Read the model's sizes. Refuse what is missing, or would change the computation."""
+        path, found, architecture = self.path, self._listed, self.architecture
+        if missing := [key for key in (*_SIZES.values(), "attention.layer_norm_rms_epsilon") if self._of(key) is None]:
+            raise CheckpointError(f"{path}: {architecture}.{missing[0]} is missing")
+        if (experts := self._of("expert_count")) or any("_exps" in name for name in found):
+            raise CheckpointError(f"{path}: a mixture of experts ({experts}) is not supported; one dense network is")
+        if bad := [key for key in _REFUSED if self._of(key)]:
+            raise CheckpointError(f"{path}: {architecture}.{bad[0]} {self._of(bad[0])!r} is not supported")
+        if "token_embd.weight" not in found:
+            raise CheckpointError(f"{path}: tensors are missing: token_embd.weight")
+        sizes = {name: self._of(key) for name, key in _SIZES.items()}
+        if odd := [name for name, value in sizes.items() if not isinstance(value, int) or value < 1]:
+            raise CheckpointError(f"{path}: {odd[0]} is {sizes[odd[0]]!r}; it must be one number for all layers")
+        layers, head_dim = sizes["num_hidden_layers"], self.head_dim
+        if f"blk.{layers - 1}.attn_norm.weight" not in found:
+            raise CheckpointError(f"{path}: tensors of layer {layers - 1} are missing, but block_count is {layers}")
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if (width := self._of(key, head_dim)) != head_dim:
+                raise CheckpointError(f"{path}: {architecture}.{key} {width} must be {head_dim}, the width of keys")
+        return sizes
+
+    @property
+    def _base(self) -> float:
+        return _short(self._of("rope.freq_base", 10000.0))
+
     def _rope(self) -> dict[str, Any] | None:
         """The scaling of the rotary frequencies, as in ``config.json``."""
         path, kind, factor = self.path, self._of("rope.scaling.type", "none"), self._of("rope.scaling.factor", 1.0)
-        if (listed := self._listed.get("rope_freqs.weight")) is not None:
-            divided = self._stored("rope_freqs.weight", listed).read().double().numpy()
-            return _llama3(path, divided, _short(self._of("rope.freq_base", 10000.0)), self.head_dim)
+        if (listed := self._listed.get(_ROPE)) is not None:
+            return _llama3(path, self._stored(_ROPE, listed).read().double().numpy(), self._base, self.head_dim)
         if kind == "none" or factor == 1.0:
             return None
-        if kind == "linear":
-            return {"rope_type": "linear", "factor": _short(factor)}
-        if kind != "yarn":
+        if kind not in ("linear", "yarn"):
             raise CheckpointError(
                 f"{path}: rope scaling {kind!r} is not supported; choices: ['none', 'linear', 'yarn']"
             )
-        scaling: dict[str, Any] = {"rope_type": "yarn", "factor": _short(factor)}
+        scaling = {"rope_type": kind, "factor": _short(factor)}
+        if kind == "linear":
+            return scaling
+        for key in ("attn_factor", "yarn_ext_factor", "yarn_attn_factor", "yarn_log_multiplier"):
+            if (value := self._of(f"rope.scaling.{key}")) not in (None, 1.0):
+                raise CheckpointError(f"{path}: rope.scaling.{key} {value} is not supported")
         keys = {
             "original_max_position_embeddings": "original_context_length",
             "beta_fast": "yarn_beta_fast",
             "beta_slow": "yarn_beta_slow",
         }
-        for key in ("attn_factor", "yarn_ext_factor", "yarn_attn_factor", "yarn_log_multiplier"):
-            if self._of(f"rope.scaling.{key}") not in (None, 1.0):
-                raise CheckpointError(f"{path}: rope.scaling.{key} {self._of(f'rope.scaling.{key}')} is not supported")
         return scaling | {name: v for name, key in keys.items() if (v := self._of(f"rope.scaling.{key}")) is not None}
 
     def _name(self, name: str) -> str:
@@ -353,8 +338,11 @@ class GGUF(Checkpoint):
     def _stored(self, name: str, listed: Listed) -> Stored:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        file, shape, kind, at = listed
-        values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+        file, shape, number, at = listed
+        kind = GGMLQuantizationType(number).name if number in set(GGMLQuantizationType) else str(number)
+        if kind not in TYPES:
+            raise CheckpointError(f"{file}: {name} is stored as {kind}, which is not supported; choices: {[*TYPES]}")
+        values, size = GGML_QUANT_SIZES[GGMLQuantizationType(number)]
         if shape[-1] % values:
             raise CheckpointError(f"{file}: {name} has rows of {shape[-1]}, not a multiple of {values} as {kind} needs")
         nbytes = math.prod(shape) // values * size
@@ -373,13 +361,14 @@ class GGUF(Checkpoint):
             return self.raw
         if name == "generation_config.json":
             sampling = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-            given = {
-                of: v for of, key in sampling.items() if (v := self.fields.get(f"general.sampling.{key}")) is not None
-            }
+            values = {ours: self.fields.get(f"general.sampling.{key}") for ours, key in sampling.items()}
+            given = {ours: value for ours, value in values.items() if value is not None}
             ends = sorted(end_ids(self.fields))
             return {**given, **({"do_sample": True} if given else {}), **({"eos_token_id": ends} if ends else {})}
-        if name != "tokenizer_config.json":
-            return {}
+        return self._tokenizer_settings() if name == "tokenizer_config.json" else {}
+
+    def _tokenizer_settings(self) -> dict[str, Any]:
+        """The texts of the named special tokens, and the chat templates."""
         tokens = self.fields.get("tokenizer.ggml.tokens") or []
         named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
         ids = {f"{of}_token": self.fields.get(f"tokenizer.ggml.{key}_token_id") for of, key in named.items()}
@@ -387,8 +376,8 @@ class GGUF(Checkpoint):
         templates = {"default": self.fields.get("tokenizer.chat_template")}
         for other in self.fields.get("tokenizer.chat_templates") or ():
             templates[other] = self.fields.get(f"tokenizer.chat_template.{other}")
-        listed = [{"name": key, "template": text} for key, text in templates.items() if text is not None]
-        return {**texts, **({"chat_template": listed} if listed else {})}
+        templates = {name: text for name, text in templates.items() if text is not None}
+        return {**texts, **({"chat_template": templates} if templates else {})}
 
     def where(self, name: str) -> str:
         return f"{self.path} ({name})"
@@ -404,22 +393,15 @@ class GGUF(Checkpoint):
         return {}
 
 
-def _type_name(path: Path, tensor: str, kind: int) -> str:
-    from gguf import GGMLQuantizationType
-
-    name = GGMLQuantizationType(kind).name if kind in set(GGMLQuantizationType) else str(kind)
-    if name not in TYPES:
-        raise CheckpointError(f"{path}: {tensor} is stored as {name}, which is not supported; choices: {[*TYPES]}")
-    return name
-
-
-def _files_of(path: Path, count: int) -> list[Path]:
-    """List all files of a split checkpoint, given the first."""
+def _other_parts(path: Path, count: int) -> list[Path]:
+    """List the other files of a checkpoint that is split into ``count`` files, given the first."""
+    if count <= 1:
+        return []
     first = f"-00001-of-{count:05}.gguf"
     if not path.name.endswith(first):
         raise CheckpointError(f"{path}: one of {count} parts; give the first, whose name ends in {first}")
     stem = path.name.removesuffix(first)
-    files = [path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    files = [path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(2, count + 1)]
     if missing := [file.name for file in files if not file.exists()]:
         raise CheckpointError(f"{path}: its other parts are missing: {missing}")
     return files

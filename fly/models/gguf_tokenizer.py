@@ -32,8 +32,6 @@ _LLAMA3 = rf"{_SHORTENED}|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}[\r\n]*|{_TAIL}"
 _QWEN2 = rf"{_SHORTENED}|{_WORDS}|\p{{N}}|{_MARKS}[\r\n]*|{_TAIL}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _LEAD = r"[^\r\n\p{L}\p{N}]?"
-_HAN = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
-_ASCII_MARKS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 
 
 @dataclass(frozen=True)
@@ -53,15 +51,12 @@ PRE: Mapping[str, Pre] = {
     "llama-bpe": _LLAMA3_PRE,
     "llama3": _LLAMA3_PRE,
     "llama-v3": _LLAMA3_PRE,
-    "dbrx": Pre((_LLAMA3,)),
     "smaug-bpe": Pre((_LLAMA3,)),
     "qwen2": Pre((_QWEN2,), composed=True),
     "deepseek-r1-qwen": Pre((_QWEN2,)),
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
     "refact": _DIGITS,
-    "codeshell": _DIGITS,
-    "command-r": _DIGITS,
     "deepseek-llm": Pre(
         (
             "[\r\n]",
@@ -73,24 +68,10 @@ PRE: Mapping[str, Pre] = {
         )
     ),
     "deepseek-coder": Pre(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
-    "deepseek-v3": Pre(
-        (
-            r"\p{N}{1,3}",
-            _HAN,
-            rf"{_ASCII_MARKS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+|"
-            rf" ?[\p{{P}}\p{{S}}]+[\r\n]*|{_TAIL}",
-        )
-    ),
     "tekken": Pre(
         (rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}|{_MARKS}[\r\n/]*|{_TAIL}",),
         whole_words=True,
         begins=True,
-    ),
-    "gpt-4o": Pre(
-        (
-            rf"{_LEAD}{_UPPER}*{_LOWER}+{_SHORTENED}?|{_LEAD}{_UPPER}+{_LOWER}*{_SHORTENED}?|\p{{N}}{{1,3}}|"
-            rf"{_MARKS}[\r\n/]*|{_TAIL}",
-        )
     ),
 }
 

@@ -26,6 +26,7 @@ _FILES = (
     "additional_chat_templates/*.jinja",
 )
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
+_LOGIN = "log in with 'hf auth login' or the variable HF_TOKEN"
 _PART = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(@(?P<revision>[^\s@]+?))?(/(?P<file>(?:[^\s@/]+/)*[^\s@/]+\.gguf))?")
 
@@ -50,8 +51,8 @@ def hub_name(text: str) -> HubName | None:
 
 
 def fetch(name: HubName, weights: bool = True) -> Path:
-    """Download what is not in the cache yet, and return the path of the directory or GGUF file. A directory may lack
-    weights if ``weights`` is false.
+    """Download what is not in the cache yet, and return the path of the directory or GGUF file. Without ``weights`` a
+    directory may lack them.
 
     Raises ``CheckpointError`` naming the repository, why it cannot be downloaded, and what to do.
     """
@@ -63,14 +64,12 @@ def fetch(name: HubName, weights: bool = True) -> Path:
     try:
         folder = Path(snapshot_download(name.repo, revision=name.revision, allow_patterns=_patterns(name, weights)))
     except errors.GatedRepoError as error:
-        advice = f"accept its terms at {site}/{name.repo}, and log in with 'hf auth login' or the variable HF_TOKEN"
-        raise CheckpointError(f"{where} is gated: {advice}") from error
+        raise CheckpointError(f"{where} is gated: accept its terms at {site}/{name.repo}, and {_LOGIN}") from error
     except errors.RepositoryNotFoundError as error:
-        advice = (
-            "check the name; if it is private, log in with 'hf auth login' or the variable HF_TOKEN. There is no such "
-            "directory here, nor a bundled checkpoint of this name"
-        )
-        raise CheckpointError(f"{where} does not exist, or you have no access: {advice}") from error
+        raise CheckpointError(
+            f"{where} does not exist, or you have no access: check the name; if it is private, {_LOGIN}. There is no "
+            "such directory here, nor a bundled checkpoint of this name"
+        ) from error
     except errors.RevisionNotFoundError as error:
         raise CheckpointError(f"{where} does not exist: the repository has no such branch, tag or commit") from error
     except (errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError, errors.OfflineModeIsEnabled) as error:
@@ -109,7 +108,7 @@ def _patterns(name: HubName, weights: bool) -> list[str]:
 
 
 def _literal(text: str) -> str:
-    """Return a glob pattern that matches only this text."""
+    """Return a glob pattern that matches this text alone."""
     return re.sub(r"([*?\[])", r"[\1]", text)
 
 

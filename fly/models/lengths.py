@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
@@ -16,10 +17,10 @@ _PIECEWISE = ("Split", "Punctuation")  # pre-tokenizers that drop nothing unless
 
 
 class Lengths:
-    """Computes the least number of tokens that a text has under a tokenizer.
+    """Computes the least number of tokens that a text may have.
 
-    In byte-level BPE, or BPE that falls back to bytes, a token covers at most as many bytes of a text as the longest
-    token has. The result is 0 for a tokenizer that may drop or join parts of a text.
+    In byte-level BPE, or BPE that falls back to bytes, no token covers more bytes of a text than the longest token has.
+    The result is 0 for other tokenizers, and for those that may drop parts of a text.
     """
 
     def __init__(self, raw: RawTokenizer) -> None:
@@ -27,11 +28,11 @@ class Lengths:
         self._strips = any(token.lstrip or token.rstrip for token in added)
         self._dropped = b""  # bytes without a token in the vocabulary
         self._widest = 0  # the most bytes of a text that one token covers; 0: unknown
-        shrink, kinds = _shrink_factor(_state(raw.normalizer)), _kinds(_state(raw.pre_tokenizer))
-        if shrink is None or kinds is None or type(raw.model).__name__ != "BPE":
+        shrink, steps = math.prod(map(_shrink_factor, _steps(raw.normalizer))), _steps(raw.pre_tokenizer)
+        if not shrink or not all(map(_keeps_all, steps)) or type(raw.model).__name__ != "BPE":
             return
         vocabulary = raw.get_vocab(with_added_tokens=False)
-        if "ByteLevel" in kinds:
+        if any(step["type"] == "ByteLevel" for step in steps):
             self._dropped = bytes(byte for character, byte in _ALPHABET.items() if character not in vocabulary)
             longest = max(map(len, vocabulary), default=0)
         elif raw.model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
@@ -51,8 +52,8 @@ class Lengths:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Map each character of a byte-level vocabulary to its byte: printable bytes stand for themselves, the others are,
-    in order, the characters from 256 on (Radford et al. 2019)."""
+    """Map each character of a byte-level vocabulary to its byte (GPT-2's ``bytes_to_unicode``): printable bytes stand
+    for themselves, the characters from 256 on for the others, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -68,35 +69,23 @@ def byte_level(piece: str) -> bytes:
     return piece.encode("utf-8")
 
 
-def _state(part: Any) -> Any:
-    """Return the JSON of a normalizer or pre-tokenizer; None for none."""
-    return None if part is None else json.loads(part.__getstate__())
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, as the library's JSON; a sequence is taken apart."""
+
+    def flat(state: dict[str, Any]) -> list[dict[str, Any]]:
+        parts = state.get("normalizers", state.get("pretokenizers"))
+        return [state] if parts is None else [step for each in parts for step in flat(each)]
+
+    return [] if part is None else flat(json.loads(part.__getstate__()))
 
 
-def _shrink_factor(state: Any) -> int | None:
-    """Return by what factor a normalizer may shrink a text, in bytes; None if there is no bound."""
-    if state is None:
-        return 1
-    kind = state["type"]
-    if kind == "Sequence":
-        product = 1
-        for part in state["normalizers"]:
-            if (factor := _shrink_factor(part)) is None:
-                return None
-            product *= factor
-        return product
-    if kind == "Replace" and (pattern := state["pattern"].get("String")) and state["content"]:
-        return -(-len(pattern.encode()) // len(state["content"].encode()))
-    return {"NFC": _NFC, "Prepend": 1}.get(kind)
+def _shrink_factor(step: dict[str, Any]) -> int:
+    """Return by what factor a normalizer may shrink a text, in bytes; 0 if there is no bound."""
+    if step["type"] == "Replace" and (pattern := step["pattern"].get("String")) and step["content"]:
+        return -(-len(pattern.encode()) // len(step["content"].encode()))
+    return {"NFC": _NFC, "Prepend": 1}.get(step["type"], 0)
 
 
-def _kinds(state: Any) -> set[str] | None:
-    """Return the types of a pre-tokenizer and its parts; None if one may drop parts of a text."""
-    if state is None:
-        return set()
-    kind = state["type"]
-    if kind == "Sequence":
-        parts = [_kinds(part) for part in state["pretokenizers"]]
-        return None if None in parts else set().union(*(part for part in parts if part is not None))
-    kept = kind in _HARMLESS or (kind in _PIECEWISE and state["behavior"] != "Removed")
-    return {kind} if kept else None
+def _keeps_all(step: dict[str, Any]) -> bool:
+    """Whether a pre-tokenizer drops nothing."""
+    return step["type"] in _HARMLESS or (step["type"] in _PIECEWISE and step["behavior"] != "Removed")

@@ -1,5 +1,5 @@
-"""The decoder as a plain ``nn.Module``: a Llama, or another family as its configuration says. Knows nothing of caches,
-batching, policies or ranks.
+"""The decoder as a plain ``nn.Module``: a Llama, or another family that its configuration names. Knows nothing of
+caches, batching, policies or ranks.
 
 Shape legend: T packed tokens, P positions, H query heads, G key/value heads, D head width, C hidden width,
 V vocabulary.
@@ -26,7 +26,7 @@ __all__ = ["KV", "DenseCausal", "LayerLoop", "LayerOps", "Llama", "allocate", "s
 
 
 class KV(Protocol):
-    """What a forward needs of a cache: store a layer's keys and values, and attend over all that are stored."""
+    """A cache as a forward uses it."""
 
     def attend(
         self,
@@ -37,8 +37,9 @@ class KV(Protocol):
         window: int | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Attention output [T, H, D] of each packed token over its own sequence up to itself, or over the last
-        ``window`` tokens of that. Products of queries and keys are multiplied by ``scale``; None is D ** -0.5."""
+        """Store a layer's keys and values. Return the attention [T, H, D] of each packed token over its own sequence up
+        to itself, or over the last ``window`` tokens of that. ``scale`` multiplies the products of queries and keys;
+        None is D ** -0.5."""
         ...
 
 
@@ -92,9 +93,7 @@ def rotary_frequencies(config: LlamaConfig, which: int = 0) -> Tensor:
             return width * math.log(length) / (2 * math.log(theta))
 
         low, high = place(scaling.beta_fast), place(scaling.beta_slow)
-        if scaling.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, width - 1)
+        low, high = max(math.floor(low), 0), min(math.ceil(high), width - 1)
         stretched = (torch.arange(width // 2).float() - low) / (high - low or 0.001)
         keep = 1 - stretched.clamp(0, 1)
     else:
@@ -127,15 +126,15 @@ def signed_tables(config: LlamaConfig, dtype: torch.dtype, device: torch.device)
 
 
 class Norm(nn.RMSNorm):
-    """Root mean square norm (arXiv 1910.07467). ``offset`` is added to the weights of families that store them so. The
-    result is multiplied by ``scale``, which the last norm uses to scale the logits."""
+    """Root mean square norm (arXiv 1910.07467). The weights are ``offset`` plus what the checkpoint stores. ``scale``
+    multiplies the result; the last norm scales the logits by it."""
 
     def __init__(self, width: int, config: LlamaConfig, scale: float = 1.0) -> None:
         super().__init__(width, eps=config.rms_norm_eps)
         self.offset, self.scale = config.traits.norm_offset, scale
 
     def factors(self) -> Tensor:
-        """What a normed value is multiplied by, float32 [C]."""
+        """The factors on the normed values, float32 [C]."""
         factors = self.weight.float() + self.offset
         return factors if self.scale == 1 else factors * self.scale
 
@@ -155,36 +154,32 @@ def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
 
 
 class LayerOps:
-    """What a layer computes between its products, operation by operation. A backend with kernels that do more at once
-    sets ``ops`` of a model's layers to its own (``fly.backends.cuda.fused``)."""
+    """What a layer computes between its matrix products, one operation after the other. A backend that fuses several
+    into one kernel replaces ``ops`` of the layers (``fly.backends.cuda.fused``)."""
 
     def attend(self, attention: Attention, kv: KV, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
         """Attention output [T, H * D] of a layer's normed input."""
         return attention.attend(kv, *attention.project(x_TC, cos_T1D, sin_T1D))
 
     def add_norm(self, norm: Any, x_TC: Tensor, out_TC: Tensor) -> tuple[Tensor, Tensor]:
-        """``x + out``, and the norm of that."""
+        """The sum of ``x`` and ``out``, and its norm."""
         x_TC = x_TC + out_TC
         return x_TC, norm(x_TC)
 
     def gate(self, both_TX: Tensor, activation: str) -> Tensor:
-        """The activated gate times up, which stand side by side."""
+        """The activated gate times up, which are the two halves of the last dimension."""
         gate, up = both_TX.chunk(2, dim=-1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. The query, key and value projections are one matrix (rows q, then k, then v). The cache
-    computes the attention itself (``KV``), so ``project`` comes before it and the output projection after it."""
+    """Grouped-query attention. The query, key and value projections are one matrix (rows q, then k, then v), applied by
+    ``project`` before the cache attends (``KV``); the output projection comes after."""
 
     def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
-        self.layer = layer
-        self.heads, self.kv_heads, self.head_dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        self.layer, self.head_dim = layer, config.head_dim
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.window, self.scale = config.windows[layer], config.attention_scale
         width, bias = config.head_dim, config.attention_bias
         outputs = (self.heads + 2 * self.kv_heads) * width
@@ -207,7 +202,7 @@ class Attention(nn.Module):
         return qk[:, : self.heads], qk[:, self.heads :], qkv[:, rotated:]
 
     def keys_and_values(self, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute only keys and values, [T, G, D] each, with the values that ``project`` gives."""
+        """Compute only the keys and values, [T, G, D] each, that ``project`` computes."""
         first, linear = self.heads * self.head_dim, self.qkv_proj
         kv = F.linear(x_TC, linear.weight[first:], None if linear.bias is None else linear.bias[first:])
         k_TGD, v_TGD = kv.unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(1)
@@ -249,9 +244,9 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each after a norm. Families with ``output_norms`` have a norm after each as well, or
-    only there (without ``input_norms``). Names are those of checkpoints, where ``post_attention_layernorm`` has a
-    different place with ``output_norms``."""
+    """Attention and feed-forward, each after a norm, unless the family has no ``input_norms``. With ``output_norms``
+    another norm follows each. The names are those of checkpoints: ``post_attention_layernorm`` follows the attention
+    with ``output_norms``, and precedes the feed-forward without."""
 
     ops = LayerOps()
 
@@ -270,8 +265,8 @@ class Layer(nn.Module):
         self.mlp = FeedForward(config)
 
     def norms(self) -> list[Any]:
-        """The norms before attention and feed-forward (identities without ``input_norms``), then those after each, if
-        the family has them."""
+        """The norms before attention and feed-forward (identities without ``input_norms``), then the norms after each,
+        if the family has them."""
         if not self.output_norms:
             return [self.input_layernorm, self.post_attention_layernorm]
         after = [self.post_attention_layernorm, self.post_feedforward_layernorm]
@@ -298,7 +293,7 @@ class Layer(nn.Module):
         return self.after(x_TC, attended_TC)
 
 
-# A loop over the layers and the last norm: takes hidden states [T, C], the tokens' rotary tables and the cache.
+# Runs all layers and the last norm on hidden states [T, C], with the tokens' rotary tables and the cache.
 LayerLoop = Callable[[Sequence[Layer], Norm, Tensor, Sequence[tuple[Tensor, Tensor]], KV], Tensor]
 
 
@@ -337,7 +332,7 @@ def embedding_scale(config: LlamaConfig, dtype: torch.dtype) -> float:
 
 
 class Llama(nn.Module):
-    """The decoder; parameter names are Hugging Face's, save for the fused ``qkv_proj`` and ``gate_up_proj``."""
+    """The decoder. Parameters have Hugging Face's names, except the fused ``qkv_proj`` and ``gate_up_proj``."""
 
     rounded = False  # whether its matrices are int8 weights (fly.backends.int8)
     kept: list[int] | None = None  # the tokens that the head has rows for (fly.models.trimmed); None: all
@@ -370,15 +365,9 @@ class Llama(nn.Module):
             found = self._rotary = signed_tables(self.config, self.dtype, self.device)
         return found
 
-    def forward(
-        self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        kv: KV,
-        through: LayerLoop = run_layers,
-    ) -> Tensor:
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, kv: KV, through: LayerLoop = run_layers) -> Tensor:
         """Final hidden states [T, C] of packed ``tokens_T`` (int64 [T]) at ``positions_T`` (int64 [T]). ``through``
-        runs the layers; ``fly.models.compiled`` has another implementation with the same values.
+        runs the layers; ``fly.models.compiled`` has another one.
 
         Positions must be below ``config.max_position_embeddings``; otherwise the table lookup raises ``IndexError``.
         """

@@ -102,12 +102,8 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 class Loading:
-    """A checkpoint that is being loaded: a model on torch's meta device that gets its values all at once or module by
-    module. The list of tensors is checked before any value is read.
-
-    Args: those of ``load_model``.
-
-    Raises as ``load_model``.
+    """A checkpoint that is being loaded: a model on torch's meta device, which gets its values all at once or module by
+    module. The list of tensors is checked before any value is read. Arguments and errors are those of ``load_model``.
     """
 
     def __init__(
@@ -212,8 +208,8 @@ def load_model(
         dtype: ``"auto"`` (as the config states; bfloat16 for a GGUF file that is not all float32), or one of bfloat16,
             float16, float32.
         device: ``"auto"``, or any torch device.
-        part: returns the part of the model to hold, given its configuration; only that part is read. None is the whole
-            model. How the parts communicate does not matter here.
+        part: given the configuration, returns the part of the model to load; nothing else is read. None is the whole
+            model.
 
     Raises:
         CheckpointError: unknown architecture or rope type; missing, surplus or misshapen tensors; broken files.
@@ -223,8 +219,8 @@ def load_model(
 
 
 def checkpoint_tensors(model: Llama) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a checkpoint of ``model`` by Hugging Face's names. A head shared with the embedding appears
-    only under the embedding's name."""
+    """Yield the tensors of a checkpoint of ``model``, by Hugging Face's names. A head that is the embedding is left
+    out."""
     parameters = dict(model.named_parameters())
     for name, pieces in layout(model.config, parameters).items():
         if model.config.traits.fused and len(pieces) > 1:

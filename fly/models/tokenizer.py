@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer: text to tokens and back, chat templates, end-of-sequence ids. No tensors here."""
+"""A checkpoint's tokenizer: from text to tokens and back, chat templates, end-of-sequence ids. No tensors here."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read_eos_ids(checkpoint: str | Path | Checkpoint, vocab_size: int) -> frozen
 
 
 class TooLong(ValueError):
-    """A text certainly has more tokens than are allowed."""
+    """A text certainly has more tokens than allowed."""
 
 
 class Tokenizer:
@@ -69,10 +69,10 @@ class Tokenizer:
         self.raw.no_truncation()
         settings, self._source = checkpoint.settings("tokenizer_config.json"), checkpoint.where("tokenizer.json")
         try:
-            given = settings.get("chat_template")
-            if isinstance(given, list):  # several named templates
-                given = {entry["name"]: entry["template"] for entry in given}
-            sources = {} if given is None else given if isinstance(given, dict) else {"default": given}
+            sources = {} if (given := settings.get("chat_template")) is None else given
+            if isinstance(sources, list):  # several named templates
+                sources = {entry["name"]: entry["template"] for entry in sources}
+            sources = sources if isinstance(sources, dict) else {"default": sources}
             if bad := [source for source in sources.values() if not isinstance(source, str)]:
                 raise TypeError(f"chat_template must be text, got {bad[0]!r}")
             extra = settings.get("extra_special_tokens")  # further special tokens, by the names that templates use
@@ -84,7 +84,7 @@ class Tokenizer:
             }
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"{checkpoint.where('tokenizer_config.json')}: {error!r}") from error
-        # Templates in files of their own have precedence.
+        # Templates in files of their own come first.
         self.templates = {name: ChatTemplate(source) for name, source in (checkpoint.templates() or sources).items()}
 
     @staticmethod
@@ -96,7 +96,7 @@ class Tokenizer:
     def warm(self) -> None:
         """Build all lazy tables now, by encoding a short text."""
         self.check_length(self.decode(self.encode("a")), 100)
-        with suppress(ValueError):  # no chat template, or it refuses this
+        with suppress(ValueError):  # there is no chat template, or it refuses this message
             self.apply_chat_template([{"role": "user", "content": "a"}])
 
     @cached_property
@@ -124,11 +124,12 @@ class Tokenizer:
     def _spelled(self) -> list[bytes]:
         """The bytes that each id adds to a text."""
         pieces = {i: piece for piece, i in self.raw.get_vocab().items()}
-        if isinstance(self.raw.decoder, ByteLevel):
-            return [byte_level(pieces.get(i, "")) for i in range(max(pieces, default=-1) + 1)]
-        before = self.encode("a", add_special_tokens=False)  # decode after "a" to see the space before words
-        start = self.decode(before, skip_special_tokens=False)
         ids = range(max(pieces, default=-1) + 1)
+        if isinstance(self.raw.decoder, ByteLevel):
+            return [byte_level(pieces.get(i, "")) for i in ids]
+        # Decode each id after an "a", to see the space before words.
+        before = self.encode("a", add_special_tokens=False)
+        start = self.decode(before, skip_special_tokens=False)
         after = self.raw.decode_batch([[*before, i] for i in ids], skip_special_tokens=False)
         spelled = []
         for i, text in zip(ids, after):
@@ -173,7 +174,7 @@ class Tokenizer:
         return begins
 
     def check_length(self, text: str, most: int) -> None:
-        """Raise ``TooLong`` if ``text`` certainly has more than ``most`` tokens. This looks at the length only, since
+        """Raise ``TooLong`` if ``text`` certainly has more than ``most`` tokens. Only its length is looked at, since
         encoding takes time."""
         if (least := self._lengths.least(text)) > most:
             raise TooLong(f"{len(text)} characters are {least} tokens or more; at most {most} fit")
@@ -211,9 +212,8 @@ class Tokenizer:
             documents: documents for templates that answer from them.
             chat_template: the name of a template, if there are several. None is ``tool_use`` if there are tools (and
                 such a template), else ``default``.
-            continue_final_message: whether the last message's turn stays open at the end of its content, so that the
-                answer continues it.
-            at_most: refuse conversations of more tokens than this, before anything is encoded.
+            continue_final_message: whether the last message's turn stays open, so that the answer continues it.
+            at_most: the most tokens, which are checked before anything is encoded.
             variables: other variables of the template, such as ``enable_thinking``.
 
         Raises ``ValueError`` if the checkpoint has no template, or the template refuses the messages or does not read
@@ -222,7 +222,7 @@ class Tokenizer:
         template = pick(self.templates, chat_template, bool(tools))
         lists = {"tools": tools, "documents": documents}
         given = {**{name: value for name, value in lists.items() if value is not None}, **variables}
-        # The marks are unpredictable, so a message can neither set nor end one.
+        # Marks enclose what must stay plain text. They are unpredictable, so a message can neither set nor end one.
         marks = (nonce := secrets.token_hex(8)) + "(", ")" + nonce
         listed = conversation(messages)
         if continue_final_message:
@@ -230,7 +230,8 @@ class Tokenizer:
                 raise ValueError("continue_final_message and add_generation_prompt exclude each other")
             if not listed or not isinstance(content := listed[-1].get("content"), str) or not content:
                 raise ValueError("continue_final_message: the last message has no text to continue")
-            listed[-1]["content"] = content + (end := secrets.token_hex(8))
+            listed[-1]["content"] = content + (end := secrets.token_hex(8))  # the rendered text is cut there
+        # Render. A variable that the template does not read would have no effect, so it is refused.
         try:
             if unread := sorted(given.keys() - template.variables):
                 known = sorted(template.variables - {"messages", "add_generation_prompt", *self.special_names})
@@ -245,6 +246,7 @@ class Tokenizer:
                     raise ValueError("it does not show the last message, which the answer would continue")
         except Exception as error:  # a template is a program: it fails as it likes
             raise ValueError(f"the chat template refused the messages: {error}") from error
+        # Encode, and note how the answer may begin.
         ids = self._encode_marked(text, marks, at_most)
         begun = add_generation_prompt and template.tags is not None and text.rstrip().endswith(template.tags.open)
         return ChatPrompt(ids, None if template.tags is None else Thinking(template.tags, begun))
@@ -290,8 +292,8 @@ class Tokenizer:
 
     @cached_property
     def _spelled_special(self) -> re.Pattern[str] | None:
-        """A pattern of the texts that are read as special tokens, longest first like the tokenizer; None if a pattern
-        is not enough, because other spellings or unknown texts are read as special tokens too."""
+        """A pattern of the texts that are read as special tokens, longest first like the tokenizer. None if other
+        spellings or unknown texts are read as special tokens too, so that a pattern is not enough."""
         tokens = [token for token in self.raw.get_added_tokens_decoder().values() if token.special]
         unknown = self.special_names.get("unk_token"), getattr(self.raw.model, "unk_token", None)
         if any(token.normalized or token.single_word or token.content in unknown for token in tokens) or not tokens:
@@ -332,11 +334,11 @@ def _encoded(
 
 
 class TextStream:
-    """Turns a growing list of tokens into text that never contains half a character and ends before a stop string.
+    """Turns tokens into text as they come: whole characters only, up to a stop string.
 
-    ``push`` takes one token and returns the text that is final: whole characters that cannot be the beginning of a stop
-    string. ``finish`` returns the rest. Special tokens are left out, except those in ``shown``. With ``keep_stop`` the
-    text ends after the stop string.
+    ``push`` takes one token and returns the text that is final: characters that cannot begin a stop string. ``finish``
+    returns the rest. Special tokens are left out, except those in ``shown``. With ``keep_stop`` the text ends after the
+    stop string instead of before it.
     """
 
     def __init__(
@@ -353,8 +355,8 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int, stoppable: bool = True) -> str:
-        """Take in ``token`` and return the final text. Sets ``stopped`` if a stop string is complete and
-        ``stoppable``."""
+        """Take in a token and return the text that is final. Set ``stopped`` if a stop string is complete, unless the
+        text is not ``stoppable`` yet."""
         self._held += self._decode(token)
         return self._settle(stoppable)
 
@@ -392,7 +394,7 @@ class TextStream:
         return self._tokenizer.decode(self._ids)[self._decoded :]
 
     def _settle(self, stoppable: bool, keep: bool = True) -> str:
-        """Give out the held text up to a stop string, or up to what may be the beginning of one (if ``keep``)."""
+        """Give out the held text up to a stop string, or with ``keep`` up to what may be the beginning of one."""
         stops = self._stop if stoppable else ()
         if found := [(at, len(stop)) for stop in stops if (at := self._held.find(stop)) >= 0]:
             at, length = min(found)
@@ -405,5 +407,4 @@ class TextStream:
 
     def _overlap(self, stop: str) -> int:
         """Length of the longest suffix of the held text that is a prefix of ``stop``."""
-        most = min(len(stop) - 1, len(self._held))
-        return next((n for n in range(most, 0, -1) if self._held.endswith(stop[:n])), 0)
+        return next((n for n in range(len(stop) - 1, 0, -1) if self._held.endswith(stop[:n])), 0)

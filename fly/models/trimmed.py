@@ -1,9 +1,9 @@
-"""A model that reads all tokens and writes only some: its head has a row for each token that is kept, and no other.
+"""A trimmed model: its head has rows for some tokens of the vocabulary only. It reads all tokens and writes those.
 
-The head is a large part of what a small model reads for each token (28 % of Qwen2.5-Coder-0.5B in 8 bits), and most of
-its rows are for tokens that hardly occur (FR-Spec, arXiv 2502.14856). The distribution of a trimmed draft is 0 for the
-other tokens, and sums to 1 over those it keeps. Drafts are drawn from this distribution and come with it, so a lossless
-rule stays lossless.
+The head is a large part of the weights that a small model reads for each token (28 % of Qwen2.5-Coder-0.5B in 8 bits),
+and most of its rows are for rare tokens (FR-Spec, arXiv 2502.14856). The distribution of a trimmed draft sums to 1 over
+the tokens that are kept, and is 0 for the others. Drafts are drawn from it and carry it, so a lossless rule stays
+lossless.
 
 Shape legend: U kept tokens.
 """
@@ -28,12 +28,12 @@ def kept_tokens(vocabulary: int | str | Path | Collection[int], size: int, alway
     """The ids to keep of a vocabulary of ``size`` tokens, ascending.
 
     Args:
-        vocabulary: a number of tokens, of which the lowest ids are kept: tokenizers that merge pairs of bytes number
-            the most frequent ones first. Or the ids themselves; or a JSON file with a list of them.
+        vocabulary: how many of the lowest ids to keep (tokenizers that merge pairs of bytes number frequent tokens
+            first); or the ids themselves; or a JSON file with a list of them.
         always: further ids, such as those of control tokens, without which a draft would never end.
 
     Raises:
-        ValueError: a number below 1, or ids that are none of the vocabulary.
+        ValueError: a number below 1, or ids outside the vocabulary.
         OSError: the file cannot be read.
     """
     if isinstance(vocabulary, int):
@@ -56,7 +56,7 @@ def kept_tokens(vocabulary: int | str | Path | Collection[int], size: int, alway
 
 
 class TrimmedHead:
-    """The ``fly.models.loading.ModelPart`` of all layers and the head's rows for the ``kept`` tokens (ascending)."""
+    """All layers, and the head's rows for the ``kept`` tokens (ascending), as a ``fly.models.loading.ModelPart``."""
 
     def __init__(self, config: LlamaConfig, kept: list[int]) -> None:
         self.config, self.kept = config, kept
@@ -70,9 +70,8 @@ class TrimmedHead:
 
     @property
     def pieces(self) -> Mapping[str, list[Piece]]:
-        """As of the whole model; the head's rows are those of each run of consecutive ids."""
-        whole = dict(skeleton(self.config).named_parameters())
-        plan = layout(self.config, whole)
+        """The pieces of the whole model, with one piece of the head for each run of consecutive ids."""
+        plan = layout(self.config, dict(skeleton(self.config).named_parameters()))
         name = "embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
         (stored,) = plan[name]
         width = slice(0, stored.shape[1])

@@ -1,5 +1,5 @@
-"""Common parts of tensor-like objects [..., V] whose values are not all at hand (``__torch_function__``): which
-questions need only their shape, and how they are indexed."""
+"""Helpers for tensor-like objects [..., V] that hold only some of their values (``__torch_function__``): which
+attributes need no values, and how to index them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ ATTRIBUTES = {
 def at_index(
     dims: int, index: Any, like: Callable[[Callable[[Tensor], Tensor]], Any], pick: Callable[[Any, Tensor], Tensor]
 ) -> Any:
-    """Compute ``x[index]`` for such an object x with ``dims`` dimensions: positions with the whole vocabulary, or one
-    token at each position. ``like`` applies a function to every part of x; ``pick`` takes one token per position.
-    Returns ``NotImplemented`` for other indices."""
+    """Compute ``x[index]`` for such an object x of ``dims`` dimensions, where ``index`` selects positions with the
+    whole vocabulary, or one token at each position. Returns ``NotImplemented`` for other indices.
+
+    ``like`` applies a function to every part of x; ``pick`` takes one token per position.
+    """
     parts = index if isinstance(index, tuple) else (index,)
     if len(parts) == dims and all(isinstance(part, Tensor) and part.dtype == torch.int64 for part in parts):
         *positions, tokens = torch.broadcast_tensors(*parts)
@@ -32,6 +34,6 @@ def at_index(
             taken += part.dim()
         elif isinstance(part, (int, slice, Tensor, list)):
             taken += 1
-        else:  # an ellipsis, a new dimension
+        else:  # an ellipsis or a new dimension
             return NotImplemented
     return NotImplemented if taken >= dims else like(lambda part: part[index])

@@ -1,9 +1,9 @@
 """Randomness as data, and drawing with it.
 
-Every random number is a hash of (seed of the request, start of its round, stream, index). A row's output therefore
-depends on its own seed and text alone, never on the batch, and computing a round again draws the same numbers.
+Every random number is a hash of (seed of the request, start of its round, stream, index). So a row's output depends
+only on its own seed and text, never on the batch, and a round that is computed again draws the same numbers.
 
-Shape legend: B rows, V vocabulary, N uniforms.
+Shape legend: B rows, V vocabulary, C chunks of the vocabulary, N uniforms or tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _scramble(x: Tensor) -> Tensor:
 
 
 def uniforms(seed_B: Tensor, round_B: Tensor, stream: int, n: int) -> Tensor:
-    """Uniform numbers in [0, 1), float32 [B, n], for each row's ``seed_B`` and ``round_B`` (int64 [B])."""
+    """Return ``n`` uniform numbers in [0, 1) for each row's seed and round (int64 [B]): float32 [B, n]."""
     if not (seed_B.dtype == round_B.dtype == torch.int64 and seed_B.shape == round_B.shape and seed_B.ndim == 1):
         given = [(column.dtype, tuple(column.shape)) for column in (seed_B, round_B)]
         raise ValueError(f"seeds and rounds must be int64 of one shape [B], got {given}")
@@ -53,15 +53,15 @@ def _scramble_one(x: int) -> int:
 
 
 def derive(seed: int, position: int) -> int:
-    """Return the seed of a strategy that speculates from ``position`` on. It is independent of the row's own randomness
-    and of the strategy's seeds in other rounds."""
+    """Return the seed for a strategy that drafts after ``position`` tokens. It is independent of the row's own random
+    numbers and of the strategy's seeds in other rounds."""
     mixed = _scramble_one((seed % 2**64) ^ _UNSIGNED[2]) + position * _UNSIGNED[0]
     found = _scramble_one(mixed % 2**64)
     return found - 2**64 if found >= 2**63 else found
 
 
 def derived(seed_B: Tensor, position_B: Tensor) -> Tensor:
-    """``derive`` for each row, int64 [B]."""
+    """Return ``derive`` for each row, int64 [B]."""
     return _scramble(_scramble(seed_B ^ _MIX[2]) + position_B * _MIX[0])
 
 
@@ -70,8 +70,8 @@ def draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
     ``probs_BV`` need not be normalised. A token of mass zero is never drawn. A row without any mass gives token 0.
 
-    A large vocabulary is summed by chunks; only the chunk that the token is in is summed token by token. This scans
-    V / 512 + 512 numbers instead of V, and no copy of the distribution in float64 is made.
+    A large vocabulary is summed by chunks, and only the chunk with the token is summed token by token. This scans
+    V / 512 + 512 numbers instead of V, and makes no copy of the distribution in float64.
     """
     width = probs_BV.shape[1]
     if width <= _CHUNK:
@@ -82,7 +82,7 @@ def draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
     mass_BC = probs_BV[:, :whole].unflatten(1, (-1, _CHUNK)).sum(-1, dtype=torch.float64)
     rest_B1 = probs_BV[:, whole:].sum(-1, dtype=torch.float64, keepdim=True)
     cumulative_BC = torch.cat([mass_BC, rest_B1], 1).cumsum(-1)
-    # The chunk, and what of the sought mass is left within it.
+    # Find the chunk, and then the token within it.
     sought_B1 = uniform_B.double().unsqueeze(1) * cumulative_BC[:, -1:]
     chunk_B1 = _find(cumulative_BC, sought_B1)
     before_B1 = cumulative_BC.gather(1, (chunk_B1 - 1).clamp_min(0)).where(chunk_B1 > 0, 0.0)
@@ -93,8 +93,8 @@ def draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def _find(cumulative_BN: Tensor, sought_B1: Tensor) -> Tensor:
-    """[B, 1] the first place whose cumulative mass is above ``sought``; the last with any mass, if rounding put
-    ``sought`` at the end."""
+    """Find the first index whose cumulative mass is above ``sought``, [B, 1]; the last one with any mass if rounding
+    put ``sought`` at the end."""
     at_B1 = torch.searchsorted(cumulative_BN, sought_B1, right=True)
     last_B1 = torch.searchsorted(cumulative_BN, cumulative_BN[:, -1:].contiguous())
     return torch.minimum(at_B1, last_B1)

@@ -11,13 +11,12 @@ __all__ = ["sent", "upload"]
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to ``device``. A copy to CUDA goes through pinned memory, which is kept alive until it is
-    done, so that the host does not wait."""
+    """Copy a host tensor to ``device``. A copy to CUDA goes through pinned memory, so that the host does not wait."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def upload(values: Sequence[int], device: torch.device) -> Tensor:
-    """Copy ``values`` to ``device`` as int64, in the same way."""
+    """Copy ``values`` to ``device`` as an int64 tensor, by ``sent``."""
     return sent(torch.tensor(values, dtype=torch.int64), device)

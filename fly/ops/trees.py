@@ -1,4 +1,4 @@
-"""Token trees as lists of parents: the number of the token that each token follows; -1 is the row's last token.
+"""Token trees as lists of parents: for each token the number of the token that it follows, or -1 for the row's last.
 
 Shape legend: N new tokens of a row, S tokens of a row.
 """
@@ -12,7 +12,7 @@ __all__ = ["depths", "descend", "first_branch", "leaf_paths", "tree_mask"]
 
 
 def depths(parents: list[int]) -> list[int]:
-    """Depth of each token: 0 for those that follow the row itself."""
+    """Return the depth of each token: 0 for those that follow the row's last token."""
     found: list[int] = []
     for parent in parents:
         found.append(0 if parent < 0 else found[parent] + 1)
@@ -20,7 +20,7 @@ def depths(parents: list[int]) -> list[int]:
 
 
 def descend(tokens: list[int], parents: list[int], text: list[int]) -> list[int]:
-    """Numbers of the tree's tokens that spell the longest prefix of ``text``."""
+    """Return the numbers of the tree's tokens that spell the longest prefix of ``text``."""
     path: list[int] = []
     for wanted in text:
         at = path[-1] if path else -1
@@ -32,7 +32,7 @@ def descend(tokens: list[int], parents: list[int], text: list[int]) -> list[int]
 
 
 def first_branch(parents: list[int]) -> list[int]:
-    """Numbers of the tokens along the branch that is tried first at every fork."""
+    """Return the numbers of the tokens along the branch that is tried first at every fork."""
     branch: list[int] = []
     for node, parent in enumerate(parents):
         if parent == (branch[-1] if branch else -1):
@@ -41,7 +41,7 @@ def first_branch(parents: list[int]) -> list[int]:
 
 
 def leaf_paths(parents: list[int]) -> list[list[int]]:
-    """For each leaf, the numbers of the tokens on the way to it."""
+    """Return, for each leaf, the numbers of the tokens on the way to it."""
     paths = []
     for leaf in sorted(set(range(len(parents))) - set(parents)):
         path = [leaf]
@@ -52,10 +52,10 @@ def leaf_paths(parents: list[int]) -> list[list[int]]:
 
 
 def tree_mask(start: int, root: int, parents: list[int]) -> Tensor:
-    """Attention mask, bool [N, S], for the new tokens of a row with ``root`` tokens, ``start`` of them cached, and a
-    tree after them. Each token sees all before it in the row, and its ancestors in the tree."""
+    """Build the attention mask, bool [N, S], for the new tokens of a row with ``root`` tokens, ``start`` of them
+    cached, and a tree after them. Each token sees all tokens before it in the row, and its ancestors in the tree."""
     count, total = len(parents), root + len(parents)
-    # Start with each token and its parent; doubling the reach again and again covers the whole way to the root.
+    # Start with each token and its parent. Squaring doubles the number of hops, until they lead to the root.
     within_NN = torch.eye(count)
     within_NN[[node for node, parent in enumerate(parents) if parent >= 0], [p for p in parents if p >= 0]] = 1
     hops, longest = 1, max(depths(parents), default=0)

@@ -1,12 +1,12 @@
 """Reductions over the vocabulary that read it as few times as possible. Knows nothing of policies or models.
 
-Shape legend: R positions, of which N are used, V vocabulary, "..." any leading dimensions.
+Shape legend: R positions, N used positions, V vocabulary, U known tokens, "..." any leading dimensions.
 
-On the CPU, allocating memory of the size of the logits costs more than the arithmetic on them, and a top-k over the
-vocabulary more than ten plain passes. So top-k works by chunks, and sums use a small buffer. Accelerators have neither
-problem, and reading intermediate results would make the host wait, so torch's own kernels are used there.
+On a CPU, allocating memory of the size of the logits costs more than the arithmetic on them, and a top-k over the
+vocabulary costs more than ten plain passes. So top-k works by chunks, and sums use a small buffer. Accelerators have
+neither problem, and reading intermediate results would make the host wait, so torch's own kernels are used there.
 
-A tensor-like object whose vocabulary is spread over ranks overrides these functions as it would torch's own, by
+A tensor-like object whose vocabulary is divided among ranks overrides these functions like torch's own, by
 ``__torch_function__``.
 """
 
@@ -27,7 +27,7 @@ _FEW = 1 << 15  # below this number of values, chunks do not pay
 
 
 def argmax(values: Tensor) -> Tensor:
-    """Index of the largest value in the last dimension, int64 [...]; of equal values the lowest index."""
+    """Return the index of the largest value in the last dimension, int64 [...]; the lowest index among equal values."""
     if has_torch_function_unary(values):
         return handle_torch_function(argmax, (values,), values)
     if values.device.type != "cpu" or values.dtype != torch.float32:
@@ -36,22 +36,22 @@ def argmax(values: Tensor) -> Tensor:
 
 
 def pick(values: Tensor, index: Tensor) -> Tensor:
-    """The element at ``index`` [...] of each vector [..., V] of ``values``: [...]."""
+    """Return the element at ``index`` [...] of each vector [..., V] of ``values``: [...]."""
     if has_torch_function_unary(values):
         return handle_torch_function(pick, (values,), values, index)
     return values.gather(-1, index.unsqueeze(-1)).squeeze(-1)
 
 
 def one_hot(like: Tensor, tokens: Tensor) -> Tensor:
-    """[..., V] the distributions of ``tokens`` [...] that are certain, in the shape and dtype of ``like``."""
+    """Return one-hot distributions [..., V] on ``tokens`` [...], in the shape and dtype of ``like``."""
     if has_torch_function_unary(like):
         return handle_torch_function(one_hot, (like,), like, tokens)
     return torch.zeros_like(like).scatter_(-1, tokens.unsqueeze(-1), 1.0)
 
 
 def nan_at(values: Tensor, index: Tensor) -> Tensor:
-    """Whether the element at ``index`` [...] of each vector [..., V] of ``values`` is NaN, bool [...]. False if ranks
-    share the vocabulary, because they would have to communicate."""
+    """Return whether the element at ``index`` [...] of each vector [..., V] of ``values`` is NaN, bool [...]. Always
+    False if ranks share the vocabulary, because they would have to communicate."""
     if has_torch_function_unary(values):
         return handle_torch_function(nan_at, (values,), values, index)
     return pick(values, index).isnan()
@@ -65,10 +65,10 @@ class Top(NamedTuple):
 
 
 def top(values: Tensor, n: int) -> Top:
-    """The min(n, V) largest values of each vector [..., V] and their indices (int64).
+    """Return the min(n, V) largest values of each vector [..., V] and their indices (int64).
 
-    The n largest values lie in the n chunks with the largest maxima. Only these chunks, and the remainder at the end,
-    are searched.
+    The n largest values lie in the n chunks with the largest maxima. So only these chunks are searched, and what is
+    left over at the end.
     """
     if has_torch_function_unary(values):
         return handle_torch_function(top, (values,), values, n)
@@ -91,16 +91,15 @@ def log_mass(
     least_N: Tensor | None = None,
     at_N: Tensor | None = None,
 ) -> Tensor:
-    """[N] ln of the sum of exp((logits - peak) / temperature) over logits of at least ``least``.
+    """Return ln of the sum of exp((logits - peak) / temperature) over logits of at least ``least``, [N].
 
-    ``at_N`` (int64) are the positions used, of the R there are; None is all. ``peak_N`` is the largest logit there.
-    ``temperature_N`` None is 1; ``least_N`` None leaves nothing out.
+    ``at_N`` (int64) selects N of the R positions; None selects all. ``peak_N`` is the largest logit at each.
+    ``temperature_N`` None means 1; ``least_N`` None leaves no logit out.
     """
     if has_torch_function_unary(logits_RV):
         return handle_torch_function(log_mass, (logits_RV,), logits_RV, peak_N, temperature_N, least_N, at_N)
 
     def scale(logits_NV: Tensor, rows: slice) -> Tensor:
-        """Scale in place."""
         cut_NV = None if least_N is None else logits_NV < least_N[rows, None]
         logits_NV -= peak_N[rows, None]
         if temperature_N is not None:
@@ -114,7 +113,7 @@ def log_mass(
         logits_NV = (logits_RV if at_N is None else logits_RV[at_N]).detach().numpy()
         scaled_NV = logits_NV - peak_N.detach().numpy()[:, None]
         if temperature_N is not None:
-            with np.errstate(over="ignore"):  # a temperature next to 0 may overflow
+            with np.errstate(over="ignore"):  # a temperature near 0 may overflow
                 scaled_NV /= temperature_N.numpy()[:, None]
         mass_NV = np.exp(scaled_NV, out=scaled_NV)
         if least_N is not None:
@@ -129,13 +128,12 @@ def log_mass(
         rows = slice(start, min(start + step, positions))
         scaled_NV, probs_NV = buffers[:, : rows.stop - start]
         scale(torch.index_select(logits_RV, 0, at_N[rows], out=scaled_NV), rows)
-        # softmax is torch's fastest fused sum. The peak's probability is exp(0) / sum, which gives the sum.
+        # softmax is torch's fastest fused sum: the peak's probability is exp(0) / sum.
         totals.append(-torch.softmax(scaled_NV, -1, out=probs_NV).amax(-1).log())
     return torch.cat(totals)
 
 
 def spread(logits_NU: Tensor, ids_U: Tensor, size: int) -> Tensor:
-    """Spread logits [..., U] of the tokens ``ids_U`` over a vocabulary of ``size`` [..., V]. The other tokens get minus
-    infinity."""
+    """Spread the logits [..., U] of tokens ``ids_U`` over a vocabulary of ``size``, [..., V]. Other tokens get -inf."""
     spread_NV = logits_NU.new_full((*logits_NU.shape[:-1], size), -torch.inf)
     return spread_NV.index_copy_(-1, ids_U, logits_NU)

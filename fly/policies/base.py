@@ -1,22 +1,22 @@
-"""The interface of an acceptance policy, and how a policy judges a chain. Knows nothing of models, caches or ranks.
+"""The interface of acceptance policies, and how a policy judges a chain. Knows nothing of models, caches or ranks.
 
-Shape legend: B rows, K longest draft, V vocabulary. Positions are 0-based here, papers count from 1.
+Shape legend: B rows, K longest draft, V vocabulary. Positions count from 0 here, and from 1 in papers.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, wraps
-from typing import Any, ClassVar, Literal, TypeVar
+from functools import cached_property
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from fly.ops import draw, one_hot
+from fly.ops import draw, one_hot, pick
 from fly.policies.binding import Bindable
-from fly.policies.conditions import Block, Condition, expression, given
+from fly.policies.conditions import Block, Condition, describe, expression
 from fly.types import UNDECIDED, Draft, Guarantee, Noise, Target, Verdict, Why
 from fly.vocabulary import Vocabulary
 
@@ -26,9 +26,10 @@ __all__ = [
     "ExactCore",
     "Relaxed",
     "accepts_exactly",
+    "draw_next",
     "exact_accept_probs",
     "longest_prefix",
-    "undecided",
+    "mark_nan",
     "verdict_of",
 ]
 
@@ -50,18 +51,21 @@ class Bound:
 
 
 class AcceptancePolicy(Bindable, ABC):
-    """Decides which drafted tokens are kept. Subclasses are frozen dataclasses of parameters: pure, without state,
-    judging each row by itself, vectorised over the batch, and never making the host wait for a device.
+    """Decides which drafted tokens are kept.
 
-    A subclass implements ``accept_probs``. It may excuse mismatches (``relax``, or a ``relaxation`` composed of
-    conditions) and change the distribution of the correction (``residual``). ``verify`` does the rest.
+    A policy is a frozen dataclass of parameters. It is pure: it has no state, changes no input, judges each row by
+    itself, is vectorised over the batch, and never makes the host wait for a device.
 
-    ``name`` is the policy's name in texts and configurations (default: the class name). ``guarantee`` is
-    LOSSLESS, BOUNDED (then ``bound`` says how far) or HEURISTIC; ``fly check`` tests it.
+    A subclass implements ``accept_probs``. It may excuse mismatches (``relaxation``, composed of conditions, or
+    ``relax``) and change the distribution of the correction (``residual``). ``verify`` does the rest.
+
+    ``name`` is the policy's name in texts and configurations (default: the class name). ``guarantee`` is LOSSLESS,
+    BOUNDED (then ``bound`` says how far the text may move) or HEURISTIC; ``fly check`` tests it. ``monotone`` declares
+    parameters: +1 if a larger value never accepts less, -1 if it never accepts more.
     """
 
     name: ClassVar[str]
-    monotone: ClassVar[Mapping[str, int]] = {}  # parameter -> +1: a larger one never accepts less; -1: never more
+    monotone: ClassVar[Mapping[str, int]] = {}
     guarantee: Guarantee = Guarantee.HEURISTIC
 
     @property
@@ -76,38 +80,47 @@ class AcceptancePolicy(Bindable, ABC):
 
     @property
     def relaxation(self) -> Condition | None:
-        """The condition under which a mismatch is excused; None excuses none. It is computed once, and bound to the
-        policy's vocabulary."""
+        """The condition under which a mismatch is excused; None excuses none. Computed once for each policy."""
         return None
 
     @abstractmethod
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        """Probability [B, K], float in [0, 1], of keeping token j if all tokens before it are kept."""
+        """Return the probability [B, K], in [0, 1], of keeping token j if all tokens before it are kept."""
 
     def chances(self, target: Target, draft: Draft) -> Tensor:
-        """Call ``accept_probs`` and check its shape. Raises ``ValueError`` unless there is one number per drafted
-        token: a tensor [B] or [K] would be broadcast silently."""
+        """Call ``accept_probs`` and check its shape.
+
+        Raises ``ValueError`` unless it is [B, K]: a tensor [B] or [K] would be broadcast silently.
+        """
         found_BK = self.accept_probs(target, draft)
         if not isinstance(found_BK, Tensor) or found_BK.shape != draft.shape:
-            raise ValueError(f"{self}: accept_probs gave {given(found_BK)}, not a tensor [B, K] of {list(draft.shape)}")
+            shape = list(draft.shape)
+            raise ValueError(f"{self}: accept_probs gave {describe(found_BK)}, not a tensor [B, K] of {shape}")
         return found_BK
 
     def relax(self, target: Target, draft: Draft, agree_BK: Tensor) -> Tensor:
-        """Mismatches to excuse, bool [B, K]. ``agree_BK`` is where the lossless core accepts, False on padding."""
+        """Return the mismatches to excuse, bool [B, K]. ``agree_BK`` is where the lossless core keeps the token; it is
+        False on padding."""
+        return torch.zeros_like(agree_BK)
+
+    def excused(self, block: Block) -> Tensor:
+        """The mismatches that ``relaxation``, or else ``relax``, excuses, bool [B, K]; never a banned token."""
         if self.relaxation is None:
-            return torch.zeros_like(agree_BK)
-        return self.relaxation.holds(Block(target, draft, agree_BK))
+            excused_BK = self.relax(block.target, block.draft, block.agree_BK)
+        else:
+            excused_BK = self.relaxation.holds(block)
+        return excused_BK & block.target.allowed(block.draft.tokens_BK)
 
     def residual(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
-        """Distribution [B, V] of the correction after a rejection, not normalised: max(target - draft, 0).
+        """Return the distribution [B, V] of the correction after a rejection, not normalised: max(target - draft, 0)
+        (Leviathan et al. 2023, eq. 2; Chen et al. 2023).
 
-        (Leviathan et al. 2023, eq. 2; Chen et al. 2023.) For a deterministic draft ``draft_BV`` is one-hot, so the
-        result is the target without the rejected token.
+        ``draft_BV`` of a deterministic draft is one-hot, so the result is the target without the rejected token.
         """
         return (target_BV - draft_BV).clamp_min(0)
 
     def correction(self, target: Target, draft: Draft, at_B: Tensor) -> Tensor:
-        """Distribution [B, V] of the correction, not normalised, after token number ``at_B`` of the draft was rejected.
+        """Return the distribution [B, V] of the correction, not normalised, after drafted token ``at_B`` was rejected.
 
         Override this, instead of ``residual``, if the distribution depends on which token was rejected.
         """
@@ -119,13 +132,8 @@ class AcceptancePolicy(Bindable, ABC):
             draft_BV = draft.probs_BKV[rows_B, at_B]
         return self.residual(target_BV, draft_BV)
 
-    def bind(self: P, vocabulary: Vocabulary) -> P:
-        bound = super().bind(vocabulary)
-        _ = bound.relaxation  # conditions look up their tokens now, so that errors come early
-        return bound
-
     def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
-        """Decide a block of chains. A rule that judges whole blocks overrides this and nothing else."""
+        """Decide a block of chains. A policy that judges whole blocks overrides this and nothing else."""
         # Without a draft, as in autoregressive decoding, there is only the next token to draw.
         mask_BK = draft.mask_BK()
         if not mask_BK.shape[1]:
@@ -134,21 +142,23 @@ class AcceptancePolicy(Bindable, ABC):
         # Flip the coins: token j is kept if its coin is below its chance (Leviathan et al. 2023, alg. 1).
         chance_BK = self.chances(target, draft)
         kept_BK = (noise.accept_BK < chance_BK) & mask_BK
-        # Excuse mismatches, but never a banned token.
+        # Excuse mismatches.
         block = Block(target, draft, kept_BK)
-        if self.relaxation is None:
-            excused_BK = self.relax(target, draft, kept_BK)
-        else:
-            excused_BK = self.relaxation.holds(block)
-        stands_BK = kept_BK | (excused_BK & mask_BK & target.allowed(draft.tokens_BK))
+        stands_BK = kept_BK | (self.excused(block) & mask_BK)
         # A kept token counts as relaxed if the exact rule would have rejected it with the same coin.
         exact_BK = kept_BK
         if self.core.guarantee is not Guarantee.LOSSLESS:
             exact_BK = (noise.accept_BK < exact_accept_probs(target, draft)) & mask_BK
-        # The longest prefix of tokens that stand is accepted; a correction or a bonus follows it.
+        # Accept the longest prefix of tokens that stand; a correction or a bonus follows it.
         verdict = longest_prefix(self, target, draft, noise, stands_BK, exact_BK, block.clauses)
         # The exact rule's chances are NaN only if the target or draft has a NaN, which ``verify`` finds without them.
-        return verdict if accepts_exactly(self) else undecided(verdict, chance_BK, draft)
+        return verdict if accepts_exactly(self) else mark_nan(verdict, chance_BK, draft)
+
+    def bind(self: P, vocabulary: Vocabulary) -> P:
+        bound = super().bind(vocabulary)
+        if (relaxation := bound.relaxation) is not None:
+            vars(bound)["relaxation"] = relaxation.bind(vocabulary)  # unknown tokens raise now
+        return bound
 
     def __or__(self, condition: Condition) -> AcceptancePolicy:
         """Excuse mismatches under ``condition``, in addition to those this policy excuses already.
@@ -156,31 +166,28 @@ class AcceptancePolicy(Bindable, ABC):
         Raises ``TypeError`` for another policy, since two policies have no common core, and for a policy with its own
         ``verdict`` or ``relax``, which would be ignored.
         """
-        self._check_operand("|", condition)
-        if not isinstance(condition, Condition):
+        if not self._combines("|", condition):
             return NotImplemented
         return Relaxed(self.core, condition if self.relaxation is None else self.relaxation | condition)
 
     def __and__(self, condition: Condition) -> AcceptancePolicy:
         """Excuse mismatches only where ``condition`` also holds.
 
-        Raises ``TypeError`` for a policy that excuses nothing, since there is nothing to restrict, and for another
-        policy.
+        Raises ``TypeError`` like ``|``, and for a policy that excuses nothing, since there is nothing to restrict.
         """
-        self._check_operand("&", condition)
-        if not isinstance(condition, Condition):
+        if not self._combines("&", condition):
             return NotImplemented
         if self.relaxation is None:
             raise TypeError(f"{self} excuses no mismatch, so '& {condition}' has nothing to restrict")
         return Relaxed(self.core, self.relaxation & condition)
 
     def __ror__(self, other: object) -> AcceptancePolicy:
-        return self._wrong_side("|", other)
+        return self._second("|", other)
 
     def __rand__(self, other: object) -> AcceptancePolicy:
-        return self._wrong_side("&", other)
+        return self._second("&", other)
 
-    def _check_operand(self, symbol: str, other: object) -> None:
+    def _combines(self, symbol: str, other: object) -> bool:
         if isinstance(other, AcceptancePolicy):
             parts = "" if other.relaxation is None else f"; what '{other}' excuses is '{other.relaxation}'"
             raise TypeError(
@@ -189,35 +196,23 @@ class AcceptancePolicy(Bindable, ABC):
             )
         if isinstance(other, Condition):
             _check_by_token(self, symbol, other)
+        return isinstance(other, Condition)
 
-    def _wrong_side(self, symbol: str, other: object) -> AcceptancePolicy:
+    def _second(self, symbol: str, other: object) -> AcceptancePolicy:
         if not isinstance(other, Condition):
             return NotImplemented
         raise TypeError(f"the policy stands first: '{self} {symbol} {other}'")
 
     def __str__(self) -> str:
-        return expression(self)  # type: ignore[arg-type]  # subclasses are dataclasses
+        return expression(self)
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if "name" not in cls.__dict__:
             cls.name = cls.__name__
-        own = cls.__dict__.get("relaxation")
-        if isinstance(own, (property, cached_property)):
-            worked_out = cached_property(_bound_alike(own.fget if isinstance(own, property) else own.func))
-            worked_out.__set_name__(cls, "relaxation")
-            cls.relaxation = worked_out  # type: ignore[assignment]
-
-
-def _bound_alike(relaxation: Any) -> Callable[[AcceptancePolicy], Condition | None]:
-    """Wrap a function of a policy so that its result is bound to the policy's vocabulary, if it has one."""
-
-    @wraps(relaxation)
-    def bound(policy: AcceptancePolicy) -> Condition | None:
-        found: Condition | None = relaxation(policy)
-        return found if found is None or policy._vocabulary is None else found.bind(policy._vocabulary)
-
-    return bound
+        if isinstance(own := cls.__dict__.get("relaxation"), property):  # compute it once
+            cls.relaxation = cached_property(own.fget)  # type: ignore[assignment, arg-type]
+            cls.relaxation.__set_name__(cls, "relaxation")  # type: ignore[attr-defined]
 
 
 class ExactCore(AcceptancePolicy):
@@ -270,14 +265,14 @@ class Relaxed(AcceptancePolicy):
 
 def _check_by_token(policy: AcceptancePolicy, symbol: str, condition: Condition) -> None:
     """Raise ``TypeError`` for a policy that does more than keep or excuse tokens one by one: composing it would
-    silently make another rule of it."""
+    silently change it."""
     kind, plain = type(policy), AcceptancePolicy
     if kind.verdict is not plain.verdict:
         raise TypeError(
             f"{policy} decides on whole blocks (its own 'verdict'), so no single mismatch of it can be excused: write "
             f"'exact | {condition}', or excuse them in its verdict"
         )
-    if kind.relax is not plain.relax and kind is not Relaxed:
+    if kind.relax is not plain.relax:
         raise TypeError(
             f"{policy} excuses mismatches in a 'relax' of its own, which '{symbol} {condition}' would replace: give it "
             "a 'relaxation' made of conditions instead"
@@ -312,9 +307,12 @@ def longest_prefix(
     exact_BK: Tensor,
     clauses: dict[str, Tensor] | None = None,
 ) -> Verdict:
-    """Build the verdict from decisions on single tokens: ``stands_BK``, which are kept, and ``exact_BK``, which the
-    exact rule keeps (``match``; kept tokens besides them are ``relaxed``). The longest prefix of kept tokens stands,
-    followed by a correction or a bonus. Both tensors are bool [B, K], False on padding."""
+    """Build the verdict from decisions on single tokens: accept the longest prefix of tokens that stand, and draw the
+    correction or the bonus after it.
+
+    ``stands_BK`` marks tokens that stand. ``exact_BK`` marks those that the exact rule keeps: they count as ``match``,
+    the others as ``relaxed``. Both are bool [B, K], and False on padding.
+    """
     accepted_B = stands_BK.long().cumprod(-1).sum(-1)
     return verdict_of(accepted_B, _next_token(policy, target, draft, noise, accepted_B), exact_BK, draft, clauses)
 
@@ -330,7 +328,7 @@ def verdict_of(
     return Verdict(accepted_B, next_token_B, why_BK, asked_BK, clauses or {})
 
 
-def undecided(verdict: Verdict, chance_BK: Tensor, draft: Draft) -> Verdict:
+def mark_nan(verdict: Verdict, chance_BK: Tensor, draft: Draft) -> Verdict:
     """Mark the next token as undecided if a chance up to the end of the accepted prefix is NaN."""
     columns_K = torch.arange(chance_BK.shape[1], device=chance_BK.device)
     nan_BK = chance_BK.isnan() & draft.mask_BK() & (columns_K <= verdict.accepted_B.unsqueeze(1))
@@ -338,15 +336,20 @@ def undecided(verdict: Verdict, chance_BK: Tensor, draft: Draft) -> Verdict:
 
 
 def _next_token(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise, accepted_B: Tensor) -> Tensor:
-    """Draw the bonus from the target's distribution, or the correction from the policy's residual distribution."""
     if target.all_greedy:
-        return target.argmax_BK.gather(1, accepted_B.unsqueeze(1)).squeeze(1)
+        return pick(target.argmax_BK, accepted_B)
+    rows, longest = draft.tokens_BK.shape
+    if not longest:
+        return draw(target.probs_at(torch.arange(rows, device=accepted_B.device), accepted_B), noise.sample_B)
+    residual_BV = policy.correction(target, draft, accepted_B.clamp_max(longest - 1))
+    return draw_next(residual_BV, target, draft, noise, accepted_B)
+
+
+def draw_next(residual_BV: Tensor, target: Target, draft: Draft, noise: Noise, accepted_B: Tensor) -> Tensor:
+    """Draw the token after each accepted prefix, int64 [B]: the correction from ``residual_BV``, or the bonus from the
+    target's distribution. UNDECIDED where a correction's distribution holds a NaN."""
     rows_B = torch.arange(accepted_B.shape[0], device=accepted_B.device)
     probs_BV = target.probs_at(rows_B, accepted_B)
-    if not draft.tokens_BK.shape[1]:
-        return draw(probs_BV, noise.sample_B)
-    at_B = accepted_B.clamp_max(draft.tokens_BK.shape[1] - 1)
-    residual_BV = policy.correction(target, draft, at_B)
     # If target and draft are equal there is no residual mass. A rejection is then a rounding error, and the target's
     # distribution is the right one. A NaN anywhere makes the mass NaN.
     mass_B, rejected_B = residual_BV.sum(-1), accepted_B < draft.lengths_B

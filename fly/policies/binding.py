@@ -14,10 +14,10 @@ B = TypeVar("B", bound="Bindable")
 
 
 class Bindable:
-    """A frozen dataclass that can look up the meaning of tokens. Once bound, it has a ``vocabulary``.
+    """A frozen dataclass that may look up the meaning of tokens: ``bind`` gives it a ``vocabulary``.
 
-    The vocabulary is not a parameter: a bound rule prints the same as an unbound one, is equal to it and has the same
-    hash. A pickled or copied rule is unbound.
+    The vocabulary is not a parameter: a bound rule prints like the unbound one, equals it and has the same hash. A
+    pickled or copied rule is unbound.
     """
 
     _vocabulary: Vocabulary | None = None
@@ -27,15 +27,15 @@ class Bindable:
         """The meaning of token ids. Raises ``ValueError`` before ``bind``."""
         if self._vocabulary is None:
             raise ValueError(
-                f"{self} needs the meaning of tokens, but is bound to no vocabulary: fly.LLM and the kit bind the "
-                "policies they are given; elsewhere call bind(vocabulary)"
+                f"{self} needs the meaning of tokens, but is bound to no vocabulary: fly.LLM and the kit bind their "
+                "policies; elsewhere call bind(vocabulary)"
             )
         return self._vocabulary
 
     def bind(self: B, vocabulary: Vocabulary) -> B:
-        """Return a copy with this ``vocabulary``, parts included. ``LLM`` calls this for each request.
+        """Return a copy bound to ``vocabulary``, parts included. ``LLM`` calls this for each request.
 
-        Override it to find missing tokens early: a ``ValueError`` raised here is reported as the request's error.
+        Override it to find missing tokens early: a ``ValueError`` raised here becomes the request's error.
         """
         if self._vocabulary is vocabulary:
             return self
@@ -47,12 +47,9 @@ class Bindable:
 
     def __getstate__(self) -> dict[str, Any]:
         """The parameters, without the vocabulary and cached values."""
-        cached = {name for kind in type(self).__mro__ for name, part in vars(kind).items() if _is_cached(part)}
-        return {name: value for name, value in vars(self).items() if name != "_vocabulary" and name not in cached}
-
-
-def _is_cached(attribute: object) -> bool:
-    return isinstance(attribute, cached_property)
+        kinds = type(self).__mro__
+        cached = {name for kind in kinds for name, part in vars(kind).items() if isinstance(part, cached_property)}
+        return {name: value for name, value in vars(self).items() if name not in {"_vocabulary", *cached}}
 
 
 def _bound(value: Any, vocabulary: Vocabulary) -> Any:

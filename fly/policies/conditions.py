@@ -1,52 +1,54 @@
 """Conditions under which a mismatch may be excused. They combine by ``&``, ``|`` and ``~``.
 
-Shape legend: B rows, K longest draft, V vocabulary. Positions are 0-based here, papers count from 1.
+Shape legend: B rows, K longest draft, V vocabulary, N mismatches. Positions count from 0 here, and from 1 in papers.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fly.errors import short
+from fly.expressions import Amount, Checked, Count
 from fly.ops import entropy, log_mass, top
 from fly.policies.binding import Bindable
 from fly.types import Draft, Target
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-    class NamedDataclass(DataclassInstance, Protocol):
-        name: ClassVar[str]
-
-
 __all__ = ["AgreeingWindow", "Block", "Clause", "Condition", "ControlToken", "EntropyGate", "Room"]
 
+T = TypeVar("T")
 Entropy = Literal["top3", "normalized"]
 
 
 @dataclass(frozen=True)
 class Block:
-    """The input of a condition. ``clauses`` records, for each leaf condition, where it held."""
+    """The input of a condition."""
 
     target: Target
     draft: Draft
-    agree_BK: Tensor  # bool, where the lossless core accepts; False on padding
-    clauses: dict[str, Tensor] = field(default_factory=dict)
+    agree_BK: Tensor  # bool, where the lossless core keeps the token; False on padding
+    clauses: dict[str, Tensor] = field(default_factory=dict)  # where each single condition held, by its label
+
+    @property
+    def columns_K(self) -> Tensor:
+        """The positions 0, 1, ..., K - 1, int64 [K]."""
+        return torch.arange(self.agree_BK.shape[1], device=self.agree_BK.device)
 
     def at_mismatches(self, measure: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Compute ``measure(rows_N, positions_N)`` [N] at mismatches and return [B, K], with False or 0 elsewhere.
+        """Compute ``measure(rows_N, positions_N)`` [N] at mismatches, and return [B, K] with False or 0 elsewhere.
 
-        Use this for conditions that read the whole vocabulary. On the CPU only mismatches are read. An accelerator
-        reads every position, since listing the mismatches would make the host wait.
+        Use it for conditions that read the whole vocabulary. On a CPU only mismatches are read. An accelerator reads
+        every position, since listing the mismatches would make the host wait.
         """
         rows_N, positions_N = self._read
         found_N = measure(rows_N, positions_N)
@@ -55,35 +57,38 @@ class Block:
 
     @cached_property
     def _read(self) -> tuple[Tensor, Tensor]:
-        """Rows and positions, int64 [N] each, that ``at_mismatches`` reads."""
+        """The rows and positions that ``at_mismatches`` reads, int64 [N] each."""
         (count, longest), device = self.agree_BK.shape, self.agree_BK.device
         if device.type == "cpu":
             drafted_BK = np.arange(longest) < self.draft.lengths_B.numpy()[:, None]
-            found = (~self.agree_BK.numpy() & drafted_BK).nonzero()
-            return torch.from_numpy(found[0]), torch.from_numpy(found[1])
+            rows, positions = (~self.agree_BK.numpy() & drafted_BK).nonzero()
+            return torch.from_numpy(rows), torch.from_numpy(positions)
         rows_N = torch.arange(count, device=device).repeat_interleave(longest)
         return rows_N, torch.arange(longest, device=device).repeat(count)
 
 
 class Clause(NamedTuple):
-    """A condition as compiled code takes it (``fly/backends/cpu/src/decide.cpp`` evaluates each kind)."""
+    """A condition for compiled code (``fly/backends/cpu/src/decide.cpp`` evaluates each kind)."""
 
     kind: Literal["entropy", "window", "room", "control"]
     tokens: int = 0  # of a window or a room
     theta: float = 0.0  # of an entropy gate
-    processed: bool = False  # whether the entropy is that of the processed distribution
+    processed: bool = False  # whether an entropy gate uses the processed distribution
     negated: bool = False
 
 
 class Condition(Bindable, ABC):
-    """A statement that is true or false at each drafted position. Conditions are frozen dataclasses and print as their
-    expression."""
+    """A statement about each drafted token, true or false.
+
+    A subclass is a frozen dataclass of parameters and implements ``evaluate``. ``str`` gives the expression that builds
+    the condition. ``name`` is its name in texts and configurations (default: the class name).
+    """
 
     name: ClassVar[str]
 
     @property
     def possible(self) -> bool:
-        """Whether the condition can hold at all. If not, a relaxation by it leaves the core unchanged."""
+        """Whether the condition can ever hold. If not, a relaxation by it leaves the core unchanged."""
         return True
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -93,14 +98,7 @@ class Condition(Bindable, ABC):
 
     @abstractmethod
     def evaluate(self, block: Block) -> Tensor:
-        """Where the condition holds, bool [B, K]. Values on padding and at agreeing positions do not matter."""
-
-    def says(self, block: Block) -> Tensor:
-        """Call ``evaluate`` and check its result. Raises ``ValueError`` unless it is one bool per drafted token."""
-        said_BK, shape = self.evaluate(block), block.agree_BK.shape
-        if not isinstance(said_BK, Tensor) or said_BK.dtype != torch.bool or said_BK.shape != shape:
-            raise ValueError(f"{self}: evaluate gave {given(said_BK)}, not a bool tensor [B, K] of {list(shape)}")
-        return said_BK
+        """Return where the condition holds, bool [B, K]. Only values at mismatches matter."""
 
     @cached_property
     def label(self) -> str:
@@ -108,10 +106,19 @@ class Condition(Bindable, ABC):
         return str(self)
 
     def holds(self, block: Block) -> Tensor:
-        """Evaluate the condition once per block, and record the result in ``block.clauses``."""
+        """Call ``evaluate`` once per block, and record the result in ``block.clauses``.
+
+        Raises ``ValueError`` unless the result is one bool per drafted token.
+        """
         if self.label not in block.clauses:
-            block.clauses[self.label] = self.says(block)
+            block.clauses[self.label] = self._evaluate_checked(block)
         return block.clauses[self.label]
+
+    def _evaluate_checked(self, block: Block) -> Tensor:
+        found_BK, shape = self.evaluate(block), block.agree_BK.shape
+        if not isinstance(found_BK, Tensor) or found_BK.dtype != torch.bool or found_BK.shape != shape:
+            raise ValueError(f"{self}: evaluate gave {describe(found_BK)}, not a bool tensor [B, K] of {list(shape)}")
+        return found_BK
 
     @property
     def clauses(self) -> tuple[Condition, ...]:
@@ -120,46 +127,40 @@ class Condition(Bindable, ABC):
 
     @property
     def budgets(self) -> tuple[Any, ...]:
-        """The conditions among it that keep account of what relaxed tokens cost (``CostBudget``)."""
+        """The budgets in this condition that need an account of what relaxed tokens cost (``CostBudget``)."""
         return ()
 
     @property
     def compiled(self) -> list[Clause] | None:
-        """The clauses that must all hold, one for each of ``clauses``, for compiled code to evaluate it. None: only
-        Python can. They come from a ``_compile`` of the class's own: one that it inherits does not count, since a
-        subclass may decide something else."""
+        """The condition for compiled code: clauses that must all hold, one for each of ``clauses``. None if only Python
+        can evaluate it. An inherited ``_compile`` does not count, since a subclass may evaluate something else."""
         return self._compile() if "_compile" in vars(type(self)) else None
 
     def _compile(self) -> list[Clause] | None:
         return None
 
-    def decide(self, held: Mapping[str, bool]) -> bool:
-        """Whether the condition holds at one position, given which clauses hold there."""
+    def holds_given(self, held: Mapping[str, bool]) -> bool:
+        """Whether the condition holds for one token, given which clauses hold for it."""
         return held[self.label]
 
     def deciding(self, held: Mapping[str, bool]) -> tuple[bool, frozenset[str]]:
-        """Whether the condition holds, given where its clauses hold, and the clauses whose opposite result alone would
-        change that."""
-        said = tuple(held.items())
-        if (known := self._decided.get(said)) is None:
-            outcome = self.decide(held)
-            turns = (name for name, passed in said if self.decide({**held, name: not passed}) != outcome)
-            known = self._decided[said] = outcome, frozenset(turns)
+        """Whether the condition holds given ``held``, and which clauses would each change that by changing alone."""
+        key = tuple(held.items())
+        if (known := self._deciding.get(key)) is None:
+            outcome = self.holds_given(held)
+            turns = (name for name, one in key if self.holds_given({**held, name: not one}) != outcome)
+            known = self._deciding[key] = outcome, frozenset(turns)
         return known
 
     @cached_property
-    def _decided(self) -> dict[tuple[tuple[str, bool], ...], tuple[bool, frozenset[str]]]:
+    def _deciding(self) -> dict[tuple[tuple[str, bool], ...], tuple[bool, frozenset[str]]]:
         return {}
 
     def __and__(self, other: Condition) -> Condition:
-        if not isinstance(other, Condition):
-            return NotImplemented
-        return All((*_parts(self, All), *_parts(other, All)))
+        return All((*_parts(self, All), *_parts(other, All))) if isinstance(other, Condition) else NotImplemented
 
     def __or__(self, other: Condition) -> Condition:
-        if not isinstance(other, Condition):
-            return NotImplemented
-        return AnyOf((*_parts(self, AnyOf), *_parts(other, AnyOf)))
+        return AnyOf((*_parts(self, AnyOf), *_parts(other, AnyOf))) if isinstance(other, Condition) else NotImplemented
 
     def __invert__(self) -> Condition:
         return Not(self)
@@ -171,11 +172,11 @@ class Condition(Bindable, ABC):
         )
 
     def __str__(self) -> str:
-        return expression(self, first=True)  # type: ignore[arg-type]  # subclasses are dataclasses
+        return expression(self, first=True)
 
 
 def _parts(condition: Condition, kind: type[_Chain]) -> tuple[Condition, ...]:
-    """The parts of a condition, so that chains of one operator stay flat."""
+    """The parts of a chain of this kind; another condition is one part. So chains of one operator stay flat."""
     return condition.parts if isinstance(condition, kind) else (condition,)
 
 
@@ -185,23 +186,30 @@ class _Composite(Condition):
     def holds(self, block: Block) -> Tensor:
         return self.evaluate(block)
 
-    @property
-    @abstractmethod
-    def clauses(self) -> tuple[Condition, ...]: ...
-
-    @abstractmethod
-    def decide(self, held: Mapping[str, bool]) -> bool: ...
-
 
 @dataclass(frozen=True)
 class _Chain(_Composite):
-    """Conditions joined by one operator."""
+    """Conditions joined by one operator, which joins tensors and truth values alike."""
 
+    join: ClassVar[Callable[..., Any]]
     parts: tuple[Condition, ...]
 
     def __post_init__(self) -> None:
         if not self.parts:
             raise ValueError("parts () must hold at least one condition")
+
+    def _joined(self, value: Callable[[Condition], T]) -> T:
+        return functools.reduce(self.join, map(value, self.parts))
+
+    def evaluate(self, block: Block) -> Tensor:
+        return self._joined(lambda part: part.holds(block))
+
+    def holds_given(self, held: Mapping[str, bool]) -> bool:
+        return self._joined(lambda part: part.holds_given(held))
+
+    @property
+    def possible(self) -> bool:
+        return self._joined(lambda part: part.possible)
 
     @cached_property
     def clauses(self) -> tuple[Condition, ...]:
@@ -217,27 +225,14 @@ class All(_Chain):
     """Holds where every part holds."""
 
     name: ClassVar[str] = "all"
-
-    def evaluate(self, block: Block) -> Tensor:
-        return torch.stack([part.holds(block) for part in self.parts]).all(0)
-
-    def decide(self, held: Mapping[str, bool]) -> bool:
-        return all(part.decide(held) for part in self.parts)
-
-    @property
-    def possible(self) -> bool:
-        return all(part.possible for part in self.parts)
+    join = operator.and_
 
     def _compile(self) -> list[Clause] | None:
-        found: list[Clause] = []
-        for part in self.parts:
-            if (clauses := part.compiled) is None:
-                return None
-            found += clauses
-        return found
+        clauses = [part.compiled for part in self.parts]
+        return None if None in clauses else [clause for part in clauses for clause in part or ()]
 
     def __str__(self) -> str:
-        return " & ".join(f"({p})" if isinstance(p, AnyOf) else str(p) for p in self.parts)
+        return " & ".join(f"({part})" if isinstance(part, AnyOf) else str(part) for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -245,30 +240,21 @@ class AnyOf(_Chain):
     """Holds where at least one part holds."""
 
     name: ClassVar[str] = "any"
-
-    def evaluate(self, block: Block) -> Tensor:
-        return torch.stack([part.holds(block) for part in self.parts]).any(0)
-
-    def decide(self, held: Mapping[str, bool]) -> bool:
-        return any(part.decide(held) for part in self.parts)
-
-    @property
-    def possible(self) -> bool:
-        return any(part.possible for part in self.parts)
+    join = operator.or_
 
     def __str__(self) -> str:
-        return " | ".join(str(part) for part in self.parts)
+        return " | ".join(map(str, self.parts))
 
 
 @dataclass(frozen=True)
 class Not(Condition):
-    """Holds where the part does not. The negation of a leaf is recorded as a clause, so that pass rates are its own."""
+    """Holds where the part does not. The negation of a single condition is a clause of its own."""
 
     name: ClassVar[str] = "not"
     part: Condition
 
     def evaluate(self, block: Block) -> Tensor:
-        return ~self.part.says(block)
+        return ~self.part._evaluate_checked(block)
 
     def holds(self, block: Block) -> Tensor:
         return ~self.part.holds(block) if isinstance(self.part, _Composite) else super().holds(block)
@@ -281,8 +267,8 @@ class Not(Condition):
     def budgets(self) -> tuple[Any, ...]:
         return self.part.budgets
 
-    def decide(self, held: Mapping[str, bool]) -> bool:
-        return not self.part.decide(held) if isinstance(self.part, _Composite) else super().decide(held)
+    def holds_given(self, held: Mapping[str, bool]) -> bool:
+        return not self.part.holds_given(held) if isinstance(self.part, _Composite) else super().holds_given(held)
 
     def _compile(self) -> list[Clause] | None:
         if isinstance(self.part, (Not, _Composite)) or (clauses := self.part.compiled) is None:
@@ -293,141 +279,122 @@ class Not(Condition):
         return f"~({self.part})" if isinstance(self.part, _Composite) else f"~{self.part}"
 
 
-def given(value: object) -> str:
-    """Describe what a rule returned instead of a tensor."""
+def describe(value: object) -> str:
+    """Describe what a rule returned, for an error."""
     return f"a {value.dtype} tensor of {list(value.shape)}" if isinstance(value, Tensor) else short(value)
 
 
 def is_ours(rule: object) -> bool:
-    """Whether a rule or condition comes with this package: its parameters and their defaults are known."""
+    """Whether a rule or condition comes with this package, so that readers know its parameters."""
     return type(rule).__module__.startswith("fly.")
 
 
-def expression(instance: NamedDataclass, first: bool = False) -> str:
+def expression(rule: Any, first: bool = False) -> str:
     """Write ``name(other=value)`` with the parameters that differ from their defaults. With ``first``, the first
-    parameter is always written, without its name. A user's own class gets all parameters by name, since readers do not
-    know its defaults."""
-    if not is_dataclass(instance):
-        raise TypeError(f"{type(instance).__name__} must be a dataclass: write @dataclass(frozen=True) above it")
-    shown, ours = [], is_ours(instance)
-    for number, parameter in enumerate(f for f in fields(instance) if f.init):
-        value = getattr(instance, parameter.name)
+    parameter is always written, without its name. A user's own class gets all parameters by name.
+
+    Raises ``TypeError`` unless ``rule`` is a dataclass.
+    """
+    if not is_dataclass(rule):
+        raise TypeError(f"{type(rule).__name__} must be a dataclass: write @dataclass(frozen=True) above it")
+    shown, ours = [], is_ours(rule)
+    for number, parameter in enumerate(f for f in fields(rule) if f.init):
+        value = getattr(rule, parameter.name)
+        # Plain words need no quotes where ``parse_policy`` reads them.
+        text = value if isinstance(value, str) and value.isidentifier() else repr(value)
         if ours and first and number == 0:
-            shown.append(_literal(value))
+            shown.append(text)
         elif not ours or value != parameter.default:
-            shown.append(f"{parameter.name}={_literal(value)}")
-    return f"{instance.name}({', '.join(shown)})" if shown else instance.name
-
-
-def _literal(value: object) -> str:
-    """Write a value in the form that ``parse_policy`` reads: plain words need no quotes."""
-    return value if isinstance(value, str) and value.isidentifier() else repr(value)
+            shown.append(f"{parameter.name}={text}")
+    name: str = getattr(rule, "name")  # noqa: B009
+    return f"{name}({', '.join(shown)})" if shown else name
 
 
 @dataclass(frozen=True)
-class EntropyGate(Condition):
+class EntropyGate(Condition, Checked):
     """The target was uncertain: its entropy is at least ``theta`` (FLy, arXiv 2511.22972).
 
     ``entropy`` is ``"top3"``, the sum of -target·ln target over the three likeliest tokens, not renormalised, in nats
-    (at most 3/e = 1.104; the authors' code), or ``"normalized"``, the full entropy over ln V, in [0, 1] (the formula in
-    their paper). With ``processed`` it is computed from the processed distribution, else from the raw logits. Rows at
-    temperature 0 always use the raw logits, because their processed distribution is one-hot.
+    (at most 3/e = 1.104; the authors' code), or ``"normalized"``, the entropy of the whole distribution over ln V, in
+    [0, 1] (the formula in their paper). ``processed`` chooses the processed distribution, otherwise the raw one. At
+    temperature 0 it is always the raw one, because the processed distribution is one-hot.
     """
 
     name: ClassVar[str] = "entropy"
-    theta: float = 0.3
+    theta: Amount = 0.3
     entropy: Entropy = "top3"
     processed: bool = True
 
-    def __post_init__(self) -> None:
-        if not (isinstance(self.theta, (int, float)) and math.isfinite(self.theta) and self.theta >= 0):
-            raise ValueError(f"theta {self.theta!r} must be a finite number of at least 0")
-        if self.entropy not in ("top3", "normalized"):
-            raise ValueError(f"entropy {self.entropy!r} is unknown; choices: ['top3', 'normalized']")
-
     @property
     def possible(self) -> bool:
-        # The top-3 sum is largest for three probabilities of 1/e. The full entropy is at most ln V.
+        # The top-3 sum is largest for three probabilities of 1/e. The whole entropy is at most ln V.
         return self.theta <= (3 / math.e if self.entropy == "top3" else 1.0) + 1e-5
 
     def _compile(self) -> list[Clause] | None:
         return [Clause("entropy", theta=self.theta, processed=self.processed)] if self.entropy == "top3" else None
 
     def evaluate(self, block: Block) -> Tensor:
-        target = block.target
-        raw = not self.processed or target.all_greedy
-        measure = self._top3 if self.entropy == "top3" else self._normalized
-        if raw or not target.some_greedy:
-            return measure(block, raw) >= self.theta
-        found_BK = torch.where(target.greedy_B.unsqueeze(1), measure(block, True), measure(block, False))
+        target, measure = block.target, self._top3 if self.entropy == "top3" else self._normalized
+        if not self.processed or target.all_greedy:
+            return measure(block, raw=True) >= self.theta
+        found_BK = measure(block, raw=False)
+        if target.some_greedy:
+            found_BK = torch.where(target.greedy_B.unsqueeze(1), measure(block, raw=True), found_BK)
         return found_BK >= self.theta
 
     def _top3(self, block: Block, raw: bool) -> Tensor:
-        """Top-3 entropy [B, K], from three logits and the total mass, without a softmax over the vocabulary."""
         if not raw:
             return entropy(block.target.top_probs(3)[:, :-1])
-        target = block.target
 
-        def of_three(rows_N: Tensor, positions_N: Tensor) -> Tensor:
-            logits_NV = target.logits_BKV[rows_N, positions_N]
+        def measure(rows_N: Tensor, positions_N: Tensor) -> Tensor:
+            # Three logits and the mass of all give three probabilities without a softmax over the vocabulary.
+            logits_NV = block.target.logits_BKV[rows_N, positions_N]
             top_N3 = top(logits_NV, 3).values
-            log_share_N3 = top_N3 - (top_N3[:, 0] + log_mass(logits_NV, top_N3[:, 0])).unsqueeze(1)
-            return entropy(log_share_N3.exp())
+            peak_N = top_N3[:, 0]
+            return entropy((top_N3 - (peak_N + log_mass(logits_NV, peak_N)).unsqueeze(1)).exp())
 
-        return block.at_mismatches(of_three)
+        return block.at_mismatches(measure)
 
     def _normalized(self, block: Block, raw: bool) -> Tensor:
-        target = block.target
-
-        def share(rows_N: Tensor, positions_N: Tensor) -> Tensor:
+        def measure(rows_N: Tensor, positions_N: Tensor) -> Tensor:
             if raw:
-                probs_NV = target.logits_BKV[rows_N, positions_N].softmax(-1)
+                probs_NV = block.target.logits_BKV[rows_N, positions_N].softmax(-1)
             else:
-                probs_NV = target.probs_at(rows_N, positions_N)
+                probs_NV = block.target.probs_at(rows_N, positions_N)
             return entropy(probs_NV) / math.log(max(probs_NV.shape[-1], 2))
 
-        return block.at_mismatches(share)
+        return block.at_mismatches(measure)
 
 
 @dataclass(frozen=True)
-class AgreeingWindow(Condition):
+class AgreeingWindow(Condition, Checked):
     """The ``window`` drafted tokens after the mismatch exist, and the target agrees with all of them."""
 
     name: ClassVar[str] = "window"
-    window: int = 6
-
-    def __post_init__(self) -> None:
-        check_count("window", self.window)
+    window: Count = 6
 
     def _compile(self) -> list[Clause]:
         return [Clause("window", self.window)]
 
     def evaluate(self, block: Block) -> Tensor:
-        agree_BK = block.agree_BK
         if self.window == 0:
-            return torch.ones_like(agree_BK)
-        longest = agree_BK.shape[1]
-        padded = torch.nn.functional.pad(agree_BK, (0, self.window))
-        follows = padded.unfold(1, self.window, 1)[:, 1:].all(-1)
-        return follows[:, :longest]
+            return torch.ones_like(block.agree_BK)
+        padded = torch.nn.functional.pad(block.agree_BK, (0, self.window))
+        return padded.unfold(1, self.window, 1)[:, 1:].all(-1)
 
 
 @dataclass(frozen=True)
-class Room(Condition):
+class Room(Condition, Checked):
     """At least ``hold`` drafted tokens follow. A mismatch nearer to the block's end cannot be judged."""
 
     name: ClassVar[str] = "room"
-    hold: int = 6
-
-    def __post_init__(self) -> None:
-        check_count("hold", self.hold)
+    hold: Count = 6
 
     def _compile(self) -> list[Clause]:
         return [Clause("room", self.hold)]
 
     def evaluate(self, block: Block) -> Tensor:
-        position_K = torch.arange(1, block.agree_BK.shape[1] + 1, device=block.agree_BK.device)
-        return position_K + self.hold <= block.draft.lengths_B.unsqueeze(1)
+        return block.columns_K + 1 + self.hold <= block.draft.lengths_B.unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -440,12 +407,5 @@ class ControlToken(Condition):
         return [Clause("control")]
 
     def evaluate(self, block: Block) -> Tensor:
-        control_V, tokens_BK = block.target.control_V, block.draft.tokens_BK
-        if control_V is None:
-            return torch.zeros_like(block.agree_BK)
-        return control_V[tokens_BK]
-
-
-def check_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{name} {value!r} must be an integer of at least 0")
+        control_V = block.target.control_V
+        return torch.zeros_like(block.agree_BK) if control_V is None else control_V[block.draft.tokens_BK]

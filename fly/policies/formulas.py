@@ -1,13 +1,13 @@
 """Formulas that the rules of the literature and of other engines share.
 
 - A token without mass in the target is never kept, whatever the rule's formula: bans, top-k and top-p bind every rule.
-  "Without mass" means 0 in the processed distribution, or a logit of -inf at temperature 0.
-- At temperature 0 the processed distribution is one-hot. Rules that *reshape or bound* it use it as it is. Rules that
+  "Without mass" means probability 0 in the processed distribution, or a logit of -inf at temperature 0.
+- At temperature 0 the processed distribution is one-hot. Rules that *reshape or bound* it use it unchanged. Rules that
   *gate* on a token's probability use the raw distribution softmax(logits) there, and always keep the target's argmax.
   A correction at temperature 0 is always the target's argmax.
 - A deterministic draft (without distributions) counts as one-hot on its token.
 
-Shape legend: B rows, K longest draft, V vocabulary, N any leading shape. Positions are 0-based, papers count from 1.
+Shape legend: B rows, K longest draft, V vocabulary, N any leading shape. Positions count from 0 here, from 1 in papers.
 """
 
 from __future__ import annotations
@@ -32,39 +32,38 @@ __all__ = [
 
 
 def drafted(chance_BK: Tensor, draft: Draft) -> Tensor:
-    """Chances as float, with 0 on padding, whatever the value there, even NaN."""
+    """Return the chances as float, with 0 on padding, even where they are NaN."""
     return torch.where(draft.mask_BK(), chance_BK.float(), 0.0)
 
 
 def matches(target: Target, draft: Draft) -> Tensor:
-    """Whether each drafted token is the target's argmax, bool [B, K]."""
+    """Return whether each drafted token is the target's argmax, bool [B, K]."""
     return draft.tokens_BK == target.argmax_BK[:, :-1]
 
 
 def by_temperature(target: Target, greedy: Tensor, sampled: Callable[[], Tensor]) -> Tensor:
-    """Take ``greedy`` for rows at temperature 0 and ``sampled()`` for the others; both have one row per row of the
-    batch."""
+    """Take ``greedy`` for rows at temperature 0 and ``sampled()`` for the others, [B, ...] each."""
     if target.all_greedy:
         return greedy
     return torch.where(target.greedy_B.view(-1, *[1] * (greedy.dim() - 1)), greedy, sampled())
 
 
 def possible(target: Target, draft: Draft) -> Tensor:
-    """Whether the target gives each drafted token any mass, bool [B, K]."""
+    """Return whether the target gives each drafted token any mass, bool [B, K]."""
     tokens_BK = draft.tokens_BK
     return by_temperature(target, target.allowed(tokens_BK), lambda: target.probs_of(tokens_BK) > 0)
 
 
 def gate_distribution(target: Target) -> Tensor:
-    """The distribution [B, K, V] that gates use: the processed one, or at temperature 0 the raw one."""
+    """Return the distribution [B, K, V] that gates use: the processed one, or at temperature 0 the raw one."""
     if not target.some_greedy:
         return target.probs_BKV[:, :-1]
     return by_temperature(target, target.logits_BKV[:, :-1].softmax(-1), lambda: target.probs_BKV[:, :-1])
 
 
 def gate_probs(target: Target, draft: Draft) -> tuple[Tensor, Tensor]:
-    """Probabilities, in the distribution that gates use, of the drafted token and of the likeliest token: [B, K]
-    each."""
+    """Return the probabilities of the drafted token and of the likeliest token, [B, K] each, in the distribution that
+    gates use (``gate_distribution``), without building it."""
     tokens_BK, choice_BK = draft.tokens_BK, target.argmax_BK[:, :-1]
     if not target.some_greedy:
         return target.probs_of(tokens_BK), target.probs_of(choice_BK)
@@ -78,8 +77,8 @@ def gate_probs(target: Target, draft: Draft) -> tuple[Tensor, Tensor]:
 
 
 def raw_log_probs(target: Target, draft: Draft, rows_N: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities, in the unprocessed distribution at these positions, of the drafted token and of the likeliest
-    token: [N] each. Needs no softmax over the vocabulary."""
+    """Return the log-probabilities of the drafted token and of the likeliest token, [N] each, in the raw distribution
+    at these positions. Needs no softmax over the vocabulary."""
     peak_N = -target.log_mass(rows_N, positions_N)
     at = rows_N, positions_N
     gap_N = target.logits_BKV[(*at, draft.tokens_BK[at])] - target.logits_BKV[(*at, target.argmax_BK[at])]
@@ -87,8 +86,8 @@ def raw_log_probs(target: Target, draft: Draft, rows_N: Tensor, positions_N: Ten
 
 
 def binary(token_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Two distributions [N, 2]: a target that gives the token probability ``token_N``, and a draft that is one-hot on
-    it. All other tokens are merged into one, which does not change any divergence between the two."""
+    """Merge all tokens but the drafted one into one, which changes no divergence from a one-hot draft. Returns the
+    target's distribution, given its probability ``token_N`` of the token, and the draft's: [N, 2] each."""
     target_N2 = torch.stack([token_N, (1 - token_N).clamp_min(0)], -1)
     draft_N2 = torch.zeros_like(target_N2)
     draft_N2[..., 0] = 1.0

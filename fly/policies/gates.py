@@ -1,7 +1,7 @@
-"""Gates: rules and conditions that depend on how probable the target finds the token, and how certain the target is.
+"""Gates: rules and conditions that look at how probable the target finds a token, and how certain the target is.
 ``fly.policies.formulas`` describes what all rules share.
 
-Shape legend: B rows, K longest draft, V vocabulary, N any leading shape. Positions are 0-based, papers count from 1.
+Shape legend: B rows, K longest draft, V vocabulary, N any leading shape. Positions count from 0 here, from 1 in papers.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ __all__ = ["BiLD", "Fuzzy", "LogMargin", "Regret", "RelaxedTopN", "TopRatio", "T
 
 
 class _Gate(AcceptancePolicy, Checked):
-    """A rule that does not compare the target's distribution with the draft's. After a rejection it draws from the
-    target's own distribution."""
+    """A rule that keeps a token if a gate opens. After a rejection it draws from the target's own distribution."""
 
     @abstractmethod
     def opens(self, target: Target, draft: Draft) -> Tensor:
-        """Whether the gate keeps each token, bool [B, K]."""
+        """Return whether the gate keeps each token, bool [B, K]."""
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        """1 where the gate opens and, at temperature 0, for the target's argmax; else 0."""
+        """1 where the gate opens and, at temperature 0, for the target's argmax; 0 elsewhere."""
         own_BK = target.greedy_B.unsqueeze(1) & matches(target, draft)
         return drafted(self.opens(target, draft) | own_BK, draft)
 
@@ -90,9 +89,9 @@ class BiLD(_Gate):
     """BiLD's rollback (Kim et al., arXiv 2302.07863): reject x if -ln target(x) > r and x is not the target's most
     likely token; otherwise keep it. After a rejection, draw from the target.
 
-    ``r`` >= 0, usually 2 to 5; 0 keeps only tokens that the target is certain of, and its argmax. BiLD's fallback
-    policy, which decides when the draft model stops, belongs to the draft strategy. At temperature 0 it uses the raw
-    distribution.
+    ``r`` >= 0, usually 2 to 5; 0 keeps only tokens that the target is certain of, and its argmax. At temperature 0 it
+    uses the raw distribution. (BiLD's fallback policy, which decides when the draft model stops, belongs to the draft
+    strategy.)
     """
 
     name: ClassVar[str] = "bild"
@@ -109,15 +108,15 @@ _DIVERGENCES = {"js": jensen_shannon, "kl": kl, "tv": total_variation}
 
 @dataclass(frozen=True)
 class Fuzzy(_Gate):
-    """Fuzzy speculative decoding (arXiv 2502.20704): keep any x if the target's and the draft's distributions are close
-    (divergence <= threshold); otherwise draw from the target.
+    """Fuzzy speculative decoding (arXiv 2502.20704): keep any x if the target's and the draft's distributions are
+    close, divergence <= threshold; otherwise draw from the target.
 
     ``divergence``: ``"js"`` (Jensen-Shannon, at most ln 2), ``"kl"`` (KL(draft || target), infinite if the draft may
     propose a token that the target excludes) in nats, or ``"tv"`` (total variation). ``threshold`` is tuned per pair.
 
-    Above temperature 0 a token is emitted from the draft's distribution if the two are close, and from the target's
-    otherwise, so its distribution is within the threshold. At temperature 0 the raw distribution is compared, which
-    bounds nothing: HEURISTIC. The argmax is always kept there.
+    Above temperature 0 each token comes from the draft's distribution if the two are close, and from the target's
+    otherwise, so it stays within the threshold. At temperature 0 the raw distribution is compared, which bounds nothing
+    (so the rule is HEURISTIC), and the argmax is always kept.
     """
 
     name: ClassVar[str] = "fuzzy"
@@ -137,7 +136,7 @@ class Fuzzy(_Gate):
 class LogMargin(Condition, Checked):
     """The target barely prefers another token: its largest logit exceeds the drafted token's by less than ``tau``.
 
-    This is the gate of llama.cpp's FLy (0.3 nats there: at least 74 % as likely as the first choice). It uses the raw
+    This is the gate of llama.cpp's FLy (0.3 nats there: at least 74 % as likely as the first choice). It uses raw
     logits; a banned token never passes. ``Exact() | LogMargin(0.3)`` is a policy.
     """
 
@@ -152,13 +151,13 @@ class LogMargin(Condition, Checked):
 
 @dataclass(frozen=True)
 class Regret(Condition, Checked):
-    """The draft costs little over a window: ``window`` tokens after the mismatch were drafted, and the sum of the
-    logits of the mismatch and of these is at most ``nats`` below that of the target's own choices.
+    """The draft costs little over a window: ``window`` more tokens were drafted after the mismatch, and for all of
+    these positions together the target finds its own choices at most ``nats`` likelier than the drafted tokens.
 
-    First described here (docs/results/real-pair.md). A margin looks at how much the target prefers another token; a
-    window looks at whether the target agrees with what follows. This condition measures both in nats: how much likelier
-    the target finds its own choices than the drafted tokens. So a window may contain a second small mismatch, and a
-    close mismatch needs less agreement after it than a distant one. It uses raw logits; a banned token never passes.
+    First described here (docs/results/real-pair.md). A margin asks how much the target prefers another token, a window
+    whether the target agrees with what follows. This condition measures both in nats, as the difference of the logits.
+    So a window may contain a second small mismatch, and a close mismatch needs less agreement after it than a distant
+    one. It uses raw logits; a banned token never passes.
     """
 
     name: ClassVar[str] = "regret"
@@ -168,9 +167,7 @@ class Regret(Condition, Checked):
     def evaluate(self, block: Block) -> Tensor:
         logits_BKV = block.target.logits_BKV[:, :-1]
         regret_BK = pick(logits_BKV, block.target.argmax_BK[:, :-1]) - pick(logits_BKV, block.draft.tokens_BK)
-        longest = regret_BK.shape[1]
-        at_K = torch.arange(longest, device=regret_BK.device)
-        regret_BK = regret_BK.masked_fill(at_K >= block.draft.lengths_B.unsqueeze(1), math.inf)
+        regret_BK = regret_BK.masked_fill(~block.draft.mask_BK(), math.inf)
         padded_BJ = torch.nn.functional.pad(regret_BK, (0, self.window), value=math.inf)
         return padded_BJ.unfold(1, self.window + 1, 1).sum(-1) <= self.nats
 
@@ -180,9 +177,9 @@ class TopRatio(Condition, Checked):
     """MARS's margin (arXiv 2601.15498): the drafted token is the target's first choice, or its second choice with a
     logit above ``theta`` times the first.
 
-    ``theta`` in [0, 1], usually 0.9. A ratio of logits depends on a constant that may be added to all of them
-    (``LogMargin`` is the safer gate). It means nothing unless the largest logit is positive, so otherwise only the
-    first choice passes. Tokens that tie for second place count as second.
+    ``theta`` in [0, 1], usually 0.9. Adding a constant to all logits changes their ratio (``LogMargin`` is the safer
+    gate). The ratio means nothing unless the largest logit is positive; otherwise only the first choice passes. Tokens
+    that tie for second place count as second.
     """
 
     name: ClassVar[str] = "mars"

@@ -1,7 +1,7 @@
-"""The token-wise test of speculative sampling, loosened: with a slack, with a threshold, or against a distribution
-other than the target's. ``fly.policies.formulas`` describes what all rules share.
+"""The test of ``Exact`` loosened: with a slack, with a threshold, or against a distribution other than the target's.
+``fly.policies.formulas`` describes what all rules share.
 
-Shape legend: B rows, K longest draft, V vocabulary, N any leading shape. Positions are 0-based, papers count from 1.
+Shape legend: B rows, K longest draft, V vocabulary, N any leading shape. Positions count from 0 here, from 1 in papers.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def _with_slack(target: Target, draft: Draft, slack: Tensor | float) -> Tensor:
 
 @dataclass(frozen=True)
 class AdditiveSlack(AcceptancePolicy, Checked):
-    """Additive slack: keep x with probability min(1, target(x)/draft(x) + eps), else the exact residual.
+    """Additive slack: keep x with probability min(1, target(x)/draft(x) + eps), otherwise draw from the exact residual.
 
-    ``eps`` in [0, 1]; 0 is ``Exact``. Bounded: with the same coins it differs from ``Exact`` only if a coin falls into
-    the slack, which has a chance of at most eps, so TV(emitted, target) <= eps per token. At temperature 0 the same
-    holds for the one-hot distribution: a mismatch is kept with probability eps.
+    ``eps`` in [0, 1]; 0 is ``Exact``. Bounded: with the same coins this differs from ``Exact`` only if a coin falls
+    into the slack, so TV(emitted, target) <= eps per token. At temperature 0 the same holds for the one-hot
+    distribution: a mismatch is kept with probability eps.
     """
 
     name: ClassVar[str] = "slack"
@@ -56,7 +56,8 @@ class AdditiveSlack(AcceptancePolicy, Checked):
 @dataclass(frozen=True)
 class Ears(AcceptancePolicy, Checked):
     """EARS, adaptive rejection sampling (arXiv 2512.13194): keep x if target(x)/draft(x) >= u - beta·(1 - max target),
-    that is, with probability min(1, target(x)/draft(x) + beta·(1 - max target)); otherwise the exact residual.
+    that is, with probability min(1, target(x)/draft(x) + beta·(1 - max target)). Otherwise draw from the exact
+    residual.
 
     ``beta`` in [0, 1], usually 0.3 to 0.5; 0 is ``Exact``. Bounded like ``AdditiveSlack``, with a slack that shrinks as
     the target becomes certain: TV(emitted, target) <= beta·(1 - max target) <= beta. At temperature 0 the target is
@@ -82,9 +83,8 @@ class Thresholds(AcceptancePolicy, Checked):
     min(1, target(x)/(draft(x)·threshold_acc)), and always if target(x) >= threshold_single; otherwise draw from the
     exact residual.
 
-    Both in (0, 1]; 1 and 1 are ``Exact`` and lossless, other values carry no stated bound (so ``guarantee`` is a
-    property of the instance). At temperature 0: exact match, or raw target(x) >= threshold_single; threshold_acc
-    changes nothing there.
+    Both in (0, 1]; 1 and 1 are ``Exact`` and lossless, other values have no stated bound. At temperature 0 x is kept if
+    it is the target's argmax or raw target(x) >= threshold_single; threshold_acc changes nothing there.
     """
 
     name: ClassVar[str] = "thresholds"
@@ -93,29 +93,29 @@ class Thresholds(AcceptancePolicy, Checked):
     threshold_single: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     @property
-    def guarantee(self) -> Guarantee:  # type: ignore[override]  # a value of the instance, not of the class
+    def guarantee(self) -> Guarantee:  # type: ignore[override]  # depends on the parameters
         lossless = self.threshold_acc == 1 and self.threshold_single == 1
         return Guarantee.LOSSLESS if lossless else Guarantee.HEURISTIC
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
         chance_BK = (exact_accept_probs(target, draft) / self.threshold_acc).clamp_max(1)
-        if self.threshold_single < 1:  # at 1 the test above already keeps the token
+        if self.threshold_single < 1:  # at 1 the test above keeps the token already
             token_BK, _ = gate_probs(target, draft)
             chance_BK = torch.where(token_BK >= self.threshold_single, 1.0, chance_BK)
         return drafted(chance_BK, draft)
 
 
 class _Reshaped(AcceptancePolicy, Checked):
-    """Speculative sampling against a distribution other than the target's: keep x with probability min(1,
-    distribution(x)/draft(x)), otherwise draw from max(distribution - draft, 0)."""
+    """Speculative sampling against another distribution: keep x with probability min(1, distribution(x)/draft(x)),
+    otherwise draw from max(distribution - draft, 0)."""
 
     @abstractmethod
     def reshape(self, target_NV: Tensor, draft_NV: Tensor, token_N: Tensor) -> Tensor:
-        """The distribution to aim at, [N, V]. Not used at temperature 0, where it is the target's."""
+        """Return the distribution [N, V] to aim at. At temperature 0 it is the target's, and this is not asked."""
 
     def correction(self, target: Target, draft: Draft, at_B: Tensor) -> Tensor:
-        """max(distribution - draft, 0). With a deterministic draft, all reshaped distributions of this module leave the
-        target without the rejected token."""
+        """max(distribution - draft, 0). For a deterministic draft all distributions of this module leave the target
+        without the rejected token."""
         if draft.probs_BKV is None:
             return super().correction(target, draft, at_B)
         rows_B = torch.arange(at_B.shape[0], device=at_B.device)
@@ -132,9 +132,9 @@ class Cascade(_Reshaped):
     ``rule`` ``"chow"`` defers if max draft < 1 - alpha; ``"diff"`` if max draft < max target - alpha. ``alpha`` in
     [0, 1], usually 0.2; chow with 0 always defers and is ``Exact``.
 
-    max draft stands for the probability that the draft model is right. For a one-hot draft it carries no information.
-    So there, and at temperature 0, target(x) is compared instead (the paper's token-specific rule), at temperature 0 in
-    the raw distribution.
+    max draft stands for the probability that the draft model is right. For a one-hot draft it says nothing. So there,
+    and at temperature 0, target(x) takes its place (the paper's token-specific rule), at temperature 0 in the raw
+    distribution.
     """
 
     name: ClassVar[str] = "cascade"
@@ -143,7 +143,7 @@ class Cascade(_Reshaped):
     alpha: Share = 0.2
 
     def defers(self, sure_N: Tensor, peak_N: Tensor) -> Tensor:
-        """Whether to defer, bool [N], given the draft's certainty and the target's largest probability."""
+        """Return whether to defer, bool [N], given the draft's certainty and the target's largest probability."""
         return sure_N < ((1.0 if self.rule == "chow" else peak_N) - self.alpha)
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
@@ -173,8 +173,8 @@ class Cactus(_Reshaped):
     Keep x with probability min(1, gamma/draft(x)), otherwise draw from max(h - draft, 0). ``delta`` >= 0, usually 1; 0
     is ``Exact``. At temperature 0 the target is certain, gamma = t, and this is exact match.
 
-    HEURISTIC: the paper's budget KL(h || target) <= delta is a second-order approximation. It also bounds h, which
-    depends on x, not the emitted distribution: many unlikely tokens, each raised within the budget, add up. (With n
+    HEURISTIC: the paper's budget KL(h || target) <= delta is a second-order approximation. And it bounds h, which
+    depends on x, but not the emitted distribution: many unlikely tokens, each raised within the budget, add up. (With n
     tokens of target probability t and n·sqrt(2·delta·t) near 1, the draft's distribution is emitted unchanged, at a
     divergence near ln(2·delta/t)/2, which has no limit.)
     """
@@ -184,7 +184,7 @@ class Cactus(_Reshaped):
     delta: Amount = 1.0
 
     def raised(self, token_N: Tensor) -> Tensor:
-        """gamma, from the target's probability of the token."""
+        """Return gamma, given the target's probability of the token."""
         return (token_N + (2 * self.delta * token_N * (1 - token_N).clamp_min(0)).sqrt()).clamp_max(1)
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
@@ -199,8 +199,8 @@ class Cactus(_Reshaped):
         return (target_NV * scale_N1).scatter(-1, token_N1, gamma_N1)
 
 
-_STEPS = 24  # steps of the bisection, about the precision of float32
-_MOST = 30.0  # largest -ln alpha: a token e^30 times as likely in the draft as in the target is cut in any case
+_STEPS = 24  # of the bisection, to about the precision of float32
+_MOST = 30.0  # the largest -ln alpha: a token e^30 times as likely in the draft as in the target is cut in any case
 _LEAST = 1e-300  # keeps float64 quotients finite
 
 
@@ -210,15 +210,14 @@ class Mentored(_Reshaped):
     the distribution that keeps most drafted tokens while its divergence from the target is at most ``budget``.
 
     Keep x with probability min(1, target(x)/(alpha·draft(x))), otherwise draw from max(target/beta - draft, 0), where
-    alpha <= 1 <= beta: the emitted distribution is the draft's, clamped between target/beta and target/alpha. beta
-    follows from alpha because the mass is 1. alpha is the least one whose divergence is within the budget, found by
-    bisection. ``budget`` in nats, usually 0.1 to 0.5; 0 is ``Exact``. If the draft's own distribution is within the
-    budget, every token is kept.
+    alpha <= 1 <= beta. So the emitted distribution is the draft's, clamped between target/beta and target/alpha. alpha
+    is the least value within the budget, found by bisection; beta follows from it because the mass is 1. ``budget`` in
+    nats, usually 0.1 to 0.5; 0 is ``Exact``. If the draft's own distribution is within the budget, every token is kept.
 
     Bounded: KL(emitted || target) <= budget per token, by construction. (The blog measures KL(target || emitted). The
-    best distribution has the same form; this direction stays finite, and is the one that ``Bound`` states.) At
-    temperature 0 only the target's distribution is within a finite budget: exact match. Costs a sort of the vocabulary
-    per position, except for deterministic drafts.
+    best distribution has the same form. This direction stays finite, and ``Bound`` states it.) At temperature 0 only
+    the target's distribution is within a finite budget, so this is exact match. Sorts the vocabulary at each position,
+    except for deterministic drafts.
     """
 
     name: ClassVar[str] = "mentored"
@@ -245,13 +244,16 @@ class Mentored(_Reshaped):
         return probs_NV.to(target_NV.dtype)
 
     def _limits(self, target_NV: Tensor, draft_NV: Tensor) -> tuple[Tensor, Tensor]:
-        """Find alpha and beta [N], float64. Tokens are sorted by target/draft, so every sum is a difference of prefix
-        sums, and a step of the bisection is two binary searches instead of a pass over the vocabulary."""
-        target_NV, draft_NV = (
-            probs_NV.double() / probs_NV.double().sum(-1, keepdim=True) for probs_NV in (target_NV, draft_NV)
-        )  # float32 rounding of 1e-7 would look like a divergence
+        """Find alpha and beta [N], float64.
+
+        With tokens sorted by target/draft, every sum is a difference of prefix sums, and a step of the bisection is two
+        binary searches instead of a pass over the vocabulary.
+        """
+        # Normalise in float64: a float32 rounding of 1e-7 would look like a divergence.
+        target_NV, draft_NV = (probs.double() / probs.double().sum(-1, keepdim=True) for probs in (target_NV, draft_NV))
         ratio_NV, order_NV = (target_NV / draft_NV.clamp_min(_LEAST)).sort(-1)
         target_NV, draft_NV = target_NV.gather(-1, order_NV), draft_NV.gather(-1, order_NV)
+        # The terms draft·ln(draft/target) of the divergence.
         apart_NV = torch.special.xlogy(draft_NV, draft_NV / target_NV.clamp_min(_LEAST))
 
         def prefix(values_NV: Tensor) -> Tensor:
@@ -260,11 +262,11 @@ class Mentored(_Reshaped):
         targets, drafts = prefix(target_NV), prefix(draft_NV)
         aparts = prefix(torch.where(target_NV > 0, apart_NV, 0.0))
         all_targets, all_drafts = targets[..., -1:], drafts[..., -1:]
-        # For beta equal to each token's ratio: minus the mass of max(target/beta - draft, 0). It rises along the order.
+        # For beta equal to each token's ratio, minus the mass of max(target/beta - draft, 0): it rises along the order.
         rising_NV = (all_drafts - drafts[..., :-1]) - (all_targets - targets[..., :-1]) / ratio_NV
 
         def at(raise_N1: Tensor) -> tuple[Tensor, Tensor]:
-            """ln beta, and the divergence of the emitted distribution, for alpha = exp(-raise)."""
+            """Return ln beta and the divergence of the emitted distribution for alpha = exp(-raise)."""
             low_N1 = torch.searchsorted(ratio_NV, (-raise_N1).exp())  # tokens before it are cut to target/alpha
             cut_N1 = targets.gather(-1, low_N1) * raise_N1.exp()
             missing_N1 = (drafts.gather(-1, low_N1) - cut_N1).clamp_min(0)

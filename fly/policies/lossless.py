@@ -1,6 +1,6 @@
-"""Lossless rules other than ``Exact``: comparison with the target's own sample, and verification of whole blocks.
+"""Lossless rules besides ``Exact``: comparison with the target's own sample, and verification of whole blocks.
 
-Shape legend: B rows, K longest draft, V vocabulary, N any leading shape. Positions are 0-based, papers count from 1.
+Shape legend: B rows, K longest draft, V vocabulary. Positions count from 0 here, and from 1 in papers.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import torch
 from torch import Tensor
 
 from fly.ops import draw, pick
-from fly.policies.base import AcceptancePolicy, exact_accept_probs, longest_prefix, undecided, verdict_of
+from fly.policies.base import AcceptancePolicy, draw_next, exact_accept_probs, longest_prefix, mark_nan, verdict_of
 from fly.policies.formulas import drafted
-from fly.types import UNDECIDED, Draft, Guarantee, Noise, Target, Verdict
+from fly.types import Draft, Guarantee, Noise, Target, Verdict
 
 __all__ = ["BlockVerification", "ExactSample"]
 
 
 @dataclass(frozen=True)
 class ExactSample(AcceptancePolicy):
-    """Lossless by construction: keep x if it equals the target's own sample at that position, drawn from the row's
-    random stream. The first sample that differs is the correction. (The rule of llama.cpp and many n-gram engines.)
+    """Lossless by construction: keep x if it equals the target's own sample at that position. The first sample that
+    differs is the correction. (llama.cpp and many engines with n-gram drafts use this rule.)
 
     Whatever the draft proposes, the emitted text is what sampling without a draft gives with the same coins. Coin j
-    draws position j by inverting the cumulative distribution; the bonus has a coin of its own. At temperature 0: exact
-    match. Accepts with probability target(x), so less often than ``Exact`` unless the draft is deterministic. Draws at
-    all K positions, which takes K passes over the vocabulary.
+    draws the sample at position j by inverting the cumulative distribution; the bonus has a coin of its own. At
+    temperature 0 this is exact match. A token is kept with probability target(x), so less often than by ``Exact``
+    unless the draft is deterministic. Sampling at all K positions takes K passes over the vocabulary.
     """
 
     name: ClassVar[str] = "sample"
     guarantee = Guarantee.LOSSLESS
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        """target(x), the probability that the target's sample is x too."""
+        """The probability that the target's sample is x too: target(x)."""
         return drafted(target.probs_of(draft.tokens_BK), draft)
 
     def correction(self, target: Target, draft: Draft, at_B: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class ExactSample(AcceptancePolicy):
         return super().correction(target, Draft(draft.tokens_BK, draft.lengths_B), at_B)
 
     def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
-        """Here a coin draws a token instead of deciding on one, and a sample that differs is emitted."""
+        """Draw a token by each coin, and emit the first that differs from the draft."""
         longest = draft.tokens_BK.shape[1]
         if target.all_greedy or not longest:
             return super().verdict(target, draft, noise)
@@ -57,7 +57,7 @@ class ExactSample(AcceptancePolicy):
 @dataclass(frozen=True)
 class BlockVerification(AcceptancePolicy):
     """Block verification (Sun et al., arXiv 2403.10444, alg. 2): lossless, and it accepts at least as many tokens in
-    expectation as the token-wise rule, since a late token may rescue an early one.
+    expectation as ``Exact``, since a late token may rescue an early one.
 
     With p_0 = 1 and p_i = min(1, p_{i-1}·target(x_i)/draft(x_i)), the first i tokens are kept if a coin j >= i falls
     below h_j. S_j is the sum over v of max(p_j·target_{j+1}(v) - draft_{j+1}(v), 0), h_j = S_j / (S_j + 1 - p_j), and
@@ -70,7 +70,7 @@ class BlockVerification(AcceptancePolicy):
     guarantee = Guarantee.LOSSLESS
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        """The token-wise chances. The chances of a block are not chances of single tokens."""
+        """The chances of ``Exact``: a block has no chances of single tokens."""
         return drafted(exact_accept_probs(target, draft), draft)
 
     def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
@@ -81,11 +81,12 @@ class BlockVerification(AcceptancePolicy):
         rows_B = torch.arange(rows, device=mask_BK.device)
         counts_K = torch.arange(1, longest + 1, device=mask_BK.device)
         target_BK = target.probs_of(draft.tokens_BK)
-        # p as a running sum of logarithms, lowered to 0 wherever it would rise above.
+        # p_1 .. p_K, as running sums of logarithms that are lowered to 0 wherever they would rise above.
         log_BK = torch.where(mask_BK, (target_BK / draft.own_probs_BK()).double().log(), 0.0).cumsum(-1)
         reach_BK = (log_BK - log_BK.cummax(-1).values.clamp_min(0)).exp().to(target_BK.dtype)
 
-        before_BK = reach_BK[:, :-1]  # p of every token but the last
+        # h_1 .. h_{K-1} from S_1 .. S_{K-1}; h = p at each row's last token.
+        before_BK = reach_BK[:, :-1]
         if draft.probs_BKV is None:
             spare_BK = before_BK * (1 - target_BK[:, 1:]).clamp_min(0)
         else:
@@ -96,17 +97,15 @@ class BlockVerification(AcceptancePolicy):
         last_BK = counts_K == draft.lengths_B.unsqueeze(1)
         chance_BK = torch.where(last_BK, reach_BK, torch.nn.functional.pad(early_BK, (0, 1)))
 
-        accepted_B = (counts_K * ((noise.accept_BK < chance_BK) & mask_BK)).amax(-1)  # one keeps all before it
+        # The last coin below its chance keeps every token up to its own.
+        accepted_B = (counts_K * ((noise.accept_BK < chance_BK) & mask_BK)).amax(-1)
         at_B = accepted_B.clamp_max(longest - 1)
-        probs_BV = target.probs_at(rows_B, accepted_B)
         reach_B = torch.where(accepted_B > 0, pick(reach_BK, (accepted_B - 1).clamp_min(0)), 1.0)
-        residual_BV = probs_BV * reach_B.unsqueeze(1)
+        residual_BV = target.probs_at(rows_B, accepted_B) * reach_B.unsqueeze(1)
         if draft.probs_BKV is None:
             residual_BV = residual_BV.scatter(1, draft.tokens_BK[rows_B, at_B].unsqueeze(1), 0.0)
         else:
             residual_BV = (residual_BV - draft.probs_BKV[rows_B, at_B]).clamp_min(0)
-        mass_B, rejected_B = residual_BV.sum(-1), accepted_B < draft.lengths_B
-        left_BV = torch.where((rejected_B & (mass_B > 0)).unsqueeze(1), residual_BV, probs_BV)
-        next_token_B = torch.where(rejected_B & mass_B.isnan(), UNDECIDED, draw(left_BV, noise.sample_B))
+        next_token_B = draw_next(residual_BV, target, draft, noise, accepted_B)
         verdict = verdict_of(accepted_B, next_token_B, counts_K <= accepted_B.unsqueeze(1), draft)
-        return undecided(verdict, chance_BK, draft)
+        return mark_nan(verdict, chance_BK, draft)

@@ -1,8 +1,8 @@
 """Policies by name, in every form in which people write them: text, YAML or JSON, configuration fields, plug-ins.
 
-All forms describe the same policy. ``load_policy`` reads a text such as ``fly(theta=0.3) & after(2)``, a mapping such
-as ``{"name": "fly", "theta": 0.3}``, or a policy. ``str(policy)`` and ``dump_policy(policy)`` write what it reads.
-Nothing in a text is executed; ``module:Class`` imports only if the caller trusts the source.
+``load_policy`` reads a text such as ``fly(theta=0.3) & after(2)``, a mapping such as ``{"name": "fly", "theta": 0.3}``,
+or a policy. ``str(policy)`` and ``dump_policy(policy)`` write what it reads. Nothing in a text is executed;
+``module:Class`` imports only if the caller trusts the source.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, InstanceOf, PlainSerializer, ValidationInfo, WithJsonSchema
 
-from fly.expressions import CLASS_PATH, Registry, Source, Text, check_types
+from fly.expressions import CLASS_PATH, Registry, Source, Text
 from fly.policies.base import AcceptancePolicy, Relaxed
 from fly.policies.conditions import AgreeingWindow, All, AnyOf, Condition, ControlToken, EntropyGate, Not, Room
 from fly.policies.gates import BiLD, Fuzzy, LogMargin, Regret, RelaxedTopN, TopRatio, Typical
@@ -30,7 +30,6 @@ __all__ = [
     "GATES",
     "PRESETS",
     "PolicyField",
-    "check_types",
     "condition_types",
     "dump_policy",
     "load_policy",
@@ -46,8 +45,7 @@ PRESETS: dict[str, Callable[[], AcceptancePolicy]] = {
     "fly.vllm": FLy.vllm,
 }
 _COMPOSITES: dict[str, type[Rule]] = {rule.name: rule for rule in (Relaxed, All, AnyOf, Not)}
-# Rules of the literature and of other engines, besides ``Exact``, ``LossySampling`` and ``FLy``. All can be built with
-# their defaults.
+# Rules of the literature and of other engines, besides ``Exact``, ``LossySampling`` and ``FLy``. All have defaults.
 CATALOGUE: tuple[type[AcceptancePolicy], ...] = (
     *(ExactSample, BlockVerification, AdditiveSlack, Ears, Thresholds, Typical),
     *(RelaxedTopN, BiLD, Fuzzy, Cascade, Cactus, Mentored),
@@ -84,15 +82,12 @@ def policy_types() -> dict[str, type[AcceptancePolicy]]:
 
 
 def condition_types() -> dict[str, type[Condition]]:
-    """Every condition class by name: built-in ones, and those installed under the entry-point group ``fly.conditions``.
-
-    Raises ``ValueError`` like ``policy_types``.
-    """
+    """Every condition class by name, likewise (group ``fly.conditions``)."""
     return {name: rule for name, rule in RULES.types.items() if issubclass(rule, Condition)}
 
 
 def parse_policy(text: str, *, trusted: bool = False) -> AcceptancePolicy:
-    """Parse a policy, in Python's own grammar of names, calls, ``&``, ``|``, ``~`` and parentheses::
+    """Parse a policy in Python's grammar of names, calls, ``&``, ``|``, ``~`` and parentheses::
 
         exact                                        lossy(lenience=3)
         fly(theta=0.3, window=6) & after(2)          fly.reference
@@ -101,24 +96,22 @@ def parse_policy(text: str, *, trusted: bool = False) -> AcceptancePolicy:
     Args:
         trusted: whether ``module:Class`` may import. Never true for texts from the network.
 
-    Raises ``ValueError`` naming the part that is wrong, and the choices.
+    Raises ``ValueError`` that names the wrong part and the choices.
     """
     return load_policy(text, trusted=trusted)
 
 
 def load_policy(value: object, *, trusted: bool = False) -> AcceptancePolicy:
-    """Read a policy from a text or a mapping (as YAML or JSON give it); return a policy as it is.
+    """Read a policy from a text or a mapping (from YAML or JSON); return a policy unchanged.
 
-    Raises ``ValueError`` naming the bad part and the choices.
+    Raises ``ValueError`` like ``parse_policy``.
     """
     return value if isinstance(value, AcceptancePolicy) else read_policy(value, trusted=trusted)[0]
 
 
 def read_policy(value: object, *, trusted: bool = False) -> tuple[AcceptancePolicy, set[str]]:
-    """Read a policy, and list the rules that the text or mapping names (without those that only combine others).
-
-    (The policy itself does not show them: ``fly & after(2)`` becomes a composition of conditions.)
-    """
+    """Read a policy; also return the rules that the text or mapping names. (The policy itself does not show them:
+    ``fly & after(2)`` becomes a composition of conditions.)"""
     source = Text(RULES, value, trusted) if isinstance(value, str) else Source(RULES, value, trusted)
     if isinstance(source, Text):
         rule = source.read(functools.partial(_from_text, source))
@@ -185,7 +178,7 @@ def _from_text(text: Text, node: ast.expr) -> Any:
         try:
             return left & right if both else left | right
         except TypeError as error:
-            # Python's message for operands that are not rules ("unsupported operand") would explain nothing.
+            # Python's own message ("unsupported operand") would explain nothing.
             reason = "" if "operand" in str(error) else f": {error}"
             raise text.error(f"cannot combine '{left}' {'&' if both else '|'} '{right}'{reason}") from None
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):

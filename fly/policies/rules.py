@@ -17,14 +17,7 @@ from torch import Tensor
 from fly.expressions import Checked
 from fly.ops import pick
 from fly.policies.base import AcceptancePolicy, ExactCore
-from fly.policies.conditions import (
-    AgreeingWindow,
-    Condition,
-    ControlToken,
-    Entropy,
-    EntropyGate,
-    Room,
-)
+from fly.policies.conditions import AgreeingWindow, Condition, ControlToken, Entropy, EntropyGate, Room
 from fly.policies.formulas import by_temperature, matches
 from fly.types import Draft, Guarantee, Target
 
@@ -36,8 +29,8 @@ class Exact(ExactCore):
     """Lossless speculative sampling: keep x with probability min(1, target(x)/draft(x)), otherwise draw from
     norm(max(target - draft, 0)) (Leviathan et al. 2023, alg. 1; Chen et al. 2023, alg. 2).
 
-    ``draft`` is the processed distribution that the draft was sampled from; for deterministic drafts it is one-hot. At
-    temperature 0: keep x if it is the target's argmax, otherwise emit the argmax.
+    ``draft`` is the processed distribution that the draft was sampled from, one-hot for a deterministic draft. At
+    temperature 0, x is kept if it is the target's argmax; otherwise the argmax is emitted.
 
     ``Exact() | condition`` excuses mismatches under the condition (``Relaxed``).
     """
@@ -49,7 +42,7 @@ class Exact(ExactCore):
 @dataclass(frozen=True)
 class LossySampling(AcceptancePolicy, Checked):
     """Lenience (Leviathan et al. 2023, appendix A.5): keep x with probability min(1, l·target(x)/draft(x)); at
-    temperature 0, keep x if its probability is at least that of the most likely token over l.
+    temperature 0, keep x if l·target(x) >= max target in the raw distribution.
 
     ``lenience`` l >= 1; 1 is ``Exact``. Usual values are 2 to 5. After a rejection it draws from the exact residual.
     """
@@ -60,7 +53,7 @@ class LossySampling(AcceptancePolicy, Checked):
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
         logits_BKV, near_BK = target.logits_BKV[:, :-1], matches(target, draft)
-        if self.lenience > 1:  # at 1, a token that ties with the argmax is still rejected
+        if self.lenience > 1:  # at 1, a token that ties with the argmax is rejected
             # target(x) >= max target / l, in logits, which needs no softmax over the vocabulary.
             gap_BK = pick(logits_BKV, target.argmax_BK[:, :-1]) - pick(logits_BKV, draft.tokens_BK)
             near_BK = near_BK | (gap_BK <= math.log(self.lenience))
@@ -86,9 +79,10 @@ class FLy(ExactCore):
     ``processed``: use the processed distribution (at temperature 0 it is always the raw logits).
 
     Presets: ``FLy()`` is ``FLy.vllm()``; ``FLy.reference()`` is the authors' code; ``FLy.paper()`` is the formula in
-        their paper, whose gate of 0.3 almost never opens on large vocabularies (3.5 nats at 128k): watch the pass rate.
-        FLy *is* ``Exact() | (EntropyGate(theta) & AgreeingWindow(window) & Room(hold) & ~ControlToken())``.
-        docs/explanation/fly.md explains what it does and where it fails.
+    their paper, whose gate of 0.3 almost never opens on large vocabularies (3.5 nats at 128k): watch the pass rate.
+
+    FLy *is* ``Exact() | (EntropyGate(theta) & AgreeingWindow(window) & Room(hold) & ~ControlToken())``.
+    docs/explanation/fly.md explains what it does and where it fails.
     """
 
     name: ClassVar[str] = "fly"

@@ -1,8 +1,8 @@
 """Conditions on *when* mismatches may be excused: how far into the text, how often, in which phase.
 
-Shape legend: B rows, K longest draft, V vocabulary. Positions are 0-based here.
+Shape legend: B rows, K longest draft, V vocabulary. Positions count from 0 here.
 
-The block brings along what a condition needs from the past (``Target.generated_B`` and others). Within the block, a
+What a condition needs of the past comes with the block (``Target.generated_B`` and others). Within the block, a
 position matters only if every mismatch before it was excused, so the mismatches before it *are* the relaxed tokens.
 """
 
@@ -26,27 +26,23 @@ from fly.vocabulary import Vocabulary
 __all__ = ["AboveContext", "AfterTokens", "AtMost", "Budget", "CostBudget", "NatsBudget", "Phase"]
 
 
-def _columns(block: Block) -> Tensor:
-    return torch.arange(block.agree_BK.shape[1], device=block.agree_BK.device)
-
-
-def _mismatches_so_far(block: Block) -> Tensor:
-    """Number of mismatches at or before each position, int64 [B, K]."""
-    return (~block.agree_BK).long().cumsum(-1)
+def _relaxed_so_far(block: Block) -> Tensor:
+    """Tokens of the output that are relaxed at each position, if all mismatches up to it are excused: int64 [B, K]."""
+    return block.target.relaxed_B.unsqueeze(1) + (~block.agree_BK).long().cumsum(-1)
 
 
 @dataclass(frozen=True)
 class AfterTokens(Condition, Checked):
     """At least ``count`` tokens were generated before this one, so the first ``count`` tokens stay exact.
 
-    Keeping the first tokens exact restores most refusals and other safety behaviour that relaxed rules lose.
+    This restores most refusals and other safety behaviour that relaxed rules lose.
     """
 
     name: ClassVar[str] = "after"
     count: Count = 2
 
     def evaluate(self, block: Block) -> Tensor:
-        return block.target.generated_B.unsqueeze(1) + _columns(block) >= self.count
+        return block.target.generated_B.unsqueeze(1) + block.columns_K >= self.count
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ class AboveContext(Condition, Checked):
 
     def evaluate(self, block: Block) -> Tensor:
         lengths_B = upload([len(tokens) for tokens in _history(block, self)], block.agree_BK.device)
-        return lengths_B.unsqueeze(1) + _columns(block) >= self.position
+        return lengths_B.unsqueeze(1) + block.columns_K >= self.position
 
 
 @dataclass(frozen=True)
@@ -76,9 +72,8 @@ class Budget(Condition, Checked):
         return self.share > 0
 
     def evaluate(self, block: Block) -> Tensor:
-        relaxed_BK = block.target.relaxed_B.unsqueeze(1) + _mismatches_so_far(block)
-        generated_BK = block.target.generated_B.unsqueeze(1) + _columns(block) + 1
-        return relaxed_BK <= self.share * generated_BK
+        generated_BK = block.target.generated_B.unsqueeze(1) + block.columns_K + 1
+        return _relaxed_so_far(block) <= self.share * generated_BK
 
 
 @dataclass(frozen=True)
@@ -93,25 +88,25 @@ class AtMost(Condition, Checked):
         return self.count > 0
 
     def evaluate(self, block: Block) -> Tensor:
-        return block.target.relaxed_B.unsqueeze(1) + _mismatches_so_far(block) <= self.count
+        return _relaxed_so_far(block) <= self.count
 
 
 class CostBudget(Condition):
-    """A budget of any quantity: the relaxed tokens of a request cost at most ``most`` in all; exact for the rest.
+    """A budget of any quantity: the relaxed tokens of a request cost at most ``most`` in all; the rest is exact.
 
-    A subclass gives ``most`` (a parameter) and ``cost``. The engine keeps account for each request, under the
-    condition's text: ``out.stats.spent``.
+    A subclass gives ``most`` (a parameter) and ``cost``. The engine keeps account for each request in
+    ``out.stats.spent``, under the condition's text.
     """
 
     most: float
 
     @abstractmethod
     def cost(self, target: Target, draft: Draft, rows_N: Tensor, positions_N: Tensor) -> Tensor:
-        """[N] float: what it costs to excuse the drafted token at each of these positions. It is asked again for the
-        tokens that were relaxed, in a tree about their path alone, so it depends on nothing that follows."""
+        """Return what it costs to excuse the drafted token at each of these positions, float [N]. It must not depend on
+        tokens that follow: the engine asks again for the accepted path alone."""
 
     def spent(self, target: Target) -> Tensor:
-        """[B], what the relaxed tokens before the block cost."""
+        """Return what the relaxed tokens before the block cost, [B]."""
         return target.spent(self.label)
 
     @property
@@ -128,8 +123,8 @@ class CostBudget(Condition):
 class NatsBudget(CostBudget, Checked):
     """The divergence spent on relaxed tokens stays within ``nats`` over the whole output; the rest is exact.
 
-    A relaxed token x replaces the target's distribution by certainty, which costs KL(x || target) = -ln target(x) in
-    the unprocessed distribution. Costs add up over the output (chain rule of the KL divergence).
+    A relaxed token x replaces the target's raw distribution by certainty, which costs KL(x || target) = -ln target(x).
+    Costs add up over the output (chain rule of the KL divergence).
     """
 
     name: ClassVar[str] = "nats"
@@ -140,12 +135,12 @@ class NatsBudget(CostBudget, Checked):
         return self.nats > 0
 
     @property
-    def most(self) -> float:  # type: ignore[override]  # by the name that texts have
+    def most(self) -> float:  # type: ignore[override]
         return self.nats
 
     @property
-    def budgets(self) -> tuple[CostBudget, ...]:  # nats are counted for every rule
-        return ()
+    def budgets(self) -> tuple[CostBudget, ...]:
+        return ()  # nats are counted for every rule
 
     def spent(self, target: Target) -> Tensor:
         return target.nats_B
@@ -158,11 +153,11 @@ class NatsBudget(CostBudget, Checked):
 class Phase(Condition):
     """The token is inside a phase of the text: after a ``start`` marker and before the next ``end`` marker.
 
-    Markers are token ids, or texts of single tokens, which ``bind`` looks up in the vocabulary. In a shell:
-    ``--policy "fly & phase('<think>', '</think>')"``. The last marker before the token decides, including markers in
-    the prompt. Before any marker the text is outside, unless ``inside_first``. Markers themselves are outside.
+    Markers are token ids, or texts of single tokens. In a shell: ``--policy "fly & phase('<think>', '</think>')"``. The
+    last marker before the token decides, including those in the prompt. Before any marker the text is outside, unless
+    ``inside_first``. Markers themselves are outside.
 
-    Raises ``ValueError`` if a marker's text was never bound, or the block does not know what came before.
+    Raises ``ValueError`` if the condition is not bound and has a text, or the block does not know what came before.
     """
 
     name: ClassVar[str] = "phase"
@@ -179,34 +174,32 @@ class Phase(Condition):
 
     def bind(self, vocabulary: Vocabulary) -> Phase:
         bound = super().bind(vocabulary)
-        _ = bound._markers  # unknown markers raise now
+        _ = bound._markers  # unknown texts raise now
         return bound
 
     @cached_property
     def _markers(self) -> tuple[int, int]:
-        """Ids of start and end."""
-        start, end = (
-            self.vocabulary.token_id(marker) if isinstance(marker, str) else marker for marker in (self.start, self.end)
+        """The ids of start and end."""
+        start, end = self.start, self.end
+        return (
+            self.vocabulary.token_id(start) if isinstance(start, str) else start,
+            self.vocabulary.token_id(end) if isinstance(end, str) else end,
         )
-        return start, end
 
     def evaluate(self, block: Block) -> Tensor:
-        (start, end), tokens_BK, columns_K = self._markers, block.draft.tokens_BK, _columns(block)
+        (start, end), tokens_BK, columns_K = self._markers, block.draft.tokens_BK, block.columns_K
         opens_BK, closes_BK = tokens_BK == start, tokens_BK == end
         before = [self._inside_after(tokens) for tokens in _history(block, self)]
-        before_B = sent(torch.tensor(before), tokens_BK.device)
+        before_B1 = sent(torch.tensor(before), tokens_BK.device).unsqueeze(1)
         marker_BK = opens_BK | closes_BK
+        # After each token, the last marker in the block decides; before any, the text so far.
         last_BK = torch.where(marker_BK, columns_K, -1).cummax(-1).values
-        inside_after_BK = torch.where(last_BK < 0, before_B.unsqueeze(1), opens_BK.gather(1, last_BK.clamp_min(0)))
-        inside_BK = torch.cat([before_B.unsqueeze(1), inside_after_BK], dim=1)[:, :-1]
-        return inside_BK & ~marker_BK
+        after_BK = torch.where(last_BK < 0, before_B1, opens_BK.gather(1, last_BK.clamp_min(0)))
+        return torch.cat([before_B1, after_BK], dim=1)[:, :-1] & ~marker_BK
 
     def _inside_after(self, tokens: list[int]) -> bool:
-        start, end = self._markers
-        for token in reversed(tokens):
-            if token in (start, end):
-                return token == start
-        return self.inside_first
+        last = next((token for token in reversed(tokens) if token in self._markers), None)
+        return self.inside_first if last is None else last == self._markers[0]
 
 
 def _history(block: Block, condition: Condition) -> list[list[int]]:

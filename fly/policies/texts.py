@@ -1,4 +1,4 @@
-"""Conditions on the text of the drafted token. Knows nothing of tokenizers: a policy is bound to a vocabulary.
+"""Conditions on the text of the drafted token, which they look up in the vocabulary.
 
 Shape legend: B rows, K longest draft, V vocabulary.
 """
@@ -28,11 +28,11 @@ class TextCondition(Condition):
 
     @abstractmethod
     def holds_for(self, text: str) -> bool:
-        """Whether the condition holds for a token with this text, which includes a leading space. If the token is only
-        part of a character, the text has replacement marks."""
+        """Return whether the condition holds for a token with this text, which includes a leading space. A token that
+        is only part of a character has a replacement mark as its text."""
 
     def bind(self, vocabulary: Vocabulary) -> TextCondition:
-        vocabulary.where(self.holds_for)  # look through the vocabulary now, not between two forwards
+        vocabulary.where(self.holds_for)  # build the mask now, not between two forwards
         return super().bind(vocabulary)
 
     def evaluate(self, block: Block) -> Tensor:

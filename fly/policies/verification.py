@@ -1,12 +1,11 @@
-"""Apply a policy to a draft, a chain or a tree. Knows nothing of models, caches or ranks.
+"""Apply a policy to a draft of chains or trees. Knows nothing of models, caches or ranks.
 
 Shape legend: B rows, K drafted tokens, M = K + 1 places where a token can follow (place 0 is after the row's last
-token, place j + 1 after drafted token j), V vocabulary, P paths from the row to a leaf, D longest path, N packed items.
+token, place j + 1 after drafted token j), V vocabulary, P paths from the row to a leaf, D longest path, N tokens.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,47 +22,43 @@ __all__ = ["decide", "priced", "verify"]
 
 
 def decide(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise | None) -> list[Decision]:
-    """Call ``verify`` and convert its result to one plain ``Decision`` per row. Makes the host wait once."""
+    """Call ``verify``, and convert its result to one plain ``Decision`` per row. The host waits once."""
     verdict = verify(policy, target, draft, noise)
     why_BK, asked_BK, following = verdict.why_BK.tolist(), verdict.asked_BK.tolist(), verdict.next_token_B.tolist()
     held = {label: held_BK.tolist() for label, held_BK in verdict.clauses.items()}
-    relaxed, trees, found = int(Why.RELAXED), draft.trees, []
-    places: list[tuple[int, int, int]] = []  # (row, place, token id) of each relaxed token
-    # For each row, collect the mismatches that decided its block.
-    for b, (chain, path, why, asked) in enumerate(zip(draft.chains, verdict.paths(), why_BK, asked_BK)):
-        parents = range(-1, len(chain) - 1) if trees is None else trees[b]
+    chains = draft.chains
+    parents = [list(range(-1, len(chain) - 1)) for chain in chains] if draft.trees is None else draft.trees
+    # The cost of relaxed tokens needs the target's log-probabilities, so compute it for all rows at once.
+    relaxed = [(b, node) for b, why in enumerate(why_BK) for node, code in enumerate(why) if code == Why.RELAXED]
+    places = [(b, parents[b][node] + 1, chains[b][node]) for b, node in relaxed]
+    nats = dict(zip(relaxed, target.nats_of(places))) if relaxed else {}
+    found = []
+    for b, (chain, path) in enumerate(zip(chains, verdict.paths())):
+        # Report the mismatches that decided the block.
         mismatches = []
         for node in range(len(chain)):
-            stands = why[node] == relaxed and node in path
-            if stands or (held and asked[node]):
-                mismatches.append(Mismatch(node, stands, {label: rows[b][node] for label, rows in held.items()}, 0.0))
-                if stands:
-                    places.append((b, parents[node] + 1, chain[node]))
-        end = path[-1] if path else -1
-        found.append(Decision(chain, path, following[b], end not in parents, target.choices[b], mismatches))
-    if not places:
-        return found
-    # The cost of relaxed tokens needs the target's log-probabilities, so it is computed for all rows at once.
-    nats = iter(target.nats_of(places))
-    for b, decision in enumerate(found):
-        mismatches = [m._replace(nats=next(nats)) if m.relaxed else m for m in decision.mismatches]
-        found[b] = decision._replace(mismatches=mismatches)
+            stands = (b, node) in nats
+            if stands or (held and asked_BK[b][node]):
+                said = {label: rows[b][node] for label, rows in held.items()}
+                mismatches.append(Mismatch(node, stands, said, nats.get((b, node), 0.0)))
+        bonus = (path[-1] if path else -1) not in parents[b]
+        found.append(Decision(chain, path, following[b], bonus, target.choices[b], mismatches))
     return found
 
 
 def priced(budgets: Sequence[Any], target: Target, draft: Draft, b: int, decision: Decision) -> Decision:
-    """The decision on row ``b``, with what each relaxed token cost by the rule's ``budgets`` (``CostBudget``)."""
+    """Add to the decision on row ``b`` what each relaxed token cost by the rule's ``budgets`` (``CostBudget``)."""
     relaxed = [mismatch.node for mismatch in decision.mismatches if mismatch.relaxed]
     if not relaxed:
         return decision
-    draft, rows, positions = draft.to(target.logits_BKV.device), b, relaxed
-    if draft.trees is not None:  # the path by itself is a chain
-        device, path = draft.tokens_BK.device, list(decision.path)
-        path_1D, length_1 = _padded([path], device)
-        rows_11 = upload([b], device).unsqueeze(1)
+    draft, row, positions = draft.to(target.logits_BKV.device), b, relaxed
+    if draft.trees is not None:  # the accepted path is a chain
+        path = list(decision.path)
+        path_1D, length_1 = _padded([path], draft.tokens_BK.device)
+        rows_11 = torch.full_like(length_1, b).unsqueeze(1)
         draft, target = Draft(draft.tokens_BK[rows_11, path_1D], length_1), _along(target, rows_11, path_1D, [b])
-        rows, positions = 0, [path.index(node) for node in relaxed]
-    rows_N, positions_N = upload([rows] * len(relaxed) + positions, draft.tokens_BK.device).chunk(2)
+        row, positions = 0, [path.index(node) for node in relaxed]
+    rows_N, positions_N = upload([row] * len(relaxed) + positions, draft.tokens_BK.device).chunk(2)
     costs = {budget.label: budget.cost(target, draft, rows_N, positions_N).tolist() for budget in budgets}
     paid = {node: {label: each[n] for label, each in costs.items()} for n, node in enumerate(relaxed)}
     mismatches = [m._replace(costs=paid[m.node]) if m.relaxed else m for m in decision.mismatches]
@@ -71,39 +66,38 @@ def priced(budgets: Sequence[Any], target: Target, draft: Draft, b: int, decisio
 
 
 def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise | None) -> Verdict:
-    """Apply ``policy`` to a block: flip the coins (``noise < accept_probs``, strictly), OR the relaxation, take the
-    longest prefix, draw the correction or the bonus, and record why each token stands.
+    """Apply ``policy`` to a block: flip the coins (a token is kept if its coin is strictly below its chance), excuse
+    mismatches, take the longest prefix, draw the correction or the bonus, and record why each token stands.
 
     Args:
-        target: distributions at K+1 positions. draft: [B, K] tokens, chains or trees. noise: one coin per drafted token
-            and one draw per row; None if no coin matters: at temperature 0, for a policy that ``accepts_exactly``.
+        target: distributions at K + 1 places.
+        draft: [B, K] tokens, chains or trees. From a tree, a policy that judges whole blocks (it overrides ``verdict``)
+            gets only the chain of first children.
+        noise: one coin per drafted token and one draw per row. None if no coin matters: at temperature 0, for a policy
+            that ``accepts_exactly``.
 
-    A rule that judges whole blocks (it overrides ``verdict``) gets only the chain of first children of a tree. If the
-    outcome depends on a NaN in the rule's chances, its correction, the draft's distribution or the target's logits, the
-    next token is ``UNDECIDED``.
+    If the outcome depends on a NaN in the policy's chances, its correction, the draft's distribution or the target's
+    logits, the next token is ``UNDECIDED``.
 
     Raises:
-        ValueError: the shapes of target, draft and noise do not fit together.
+        ValueError: the shapes of target, draft and noise do not fit together, or ``noise`` is missing.
     """
-    # Check that the shapes fit, and that there are coins if any are needed.
     rows, longest = draft.shape
     if target.logits_BKV.shape[:2] != (rows, longest + 1):
         raise ValueError(
             f"target covers {tuple(target.logits_BKV.shape[:2])} (rows, positions), "
             f"a draft of shape {(rows, longest)} needs {(rows, longest + 1)}"
         )
-    exactly = accepts_exactly(policy)
     if noise is None:
-        if not (target.all_greedy and exactly):
+        if not (target.all_greedy and accepts_exactly(policy)):
             raise ValueError(f"{policy} needs coins here, and noise is None")
-    elif noise.accept_BK.shape != (rows, longest) or noise.sample_B.shape != (rows,):
+        device = target.logits_BKV.device
+        noise = Noise(torch.zeros(rows, longest, device=device), torch.zeros(rows, device=device))
+    if noise.accept_BK.shape != (rows, longest) or noise.sample_B.shape != (rows,):
         raise ValueError(
             f"noise has shapes {tuple(noise.accept_BK.shape)} and {tuple(noise.sample_B.shape)}, "
             f"a draft of shape {(rows, longest)} needs {(rows, longest)} and {(rows,)}"
         )
-    if noise is None:
-        device = target.logits_BKV.device
-        noise = Noise(torch.zeros(rows, longest, device=device), torch.zeros(rows, device=device))
     # Judge chains or trees.
     if draft.parents_BK is None:
         verdict = policy.verdict(target, draft, noise)
@@ -127,22 +121,21 @@ def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: 
     Multi-candidate speculative sampling (SpecInfer, arXiv 2305.09781, alg. 2), with the policy in place of the test
     target/draft. Each sibling is a draft of one token. A rejection replaces the distribution by the policy's
     correction; the next sibling is tried against that, and the final correction is drawn from it. If the policy is
-    lossless for one token, each step splits a distribution into "keep the token" and "continue with the remaining
-    mass", so the tree is lossless as well, whatever was drafted.
+    lossless for one token, each step splits a distribution into "keep the token" and "go on with the remaining mass",
+    so the tree is lossless as well, whatever was drafted.
 
-    A relaxation is evaluated along every path as if the path were a chain. An excused token stands only if the rule
-    keeps none of its siblings. The host needs only the trees' shapes (``Draft.trees``), and does not wait if it has
-    them.
+    A relaxation is evaluated along every path as if the path were a chain. An excused token stands only if the policy
+    keeps none of its siblings. The host reads only the trees' shapes (``Draft.trees``).
     """
     rows, device = len(draft.tokens_BK), draft.tokens_BK.device
     trees = draft.trees
     assert draft.parents_BK is not None and trees is not None
-    # Which tokens does the rule keep, which does the relaxation excuse, and which path do they give?
-    kept_BK, exact_BK, probs_BMV, nan_BM = _try_siblings(policy, target, draft, noise)
+    # Find the tokens that the policy keeps, those that the relaxation excuses, and the path that both give.
+    kept_BK, exact_BK, probs_BMV, nan_BM = _try_siblings(policy, target, draft, trees, noise)
     excused_BK, clauses = _excuse(policy, target, draft, trees, kept_BK)
     path_BD, accepted_B, last_B = _walk(draft, kept_BK, excused_BK)
 
-    # Reasons: tokens on the path stand; siblings that were tried at its end are the mismatches to report.
+    # Record the reasons: tokens on the path stand; siblings that were tried at its end are mismatches to report.
     rows_B1 = torch.arange(rows, device=device).unsqueeze(1)
     stands_BD = torch.arange(path_BD.shape[1], device=device) < accepted_B.unsqueeze(1)
     on_path_BK = _at_tokens(stands_BD, rows_B1, path_BD, stands_BD, draft) > 0
@@ -150,7 +143,7 @@ def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: 
     why_BK = torch.where(on_path_BK, codes_BK, int(Why.REJECTED)).to(torch.int8)
     tried_BK = draft.parents_BK + 1 == last_B.unsqueeze(1)
     asked_BK = ~exact_BK & draft.mask_BK() & (on_path_BK | tried_BK)
-    # The correction, or the bonus at a leaf, is drawn at the place where the path ends.
+    # Draw the correction, or the bonus at a leaf, at the place where the path ends.
     if probs_BMV is None:
         next_token_B = pick(target.argmax_BK, last_B)
     else:
@@ -160,7 +153,7 @@ def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: 
 
 
 def _verify_first_path(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise) -> Verdict:
-    """Judge only the first children of each tree, for a rule that judges chains."""
+    """Judge only the chain of first children of each tree, for a policy that judges whole blocks."""
     assert draft.trees is not None
     chains = [first_branch(parents) for parents in draft.trees]
     path_BD, lengths_B = _padded(chains, draft.tokens_BK.device)
@@ -189,7 +182,7 @@ def _padded(paths: list[list[int]], device: torch.device) -> tuple[Tensor, Tenso
 
 
 def _at_tokens(found_PD: Tensor, rows_P1: Tensor, path_PD: Tensor, there_PD: Tensor, draft: Draft) -> Tensor:
-    """Sum values along paths of these rows at each token they pass, int64 [B, K]; only where ``there_PD``."""
+    """Sum values along paths at the tokens they pass, int64 [B, K], but only values where ``there_PD``."""
     rows, longest = draft.tokens_BK.shape
     at_PD = rows_P1 * (longest + 1) + torch.where(there_PD, path_PD, longest)  # the last column collects the others
     sums_N = torch.zeros(rows * (longest + 1), dtype=torch.int64, device=path_PD.device)
@@ -197,7 +190,7 @@ def _at_tokens(found_PD: Tensor, rows_P1: Tensor, path_PD: Tensor, there_PD: Ten
 
 
 def _along(target: Target, rows_P1: Tensor, path_PD: Tensor, numbers: list[int]) -> Target:
-    """The target along paths, as if they were chains: P rows, whose numbers in the batch are ``numbers``."""
+    """Return the target's output along paths as if they were chains; ``numbers`` are the paths' rows in the batch."""
     places_PJ = torch.cat([path_PD.new_zeros(len(path_PD), 1), path_PD + 1], dim=1)
     probs = None if target.all_greedy else target.probs_BKV[rows_P1, places_PJ]
     return target.about(rows_P1.squeeze(1), target.logits_BKV[rows_P1, places_PJ], probs, numbers)
@@ -210,72 +203,58 @@ def _places(draft: Draft) -> Tensor:
 
 
 def _try_siblings(
-    policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise
+    policy: AcceptancePolicy, target: Target, draft: Draft, trees: list[list[int]], noise: Noise
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Try the children of every place, one sibling after another.
 
-    Returns which tokens the policy keeps and which the exact rule keeps if their older siblings are rejected (bool
-    [B, K] each); the distribution [B, M, V] at each place after all children are rejected (None at temperature 0);
-    and at which places a NaN leaves the outcome open (bool [B, M])."""
-    rows, longest = draft.tokens_BK.shape
-    places = longest + 1
-    # Every place of every row is a chain of one token: N = B * M rows.
-    logits_N2V = target.logits_BKV.flatten(0, 1).unsqueeze(1).expand(-1, 2, -1)
-    probs_NV = None if target.all_greedy else target.probs_BKV.flatten(0, 1)
-    row_N = torch.arange(rows, device=logits_N2V.device).repeat_interleave(places)
-    row_numbers = [b for b in range(rows) for _ in range(places)]
-    place_BK, node_BK = _places(draft), torch.arange(longest, device=row_N.device).expand(rows, -1)
-    older_BK = (place_BK.unsqueeze(2) == place_BK.unsqueeze(1)).tril(-1).sum(2)  # number of siblings tried before
-    kept_BM, exact_BM, nan_BM = (torch.zeros(rows, places, dtype=torch.bool, device=row_N.device) for _ in range(3))
-    most = max((max(Counter(tree).values()) for tree in draft.trees or () if tree), default=0)
-    for number in range(most):
-        # The child number ``number`` of each place, where there is one, as a draft of one token.
-        there_BK = older_BK == number
-        child_BM = torch.full((rows, places + 1), -1, device=row_N.device)
-        child_BM = child_BM.scatter_(1, torch.where(there_BK, place_BK, places), node_BK)[:, :places]
-        there_BM, node_BM = child_BM >= 0, child_BM.clamp_min(0)
-        there_N, node_N = there_BM.flatten(), node_BM.flatten()
-        one = Draft(
-            draft.tokens_BK[row_N, node_N].unsqueeze(1),
-            there_N.long(),
-            None if draft.probs_BKV is None else draft.probs_BKV[row_N, node_N].unsqueeze(1),
-        )
+    Returns which tokens the policy keeps, and which the exact rule keeps if their older siblings are rejected (bool
+    [B, K] each); the distribution [B, M, V] at each place after all children are rejected (None at temperature 0); and
+    where a NaN leaves the outcome open (bool [B, M]).
+    """
+    (rows, longest), device = draft.shape, draft.tokens_BK.device
+    kept_BK, exact_BK = (torch.zeros(rows, longest, dtype=torch.bool, device=device) for _ in range(2))
+    nan_BM = torch.zeros(rows, longest + 1, dtype=torch.bool, device=device)
+    probs_BMV = None if target.all_greedy else target.probs_BKV
+    nodes = [(b, node, parent) for b, tree in enumerate(trees) for node, parent in enumerate(tree)]
+    children = [(trees[b][:node].count(parent), b, node, parent + 1) for b, node, parent in nodes]
+    for number in range(1 + max((older for older, *_ in children), default=-1)):
+        # The child number ``number`` of each place that has one, as a draft of one token in a row of its own: N rows.
+        siblings = [child for older, *child in children if older == number]
+        rows_N, nodes_N, places_N = upload([i for node in siblings for i in node], device).view(-1, 3).unbind(1)
+        at = rows_N, places_N
+        claims_N1V = None if draft.probs_BKV is None else draft.probs_BKV[rows_N, nodes_N].unsqueeze(1)
+        one = Draft(draft.tokens_BK[rows_N, nodes_N].unsqueeze(1), torch.ones_like(rows_N), claims_N1V)
+        logits_N2V = target.logits_BKV[at].unsqueeze(1).expand(-1, 2, -1)
+        probs_NV = None if probs_BMV is None else probs_BMV[at]
         probs_N2V = None if probs_NV is None else probs_NV.unsqueeze(1).expand(-1, 2, -1)
-        block = target.about(row_N, logits_N2V, probs_N2V, row_numbers)
+        block = target.about(rows_N, logits_N2V, probs_N2V, [b for b, _, _ in siblings])
         # Flip its coin against the policy's chance, and against the exact rule's for the reason.
-        coin_N = noise.accept_BK[row_N, node_N]
-        chance_N = policy.chances(block, one).squeeze(1)
-        keeps_N = there_N & (coin_N < chance_N)
-        nan_N = chance_N.isnan()
+        coin_N, chance_N = noise.accept_BK[rows_N, nodes_N], policy.chances(block, one).squeeze(1)
+        keeps_N, nan_N = coin_N < chance_N, chance_N.isnan()
         exact_N = keeps_N
         if policy.core.guarantee is not Guarantee.LOSSLESS:
-            exact_N = there_N & (coin_N < exact_accept_probs(block, one).squeeze(1))
-        at_BM = torch.where(there_BM, node_BM, longest)  # the last column collects places without a child
-        for found_BM, found_N in ((kept_BM, keeps_N), (exact_BM, exact_N)):
-            found_BM.scatter_(1, at_BM, found_N.view(rows, places))
+            exact_N = coin_N < exact_accept_probs(block, one).squeeze(1)
+        kept_BK.index_put_((rows_N, nodes_N), keeps_N)
+        exact_BK.index_put_((rows_N, nodes_N), exact_N)
         # After a rejection the next sibling faces the policy's correction.
-        if probs_NV is not None:
-            rest_NV = policy.correction(block, one, torch.zeros_like(node_N))
+        if probs_BMV is not None and probs_NV is not None:
+            rest_NV = policy.correction(block, one, torch.zeros_like(nodes_N))
             mass_N1 = rest_NV.sum(-1, keepdim=True)
             # Without residual mass the distributions are equal. A rejection is then a rounding error, and the
             # distribution before it is the right one.
-            probs_NV = torch.where(there_N.unsqueeze(1) & (mass_N1 > 0), rest_NV / mass_N1, probs_NV)
+            probs_BMV = probs_BMV.index_put(at, torch.where(mass_N1 > 0, rest_NV / mass_N1, probs_NV))
             nan_N = nan_N | (mass_N1.squeeze(1).isnan() & ~keeps_N & ~block.greedy_B)
-        nan_BM |= (there_N & nan_N).view(rows, places)
-    probs_BMV = None if probs_NV is None else probs_NV.unflatten(0, (rows, places))
-    return kept_BM[:, :longest], exact_BM[:, :longest], probs_BMV, nan_BM
+        nan_BM.index_put_(at, nan_BM[at] | nan_N)
+    return kept_BK, exact_BK, probs_BMV, nan_BM
 
 
 def _excuse(
     policy: AcceptancePolicy, target: Target, draft: Draft, trees: list[list[int]], kept_BK: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Which tokens are excused along some path through them, bool [B, K], and where each clause held."""
-    excused_BK = torch.zeros_like(kept_BK)
-    if policy.relaxation is None and type(policy).relax is AcceptancePolicy.relax:
-        return excused_BK, {}
+    """Find which tokens are excused along some path through them, bool [B, K], and where each clause held."""
     paths = [(b, path) for b, tree in enumerate(trees) for path in leaf_paths(tree)]
-    if not paths:
-        return excused_BK, {}
+    if not paths or (policy.relaxation is None and type(policy).relax is AcceptancePolicy.relax):
+        return torch.zeros_like(kept_BK), {}
     # Each path from the row to a leaf is a chain. A token agrees if the policy keeps it.
     device = kept_BK.device
     path_PD, lengths_P = _padded([path for _, path in paths], device)
@@ -284,21 +263,18 @@ def _excuse(
     chain = Draft(draft.tokens_BK[rows_P1, path_PD], lengths_P)
     agree_PD = kept_BK[rows_P1, path_PD] & chain.mask_BK()
     block = Block(_along(target, rows_P1, path_PD, numbers), chain, agree_PD)
-    if policy.relaxation is None:
-        excused_PD = policy.relax(block.target, chain, agree_PD)
-    else:
-        excused_PD = policy.relaxation.holds(block)
-    excused_PD = excused_PD & block.target.allowed(chain.tokens_BK)
 
     def anywhere(found_PD: Tensor) -> Tensor:
         return _at_tokens(found_PD, rows_P1, path_PD, chain.mask_BK(), draft) > 0
 
-    return anywhere(excused_PD), {name: anywhere(held_PD) for name, held_PD in block.clauses.items()}
+    return anywhere(policy.excused(block)), {name: anywhere(held_PD) for name, held_PD in block.clauses.items()}
 
 
 def _walk(draft: Draft, kept_BK: Tensor, excused_BK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Follow the accepted path: at each place, go to the first child that is kept, else to the first that is excused.
-    Returns the path [B, D] padded with 0, its length [B] and the place [B] where it ends."""
+
+    Returns the path [B, D] padded with 0, its length [B] and the place [B] where it ends.
+    """
     (rows, longest), device = draft.tokens_BK.shape, kept_BK.device
     node_K = torch.arange(longest, device=device)
     # Children in order of preference: kept ones by number, then excused ones, then none.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from fly.ops import argmax, log_mass, one_hot, pick, sent, top
 from fly.types import SamplingParams
 
-__all__ = ["BatchSampling", "ProcessedDistribution"]
+__all__ = ["BatchSampling", "ProcessedDistribution", "find_kept"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +79,29 @@ class BatchSampling:
         return self.on(logits_BJV).dense()
 
 
+def find_kept(
+    logits_NV: Tensor, temperature_N: Tensor, least_N: Tensor | None, top_p_N: Tensor | None, min_p_N: Tensor | None
+) -> Tensor:
+    """Return three numbers of each position [3, N]: the largest logit; the least that is kept, minus infinity if all
+    are; ln of the mass that is kept.
+
+    Args:
+        least_N: a least logit that is known already; None: none is.
+        top_p_N, min_p_N: as of ``SamplingParams``; None: no row asks for it.
+    """
+    peak_N = logits_NV.amax(-1)
+    if top_p_N is not None:
+        total_N = log_mass(logits_NV, peak_N, temperature_N, least_N)
+        nucleus_N = _nucleus(logits_NV, peak_N, temperature_N, total_N, top_p_N)
+        nucleus_N = torch.where(top_p_N < 1, nucleus_N, -torch.inf)
+        least_N = nucleus_N if least_N is None else least_N.maximum(nucleus_N)
+    if min_p_N is not None:
+        floor_N = peak_N + temperature_N * min_p_N.log()
+        least_N = floor_N if least_N is None else least_N.maximum(floor_N)
+    total_N = _kept_mass(logits_NV, peak_N, temperature_N, least_N)
+    return torch.stack([peak_N, torch.full_like(peak_N, -torch.inf) if least_N is None else least_N, total_N])
+
+
 class ProcessedDistribution:
     """The processed distribution of logits, computed only where it is read.
 
@@ -91,10 +115,11 @@ class ProcessedDistribution:
 
     def dense(self) -> Tensor:
         """Return the whole distribution [B, J, V], float32, each summing to 1."""
-        rows, positions, _ = self.logits_BJV.shape
-        device = self.logits_BJV.device
-        rows_N = torch.arange(rows, device=device).repeat_interleave(positions)
-        return self.at(rows_N, torch.arange(positions, device=device).repeat(rows)).unflatten(0, (rows, positions))
+        probs_BJV = self._share(self.logits_BJV)
+        if self.sampling.some_greedy:
+            one_hot_BJV = one_hot(self.logits_BJV, argmax(self.logits_BJV))
+            probs_BJV = torch.where(self.sampling.greedy_B.view(-1, 1, 1), one_hot_BJV, probs_BJV)
+        return probs_BJV
 
     def at(self, rows_N: Tensor, positions_N: Tensor) -> Tensor:
         """Return the distributions [N, V] at some positions of some rows."""
@@ -147,7 +172,6 @@ class ProcessedDistribution:
         """Return, [B, J] each, the largest logit, the least that is kept (None if all are), and ln of the mass kept."""
         sampling, (rows, positions, width) = self.sampling, self.logits_BJV.shape
         logits_NV = self.logits_BJV.flatten(0, 1)
-        peak_N = logits_NV.amax(-1)
 
         def per_position(column_B: Tensor) -> Tensor:
             return column_B.repeat_interleave(positions)
@@ -160,18 +184,14 @@ class ProcessedDistribution:
             likeliest = top(logits_NV, sampling.most_k).values
             last_N = likeliest.gather(1, (top_k_N.clamp(1, width) - 1).unsqueeze(1)).squeeze(1)
             least_N = torch.where(top_k_N > 0, last_N, -torch.inf)
-        if sampling.top_p:
-            top_p_N = per_position(sampling.top_p_B)
-            total_N = log_mass(logits_NV, peak_N, temperature_N, least_N)
-            nucleus_N = _nucleus(logits_NV, peak_N, temperature_N, total_N, top_p_N)
-            nucleus_N = torch.where(top_p_N < 1, nucleus_N, -torch.inf)
-            least_N = nucleus_N if least_N is None else least_N.maximum(nucleus_N)
-        if sampling.min_p:
-            floor_N = peak_N + temperature_N * per_position(sampling.min_p_B).log()
-            least_N = floor_N if least_N is None else least_N.maximum(floor_N)
-        total_N = _kept_mass(logits_NV, peak_N, temperature_N, least_N)
-        shape = (rows, positions)
-        return peak_N.view(shape), None if least_N is None else least_N.view(shape), total_N.view(shape)
+        top_p_N = per_position(sampling.top_p_B) if sampling.top_p else None
+        min_p_N = per_position(sampling.min_p_B) if sampling.min_p else None
+        peak_N, kept_N, total_N = self._find_kept(logits_NV, temperature_N, least_N, top_p_N, min_p_N)
+        shape, cuts = (rows, positions), sampling.most_k or sampling.top_p or sampling.min_p
+        return peak_N.view(shape), kept_N.view(shape) if cuts else None, total_N.view(shape)
+
+    def _find_kept(self, logits_NV: Tensor, *limits_N: Any) -> Tensor:
+        return find_kept(logits_NV, *limits_N)
 
 
 _FIRST = 16  # most nuclei are within this many tokens

@@ -31,9 +31,9 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        if self.status < 500:
-            return {408: "timeout_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
-        return {503: "service_unavailable_error", 504: "timeout_error"}.get(self.status, "server_error")
+        """OpenAI's name for this kind of error."""
+        named = {408: "timeout", 429: "rate_limit", 503: "service_unavailable", 504: "timeout"}
+        return f"{named.get(self.status, 'invalid_request' if self.status < 500 else 'server')}_error"
 
     def body(self) -> dict[str, Any]:
         return error_body(str(self), self.kind, self.param, self.code)

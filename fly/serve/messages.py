@@ -42,11 +42,9 @@ class Body(BaseModel):
     @classmethod
     def _only_known_fields(cls, data: Any) -> Any:
         """Refuse unknown fields, all in one error, before anything else is checked."""
-        if (
-            not isinstance(data, dict) or data.keys() <= (known := known_fields(cls)).keys()
-        ):  # a body may have 100,000 messages
-            return data
-        if unknown := [name for name in data if name not in known]:
+        known = known_fields(cls)
+        if isinstance(data, dict) and not data.keys() <= known.keys():  # quick, as a body may have 100,000 messages
+            unknown = [name for name in data if name not in known]
             shown = ", ".join(map(short, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
             shown += meant(unknown[0], known) if len(unknown) == 1 and len(unknown[0]) < 100 else ""
             raise PydanticCustomError(
@@ -97,23 +95,19 @@ class Message(Body):
         """The message as chat templates expect it: content as one text, absent fields left out."""
         parts = self.content or ()
         content = parts if isinstance(parts, str) else "".join(part["text"] for part in parts)
-        fields = {
-            "name": self.name,
-            "tool_calls": self.tool_calls,
-            "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content,
-        }
-        if self.tool_calls is not None:
-            fields["tool_calls"] = list(map(_readable, self.tool_calls))
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content} | {name: value for name, value in fields.items() if value is not None}
+        names = ("name", "tool_call_id", "reasoning_content")
+        fields = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.tool_calls is not None:
+            fields["tool_calls"] = list(map(_read_arguments, self.tool_calls))
+        return {"role": role, "content": content, **fields}
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4 * MOST)]
 
 
-def _readable(call: dict[str, Any]) -> dict[str, Any]:
-    """A call as templates expect it, with its arguments as an object; arguments that are not JSON stay text."""
+def _read_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Turn a call's arguments into an object, as templates expect; arguments that are not JSON stay text."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
         return call

@@ -71,7 +71,7 @@ class Rules:
         self.drafts = list(dict.fromkeys([*(among or [draft]), "none"]))  # drafts that requests may name
         self.max_k, self.require_lossless = max(64, k) if max_k is None else max_k, require_lossless
         if k > self.max_k:
-            raise ValueError(f"k {k}, the default of requests, is above max_k {max_k}; lower --k as well")
+            raise ValueError(f"k {k} is the default of requests and above max_k {max_k}; lower --k as well")
         self._whole: dict[str, AcceptancePolicy] = {_squeeze(str(policy)): policy}
         installed = {**policy_types(), **condition_types()}
         self.names = sorted(installed) if enabled is None else ["exact"]

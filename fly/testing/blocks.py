@@ -1,4 +1,4 @@
-"""Random blocks to try an acceptance policy on: target, draft and noise of a few rows, small and hard.
+"""Random blocks to try an acceptance policy on: target, draft and noise of a few rows.
 
 Shape legend: B rows, K longest draft, V vocabulary.
 """
@@ -29,11 +29,11 @@ __all__ = [
     "TICK",
     "TOLERANCE",
     "Case",
-    "block",
-    "bound",
-    "cases",
+    "bind_to",
+    "make_block",
+    "make_cases",
     "markers_of",
-    "require_equal",
+    "require_same",
     "rounded",
     "toy_vocabulary",
 ]
@@ -50,8 +50,8 @@ _MARKERS = 3  # the most markers of a rule
 
 @lru_cache
 def toy_vocabulary(size: int, markers: tuple[str, ...] = ()) -> Vocabulary:
-    """``size`` tokens of several kinds: first the ``markers``, and last a control token. Every text is one of the
-    tokens, since a rule may ask for a text that only real vocabularies have."""
+    """Make a vocabulary of ``size`` tokens of several kinds: first the ``markers``, and last a control token. Every
+    text has an id, since a rule may ask for a text that only real vocabularies have."""
     marked = [marker.encode() for marker in markers]
     spelled = [*marked, *_TEXTS, *(f" w{number}".encode() for number in range(size))][: size - 1] + [b"<end>"]
 
@@ -62,7 +62,7 @@ def toy_vocabulary(size: int, markers: tuple[str, ...] = ()) -> Vocabulary:
 
 
 def markers_of(rule: object) -> tuple[str, ...]:
-    """The texts that a rule may look for, so that blocks can hold them: text parameters of the rule and its parts, and
+    """Find texts that a rule may look for, so that blocks can hold them: text parameters of the rule and its parts, and
     texts in the methods of a user's own class."""
     found: list[str] = []
     pending: list[Any] = [rule]
@@ -85,7 +85,7 @@ def markers_of(rule: object) -> tuple[str, ...]:
 
 
 def _written(method: object) -> Iterator[str]:
-    """The texts in the code of a method, and the module's texts that it names."""
+    """Yield the texts in the code of a method, and the module's texts that it names."""
     function = method.fget if isinstance(method, property) else getattr(method, "func", method)
     if not inspect.isfunction(function) or re.fullmatch("__(?!post_init).*__", function.__name__):
         return
@@ -101,8 +101,8 @@ def _written(method: object) -> Iterator[str]:
             yield part
 
 
-def bound(policy: P, target: Target) -> P:
-    """``policy``, bound to a vocabulary of the target's size that has the policy's markers."""
+def bind_to(policy: P, target: Target) -> P:
+    """Bind ``policy`` to a vocabulary of the target's size that has the policy's markers."""
     try:
         markers = _markers(policy)
     except TypeError:  # a policy that holds a list cannot be hashed
@@ -122,19 +122,19 @@ class Case:
     noise: Noise
 
     def verdict(self, policy: AcceptancePolicy) -> Verdict:
-        return verify(bound(policy, self.target), self.target, self.draft, self.noise)
+        return verify(bind_to(policy, self.target), self.target, self.draft, self.noise)
 
     def chances(self, policy: AcceptancePolicy) -> Tensor:
-        """[B, K] float, the ``accept_probs`` of a policy; yes and no are 1 and 0."""
-        return bound(policy, self.target).chances(self.target, self.draft).float()
+        """Return the ``accept_probs`` of a policy, [B, K] float; yes and no are 1 and 0."""
+        return bind_to(policy, self.target).chances(self.target, self.draft).float()
 
     def correction(self, policy: AcceptancePolicy, j: int) -> Tensor:
-        """[B, V], the ``correction`` of a policy after token ``j`` was rejected."""
+        """Return the ``correction`` of a policy after token ``j`` was rejected, [B, V]."""
         at_B = torch.full((len(self.numbers),), j)
-        return bound(policy, self.target).correction(self.target, self.draft, at_B)
+        return bind_to(policy, self.target).correction(self.target, self.draft, at_B)
 
     def outcomes(self, policy: AcceptancePolicy) -> list[Outcome]:
-        """The outcome of each row under a policy."""
+        """Return the outcome of each row under a policy."""
         verdict = self.verdict(policy)
         why = [codes[:n] for codes, n in zip(verdict.why_BK.tolist(), self.draft.lengths_B.tolist())]
         return list(zip(verdict.accepted_B.tolist(), verdict.next_token_B.tolist(), why))
@@ -145,37 +145,38 @@ class Case:
         return range(len(self.draft.lengths_B))
 
     def reversed(self) -> Case:
-        """The same rows in the other order."""
+        """Reverse the order of the rows."""
         order = torch.tensor(self.numbers[::-1])
         return Case(self.target.rows(order), self.draft.rows(order), self.noise.rows(order))
 
     def alone(self, b: int, padding: int = 0) -> Case:
-        """Row ``b`` alone, with ``padding`` further columns on the right that hold other content."""
+        """Take row ``b`` alone, with ``padding`` further columns on the right that hold other content."""
         index_B, n = torch.tensor([b]), int(self.draft.lengths_B[b])
-        t, d, z = self.target.rows(index_B), self.draft.rows(index_B), self.noise.rows(index_B)
+        row = Case(self.target.rows(index_B), self.draft.rows(index_B), self.noise.rows(index_B))
         columns = torch.arange(n + padding).clamp_max(max(n - 1, 0))
-        places = torch.arange(n + padding + 1).clamp_max(n)
-        logits, tokens, coins = t.logits_BKV[:, places], d.tokens_BK[:, columns], z.accept_BK[:, columns]
-        logits[:, n + 1 :] *= -1
-        tokens[:, n:] = (tokens[:, n:] + 1) % logits.shape[-1]
-        coins[:, n:] = 0.0
-        target = t.about(torch.tensor([0]), logits, None if t.all_greedy else t.probs_BKV[:, places])
-        draft_probs = None if d.probs_BKV is None else d.probs_BKV[:, columns]
-        return Case(target, Draft(tokens, d.lengths_B, draft_probs), Noise(coins, z.sample_B))
+        found = row._select(columns, torch.arange(n + padding + 1).clamp_max(n), row.draft.lengths_B)
+        found.target.logits_BKV[:, n + 1 :] *= -1
+        found.draft.tokens_BK[:, n:] = (found.draft.tokens_BK[:, n:] + 1) % found.target.logits_BKV.shape[-1]
+        found.noise.accept_BK[:, n:] = 0.0
+        return found
 
     def cut(self, first: int, last: int) -> Case:
-        """The tokens ``first`` to ``last`` of every draft, as if nothing else was drafted. The target's output at
+        """Take the tokens ``first`` to ``last`` of every draft, as if nothing else was drafted. The target's output at
         ``last`` is repeated for the place after them."""
-        t, d, columns, places = self.target, self.draft, slice(first, last + 1), [*range(first, last + 1), last]
-        target_probs = None if t.all_greedy else t.probs_BKV[:, places]
-        target = t.about(torch.tensor(self.numbers), t.logits_BKV[:, places], target_probs)
-        draft_probs = None if d.probs_BKV is None else d.probs_BKV[:, columns]
-        lengths_B = (d.lengths_B - first).clamp(0, last + 1 - first)
-        draft = Draft(d.tokens_BK[:, columns], lengths_B, draft_probs)
+        columns = torch.arange(first, last + 1)
+        lengths_B = (self.draft.lengths_B - first).clamp(0, last + 1 - first)
+        return self._select(columns, torch.tensor([*columns, last]), lengths_B)
+
+    def _select(self, columns: Tensor, places: Tensor, lengths_B: Tensor) -> Case:
+        """Copy these columns of the draft and its coins, and these places of the target."""
+        t, d = self.target, self.draft
+        probs = None if t.all_greedy else t.probs_BKV[:, places]
+        target = t.about(torch.tensor(self.numbers), t.logits_BKV[:, places], probs)
+        draft = Draft(d.tokens_BK[:, columns], lengths_B, None if d.probs_BKV is None else d.probs_BKV[:, columns])
         return Case(target, draft, Noise(self.noise.accept_BK[:, columns], self.noise.sample_B))
 
     def show(self, b: int = 0) -> str:
-        """A row in one line; a short one completely."""
+        """Describe a row in one line, a short one completely."""
         n = int(self.draft.lengths_B[b])
         kind = "temperature 0" if bool(self.target.greedy_B[b]) else "sampled"
         parts = [f"{kind}, draft {self.draft.tokens_BK[b, :n].tolist()}"]
@@ -187,10 +188,10 @@ class Case:
         return ", ".join(parts)
 
 
-def block(seed: int, rows: int = 4, longest: int = 9, vocab: int = 6, temperature: float | None = None) -> Case:
-    """A random ragged block: sure and undecided positions, drafts that mostly agree, distributions with zeros.
+def make_block(seed: int, rows: int = 4, longest: int = 9, vocab: int = 6, temperature: float | None = None) -> Case:
+    """Make a random ragged block: certain and uncertain positions, drafts that mostly agree, distributions with zeros.
 
-    ``temperature`` None mixes greedy and sampled rows; 0 is all greedy.
+    ``temperature`` None mixes greedy and sampled rows; with 0 all are greedy.
     """
     generator = torch.Generator().manual_seed(seed)
     rand, randn = partial(torch.rand, generator=generator), partial(torch.randn, generator=generator)
@@ -202,7 +203,7 @@ def block(seed: int, rows: int = 4, longest: int = 9, vocab: int = 6, temperatur
     drawn_from = sampling.probs(logits[:, :-1] + randn(rows, longest, vocab))
     sampled = torch.multinomial(drawn_from.flatten(0, 1) + 1e-9, 1, generator=generator).view(rows, longest)
     tokens = torch.where(rand(rows, longest) < 0.6, logits[:, :-1].argmax(-1), sampled)
-    # A drafted token always has mass in the distribution it was drawn from: mix some in. Greedy rows are one-hot.
+    # A drafted token has mass in the distribution it was drawn from: mix some in. Greedy rows are one-hot.
     certain = one_hot(drawn_from, tokens)
     drawn_from = torch.where(sampling.greedy_B.view(-1, 1, 1), certain, 0.9 * drawn_from + 0.1 * certain)
     lengths = torch.randint(0, longest + 1, (rows,), generator=generator)
@@ -223,20 +224,20 @@ def block(seed: int, rows: int = 4, longest: int = 9, vocab: int = 6, temperatur
     return Case(target, draft, Noise(rand(rows, longest), rand(rows)))
 
 
-def cases(count: int = 12) -> list[Case]:
-    """Random blocks, small ones first, so that the first failure is a small counterexample."""
+def make_cases(count: int = 12) -> list[Case]:
+    """Make random blocks, small ones first, so that the first failure is a small counterexample."""
     return [
-        block(seed, 1 + seed % 5, 1 + 11 * seed // max(count - 1, 1), 3 + seed % 4, (0.0, 1.0, None)[seed % 3])
+        make_block(seed, 1 + seed % 5, 1 + 11 * seed // max(count - 1, 1), 3 + seed % 4, (0.0, 1.0, None)[seed % 3])
         for seed in range(count)
     ]
 
 
-def require_equal(case: Case, how: str, expected: list[Outcome], other: str, found: list[Outcome]) -> None:
+def require_same(case: Case, how: str, expected: list[Outcome], other: str, found: list[Outcome]) -> None:
     """Raise ``ConformanceError`` for the first row whose outcome differs from the expected one."""
     for b, (one, two) in enumerate(zip(expected, found)):
         require(one == two, f"row {b} {how} gives (accepted, next, why) {one}, {other} {two}: {case.show(b)}")
 
 
 def rounded(values: Tensor) -> str:
-    """Numbers [...] with four decimals, written as a list."""
+    """Write numbers [...] as a list, with four decimals."""
     return str([[round(v, 4) for v in row] if isinstance(row, list) else round(row, 4) for row in values.tolist()])

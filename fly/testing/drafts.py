@@ -1,10 +1,10 @@
-"""The conformance kit of draft strategies: it checks, on a laptop, that a strategy keeps its contract.
+"""The conformance kit of draft strategies: checks that a strategy keeps its contract, without a trained model.
 
     from fly.testing import check_draft
     print(check_draft(MyDraft))              # raises ConformanceError naming the fault and a small counterexample
 
-The strategy drafts for a toy target, a random model with its vocabulary. It meets what an engine and a level above do:
-batches, rows that end, rejected drafts, forks, full caches.
+The strategy drafts for a toy target, a random model with its vocabulary. The checks call it like an engine and a level
+above it: with batches, rows that end, rejected drafts, forks and full caches.
 
 Shape legend: B rows, K longest draft, V vocabulary.
 """
@@ -38,7 +38,7 @@ from fly.types import SamplingParams
 __all__ = ["DRAFT_CHECKS", "check_draft"]
 
 _LONGEST = 4096  # a longer context is not filled with a row
-_EVENTS = {"keep none": 0, "keep two": 2, "keep all": 2**31, "give up": 0, "fork": 0}  # with how many tokens are kept
+_EVENTS = {"keep none": 0, "keep two": 2, "keep all": 2**31, "give up": 0, "fork": 0}  # and how many tokens are kept
 
 
 def check_draft(
@@ -55,8 +55,8 @@ def check_draft(
         strategy: a class or function that makes a fresh strategy, or an unused strategy, which is copied (the copies
             share its models). Models should be in float32: in coarser dtypes, rounding depends on the batch.
         learns: whether its proposals may depend on past texts and other rows, which it remembers on purpose. They must
-            still be valid. None takes the strategy's attribute ``learns``.
-        target: the target; None for a random Llama of two layers with the strategy's vocabulary, or of the sizes that
+            be valid all the same. None takes the strategy's attribute ``learns``.
+        target: the target; None for a random Llama of two layers with the strategy's vocabulary, or with the sizes that
             its draft head needs.
 
     Raises ``ConformanceError`` with the whole report if a check fails, unless ``raises`` is False.
@@ -68,11 +68,11 @@ def check_draft(
             report.findings.append(Finding("vocabulary", False, undeclared))
         else:
             run_checks(report, DRAFT_CHECKS, kit, advance)
-    return report.settled(raises)
+    return report.settle(raises)
 
 
 def _undeclared(kit: DraftKit) -> str:
-    """Evidence that a strategy without ``vocab_size`` needs one; empty if there is none."""
+    """Return evidence that a strategy without ``vocab_size`` needs one; an empty text if there is none."""
     if kit.stage().strategy.vocab_size is not None or kit.learns:  # it may be set in ``attach``
         return ""
     for rows, max_len in kit.batches():
@@ -93,18 +93,19 @@ def _undeclared(kit: DraftKit) -> str:
 
 
 def check_shapes_and_ranges(kit: DraftKit) -> str:
-    """Drafts are no longer than asked, have the shapes and dtypes of ``Draft``, and ids of the vocabulary only (padding
-    included)."""
+    """Drafts are no longer than asked, have the shapes and dtypes of ``Draft``, and only ids of the vocabulary, padding
+    included."""
     found = [p for rows, max_len in kit.batches() for p in _valid(kit, kit.stage(), rows, max_len)]
     drafted = sum(len(p.tokens) for p in found)
     return f"{drafted} tokens drafted for {len(found)} rows" if drafted else "note: nothing was drafted for any row"
 
 
 def _valid(kit: DraftKit, stage: Stage, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[Proposal]:
-    """The strategy's proposals. Raises ``ConformanceError`` if they are no valid draft."""
+    """Let the strategy propose. Raises ``ConformanceError`` if the draft is not valid."""
     draft = stage.draft(rows, max_len)
     tokens, lengths, probs, longest = draft.tokens_BK, draft.lengths_B, draft.probs_BKV, draft.tokens_BK.shape[-1]
     asked = "; ".join(Proposal(row, most, [], None, None).asked for row, most in zip(rows, max_len))
+    # Check shapes, dtypes and ranges of the tensors.
     columns: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
         ("lengths_B", lengths, (len(rows),)),
         ("tokens_BK", tokens, (len(rows), longest)),
@@ -113,42 +114,29 @@ def _valid(kit: DraftKit, stage: Stage, rows: abc.Sequence[Sequence], max_len: a
     ]
     for name, tensor, shape in columns:
         if tensor is not None:
-            found = tuple(tensor.shape)
+            found, floating = tuple(tensor.shape), tensor is probs
             require(found == shape, f"{name} has shape {found}, expected {shape}, for {asked}")
-            right = tensor.is_floating_point() if tensor is probs else tensor.dtype == torch.int64
-            wanted = "a floating one" if tensor is probs else "torch.int64"
+            right = tensor.is_floating_point() if floating else tensor.dtype == torch.int64
+            wanted = "a floating one" if floating else "torch.int64"
             require(right, f"{name} has dtype {tensor.dtype}, expected {wanted}, for {asked}")
-    require(
-        bool(((lengths >= 0) & (lengths <= longest)).all()),
-        f"lengths_B {lengths.tolist()} are not in 0..{longest}, for {asked}",
-    )
-    require(
-        bool(((tokens >= 0) & (tokens < kit.vocab)).all()),
-        f"tokens_BK {tokens.tolist()} (padding included) are not all in 0..{kit.vocab - 1}, for {asked}",
-    )
-    require(
-        probs is None or bool(torch.isfinite(probs).all()),
-        f"probs_BKV (padding included) is not finite, for {asked}",
-    )
+    for name, tensor, most in (("lengths_B", lengths, longest), ("tokens_BK", tokens, kit.vocab - 1)):
+        inside = bool(((tensor >= 0) & (tensor <= most)).all())
+        require(inside, f"{name} {tensor.tolist()} (padding included) are not all in 0..{most}, for {asked}")
+    finite = probs is None or bool(torch.isfinite(probs).all())
+    require(finite, f"probs_BKV (padding included) is not finite, for {asked}")
+    # Check the proposal for each row.
     proposals = split(draft, rows, max_len)
     for p in proposals:
         what = f"{p.tokens} for {p.asked}"
         for node, parent in enumerate(p.follows):
-            require(
-                -1 <= parent < node,
-                f"token {node} has parent {parent}, expected one in -1..{node - 1}: {what}",
-            )
+            require(-1 <= parent < node, f"token {node} has parent {parent}, not one in -1..{node - 1}: {what}")
         deepest = 1 + max(depths(p.follows), default=-1)
         require(deepest <= p.most, f"drafted {deepest} tokens where at most {p.most} were asked: {what}")
-        require(
-            probs is not None or len(set(zip(p.follows, p.tokens))) == len(p.tokens),
-            f"two siblings of a deterministic tree are the same, parents {p.parents}: {what}",
-        )
+        different = probs is not None or len(set(zip(p.follows, p.tokens))) == len(p.tokens)
+        require(different, f"two siblings of a deterministic tree are the same, parents {p.parents}: {what}")
         unseen = sorted(set(p.tokens) - set(p.row.tokens))
-        require(
-            stage.strategy.vocab_size is not None or kit.learns or not unseen,
-            f"drafted {unseen}, not seen in the row, and states no vocab_size: {what}",
-        )
+        known = stage.strategy.vocab_size is not None or kit.learns or not unseen
+        require(known, f"drafted {unseen}, not seen in the row, and states no vocab_size: {what}")
     return proposals
 
 
@@ -170,10 +158,8 @@ def check_nothing_after_an_end(kit: DraftKit) -> str:
             for p in kit.fresh(again, max_len):
                 ended += bool(p.row.stop_ids & set(p.tokens))
                 for token, before in ((p.tokens[n], p.tokens[at]) for n, at in enumerate(p.follows) if at >= 0):
-                    require(
-                        before not in p.row.stop_ids,
-                        f"drafted {token} after {before}, which ends the row: {p.tokens} for {p.asked}",
-                    )
+                    what = f"drafted {token} after {before}, which ends the row: {p.tokens} for {p.asked}"
+                    require(before not in p.row.stop_ids, what)
     return f"{ended} drafts with an end"
 
 
@@ -199,10 +185,10 @@ def check_rows_untouched(kit: DraftKit) -> None:
 
 
 def check_no_hidden_randomness(kit: DraftKit) -> None:
-    """The same row and seed give the same draft, whatever the global generators and the row's id, and however often it
-    is asked.
+    """The draft depends on the row and its seed alone: it is the same every time, under any id, and in every state of
+    the global random generators.
 
-    At temperature 0 the seed does not matter either. A strategy that learns may propose more or fewer of the tokens.
+    At temperature 0 the seed must not matter either. A strategy that learns may propose more or fewer of the tokens.
     """
     for rows, max_len in kit.batches():
         stage = kit.stage()
@@ -229,8 +215,8 @@ def check_row_alone_equals_row_in_batch(kit: DraftKit) -> str:
 
 
 def check_rolled_back_equals_fresh(kit: DraftKit) -> str:
-    """After any history of accepted and rejected drafts, steps given up, and forks, it proposes what a fresh strategy
-    would. A strategy that learns may propose any valid draft."""
+    """After any history of accepted and rejected drafts, forks, and steps that were given up, it proposes the same as a
+    fresh strategy. A strategy that learns may propose any valid draft."""
     rng = random.Random(0)
     histories = [[event] for event in _EVENTS] + [rng.choices(list(_EVENTS), k=5) for _ in range(6)]
     for temperature, history in itertools.product((0.0, 1.0), histories):
@@ -240,14 +226,14 @@ def check_rolled_back_equals_fresh(kit: DraftKit) -> str:
         stage = kit.stage()
         for number, event in enumerate(history, start=1):
             _play(kit, stage, event, rows, max_len, rng)
-            kit.as_fresh(_valid(kit, stage, rows, max_len), f"after {history[:number]} it")
+            kit.compare_to_fresh(_valid(kit, stage, rows, max_len), f"after {history[:number]} it")
     return "valid; what it has learned may show" if kit.learns else f"{2 * len(histories)} histories"
 
 
 def _play(
     kit: DraftKit, stage: Stage, event: str, rows: list[Sequence], max_len: list[int], rng: random.Random
 ) -> None:
-    """One event in the life of ``rows``."""
+    """Let one event happen to ``rows``."""
     if event == "give up":  # the engine gives a draft up when a step fails
         stage.draft(rows, max_len)
     elif event == "fork":  # a level above tries two continuations
@@ -262,7 +248,7 @@ def _play(
 
 
 def check_release_frees_all(kit: DraftKit) -> str:
-    """A released row leaves nothing: caches are whole again, no attribute holds its id, and its neighbours go on."""
+    """A released row leaves nothing: its blocks are free, no attribute holds its id, and its neighbours go on."""
     rows = [kit.row(text, (0.0, 1.0)[b % 2], b) for b, text in enumerate(kit.texts(6))]
     gone, left, max_len = rows[:3], rows[3:], [4] * len(rows)
     stage = kit.stage()
@@ -271,15 +257,12 @@ def check_release_frees_all(kit: DraftKit) -> str:
     stage.draft(rows, max_len)
     stage.release(gone)
     stage.commit(left)
-    kit.as_fresh(stage.propose(left, max_len[3:]), "after the release of others it")
+    kit.compare_to_fresh(stage.propose(left, max_len[3:]), "after the release of others it")
     stage.release(left)
     for number, allocator in enumerate(stage.allocators):
         held, sequences = allocator.num_blocks - allocator.num_free, len(allocator.sequences())
-        require(
-            not held and not sequences,
-            f"allocator {number} still holds {held} of {allocator.num_blocks} blocks and {sequences} sequences after "
-            f"all rows were released",
-        )
+        what = f"{held} of {allocator.num_blocks} blocks and {sequences} sequences"
+        require(not held and not sequences, f"allocator {number} still holds {what} after all rows were released")
     ids = {row.id for row in rows}
     for where, found in reachable(stage.strategy):
         kind = "object" if isinstance(found, Sequence) else "id" if type(found) is int and found in ids else ""
@@ -288,7 +271,7 @@ def check_release_frees_all(kit: DraftKit) -> str:
 
 
 def check_context_limit(kit: DraftKit) -> str:
-    """Rows of ``context`` tokens and more get no draft, and no error, whatever their neighbours."""
+    """Rows of ``context`` or more tokens get no draft and no error, whatever their neighbours are."""
     context = kit.stage().strategy.context
     if context is None:
         return "no limit of its own"
@@ -310,7 +293,7 @@ def check_context_limit(kit: DraftKit) -> str:
 
 
 def check_full_caches(kit: DraftKit) -> str:
-    """Without room it raises ``OutOfBlocks`` and nothing else; after that and a commit everything is as before."""
+    """Without room it raises ``OutOfBlocks`` and nothing else. After a commit everything is as before."""
     caches = len(kit.stage().allocators)
     refused = 0
     for number, free in itertools.product(range(caches), (0, 1, 2)):
@@ -327,16 +310,14 @@ def check_full_caches(kit: DraftKit) -> str:
             stage.commit(rows)
             for (was, old), now in zip(before, stage.allocators):
                 new, taken = set(now.sequences()), was - now.num_free
-                require(
-                    new <= old | {row.id for row in rows} and (not taken or new != old),
-                    f"{where} a refused draft left {taken} more blocks taken",
-                )
+                whole = new <= old | {row.id for row in rows} and (not taken or new != old)
+                require(whole, f"{where} a refused draft left {taken} more blocks taken")
         stage.commit(rows)
         full.release("others")
-        kit.as_fresh(stage.propose(rows, [5, 5]), f"after it had to draft {where} it")
+        kit.compare_to_fresh(stage.propose(rows, [5, 5]), f"after it had to draft {where} it")
         stage.release(rows)
-        whole = all(a.num_free >= a.num_blocks for a in stage.allocators)
-        require(whole, f"{where} a draft leaves blocks that release does not free")
+        free_again = all(a.num_free >= a.num_blocks for a in stage.allocators)
+        require(free_again, f"{where} a draft leaves blocks that release does not free")
     return f"{refused} of {3 * caches} times refused" if caches else "no caches of its own"
 
 
@@ -344,25 +325,21 @@ def check_speculation_equals_autoregression(kit: DraftKit) -> str:
     """With the exact rule, greedy texts are the target's own, and sampled texts do not depend on the batch."""
     prompts = kit.texts(6)
     llm, ks = make_llm(kit.model, kit.make()), [1 + number % 6 for number in range(len(prompts))]
+    # At temperature 0 the texts are autoregression's, also where they end early.
     plain = SamplingParams(temperature=0.0, max_tokens=24)
-    ends = [
-        plain.model_copy(update={"stop_token_ids": (out.token_ids[-1],)}) for out in llm.generate(prompts, plain, k=0)
-    ]
-    for params in (plain, ends):
+    lasts = [out.token_ids[-1] for out in llm.generate(prompts, plain, k=0)]
+    for params in (plain, [plain.model_copy(update={"stop_token_ids": (last,)}) for last in lasts]):
         wanted, found = llm.generate(prompts, params, k=0), llm.generate(prompts, params, k=ks)
         for prompt, k, one, other in zip(prompts, ks, found, wanted):
-            require(
-                one.token_ids == other.token_ids,
-                f"prompt {prompt}, k {k}: emits {one.token_ids}, the target {other.token_ids}",
-            )
+            what = f"prompt {prompt}, k {k}: emits {one.token_ids}, the target {other.token_ids}"
+            require(one.token_ids == other.token_ids, what)
     drafted, accepted = sum(out.stats.drafted for out in found), sum(out.stats.accepted for out in found)
+    # Above temperature 0, rows emit the same tokens alone and in a batch.
     sampled = [SamplingParams(max_tokens=16, seed=seed) for seed in range(len(prompts))]
     for prompt, own, k, one in zip(prompts, sampled, ks, [] if kit.learns else llm.generate(prompts, sampled, k=ks)):
         (alone,) = make_llm(kit.model, kit.make()).generate([prompt], own, k=k)
-        require(
-            one.token_ids == alone.token_ids,
-            f"prompt {prompt}, seed {own.seed}, k {k}: emits {alone.token_ids} alone, and in a batch {one.token_ids}",
-        )
+        what = f"prompt {prompt}, seed {own.seed}, k {k}: emits {alone.token_ids} alone, {one.token_ids} in a batch"
+        require(one.token_ids == alone.token_ids, what)
     return f"{accepted} of {drafted} drafted tokens stood before a random target"
 
 

@@ -1,4 +1,4 @@
-"""Checks of the randomness of a draft strategy: tokens come from the distribution that it claims, and no randomness is
+"""Checks of a draft strategy's randomness: tokens come from the distribution that it claims, and no random number is
 used twice.
 
 These are chi-square tests over many seeds. The seeds are fixed, so that results repeat. A correct strategy fails one
@@ -19,17 +19,16 @@ from fly.ops import Stream, uniforms
 from fly.testing.report import require
 from fly.testing.stage import APART, PARAMS, DraftKit, Proposal
 
-__all__ = ["chance", "check_claimed_distribution", "check_independent_of_the_verdict", "check_rounds_are_independent"]
+__all__ = ["check_claimed_distribution", "check_independent_of_the_verdict", "check_rounds_are_independent", "p_value"]
 
 _CHANCE = 1e-9  # the probability that a correct strategy fails one comparison
 _GROUPS = 6  # groups of tokens, and of noise, that are tested for dependence
 
 
 def check_claimed_distribution(kit: DraftKit) -> str:
-    """Claimed distributions are distributions in which drafted tokens have mass, and over many seeds the tokens are
-    drawn from them.
+    """Claimed distributions give drafted tokens mass, and over many seeds the tokens are drawn from them.
 
-    Tokens that are drawn must have a claimed distribution, and the length of a draft must not depend on them.
+    Drawn tokens must have a claimed distribution, and the length of a draft must not depend on them.
     """
     for p in (p for batch in kit.batches() for p in kit.fresh(*batch)):
         for j, (token, probs_V) in enumerate(zip(p.tokens, () if p.probs_KV is None else p.probs_KV)):
@@ -50,8 +49,8 @@ def check_claimed_distribution(kit: DraftKit) -> str:
         lengths = sorted({len(p.tokens) for p in proposals if p.parents is None})
         require(
             kit.learns or len(certain) < 2,
-            f"drafts {[list(tokens) for tokens in certain[:2]]} by the seed, but claims no distribution (probs_BKV), "
-            f"for {asked}",
+            f"the seed decides what is drafted, {[list(tokens) for tokens in certain[:2]]}, but the draft claims no "
+            f"distribution (probs_BKV), for {asked}",
         )
         require(kit.learns or len(lengths) < 2, f"the seed decides how much is drafted, {lengths} tokens: {asked}")
         for j, drawn in enumerate(_drawn_at(proposals, j) for j in range(3)):
@@ -62,7 +61,7 @@ def check_claimed_distribution(kit: DraftKit) -> str:
                 share, claimed = (float(mass_V[worst]) / len(counts_NV) for mass_V in (observed_V, expected_V))
                 how = f"{len(proposals)} seeds at temperature {params.temperature}, top_k {params.top_k}"
                 what = f"token {j} of the draft is {worst} in {share:.3f} of {how}; it claims {claimed:.3f}"
-                chances.append(_likely(chance(observed_V, expected_V), what, f", for {asked}"))
+                chances.append(_likely(p_value(observed_V, expected_V), what, f", for {asked}"))
     return _least(chances, "of what was drawn ", "nothing is drawn: all drafts are certain")
 
 
@@ -102,7 +101,7 @@ def check_independent_of_the_verdict(kit: DraftKit) -> str:
 
 
 class _Drawn(NamedTuple):
-    """The tokens that were drawn at one place of some proposals."""
+    """The tokens that were drawn at one position of some proposals."""
 
     tokens_N: Tensor
     probs_NV: Tensor  # claimed, float64
@@ -110,7 +109,7 @@ class _Drawn(NamedTuple):
 
 
 def _drawn_at(proposals: abc.Sequence[Proposal], j: int) -> _Drawn | None:
-    """The tokens drawn as number ``j``; None if there are none."""
+    """Return the tokens drawn at position ``j``; None if there are none."""
     at = [i for i, p in enumerate(proposals) if p.drew(j)]
     if not at:
         return None
@@ -120,7 +119,7 @@ def _drawn_at(proposals: abc.Sequence[Proposal], j: int) -> _Drawn | None:
 
 
 def _likely(found: float, what: str, rest: str) -> float:
-    """The chance ``found``. Raises ``ConformanceError`` if it is too small for an accident."""
+    """Return the chance ``found``. Raises ``ConformanceError`` if it is too small for an accident."""
     require(found >= _CHANCE, f"{what} (chance {found:.0e}){rest}")
     return found
 
@@ -130,7 +129,7 @@ def _least(chances: list[float], of: str = "", none: str = "nothing is drawn") -
 
 
 def _groups(mass_V: Tensor) -> Tensor:
-    """[V] int64: up to six groups of neighbouring tokens with about the same mass each."""
+    """Divide tokens into up to six groups of neighbours with about the same mass: group numbers [V] int64."""
     before_V = mass_V.cumsum(0) - mass_V / 2
     return (before_V / mass_V.sum() * _GROUPS).long().clamp(0, _GROUPS - 1)
 
@@ -141,11 +140,11 @@ def _dependence(bins_N: Tensor, drawn: _Drawn) -> float:
     probs_NG = drawn.probs_NV.new_zeros(len(bins_N), _GROUPS).index_add_(1, groups_V, drawn.probs_NV)
     expected_GG = drawn.probs_NV.new_zeros(_GROUPS, _GROUPS).index_add_(0, bins_N, probs_NG)
     observed_GG = torch.bincount(bins_N * _GROUPS + groups_V[drawn.tokens_N], minlength=_GROUPS**2).double()
-    return chance(observed_GG, expected_GG.flatten())
+    return p_value(observed_GG, expected_GG.flatten())
 
 
-def chance(observed_G: Tensor, expected_G: Tensor) -> float:
-    """The p-value of counts [G] by Pearson's chi-square test, in which rare outcomes are counted together.
+def p_value(observed_G: Tensor, expected_G: Tensor) -> float:
+    """Return the p-value of counts [G] by Pearson's chi-square test, in which rare outcomes are counted together.
 
     The expected counts may be sums over draws with different distributions: the true p-value is then larger.
     """
@@ -153,7 +152,7 @@ def chance(observed_G: Tensor, expected_G: Tensor) -> float:
     observed = observed_G[order]
     if bool(((expected == 0) & (observed > 0)).any()):
         return 0.0
-    # A cell has at least 25 expected counts: with fewer, the chi-square tail is too thin for such small p-values.
+    # Each cell expects at least 25 counts: with fewer, the chi-square tail is too thin for such small p-values.
     rare = expected < 25
     together = -1 - (torch.where(rare, expected, 0.0).cumsum(0) / 25).long()
     cells, cell = torch.where(rare, together, torch.arange(len(expected))).unique(return_inverse=True)

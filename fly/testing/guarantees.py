@@ -1,14 +1,14 @@
-"""Does a policy keep the guarantee that it declares, on chains and on trees? Computed by exact sums, without samples.
+"""Checks whether a policy keeps the guarantee that it declares, on chains and on trees, by exact sums without samples.
 
-The verdict on a block is a step function of its noise. The steps are found by bisection; they divide the unit cube into
-cells on which the verdict is constant. The distribution of the emitted tokens is then a sum over all drafts of one
-shape and over all cells. It is compared with the target's distribution over all strings of D + 1 tokens
+The verdict on a block is a step function of its noise. Bisection finds the steps, which divide the unit cube into cells
+on which the verdict is constant. The distribution of the emitted tokens is then a sum over all drafts of one shape and
+over all cells. It is compared with the target's distribution over all strings of D + 1 tokens
 (docs/explanation/losslessness.md).
 
-Shape legend: B rows, N drafts, K drafted tokens, M = K + 1 places a token can follow (0 is the row's last token, j + 1
-the drafted token j), D longest path, V vocabulary, A = K + 1 axes of noise (K coins and one draw), L lines along an
-axis, P points of noise. A table of distributions is a list with one tensor [V^j, V] for each j: what follows each
-prefix of j tokens, which are numbered in base V.
+Shape legend: B rows, N drafts, K drafted tokens, M = K + 1 places where a token can follow (place 0 is after the row's
+last token, place j + 1 after drafted token j), D longest path, V vocabulary, A = K + 1 axes of noise (K coins and one
+draw), L lines along an axis, P points of noise. A table of distributions is a list with one tensor [V^j, V] for each j:
+the distributions after each prefix of j tokens. Prefixes are numbered in base V.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fly.ops import depths, one_hot, pick
 from fly.policies import AcceptancePolicy, Exact, verify
 from fly.policies.base import exact_accept_probs
 from fly.runtime.sampling import BatchSampling
-from fly.testing.blocks import TICK, TOLERANCE, Case, block, bound, cases, markers_of, require_equal, rounded
+from fly.testing.blocks import TICK, TOLERANCE, Case, bind_to, make_block, make_cases, markers_of, require_same, rounded
 from fly.testing.report import ConformanceError, require
 from fly.types import Draft, Guarantee, Noise, SamplingParams, Target
 
@@ -34,7 +34,7 @@ __all__ = ["check_guarantee", "check_tokens_judged_alone", "check_trees"]
 
 
 def check_guarantee(policy: AcceptancePolicy) -> str:
-    """Lossless or bounded as declared, or, for a heuristic, how far it moves from the target."""
+    """The policy is lossless or bounded as it declares. For a heuristic, the report says how far it moves the text."""
     guarantee, bound = policy.guarantee, policy.bound
     worst, where = 0.0, ""
     for divergence in _chains(policy):
@@ -49,16 +49,16 @@ def check_guarantee(policy: AcceptancePolicy) -> str:
     if guarantee is Guarantee.LOSSLESS:
         return f"lossless: exact sum over all drafts, K = 1, 2, 3 (largest gap {worst:.1e})"
     if worst <= TOLERANCE:
-        return f"declared {guarantee.value}; no draft of up to 3 tokens (11 at temperature 0) changed it"
+        return f"declared {guarantee.value}; no draft of up to 3 tokens (11 at temperature 0) moved the distribution"
     return f"moves the distribution of a block by up to {worst:.3f} in total variation: {where}"
 
 
 def check_tokens_judged_alone(policy: AcceptancePolicy) -> str:
-    """The chance of keeping token j depends on position j alone: it holds given that the tokens before it are kept, and
-    in a tree several tokens may follow it, or none."""
+    """The chance of keeping token j depends on position j alone. (It holds given that the tokens before j are kept, and
+    in a tree several tokens may follow j, or none.)"""
     if type(policy).verdict is not AcceptancePolicy.verdict:
         return "judges whole blocks"
-    for case in cases():
+    for case in make_cases():
         chances_BK, mask_BK = case.chances(policy), case.draft.mask_BK()
         for j in range(case.draft.shape[1]):
             for first, side in ((0, "after"), (j, "before")):
@@ -68,22 +68,22 @@ def check_tokens_judged_alone(policy: AcceptancePolicy) -> str:
                 require(
                     not apart_B[b],
                     f"accept_probs: position j depends on tokens {side} j: write a Condition or override verdict. The "
-                    f"chance of position {j} is {float(chances_BK[b, j]):.4f}, and without those {side} it "
-                    f"{float(chance_B[b]):.4f}: {case.show(b)}",
+                    f"chance at position {j} is {float(chances_BK[b, j]):.4f}, and {float(chance_B[b]):.4f} without "
+                    f"the tokens {side} it: {case.show(b)}",
                 )
-    return f"{len(cases())} random blocks"
+    return f"holds on {len(make_cases())} random blocks"
 
 
 def check_trees(policy: AcceptancePolicy) -> str:
-    """On trees: a chain written as a tree is judged as a chain, and a lossless rule stays lossless with several
-    candidates for a place, certain ones and sampled ones (an exact sum, as for chains)."""
+    """On trees: a chain written as a tree is judged like the chain, and a lossless rule stays lossless with several
+    siblings, certain or drawn (an exact sum, as for chains)."""
     check_tokens_judged_alone(policy)
-    for case in cases() if type(policy).verdict is AcceptancePolicy.verdict else []:
+    for case in make_cases() if type(policy).verdict is AcceptancePolicy.verdict else []:
         parents_BK = torch.arange(-1, case.draft.shape[1] - 1).expand(case.draft.shape)
         tree = replace(case, draft=replace(case.draft, parents_BK=parents_BK))
-        require_equal(case, "as a chain", case.outcomes(policy), "as a tree", tree.outcomes(policy))
+        require_same(case, "as a chain", case.outcomes(policy), "as a tree", tree.outcomes(policy))
     if policy.guarantee is not Guarantee.LOSSLESS:
-        return "chains written as trees"
+        return "chains written as trees are judged like the chains"
     worst = 0.0
     for parents, vocab in (([-1, -1], 3), ([-1, -1, 0], 3), ([-1, -1, 1], 2), ([-1, 0, 0], 2)):
         for divergence in _sampled(policy, parents, vocab, len(parents), tree=True):
@@ -93,57 +93,57 @@ def check_trees(policy: AcceptancePolicy) -> str:
     return f"lossless: exact sum over trees of up to 3 tokens (largest gap {worst:.1e})"
 
 
-# ------------------------------------------------------------------------------- likely faults of a rule
-
-
 def _suspicions(policy: AcceptancePolicy) -> list[str]:
-    """The likely faults of a rule that is not lossless, each found by an experiment on random blocks."""
+    """Find likely faults of a rule that is not lossless, each by an experiment on random blocks."""
     found: list[str] = []
-    for seed in range(24):
-        case = block(seed, 4, 5, 4, 1.0)
-        target, draft, mask_BK = case.target, case.draft, case.draft.mask_BK()
-        rule = bound(policy, target)
-        chances_BK, exact_BK = rule.accept_probs(target, draft), exact_accept_probs(target, draft)
-        unprocessed = Target(target.logits_BKV * 1.7, target.probs_BKV)
-        flatter = draft
-        if (probs_BKV := draft.probs_BKV) is not None:
-            flatter = replace(draft, probs_BKV=0.5 * probs_BKV + 0.5 * one_hot(probs_BKV, draft.tokens_BK))
 
-        def apart(other_BK: Tensor) -> bool:
+    def suspect(fault: str, seen: bool) -> None:
+        if seen and fault not in found:
+            found.append(fault)
+
+    for seed in range(24):
+        case = make_block(seed, 4, 5, 4, 1.0)
+        target, draft, mask_BK, rule = case.target, case.draft, case.draft.mask_BK(), bind_to(policy, case.target)
+        chances_BK, exact_BK = rule.accept_probs(target, draft), exact_accept_probs(target, draft)
+
+        def differ(other_BK: Tensor) -> bool:
             return bool(((other_BK - chances_BK)[mask_BK].abs() > TOLERANCE).any())  # noqa: B023
 
-        ignores = flatter is not draft and not apart(rule.accept_probs(target, flatter))
-        experiments = {
-            "a coin of 0 keeps a token that the target excludes (keep where coin < chance, strictly)": any(
-                _keeps_the_excluded(policy, one) for one in (block(seed, 4, 5, 4, 0.0), case)
-            ),
-            "its chances change with the unprocessed logits while the target's processed distribution stays": apart(
-                rule.accept_probs(unprocessed, draft)
-            ),
-            "its chances ignore the distribution that the draft was drawn from (draft.probs_BKV)": (
-                apart(exact_BK) and ignores
-            ),
-            "its correction is not drawn from max(target - draft, 0)": (
-                not apart(exact_BK) and _corrects_otherwise(rule, target, draft)
-            ),
-        }
-        found += [reason for reason, seen in experiments.items() if seen]
-        if apart(exact_BK) and not any(reason.startswith("its chances") for reason in found):
+        exactly, coldest = not differ(exact_BK), make_block(seed, 4, 5, 4, 0.0)
+        suspect(
+            "a coin of 0 keeps a token that the target excludes (keep where coin < chance, strictly)",
+            _keeps_the_excluded(policy, coldest) or _keeps_the_excluded(policy, case),
+        )
+        suspect(
+            "its chances change with the raw logits while the target's processed distribution stays",
+            differ(rule.accept_probs(Target(target.logits_BKV * 1.7, target.probs_BKV), draft)),
+        )
+        if (probs_BKV := draft.probs_BKV) is not None:
+            flatter = replace(draft, probs_BKV=0.5 * probs_BKV + 0.5 * one_hot(probs_BKV, draft.tokens_BK))
+            suspect(
+                "its chances ignore the distribution that the draft was drawn from (draft.probs_BKV)",
+                not exactly and not differ(rule.accept_probs(target, flatter)),
+            )
+        suspect(
+            "its correction is not drawn from max(target - draft, 0)",
+            exactly and _corrects_otherwise(rule, target, draft),
+        )
+        if not exactly and not any(fault.startswith("its chances") for fault in found):
             b, j = divmod(int(((exact_BK - chances_BK).abs() * mask_BK).argmax()), mask_BK.shape[1])
             own, exact = float(chances_BK[b, j]), float(exact_BK[b, j])
-            found.append(f"its chances are not min(1, target/draft): {own:.4f} where that is {exact:.4f}")
-    return list(dict.fromkeys(found))
+            suspect(f"its chances are not min(1, target/draft): {own:.4f} where that is {exact:.4f}", True)
+    return found
 
 
 def _keeps_the_excluded(policy: AcceptancePolicy, case: Case) -> bool:
-    """Whether a coin of 0 keeps more than the smallest positive one."""
+    """Return whether a coin of 0 keeps more than the smallest positive coin."""
     coins = (torch.full_like(case.noise.accept_BK, coin) for coin in (0.0, TICK))
     lowest, following = (replace(case, noise=replace(case.noise, accept_BK=coin)).verdict(policy) for coin in coins)
     return bool((lowest.accepted_B > following.accepted_B).any())
 
 
 def _corrects_otherwise(policy: AcceptancePolicy, target: Target, draft: Draft) -> bool:
-    """Whether a correction's distribution differs from the exact rule's, where a token can be rejected."""
+    """Return whether a correction's distribution differs from the exact rule's where a token can be rejected."""
     rows, longest = draft.shape
     for j in range(longest):
         own_BV, exact_BV = (rule.correction(target, draft, torch.full((rows,), j)) for rule in (policy, Exact()))
@@ -154,21 +154,18 @@ def _corrects_otherwise(policy: AcceptancePolicy, target: Target, draft: Draft) 
     return False
 
 
-# --------------------------------------------------------------------------------------- distributions as exact sums
-
-
 @dataclass(frozen=True)
 class _Divergence:
     """How the distribution of D + 1 tokens differs from the target's."""
 
-    gap: float  # largest difference of any string's probability
-    total: float  # total variation distance; at temperature 0 the share of drafts that change the text
+    gap: float  # the largest difference in the probability of a string
+    total: float  # the total variation distance; at temperature 0 the share of drafts that change the text
     first: tuple[float, float] | None  # KL(emitted || target) and total variation of the first token alone
-    story: str
+    story: str  # the case, and the string with the largest difference
 
 
 def _chains(policy: AcceptancePolicy) -> Iterator[_Divergence]:
-    """Comparisons on chains, small ones first, so that the first failure is a small counterexample."""
+    """Compare on chains, small ones first, so that the first failure is a small counterexample."""
     markers = range(len(markers_of(policy)))
     for last in (*markers, -1) if markers else (0,):  # texts with each marker, and one without
         for longest, vocab in ((1, 3), (2, 3), (3, 3), (11, 2)):
@@ -179,33 +176,30 @@ def _chains(policy: AcceptancePolicy) -> Iterator[_Divergence]:
 
 
 class _Drafts:
-    """All drafts of one shape, with the index of each of their places in tables."""
+    """All drafts of one shape, and where tables have the distributions at their places."""
 
     def __init__(self, parents: list[int], vocab: int) -> None:
         self.tokens_NK = torch.tensor(list(itertools.product(range(vocab), repeat=len(parents))))
         self.depths = [0, *(depth + 1 for depth in depths(parents))]  # of each place
-        self.numbers = [
-            torch.zeros(len(self.tokens_NK), dtype=torch.int64)
-        ]  # for each place, the prefixes' numbers [N]
+        self.numbers = [torch.zeros(len(self.tokens_NK), dtype=torch.int64)]  # the number of the prefix at each place
         for parent, tokens_N in zip(parents, self.tokens_NK.unbind(1)):
             self.numbers.append(self.numbers[parent + 1] * vocab + tokens_N)
 
     def look_up(self, table: list[Tensor]) -> Tensor:
-        """The entry of a table at each place: [N, M, V]."""
+        """Return the entry of a table at each place, [N, M, V]."""
         return torch.stack([table[depth][number_N] for depth, number_N in zip(self.depths, self.numbers)], dim=1)
 
 
 def _greedy(policy: AcceptancePolicy, longest: int, vocab: int, last: int) -> Iterator[_Divergence]:
-    """At temperature 0 the emitted tokens must be the target's argmax path, for every chain of ``longest`` tokens.
-    ``total`` is the share of drafts that change the text.
-    """
+    """Yield a divergence if, at temperature 0, a chain of ``longest`` tokens emits other tokens than the target's
+    argmax path."""
     generator = torch.Generator().manual_seed(longest)
     drafts = _Drafts(list(range(-1, longest - 1)), vocab)
     rows, texts = len(drafts.tokens_NK), drafts.tokens_NK.tolist()
-    # Position j's logits depend on the drafted prefix, as a model's do.
+    # The logits at position j depend on the drafted prefix, like a model's.
     logits = drafts.look_up([torch.randn(vocab**j, vocab, generator=generator) for j in range(longest + 1)])
     target, draft = Target(logits, history=[[last]] * rows), Draft(drafts.tokens_NK, torch.full((rows,), longest))
-    for coin in (0.0, 0.5, 1 - TICK):  # coins must not matter, the lowest least of all
+    for coin in (0.0, 0.5, 1 - TICK):  # coins must not matter
         case = Case(target, draft, Noise(torch.full((rows, longest), coin), torch.full((rows,), coin)))
         emitted = ([*text[:n], token] for text, (n, token, _) in zip(texts, case.outcomes(policy)))
         pairs = [(text, out, path[: len(out)]) for text, out, path in zip(texts, emitted, target.argmax_BK.tolist())]
@@ -232,8 +226,8 @@ def _sampled(
     wanted = _continuations(targets, 0, 0)
 
     def emitted(draft: Draft, rows_N: Tensor) -> Tensor:
-        """[rows, V^(D+1)] the distribution of D + 1 tokens after some drafts: the emitted tokens, continued by the
-        target; an exact sum over all noise."""
+        """Return the distribution of D + 1 tokens after some drafts, [rows, V^(D+1)]: the emitted tokens, continued by
+        the target. An exact sum over all noise."""
         found = torch.zeros(len(rows_N), len(wanted), dtype=torch.float64)
         for b, volume, place, token in _cells(policy, target.rows(rows_N), draft.rows(rows_N)):
             prefix = int(drafts.numbers[place][rows_N[b]]) * vocab + token
@@ -266,7 +260,7 @@ def _sampled(
 
 
 def _tables(longest: int, vocab: int, seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Tables of raw logits, of the target's processed distributions, and of the draft's."""
+    """Make tables of raw logits, and of the target's and the draft's processed distributions."""
     generator = torch.Generator().manual_seed(1000 * longest + 100 * vocab + seed)
     simple = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.25, 0.75], [0.0, 1.0], [0.75, 0.25]])
     processed = BatchSampling.of([SamplingParams(temperature=0.6, top_k=vocab - 1 if vocab > 2 else 0)])
@@ -274,7 +268,7 @@ def _tables(longest: int, vocab: int, seed: int) -> tuple[list[Tensor], list[Ten
     for j in range(longest + 1):
         if longest == 1 and vocab == 2 and seed < 20:
             target, draft = (simple[at % 5].expand(vocab**j, -1) for at in (seed, seed // 5 + 2 * j + 2))
-            raw = target.clamp_min(1e-6).log() * 0.6  # what temperature 0.6 turns into the target's distribution
+            raw = target.clamp_min(1e-6).log() * 0.6  # temperature 0.6 turns it into the target's distribution
         else:
             raw, noise = (torch.randn(vocab**j, vocab, generator=generator) for _ in range(2))
             raw *= 1.5
@@ -285,8 +279,8 @@ def _tables(longest: int, vocab: int, seed: int) -> tuple[list[Tensor], list[Ten
 
 
 def _continuations(table: list[Tensor], length: int, number: int) -> Tensor:
-    """[V^(D + 1 - length)] float64: the probability of every string of D + 1 tokens, given its prefix of ``length``
-    tokens."""
+    """Return the probability of every string of D + 1 tokens given its prefix, [V^(D + 1 - length)] float64. The prefix
+    has ``length`` tokens."""
     joint = torch.ones(1, dtype=torch.float64)
     for after in table[length:]:
         joint = (joint.unsqueeze(1) * after[number * len(joint) : (number + 1) * len(joint)].double()).reshape(-1)
@@ -294,7 +288,7 @@ def _continuations(table: list[Tensor], length: int, number: int) -> Tensor:
 
 
 def _cells(policy: AcceptancePolicy, target: Target, draft: Draft) -> list[tuple[int, float, int, int]]:
-    """``(row, volume, place, next token)`` for every cell of the noise on which a row's verdict is constant."""
+    """Return ``(row, volume, place, next token)`` for every cell of the noise on which a row's verdict is constant."""
     edges: dict[tuple[int, int], set[float]] = defaultdict(lambda: {0.0, 1.0})
     for b, axis, step in _steps(policy, target, draft):
         edges[b, axis].add(step)
@@ -311,17 +305,18 @@ def _cells(policy: AcceptancePolicy, target: Target, draft: Draft) -> list[tuple
 
 
 def _axes(draft: Draft) -> range:
-    """The axes of noise: a coin for each token, then the draw."""
+    """Return the axes of noise: a coin for each token, then the draw."""
     return range(draft.shape[1] + 1)
 
 
 def _evaluate(
     policy: AcceptancePolicy, target: Target, draft: Draft, rows_P: Tensor, noise_PA: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """[P] the place that the next token follows, and the next token, for rows that each have a point of noise."""
+    """Judge rows that each have a point of noise. Returns the place where the next token follows, and the next token:
+    [P] each."""
     noise_PA = noise_PA.float().clamp_max(1 - TICK)
     verdict = verify(
-        bound(policy, target), target.rows(rows_P), draft.rows(rows_P), Noise(noise_PA[:, :-1], noise_PA[:, -1])
+        bind_to(policy, target), target.rows(rows_P), draft.rows(rows_P), Noise(noise_PA[:, :-1], noise_PA[:, -1])
     )
     if verdict.path_BK is None:
         return verdict.accepted_B, verdict.next_token_B
@@ -329,10 +324,10 @@ def _evaluate(
 
 
 def _steps(policy: AcceptancePolicy, target: Target, draft: Draft) -> set[tuple[int, int, float]]:
-    """Where verdicts change, as (row, axis of noise, position on it) to 2^-24: found on a grid, refined by bisection.
+    """Find where verdicts change, as (row, axis of noise, position on it) to 2^-24: on a grid, refined by bisection.
 
-    An axis is scanned with the other coins at both ends (accepting and rejecting). This shows every step of a rule
-    whose thresholds do not depend on other coins, as those of all published rules.
+    Each axis is scanned with the other coins at both ends (accepting and rejecting). This shows every step of a rule
+    whose thresholds do not depend on other coins, which holds for all published rules.
     """
     axes, ends = _axes(draft), [0.0, 1 - TICK]
     lines = [
@@ -344,7 +339,7 @@ def _steps(policy: AcceptancePolicy, target: Target, draft: Draft) -> set[tuple[
     corner_LA = torch.tensor([corner for _, _, corner in lines], dtype=torch.float64)
 
     def outcomes(line_P: Tensor, at_P: Tensor) -> Tensor:
-        """[P] a code of the verdict at each point of a line."""
+        """Return a code of the verdict at each point of a line, [P]."""
         noise_PA = corner_LA[line_P].scatter(1, axis_L[line_P].unsqueeze(1), at_P.unsqueeze(1))
         places_P, tokens_P = _evaluate(policy, target, draft, row_L[line_P], noise_PA)
         return places_P * (target.logits_BKV.shape[-1] + 1) + tokens_P

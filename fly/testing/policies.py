@@ -1,4 +1,4 @@
-"""The conformance kit of acceptance policies: it proves or refutes, on a laptop and without a model, what one claims.
+"""The conformance kit of acceptance policies: proves or refutes what a policy claims, without a model.
 
     from fly.testing import check_policy
     print(check_policy(MyRule()))            # raises ConformanceError naming the fault and a small counterexample
@@ -9,11 +9,9 @@ In a test-suite::
     def test_my_rule(policy, check):
         check(policy)
 
-From a shell: ``fly check my_rules:MyRule``.
+From a shell: ``fly check my_rules:MyRule``. Losslessness is an exact sum, without samples (``fly.testing.guarantees``).
 
 Shape legend: B rows, K longest draft, V vocabulary.
-
-Losslessness is computed as an exact sum, without samples: see ``fly.testing.guarantees``.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ from typing import Any
 import torch
 
 from fly.backends.cuda.waits import find_wait
+from fly.expressions import check_parameters
 from fly.ops import one_hot
 from fly.policies import AcceptancePolicy, dump_policy, load_policy, parse_policy
-from fly.policies.registry import check_types
 from fly.runtime.request import Stats
 from fly.runtime.sampling import BatchSampling
-from fly.testing.blocks import TICK, TOLERANCE, Case, block, bound, cases, require_equal, rounded
+from fly.testing.blocks import TICK, TOLERANCE, Case, bind_to, make_block, make_cases, require_same, rounded
 from fly.testing.guarantees import check_guarantee, check_tokens_judged_alone, check_trees
 from fly.testing.report import Finding, Report, require, run_checks, seeded, title
 from fly.testing.toys import make_executor, toy_target
@@ -55,12 +53,12 @@ def check_policy(
     report = Report(str(policy), f"{policy.guarantee.value}{f', {policy.bound}' if policy.bound else ''}")
     try:
         if dataclasses.is_dataclass(type(policy)):
-            check_types(policy)
+            check_parameters(policy)
     except ValueError as error:  # all other findings would follow from this one
         report.findings.append(Finding("types of the parameters", False, str(error)))
     else:
         run_checks(report, CHECKS, policy, advance)
-    return report.settled(raises)
+    return report.settle(raises)
 
 
 def parametrize_with_checks(policies: Iterable[AcceptancePolicy]) -> Any:
@@ -77,42 +75,31 @@ def parametrize_with_checks(policies: Iterable[AcceptancePolicy]) -> Any:
 
 def check_shapes_and_ranges(policy: AcceptancePolicy) -> str:
     """accept_probs is [B, K] in [0, 1]; a verdict accepts no more tokens than were drafted, and its codes agree."""
-    for case in cases():
+    for case in make_cases():
         shape, vocab = case.draft.shape, case.target.logits_BKV.shape[-1]
         probs = case.chances(policy)
         require(probs.shape == shape, f"accept_probs has shape {tuple(probs.shape)}, expected {shape}")
-        inside = probs[case.draft.mask_BK()].float()
-        require(not inside.isnan().any(), f"accept_probs is NaN: {rounded(probs.float())} for {case.show()}")
-        require(
-            bool(((inside >= 0) & (inside <= 1)).all()),
-            f"accept_probs outside [0, 1]: {rounded(probs.float())} for {case.show()}",
-        )
+        inside, shown = probs[case.draft.mask_BK()].float(), f"{rounded(probs.float())} for {case.show()}"
+        require(not inside.isnan().any(), f"accept_probs is NaN: {shown}")
+        require(bool(((inside >= 0) & (inside <= 1)).all()), f"accept_probs outside [0, 1]: {shown}")
         verdict = case.verdict(policy)
         shapes = [tuple(t.shape) for t in (verdict.accepted_B, verdict.next_token_B, verdict.why_BK)]
         require(shapes == [shape[:1], shape[:1], shape], f"verdict shapes {', '.join(map(str, shapes))}")
         for b, (n, following, codes) in enumerate(case.outcomes(policy)):
             kept = all(code in (Why.MATCH, Why.RELAXED) for code in codes[:n])
-            gone = all(code == Why.REJECTED for code in codes[n:])
-            require(
-                0 <= n <= len(codes) and 0 <= following < vocab and kept and gone,
-                f"accepted {n} of {len(codes)}, codes {codes}, for {case.show(b)}",
-            )
-    return f"{len(cases())} random blocks"
+            right = kept and all(code == Why.REJECTED for code in codes[n:]) and 0 <= n <= len(codes)
+            what = f"accepted {n} of {len(codes)}, codes {codes}, next token {following}, for {case.show(b)}"
+            require(right and 0 <= following < vocab, what)
+    return f"hold on {len(make_cases())} random blocks"
 
 
 def check_inputs_untouched(policy: AcceptancePolicy) -> None:
     """No input tensor is changed."""
-    for case in cases():
-        tensors = {
-            "logits": case.target.logits_BKV,
-            "target distribution": case.target.probs_BKV,
-            "drafted tokens": case.draft.tokens_BK,
-            "lengths": case.draft.lengths_B,
-            "draft distribution": case.draft.probs_BKV,
-            "coins": case.noise.accept_BK,
-            "draws": case.noise.sample_B,
-        }
-        copies = [(name, tensor, tensor.clone()) for name, tensor in tensors.items() if tensor is not None]
+    for case in make_cases():
+        parts = {"target": {"logits_BKV": case.target.logits_BKV, "probs_BKV": case.target.probs_BKV}}
+        parts |= {"draft": vars(case.draft), "noise": vars(case.noise)}
+        tensors = ((f"{part}.{name}", tensor) for part, named in parts.items() for name, tensor in named.items())
+        copies = [(name, tensor, tensor.clone()) for name, tensor in tensors if isinstance(tensor, torch.Tensor)]
         case.verdict(policy)
         for name, tensor, before in copies:
             require(torch.equal(before, tensor), f"{name} changed in place, for {case.show()}")
@@ -120,47 +107,43 @@ def check_inputs_untouched(policy: AcceptancePolicy) -> None:
 
 def check_row_alone_equals_row_in_batch(policy: AcceptancePolicy) -> None:
     """A row's verdict depends on that row alone: not on its neighbours, their number, or their order."""
-    for case in cases(18):
+    for case in make_cases(18):
         alone = [case.alone(b).outcomes(policy)[0] for b in case.numbers]
-        require_equal(case, "alone", alone, "in a batch", case.outcomes(policy))
-        require_equal(case, "alone", alone, "in a reversed batch", case.reversed().outcomes(policy)[::-1])
+        require_same(case, "alone", alone, "in a batch", case.outcomes(policy))
+        require_same(case, "alone", alone, "in a reversed batch", case.reversed().outcomes(policy)[::-1])
 
 
 def check_padding_is_ignored(policy: AcceptancePolicy) -> None:
     """Padding after a row's draft never matters."""
-    for case in cases(18):
+    for case in make_cases(18):
         short, long = ([case.alone(b, padding).outcomes(policy)[0] for b in case.numbers] for padding in (0, 3))
-        require_equal(case, "without padding", short, "with padding", long)
+        require_same(case, "without padding", short, "with padding", long)
 
 
 def check_empty_and_full_drafts(policy: AcceptancePolicy) -> None:
     """An empty draft emits one token of the target's distribution; a draft that the target is sure of is kept whole."""
     for temperature in (0.0, 1.0):
-        case = block(1, 3, 4, 5, temperature)
+        case = make_block(1, 3, 4, 5, temperature)
         probs = case.target.probs_BKV[:, :1] if temperature else None
         target = case.target.about(torch.arange(3), case.target.logits_BKV[:, :1], probs)
         empty = Case(target, Draft.empty(3), Noise(torch.zeros(3, 0), case.noise.sample_B))
         for b, (accepted, token, _) in enumerate(empty.outcomes(policy)):
             require(not accepted, "accepted tokens of an empty draft")
-            require(
-                float(target.probs_BKV[b, 0, token]) > 0,
-                f"an empty draft emitted token {token}, which the target's distribution excludes",
-            )
+            possible = float(target.probs_BKV[b, 0, token]) > 0
+            require(possible, f"an empty draft emitted token {token}, which the target's distribution excludes")
     tokens = torch.tensor([[0, 1, 2, 3], [3, 3, 0, 1]])
     logits = one_hot(torch.zeros(2, 5, 4), torch.cat([tokens, tokens[:, :1]], 1)) * 40 - 20
     for probs in (None, logits.softmax(-1)):
         draft = Draft(tokens, torch.tensor([4, 4]), None if probs is None else probs[:, :-1])
         noise = Noise(torch.full((2, 4), 1 - TICK), torch.full((2,), 0.5))
         outcomes = Case(Target(logits, probs, history=[[0], [1]]), draft, noise).outcomes(policy)
-        stood = [n for n, _, _ in outcomes]
-        require(
-            stood == [4, 4] and [token for _, token, _ in outcomes] == [0, 3],
-            f"of a draft that the target is sure of, only {stood} of 4 tokens are kept",
-        )
+        kept = [n for n, _, _ in outcomes]
+        whole = kept == [4, 4] and [token for _, token, _ in outcomes] == [0, 3]
+        require(whole, f"{kept} of 4 tokens are kept of drafts that the target is sure of")
 
 
 def check_control_tokens_inside(policy: AcceptancePolicy) -> str:
-    """Drafts with an end-of-sequence inside are judged like any other. The report says whether one is ever excused."""
+    """A drafted end-of-sequence is judged like any other token. The report says whether one is ever excused."""
     relaxed = asked = 0
     for case, verdict in _judged(policy, 10, 4):
         assert case.target.control_V is not None
@@ -168,48 +151,47 @@ def check_control_tokens_inside(policy: AcceptancePolicy) -> str:
         asked += int((control_BK & verdict.asked_BK).sum())
         relaxed += int((control_BK & (verdict.why_BK == Why.RELAXED)).sum())
     if relaxed:
-        return f"note: excused {relaxed} of {asked} drafted control tokens; '& ~control' protects them"
+        advice = "" if policy.relaxation is None else "; '& ~control' protects them"
+        return f"note: excused {relaxed} of {asked} drafted control tokens{advice}"
     return f"none of {asked} excused"
 
 
 def _judged(policy: AcceptancePolicy, longest: int, vocab: int) -> Iterator[tuple[Case, Verdict]]:
-    """Random blocks, greedy and sampled in turn, with the policy's verdicts."""
+    """Yield random blocks, greedy and sampled in turn, with the policy's verdicts."""
     for seed in range(60):
-        case = block(seed, 6, longest, vocab, (0.0, 1.0)[seed % 2])
+        case = make_block(seed, 6, longest, vocab, (0.0, 1.0)[seed % 2])
         yield case, case.verdict(policy)
 
 
 def check_correction_is_a_distribution(policy: AcceptancePolicy) -> None:
     """Wherever a token can be rejected, the correction's distribution is finite, nowhere negative, and has mass."""
     for seed, longest in enumerate((1, 1, 2, 3, 5, 8)):
-        case = block(seed, 4, longest, 4, 1.0 if seed % 2 else None)
+        case = make_block(seed, 4, longest, 4, 1.0 if seed % 2 else None)
         chances = case.chances(policy)
         judged = case.draft.mask_BK() & ~case.target.greedy_B.unsqueeze(1) & (chances < 1)
         for b, j in judged.nonzero().tolist():
             row = case.correction(policy, j)[b]
             # A rejection that only rounding makes possible needs no correction.
             mass = float(row.sum()) > 0 or float(chances[b, j]) > 1 - TOLERANCE
-            require(
-                mass and bool((torch.isfinite(row) & (row >= 0)).all()),
-                f"correction {rounded(row)} at position {j}: {case.show(b)}",
-            )
+            right = mass and bool((torch.isfinite(row) & (row >= 0)).all())
+            require(right, f"correction {rounded(row)} at position {j}: {case.show(b)}")
 
 
 def check_no_hidden_randomness(policy: AcceptancePolicy) -> None:
-    """The same inputs give the same verdict every time and on every rank, whatever was asked before, and whatever the
-    state of the global generators is."""
+    """The verdict depends on its inputs alone: it is the same every time, on every rank, after other blocks, and in
+    every state of the global random generators."""
     copy = pickle.loads(pickle.dumps(policy))
     require(copy == policy, "a pickled copy differs from the policy")
     _require_function(policy)
-    for case in cases():
-        require_equal(case, "by the policy", case.outcomes(policy), "by a pickled copy", case.outcomes(copy))
+    for case in make_cases():
+        require_same(case, "by the policy", case.outcomes(policy), "by a pickled copy", case.outcomes(copy))
 
 
 def _require_function(policy: AcceptancePolicy) -> None:
-    for case in cases():
+    for case in make_cases():
         one, again, other = (seeded(seed, lambda: case.outcomes(policy)) for seed in (1, 1, 2))  # noqa: B023
-        require_equal(case, "asked once", one, "asked again (a rule keeps no state)", again)
-        require_equal(case, "on one of two ranks", one, "on the other", other)
+        require_same(case, "asked once", one, "asked again (a rule keeps no state)", again)
+        require_same(case, "on one of two ranks", one, "on the other", other)
 
 
 def check_written_and_read(policy: AcceptancePolicy) -> str:
@@ -227,7 +209,7 @@ def check_written_and_read(policy: AcceptancePolicy) -> str:
 
 
 def _has_names(data: Any) -> bool:
-    """Whether every rule in a mapping is registered. Others are written ``module:Class``."""
+    """Return whether every rule in a mapping is registered. Others are written ``module:Class``."""
     if isinstance(data, dict):
         return ":" not in str(data.get("name")) and all(_has_names(value) for value in data.values())
     return all(_has_names(item) for item in data) if isinstance(data, list) else True
@@ -241,20 +223,18 @@ def check_monotone(policy: AcceptancePolicy) -> str:
             with contextlib.suppress(ValueError):  # the value is outside of the parameter's range
                 variants.append((value, dataclasses.replace(policy, **{name: value})))  # type: ignore[type-var]
         for seed in range(40):
-            case = block(seed, 4, 8, 5, (0.0, 1.0, None)[seed % 3])
+            case = make_block(seed, 4, 8, 5, (0.0, 1.0, None)[seed % 3])
             found = [(value, case.verdict(variant).accepted_B) for value, variant in variants]
             for (_, less), (value, more) in itertools.pairwise(found):
-                require(
-                    bool(((more - less) * direction >= 0).all()),
-                    f"{name}={value} accepts {more.tolist()}, a smaller one {less.tolist()}",
-                )
+                what = f"{name}={value} accepts {more.tolist()}, a smaller one {less.tolist()}"
+                require(bool(((more - less) * direction >= 0).all()), what)
     never = ((name, "less" if sign > 0 else "more") for name, sign in policy.monotone.items())
     claims = (f"a larger {name} never accepts {what}" for name, what in never)
-    return ", ".join(claims) or "no parameter is declared to accept ever more, or less, as it grows ('monotone')"
+    return ", ".join(claims) or "declares no parameter that accepts ever more, or ever less, as it grows ('monotone')"
 
 
 def _around(value: float | int) -> list[float | int]:
-    """Values near ``value``, ascending, of the same type."""
+    """Return values near ``value``, ascending, of the same type."""
     if isinstance(value, int):
         return sorted({max(0, value + step) for step in (-3, -1, 0, 1, 3)})
     return sorted({value * factor for factor in (0.0, 0.25, 0.5, 1.0, 1.5, 3.0)} | {0.05})
@@ -272,7 +252,7 @@ def check_gates(policy: AcceptancePolicy) -> str:
                 held = {name: bool(clause[b, j]) for name, clause in verdict.clauses.items()}
                 stats.count_gates(held, *relaxation.deciding(held))
     if not stats.gates and not relaxed:
-        return "no mismatch excused, so there is no condition (gate) to count"
+        return "no mismatch is excused, so there is no condition (gate) to count"
     shares = "; ".join(
         f"{name} holds at {gate.passed / gate.asked:.0%}, alone refuses {gate.refused / gate.asked:.0%}"
         for name, gate in stats.gates.items()
@@ -284,7 +264,7 @@ def check_gates(policy: AcceptancePolicy) -> str:
 def check_cuda_graph(policy: AcceptancePolicy) -> str:
     """Whether the decision can be captured in a CUDA graph, for drawn drafts and for others."""
     kinds = {"at temperature 0": (False, False), "above it": (True, True), "above it, of copied drafts": (True, False)}
-    found = {kind: find_wait(bound(policy, Target(torch.zeros(1, 2, 32))), *how) for kind, how in kinds.items()}
+    found = {kind: find_wait(bind_to(policy, Target(torch.zeros(1, 2, 32))), *how) for kind, how in kinds.items()}
     reasons: dict[str, list[str]] = {}
     for kind, reason in found.items():
         if reason is not None:
@@ -297,8 +277,8 @@ def check_cuda_graph(policy: AcceptancePolicy) -> str:
 
 
 def check_cost(policy: AcceptancePolicy) -> str:
-    """Microseconds for a decision, from logits to kept tokens, as the engine takes it (the least of seven): one row of
-    15 drafted tokens, at temperature 0 and at 0.8 with top-p 0.95."""
+    """How long a decision takes, from logits to kept tokens (the least of seven): one row of 15 drafted tokens, at
+    temperature 0 and at 0.8 with top-p 0.95."""
     generator = torch.Generator().manual_seed(0)
     # To compare with: the output projection of this block, in seconds for each token of the vocabulary.
     head, hidden = torch.randn(32_000, 1024, generator=generator), torch.randn(16, 1024, generator=generator)
@@ -311,7 +291,7 @@ def check_cost(policy: AcceptancePolicy) -> str:
         logits = torch.randn(1, 16, vocab, generator=generator) * 1.3 * math.sqrt(2 * math.log(vocab))
         choices = logits.argmax(-1).tolist()  # a forward gives them as well
         drafted = [(token + (j % 5 == 4)) % vocab for j, token in enumerate(choices[0][:-1])]  # one in five is wrong
-        draft, rule = Draft.of([drafted]), bound(policy, Target(logits))
+        draft, rule = Draft.of([drafted]), bind_to(policy, Target(logits))
 
         def decide(kind: str) -> None:
             probs = None if kind == "greedy" else executor.process(nucleus, logits)  # noqa: B023
@@ -323,14 +303,11 @@ def check_cost(policy: AcceptancePolicy) -> str:
             cost = min(timeit.repeat(functools.partial(decide, kind), number=1, repeat=7))
             costs.append(f"{cost * 1e6:,.0f} µs {kind} ({cost / projection / vocab:.1%})")
         found.append(f"{', '.join(costs)} for a vocabulary of {vocab:,}")
-    return (
-        f"{'; '.join(found)}; in brackets, relative to the output projection alone of a model of width 1,024 (a small "
-        "part of a forward)"
-    )
+    return f"{'; '.join(found)}; in brackets, relative to the output projection of a model of width 1,024"
 
 
 def _if_a_function(check: Callable[[AcceptancePolicy], str | None]) -> Callable[[AcceptancePolicy], str | None]:
-    """Guard a check that sums over all noise: a verdict that is no function of the noise would have endless steps."""
+    """Guard a check that sums over all noise: a verdict that depends on anything else would have endless steps."""
 
     @functools.wraps(check)
     def checked(policy: AcceptancePolicy) -> str | None:

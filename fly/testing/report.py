@@ -1,4 +1,4 @@
-"""Run a list of checks, and report what they find: for both kits, of which this file knows neither."""
+"""Run a list of checks and report what they find. Knows nothing of policies or draft strategies."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 class ConformanceError(AssertionError):
-    """A policy or strategy breaks its contract. The message has the smallest counterexample that was found."""
+    """A policy or draft strategy breaks its contract. The message has the smallest counterexample that was found."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check, which took ``seconds``. ``detail`` is a counterexample if it failed, and otherwise what
-    it measured, or the property that holds."""
+    """The result of one check. ``detail`` is a counterexample if it failed, and otherwise what it measured, or the
+    property that holds."""
 
     check: str
     passed: bool
@@ -34,7 +34,7 @@ class Finding:
 
 @dataclass
 class Report:
-    """All findings about one policy or draft strategy; ``promise`` is what it declares, if anything."""
+    """All findings about one policy or draft strategy. ``promise`` is what it declares, if anything."""
 
     subject: str
     promise: str = ""
@@ -50,8 +50,8 @@ class Report:
         rows = (f"  {'ok  ' if f.passed else 'FAIL'} {f.check}: {f.detail}".rstrip(": ") for f in self.findings)
         return "\n".join([head, *rows])
 
-    def settled(self, raises: bool) -> Report:
-        """Return the report; or, if a check failed and ``raises``, raise ``ConformanceError`` with it."""
+    def settle(self, raises: bool) -> Report:
+        """Return the report. Raises ``ConformanceError`` with it if a check failed, unless ``raises`` is False."""
         require(self.passed or not raises, str(self))
         return self
 
@@ -62,36 +62,36 @@ def run_checks(
     """Add the finding of each check on ``subject`` to ``report``. ``advance`` is called after each check.
 
     A check returns what it measured, or None for the first sentence of its docstring. It raises ``ConformanceError``
-    with a counterexample, or whatever the subject raises. A fault that was found before is a reference to that check.
-    If the first check ends in an error of the subject, the others would too, and are not run.
+    with a counterexample, or whatever the subject raises. A fault that was found before refers to the earlier check. If
+    the subject raises an error in the first check, the others are not run.
     """
     seen: dict[str, str] = {}  # each fault, with the check that found it first
     for check in checks:
-        name, start = title(check), time.perf_counter()
-        where = ""
+        name, start, raised = title(check), time.perf_counter(), ""
         try:
             passed, detail = True, check(subject) or _promise(check)
         except Exception as error:
             passed, detail = False, str(error)
             if not isinstance(error, ConformanceError):
-                detail, where = f"raised {type(error).__name__}: {error}", f" ({origin(error)})"
+                detail, raised = f"raised {type(error).__name__}: {error}", f" ({origin(error)})"
             first = seen.setdefault(detail, name)
-            detail = f"{detail}{where}" if first == name else f"the same as in '{first}'"
-        end = not report.findings and bool(where)
-        detail += "; nothing else was checked" if end else ""
+            detail = f"{detail}{raised}" if first == name else f"the same as in '{first}'"
+        last = bool(raised) and not report.findings
+        if last:
+            detail += "; nothing else was checked"
         report.findings.append(Finding(name, passed, detail, time.perf_counter() - start))
         advance()
-        if end:
+        if last:
             return
 
 
 def title(check: Callable[..., Any]) -> str:
-    """The name of a check in reports: ``check_full_caches`` is "full caches"."""
+    """Return the name of a check in reports: ``check_full_caches`` is "full caches"."""
     return check.__name__.removeprefix("check_").replace("_", " ")
 
 
 def _promise(check: Callable[..., Any]) -> str:
-    """The first sentence of a check's docstring, up to a colon."""
+    """Return the first sentence of a check's docstring, up to a colon."""
     first = " ".join((check.__doc__ or "").split()).partition(". ")[0].partition(":")[0].rstrip(".")
     return first[:1].lower() + first[1:]
 
@@ -103,8 +103,8 @@ def require(condition: bool, message: str) -> None:
 
 
 def seeded(seed: int, run: Callable[[], T]) -> T:
-    """The result of ``run`` with the global generators of torch (on the CPU) and Python at ``seed``. Their states are
-    restored."""
+    """Call ``run`` with the global generators of torch (on the CPU) and Python at ``seed``, and restore their
+    states."""
     state = random.getstate()
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The stage on which a draft strategy is tested: rows, a target, and calls in the engine's order.
+"""What a draft strategy is tested with: rows, a target, and calls in the engine's order.
 
 Shape legend: V vocabulary.
 """
@@ -34,14 +34,14 @@ __all__ = ["PARAMS", "DraftKit", "Proposal", "Stage", "compare", "reachable", "s
 
 PARAMS = (SamplingParams(temperature=1.0), SamplingParams(temperature=0.6, top_k=3))
 SEEDS = 4000  # how many drafts are drawn to test a claimed distribution
-APART = 1e-3  # the tolerance for sums of claimed distributions, and between those of two strategies
-_VOCABULARY = 24  # the toy target's, for a strategy without one of its own
-_ids = itertools.count(10**12)  # ids of rows: numbers so large that a strategy has no other reason to hold them
+APART = 1e-3  # how far a claimed distribution's sum may be from 1, and two strategies' distributions from each other
+_VOCABULARY = 24  # the size of the toy target's vocabulary, for a strategy without one of its own
+_ids = itertools.count(10**12)  # ids of rows, so large that a strategy has no other reason to hold such numbers
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The draft of one row, without padding, with the row and ``most``, the tokens that it was allowed."""
+    """The draft of one row, without padding. ``most`` is how many tokens were allowed."""
 
     row: Sequence
     most: int
@@ -51,28 +51,28 @@ class Proposal:
 
     @property
     def asked(self) -> str:
-        """The row and what was asked for it, in one line."""
+        """The row and what was asked for it, as one line."""
         row, ends = self.row, f", ends {sorted(self.row.stop_ids)}" if self.row.stop_ids else ""
         return f"row {row.tokens}, temperature {row.params.temperature}, seed {row.seed}{ends}, max_len {self.most}"
 
     @property
     def follows(self) -> list[int]:
-        """For each token the number of the token that it follows, or -1 for the row's last; also for a chain."""
+        """The number of the token that each token follows, or -1 for the row's last token; also for a chain."""
         return list(range(-1, len(self.tokens) - 1)) if self.parents is None else self.parents
 
     def drew(self, j: int) -> bool:
-        """Whether token ``j`` was drawn from its own claimed distribution. In a tree only the first token counts:
-        distributions alone do not tell how siblings were drawn."""
+        """Return whether token ``j`` was drawn from its own claimed distribution. In a tree only the first token
+        counts, since distributions do not tell how siblings were drawn."""
         return len(self.tokens) > j and self.probs_KV is not None and (self.parents is None or j == 0)
 
     def cut(self, length: int) -> Proposal:
-        """The first tokens of a chain; a tree stays whole."""
+        """Return the first tokens of a chain; a tree stays whole."""
         probs_KV = None if self.probs_KV is None else self.probs_KV[:length]
         return self if self.parents else dataclasses.replace(self, tokens=self.tokens[:length], probs_KV=probs_KV)
 
 
 def split(draft: Draft, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[Proposal]:
-    """A draft row by row."""
+    """Split a draft into proposals for single rows."""
     trees = [None] * len(rows) if draft.trees is None else draft.trees
     claims = [None] * len(rows) if draft.probs_BKV is None else draft.probs_BKV.float().cpu().unbind()
     return [
@@ -96,7 +96,7 @@ class Stage:
         return [drafter.allocator for drafter in self.setup.drafters]
 
     def prime(self, rows: abc.Sequence[Sequence]) -> None:
-        """Let the target read all but the last token of each row, as it has whenever the engine asks for a draft."""
+        """Let the target read all but the last token of each row, as the engine does before it asks for a draft."""
         self.runner.commit(rows)
         seen = (dataclasses.replace(row, tokens=row.tokens[:-1]) for row in rows if len(row.tokens) <= self.positions)
         if new := [row for row in seen if self.runner.pending(row)]:
@@ -117,7 +117,7 @@ class Stage:
         self.strategy.observe(rows, draft, target)
 
     def round(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int], kept: int, token: int) -> None:
-        """Draft and score the draft; then keep at most ``kept`` tokens of its first path, and add ``token``."""
+        """Draft, and let the target score the draft; keep at most ``kept`` tokens of its first path; add ``token``."""
         draft = self.draft(rows, max_len)
         self.observe(rows, draft)
         for p in split(draft, rows, max_len):
@@ -149,13 +149,13 @@ class DraftKit:
     def of(
         strategy: DraftStrategy | Callable[[], DraftStrategy], learns: bool | None = None, target: object = None
     ) -> DraftKit:
-        """The kit for what ``check_draft`` takes."""
+        """Make the kit from the arguments of ``check_draft``."""
         if isinstance(strategy, DraftStrategy):
             given = _copier(strategy)
         else:
             given = strategy
             if not isinstance(given(), DraftStrategy):
-                raise ValueError(f"{strategy!r} makes {given()!r}, which is no DraftStrategy")
+                raise ValueError(f"{strategy!r} makes {given()!r}, which is not a DraftStrategy")
         first, load = given(), LoadOnce()
         model = make_executor(_target_for(first, load) if target is None else target)
         return DraftKit(given, type(first).__name__, first.learns if learns is None else learns, model, load)
@@ -168,29 +168,29 @@ class DraftKit:
         return Stage(self.make(), self.model, self.load)
 
     def fresh(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[Proposal]:
-        """What a fresh strategy proposes."""
+        """Let a fresh strategy propose."""
         return self.stage().propose(rows, max_len)
 
-    def as_fresh(self, found: list[Proposal], how: str) -> None:
+    def compare_to_fresh(self, found: list[Proposal], how: str) -> None:
         """Raise ``ConformanceError`` if a proposal differs from a fresh strategy's, unless the strategy learns."""
         if not self.learns:
             compare(found, self.fresh([p.row for p in found], [p.most for p in found]), how)
 
     def row(self, tokens: list[int], params: SamplingParams | float = 0.0, seed: int = 0) -> Sequence:
-        """A request that has emitted all of ``tokens`` but the first. ``params`` may be just a temperature."""
+        """Make a request that has emitted all ``tokens`` but the first. ``params`` may be just a temperature."""
         if not isinstance(params, SamplingParams):
             params = SamplingParams(temperature=params)
         return Sequence(list(tokens), 1, params, Exact(), seed, 8, frozenset(params.stop_token_ids), next(_ids))
 
     def texts(self, count: int) -> list[list[int]]:
-        """Texts of 1 to 13 tokens, short ones first. Each repeats a few tokens."""
+        """Make texts of 1 to 13 tokens, short ones first. Each repeats a few tokens."""
         rng = random.Random(count)
         motifs = [[rng.randrange(self.vocab) for _ in range(1 + number % 5)] for number in range(count)]
         return [(motif * 13)[: 1 + 12 * number // max(count - 1, 1)] for number, motif in enumerate(motifs)]
 
     def batches(self) -> Iterator[tuple[list[Sequence], list[int]]]:
-        """Batches of rows, with the most tokens to draft for each: small batches first, which are greedy, sampled or
-        mixed in turn."""
+        """Yield batches of rows, small ones first, with the most tokens to draft for each row: greedy, sampled and
+        mixed batches in turn."""
         rng, texts = random.Random(0), self.texts(9)
         for number, size in enumerate((1, 1, 1, 2, 2, 3, 4, 5)):
             picked = [rng.choice(texts) for _ in range(size)]
@@ -198,9 +198,8 @@ class DraftKit:
             yield rows, [rng.choice((1, 2, 5, 8)) for _ in range(size)]
 
     def drawn(self, params: int, more: int = 0) -> list[Proposal]:
-        """Drafts of up to 3 tokens after one text under ``PARAMS[params]``, one for each of ``SEEDS`` seeds. ``more``
-        appends that many tokens to the text.
-        """
+        """Draft up to 3 tokens after one text under ``PARAMS[params]``, once for each of ``SEEDS`` seeds. The text ends
+        with ``more`` further tokens."""
         if (params, more) not in self.samples:
             text = [*self.texts(9)[5], *(token % self.vocab for token in range(3, 3 + more))]
             stage, found = self.stage(), list[Proposal]()
@@ -216,14 +215,14 @@ class DraftKit:
 
 
 class _Trial(DraftSetup):
-    """A setup without translation, to find out which vocabulary a strategy has."""
+    """A setup without translation, to find a strategy's vocabulary."""
 
     def translate(self, strategy: DraftStrategy) -> DraftStrategy:
         return strategy
 
 
 def _target_for(strategy: DraftStrategy, load: LoadOnce) -> Llama:
-    """A toy target with the strategy's vocabulary, or with the sizes that its draft head needs."""
+    """Make a toy target with the strategy's vocabulary, or with the sizes that its draft head needs."""
     with suppress(ValueError):  # the same error will come with the next target
         _Trial(make_runner(make_executor(toy_target(_VOCABULARY))), toy_vocabulary(_VOCABULARY), load).attach(strategy)
     head = next((loaded.executor for loaded in load.loaded if isinstance(loaded.executor, Head)), None)
@@ -236,13 +235,13 @@ def _target_for(strategy: DraftStrategy, load: LoadOnce) -> Llama:
 
 
 def _copier(strategy: DraftStrategy) -> Callable[[], DraftStrategy]:
-    """A function that copies ``strategy`` with everything in it, but shares the models."""
+    """Return a function that copies ``strategy`` with everything in it except the models, which are shared."""
     shared = {id(found): found for _, found in reachable(strategy) if isinstance(found, (torch.nn.Module, Executor))}
     return lambda: copy.deepcopy(strategy, dict(shared))
 
 
 def reachable(start: object) -> Iterator[tuple[str, object]]:
-    """Everything that ``start`` holds in attributes and containers, keys included, with its path."""
+    """Yield everything that ``start`` holds in attributes and containers, keys included, with its path."""
     pending: list[tuple[str, object]] = [("self", start)]
     seen: set[int] = set()
     while pending:
@@ -267,7 +266,7 @@ def compare(found: abc.Iterable[Proposal], expected: abc.Iterable[Proposal], how
 
 
 def _same(one: Proposal, other: Proposal) -> bool:
-    """Whether two proposals for a row have the same tokens and, above temperature 0, the same distributions."""
+    """Return whether two proposals for a row have the same tokens and, above temperature 0, the same distributions."""
     if (one.tokens, one.parents) != (other.tokens, other.parents):
         return False
     a, b = one.probs_KV, other.probs_KV

@@ -1,4 +1,4 @@
-"""Toy models and their runners: the only file of the kits that builds a model, a ``Runner`` or an ``LLM``."""
+"""Toy models and their runners. Only this file of the kits builds a model, a ``Runner`` or an ``LLM``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _CONTEXTS = 64  # how many full contexts a runner's cache holds
 
 
 def toy_target(vocab_size: int, config: LlamaConfig | None = None) -> Llama:
-    """A random Llama in float32 on the CPU, of width 16 with two layers, or as ``config`` says; always the same."""
+    """Make a random Llama in float32 on the CPU, always the same: two layers of width 16, or of the sizes in
+    ``config``."""
     config = config or LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=16,
@@ -46,12 +47,12 @@ def toy_target(vocab_size: int, config: LlamaConfig | None = None) -> Llama:
 
 
 def make_executor(model: object) -> Executor:
-    """The executor of a model, which is loaded or named."""
+    """Load a model, or the checkpoint of this name, and return its executor."""
     return load(model).executor
 
 
 class LoadOnce:
-    """Loads models by name. A model that several strategies ask for is loaded once."""
+    """Loads models by name, each only once."""
 
     def __init__(self) -> None:
         self.loaded: list[Loaded] = []
@@ -67,22 +68,22 @@ class LoadOnce:
 
 
 def make_setup(executor: Executor, load: Load) -> DraftSetup:
-    """A setup for draft strategies: a target over toy tokens, with a cache for many rows."""
+    """Make a setup for draft strategies: a target over toy tokens, with a cache for many rows."""
     return TranslatingSetup(make_runner(executor), toy_vocabulary(executor.config.vocab_size), load)
 
 
 def make_runner(executor: Executor) -> Runner:
-    """A runner of ``executor`` with a cache for many rows."""
+    """Make a runner of ``executor`` with a cache for many rows."""
     return Runner(executor, PagedKVCache.for_model(executor, _CONTEXTS * executor.config.max_position_embeddings))
 
 
 class _ToyLLM(LLM):
-    """An ``LLM`` whose vocabulary is the toy one, as in all of the kits."""
+    """An ``LLM`` with the toy vocabulary."""
 
     def _vocabulary_of(self, size: int, device: torch.device) -> Vocabulary:
         return toy_vocabulary(size)
 
 
 def make_llm(executor: Executor, strategy: DraftStrategy) -> LLM:
-    """Speculative decoding by the exact rule, over toy tokens."""
+    """Make an ``LLM`` for speculative decoding by the exact rule over toy tokens."""
     return _ToyLLM(executor, strategy)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from fly.backends.cuda.ops import attend_pages, refuse_attention
+from fly.backends.cuda.ops import attend_pages, place, refuse_attention
 from fly.cache import PagedBatch, PagedKVCache
 from fly.ops import sent
 
@@ -118,7 +118,8 @@ class Slots:
     ends_B1: Tensor  # int32, where each row's tokens end among the packed ones, after a 0
     table_BW: Tensor  # int32, the pages of each row
     longest: int  # new tokens of a row, at most
-    filled_B: Tensor | None = None  # int32, stored tokens that are no padding; None is all
+    last_T: Tensor | None = None  # int32, each token sees only what is stored before this place; None: up to itself
+    place_T: Tensor | None = None  # int32, each token's place among the stored ones of its row; None is not known
 
 
 @dataclass(frozen=True)
@@ -140,14 +141,13 @@ class PagedAttention:
         self.own = takes_pages(cache) and (trees is not None or slots.longest <= _PROMPT or not self.flash)
         self._seen: dict[int, Tensor] = {}  # of the tree's tokens, by window
         if self.own:
-            # The place of each packed token in its row, and how many tokens it may see.
-            count_T = torch.arange(len(slots.slots_T), dtype=torch.int32, device=slots.used_B.device)
-            row_T = torch.bucketize(count_T, slots.ends_B1[1:], right=True)
-            slot_T = (slots.used_B - slots.ends_B1[1:])[row_T] + count_T
-            self.place_T = slot_T if trees is None else trees.place_T
-            self.last_T = slot_T + 1
-            if slots.filled_B is not None:
-                self.last_T = torch.minimum(self.last_T, slots.filled_B[row_T])
+            place_T = slots.place_T
+            if place_T is None:
+                count_T = torch.arange(len(slots.slots_T), dtype=torch.int32, device=slots.used_B.device)
+                row_T = torch.bucketize(count_T, slots.ends_B1[1:], right=True)
+                place_T = (slots.used_B - slots.ends_B1[1:])[row_T] + count_T
+            self.last_T = place_T + 1 if slots.last_T is None else slots.last_T
+            self.place_T = place_T if trees is None else trees.place_T
             if trees is not None:
                 self.start_B = slots.used_B - slots.ends_B1.diff()
         elif self.flash:
@@ -225,18 +225,12 @@ def place_tokens(
 
     Tokens that are not ``stored_BN`` (bool) are padding: their keys and values go to a page that no row owns.
     """
-    (rows, count), size = stored_BN.shape, cache.allocator.block_size
-    at_BN = start_B.unsqueeze(1) + torch.arange(count, device=start_B.device)
-    number_BN = (at_BN // size).clamp(0, table_BW.shape[1] - 1)  # padding may stand beyond the table
-    page_BN = table_BW.gather(1, number_BN).long().masked_fill(~stored_BN, cache.nobody)
-    slots_BN = page_BN * size + at_BN % size
-    used_B = (start_B + count).to(torch.int32)
-    ends_B1 = torch.arange(0, rows * count + 1, count, dtype=torch.int32, device=start_B.device)
-    # What lies behind a row's last token that is no padding may be left from another row.
-    number_N = torch.arange(1, count + 1, device=start_B.device)
-    filled_B = (start_B + (stored_BN * number_N).amax(1)).to(torch.int32)
-    slots = Slots(slots_BN.flatten(), used_B, ends_B1, table_BW, count, filled_B)
-    return at_BN.clamp(0, cache.context - 1).flatten(), PagedAttention(cache, slots)  # beyond the context, too
+    size = cache.allocator.block_size
+    positions_T, slots_T, used_B, ends_B1, last_T, place_T = place(
+        table_BW, start_B, stored_BN, size, cache.nobody, cache.context
+    )
+    slots = Slots(slots_T, used_B, ends_B1, table_BW, stored_BN.shape[1], last_T, place_T)
+    return positions_T, PagedAttention(cache, slots)
 
 
 def find_trees(kv: PagedBatch) -> Trees | None:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from fly.backends.cuda.drafter import Drafter
 from fly.backends.cuda.graphs import GraphPool, Part, Watch
+from fly.backends.cuda.ops import draw, uniforms
 from fly.backends.cuda.table import Column, Table
-from fly.ops import Stream, argmax, derived, draw, uniforms
+from fly.ops import Stream, argmax, derived
 from fly.runtime.executor import Lookup
 
 __all__ = ["Chain", "Proposal", "copy_tokens", "look_up"]
@@ -203,7 +204,7 @@ class Chain:
         own_RJ, drawn = argmax(logits_RJV), self.shape.drawn
         if not drawn:
             return own_RJ, None
-        probs_DJV = self.table.read_sampling(slice(drawn)).on(logits_RJV[:drawn]).dense()
+        probs_DJV = self.table.process(slice(drawn), logits_RJV[:drawn]).dense()
         coins_DJ = self.coins_DX.gather(1, at_RJ[:drawn])
         own_DJ = draw(probs_DJV.flatten(0, 1), coins_DJ.flatten()).view(drawn, -1)
         row_D1 = torch.arange(drawn, device=self.table.device).unsqueeze(1)

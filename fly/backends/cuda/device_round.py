@@ -28,11 +28,12 @@ from fly.backends.cuda.attention import place_tokens
 from fly.backends.cuda.chain import Chain, Proposal, copy_tokens
 from fly.backends.cuda.drafter import Drafter, HeadDrafter, Model
 from fly.backends.cuda.graphs import Download, GraphPool, Part, Timer, upload_into
+from fly.backends.cuda.ops import uniforms
 from fly.backends.cuda.table import Column, Shape, Table, pack
 from fly.backends.cuda.waits import TextOnHost, find_wait
 from fly.backends.torch import TorchHead
 from fly.cache import PagedKVCache
-from fly.ops import Stream, argmax, pick, uniforms
+from fly.ops import Stream, argmax, pick
 from fly.policies import AcceptancePolicy, verify
 from fly.policies.base import accepts_exactly
 from fly.types import Draft, Noise, Target, Verdict, Why
@@ -190,7 +191,7 @@ class DecisionStage:
             rows = slice(first, first := first + count)
             reads = drawn or self.relaxes[number]
             target = self._make_target(rows, drawn, logits_RJV[rows].float() if reads else logits_RJV[rows])
-            target._argmax = choices_RJ[rows]
+            vars(target)["argmax_BK"] = choices_RJ[rows]
             probs_BKV = probs_DKV[rows] if drawn and probs_DKV is not None else None
             draft = Draft(tokens_RK[rows], count_R[rows], probs_BKV)
             verdicts.append(verify(policy, target, draft, Noise(accept_RK[rows], sample_R[rows])))
@@ -206,7 +207,7 @@ class DecisionStage:
         table, texts = self.round.table, None if self.texts is None else self.texts[rows]
         return Target(
             logits_BJV,
-            table.read_sampling(rows).on(logits_BJV) if drawn else None,
+            table.process(rows, logits_BJV) if drawn else None,
             control_V=self.control_V,
             generated_B=table.column(Column.GENERATED)[rows],
             relaxed_B=table.column(Column.RELAXED)[rows],

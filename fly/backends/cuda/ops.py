@@ -5,7 +5,7 @@ kernels are checked against: in the tests by Triton's interpreter, and once on e
 
 Shape legend: T packed new tokens, N new tokens of a row, B rows, W pages of a row's table, S slots of the cache or keys
 of a row, H query heads, G key/value heads, D head width, C hidden width, I width of the feed-forward layer,
-X outputs side by side, K inputs of a product.
+X outputs side by side, K inputs of a product, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,16 +23,26 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fly.models.llama import rotate
+from fly.ops import random as plain
+from fly.runtime import sampling
 
 __all__ = [
     "add_norm",
     "attend_pages",
     "attend_plainly",
+    "draw",
+    "find_kept",
     "gate",
+    "multiply_int4",
     "multiply_int8",
+    "place",
     "refuse_attention",
     "refuse_layers",
+    "refuse_steps",
     "rotate_store",
+    "share_mass",
+    "uniforms",
+    "widen_int4",
 ]
 
 _log = logging.getLogger("fly")
@@ -187,6 +197,135 @@ def _(x_TK: Tensor, weight_NK: Tensor, *rest: object) -> Tensor:
     return x_TK.new_empty(len(x_TK), len(weight_NK))
 
 
+@torch.library.custom_op("fly::multiply_int4", mutates_args=())
+def multiply_int4(x_TK: Tensor, pairs_NP: Tensor, scale_NG: Tensor, zero_NG: Tensor, bias_N: Tensor | None) -> Tensor:
+    """``x @ ((number - zero) * scale).T + bias`` [T, N] of at most 16 tokens. ``pairs_NP`` (uint8) hold two numbers of
+    0 to 15 each, the first in the lower half; a group is 32, 64 or 128 inputs; zeros are uint8."""
+    if x_TK.is_cuda:
+        from fly.backends.cuda.kernels import product
+
+        return product.multiply_int4(x_TK, pairs_NP, scale_NG, zero_NG, bias_N)
+    y_TN = F.linear(x_TK.float(), widen_int4(pairs_NP, scale_NG, zero_NG, x_TK.dtype).float())
+    return (y_TN if bias_N is None else y_TN + bias_N).to(x_TK.dtype)
+
+
+@multiply_int4.register_fake
+def _(x_TK: Tensor, pairs_NP: Tensor, *rest: object) -> Tensor:
+    return x_TK.new_empty(len(x_TK), len(pairs_NP))
+
+
+def widen_int4(pairs_NP: Tensor, scale_NG: Tensor, zero_NG: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N, K] the weights of ``multiply_int4``."""
+    number_NK = torch.stack([pairs_NP & 15, pairs_NP >> 4], 2).flatten(1)
+    number_NGX = number_NK.unflatten(1, (scale_NG.shape[1], -1)).float()
+    return ((number_NGX - zero_NG.unsqueeze(2)) * scale_NG.unsqueeze(2).float()).to(dtype).flatten(1)
+
+
+# The steps of a round outside of its layers. Where the kernels are refused, they are PyTorch's on every device.
+
+
+def _own(x: Tensor) -> bool:
+    return x.is_cuda and refuse_steps(x.device) is None
+
+
+@torch.library.custom_op("fly::place", mutates_args=())
+def place(
+    table_BW: Tensor, start_B: Tensor, stored_BN: Tensor, page: int, nobody: int, context: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Where N new tokens of every row stand, from ``start_B`` on: their positions and slots [T], int64; for attention,
+    in int32, the tokens of each row with them, where each row's tokens end among the packed ones, after a 0, the place
+    that each token sees up to, and its own. What is not ``stored_BN`` takes slots of the page ``nobody``."""
+    if _own(start_B):
+        from fly.backends.cuda.kernels import steps
+
+        return steps.place(table_BW, start_B, stored_BN, page, nobody, context)
+    rows, count = stored_BN.shape
+    at_BN = start_B.unsqueeze(1) + torch.arange(count, device=start_B.device)
+    number_BN = (at_BN // page).clamp(0, table_BW.shape[1] - 1)  # padding may stand beyond the table
+    page_BN = table_BW.gather(1, number_BN).long().masked_fill(~stored_BN, nobody)
+    slots_T = (page_BN * page + at_BN % page).flatten()
+    used_B = (start_B + count).to(torch.int32)
+    ends_B1 = torch.arange(0, rows * count + 1, count, dtype=torch.int32, device=start_B.device)
+    # What lies behind a row's last token that is no padding may be left from another row.
+    number_N = torch.arange(1, count + 1, device=start_B.device)
+    filled_B1 = start_B.unsqueeze(1) + (stored_BN * number_N).amax(1, keepdim=True)
+    last_T = torch.minimum(at_BN + 1, filled_B1).flatten().to(torch.int32)
+    positions_T = at_BN.clamp(0, context - 1).flatten()  # padding may stand beyond the context, too
+    return positions_T, slots_T, used_B, ends_B1, last_T, at_BN.flatten().to(torch.int32)
+
+
+@place.register_fake
+def _(table_BW: Tensor, start_B: Tensor, stored_BN: Tensor, *rest: int) -> tuple[Tensor, ...]:
+    (rows, _), tokens = stored_BN.shape, stored_BN.numel()
+    kinds = (tokens, torch.int64), (tokens, torch.int64), (rows, torch.int32), (rows + 1, torch.int32)
+    return tuple(start_B.new_empty(n, dtype=kind) for n, kind in (*kinds, (tokens, torch.int32), (tokens, torch.int32)))
+
+
+@torch.library.custom_op("fly::uniforms", mutates_args=())
+def uniforms(seed_B: Tensor, round_B: Tensor, stream: int, n: int) -> Tensor:
+    """``fly.ops.uniforms``"""
+    if _own(seed_B):
+        from fly.backends.cuda.kernels import steps
+
+        return steps.uniforms(seed_B, round_B, stream, n)
+    return plain.uniforms(seed_B, round_B, stream, n)
+
+
+@uniforms.register_fake
+def _(seed_B: Tensor, round_B: Tensor, stream: int, n: int) -> Tensor:
+    return seed_B.new_empty(len(seed_B), n, dtype=torch.float32)
+
+
+@torch.library.custom_op("fly::draw", mutates_args=())
+def draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """``fly.ops.draw``"""
+    if _own(probs_BV):
+        from fly.backends.cuda.kernels import steps
+
+        return steps.draw(probs_BV, uniform_B)
+    return plain.draw(probs_BV, uniform_B)
+
+
+@draw.register_fake
+def _(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    return uniform_B.new_empty(len(probs_BV), dtype=torch.int64)
+
+
+@torch.library.custom_op("fly::find_kept", mutates_args=())
+def find_kept(
+    logits_NV: Tensor, temperature_N: Tensor, least_N: Tensor | None, top_p_N: Tensor | None, min_p_N: Tensor | None
+) -> Tensor:
+    """``fly.runtime.sampling.find_kept``. The kernel sorts nothing: it narrows down the least logit of a nucleus. Where
+    a token's likelier ones have ``top_p`` of the mass but for rounding, the two may differ about that token."""
+    if _own(logits_NV):
+        from fly.backends.cuda.kernels import steps
+
+        return steps.find_kept(logits_NV, temperature_N, least_N, top_p_N, min_p_N)
+    return sampling.find_kept(logits_NV, temperature_N, least_N, top_p_N, min_p_N)
+
+
+@find_kept.register_fake
+def _(logits_NV: Tensor, *rest: object) -> Tensor:
+    return logits_NV.new_empty(3, len(logits_NV))
+
+
+@torch.library.custom_op("fly::share_mass", mutates_args=())
+def share_mass(logits_NV: Tensor, found_3N: Tensor, temperature_N: Tensor) -> Tensor:
+    """[N, V] float32, the share of the mass that each logit has, by what ``find_kept`` found."""
+    if _own(logits_NV):
+        from fly.backends.cuda.kernels import steps
+
+        return steps.share_mass(logits_NV, found_3N, temperature_N)
+    peak_N1, least_N1, total_N1 = found_3N.unsqueeze(2)
+    shares_NV = (logits_NV - peak_N1).div_(temperature_N.unsqueeze(1)).sub_(total_N1).exp_()
+    return shares_NV.masked_fill_(logits_NV < least_N1, 0.0)
+
+
+@share_mass.register_fake
+def _(logits_NV: Tensor, *rest: Tensor) -> Tensor:
+    return torch.empty(logits_NV.shape, dtype=torch.float32, device=logits_NV.device)
+
+
 @cache
 def refuse_attention(device: torch.device, dtype: torch.dtype, width: int, page: int) -> str | None:
     """Why ``attend_pages`` is not used for such a cache; None if it is. The first call on a device compiles the kernels
@@ -213,30 +352,63 @@ def refuse_layers(device: torch.device, dtype: torch.dtype) -> str | None:
     return reason
 
 
+@cache
+def refuse_steps(device: torch.device) -> str | None:
+    """Why the steps of a round outside of its layers are not by our kernels; None if they are. As ``refuse_layers``."""
+    reason = _refuse_device(device)
+    if reason is None:
+        try:
+            with torch.cuda.device(device):
+                reason = _compare_steps(device)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    if reason is not None:
+        _log.warning("the steps of a round on %s run operation by operation: %s", device, reason)
+    return reason
+
+
+def _compare(device: torch.device, run: Any, kernel: Callable[..., Any], *given: Any) -> str | None:
+    """Compare ``kernel`` on the device with ``run`` on the host, in what they return and what they write."""
+    there = [x.to(device) if isinstance(x, Tensor) else x for x in given]
+    here = [x.clone() if isinstance(x, Tensor) else x for x in given]
+    ours, theirs = kernel(*there), run(*here)
+    for one, other in zip(tree_leaves((ours, there)), tree_leaves((theirs, here))):
+        if isinstance(one, Tensor) and not torch.allclose(one.cpu().float(), other.float(), atol=0.05, rtol=0.05):
+            return f"{run._name} differs from the reference"
+    return None
+
+
+def _compare_steps(device: torch.device) -> str | None:
+    from fly.backends.cuda.kernels import steps
+
+    drawn = torch.Generator().manual_seed(0)
+    logits_NV, numbers_N = 3 * torch.randn(2, 5000, generator=drawn), torch.tensor([-5, 1 << 62])
+    heat_N, table_BW = torch.tensor([0.7, 1.0]), torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
+    found_3N = sampling.find_kept(logits_NV, heat_N, None, heat_N - 0.1, None)
+    return (
+        _compare(device, place, steps.place, table_BW, torch.tensor([254, 7]), torch.ones(2, 3).bool(), 256, 4, 300)
+        or _compare(device, uniforms, steps.uniforms, numbers_N, numbers_N.flip(0), 1, 5)
+        or _compare(device, find_kept, steps.find_kept, logits_NV, heat_N, None, heat_N - 0.1, None)
+        or _compare(device, share_mass, steps.share_mass, logits_NV, found_3N, heat_N)
+        or _compare(device, draw, steps.draw, logits_NV.softmax(1), torch.tensor([0.9, 0.3]))
+    )
+
+
 def _compare_layers(device: torch.device, dtype: torch.dtype) -> str | None:
     drawn = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=drawn).to(dtype)
 
-    def both(name: str, run: Callable[..., Any], *given: Tensor | float | None) -> str | None:
-        """On the device by a kernel, on the host by the reference."""
-        there = [x.to(device) if isinstance(x, Tensor) else x for x in given]
-        here = [x.clone() if isinstance(x, Tensor) else x for x in given]
-        ours, theirs = ([run(*args), *(x for x in args if isinstance(x, Tensor))] for args in (there, here))
-        for one, other in zip(tree_leaves(ours), tree_leaves(theirs)):
-            if not torch.allclose(one.cpu().float(), other.float(), atol=0.05, rtol=0.05):
-                return f"{name} differs from the reference"
-        return None
-
     weight_NK = torch.randint(-127, 128, (40, 64), generator=drawn).to(torch.int8)
     cache = [torch.zeros(8, 2, 64, dtype=dtype) for _ in range(2)]
     return (
-        both("add_norm", add_norm, draw(3, 96), draw(3, 96), draw(96), 1e-5)
-        or both("gate", gate, draw(3, 192))
-        or both("rotate_store", rotate_store, draw(3, 8 * 64), *(draw(3, 1, 64) for _ in range(2)),
-                torch.tensor([5, 0, 2]), *cache)
-        or both("multiply_int8", multiply_int8, draw(3, 64), weight_NK, torch.full((40, 1), 0.01), draw(40))
+        _compare(device, add_norm, add_norm, draw(3, 96), draw(3, 96), draw(96), 1e-5)
+        or _compare(device, gate, gate, draw(3, 192))
+        or _compare(device, rotate_store, rotate_store, draw(3, 8 * 64), *(draw(3, 1, 64) for _ in range(2)),
+                    torch.tensor([5, 0, 2]), *cache)
+        or _compare(device, multiply_int8, multiply_int8, draw(3, 64), weight_NK, torch.full((40, 1), 0.01),
+                    draw(40))
     )  # fmt: skip
 
 

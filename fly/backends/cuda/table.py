@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fly.backends.cuda.attention import reads_pages
 from fly.backends.cuda.graphs import upload_into
+from fly.backends.cuda.sampling import DeviceDistribution
 from fly.cache import PagedBatch
 from fly.runtime.executor import DraftSpec
 from fly.runtime.request import common_prefix
@@ -162,15 +163,16 @@ class Table:
         """[R, N] bool, whether a token ends its row."""
         return (tokens_RN.unsqueeze(2) == self.state_RC[:, Column.STOPS :].unsqueeze(1)).any(2)
 
-    def read_sampling(self, rows: slice) -> BatchSampling:
-        """How some rows above temperature 0 are drawn."""
+    def process(self, rows: slice, logits_BJV: Tensor) -> DeviceDistribution:
+        """The processed distribution of some rows above temperature 0."""
         columns = (Column.TEMPERATURE, Column.TOP_P, Column.MIN_P)
         temperature_B, top_p_B, min_p_B = (self.column(which)[rows].float() for which in columns)
-        return BatchSampling(
+        sampling = BatchSampling(
             temperature_B, self.column(Column.TOP_K)[rows], top_p_B, min_p_B,
             greedy_B=torch.zeros_like(temperature_B, dtype=torch.bool), some_greedy=False,
             most_k=self.shape.top_k, top_p=self.shape.top_p, min_p=self.shape.min_p,
         )  # fmt: skip
+        return DeviceDistribution(sampling, logits_BJV)
 
 
 def count_pages(kv: PagedBatch, k: int) -> int:

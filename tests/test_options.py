@@ -1,0 +1,137 @@
+"""Options of the commands: defaults, ranges, and what is said about a wrong one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from fly import cli
+from fly.serve import Settings
+from tests.commands import plain, run, words
+
+QUESTION = "Take the list 4 9 5 7. Reverse the list, then sort from low to high."
+
+
+def test_help_shows_defaults_that_are_words() -> None:
+    """In brackets they would be taken for markup, and left out."""
+    shown = words(run("eval", "--help", env={"COLUMNS": "200"}).output)
+    assert "The most tokens drafted in a round; repeatable. Default: 15." in shown
+    assert "How many problems of each task, or of one, TASK=N; repeatable. Default: 48; with a plan all." in shown
+
+
+def test_options_that_other_servers_have() -> None:
+    said = run("generate", "a", "--cache-bytes", "3").output
+    assert "cache_bytes 3 hold no page" in words(said)
+    app: Any = typer.main.get_command(cli.app)
+    (name,) = [parameter for parameter in app.commands["serve"].params if parameter.name == "name"]
+    assert name.opts == ["--name", "--served-model-name"]
+
+
+def test_a_server_has_the_settings_of_its_options_and_else_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Settings] = []
+    monkeypatch.setattr("fly.cli.serving._serve_here", lambda setup, settings, *_, **__: found.append(settings))
+    monkeypatch.delenv("FLY_API_KEY", raising=False)
+    assert run("serve").exit_code == 0
+    options = ["--policies", "fly", "--trusted-proxies", "::1,10.0.0.0/8", "--trusted-proxies", "127.0.0.1"]
+    assert run("serve", *options, "--cors-origin", "*", "--api-key", "a", "--api-key", "b").exit_code == 0
+    assert found[0] == Settings()
+    assert found[1] == Settings(
+        policies=("fly",), trusted_proxies=("::1", "10.0.0.0/8", "127.0.0.1"), cors_origins=("*",), api_keys=("a", "b")
+    )
+    assert "max_waiting: Input should be greater than or equal to 0, got -1" in words(
+        run("serve", "--max-waiting", "-1").output
+    )
+
+
+def test_what_is_for_several_processes_may_be_said_to_one(tmp_path: Path) -> None:
+    (tmp_path / "fly.yaml").write_text("model: fly-tiny\nheartbeat_timeout: 9")
+    options = ("--config", str(tmp_path / "fly.yaml"), "--heartbeat-timeout", "20", "--max-tokens", "3")
+    result = run("generate", "a", *options)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["eval", "bench speed", "bench speed --plot"],
+)
+def test_where_figures_go_is_looked_at_before_they_are_measured(command: str, tmp_path: Path) -> None:
+    arguments = command.split() if "--plot" in command else [*command.split(), "--json"]
+    result = run(*arguments, str(tmp_path / "not_there" / "x.svg"))
+    assert result.exit_code == 2 and "there is no directory" in words(result.output), result.output
+
+
+@pytest.mark.parametrize("command", ["bench speed", "replay runs/none --policy fly"])
+def test_a_plot_is_svg(command: str, tmp_path: Path) -> None:
+    result = run(*command.split(), "--plot", str(tmp_path / "x.png"))
+    assert result.exit_code == 2 and "must end in '.svg'" in plain(result.output), result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        *((f"bench {name} --turns 5", f"python -m benchmarks.{name}") for name in ("peers", "twins", "batch")),
+        *((f"bench {name}", f"python -m benchmarks.{name}") for name in ("policy", "gpu")),
+        ("bench plan --check", "python -m benchmarks.calibrate"),
+        ("demo --seed 3", "the problems are those of seed 0"),
+    ],
+)
+def test_what_was_deleted_says_what_to_use_instead(command: str, told: str) -> None:
+    result = run(*command.split())
+    assert result.exit_code == 2 and told in plain(result.output), result.output
+    assert command.split()[1] not in run(command.split()[0], "--help").output or "plan" in command
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--policy", "flyy", "policy 'flyy': 'flyy' is unknown (did you mean 'fly'?)"),
+        ("--policy", "fly & aftr(2)", "'aftr' is unknown (did you mean 'after'?)"),
+        ("--draft", "ngrm", "'ngrm' is unknown (did you mean 'ngram'?)"),
+        ("--model", "fly-taget", "is neither a bundled checkpoint (did you mean 'fly-target'?), nor a directory"),
+        ("--policy", "qqqqq", "'qqqqq' is unknown; policies"),
+    ],
+)
+def test_a_typing_error_gets_a_suggestion(options: tuple[str, str, str]) -> None:
+    *given, told = options
+    result = run("generate", "a", *given)
+    assert result.exit_code == 2 and told in words(result.output)
+    assert words(result.output).count("error:") == 1 and "policy: policy" not in result.output
+
+
+def test_sampling_options_reach_the_sampler() -> None:
+    options = ["generate", QUESTION, "--temperature", "1.2", "--top-p", "0.9", "--max-tokens", "30", "--seed"]
+    assert run(*options, "7").output == run(*options, "7").output
+    assert len({run(*options, str(seed)).output for seed in range(4)}) > 1
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        (
+            ["generate", "x", "--config", "absent.yaml"],
+            ["temperature", "top-p", "min-p", "presence-penalty", "frequency-penalty", "repetition-penalty"],
+        ),
+        (["generate", "x"], ["heartbeat-timeout", "collective-timeout", "logit-bias"]),
+        (["serve", "--model", "absent"], ["timeout", "drain-timeout", "heartbeat-timeout"]),
+        (["bench", "plan", "--target", "llama-3.1-8b"], ["tau", "draft-tau"]),
+    ],
+)
+def test_a_number_that_is_not_finite_is_refused(command: list[str], options: list[str], value: str) -> None:
+    for option in options:
+        result = run(*command, f"--{option}", f"5={value}" if option == "logit-bias" else value)
+        said = words(re.sub("[│╭╮╰╯─]", "", result.output))
+        assert result.exit_code == 2 and "Traceback" not in said
+        assert "a finite number" in said and re.search(rf"(got |: ){value}\b", said), said
+        assert option in said.replace("_", "-")
+
+
+def test_numbers_out_of_range_are_named_with_the_range() -> None:
+    for value, told in (("0.4", "0.4 must be a finite number in [0.5, 86400]"), ("1e5", "100000 must be")):
+        assert told in words(re.sub("[│─]", "", run("generate", "x", "--heartbeat-timeout", value).output))
+    assert "of at least 1" in words(run("bench", "plan", "--tau", "0.5").output)
+    assert "got -1.0" in run("generate", "x", "--temperature", "-1").output
