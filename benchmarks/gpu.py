@@ -68,12 +68,12 @@ class Part:
 def parts_of(setting: Setting) -> list[Part]:
     """All parts, in their order. Their limits add up to less than ten minutes."""
     checks = {
-        "machine": 45, "model": 55, "graphs": 50, "kernels": 70, "trees": 30, "heads": 30, "int8": 40, "ranks": 50,
-        "sanitizer": 60,
+        "machine": 45, "model": 50, "graphs": 50, "kernels": 65, "trees": 30, "heads": 30, "int8": 35, "int4": 35,
+        "ranks": 50, "sanitizer": 50,
     }  # fmt: skip
     parts = [Part(name, f"gpu_checks.check_{name}", limit) for name, limit in checks.items()]
     parts.append(Part("times of kernels", "gpu_times.time_kernels", 45))
-    return parts + [Part(f"rounds of {n}", "gpu_times.time_rounds", 40, (n,)) for n in setting.rows]
+    return parts + [Part(f"rounds of {n}", "gpu_times.time_rounds", 37, (n,)) for n in setting.rows]
 
 
 def run(parts: Sequence[Part], setting: Setting, folder: Path) -> dict[str, Any]:

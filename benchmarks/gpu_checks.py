@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 import fly
 from benchmarks.gpu import ROOT, Refused, Setting
-from benchmarks.gpu_times import SHAPES, attention_case, layer_cases, measure_bandwidth
+from benchmarks.gpu_times import SHAPES, attention_case, layer_cases, measure_bandwidth, step_cases
 from fly.backends import executor_of, load
 from fly.backends.cuda.graphs import Part
 from fly.backends.cuda.ops import refuse_attention, refuse_layers
@@ -108,14 +108,17 @@ def check_kernels(setting: Setting) -> dict[str, Any]:
             for context in setting.contexts
             for new, tree in ((1, False), (9, False), (9, True))
         ]
-        for case in [*cases, *(case for tokens in (1, 9) for case in layer_cases(*where, tokens))]:
+        cases += [case for tokens in (1, 9) for case in layer_cases(*where, tokens)]
+        for case in [*cases, *step_cases(*where[:2], 9)]:
             there = case.make()
             here = [x.cpu() if isinstance(x, Tensor) else x for x in there]
             ours, theirs = (tree_leaves((case.run(*given), given)) for given in (there, here))
             for own, other in zip(ours, theirs):
-                if isinstance(own, Tensor) and own.is_floating_point():
-                    error = float((own.cpu().float() - other.float()).abs().max() / other.float().abs().max())
-                    assert error <= tolerance, f"{case.name} in {dtype} differs by {error:.2e} of the largest value"
+                if isinstance(own, Tensor):
+                    error = float((own.cpu().double() - other.double()).abs().max() / other.double().abs().max())
+                    assert error <= (tolerance if own.is_floating_point() else 0.0), (
+                        f"{case.name} in {dtype} differs by {error:.2e} of the largest value"
+                    )
                     worst[name] = max(worst.get(name, 0.0), error)
     return worst
 
@@ -188,12 +191,20 @@ def check_heads(setting: Setting) -> dict[str, Any]:
     return _compare(target, strategies, setting.tokens)
 
 
-@torch.inference_mode()
 def check_int8(setting: Setting) -> dict[str, Any]:
-    """Products of nine tokens, by our kernel, are those of more tokens, by torchao."""
     if importlib.util.find_spec("torchao") is None:
         raise Refused("torchao is not installed")
-    executor = executor_of(random_model(SHAPES[setting.draft].resized(4), torch.bfloat16, setting.device), "int8")
+    return _check_rounded(setting, "int8")
+
+
+def check_int4(setting: Setting) -> dict[str, Any]:
+    return _check_rounded(setting, "int4")
+
+
+@torch.inference_mode()
+def _check_rounded(setting: Setting, kernels: str) -> dict[str, Any]:
+    """Products of nine tokens, by our kernel, are those of more tokens, by PyTorch."""
+    executor = executor_of(random_model(SHAPES[setting.draft].resized(4), torch.bfloat16, setting.device), kernels)
     cache, text = PagedKVCache.for_model(executor, 512), [7 * at % 1000 for at in range(300)]
     cache.resize(0, 300)
     whole = executor.score(Batch.of([text], cache.batch([0], [0], [300]))).logits_NV[-9:].float().cpu()

@@ -21,6 +21,7 @@ from benchmarks.gpu import Setting
 from fly.backends import executor_of
 from fly.backends.cuda import ops
 from fly.backends.cuda.graphs import GraphPool, Part
+from fly.backends.cuda.int4 import round_int4
 from fly.backends.torch import TorchHead
 from fly.bench.clock import clocked, take_turns
 from fly.bench.plan import MODELS
@@ -106,12 +107,53 @@ def layer_cases(config: LlamaConfig, device: str, dtype: torch.dtype, tokens: in
         weight_NK = torch.randint(-127, 128, (outputs, width), device=device).to(torch.int8)
         return draw(tokens, width), weight_NK, torch.full((outputs, 1), 1e-3, device=device), None
 
+    def int4() -> tuple[Any, ...]:
+        return draw(tokens, width), *round_int4(draw(outputs, width)), None
+
+    sizes = f"{width} → {outputs}, {tokens} tokens"
     return [
         Case(f"add and norm, {tokens} tokens", ops.add_norm,
              lambda: (draw(tokens, width), draw(tokens, width), draw(width), 1e-5), 2 * tokens * width * size),
         Case(f"gate, {tokens} tokens", ops.gate, lambda: (draw(tokens, 2 * inner),), 2 * tokens * inner * size),
         Case(f"rotation and store, {tokens} tokens", ops.rotate_store, rotation, tokens * outputs * size),
-        Case(f"int8 product {width} → {outputs}, {tokens} tokens", ops.multiply_int8, int8, width * outputs),
+        Case(f"int8 product {sizes}", ops.multiply_int8, int8, width * outputs),
+        Case(f"int4 product {sizes}", ops.multiply_int4, int4, width * outputs * 67 // 128),
+    ]  # fmt: skip
+
+
+def step_cases(config: LlamaConfig, device: str, rows: int) -> list[Case]:
+    """The kernels of a round outside of its layers, for rows above temperature 0 with top-p."""
+    size = config.vocab_size
+
+    def columns(*limits: float) -> list[torch.Tensor]:
+        return [torch.full((rows,), limit, device=device) for limit in limits]
+
+    def logits() -> torch.Tensor:
+        return 3 * torch.randn(rows, size, device=device)
+
+    def numbers() -> tuple[Any, ...]:
+        seed_R = torch.arange(rows, device=device) * 12345678901
+        return seed_R, seed_R + 7, 1, 8
+
+    def places() -> tuple[Any, ...]:
+        table_RW = torch.arange(rows * 4, device=device).view(rows, 4).int()
+        stored_RN = torch.arange(9, device=device).expand(rows, 9) < 5
+        return table_RW, torch.arange(rows, device=device) + 250, stored_RN, _PAGE, 4 * rows, 2048
+
+    def shares() -> tuple[Any, ...]:
+        logits_RV, found = logits(), columns(14.0, -1.0, 12.0)
+        return logits_RV, torch.stack(found), *columns(0.8)
+
+    def coins() -> tuple[Any, ...]:
+        return logits().softmax(1), *columns(0.7)
+
+    return [
+        Case(f"places, {rows} rows", ops.place, places, 0),
+        Case(f"coins, {rows} rows", ops.uniforms, numbers, 0),
+        Case(f"what top-p keeps, {rows} rows", ops.find_kept,
+             lambda: (logits(), *columns(0.8), None, *columns(0.9), None), 4 * rows * size),
+        Case(f"shares of the mass, {rows} rows", ops.share_mass, shares, 8 * rows * size),
+        Case(f"draw, {rows} rows", ops.draw, coins, 4 * rows * size),
     ]  # fmt: skip
 
 
@@ -161,6 +203,7 @@ def time_kernels(setting: Setting) -> dict[str, Any]:
         for rows in setting.rows
         for count in (1, new)
     ]
+    cases += [case for rows in setting.rows for case in step_cases(config, setting.device, rows)]
     for tokens in (1, new):
         cases += [*layer_cases(config, *where, tokens), *product_cases(config, *where, tokens)]
     return {"rows": [time_case(case, setting) for case in cases]}

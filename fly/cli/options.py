@@ -100,7 +100,7 @@ Kernels = Annotated[
     _of_model(
         help="What runs on the CPU: auto, torch, avx512bf16, avx512, avx2; int8: weights of 8 bits (on CUDA by "
         "torchao); w8a8: weights and activations; w4a8: weights of 4 bits; stored: a GGUF file's blocks as they are, "
-        "which auto takes for such a file."
+        "which auto takes for such a file. On CUDA also int4: layers' weights of 4 bits."
     ),
 ]
 MaxContext = Annotated[
@@ -159,4 +159,9 @@ SETUP = {
 RANKS = {
     "heartbeat_timeout": (HeartbeatTimeout, HEARTBEAT_TIMEOUT),
     "collective_timeout": (CollectiveTimeout, COLLECTIVE_TIMEOUT),
+}
+# where work is spread over a Ray cluster.
+GRID = {
+    "ray": option(str, "Spread the work over this Ray cluster; 'auto' is the one at hand.", "--ray", metavar="ADDRESS"),
+    "actors": option(int, "Actors on it that hold the model. Default: one a node, or one a GPU.", min=1),
 }

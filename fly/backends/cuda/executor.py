@@ -23,6 +23,7 @@ from fly.backends.cuda.attention import PagedAttention, Slots, find_trees, reads
 from fly.backends.cuda.device_round import DeviceRounds
 from fly.backends.cuda.fused import fuse
 from fly.backends.cuda.graphs import GraphPool
+from fly.backends.cuda.int4 import Int4Linear
 from fly.backends.cuda.rounds import take_rounds
 from fly.backends.cuda.sampling import DeviceDistribution
 from fly.backends.cuda.table import PADDING, Column, Shape, count_pages, make_line, round_up
@@ -70,8 +71,14 @@ class CudaExecutor(TorchExecutor):
         self.pool, self.compiles = pool or GraphPool(self.device), compiles
         if isinstance(model, Llama):
             fuse(model)
+            if any(isinstance(part, Int4Linear) for part in model.modules()):
+                self.kernels = "torch-int4"
         self._compiled_layers = cache(CompiledLayers)  # made when they are needed: that imports torch's compiler
         self._rounds: WeakKeyDictionary[PagedKVCache, DeviceRounds] = WeakKeyDictionary()
+
+    @property
+    def weight_bytes(self) -> float:
+        return 0.53 if self.kernels == "torch-int4" else super().weight_bytes  # scales and zeros included
 
     def deterministic(self) -> Executor:
         """Never compiled: which operations compute a token must not depend on how often other shapes came up."""
