@@ -47,7 +47,7 @@ def draft_in_one_call(
         each = [(seed, len(row.tokens) + n) for seed, row in zip(seeds, rows) for n in range(longest)]
         coins = uniforms([seed for seed, _ in each], [at for _, at in each], Stream.SAMPLE, 1)
         how = c_sampling(sampling)
-    elif spec.says:
+    elif spec.with_logits:
         how = (Sampling * count)(*[Sampling(-1.0)] * count)
     if how is not None:
         out_BKV = torch.empty(count, longest, packed.config.vocab_size)
