@@ -34,7 +34,7 @@ format: $(VENV)/.installed-dev
 .PHONY: ray-test
 ray-test: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
-	$(BIN)/pytest tests/test_ray.py
+	$(BIN)/pytest tests/test_ray.py tests/test_ray_grid.py
 
 .PHONY: sanitize soak
 # Compiled code under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, some minutes.

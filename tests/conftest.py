@@ -27,9 +27,9 @@ SLOW = {
     f"test_{name}.py"
     for name in (
         "any_load", "audit", "check_draft", "cli", "compiled", "conformance", "cuda", "cuda_heads", "cuda_plain",
-        "deterministic", "docs", "eagle", "engine", "eval", "exits", "kernels", "loading", "nan", "parallel", "project",
-        "ranks", "replay", "rounds", "serve", "serve_attacks", "serve_load", "serve_ranks", "spans", "tasks",
-        "translate", "vocabulary",
+        "deterministic", "docs", "eagle", "engine", "eval", "exits", "kernel_choice", "kernel_drafts", "kernels",
+        "loading", "nan", "parallel", "project", "ranks", "replay", "rounds", "serve", "serve_attacks", "serve_load",
+        "serve_ranks", "spans", "tasks", "translate", "vocabulary",
     )
 }  # fmt: skip
 

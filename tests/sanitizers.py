@@ -45,8 +45,8 @@ OPTIONS = {
     },
 }
 TESTS = {
-    "address": ["test_sanitizers", "test_any_load", "test_kernels", "test_decide", "test_rounds", "test_tree_rounds"]
-    + ["test_spans", "test_blocks", "test_trimmed"],
+    "address": ["test_sanitizers", "test_any_load", "test_kernels", "test_kernel_drafts", "test_kernel_choice"]
+    + ["test_decide", "test_rounds", "test_tree_rounds", "test_spans", "test_blocks", "test_trimmed"],
     "thread": ["test_sanitizers", "test_threads"],
 }
 NOT_HERE = (

@@ -26,7 +26,7 @@ from fly.models import LlamaConfig, load_model, save_model
 from fly.models.loading import Loading
 from tests.blocked import bound_of_groups, decoded, in_groups, with_rounded_inputs
 from tests.ggufs import write_gguf
-from tests.test_kernels import close, paged, text
+from tests.kernels import close, paged, text
 from tests.toys import build_llama, dense_logits, random_llama
 
 VARIANTS = [name for name in available() if name != "torch"]

@@ -158,7 +158,7 @@ def test_sizes_and_numbers_are_checked_by_the_call() -> None:
         call(made([1], choice=VOCAB), whole)
     with pytest.raises(ValueError, match="a parent is 1, not -1 to 0"):
         call(made([1, 2], [-1, 1]), whole)
-    with pytest.raises(ValueError, match="bytes of 'ask'"):
+    with pytest.raises(ValueError, match="bytes of 'mismatch'"):
         call(made([1], asks=2), whole, "fly")
 
 

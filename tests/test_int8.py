@@ -132,7 +132,7 @@ def test_the_kernels_are_chosen_by_the_device(monkeypatch: pytest.MonkeyPatch, t
 def test_a_checkpoint_is_loaded_so(tmp_path: Path) -> None:
     """On torch's meta device, which is none of the CPU's kernels either."""
     save(tmp_path)
-    with pytest.raises(ValueError, match=r"not on meta; choices there: \['auto', 'torch', 'int8'\]"):
+    with pytest.raises(ValueError, match=r"not on meta; choices there: \['auto', 'torch', 'int8', 'int4'\]"):
         load_executor(tmp_path, device="meta", kernels="w8a8")
     executor = load_executor(tmp_path, device="meta", kernels="int8")
     assert executor.kernels == INT8 and executor.weight_bytes == 1

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
+import fly.serve
 from fly import cli
 from fly.serve import Settings
 from tests.commands import plain, run, words
@@ -135,3 +138,11 @@ def test_numbers_out_of_range_are_named_with_the_range() -> None:
         assert told in words(re.sub("[│─]", "", run("generate", "x", "--heartbeat-timeout", value).output))
     assert "of at least 1" in words(run("bench", "plan", "--tau", "0.5").output)
     assert "got -1.0" in run("generate", "x", "--temperature", "-1").output
+
+
+def test_only_a_server_imports_what_serves() -> None:
+    code = "import sys, fly.cli; print(sorted({'fastapi', 'uvicorn'} & {*sys.modules})); from fly.serve import Server"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "[]"
+    with pytest.raises(AttributeError, match="Sever"):
+        _ = fly.serve.Sever  # type: ignore[attr-defined]

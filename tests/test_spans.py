@@ -102,7 +102,6 @@ def decisions() -> None:
     """What belongs to no model."""
     logits, probs = torch.randn(3, 11), torch.full((3, 11), 1 / 11)
     how = (Sampling * 1)(Sampling(1.0, 1.0, -torch.inf, 0))
-    short("fly_top")(logits[0], 4, array("f", bytes(20)))
     short("fly_kept")(logits, 3, 11, how, torch.empty(3, 1, 3))
     for trees in (False, True):
         blocks = Blocks(1, 2, 1, trees, 4)
@@ -129,9 +128,9 @@ CALLS: dict[str, Callable[[], None]] = {
     "trees of heads": lambda: rounds(HEADED, Eagle3Draft(HEAD, nodes=5, depth=3, width=2), 0),
 }
 WILL_DO = {
-    "", "start", "count", "control", "sure",  # there is none, or this call does not use it
+    "", "start", "count", "control", "stops",  # there is none, or this call does not use it
     # One argument there says by its size how many values there are.
-    "score", "_step", "uniforms", "ask", "_decide", "decisions",
+    "score", "_step", "uniforms", "mismatch", "_decide", "decisions",
 }  # fmt: skip
 NAME = re.compile(r"compiled code was given \d+ bytes of '([^']+)', and needs \d+")
 
@@ -189,7 +188,7 @@ def test_numbers_may_be_anything(data: st.DataObject) -> None:
     def changed(*arguments: Any) -> None:
         structures = [each._obj for each in arguments if hasattr(each, "_obj")]
         for structure in list(structures):
-            structures += [*vars(structure)["going"]] if isinstance(structure, CRounds) else []
+            structures += [*vars(structure)["row"]] if isinstance(structure, CRounds) else []
             structures += [structure.growth.contents] if isinstance(structure, CRounds) and structure.growth else []
         structure = data.draw(st.sampled_from(structures))
         kinds = {c_int32, c_int64, c_uint32}

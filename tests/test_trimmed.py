@@ -75,7 +75,7 @@ def test_its_logits_are_those_of_the_whole_model(
     tokens=ids,
     temperature=st.sampled_from([0.0, 0.7, 1.5]),
     seed=st.integers(0, 2**32),
-    says=st.booleans(),
+    with_logits=st.booleans(),
     reach=st.sampled_from([0.0, 0.3]),
 )
 def test_drafts_are_drawn_from_what_they_report(
@@ -85,13 +85,13 @@ def test_drafts_are_drawn_from_what_they_report(
     tokens: list[int],
     temperature: float,
     seed: int,
-    says: bool,
+    with_logits: bool,
     reach: float,
 ) -> None:
     """In one call of compiled code and token by token alike: the same tokens, and the distribution of the whole model
     processed after the others were taken out, which sums to 1 over what is kept."""
     params = SamplingParams(temperature=temperature, top_p=0.9)
-    spec = DraftSpec(reach=(reach,), says=says and not temperature)
+    spec = DraftSpec(reach=(reach,), with_logits=with_logits and not temperature)
     drafted = []
     for way in (kernels, "torch"):
         executor = opened(checkpoint, way, kept)
@@ -106,7 +106,7 @@ def test_drafts_are_drawn_from_what_they_report(
         probs_KV = ours.probs_BKV[0, :count]
         torch.testing.assert_close(probs_KV, theirs.probs_BKV[0, :count], atol=1e-4, rtol=0)
         torch.testing.assert_close(probs_KV[:, [*{*kept}]].sum(-1), torch.ones(count))
-    elif spec.says:
+    elif spec.with_logits:
         assert ours.logits_BKV is not None and theirs.logits_BKV is not None
         torch.testing.assert_close(ours.logits_BKV[0, :count], theirs.logits_BKV[0, :count], atol=1e-4, rtol=0)
 

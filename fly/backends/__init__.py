@@ -1,4 +1,4 @@
-"""What runs a model: one folder or file for each kind of device, and how ``fly.LLM`` chooses among them."""
+"""Executors: a folder or file for each kind of device, and how one is chosen (choice.py)."""
 
 from fly.backends.choice import executor_of, load, load_executor, part_executor
 

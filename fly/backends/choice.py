@@ -1,4 +1,4 @@
-"""Which backend runs a loaded model. A new backend is added here; no other file knows of it."""
+"""Choose the backend that runs a model. A new backend is added here; no other file knows of it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["LoadExecutor", "executor_of", "load", "load_executor", "part_executo
 LoadExecutor = Callable[..., Executor]  # as ``load_executor``
 
 _log = logging.getLogger("fly")
-_AWAY = ["auto", TORCH, "int8", "int4"]  # the kernels of other devices; int4: of CUDA alone
+_NOT_ON_CPU = ["auto", TORCH, "int8", "int4"]  # the kernels of other devices; int4: of CUDA alone
 INT4 = "torch-int4"
 
 
@@ -47,13 +47,13 @@ def wants_int4(kernels: str, device: torch.device) -> bool:
 
 
 def executor_of(model: Any, kernels: str = "auto") -> Executor:
-    """What runs ``model`` by the kernels that ``kernels`` stands for (``fly.backends.cpu.chosen``): an executor as it
-    is, a ``Llama`` (or one that is being loaded) on compiled kernels or on PyTorch, anything else on PyTorch. Away from
-    the CPU ``"int8"`` is PyTorch on weights that torchao rounds (``fly.backends.int8``), and on CUDA ``"int4"`` rounds
-    them to 4 bits.
+    """Return an executor that runs ``model`` by ``kernels`` (``fly.backends.cpu.chosen``). A ``Llama``, also one that
+    is being loaded, runs on compiled kernels or on PyTorch, any other model on PyTorch. An executor is returned as it
+    is. On other devices than the CPU, ``"int8"`` is PyTorch with weights that torchao rounds (``fly.backends.int8``),
+    and on CUDA ``"int4"`` rounds them to 4 bits.
 
-    ``"auto"`` takes PyTorch if there is no compiled code: for another device, another dtype, or a model that is no
-    ``Llama``. On the CPU that is logged, once for each reason.
+    ``"auto"`` takes PyTorch if there is no compiled code: for another device, another dtype, or another kind of model.
+    On the CPU that is logged, once for each reason.
 
     Raises ``ValueError`` for kernels that are unknown, not available here, or not for this model.
     """
@@ -74,7 +74,7 @@ def executor_of(model: Any, kernels: str = "auto") -> Executor:
         return _on_torch(with_int4_weights(model))
     if variant != TORCH:
         if model.device.type != "cpu":
-            reason: str | None = f"compiled kernels run on the CPU, not on {model.device}; choices there: {_AWAY}"
+            reason: str | None = f"compiled kernels run on the CPU, not on {model.device}; choices there: {_NOT_ON_CPU}"
         else:
             kind = type(decoder).__name__
             reason = refusal(decoder) if isinstance(decoder, Llama) else f"there is no compiled code for {kind}"
@@ -88,17 +88,17 @@ def executor_of(model: Any, kernels: str = "auto") -> Executor:
     else:
         reason = why_not() if kernels == "auto" else None
     if reason and model.device.type == "cpu" and isinstance(decoder, Llama):
-        _say_once(reason)
+        _log_once(reason)
     return _on_torch(model)
 
 
 @cache
-def _say_once(reason: str) -> None:
+def _log_once(reason: str) -> None:
     _log.warning("PyTorch's own kernels run the model, which are slower than compiled ones: %s", reason)
 
 
 class TorchOnHost(HostDecisions, TorchExecutor):
-    """PyTorch's forwards on the CPU, with decisions on the host."""
+    """PyTorch's forwards on the CPU, with decisions by compiled code."""
 
 
 def _on_torch(model: Model | Loading) -> Executor:
@@ -116,8 +116,8 @@ def part_executor(
     awaited: Callable[[], AbstractContextManager[Any]],
     preparing: Callable[[], AbstractContextManager[Any]],
 ) -> Executor:
-    """Runs this process's part of a model on PyTorch. ``awaited`` is entered around each wait for other processes, and
-    ``preparing`` around the first runs of new code."""
+    """Return an executor that runs this process's part of a model on PyTorch. It enters ``awaited`` around each wait
+    for other processes, and ``preparing`` around the first runs of new code."""
     if model.device.type == "cuda":
         from fly.backends.cuda.executor import CudaExecutor
         from fly.backends.cuda.graphs import GraphPool
@@ -133,7 +133,7 @@ def load_executor(
     kernels: str = "auto",
     kept: list[int] | None = None,
 ) -> Executor:
-    """A checkpoint, ready to run; arguments and errors as of ``fly.models.load_model`` and ``executor_of``. ``kept``:
+    """Load a checkpoint. Arguments and errors are those of ``fly.models.load_model`` and ``executor_of``. ``kept`` are
     the tokens that its head keeps (``fly.models.trimmed``); None: all."""
     where = resolve_device(device)
     if not wants_int4(kernels, where) and not wants_int8(kernels, where):
@@ -152,14 +152,14 @@ def load(
     like: Executor | None = None,
     vocabulary: int | str | Path | Collection[int] | None = None,
 ) -> Loaded:
-    """A model or a draft head by name (``fly.bundled.find_checkpoint``), a checkpoint, or a loaded model as it is, on
-    PyTorch where it is no executor.
+    """Load a model or a draft head: from an open checkpoint, or by its path or name (``fly.bundled.find_checkpoint``).
+    A loaded model is taken as it is, on PyTorch unless it is an executor.
 
     Args:
         by: loads a checkpoint.
-        context: positions used at most, where the model has more. A loaded model's are what they are.
-        like: the model that this one drafts for, whose dtype, device and kernels are what ``"auto"`` stands for.
-        vocabulary: the tokens that a draft model's head keeps (``fly.models.trimmed.kept_tokens``), beside its control
+        context: the most positions to use, if the model has more. Ignored for a loaded model.
+        like: the model that this one drafts for; ``"auto"`` means its dtype, device and kernels.
+        vocabulary: the tokens that a draft model's head keeps (``fly.models.trimmed.kept_tokens``), besides its control
             tokens; None: all.
 
     Raises ``ValueError`` (``CheckpointError``) for a checkpoint that cannot be used.
@@ -200,7 +200,7 @@ def load(
 def _room_for(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, kernels: str
 ) -> AbstractContextManager[None]:
-    """Around loading a checkpoint: what it needs, and what to do where there is not so much."""
+    """A context to load a checkpoint in: if memory runs out, the error says how much is needed, and what to do."""
     narrow = kernels.rpartition("-")[2] in (*NARROW, "int4")
     needed, least = (weight_bytes(checkpoint.config, dtype.itemsize, small) for small in (narrow, True))
     compiled = device.type == "cpu" and available() != [TORCH]
@@ -214,9 +214,9 @@ def _room_for(
 
 
 def _kernels_like(target: Executor, device: str | torch.device, draft: Checkpoint) -> str:
-    """The target's kernels, for a draft on ``device``; ``"auto"`` on another kind of device, and where the target runs
-    on PyTorch because nothing else could run it. A GGUF file is taken as it is where compiled code runs the target, and
-    a draft that is none where that is so of the target runs in its dtype."""
+    """The kernels of a draft on ``device``: its target's. It is ``"auto"`` if the draft is on another kind of device,
+    or if only PyTorch could run the target. On compiled kernels a draft from a GGUF file computes with its blocks as
+    they are; a draft that is none, for a target which does that, computes in its own dtype."""
     inner: Any = target
     while isinstance(inner, Wrapped):
         inner = inner.inner

@@ -1,4 +1,4 @@
-"""Any model on any device that PyTorch knows: the reference.
+"""The reference executors: any model, and any draft head, on any device that PyTorch knows.
 
 Shape legend: T packed tokens, N places, C hidden width, V vocabulary, F hidden states side by side, U draft vocabulary.
 """
@@ -24,7 +24,7 @@ __all__ = ["Model", "TorchExecutor", "TorchHead"]
 
 @runtime_checkable
 class Model(Protocol):
-    """What can be run: ``fly.models.Llama`` is one."""
+    """A model that can be run, such as ``fly.models.Llama``."""
 
     config: LlamaConfig
 
@@ -77,7 +77,7 @@ class TorchExecutor(Executor):
     def embedding(self) -> Tensor:
         if not isinstance(self.model, Llama):
             return super().embedding()
-        # called, since ranks hold a part each
+        # called like a module, since each rank holds a part of the table
         embedding_VC: Tensor = self.model.embed_tokens(torch.arange(self.config.vocab_size, device=self.device))
         return embedding_VC.detach()
 

@@ -13,15 +13,15 @@ from rich.markup import escape
 from rich.text import Text
 
 from fly.bundled import BUNDLED
-from fly.cli.options import LOADING, RANKS, Exits, Json, Rules, option, output, takes
-from fly.cli.run import alone, command, memory_of, options_of, ranks_of, typed_in
+from fly.cli.options import GRID, LOADING, RANKS, Exits, Json, Rules, option, output, takes
+from fly.cli.run import alone, command, grid_of, memory_of, options_of, ranks_of, typed_in
 from fly.cli.show import console, narrow, note, print_list, progress, sentences, table, tell, write_json
 from fly.errors import instead
 from fly.eval.plan import Plan
 from fly.eval.records import read_records
 from fly.eval.render import LEGEND, as_html, as_json, as_markdown, columns, write_spec_bench
 from fly.eval.report import Report, report
-from fly.eval.run import check_folder, decode_run, remaining, score_run
+from fly.eval.run import check_folder, decode_run, remaining, score_run, write_run
 from fly.eval.scorers import Programs
 from fly.eval.task import Task, load_task, task_names
 from fly.llm import LLM
@@ -122,7 +122,7 @@ _LOADED = {**LOADING, "exits": (Exits, None)}
 
 
 @command
-@takes(_PLANNED, _LOADED, RANKS)
+@takes(_PLANNED, _LOADED, GRID, RANKS)
 def evaluate(
     context: typer.Context,
     plan: Annotated[
@@ -158,7 +158,7 @@ def evaluate(
     if out is None and plan is not None and plan.is_dir():
         out = plan
     with ranks_of(context) as ranks, _folder(out, ranks) as folder:
-        found = run_plan(wanted, folder, ranks)
+        found = run_plan(wanted, folder, ranks, grid_of(**options_of(context, GRID), ranks=ranks))
         if ranks is None or ranks.leads:
             show_report(found)
             write_json(json_, as_json(found))
@@ -200,8 +200,8 @@ def _folder(out: Path | None, ranks: Any) -> Iterator[Path]:
         yield Path(folder if ranks is None else ranks.share(folder if ranks.leads else None))
 
 
-def run_plan(plan: Plan, folder: Path, ranks: Any = None) -> Report:
-    """Decode the rest of a run, score it, and make the report."""
+def run_plan(plan: Plan, folder: Path, ranks: Any = None, grid: Any = None) -> Report:
+    """Decode the rest of a run, score it, and make the report. ``grid``: the actors that decode; None for none."""
     leads = ranks is None or ranks.leads
     if leads:
         check_folder(plan, folder)
@@ -219,9 +219,15 @@ def run_plan(plan: Plan, folder: Path, ranks: Any = None) -> Report:
         with progress(done + len(todo), "decoding", done) as step:
 
             def advance(record: dict[str, Any]) -> None:
-                step(f"{record['task']} {record['problem']}, {record['way']}: {record['generated']} tokens")
+                where = f" · {grid.status}" if grid else ""
+                step(f"{record['task']} {record['problem']}, {record['way']}: {record['generated']} tokens{where}")
 
-            decode_run(plan, folder, todo, records, advance, ranks)
+            if grid is None:
+                decode_run(plan, folder, todo, records, advance, ranks)
+            else:
+                write_run(folder, records, grid.decode(plan, todo, records.texts), advance)
+        if grid is not None and grid.lost:
+            tell(f"Ray: {grid.status}; others went on with what they left")
     if leads:
         with progress(len(records.completions), "scoring") as scored:
             score_run(plan, folder, scored)

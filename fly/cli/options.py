@@ -166,3 +166,8 @@ RANKS = {
     "heartbeat_timeout": (HeartbeatTimeout, HEARTBEAT_TIMEOUT),
     "collective_timeout": (CollectiveTimeout, COLLECTIVE_TIMEOUT),
 }
+# where work is spread over a Ray cluster.
+GRID = {
+    "ray": option(str, "Spread the work over this Ray cluster; 'auto' is the one at hand.", "--ray", metavar="ADDRESS"),
+    "actors": option(int, "Actors on it that hold the model. Default: one a node, or one a GPU.", min=1),
+}

@@ -92,6 +92,21 @@ def ranks_of(context: typer.Context, config: Path | None = None, on_fault: Any =
         yield ranks
 
 
+def grid_of(ray: str | None, actors: int | None, ranks: Any = None) -> Any:
+    """The actors of ``--ray``; None without that option."""
+    if ray is None:
+        if actors is not None:
+            raise ValueError(f"--actors {actors} does nothing without --ray")
+        return None
+    if ranks is not None:
+        raise ValueError("--ray starts its own processes; run it without torchrun")
+    try:
+        from fly.ray.grid import Grid
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--ray: Ray is not installed ({error}): pip install 'flyspec[ray]'") from None
+    return Grid(ray, actors)
+
+
 def setup_of(context: typer.Context, path: Path | None) -> Config:
     """The setup of a configuration file, with the options of the command line in place of the file's; or of the
     options alone."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from fly.backends.choice import load
-from fly.cli.options import LOADING, option, takes
-from fly.cli.run import alone, options_of
+from fly.cli.options import GRID, LOADING, option, takes
+from fly.cli.run import alone, grid_of, options_of
 from fly.cli.show import note, print_list, progress
 from fly.llm import LLM
 from fly.train import Answer, ExitPlan, Plan, answers, card, exit_card, prompts_of, train_exits, train_head
@@ -55,7 +56,7 @@ _EXITS = {
 
 
 @alone
-@takes(_PROMPTS, _HEAD, LOADING)
+@takes(_PROMPTS, _HEAD, LOADING, GRID)
 def train_head_command(
     context: typer.Context,
     out: Annotated[Path, typer.Argument(help="The head's directory; training that was begun there is continued.")],
@@ -68,7 +69,8 @@ def train_head_command(
     If it is killed, the same command continues: answers and checkpoints are in the directory.
     """
     plan = Plan(**{**options_of(context, _HEAD), "states": _numbers("--states", states)})
-    llm, given, data = _answer(out, temperature, options_of(context, _PROMPTS), options_of(context, LOADING))
+    grid = grid_of(**options_of(context, GRID))
+    llm, given, data = _answer(out, temperature, options_of(context, _PROMPTS), options_of(context, LOADING), grid)
     with progress(plan.steps, "training") as advance:
         executor = llm.engine.runner.executor
         head, trained = train_head(executor, given, plan, out, lambda n, text: advance(text, n))
@@ -120,19 +122,22 @@ def _numbers(option: str, given: str | None) -> tuple[int, ...] | None:
 
 
 def _answer(
-    out: Path, temperature: float, asked: dict[str, Any], loading: dict[str, Any]
+    out: Path, temperature: float, asked: dict[str, Any], loading: dict[str, Any], grid: Any = None
 ) -> tuple[LLM, list[Answer], str]:
-    """Load the target and have it answer the prompts that were ``asked`` for. Returns the target, the answers (kept in
-    ``out``), and a sentence about them for the model card."""
+    """Load the target and have it, or the actors of ``grid``, answer the prompts that were ``asked`` for. Returns the
+    target, the answers (kept in ``out``), and a sentence about them for the model card."""
     task, max_tokens = asked["task"], asked["max_tokens"]
     prompts = prompts_of(asked["prompts"], task, asked["count"])
-    llm = LLM(**loading, max_rows=64)
+    options = {**loading, "max_rows": 64}
+    llm = LLM(**options)
     if llm.tokenizer is None:
         raise ValueError(f"{loading['model']} has no tokenizer, so it can answer no prompts")
     out.mkdir(parents=True, exist_ok=True)
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
     with progress(len(prompts), "answers by the target") as advance:
-        given = answers(llm, prompts, params, out / "answers.jsonl", lambda n: advance(n=n))
+        generate = None if grid is None else partial(grid.answer, options, params)
+        report = lambda n: advance(grid.status if grid else "", n)  # noqa: E731
+        given = answers(llm, prompts, params, out / "answers.jsonl", report, generate)
     llm.close()
     source = f"{len(given):,} prompts" + (f" of the bundled task `{task}`" if asked["prompts"] is None else "")
     return llm, given, f"{source}, answered at temperature {temperature:g}, up to {max_tokens} tokens each."

@@ -126,16 +126,16 @@ class HeadRunner:
         allocator = self.cache.allocator
         return sum(allocator.missing(row.id, room) for row, room in zip(rows, rooms)) <= allocator.num_free
 
-    def after(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
+    def prepare(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
         rests = [self._rest(row) for row in rows]
         return self._reserve(rows, rests, [room - rest.stop for rest, room in zip(rests, rooms)])
 
-    def given(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given:
+    def read_states(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given:
         first = [self._held[row.id].first for row in rows]
         rests = [range(n + start, n + start + count) for n, start, count in zip(first, kv.starts, kv.counts)]
         return Given(first, self._states_of(rows, rests))
 
-    def drafted(self, row: Sequence, text: list[int]) -> None:
+    def note_cached(self, row: Sequence, text: list[int]) -> None:
         self._held[row.id].text = text
 
     def commit(self, rows: abc.Iterable[Sequence]) -> None:

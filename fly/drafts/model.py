@@ -82,7 +82,7 @@ class SingleDraft(StopsByChance):
     ) -> None:
         check_limits(k, confidence, reach)
         self.k, self.confidence, self.reach = k, confidence, reach
-        self.says = False  # whether greedy drafts come with their logits; rounds then run one by one
+        self.with_logits = False  # whether greedy drafts come with their logits; rounds then run one by one
         self.model = describe(model, dtype, device)
         self.options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
         self.options |= {"cache_tokens": cache_tokens, "block_size": block_size, "vocabulary": vocabulary}
@@ -118,7 +118,7 @@ class SingleDraft(StopsByChance):
         """Return how the model drafts for ``rows``; with prompt lookup, if that is its own draft strategy."""
         lookup = self.draft.lookup if type(self.draft) is NGramDraft and self._lossless else None
         reach = reach_of(rows, self.reach, self.worth or 0.0)
-        return DraftSpec(self.confidence, reach, lookup, self.says)
+        return DraftSpec(self.confidence, reach, lookup, self.with_logits)
 
     @property
     def _lossless(self) -> bool:
@@ -153,7 +153,7 @@ class SingleDraft(StopsByChance):
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
         spec = self.spec(rows)
-        plain = is_ours(type(self)) and (self.draft is None or spec.lookup is not None) and not self.says
+        plain = is_ours(type(self)) and (self.draft is None or spec.lookup is not None) and not self.with_logits
         known = all(row.greedy for row in rows) or self._lossless  # otherwise ``propose`` raises
         if not plain or not known:
             return None
@@ -204,7 +204,7 @@ class SingleDraft(StopsByChance):
                     each = certainty[b].after(probs_NV)
                     sure = all(each)
                     ids = ids if sure else ids[: each.index(False) + 1]
-                if not greedy or self.says:
+                if not greedy or self.with_logits:
                     values[b] += list(target.logits_BKV[at_N] if greedy else target.probs_at(*at_N))[: len(ids)]
                 row.tokens += ids
                 if sure and len(row.tokens) < ends[b] and ids[-1] not in row.stop_ids:
@@ -214,7 +214,7 @@ class SingleDraft(StopsByChance):
             active = goes_on
         # Return the chains, with their distributions if they were drawn.
         chains = [made.tokens[len(row.tokens) :] for made, row in zip(scratch, rows)]
-        if greedy and not self.says:
+        if greedy and not self.with_logits:
             return Drafted(chains)
         values_BKV = values[0][0].new_zeros(len(rows), max(map(len, chains)), len(values[0][0]))
         for b, each_V in enumerate(values):

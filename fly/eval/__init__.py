@@ -5,7 +5,7 @@ from fly.eval.decoder import Decoder, Finished
 from fly.eval.plan import Plan
 from fly.eval.replay import Replay, replay
 from fly.eval.report import Report, report
-from fly.eval.run import RunWriter, check_folder, decode_run, remaining, score_run
+from fly.eval.run import RunWriter, check_folder, decode_run, remaining, score_run, write_run
 from fly.eval.task import Task, load_task, task_names
 from fly.eval.timed import Setting
 
@@ -29,4 +29,5 @@ __all__ = [
     "report",
     "score_run",
     "task_names",
+    "write_run",
 ]

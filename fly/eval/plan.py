@@ -291,15 +291,13 @@ class Plan(BaseModel):
         if path.is_dir():
             return dict(fields["plan"])
         if "tasks" in fields:
-            tasks = fields["tasks"] if isinstance(fields["tasks"], list) else [fields["tasks"]]
-            fields["tasks"] = [_placed(each, path.absolute().parent) for each in tasks]
+            fields["tasks"] = [_placed(each, path.absolute().parent) for each in _listed(fields["tasks"])]
         return fields
 
 
 def _placed(asked: Any, folder: Path) -> Any:
     """A task of a plan's file, with its paths made absolute."""
-    if isinstance(asked, str):
-        return _placed({"task": asked}, folder)
+    asked = _asked(asked)
     if not isinstance(asked, dict) or not isinstance(asked.get("task"), str):
         return asked
     name, equals, data = asked["task"].partition("=")

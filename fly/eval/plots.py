@@ -14,16 +14,8 @@ from fly.eval.statistics import Estimate
 
 __all__ = ["COLOURS", "Curve", "Point", "curves", "pareto", "save_lines"]
 
-COLOURS = (
-    "#4477aa",
-    "#ee6677",
-    "#228833",
-    "#aa8800",
-    "#66aadd",
-    "#aa3377",
-    "#777777",
-    "#cc6611",
-)  # distinguishable for most readers
+# Distinguishable for most readers.
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#aa8800", "#66aadd", "#aa3377", "#777777", "#cc6611")
 _WIDE, _HIGH, _LEFT, _RIGHT, _TOP, _BOTTOM, _LINE = 640, 360, 64, 16, 16, 48, 18
 _LETTER = 6.6  # the approximate width of a letter
 # The styles of lines; a page may set its own colours by these class names.

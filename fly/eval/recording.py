@@ -204,11 +204,11 @@ def recorded(llm: LLM) -> Iterator[Recorder]:
         level = draft
     runner.executor = recorder = Recorder(executor)
     if level is not None:
-        level.says = True
+        level.with_logits = True
     try:
         yield recorder
     finally:
         runner.executor = executor
         if level is not None:
-            level.says = False
+            level.with_logits = False
         recorder.close()

@@ -82,6 +82,11 @@ class Records:
     scores: dict[Key, dict[str, Any]]
     environments: dict[str, dict[str, Any]]
 
+    @property
+    def texts(self) -> dict[Key, str]:
+        """The texts of the completions."""
+        return {key: record["text"] for key, record in self.completions.items()}
+
 
 def read_records(folder: Path) -> Records:
     """Read a folder. If a key was written twice, the last line counts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from fly.eval.plan import Plan, Turn
 from fly.eval.records import Appender, Key, Records, read_records
 from fly.eval.scorers import Programs
 
-__all__ = ["RunWriter", "check_folder", "decode_run", "remaining", "score_run"]
+__all__ = ["RunWriter", "check_folder", "decode_run", "remaining", "score_run", "write_run"]
 
 
 def remaining(plan: Plan, records: Records) -> list[Turn]:
@@ -100,12 +100,24 @@ def decode_run(
     ``advance(record)`` is called after each completion. ``ranks`` are the processes that share the models: all of them
     make this call, and the first writes.
     """
-    texts = {key: record["text"] for key, record in records.completions.items()}
-    completions = Decoder(plan, [turn.way for turn in todo], ranks).decode(todo, texts)
-    if ranks is not None and not ranks.leads:
+    completions = Decoder(plan, [turn.way for turn in todo], ranks).decode(todo, records.texts)
+    if ranks is None or ranks.leads:
+        write_run(folder, records, completions, advance)
+    else:
         for _ in completions:
             pass
-        return
+
+
+def write_run(
+    folder: Path,
+    records: Records,
+    completions: Iterable[Finished],
+    advance: Callable[[dict[str, Any]], None] = lambda record: None,
+) -> None:
+    """Append a record of each of ``completions`` to a run's folder, and call ``advance(record)``.
+
+    Raises ``ValueError`` if another process is writing the folder.
+    """
     with RunWriter(folder, records) as writer:
         for finished in completions:
             writer.write(finished)

@@ -126,23 +126,19 @@ def _clocks(llm: LLM, wanted: bool) -> Iterator[list[Clock]]:
     if not wanted:
         yield []
         return
-    runners = [llm.engine.runner, *draft_runners(llm)]
     heads = [drafter for drafter in llm.engine.setup.drafters if isinstance(drafter, HeadRunner)]
-    executors = [runner.executor for runner in runners]
-    clocks = [Clock(executor) for executor in executors]
-    for runner, clock in zip(runners, clocks):
-        runner.executor = clock
-    own = [runner.head for runner in heads]
-    for head_runner, head in zip(heads, own):
-        head_runner.head = around = HeadClock(head)
-        clocks.append(around)
+    # What holds each model, and under which name.
+    places: list[tuple[Any, str]] = [(runner, "executor") for runner in (llm.engine.runner, *draft_runners(llm))]
+    places += [(head, "head") for head in heads]
+    models = [getattr(holder, name) for holder, name in places]
+    clocks = [HeadClock(model) if name == "head" else Clock(model) for model, (_, name) in zip(models, places)]
+    for (holder, name), clock in zip(places, clocks):
+        setattr(holder, name, clock)
     try:
         yield clocks
     finally:
-        for runner, executor in zip(runners, executors):
-            runner.executor = executor
-        for head_runner, head in zip(heads, own):
-            head_runner.head = head
+        for (holder, name), model in zip(places, models):
+            setattr(holder, name, model)
 
 
 @dataclass

@@ -7,17 +7,6 @@ from fly.parallel.ranks import Ranks, launch, memory_here
 from fly.parallel.watch import CollectiveError, RankError
 
 __all__ = [
-    "LLAMA",
-    "LLAMA_WHOLE_SUMS",
-    "CollectiveError",
-    "Part",
-    "PlanError",
-    "RankError",
-    "Ranks",
-    "Rule",
-    "launch",
-    "load",
-    "memory_here",
-    "parallelise",
-    "place_draft",
-]
+    "LLAMA", "LLAMA_WHOLE_SUMS", "CollectiveError", "Part", "PlanError", "RankError", "Ranks", "Rule", "launch", "load",
+    "memory_here", "parallelise", "place_draft",
+]  # fmt: skip

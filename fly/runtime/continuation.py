@@ -29,14 +29,14 @@ class Drafter(Protocol):
     def fits(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> bool:
         """Whether its cache has pages for ``rooms[b]`` tokens of each row."""
 
-    def after(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
+    def prepare(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
         """Make the batch of the tokens of ``rows`` that are not cached, with room for ``rooms[b]`` tokens of each row
         in all. Raises ``OutOfBlocks`` and changes nothing if there is no room."""
 
-    def given(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given | None:
+    def read_states(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given | None:
         """Return the target's hidden states before the tokens of that batch; None if it needs none."""
 
-    def drafted(self, row: Sequence, text: list[int]) -> None:
+    def note_cached(self, row: Sequence, text: list[int]) -> None:
         """Note which tokens of a row are cached after the rounds."""
 
 

@@ -120,7 +120,7 @@ class DraftSpec:
     # For each row: stop after a token if the product of the largest probabilities so far is below this. (): never.
     reach: tuple[float, ...] = ()
     lookup: Lookup | None = None
-    says: bool = False  # whether to return the logits of greedy drafts too
+    with_logits: bool = False  # whether to return the logits of greedy drafts too
     tree: Growth | None = None
 
     @property
@@ -133,8 +133,8 @@ class Drafted(NamedTuple):
     """What a model drafted for each row.
 
     ``probs_BKV`` are the distributions that tokens were drawn from, zeros after a row's last token; None for greedy
-    drafts. Those may come with the logits at each token's place instead (``DraftSpec.says``). Trees come with the
-    ``parents`` of their tokens, as in ``Draft``."""
+    drafts. Those may come with the logits at each token's place instead (``DraftSpec.with_logits``). Trees come with
+    the ``parents`` of their tokens, as in ``Draft``."""
 
     tokens: list[list[int]]
     probs_BKV: Tensor | None = None
@@ -242,7 +242,7 @@ def _draft_chains(
             own = BatchSampling.of([row.params for row in going], logits_NV.device)
             probs_NV = model.process(own, logits_NV.unsqueeze(1)).dense().squeeze(1)
             tokens = draw_tokens(probs_NV, [seeds[b] for b in active], [len(row.tokens) for row in going])
-        if probs_NV is not None or spec.says:
+        if probs_NV is not None or spec.with_logits:
             for b, source_V in zip(active, logits_NV if probs_NV is None else probs_NV):
                 sources[b].append(source_V)
         # Stop: after the first token that the model is not sure of, one that ends the row, or enough tokens.
@@ -263,7 +263,7 @@ def _draft_chains(
         fed = [len(scratch[b].tokens) - len(rows[b].tokens) - 1 for b in active]
         logits_NV, x_NC = step(_after(start, active, fed, [[scratch[b].tokens[-1]] for b in active]), x_NC)
     chains = [made.tokens[len(row.tokens) :] for made, row in zip(scratch, rows)]
-    if sampling is None and not spec.says:
+    if sampling is None and not spec.with_logits:
         return Drafted(chains)
     sources_BKV = start.logits_BV.new_zeros(len(rows), max(map(len, chains)), start.logits_BV.shape[-1])
     for b, each in enumerate(sources):

@@ -350,8 +350,8 @@ class Runner:
         else:
             return None
         try:
-            kv = self.after(rows, rooms)
-            draft_kv = None if drafter is None else drafter.after(rows, draft_rooms)
+            kv = self.prepare(rows, rooms)
+            draft_kv = None if drafter is None else drafter.prepare(rows, draft_rooms)
         except OutOfBlocks:
             self.commit(rows)
             return None
@@ -367,7 +367,7 @@ class Runner:
             rounds=drafting.rounds,
             seconds=seconds,
             hurry=hurry,
-            given=None if drafter is None or draft_kv is None else drafter.given(rows, draft_kv),
+            given=None if drafter is None or draft_kv is None else drafter.read_states(rows, draft_kv),
             states=self._states,
         )
 
@@ -386,18 +386,18 @@ class Runner:
         for row, text, drafted in zip(rows, ran.texts, ran.draft_cached):
             self._cached[row.id] = text
             if drafting is not None and drafting.runner is not None and plan.drafter is not None:
-                drafting.runner.drafted(row, text[:drafted])
+                drafting.runner.note_cached(row, text[:drafted])
         for row, (first, states_NF) in zip(rows, ran.states):
             self._keep_states([row], [first], [len(states_NF)], states_NF)
         if ran.open is not None and ran.open.draft.trees is not None:
             for b, parents in zip(ran.open.rows, ran.open.draft.trees):
                 self._trees[rows[b].id] = (len(ran.texts[b]) - len(parents), parents)
 
-    def given(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given | None:
+    def read_states(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given | None:
         """None: a draft model needs no hidden states of the target."""
         return None
 
-    def drafted(self, row: Sequence, text: list[int]) -> None:
+    def note_cached(self, row: Sequence, text: list[int]) -> None:
         """Note which tokens of a row are cached after several rounds in one call."""
         self._cached[row.id] = text
 
@@ -406,7 +406,7 @@ class Runner:
         allocator = self.cache.allocator
         return sum(allocator.missing(row.id, room) for row, room in zip(rows, rooms)) <= allocator.num_free
 
-    def after(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
+    def prepare(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
         """Make the batch of the tokens of ``rows`` that are not cached, with room for ``rooms[b]`` tokens of each row
         in all. Raises ``OutOfBlocks`` and changes nothing if there is no room."""
         with self._all_or_none(rows) as starts:

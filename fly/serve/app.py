@@ -102,8 +102,8 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
         if streamed:
             if not await answering.begun():
                 raise ClientLeft
-            return EventStream(events(completion, answering), close)  # it calls close at its end
-        whole = Parts(await in_one(completion, answering))
+            return EventStream(stream_events(completion, answering), close)  # it calls close at its end
+        whole = Parts(await answer_whole(completion, answering))
     except BaseException:
         close()
         raise
@@ -111,7 +111,7 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
     return whole
 
 
-async def in_one(completion: Completion, answering: Answering) -> list[bytes]:
+async def answer_whole(completion: Completion, answering: Answering) -> list[bytes]:
     """Wait for the whole answer and write it. Raises ``ClientLeft``."""
     found: list[News] = []
     while sum(news.over for news in found) < len(completion.choices):
@@ -128,7 +128,7 @@ async def in_one(completion: Completion, answering: Answering) -> list[bytes]:
     return await answering.write(made(), completion.entries(found))
 
 
-async def events(completion: Completion, answering: Answering) -> AsyncIterator[bytes]:
+async def stream_events(completion: Completion, answering: Answering) -> AsyncIterator[bytes]:
     """Yield the events of a stream: one that opens each choice, then the news, then the statistics."""
     try:
         for part in await answering.write(completion.opening(), completion.entries([])):
@@ -146,7 +146,7 @@ def create_app(service: Service) -> ASGIApp:
     """Build the ASGI application of a service. Its shutdown closes the engine."""
 
     @asynccontextmanager
-    async def life(app: FastAPI) -> AsyncIterator[None]:
+    async def live(app: FastAPI) -> AsyncIterator[None]:
         await asyncio.to_thread(service.warm)
         app.openapi()  # kept by FastAPI; else the first request would build it on the event loop
         yield
@@ -159,9 +159,9 @@ def create_app(service: Service) -> ASGIApp:
         docs_url=None,  # these pages load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,  # a redirect would use the host name of the request
-        lifespan=life,
+        lifespan=live,
     )
-    app.router.route_class = _reading(service)
+    app.router.route_class = _build_route(service)
     _add_errors(app)
     _add_completions(app, service)
     _add_texts(app, service)
@@ -182,7 +182,7 @@ def create_app(service: Service) -> ASGIApp:
     )
 
 
-def _reading(service: Service) -> type[APIRoute]:
+def _build_route(service: Service) -> type[APIRoute]:
     """Build the route class that has the service read bodies, in a thread if they are large."""
 
     class Reading(APIRoute):
@@ -232,12 +232,12 @@ def _add_texts(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
 
         def build() -> Response:
-            tokens = service.tokens(body)
+            tokens = service.encode_request(body)
             texts = (service.tokenizer.raw.id_to_token(token) for token in tokens) if body.return_token_strs else None
             count = {"count": len(tokens), "max_model_len": service.context}
             return Parts([b"".join(write_json({**count, "tokens": iter(tokens), "token_strs": texts}))])
 
-        return await service.aside(build, request)
+        return await service.run_aside(build, request)
 
     @app.get("/tokenizer_info", responses=_ERRORS)
     async def tokenizer_info() -> dict[str, Any]:
@@ -252,9 +252,9 @@ def _add_texts(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
 
         def build() -> Response:
-            return Parts([b"".join(write_json({"prompt": service.text(body.tokens)}))])
+            return Parts([b"".join(write_json({"prompt": service.decode(body.tokens)}))])
 
-        return await service.aside(build, request)
+        return await service.run_aside(build, request)
 
 
 def _add_states(app: FastAPI, service: Service) -> None:

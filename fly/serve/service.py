@@ -118,9 +118,9 @@ class Service:
         """Read the body of a request. Raises ``ApiError``, and ``ClientLeft`` if the client leaves."""
         data = await request.body()
         work = partial(bodies.read, kind, data, request.headers.get("content-type", ""))
-        return work() if len(data) <= _MOMENT else await self.aside(work, request)
+        return work() if len(data) <= _MOMENT else await self.run_aside(work, request)
 
-    async def aside(self, work: Callable[[], T], request: HttpRequest, long: bool = False) -> T:
+    async def run_aside(self, work: Callable[[], T], request: HttpRequest, long: bool = False) -> T:
         """Run ``work`` in a thread when it is the client's turn, and return its result. Raises ``ApiError`` if the
         client has too much in the queue, and ``ClientLeft`` if it leaves; work still in the queue then never begins."""
         client: Client = request.state.client
@@ -149,27 +149,27 @@ class Service:
     async def prepare_aside(self, body: Generation, request: HttpRequest) -> Prepared:
         """Call ``prepare`` in a thread. Raises ``ClientLeft`` if the client leaves."""
         work = partial(self.prepare, body, request.state.client.name)
-        return await self.aside(work, request, body.takes_time)
+        return await self.run_aside(work, request, body.takes_time)
 
     def prepare(self, body: Generation, client: str = "") -> Prepared:
         """Convert a request to what the engine needs. Slow: call it in a thread. Raises ``ApiError``."""
         self.check_model(body.model)
-        chosen = self.speculation(body)
+        chosen = self.choose_speculation(body)
         self._check_count(body)
         # Encode the prompts. The prompt of a chat also shows which calls and which thinking the answer may have.
         calls, prompts, name = None, list[list[int]](), "messages" if isinstance(body, ChatRequest) else "prompt"
         thinking = None
         if isinstance(body, ChatRequest):
-            prompt = self.conversation(body)
+            prompt = self.encode_conversation(body)
             prompts, thinking = [prompt], prompt.thinking
             if body.usable:
-                calls = self.call_format()
+                calls = self.find_call_format()
                 prompt.shown = (calls.opener, *filter(None, [calls.closer]))
         elif isinstance(body, CompletionRequest):
             prompts = [self.encode(prompt) for prompt in body.prompts]
         self._check_prompts(prompts, name, body)
         # Build the engine's requests; their errors name the field of the request that is at fault.
-        params = self._params(body, prompts, client, calls, thinking)
+        params = self._build_params(body, prompts, client, calls, thinking)
         form = "tools" if body.calls_by_form else body.form or "response_format"
         draft = chosen.draft if chosen.draft in self._named else None
         try:
@@ -184,7 +184,7 @@ class Service:
             raise ApiError(400, message, param, "invalid_value") from None
         echoes = None
         if isinstance(body, CompletionRequest) and body.echo:
-            found = [self.echo(prompt, body.logprobs is not None) for prompt in body.prompts]
+            found = [self.build_echo(prompt, body.logprobs is not None) for prompt in body.prompts]
             echoes = [echo for echo in found for _ in range(body.n or 1)]
         return Prepared(body, requests, sum(map(len, prompts)), chosen, echoes, client, form, calls)
 
@@ -212,7 +212,7 @@ class Service:
                     name, f"log-probabilities of its tokens are {entries} entries; at most {_SCORES} are listed"
                 )
 
-    def _params(
+    def _build_params(
         self,
         body: Generation,
         prompts: list[list[int]],
@@ -224,7 +224,7 @@ class Service:
         one is drawn here, so that the engine need not."""
         seed = secrets.randbits(63) if body.seed is None else body.seed
         try:
-            most = self.max_tokens(body, prompts)
+            most = self.limit_tokens(body, prompts)
             params = body.params(self.llm.default_params, seed, most, self._salt(body, client))
             if isinstance(body, ChatRequest) and calls is not None and body.calls_by_form:
                 form = self._form_of_calls(body, calls, params.structured, thinking)
@@ -237,7 +237,7 @@ class Service:
         except ValueError as error:
             raise ApiError(400, str(error), str(error).partition(":")[0], "invalid_value") from None
 
-    def speculation(self, body: Generation) -> Speculation:
+    def choose_speculation(self, body: Generation) -> Speculation:
         """Return the speculation of a request. Raises ``ApiError``."""
         asked = body.speculation or SpeculationRequest()
         try:
@@ -251,7 +251,7 @@ class Service:
             raise invalid("speculation.policy", f"{str(chosen.policy)!r}: {error}") from None
         return chosen
 
-    def call_format(self) -> CallFormat:
+    def find_call_format(self) -> CallFormat:
         """How the model writes calls. Raises ``ApiError`` if its chat template has no known format of calls."""
         if (found := format_of(pick(self.tokenizer.templates, None, tools=True).source)) is None:
             known = f"is not known here (known: {', '.join(FORMATS)}); with tool_choice 'none' it answers without any"
@@ -299,29 +299,29 @@ class Service:
         except (TypeError, ValueError) as error:
             raise invalid(name, str(error)) from None
 
-    def echo(self, prompt: str | list[int], scored: bool) -> Echo:
+    def build_echo(self, prompt: str | list[int], scored: bool) -> Echo:
         """Return the text of a prompt for repetition, with offsets of its tokens if they are ``scored``."""
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, False)
         return Echo(text, self.tokenizer.offsets(prompt) if scored else None)
 
-    def tokens(self, body: TokenizeRequest) -> list[int]:
+    def encode_request(self, body: TokenizeRequest) -> list[int]:
         """Encode a text or a conversation. Raises ``ApiError``."""
         name = "messages" if body.prompt is None else "prompt"
         if (size := sum(map(len, body.texts()))) > _READ:
             raise invalid(name, f"{size} characters; at most {_READ} are encoded at once")
         if body.prompt is None:
-            return self.conversation(body)
+            return self.encode_conversation(body)
         with self._errors_about("prompt"):
             return self.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
 
-    def text(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int]) -> str:
         """Decode token ids to text, special tokens included. Raises ``ApiError``."""
         size = self.llm.engine.runner.executor.config.vocab_size
         if (bad := next((token for token in tokens if token >= size), None)) is not None:
             raise invalid("tokens", f"{bad} is outside the vocabulary of {size}")
         return self.tokenizer.decode(tokens, False)
 
-    def conversation(self, body: ChatRequest | TokenizeRequest) -> ChatPrompt:
+    def encode_conversation(self, body: ChatRequest | TokenizeRequest) -> ChatPrompt:
         """Encode messages with the chat template. A chat must leave room for an answer."""
         with self._errors_about("messages"):
             return self.tokenizer.apply_chat_template(
@@ -329,10 +329,10 @@ class Service:
                 body.opens_turn,
                 at_most=self.context - 1 if isinstance(body, ChatRequest) else None,
                 continue_final_message=body.continue_final_message,
-                **self.template_variables(body),
+                **self.collect_variables(body),
             )
 
-    def template_variables(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    def collect_variables(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
         """Variables for the chat template besides the messages; no tools if none may be called. Raises ``ApiError`` for
         variables that the template does not read."""
         given = body.chat_template_kwargs or {}
@@ -348,7 +348,7 @@ class Service:
             return given
         return given | {"tools": [tool.for_template() for tool in body.tools]}
 
-    def max_tokens(self, body: Generation, prompts: Sequence[list[int]]) -> int:
+    def limit_tokens(self, body: Generation, prompts: Sequence[list[int]]) -> int:
         """Limit of new tokens: the request's, else the checkpoint's, else (like OpenAI) 16 for completions and the rest
         of the context for chats."""
         most, wanted = self.settings.max_tokens, body.wanted_tokens

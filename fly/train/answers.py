@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import abc
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,11 +66,13 @@ def answers(
     params: SamplingParams,
     path: Path,
     advance: Callable[[int], None] = lambda count: None,
+    generate: Callable[[abc.Sequence[tuple[int, list[int]]]], Iterator[Answer]] | None = None,
 ) -> list[Answer]:
     """Generate the target's answers to ``prompts``, with its chat template if it has one. Answers that are in the file
     at ``path`` are not generated again. Each answer is written there once all before it are.
 
-    ``advance`` is called with the number of new answers. A prompt that leaves no room for an answer gets an empty one.
+    ``advance`` is called with the number of new answers. ``generate`` answers numbered prompts elsewhere, in order;
+    None: ``llm`` does. A prompt that leaves no room for an answer gets an empty one.
 
     Raises ``ValueError`` if the file is about another target, other prompts or other ``params``.
     """
@@ -84,7 +87,7 @@ def answers(
     about.write_text(settings, encoding="utf-8")
     advance(len(found))
     with Appender(path) as file:
-        for one in generate_answers(llm, list(enumerate(asked))[len(found) :], params):
+        for one in (generate or partial(generate_answers, llm, params=params))(list(enumerate(asked))[len(found) :]):
             file.write(one._asdict())
             found.append(one)
             advance(1)

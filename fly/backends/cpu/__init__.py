@@ -1,4 +1,4 @@
-"""The compiled CPU path: plain C++ (``src/``), built with the package where there is a compiler, called by ctypes."""
+"""Compiled CPU kernels: plain C++ (``src/``), built with the package if there is a compiler, called by ctypes."""
 
 from fly.backends.cpu.executor import CpuExecutor
 from fly.backends.cpu.library import available, chosen, why_not

@@ -1,4 +1,4 @@
-"""Matrices in the blocks of GGUF files: what compiled kernels take as they are, and rounding to such blocks.
+"""Matrices in the blocks of GGUF files: which kinds compiled kernels take as they are, and rounding to such blocks.
 
 Shape legend: N outputs, K inputs, n some outputs, G groups of 32 inputs, S superblocks of 8 groups.
 
@@ -16,12 +16,12 @@ __all__ = ["KINDS", "eight_bits", "four_bits"]
 # Kinds of blocks that kernels compute with, by the file format's names and numbers.
 KINDS = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
 _GROUP, _GROUPS = 32, 8
-_ROWS = 32  # rounded at a time: their float32 values stay in the processor's caches
+_ROWS = 32  # rows that are rounded at a time, whose float32 values stay in the processor's caches
 
 
 def eight_bits(weight_NK: Tensor) -> Tensor:
-    """``weight_NK`` in blocks of Q8_0, uint8 [N, 34 bytes a group]: each weight is the nearest of 255 multiples of its
-    group's scale, which is the group's largest absolute value by 127, as float16."""
+    """Round weights to blocks of Q8_0, uint8 [N, 34 bytes a group]: each to the nearest multiple of its group's scale,
+    which is the group's largest absolute value divided by 127, as float16."""
     rows = []
     for weight_nK in weight_NK.detach().split(_ROWS):
         weight_nGX = _grouped(weight_nK)
@@ -33,13 +33,12 @@ def eight_bits(weight_NK: Tensor) -> Tensor:
 
 
 def four_bits(weight_NK: Tensor) -> Tensor:
-    """``weight_NK`` in blocks of Q4_K, uint8 [N, 144 bytes a superblock]. Groups beyond K are zeros, and not computed.
+    """Round weights to blocks of Q4_K, uint8 [N, 144 bytes a superblock]. Groups beyond K are zeros, and not computed.
 
-    A group's weights are scale · number + minimum, with numbers of 0 to 15. Two scales are tried: the one that takes
-    the largest weight to 15, and one that takes it to 14 (so that the numbers are others). For each, the scale and
-    minimum are then those with the least squared error for these numbers, in closed form (a linear regression of the
-    weights on the numbers). The better of the two is kept. Last, scales and minima are rounded to 63 steps of the
-    largest in a superblock, and the numbers to the nearest for them.
+    A group's weights are scale · number + minimum, with numbers of 0 to 15. Numbers are found in two ways, with the
+    largest weight as 15 and as 14. For each, scale and minimum are those with the least squared error (a linear
+    regression of the weights on the numbers, in closed form), and the better way is kept. Then scales and minima are
+    rounded to 63 steps of the largest in a superblock, and numbers to the nearest for these.
     """
     rows = [_four_bits(weight_nK) for weight_nK in weight_NK.detach().split(_ROWS)]
     return torch.cat(rows)
@@ -61,7 +60,7 @@ def _four_bits(weight_nK: Tensor) -> Tensor:
     centre_nG1 = weight_nGX.mean(2, keepdim=True)
     for most in (15, 14):
         number_nGX = ((weight_nGX - least_nG1) * (most / span_nG1)).round_()
-        # The regression. Where it asks for a minimum above 0, the line goes through 0 instead.
+        # The regression. If its minimum would be above 0, the line goes through 0 instead.
         mean_nG1 = number_nGX.mean(2, keepdim=True)
         square_nG1 = number_nGX.square().sum(2, keepdim=True)
         product_nG1 = (number_nGX * weight_nGX).sum(2, keepdim=True)

@@ -1,4 +1,4 @@
-"""A drafter's whole draft in one call of the library: its arguments and its result.
+"""A whole draft in one call of the library (src/calls.cpp: fly_draft): its arguments and its result.
 
 Shape legend: B rows, K longest draft, V vocabulary.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fly.backends.cpu.host import c_sampling, uniforms
-from fly.backends.cpu.library import CLookup, Sampling, Sure, spans
+from fly.backends.cpu.library import CLookup, CStops, Sampling, spans
 from fly.backends.cpu.packed import PackedLlama
 from fly.ops import Stream
 from fly.runtime.executor import Batch, Drafted, DraftSpec
@@ -35,27 +35,27 @@ def draft_in_one_call(
     lookup: CLookup | None = None,
     given: Tensor | None = None,
 ) -> Drafted:
-    """``Executor.extend``, or of a head that is ``given`` its target's states there."""
+    """``Executor.extend``; for a draft head, which is ``given`` its target's hidden states, ``Head.chains``."""
     call = packed.batch(array("q", batch.tokens), array("q", batch.positions), batch.kv)
     longest, count = max(most, default=0), len(most)
     stops = [array("q", row.stop_ids) for row in rows]
     drafted, counts = array("q", bytes(8 * count * longest)), array("i", bytes(4 * count))
     how: Any = None
     coins: array[float] | None = None
-    said_BKV: Tensor | None = None  # what tokens were drawn from, or the logits that they are the most likely ones of
+    out_BKV: Tensor | None = None  # the distributions that tokens were drawn from, or the logits of a greedy draft
     if sampling is not None:
         each = [(seed, len(row.tokens) + n) for seed, row in zip(seeds, rows) for n in range(longest)]
         coins = uniforms([seed for seed, _ in each], [at for _, at in each], Stream.SAMPLE, 1)
         how = c_sampling(sampling)
-    elif spec.says:
+    elif spec.with_logits:
         how = (Sampling * count)(*[Sampling(-1.0)] * count)
     if how is not None:
-        said_BKV = torch.empty(count, longest, packed.config.vocab_size)
+        out_BKV = torch.empty(count, longest, packed.config.vocab_size)
     texts = None if lookup is None else [array("i", row.tokens[:start]) for row, start in zip(rows, batch.kv.starts)]
     packed.library.fly_draft(
         packed.handle, ctypes.byref(call), longest, array("i", most), spans(stops), drafted, counts,
-        how, coins, said_BKV, None if lookup is None else ctypes.byref(lookup), None if texts is None else spans(texts),
-        Sure.each(spec, count), given,
+        how, coins, out_BKV, None if lookup is None else ctypes.byref(lookup), None if texts is None else spans(texts),
+        CStops.of_rows(spec, count), given,
     )  # fmt: skip
     found = [drafted[b * longest : b * longest + n].tolist() for b, n in enumerate(counts)]
-    return Drafted(found, said_BKV, None) if sampling is not None else Drafted(found, None, said_BKV)
+    return Drafted(found, out_BKV, None) if sampling is not None else Drafted(found, None, out_BKV)

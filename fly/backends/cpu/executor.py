@@ -1,6 +1,9 @@
-"""The executor on compiled kernels: forwards, drafts and whole rounds in one call each, decisions by compiled code.
+"""The executor on compiled kernels: a forward, a draft, or several rounds in one call each; decisions by compiled code.
 
-Shape legend: N places, B rows, K longest draft, V vocabulary.
+The engine asks ``takes`` and ``joins``, and then calls ``rounds`` (rounds.py, src/rounds.cpp). For rows that it does
+not take, ``extend``, ``score`` and ``decide`` (host.py) are called one after another.
+
+Shape legend: N places, F hidden states side by side, U tokens of a trimmed head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from fly.runtime.sampling import BatchSampling
 
 __all__ = ["CpuExecutor"]
 
-_MOST = 2**31 - 1
+_LARGEST = 2**31 - 1
 
 
 class CpuExecutor(HostDecisions):
@@ -39,14 +42,14 @@ class CpuExecutor(HostDecisions):
         self.packed = packed
         self.config, self.device, self.dtype = packed.config, packed.device, packed.dtype
         self.kernels = packed.kernels
-        self._lookups: dict[Lookup, CLookup] = {}  # with what was learned of how well they do
+        self._lookups: dict[Lookup, CLookup] = {}  # each has learned how often its copies are right
 
     @property
     def weight_bytes(self) -> float:
         return self.packed.weight_bytes
 
     @property
-    def gives_states(self) -> bool:  # type: ignore[override]  # of a divided residual stream it has none
+    def gives_states(self) -> bool:  # type: ignore[override]  # not if the residual stream is held divided
         return self.packed.divided == 1
 
     @property
@@ -99,8 +102,8 @@ class CpuExecutor(HostDecisions):
         return isinstance(drafter, CpuExecutor)
 
     def takes(self, rows: abc.Sequence[Sequence]) -> bool:
-        """Rules that keep and draw what the exact rule does. Where only Python knows what one excuses, the block of a
-        mismatch comes back as an open one."""
+        """Whether compiled code has the core of every row's rule. If only Python knows what a rule excuses, a block
+        with a mismatch comes back as an open one."""
         return not any(map(asks_between, rows)) and all(is_compiled(row.policy, row.greedy) for row in rows)
 
     def rounds(self, plan: RoundPlan) -> Rounds | None:
@@ -112,6 +115,6 @@ class CpuExecutor(HostDecisions):
 
     def _c_lookup(self, lookup: Lookup) -> CLookup:
         if (made := self._lookups.get(lookup)) is None:
-            made = CLookup(*(min(value, _MOST) for value in (lookup.longest, lookup.shortest, lookup.k)))
+            made = CLookup(*(min(value, _LARGEST) for value in (lookup.longest, lookup.shortest, lookup.k)))
             self._lookups[lookup] = made
         return made

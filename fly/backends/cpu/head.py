@@ -1,4 +1,4 @@
-"""A draft head on compiled kernels: whole chains in one call, whole rounds together with its target, trees level by
+"""A draft head on compiled kernels: a chain in one call, several rounds together with its target, a tree level by
 level.
 
 Shape legend: T packed tokens, F the target's hidden states side by side, C hidden width, V the target's vocabulary.
@@ -7,8 +7,6 @@ Shape legend: T packed tokens, F the target's hidden states side by side, C hidd
 from __future__ import annotations
 
 import ctypes
-import threading
-import weakref
 from array import array
 from collections import abc
 from typing import cast
@@ -17,9 +15,8 @@ import torch
 from torch import Tensor
 
 from fly.backends.cpu.drafting import draft_in_one_call
-from fly.backends.cpu.library import CBatch, Shape, chosen, load
-from fly.backends.cpu.packed import TYPES, PackedLlama, float_weights, new
-from fly.cache import PagedKVCache
+from fly.backends.cpu.library import chosen, load
+from fly.backends.cpu.packed import TYPES, PackedLlama, float_weights, new, shape_of
 from fly.models.eagle import Eagle3Head, HeadLayer
 from fly.models.llama import rotary_tables
 from fly.runtime.constraints import constrains
@@ -31,7 +28,7 @@ __all__ = ["CpuHead", "PackedHead", "head_refusal"]
 
 
 def head_refusal(head: Eagle3Head) -> str | None:
-    """Why there is no compiled code for ``head``; None where there is."""
+    """Why there is no compiled code for ``head``; None if there is."""
     config, layer = head.config, head.config.layer
     if head.device.type != "cpu":
         return f"compiled kernels run on the CPU, not on {head.device}"
@@ -45,7 +42,9 @@ def head_refusal(head: Eagle3Head) -> str | None:
 
 
 class PackedHead(PackedLlama):
-    """The function of a loaded head, its weights packed for one kind of processor (``PackedLlama``)."""
+    """A loaded head, its weights packed for one kind of processor (``PackedLlama``)."""
+
+    _loading = None
 
     def __init__(self, head: Eagle3Head, variant: str) -> None:
         config = self.config = head.config.layer
@@ -55,24 +54,16 @@ class PackedHead(PackedLlama):
         assert head.embed_tokens is not None
         self._embedding = head.embed_tokens.weight.detach().contiguous()
         kind = TYPES[self.dtype]
-        shape = Shape(
-            config.hidden_size,
-            config.intermediate_size,
-            1,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            self.vocab,
-            config.max_position_embeddings,
-            kind,
-            kind,
-            0,
-            1,
-            head.fc.in_features,
-            head.config.norm_before_residual,
-            config.rms_norm_eps,
-            config.attention_scale,
-            1.0,
+        shape = shape_of(
+            config.resized(1),
+            vocab=self.vocab,
+            weights=kind,
+            hidden=kind,
+            ropes=1,
+            features=head.fc.in_features,
+            normed=head.config.norm_before_residual,
+            eps=config.rms_norm_eps,
+            embedding=1.0,
         )
         norm, ((cos, sin),) = float_weights(head.norm), rotary_tables(config)
         self.handle = new(self, variant, shape, norm, cos.contiguous(), sin.contiguous(), self._embedding)
@@ -87,8 +78,7 @@ class PackedHead(PackedLlama):
         linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj, head.lm_head, head.fc)
         for which, linear in enumerate(linears):
             self._pack(0, which, linear)
-        self._cache: weakref.ref[PagedKVCache] | None = None
-        self._call, self._calls = CBatch(), threading.Lock()
+        self._prepare_calls()
 
 
 class CpuHead(Head):
@@ -113,7 +103,7 @@ class CpuHead(Head):
 
     @property
     def packed(self) -> PackedHead:
-        """The head as compiled code takes it."""
+        """The packed head, with the target's embedding if it shares that."""
         if self._packed is None:
             self._packed = PackedHead(self.head, self.kernels)
         return self._packed

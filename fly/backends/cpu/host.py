@@ -1,7 +1,7 @@
-"""Decisions by compiled code (src/decide.cpp): what it is given, the call, and what it says.
+"""Decisions by compiled code (src/decide.cpp): its arguments, the call, and its results.
 
-Where logits lie on the CPU, ``Executor.decide`` comes here first. Rounds that are taken in one call (rounds.py) lay out
-and read the same blocks.
+``HostDecisions.decide`` comes here for a block whose logits are on the CPU. Rounds that are taken in one call
+(rounds.py) lay out and read the same rules and blocks.
 
 Shape legend: B rows, K longest draft, J positions of a row, V vocabulary.
 """
@@ -18,33 +18,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fly.backends.cpu.library import ASK, Ask, CBlocks, CClause, CRule, CRules, Sampling, number, short, usual
+from fly.backends.cpu.library import (
+    MISMATCH,
+    CBlocks,
+    CClause,
+    CMismatch,
+    CRule,
+    CRules,
+    Sampling,
+    number,
+    short,
+    usual,
+)
 from fly.policies.base import AcceptancePolicy, accepts_exactly, draws_exactly
 from fly.policies.conditions import Clause, Condition
 from fly.runtime.executor import Executor
 from fly.runtime.sampling import BatchSampling, ProcessedDistribution
 from fly.types import Decision, Draft, Mismatch, Target
 
-__all__ = [
-    "Blocks",
-    "HostDecisions",
-    "HostDistribution",
-    "c_sampling",
-    "is_compiled",
-    "lay_rules",
-    "top_at",
-    "uniforms",
-]
+__all__ = ["Blocks", "HostDecisions", "HostDistribution", "c_sampling", "is_compiled", "lay_rules", "uniforms"]
 
-_FAR = 2**30  # tokens, more than any draft has
-_MOST_CLAUSES = 31  # a bit each
-_SOON = 1 << 18  # logits that are gone through sooner than another thread would give the interpreter back
-_SMALL = 8192  # vocabularies up to this are gone through in one go
+_FAR = 2**30  # more tokens than any draft has
+_MOST_CLAUSES = 31  # each has a bit
+_SOON = 1 << 18  # so many logits are read in less time than it takes to get the interpreter back from another thread
+_SMALL = 8192  # compiled code computes distributions over vocabularies up to this size
 
 
 @lru_cache(64)
 def c_sampling(sampling: BatchSampling) -> Any:
-    """Sampling parameters as compiled code takes them, an array of a row each."""
+    """Sampling parameters as the library takes them: an array with one for each row."""
     columns = sampling.temperature_B, sampling.top_p_B, sampling.min_p_B, sampling.top_k_B, sampling.greedy_B
     rows = list(zip(*(column.tolist() for column in columns)))
     made = (Sampling * len(rows))()
@@ -55,29 +57,20 @@ def c_sampling(sampling: BatchSampling) -> Any:
 
 
 def uniforms(seeds: abc.Sequence[int], starts: abc.Sequence[int], stream: int, n: int) -> array[float]:
-    """``fly.ops.uniforms`` of rows, one row after the other."""
+    """``fly.ops.uniforms``, row after row."""
     seed, start, found = array("q", seeds), array("q", starts), array("f", bytes(4 * n * len(seeds)))
     short("fly_uniforms")(seed, start, stream, n, found)
     return found
 
 
-def top_at(logits_BKV: Tensor, b: int, j: int, n: int) -> tuple[list[float], float]:
-    """Of one position: the min(n, V) largest logits, largest first, and ln of the sum of exp over all."""
-    n = min(n, logits_BKV.shape[-1])
-    found = array("f", bytes(4 * (n + 1)))
-    short("fly_top")(logits_BKV[b, j], n, found)
-    log_total = found.pop()
-    return found.tolist(), log_total
-
-
 class HostDistribution(ProcessedDistribution):
-    """The processed distribution of logits on the CPU, small ones found by compiled code."""
+    """The processed distribution of logits on the CPU. Compiled code computes it for small vocabularies."""
 
     def _find(self) -> tuple[Tensor, Tensor | None, Tensor]:
         rows, positions, width = self.logits_BJV.shape
         if width > _SMALL:
             return super()._find()
-        find = short("fly_kept", self.logits_BJV.numel() > _SOON)  # it goes over all of one many times
+        find = short("fly_kept", self.logits_BJV.numel() > _SOON)
         logits_BJV, found_3BJ = self.logits_BJV.contiguous(), torch.empty(3, rows, positions)
         find(logits_BJV, positions, width, c_sampling(self.sampling), found_3BJ)
         peak_BJ, least_BJ, total_BJ = found_3BJ
@@ -86,8 +79,8 @@ class HostDistribution(ProcessedDistribution):
 
 
 class HostDecisions(Executor):
-    """An executor whose logits are on the CPU, where the compiled library is there. Logits of another kind, such as
-    those that ranks share, and rules that only Python knows are decided in tensors."""
+    """An executor whose logits are on the CPU, if the compiled library is available. Other logits, such as those that
+    are divided among ranks, and rules that only Python knows are decided in tensors."""
 
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
         return HostDistribution(sampling, logits_BJV) if _plain(logits_BJV) else super().process(sampling, logits_BJV)
@@ -109,13 +102,13 @@ def _plain(logits: Tensor) -> bool:
 
 
 def is_compiled(policy: AcceptancePolicy, greedy: bool) -> bool:
-    """Whether compiled code has the rule, apart from what its relaxation excuses: it keeps what the exact rule keeps
-    and, above temperature 0, draws corrections as that does."""
+    """Whether compiled code has the core of a rule: it keeps what the exact rule keeps and, above temperature 0, draws
+    corrections as that does."""
     return accepts_exactly(policy) and (greedy or draws_exactly(policy))
 
 
 def _clauses(relaxation: Condition | None) -> list[Clause] | None:
-    """What excuses a mismatch, as compiled code takes it; None: only Python knows."""
+    """The compiled clauses that excuse a mismatch; None if only Python knows whether one is excused."""
     clauses = [] if relaxation is None else relaxation.compiled
     return None if clauses is None or len(clauses) > _MOST_CLAUSES else clauses
 
@@ -126,11 +119,12 @@ def lay_rules(
     control_V: Tensor | None,
     vocab: int,
 ) -> CRules:
-    """The rules of rows, given by policy (``is_compiled``) and seed. ``sampling`` is None at temperature 0."""
+    """The rules of rows as the library takes them. Each row has a policy (``is_compiled``) and a seed; ``sampling`` is
+    None at temperature 0."""
     rule, listed = (CRule * len(rows))(), list[CClause]()
     for one, (policy, seed) in zip(rule, rows):
         clauses = _clauses(policy.relaxation)
-        one.seed, one.clause_at, one.asks = seed, len(listed), clauses is None
+        one.seed, one.clause_at, one.in_python = seed, len(listed), clauses is None
         for kind, tokens, theta, processed, negated in clauses or ():
             listed.append(CClause(CClause.KINDS.index(kind), negated, processed, min(tokens, _FAR), theta))
         one.clauses = len(listed) - one.clause_at
@@ -147,56 +141,56 @@ def lay_rules(
 
 
 class Blocks:
-    """Drafted blocks of some rows, round after round, in memory that the library reads and writes.
+    """Blocks of some rows, round after round, in memory that the library reads and writes.
 
     Args:
-        k, most: the most tokens of a block, and rounds.
-        asks: mismatches that there is room for, if there are clauses.
+        k, most: the most tokens of a block, and the most rounds.
+        mismatches: how many there is room for, which is used if there are clauses.
     """
 
-    def __init__(self, rows: int, k: int, most: int, trees: bool, asks: int) -> None:
+    def __init__(self, rows: int, k: int, most: int, trees: bool, mismatches: int) -> None:
         size = rows * most
         self.k, self.most, self.trees = k, most, trees
         self.drafted, self.following = array("q", bytes(8 * size * k)), array("q", bytes(8 * size))
         self.count, self.accepted = (array("i", bytes(4 * size)) for _ in range(2))
         self.choice = array("i", bytes(4 * size * (k + 1)))
         self.parent, self.path = (array("i", bytes(4 * size * k * trees)) for _ in range(2))
-        self._ask = array("B", bytes(ASK.size * asks))
+        self._mismatch = array("B", bytes(MISMATCH.size * mismatches))
         self.c = CBlocks(k, most)
         self.c.hand(drafted=self.drafted, drafted_count=self.count, choice=self.choice)
-        self.c.hand(accepted=self.accepted, following=self.following, ask=self._ask)
+        self.c.hand(accepted=self.accepted, following=self.following, mismatch=self._mismatch)
         if trees:
             self.c.hand(parent=self.parent, path=self.path)
         else:
             self.c.hand(parent=None, path=None)
 
     def is_open(self, b: int, round_: int) -> bool:
-        """Whether the block of row ``b`` was left for somebody else to decide."""
+        """Whether the block of row ``b`` is still to be decided."""
         return self.following[b * self.most + round_] < 0
 
     def chain(self, b: int, round_: int) -> list[int]:
-        """What was drafted."""
+        """The drafted tokens of a block."""
         at = b * self.most + round_
         return self.drafted[at * self.k : at * self.k + self.count[at]].tolist()
 
     def tree(self, b: int, round_: int) -> list[int]:
-        """The parents of what was drafted."""
+        """The parents of the drafted tokens of a tree."""
         at = b * self.most + round_
         return self.parent[at * self.k : at * self.k + self.count[at]].tolist()
 
     def decisions(self, rounds: abc.Sequence[int], relaxations: abc.Sequence[Condition | None]) -> list[list[Decision]]:
-        """What was decided about each row in the first ``rounds[b]`` rounds."""
+        """For each row, the decisions of the first ``rounds[b]`` rounds."""
         found = [self._decisions(b, end) for b, end in enumerate(rounds)]
-        if self.c.asks:
+        if self.c.mismatches:
             self._add_mismatches(found, relaxations)
         return found
 
     def _decisions(self, b: int, end: int) -> list[Decision]:
         at, to, k, wide = b * self.most, b * self.most + end, self.k, self.k + 1
-        chains, said = self.drafted[at * k : to * k].tolist(), self.choice[at * wide : to * wide].tolist()
+        chains, choices = self.drafted[at * k : to * k].tolist(), self.choice[at * wide : to * wide].tolist()
         found = []
         for i, (n, m, token) in enumerate(zip(self.count[at:to], self.accepted[at:to], self.following[at:to])):
-            chain, own = chains[i * k : i * k + n], said[i * wide : i * wide + n + 1]
+            chain, own = chains[i * k : i * k + n], choices[i * wide : i * wide + n + 1]
             path: abc.Sequence[int] = range(m)
             bonus = m == n
             if self.trees:
@@ -207,14 +201,14 @@ class Blocks:
         return found
 
     def _add_mismatches(self, found: list[list[Decision]], relaxations: abc.Sequence[Condition | None]) -> None:
-        """Note what the clauses said about each mismatch."""
+        """Add each mismatch to its decision, with the clauses that held for it."""
         labels = [[] if each is None else [clause.label for clause in each.clauses] for each in relaxations]
-        said: dict[tuple[int, int], dict[str, bool]] = {}
+        known: dict[tuple[int, int], dict[str, bool]] = {}
         made: dict[tuple[int, int], list[Mismatch]] = {}
-        asks = map(Ask._make, ASK.iter_unpack(self._ask[: self.c.asks * ASK.size]))
-        for row, this, node, bits, excused, nats in asks:
-            if (held := said.get((row, bits))) is None:
-                held = said[row, bits] = {label: bool(bits >> bit & 1) for bit, label in enumerate(labels[row])}
+        noted = map(CMismatch._make, MISMATCH.iter_unpack(self._mismatch[: self.c.mismatches * MISMATCH.size]))
+        for row, this, node, bits, excused, nats in noted:
+            if (held := known.get((row, bits))) is None:
+                held = known[row, bits] = {label: bool(bits >> bit & 1) for bit, label in enumerate(labels[row])}
             made.setdefault((row, this), []).append(Mismatch(node, bool(excused), held, nats))
         for (row, this), mismatches in made.items():
             found[row][this] = found[row][this]._replace(mismatches=mismatches)
@@ -223,17 +217,17 @@ class Blocks:
 def _decide(
     policy: AcceptancePolicy, target: Target, draft: Draft, seeds: abc.Sequence[int], starts: abc.Sequence[int]
 ) -> list[Decision] | None:
-    """``Executor.decide`` by compiled code. None where tensors have to say: compiled code has not this rule or this
-    kind of draft, only Python knows whether a mismatch is excused, or a NaN stands in the way."""
+    """``Executor.decide`` by compiled code. None if the tensor rule has to decide: compiled code does not have this
+    rule or this kind of draft, only Python knows whether a mismatch is excused, or a value that decides is NaN."""
     logits_BJV, processed, probs_BKV, trees = target.logits_BKV, target.lazy_distribution, draft.probs_BKV, draft.trees
     (count, longest), vocab = draft.shape, logits_BJV.shape[-1]
-    if not is_compiled(policy, target.all_greedy) or not _plain(logits_BJV):
-        return None
-    if not target.all_greedy and not isinstance(processed, HostDistribution):
-        return None
-    if logits_BJV.shape[:2] != (count, longest + 1):
-        return None
-    if not all(0 <= token < vocab for chain in draft.chains for token in chain):
+    if (
+        not is_compiled(policy, target.all_greedy)
+        or not _plain(logits_BJV)
+        or not (target.all_greedy or isinstance(processed, HostDistribution))
+        or logits_BJV.shape[:2] != (count, longest + 1)
+        or not all(0 <= token < vocab for chain in draft.chains for token in chain)
+    ):
         return None
     if target.all_greedy:
         probs_BKV = None

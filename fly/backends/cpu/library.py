@@ -18,29 +18,10 @@ from typing import Any, NamedTuple
 from fly.runtime.executor import DraftSpec
 
 __all__ = [
-    "ASK",
-    "Ask",
-    "CBatch",
-    "CBlocks",
-    "CClause",
-    "CGrowth",
-    "CLookup",
-    "CRounds",
-    "CRule",
-    "CRules",
-    "CStored",
-    "Going",
-    "Sampling",
-    "Shape",
-    "Span",
-    "Sure",
-    "available",
-    "chosen",
-    "load",
-    "spans",
-    "unusable",
-    "why_not",
-]
+    "MISMATCH", "CBatch", "CBlocks", "CClause", "CGrowth", "CLookup", "CMismatch", "CRoundRow", "CRounds", "CRule",
+    "CRules", "CStops", "CStored", "Sampling", "Shape", "Span", "available", "chosen", "load", "number", "short",
+    "spans", "split", "unusable", "usual", "why_not",
+]  # fmt: skip
 
 _ABI = 33  # as in src/library.cpp: a library built from other sources is not used
 _VARIABLE = "FLY_KERNELS"
@@ -50,8 +31,8 @@ NARROW = *ROUNDINGS, "stored"
 
 
 class Span(ctypes.Structure):
-    """src/interface.h: Span, memory and its bytes, which the library checks. An argument of a call is made of what
-    holds the memory: an array, a tensor, an object of ctypes, or None."""
+    """src/interface.h: Span. Memory and its bytes, which the library checks. ctypes makes one from each argument that
+    is an array, a tensor, an object of ctypes, or None."""
 
     _fields_ = [("at", c_void_p), ("bytes", c_int64)]
 
@@ -67,7 +48,7 @@ _NOTHING = Span(0, -1)
 
 
 def _extent(values: Any) -> tuple[int, int]:
-    """The address of the values' memory, and its bytes; -1 where there are none.
+    """The address of the values' memory, and its bytes (-1 for None).
 
     Raises ``ValueError`` for a tensor that is not contiguous, or not on the CPU.
     """
@@ -79,17 +60,19 @@ def _extent(values: Any) -> tuple[int, int]:
     if isinstance(values, (ctypes.Array, ctypes.Structure)):
         return ctypes.addressof(values), ctypes.sizeof(values)
     if not values.is_contiguous() or not values.is_cpu:
-        raise ValueError(f"compiled code reads memory of the CPU in order, not {values.stride()} on {values.device}")
+        raise ValueError(
+            f"compiled code reads contiguous memory of the CPU, not strides {values.stride()} on {values.device}"
+        )
     return values.data_ptr(), values.nbytes
 
 
 def spans(values: abc.Iterable[Any]) -> array[int]:
-    """A ``Span`` of each, one after another."""
+    """An array of spans, one for each of the values."""
     return array("q", [number for each in values for number in _extent(each)])
 
 
 def _span(*names: str) -> list[tuple[str, type]]:
-    """Fields that are spans: an address and bytes each, which are set sooner than a structure is."""
+    """Fields that are spans: an address and bytes each. Setting these is faster than setting a structure."""
     return [field for name in names for field in ((name, c_void_p), (f"{name}_bytes", c_int64))]
 
 
@@ -97,8 +80,8 @@ class _Handed(ctypes.Structure):
     """A structure with spans."""
 
     def hand(self, **values: Any) -> None:
-        """Set spans to the memory of these values, which then live as long as it."""
-        vars(self).update(values)  # by the fields' names, which are read elsewhere
+        """Set spans to the memory of these values, which the structure keeps alive."""
+        vars(self).update(values)
         for name, value in values.items():
             at, size = _extent(value)
             setattr(self, name, at)
@@ -138,14 +121,14 @@ class Sampling(ctypes.Structure):
     _fields_ = [*((name, c_float) for name in ("temperature", "top_p", "floor")), ("top_k", c_int32)]
 
 
-class Sure(ctypes.Structure):
-    """src/interface.h: Sure, where a drafter stops."""
+class CStops(ctypes.Structure):
+    """src/interface.h: Stops."""
 
-    _fields_ = [(name, c_float) for name in ("confidence", "entropy", "reach")]
+    _fields_ = [(name, c_float) for name in ("confidence", "unused", "reach")]
 
     @classmethod
-    def each(cls, spec: DraftSpec, rows: int) -> ctypes.Array[Sure]:
-        """Of each of so many rows."""
+    def of_rows(cls, spec: DraftSpec, rows: int) -> ctypes.Array[CStops]:
+        """Where the drafter stops for each of ``rows`` rows."""
         reach = spec.reach or (0.0,) * rows
         return (cls * rows)(*(cls(spec.confidence, float("inf"), chance) for chance in reach))
 
@@ -157,7 +140,7 @@ class CGrowth(_Handed):
 
 
 class CLookup(ctypes.Structure):
-    """src/interface.h: Lookup, of a drafter that has seen nothing yet and thinks well of what was said before."""
+    """src/interface.h: Lookup. It has learned nothing yet, and expects 0.8 of all copies to be right."""
 
     _fields_ = [
         *((name, c_int32) for name in ("longest", "shortest", "most", "forwards")),
@@ -177,8 +160,8 @@ class CClause(ctypes.Structure):
     _fields_ = [*((name, c_int32) for name in ("kind", "negated", "processed", "count")), ("theta", c_double)]
 
 
-class Ask(NamedTuple):
-    """src/interface.h: Ask."""
+class CMismatch(NamedTuple):
+    """src/interface.h: Mismatch."""
 
     row: int
     round: int
@@ -188,13 +171,13 @@ class Ask(NamedTuple):
     nats: float
 
 
-ASK = struct.Struct("3iIid")  # as the compiler lays it out
+MISMATCH = struct.Struct("3iIid")  # its layout in memory
 
 
 class CRule(ctypes.Structure):
     """src/interface.h: Rule."""
 
-    _fields_ = [("seed", c_int64), *((name, c_int32) for name in ("clause_at", "clauses", "asks"))]
+    _fields_ = [("seed", c_int64), *((name, c_int32) for name in ("clause_at", "clauses", "in_python"))]
 
 
 class CRules(_Handed):
@@ -211,13 +194,13 @@ class CBlocks(_Handed):
 
     _fields_ = [
         *((name, c_int32) for name in ("k", "most")),
-        *_span("drafted", "drafted_count", "parent", "choice", "accepted", "path", "following", "ask"),
-        ("asks", c_int32),
+        *_span("drafted", "drafted_count", "parent", "choice", "accepted", "path", "following", "mismatch"),
+        ("mismatches", c_int32),
     ]
 
 
-class Going(_Handed):
-    """src/interface.h: Going."""
+class CRoundRow(_Handed):
+    """src/interface.h: RoundRow."""
 
     _fields_ = [
         *((name, c_int32) for name in ("length", "room", "left", "k", "context", "draft_start", "first")),
@@ -229,7 +212,7 @@ class CRounds(_Handed):
     """src/interface.h: Rounds."""
 
     _fields_ = [
-        *_span("going"),
+        *_span("row"),
         ("rules", POINTER(CRules)),
         ("blocks", POINTER(CBlocks)),
         *_span("hurry"),
@@ -237,7 +220,7 @@ class CRounds(_Handed):
         *_span("logits", "distributions"),
         *((name, c_int32) for name in ("longest", "rounds")),
         *((name, c_int64 * 2) for name in ("elapsed", "scoring", "drafting")),
-        *_span("sure", "state"),
+        *_span("stops", "state"),
         ("read_before", c_int32),
         *_span("given", "read"),
         ("growth", POINTER(CGrowth)),
@@ -267,7 +250,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "fly_rounds": (c_int, [c_void_p] * 6),
 }
 _SHORT: dict[str, tuple[Any, list[Any]]] = {
-    "fly_top": (c_int, [c_int, Span, c_int, Span]),
     "fly_kept": (c_int, [c_int, Span, c_int, c_int, Span, Span]),
     "fly_decide": (c_int, [c_void_p, c_void_p, Span, Span, Span]),
     "fly_uniforms": (c_int, [Span, Span, c_int, c_int, Span]),
@@ -276,7 +258,7 @@ _NO_MEMORY, _OUTSIDE, _REFUSED = -11, -12, -13  # src/library.h: Error
 
 
 def _checked(result: int, function: object, arguments: object) -> int:
-    """The result of a call, unless it is an error. Raises what the library refused it for."""
+    """The result of a call. Raises the error that the library gave instead."""
     if result not in (_NO_MEMORY, _OUTSIDE, _REFUSED):
         return result
     numbers = (c_int64 * 3)()
@@ -297,14 +279,14 @@ def _declare(function: Any, declared: tuple[Any, list[Any]]) -> Any:
 
 
 def _file() -> Path | None:
-    """The library, if it was built."""
+    """The library's file, if it was built."""
     files = [Path(__file__).with_name(f"_library{suffix}") for suffix in EXTENSION_SUFFIXES]
     return next(filter(Path.exists, files), None)
 
 
 @cache
 def _open() -> tuple[ctypes.CDLL | None, str]:
-    """The library, or why there is none."""
+    """The library, or None and the reason."""
     if (file := _file()) is None:
         if platform.machine().lower() not in ("x86_64", "amd64"):
             return None, f"there are none for {platform.machine() or 'this processor'} yet"
@@ -324,7 +306,7 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
 
 
 def load() -> ctypes.CDLL:
-    """The library, its functions declared. Raises ``ValueError`` where there is none, with the reason."""
+    """The library. Raises ``ValueError`` with the reason if there is none."""
     library, reason = _open()
     if library is None:
         raise ValueError(f"there are no compiled kernels: {reason}")
@@ -332,13 +314,12 @@ def load() -> ctypes.CDLL:
 
 
 def left_open(kernels: str) -> bool:
-    """Whether neither ``kernels`` nor the environment variable FLY_KERNELS names any."""
+    """Whether neither ``kernels`` nor the environment variable FLY_KERNELS names kernels."""
     return kernels == "auto" and not os.environ.get(_VARIABLE, "").strip()
 
 
 def usual() -> str:
-    """The variant for what belongs to no model (each has chosen its own): the one that FLY_KERNELS names, if it is
-    compiled and to be had here, or the best."""
+    """The variant for calls that belong to no model: the one that FLY_KERNELS names, if it runs here, else the best."""
     try:
         variant = split(chosen())[0]
     except ValueError:
@@ -348,8 +329,8 @@ def usual() -> str:
 
 @cache
 def short(name: str, lets_go: bool = False) -> Any:
-    """One of the calls that are over soon, for the ``usual`` variant; it keeps the interpreter meanwhile, which another
-    thread would hold for longer, unless it ``lets_go``."""
+    """A function of the library that takes a short time, for the ``usual`` variant. It keeps the interpreter, because
+    getting it back from another thread would take longer, unless it ``lets_go``."""
     kind = ctypes.CDLL if lets_go else ctypes.PyDLL
     function = _declare(getattr(kind(None, handle=load()._handle), name), _SHORT[name])
     return partial(function, number(usual())) if _SHORT[name][1][0] is c_int else function
@@ -357,7 +338,7 @@ def short(name: str, lets_go: bool = False) -> Any:
 
 @cache
 def _built() -> dict[str, bool]:
-    """Whether this processor runs each variant that was built, best first, in the library's order."""
+    """The variants that were built, best first (the library's order), and whether this processor runs each."""
     library, _ = _open()
     found: dict[str, bool] = {}
     runs = c_int32()
@@ -366,35 +347,30 @@ def _built() -> dict[str, bool]:
     return found
 
 
-def _variants() -> list[str]:
-    """Those that this processor runs."""
-    return [variant for variant, runs in _built().items() if runs]
-
-
 def number(variant: str) -> int:
-    """What the library calls ``variant``."""
+    """The library's number for ``variant``."""
     return list(_built()).index(variant)
 
 
 def available() -> list[str]:
     """The variants that run here, best first; the last is ``"torch"``."""
-    return [*_variants(), TORCH]
+    return [*(variant for variant, runs in _built().items() if runs), TORCH]
 
 
 def unusable() -> list[str]:
-    """The variants that were built, and whose instructions this processor lacks."""
+    """The variants that were built, but need instructions that this processor lacks."""
     return [variant for variant, runs in _built().items() if not runs]
 
 
 def why_not() -> str:
-    """Why there are no compiled kernels here; empty where there are."""
-    if _variants():
+    """Why there are no compiled kernels here; empty if there are some."""
+    if available() != [TORCH]:
         return ""
     return _open()[1] or "this processor has no AVX2 with FMA and F16C"
 
 
 def split(kernels: str) -> tuple[str, str]:
-    """The variant that ``chosen`` kernels name, and which of ``NARROW`` it is to run on; empty for the model's own."""
+    """The variant that ``chosen`` kernels name, and their ending in ``NARROW``; empty for the model's own weights."""
     for narrow in NARROW:
         if kernels.endswith(f"-{narrow}"):
             return kernels.removesuffix(f"-{narrow}"), narrow
@@ -402,9 +378,9 @@ def split(kernels: str) -> tuple[str, str]:
 
 
 def chosen(kernels: str = "auto") -> str:
-    """The kernels that ``kernels`` stands for here: ``"auto"`` is what the environment variable FLY_KERNELS says, or
-    the best available where it says nothing. Each compiled one also has narrow weights, by its name with one of these
-    after it; the ending alone is the best of those.
+    """The kernels that ``kernels`` stands for here: ``"auto"`` is the value of the environment variable FLY_KERNELS or,
+    without one, the best available. A compiled variant may have one of these endings, which says how weights are
+    stored; the ending alone means the best variant.
 
     - ``-int8``: weights of 8 bits;
     - ``-w8a8``: activations of 8 bits too;

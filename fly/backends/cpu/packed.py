@@ -1,10 +1,10 @@
 """A Llama whose forward is one call of compiled code over the paged cache. Knows nothing of the engine or policies.
 
-Shape legend: T packed tokens, C hidden width, V vocabulary, B rows, K longest draft, N new tokens of a row, D head
-width.
+A result does not depend on what else is in the call, on how a text is cut into calls, or on threads, since every sum is
+added up in one fixed order (src/decoder.h). ``fly.models.Llama`` is the reference, and rounds at other places.
 
-A result does not depend on what else is in the call, on how a text is cut into calls, or on threads: sums run in one
-fixed order (src/decoder.h). ``fly.models.Llama`` is the reference; it rounds at other places, no more.
+Shape legend: T packed tokens, C hidden width, V vocabulary, N outputs and K inputs of a matrix, n some of the outputs,
+U the tokens of a trimmed head.
 """
 
 from __future__ import annotations
@@ -24,47 +24,49 @@ from torch import Tensor, nn
 from fly.backends.cpu.blocks import KINDS, eight_bits, four_bits
 from fly.backends.cpu.library import TORCH, CBatch, CStored, Shape, chosen, load, number, spans, split
 from fly.cache import PagedBatch, PagedKVCache
-from fly.models import Llama
+from fly.models import Llama, LlamaConfig
 from fly.models.checkpoint import Checkpoint
 from fly.models.directory import Directory
 from fly.models.llama import KV, Layer, Norm, embedding_scale, rotary_tables
 from fly.models.loading import Loading
 
-__all__ = ["TYPES", "PackedLlama", "computes_as_stored", "float_weights", "int8_weights", "pool_threads", "refusal"]
+__all__ = [
+    "TYPES", "PackedLlama", "computes_as_stored", "float_weights", "int8_weights", "new", "pool_threads", "refusal",
+    "shape_of",
+]  # fmt: skip
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}  # src/interface.h: Type
 _NARROW = {"int8": 2, "w8a8": 3, "w4a8": 4, "stored": 4}
 _FLOATS = [torch.float32, torch.bfloat16]
 _WIDEST_HEAD = 1024
 _GATE_UP, _HEAD = 2, 4  # numbers of matrices (src/models.cpp: fly_set_matrix)
-_STRIP = 16  # rows that are packed together, of one kind
-_PACKERS = 4  # threads that pack at most: each has a layer's weights in memory meanwhile
-
+_STRIP = 16  # rows that are packed together, so they are of one kind
+_PACKERS = 4  # the most threads that pack: each has a layer's weights in memory meanwhile
 
 _local = threading.local()
 
 
 def pool_threads() -> int:
-    """Threads of a forward that is called from here."""
+    """How many threads a forward uses that this thread calls."""
     return getattr(_local, "threads", None) or torch.get_num_threads()
 
 
 def keep_threads() -> None:
-    """Let torch's own operations on this thread run on it alone from now on, and forwards on as many as torch had:
-    torch's other threads would spin for milliseconds, on the cores that a forward needs next. No other thread's number
-    changes."""
+    """Run torch's own operations of this thread on it alone from now on, and forwards on as many threads as torch had.
+    Torch's other threads would spin for milliseconds, on the cores that a forward needs next. Other threads are not
+    affected."""
     if (count := torch.get_num_threads()) == 1:
         return
     _local.threads = count
     torch.set_num_threads(1)
-    # It also set the number that later threads begin with.
+    # That also changed the number that new threads begin with.
     restore = threading.Thread(target=torch.set_num_threads, args=(count,))
     restore.start()
     restore.join()
 
 
 def refusal(model: Llama) -> str | None:
-    """Why there is no compiled code for ``model``; None where there is."""
+    """Why there is no compiled code for ``model``; None if there is."""
     if model.device.type not in ("cpu", "meta"):  # meta: a skeleton whose values are still to be read
         return f"compiled kernels run on the CPU, not on {model.device}"
     if model.dtype not in _FLOATS:
@@ -79,37 +81,50 @@ def refusal(model: Llama) -> str | None:
 
 
 def new(owner: object, variant: str, shape: Shape, *weights: Tensor | None) -> ctypes.c_void_p:
-    """An empty model of the library (src/models.cpp: fly_new), which ends with its ``owner``."""
+    """Make an empty model of the library (src/models.cpp: fly_new). It is freed with its ``owner``."""
     library, made = load(), ctypes.c_void_p()
     library.fly_new(ctypes.byref(made), number(variant), ctypes.byref(shape), *weights)
     weakref.finalize(owner, library.fly_free, made)
     return made
 
 
+def shape_of(config: LlamaConfig, **others: float) -> Shape:
+    """The sizes of a model as the library takes them. ``others`` are those that ``config`` does not have."""
+    return Shape(
+        width=config.hidden_size,
+        intermediate=config.intermediate_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        positions=config.max_position_embeddings,
+        scale=config.attention_scale,
+        **others,
+    )
+
+
 class PackedLlama:
-    """The function of a loaded ``Llama``, its weights packed for one kind of processor.
+    """A loaded ``Llama``, its weights packed for one kind of processor.
 
-    Nothing of ``model`` is kept but an embedding table that is not also the head's. With int8 weights every matrix
-    is rounded by ``int8_weights``, and the embedding where it is the head's; the rest computes as before, on
-    ``avx512bf16`` with activations in bfloat16 even where the model is in float32. With W8A8 each token's activations
-    are rounded as well where a matrix takes them, to 127 steps of the largest on either side of 0 (dynamic quantisation
-    by token, as in arXiv 2206.01861, section 3.1), on AVX-512 by way of bfloat16: products are then of whole numbers,
-    and exact.
+    Nothing of ``model`` is kept but an embedding table that is not the head's as well. The ending of ``variant`` says
+    what becomes of its matrices:
 
-    With W4A8 the layers' matrices are rounded by ``fly.backends.cpu.blocks.four_bits``, and the head (also where it is
-    the embedding) by ``eight_bits``: it is the matrix whose errors are added to logits directly. With ``stored``,
-    matrices stay in the blocks of a GGUF file, whose numbers and scales are only moved; a matrix of another type is
-    rounded by ``eight_bits``. With both, activations are rounded as with W8A8, but each 32 of a token by themselves.
+    - ``int8``: they are rounded by ``int8_weights``, and so is an embedding that is the head's. The rest computes as
+      before, but on ``avx512bf16`` with activations in bfloat16 even where the model is in float32.
+    - ``w8a8``: the same. A matrix's inputs are rounded as well, each token's to 127 steps of the largest on either side
+      of 0 (dynamic quantisation by token, as in arXiv 2206.01861, section 3.1; on AVX-512 by way of bfloat16). Products
+      are then of whole numbers, and exact.
+    - ``w4a8``: those of layers are rounded by ``fly.backends.cpu.blocks.four_bits``, and the head, whose errors are
+      added to logits directly, by ``eight_bits``. Inputs are rounded as by ``w8a8``, each 32 of a token by themselves.
+    - ``stored``: they stay in the blocks of a GGUF file, whose numbers and scales are only moved. One of another type
+      is rounded by ``eight_bits``. Inputs are rounded as by ``w4a8``.
 
     Args:
         model: on the CPU, in float32 or bfloat16.
-        variant: the name of a variant that runs here (``fly.backends.cpu.available``), maybe with an ending for narrow
-            weights (``fly.backends.cpu.chosen``).
+        variant: the name of a variant that runs here (``fly.backends.cpu.available``), maybe with an ending.
         loading: what the model is being loaded by, if its parameters have no values yet: modules get theirs one by one,
-            so that weights never lie in memory twice. ``stored`` needs it.
+            so that weights are never in memory twice. ``stored`` needs it.
     """
-
-    _loading: Loading | None = None
 
     kept: list[int] | None = None  # the tokens that a trimmed head has rows for; None: all
 
@@ -117,55 +132,24 @@ class PackedLlama:
         if variant == TORCH or (reason := refusal(model)) is not None:
             raise ValueError(reason if variant != TORCH else f"{variant!r} is no compiled variant")
         self.config, self.dtype, self.device = model.config, model.dtype, torch.device("cpu")
-        self.kernels = chosen(variant)
+        self.kernels, self.library = chosen(variant), load()
         variant, self._narrow = split(self.kernels)
         self._loading = loading
         if self._narrow == "stored" and (loading is None or not computes_as_stored(loading.checkpoint)):
             raise ValueError(f"kernels {self.kernels!r} compute with the blocks of a GGUF file; this model has none")
-        config, self.library = model.config, load()
         self.vocab = model.lm_head.weight.shape[0]  # tokens whose logits it gives: of a part of a model, not all
-        tied = model.lm_head.weight is model.embed_tokens.weight
-        self._embedding, blocks = None, None
         self.kept = model.kept
-        as_stored = self._narrow == "stored" and self.kept is None
-        if not tied and as_stored and (found := self._blocks_of(model.embed_tokens)) is not None:
-            ((kind, blocks),) = found
-        elif not tied:
-            with self._filled(model.embed_tokens):
-                self._embedding = model.embed_tokens.weight.detach().contiguous()
-        # The kernels add what attention and feed-forward give as it is, so where that is to be multiplied first, they
-        # hold the residual stream divided by the same number: norms do not see it but for their epsilon.
-        self.divided = config.residual_multiplier
-        self._scale = embedding_scale(config, self.dtype) / self.divided
-        shape = Shape(
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_hidden_layers,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            self.vocab,
-            config.max_position_embeddings,
-            _NARROW[self._narrow] if self._narrow else TYPES[self.dtype],
-            TYPES[self.dtype],
-            config.traits.activation == "gelu_tanh",
-            len(config.ropes),
-            0,
-            0,
-            config.rms_norm_eps / self.divided**2,
-            config.attention_scale,
-            self._scale,
-        )
-        with self._filled(model.norm):
-            norm, tables = float_weights(model.norm), rotary_tables(config)
-        cos, sin = (torch.cat(table).contiguous() for table in zip(*tables))
-        self.handle = new(self, variant, shape, norm, cos, sin, self._embedding)
+        # Kernels add the outputs of attention and feed-forward as they are. Where a family multiplies these first, the
+        # residual stream is held divided by the same number; norms do not see that but for their epsilon.
+        self.divided = self.config.residual_multiplier
+        self._scale = embedding_scale(self.config, self.dtype) / self.divided
+        blocks = self._make(model, variant)
         if blocks is not None:
-            self._embedding_blocks = blocks  # the file's memory, which the library reads
-            self.library.fly_set_embedding(self.handle, kind, blocks)
+            self._embedding_blocks = blocks[1]  # the file's memory, which the library reads
+            self.library.fly_set_embedding(self.handle, *blocks)
         if self.kept is not None:
             self.kept_U = torch.tensor(self.kept)  # which the library reads
-            self.library.fly_draft_for(self.handle, config.vocab_size, self.kept_U)
+            self.library.fly_draft_for(self.handle, self.config.vocab_size, self.kept_U)
         # Modules in turns on a few threads: the calls let the interpreter go. The largest, the head, is first.
         with ThreadPoolExecutor(min(torch.get_num_threads(), _PACKERS), initializer=keep_threads) as pool:
             waiting = [pool.submit(self._pack, 0, _HEAD, model.lm_head)]
@@ -176,15 +160,50 @@ class PackedLlama:
         _return_memory()
         self._loading = None
         self.weight_bytes: float = 1 if self._narrow else self.dtype.itemsize  # of each
-        if _NARROW.get(self._narrow) == 4:
+        if self._in_groups:
             count = sum(linear.weight.numel() for linear in model.modules() if isinstance(linear, nn.Linear))
             self.weight_bytes = self.library.fly_weight_bytes(self.handle) / count
-        # What is the same from one call to the next: the cache last attended over, and what the library takes of it.
+        self._prepare_calls()
+
+    def _make(self, model: Llama, variant: str) -> tuple[int, Tensor] | None:
+        """Make the library's model: its sizes, its last norm, rotary tables, and an embedding that is not the head's.
+        Return that embedding's kind and blocks if it is taken as a GGUF file stores it."""
+        self._embedding: Tensor | None = None
+        blocks = None
+        if model.lm_head.weight is not model.embed_tokens.weight:
+            if self._narrow == "stored" and self.kept is None and (found := self._blocks_of(model.embed_tokens)):
+                (blocks,) = found
+            else:
+                with self._filled(model.embed_tokens):
+                    self._embedding = model.embed_tokens.weight.detach().contiguous()
+        shape = shape_of(
+            self.config,
+            vocab=self.vocab,
+            weights=_NARROW[self._narrow] if self._narrow else TYPES[self.dtype],
+            hidden=TYPES[self.dtype],
+            gelu=self.config.traits.activation == "gelu_tanh",
+            ropes=len(self.config.ropes),
+            eps=self.config.rms_norm_eps / self.divided**2,
+            embedding=self._scale,
+        )
+        with self._filled(model.norm):
+            norm, tables = float_weights(model.norm), rotary_tables(self.config)
+        cos, sin = (torch.cat(table).contiguous() for table in zip(*tables))
+        self.handle = new(self, variant, shape, norm, cos, sin, self._embedding)
+        return blocks
+
+    def _prepare_calls(self) -> None:
+        """Keep what is the same from one call to the next: the cache last attended over, as the library takes it."""
         self._cache: weakref.ref[PagedKVCache] | None = None
         self._call, self._calls = CBatch(), threading.Lock()
 
+    @property
+    def _in_groups(self) -> bool:
+        """Whether matrices are blocks, with a scale for each group of weights."""
+        return self._narrow in ("w4a8", "stored")
+
     def _filled(self, module: nn.Module, but: frozenset[nn.Parameter] = frozenset()) -> AbstractContextManager[Any]:
-        """While what it gives lasts, a module has its values, save those of the parameters ``but``."""
+        """A context within which a module has its values, except those of the parameters ``but``."""
         return nullcontext() if self._loading is None else self._loading.filled(module, but)
 
     def _pack_layer(self, number: int, layer: Layer) -> None:
@@ -203,7 +222,7 @@ class PackedLlama:
 
     def _pack(self, layer: int, which: int, linear: nn.Linear) -> None:
         """Hand over a matrix: its values, whole numbers with a scale for each output, or blocks."""
-        trimmed = which == _HEAD and self.kept is not None  # whose rows lie apart in the file
+        trimmed = which == _HEAD and self.kept is not None  # its rows are not neighbours in the file
         parts = self._blocks_of(linear, which == _GATE_UP) if self._narrow == "stored" and not trimmed else None
         with self._filled(linear, frozenset() if parts is None else frozenset([cast(nn.Parameter, linear.weight)])):
             bias_N = None if linear.bias is None else _float(linear.bias)
@@ -211,12 +230,12 @@ class PackedLlama:
                 weight_NK, scale_N = linear.weight.detach().contiguous(), None
                 if self._narrow in ("int8", "w8a8"):
                     weight_NK, scale_N = int8_weights(weight_NK)
-                if _NARROW.get(self._narrow) != 4:
+                if not self._in_groups:
                     self.library.fly_set_matrix(self.handle, layer, which, weight_NK, bias_N, scale_N)
                     return
                 wide = which == _HEAD or self._narrow == "stored"
                 kind, rounded = (KINDS["Q8_0"], eight_bits) if wide else (KINDS["Q4_K"], four_bits)
-                # Gates and ups are parts of their own.
+                # Gates and ups begin a strip each, so they are two parts.
                 parts = [(kind, rounded(part)) for part in weight_NK.chunk(2 if which == _GATE_UP else 1)]
             handed = [CStored(kind, len(blocks)) for kind, blocks in parts]
             for part, (_, blocks) in zip(handed, parts):
@@ -224,9 +243,9 @@ class PackedLlama:
             self.library.fly_set_stored(self.handle, layer, which, (CStored * len(handed))(*handed), bias_N)
 
     def _blocks_of(self, module: nn.Linear | nn.Embedding, halves: bool = False) -> list[tuple[int, Tensor]] | None:
-        """The tensors that a matrix consists of, each by the number of its kind and its blocks, uint8 [rows, bytes].
-        None where kernels do not take one of them as it is: of another type, or beginning within a strip of 16 rows.
-        The second half of the rows begins a strip where there are ``halves``."""
+        """The stored tensors that make up a matrix: the number of each one's kind, and its blocks, uint8 [rows, bytes].
+        None if kernels do not take one of them as it is, because of its type or because it begins within a strip of 16
+        rows. With ``halves``, the second half of the rows begins a strip of its own."""
         assert self._loading is not None
         parts, row, rows = [], 0, module.weight.shape[0]
         for stored in self._loading.stored(cast(nn.Parameter, module.weight)):
@@ -238,8 +257,8 @@ class PackedLlama:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory held for the values between two layers; it grows with the longest call so far, up to a bound in the
-        tokens of a call, with the rows that are drafted for at once, and with the longest sequence."""
+        """Memory held for the values between two layers. It grows with the tokens of a call, up to a bound, with the
+        rows that are drafted for at once, and with the longest sequence."""
         return int(self.library.fly_workspace(self.handle))
 
     def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV) -> Tensor:
@@ -257,8 +276,7 @@ class PackedLlama:
         return hidden_TC
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
-        """Logits [T, V] in float32 over the full vocabulary (of a part of a model, and of a trimmed head, over its
-        own)."""
+        """Logits [T, V] in float32; of a part of a model, and of a trimmed head, over its own tokens only."""
         if hidden_TC.dtype != self.dtype:
             raise TypeError(f"hidden states are {hidden_TC.dtype}, this model's are {self.dtype}")
         hidden_TC = hidden_TC.contiguous()
@@ -268,7 +286,7 @@ class PackedLlama:
         return logits_TV
 
     def embedding(self) -> Tensor:
-        """[V, C] what each token is fed as, before the family's scaling."""
+        """The embedding table [V, C], before the family's scaling."""
         if self._embedding is not None:
             return self._embedding
         embedding_VC = torch.empty(self.vocab, self.config.hidden_size, dtype=self.dtype)
@@ -276,8 +294,8 @@ class PackedLlama:
         return embedding_VC / self._scale
 
     def batch(self, tokens: abc.Sized | None, positions: abc.Sized | None, kv: KV) -> CBatch:
-        """What the library takes: tokens and positions (int64) as arrays or tensors, and ``kv``'s rows; None are not
-        told, where only rows matter."""
+        """A batch as the library takes it. Tokens and positions (int64) are arrays or tensors; None if the call needs
+        only the rows of ``kv``."""
         if not isinstance(kv, PagedBatch):
             raise TypeError(f"compiled kernels attend over a PagedKVCache, not over {type(kv).__name__}")
         with self._calls:  # a call is this thread's own
@@ -312,29 +330,29 @@ class PackedLlama:
             )
         call = self._call
         call.hand(keys=keys, values=cache.values)
-        vars(call).clear()  # the cache may end before this does
+        vars(call).clear()  # hold no reference, so that the cache can be freed
         call.layer_stride = keys.stride(0)
         call.cache_type, call.page = TYPES[keys.dtype], cache.allocator.block_size
         self._cache = weakref.ref(cache)
 
 
 def computes_as_stored(checkpoint: Checkpoint) -> bool:
-    """Whether it stores matrices in blocks that kernels compute with."""
-    if isinstance(checkpoint, Directory):  # whose tensors are all numbers; it may be a draft head's as well
+    """Whether a checkpoint stores matrices in blocks that kernels compute with."""
+    if isinstance(checkpoint, Directory):  # it has no blocks, and may be a draft head's
         return False
     return any(stored.kind in KINDS for stored in checkpoint.tensors.values())
 
 
 def _return_memory() -> None:
-    """Return freed memory to the system, which the allocator would otherwise keep."""
+    """Return memory to the system that the allocator has freed and would keep."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 def int8_weights(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers of -127 to 127, int8 [N, K], and the scale of each output, float32 [N]: their product is the
-    nearest to ``weight_NK`` of that form whose scale takes the largest weight of an output to 127 (symmetric absolute
-    maximum quantisation by output channel, as in Dettmers et al., arXiv 2208.07339, section 2.1)."""
+    """Round weights to whole numbers of -127 to 127, int8 [N, K], times a scale for each output, float32 [N]. The scale
+    takes an output's largest weight to 127 (symmetric absolute maximum quantisation by output channel, as in Dettmers
+    et al., arXiv 2208.07339, section 2.1)."""
     whole_NK = torch.empty(weight_NK.shape, dtype=torch.int8)
     scale_N = torch.empty(len(weight_NK), dtype=torch.float32)
     # Some outputs at a time, whose float32 values stay in the processor's caches.
@@ -351,5 +369,5 @@ def _float(weight: Tensor) -> Tensor:
 
 
 def float_weights(norm: Norm) -> Tensor:
-    """What a norm multiplies with, float32."""
+    """The factors of a norm, in float32."""
     return norm.factors().detach().contiguous()

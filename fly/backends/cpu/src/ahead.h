@@ -1,7 +1,7 @@
-// What a product may take: how many registers, and which weights it asks memory for ahead of their turn. Knows nothing of
-// the arithmetic. Each variant includes this, and the headers that follow, in a namespace of its own.
+// How large a product may be for the registers, and which weights it fetches before they are needed. Each variant includes this
+// file, and the headers that follow, in a namespace of its own. Knows nothing of the arithmetic.
 
-// What a product has registers for: so many rows, and up to ``four`` of them with four panels at once, ``two`` with two.
+// The rows that a product has registers for; of up to ``four`` rows with four panels at once, of up to ``two`` with two.
 struct Room {
     int rows, four, two;
 
@@ -14,9 +14,9 @@ struct Place {
     long panel;
 };
 
-// Weights that a product asks for while it multiplies others, as a core left to itself waits for too few lines at once:
-// those ``from`` bytes on in each of its panels, and after their end those at ``then``. ALL of them, into the first level
-// of caches; HALF of a step's in each step, into the second, for a product of several blocks; or NONE.
+// Fetches weights while a product multiplies others, since a core by itself waits for too few cache lines at a time: those
+// ``from`` bytes ahead in each of its panels, and after the end of these those at ``then``. ALL goes to the first level of
+// caches; HALF, for a product of several blocks, fetches half of a step's bytes in each step to the second level.
 enum class Asked { NONE, ALL, HALF };
 
 template <Asked ASKED>

@@ -1,19 +1,20 @@
-// Attention over the paged cache: new keys and values are stored, scores, weights and sums taken, of whatever queries share
-// a pass. Knows nothing of weights, nor of what a layer does besides.
+// Attention over the paged cache. ``attention`` (at the end of this file) stores the new keys and values; then ``attend``
+// computes scores, weights and weighted sums of values for all queries that share a pass. Knows nothing of matrices, nor of what
+// else a layer does.
 //
-// A token's attention goes over the stored tokens it sees in ascending order, those it does not see adding exact zeros.
+// A token's sum goes over all stored tokens in ascending order; tokens that it does not see add exact zeros.
 
-// Buffers of a thread's own, for attention over at most S stored tokens.
 constexpr int QUERIES = 32;             // queries whose scores are held at once
-constexpr int OWN_NORMS = 4;            // tokens up to which every thread normalises all by itself, to spare a barrier
+constexpr int OWN_NORMS = 4;            // up to so many tokens, every thread normalises all by itself, which saves a barrier
 constexpr int GROUP = W == 16 ? 4 : 2;  // queries whose sums are in registers at once
 constexpr int BLOCK = 16;               // stored tokens that are scored at once
-constexpr int TURNED = 6;               // queries of a head from which on it pays to transpose its keys
+constexpr int TURNED = 6;               // from so many queries of a head on, it pays to transpose its keys
 
-// New tokens whose queries for one key/value head share a pass, and key/value heads that do.
+// How many new tokens share a pass over one key/value head, and how many key/value heads share one.
 inline int query_tokens(const Shape& shape) { return most_of(QUERIES / (shape.heads / shape.kv_heads), 1); }
 inline int query_groups(int queries) { return most_of(QUERIES / queries, 1); }
 
+// A thread's own buffers.
 struct Scratch {
     long stride;                         // of scores, from one query to the next
     float *scores, *out, *sums, *block;  // of the last: keys transposed, or values widened
@@ -37,14 +38,14 @@ struct Scratch {
 
 void lay_scratch(Dealer& from, const Shape* shape, int longest) { Scratch(from, *shape, longest); }
 
-// A thread's own, which ``make_room`` has laid out.
+// A thread's own buffers, in the memory that ``make_room`` has taken for them.
 inline Scratch scratch_of(const Model* model, int thread) {
     const Block& own = model->work.scratch[thread];
     Dealer from = {own.memory, own.bytes, 0, false};
     return Scratch(from, model->shape, model->work.longest);
 }
 
-// The vector of one head: D values from ``from`` on, normalised where the layer has a norm for it, and rotated.
+// Normalises (if the layer has a norm for it) and rotates the vector of one head.
 inline void rotate(const Model* model, const Layer& layer, Norm which, const float* from, int64_t position, float* to) {
     const int d = model->shape.head_dim, half = d / 2;
     const long at = (layer.rope * (long)model->shape.positions + position) * half;
@@ -63,7 +64,7 @@ inline void rotate(const Model* model, const Layer& layer, Norm which, const flo
     }
 }
 
-// Where the keys (or values) of head ``group`` lie, of a token of page ``number`` of a row.
+// The slot of head ``group``'s key (or value) of a token in page ``number`` of a row.
 template <class K>
 inline K* slot(const Call* call, void* base, int layer, const Row& row, int number, int within, int group) {
     const Shape& shape = call->model->shape;
@@ -71,7 +72,7 @@ inline K* slot(const Call* call, void* base, int layer, const Row& row, int numb
     return (K*)base + layer * call->layer_stride + (at * shape.kv_heads + group) * shape.head_dim;
 }
 
-// Where those of a block's tokens lie, from those of head ``group`` on; after the end, the last again.
+// The slots of a block's tokens, from head ``group`` on. Places after the end repeat the last slot.
 template <class K>
 inline void locate(const Call* call, void* base, int layer, const Row& row, int group, int from, int end,
                    const K* found[BLOCK]) {
@@ -89,8 +90,8 @@ inline void locate(const Call* call, void* base, int layer, const Row& row, int 
     }
 }
 
-// Asks for the line at ``p`` of keys (or values), once where 2·W of them are less than a line. Into the second level of the
-// caches: the first waits for too few lines at once to keep memory busy.
+// Fetches the cache lines of 2·W keys (or values) from ``p`` on, each line once. They go to the second level of the caches: the
+// first waits for too few lines at once to keep memory busy.
 template <class K>
 ALWAYS_INLINE void soon(const K* p) {
     constexpr int BYTES = 2 * W * (int)sizeof(K);
@@ -98,14 +99,14 @@ ALWAYS_INLINE void soon(const K* p) {
     UNROLL for (int i = 0; i < BYTES; i += 64) fetch((const char*)p + i);
 }
 
-// The same of place ``i`` among others, ``from`` values on; null is none of them.
+// The same for place ``i`` of ``then``, ``from`` values on. Null: nothing is fetched.
 template <class K>
 ALWAYS_INLINE void soon(const K* const* then, int i, long from) { soon(then[i] + from); }
 ALWAYS_INLINE void soon(decltype(nullptr), int, long) {}
 
-// Goes over the keys (or values) of the tokens from ``begin`` up to ``end``, a block at a time: ``use(first, where, then)``, with the place
-// of each token's, those of all of ``groups`` side by side, and the place of those to ask for meanwhile, some blocks later.
-// After the last keys these are the first values, which the walk over values relies on.
+// Walks over the keys (or values) of tokens ``begin`` to ``end``, block by block: calls ``use(first, slots, then)`` with the
+// slots of the block's tokens, where all of ``groups`` lie side by side, and those of a later block, to be fetched meanwhile.
+// After the last keys come the first values, so that the walk over values finds them fetched.
 template <class K, class Use>
 inline void walk(const Call* call, bool keys, int layer, const Row& row, Range groups, int begin, int end, Use use) {
     constexpr int RING = 5;
@@ -131,7 +132,7 @@ inline void walk(const Call* call, bool keys, int layer, const Row& row, Range g
     }
 }
 
-// Keys and values of the new tokens of a piece, one key/value head.
+// Stores keys and values of a piece's new tokens, for one key/value head.
 template <class K>
 void store(const Call* call, const Piece& piece, int layer, int group) {
     const Model* model = call->model;
@@ -150,7 +151,7 @@ void store(const Call* call, const Piece& piece, int layer, int group) {
     }
 }
 
-// Queries, and where the scores of each go: rows some values apart.
+// Queries, and where their scores go; rows are ``width`` and ``stride`` values apart.
 template <class K>
 struct Asking {
     const typename Stored<K>::Query* query;
@@ -159,9 +160,9 @@ struct Asking {
     long stride;
 };
 
-// Scores of NQ queries, each with the same W / NQ keys of the head that lies ``offset[i]`` on: W products at a time, each
-// summed up lane by lane over the head's width, then by one tree over the lanes. Asks for the keys at ``then`` (or null),
-// once for neighbours of one head.
+// Scores of NQ queries with the same W / NQ keys each, of the head ``offset[i]`` values on: W products at a time, each summed
+// lane by lane over the head's width, then by one tree over the lanes. Fetches the keys at ``then`` (or null), once for each
+// head.
 template <class K, int NQ, class Then>
 inline void score(Asking<K> who, const int offset[NQ], const K* const* key, Then then, int d) {
     constexpr int NK = W / NQ;
@@ -184,9 +185,9 @@ inline void score(Asking<K> who, const int offset[NQ], const K* const* key, Then
         fours(all, who.out, who.stride);
 }
 
-// Adds NV vectors of each of ``count`` values, weighed by each of NQ queries; SUM adds up the weights as well, in their
-// order, as for a branch of a tree other places lie between. Of the last two vectors only ``rest`` values are there, where
-// that is less than they hold. Asks for those at ``then`` (or null).
+// Adds up NV vectors of each of ``count`` values, by the weights of NQ queries. SUM adds up the weights as well, in the same
+// order, so that zeros between them (tokens of other branches) change nothing. If NV is 2, only ``rest`` values may be there.
+// Fetches the values at ``then`` (or null).
 template <int NQ, int NV, bool SUM, class K, class Then>
 ALWAYS_INLINE void weigh(const Scratch& s, long width, int query, int key, int count, const K* const* value, Then then,
                   int offset, int at, int rest) {
@@ -217,7 +218,7 @@ ALWAYS_INLINE void weigh(const Scratch& s, long width, int query, int key, int c
     }
 }
 
-// All of a head's values. One call a block costs less than what inlining it leaves without registers.
+// The same for the whole width of a head. It is called, not inlined, since its sums need all registers.
 template <int NQ, class K, class Then>
 NOINLINE void weigh(const Scratch& s, int d, int query, int key, int count, const K* const* value, Then then, int offset) {
     const long width = padded(d);
@@ -231,7 +232,7 @@ NOINLINE void weigh(const Scratch& s, int d, int query, int key, int count, cons
     for (; at < d; at += 2 * W) weigh<NQ, 2, false>(s, width, query, key, count, value, then, offset, at, d - at);
 }
 
-// Up to BLOCK tokens' values of the head that lies ``offset`` on, in float32, ``room`` for each. Asks for those at ``then``.
+// Converts up to BLOCK tokens' values of the head ``offset`` values on to float32, ``room`` apart. Fetches those at ``then``.
 template <class K>
 inline void widen(const K* const* value, const K* const* then, int count, int offset, int d, float* to, int room) {
     for (int j = 0; j < count; j++, to += room)
@@ -243,7 +244,7 @@ inline void widen(const K* const* value, const K* const* then, int count, int of
         }
 }
 
-// W keys of the head that lies ``offset`` on, transposed: of each 2·W values a lane after a lane, W keys side by side.
+// Transposes W keys of the head ``offset`` values on: of each 2·W values lane after lane, each with the W keys side by side.
 template <class K>
 inline void turn(const K* const* key, const K* const* then, int offset, int d, float* to) {
     constexpr int PART = W * 4 / (int)sizeof(K);  // of a key, that is a vector
@@ -270,7 +271,7 @@ struct Several {
     Vec of[NQ];
 };
 
-// Adds the products with keys that are transposed, of one lane and one step of 2·W values.
+// Adds the products with transposed keys, for one lane of one step of 2·W values.
 template <class K, int NQ, int LANE>
 ALWAYS_INLINE void add_step(const Asking<K>& who, const float* keys, int step, Several<NQ>& all) {
     const float* mine = keys + (step * W + LANE) * W * Stored<K>::DEEP;
@@ -278,7 +279,7 @@ ALWAYS_INLINE void add_step(const Asking<K>& who, const float* keys, int step, S
         all.of[i] = Stored<K>::times(who.query + i * who.width + step * 2 * W, LANE, mine, all.of[i]);
 }
 
-// These products, summed up over COUNT lanes as ``sums`` does it. STEPS: of 2·W values in a head; 0: as many as there are.
+// Adds up these products over COUNT lanes, in the order of ``sums``. STEPS: how many 2·W values a head has, if known; else 0.
 template <class K, int NQ, int STEPS, int COUNT = W, int AT = 0>
 ALWAYS_INLINE Several<NQ> over_lanes(const Asking<K>& who, const float* keys, int steps) {
     Several<NQ> all;
@@ -296,7 +297,7 @@ ALWAYS_INLINE Several<NQ> over_lanes(const Asking<K>& who, const float* keys, in
     return all;
 }
 
-// Scores of NQ queries with the same W keys, transposed: the same sums as of ``score``.
+// Scores of NQ queries with the same W transposed keys: the same sums, in the same order, as by ``score``.
 template <class K, int NQ>
 inline void score_turned(Asking<K> who, const float* keys, int d) {
     const auto give = [&](const Several<NQ>& all) {
@@ -309,9 +310,10 @@ inline void score_turned(Asking<K> who, const float* keys, int d) {
     give(over_lanes<K, NQ, 0>(who, keys, steps));
 }
 
-// Scores to weights: exp of what is above the largest; zero for what ``mask`` hides (null: nothing), and up to ``end``.
+// Turns scores into weights, exp(score - largest): zeros where ``mask`` hides a token (null: nowhere) and from ``sees`` to
+// ``end``.
 inline void weights_of(float* score, int sees, int end, const uint8_t* mask, Vec scale) {
-    alignas(64) uint8_t last[W] = {};  // the end is no multiple of a vector, and nobody else's memory may be read
+    alignas(64) uint8_t last[W] = {};  // the mask's last bytes, since no memory after it may be read
     const int whole = sees / W * W;
     for (int j = whole; j < sees; j++) last[j - whole] = mask ? mask[j] : 1;
     const Vec none = set1(-__builtin_inff());
@@ -326,12 +328,12 @@ inline void weights_of(float* score, int sees, int end, const uint8_t* mask, Vec
     for (int j = padded(sees, W); j < end; j++) score[j] = 0;
 }
 
-// What new token ``n`` of a row sees of the tokens up to itself; null is all.
+// The mask of new token ``n`` of a row over the tokens up to itself; null: it sees all.
 inline const uint8_t* mask_of(const Row& row, int n) {
     return row.mask ? row.mask + (long)n * (row.start + row.count) : nullptr;
 }
 
-// The first stored token that new token ``n`` of a row sees: the last ``window`` of those that it would see (0: all).
+// The first token that new token ``n`` of a row sees, within a window of the last ``window`` tokens that it could see (0: all).
 inline int first_seen(const Row& row, int n, int window) {
     const int sees = row.start + n + 1;
     if (!window || sees <= window) return 0;
@@ -342,8 +344,8 @@ inline int first_seen(const Row& row, int n, int window) {
     return at;
 }
 
-// Attention of the tokens ``from`` to ``to`` of a piece's row, for the queries of some key/value heads: at most QUERIES
-// of them, or those of a single token and head.
+// Attention of tokens ``from`` to ``to`` of a piece's row, for the queries of some key/value heads: at most QUERIES queries, or
+// those of a single token and head.
 template <class K, class Act>
 void attend(const Call* call, const Piece& piece, int layer, Range groups, int from, int to, const Scratch& s) {
     typedef typename Stored<K>::Query Query;
@@ -357,6 +359,7 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     // Query q is of key/value head q / each, of token (q % each) / per.
     auto token = [&](int q) { return from + q % each / per; };
     auto head = [&](int q) { return (groups.from + q / each) * per + q % per; };
+    // Queries, rotated.
     alignas(64) float vector[1024 + 2 * W];
     for (int i = d; i < width; i++) vector[i] = 0;
     for (int q = 0; q < queries; q++) {
@@ -365,8 +368,8 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
         rotate(model, model->layers[layer], QUERY, query, call->position[call->tile_at + at], vector);
         for (int i = 0; i < width; i += 2 * W) Stored<K>::query(vector + i, (Query*)s.queries + q * width + i);
     }
-    // Heads of few queries are scored side by side, with few tokens each, which is the order of memory. Where a head has
-    // more, its keys are transposed once for all of them, and its values widened.
+    // Scores. Heads with few queries are scored side by side, a few tokens at a time, as they lie in memory. If a head has more
+    // queries, its keys are transposed once for all of them, and its values converted to float32.
     constexpr int FEW = 4, SIDE = W / FEW;
     const bool together = each < SIDE && queries >= SIDE;
     const bool turns = each >= TURNED, widens = Stored<K>::WIDENS && each > GROUP;
@@ -380,7 +383,7 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
             return Asking<K>{(const Query*)s.queries + q * width, width, s.scores + q * s.stride + key + on, s.stride};
         };
         for (int on = 0; on < BLOCK && together; on += FEW)
-            for (int q = 0; q < queries; q += SIDE) {  // the last few may be among the ones before
+            for (int q = 0; q < queries; q += SIDE) {  // the last queries may be scored twice
                 const int first = q + SIDE <= queries ? q : queries - SIDE;
                 score<K, SIDE>(asking(first, on), offsets + first, keys + on, then + on, d);
             }
@@ -396,6 +399,7 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
                 for (int n = 1; n < each; n++) score<K, 1>(asking(q + n, on), &offset, keys + on, nullptr, d);
             }
     });
+    // Weights; tokens before the window get none.
     const Vec scale = set1(shape.scale);
     for (int q = 0; q < queries; q++) {
         const uint8_t* mask = mask_of(row, token(q));
@@ -405,11 +409,12 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
         weights_of(score, row.start + token(q) + 1 - begin, end - begin, mask ? mask + begin : nullptr, scale);
         for (int j = 0; j < unseen; j++) score[j] = 0;
     }
+    // Weighted sums of values.
     memset(s.out, 0, queries * width * sizeof(float));
     memset(s.sums, 0, queries * sizeof(float));
     walk<K>(call, false, layer, row, groups, begin, end, [&](int key, const K* const* values, const K* const* then) {
         const int count = least_of(end - key, BLOCK), room = padded(d, 2 * W);
-        // Adds them for some of a head's ``left`` queries, and says for how many.
+        // Adds the values for some of a head's ``left`` queries. Returns how many.
         const auto some = [&](auto from, auto then, int size, int offset, int q, int left) {
             if (left >= GROUP) return weigh<GROUP>(s, size, q, key, count, from, then, offset), GROUP;
             if (left >= 2) return weigh<2>(s, size, q, key, count, from, then, offset), 2;
@@ -430,6 +435,7 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
             q += left == each ? some(values, then, d, offset, q, left) : some(values, nullptr, d, offset, q, left);
         }
     });
+    // Divided by the sum of the weights.
     for (int q = 0; q < queries; q++) {
         const float* out = s.out + q * width;
         const Vec all = set1(s.sums[q]);
@@ -441,6 +447,7 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     }
 }
 
+// Attention of a tile's tokens, divided among the threads by piece and key/value head.
 template <class Wt, class K>
 void attention(Call* call, int layer, int thread, const Scratch& s) {
     typedef typename Wt::Act Act;
@@ -449,7 +456,7 @@ void attention(Call* call, int layer, int thread, const Scratch& s) {
     const Range range = part(call->piece_count * groups, thread, call->threads);
     int longest = 0;
     for (int i = 0; i < call->piece_count; i++) longest = most_of(longest, call->pieces[i].to - call->pieces[i].from);
-    if (longest <= per_pass) {  // whoever attends stores what is new as well
+    if (longest <= per_pass) {  // the thread that attends has stored the new keys and values itself
         for (int task = range.from, most; task < range.to; task += most) {
             const Piece& piece = call->pieces[task / groups];
             const int first = task % groups;
@@ -462,7 +469,7 @@ void attention(Call* call, int layer, int thread, const Scratch& s) {
     }
     for (int task = range.from; task < range.to; task++) store<K>(call, call->pieces[task / groups], layer, task % groups);
     wait(call);
-    // A later pass over a row takes longer, so passes are dealt out in turn.
+    // A later pass over a row takes longer, so the threads take passes in turn.
     int task = 0;
     for (int i = 0; i < call->piece_count; i++) {
         const Piece& piece = call->pieces[i];

@@ -61,8 +61,8 @@ inline void st(uint16_t* p, Vec x) {
     _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(bits, bits), 0x08)));
 }
 
-// Products of M rows with P panels, a step of inputs at a time: each of a panel's vectors of weights, and what it is
-// multiplied with, as their type ``Wt`` takes them.
+// Products of M rows with P panels, a step of inputs at a time. The type ``Wt`` says how weights and inputs are read, and how
+// they are multiplied.
 template <class Wt, int M, int P, class Ask>
 NOINLINE void multiply(const typename Wt::In* a, long lda, const char* w, long panel, int steps, Ask ahead,
                        typename Wt::Sum* out) {
@@ -124,7 +124,7 @@ struct Int8 : Widened {
     }
 };
 
-// Widened to 16 bits, of which two products at once are exact.
+// Both sides are widened to 16 bits, so that sums of two products are exact.
 struct Whole8 {
     typedef int8_t Weight;
     typedef float Act;

@@ -45,8 +45,8 @@ inline __m512i fours(const void* from) {
 // 32 registers: the sums of rows times panels, two each, and the operands, which are two a panel.
 constexpr Room ROOM = {14, 3, 6};
 
-// Products of M rows with P panels, a step of inputs at a time: the weights of 16 outputs, and what they are multiplied
-// with, as their type ``Wt`` takes them.
+// Products of M rows with P panels, a step of inputs at a time. The type ``Wt`` says how weights and inputs are read, and how
+// they are multiplied.
 template <class Wt, int M, int P, class Ask>
 NOINLINE void multiply(const typename Wt::In* a, long lda, const char* w, long panel, int steps, Ask ahead,
                        typename Wt::Sum* out) {

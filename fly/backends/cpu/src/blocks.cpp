@@ -1,20 +1,26 @@
-// Matrices in the blocks of a GGUF file: what the blocks of each type hold, and how they are packed into strips (fly.h:
-// Strip). Packing moves numbers and scales to other places and changes none of them. Knows nothing of the arithmetic.
+// Matrices in the blocks of a GGUF file: what the blocks of each type hold, and how they are packed into strips (fly.h: Strip).
 //
-// Formats: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h and ggml-quants.c (dequantize_row_*). All numbers
-// lie with the lowest byte first.
+// While a model is packed (fly/backends/cpu/packed.py), ``fly_set_stored`` is called once for each matrix, from several threads
+// for different ones. It checks all parts, takes memory, and packs strip by strip; packing moves numbers and scales and changes
+// none. A matrix that fails leaves the one before in place. Nothing interrupts it. While the model runs, only ``read_row`` is
+// called, for embeddings (layers.h: embed). Knows nothing of the arithmetic.
+//
+// Formats: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h and ggml-quants.c (dequantize_row_*). All numbers have
+// the lowest byte first.
 #include "library.h"
 
 using namespace fly;
 
 namespace {
 
-// One row's weights of a superblock, read from its blocks.
+// One row's weights of a superblock, as read from its blocks.
 struct Numbers {
     uint8_t number[SUPER];
-    uint16_t scale[SUPER / GROUP], least[SUPER / GROUP];  // float16, of formats without ``parts``
-    uint16_t factor[2];                                   // float16, of scales and of minima, of formats with ``parts``
-    int8_t part[2][SUPER / 16];                           // times these
+    // Formats without ``parts``: scales and minima, float16.
+    uint16_t scale[SUPER / GROUP], least[SUPER / GROUP];
+    // Formats with ``parts``: scales [0] and minima [1] are ``factor`` (float16) times ``part``.
+    uint16_t factor[2];
+    int8_t part[2][SUPER / 16];
 };
 
 uint16_t half_at(const uint8_t* at) {
@@ -29,8 +35,8 @@ uint32_t word_at(const uint8_t* at) {
     return word;
 }
 
-// Blocks of 32: a scale, a minimum if the format has one, fifth bits if the numbers have 5, and the lower four bits of the
-// first and the last 16 numbers.
+// Blocks of 32 numbers: a scale; a minimum if the format has one; fifth bits if the numbers have 5; and 16 bytes, each with the
+// lower four bits of number i and of number i + 16.
 template <bool LEAST, bool FIFTH>
 void read_32(const uint8_t* block, int group, Numbers* to) {
     to->scale[group] = half_at(block), block += 2;
@@ -50,14 +56,14 @@ void read_q8_0(const uint8_t* block, int group, Numbers* to) {
     for (int i = 0; i < GROUP; i++) to->number[group * GROUP + i] = (uint8_t)(block[2 + i] ^ 128);  // 128 more
 }
 
-// Two factors, 8 scales and minima of 6 bits in 12 bytes, fifth bits if the numbers have 5, and the lower four bits of two
-// times 32 numbers in each 32 bytes. The factor of minima is subtracted.
+// Blocks of 256: two factors; 8 scales and 8 minima of 6 bits, in 12 bytes; fifth bits if the numbers have 5; and the lower four
+// bits of numbers, two groups of 32 in each 32 bytes. Minima are subtracted in this format, so their factor changes its sign.
 template <bool FIFTH>
 void read_k(const uint8_t* block, int, Numbers* to) {
     to->factor[0] = half_at(block), to->factor[1] = half_at(block + 2) ^ 0x8000;
     const uint8_t *six = block + 4, *fifth = block + 16, *lower = block + (FIFTH ? 48 : 16);
     for (int g = 0; g < 8; g++) {
-        const int high = g - 4;  // the last four have their upper two bits with the first four
+        const int high = g - 4;  // the upper two bits of the last four are stored with the first four
         to->part[0][g] = (int8_t)(g < 4 ? six[g] & 63 : (six[g + 4] & 15) | six[high] >> 6 << 4);
         to->part[1][g] = (int8_t)(g < 4 ? six[g + 4] & 63 : six[g + 4] >> 4 | six[g] >> 6 << 4);
     }
@@ -67,7 +73,7 @@ void read_k(const uint8_t* block, int, Numbers* to) {
     }
 }
 
-// The lower four bits of 256 numbers, their upper two bits, 16 signed scales, and a factor.
+// Blocks of 256: the lower four bits of all numbers, their upper two bits, 16 signed scales, and a factor.
 void read_q6_k(const uint8_t* block, int, Numbers* to) {
     const uint8_t *lower = block, *upper = block + 128;
     memcpy(to->part[0], block + 192, 16);
@@ -107,7 +113,7 @@ const Kind* kind_of(int number) {
 
 int64_t row_bytes(const Kind& kind, int inputs) { return (inputs + kind.inputs - 1) / kind.inputs * (int64_t)kind.bytes; }
 
-// The superblock of a row that begins at input ``from``.
+// Reads the superblock of a row that begins at input ``from``.
 void read(const Kind& kind, const char* row, int from, int inputs, Numbers* to) {
     for (int i = 0; i < least_of(SUPER, inputs - from); i += kind.inputs)
         kind.read((const uint8_t*)row + (from + i) / kind.inputs * (int64_t)kind.bytes, i / GROUP, to);
@@ -188,29 +194,32 @@ void fly::read_row(int number, const char* blocks, int width, float* to) {
     }
 }
 
-// Matrix ``which`` of a layer (qkv, o, gate_up, down) or the head (4) of a model of GROUPED weights: ``parts`` are its rows from
-// the first on, each part in blocks of its own kind. Parts begin at multiples of 16 rows; of gate_up also at the first up.
+// Sets matrix ``which`` of a layer (qkv, o, gate_up, down), or the head (4), of a model of GROUPED weights. ``parts`` are its
+// rows in order, each part in blocks of its own kind. Each begins at a multiple of 16 rows; in gate_up, one begins at the first
+// up.
 EXPORT int fly_set_stored(Model* model, int number, int which, Span<const Stored> parts, Span<const float> bias) {
     MatrixPlace place;
     if (const int error = place_of(model, number, which, &place) ?:
                           within("weights of this model", model->shape.weights, GROUPED, GROUPED) ?:
                           holds_or_none("bias", bias, place.n))
         return error;
-    // What the parts are, and where each begins.
+    // Check the parts: their kinds, their sizes, and where each begins.
     const bool pairs = which == 2;
     int64_t rows = 0;
     for (const Stored& part : parts) {
         const Kind* kind = kind_of(part.kind);
         const int64_t from = pairs && rows >= place.n / 2 ? rows - place.n / 2 : rows;
-        if (const int error = (kind ? OK : refuse(REFUSED, "a kind of blocks", part.kind, KINDS[0].number, LAST_KIND)) ?: within("rows of a part", part.rows, 1, MOST) ?:
+        if (const int error = (kind ? OK : refuse(REFUSED, "a kind of blocks", part.kind, KINDS[0].number, LAST_KIND)) ?:
+                              within("rows of a part", part.rows, 1, MOST) ?:
                               holds("a part of a matrix", part.data, part.rows, row_bytes(*kind, place.k)) ?:
                               within("the rest of a part's first row by 16", from % STRIP, 0, 0) ?:
-                              within("a part's end after the first up", pairs && rows < place.n / 2 && rows + part.rows > place.n / 2, 0, 0))
+                              within("a part's end after the first up",
+                                     pairs && rows < place.n / 2 && rows + part.rows > place.n / 2, 0, 0))
             return error;
         rows += part.rows;
     }
     if (const int error = within("rows of all parts", rows, place.n, place.n)) return error;
-    // Strips in the order of panels: their rows, and how much memory they take.
+    // Take memory for the strips, which lie in the order of panels.
     Matrix made = {};
     made.n = place.n, made.k = place.k, made.panels = panels_of(place.n, pairs);
     if (!(made.strips = (Strip*)allocate(2 * made.panels * (int64_t)sizeof(Strip)))) return refuse(NO_MEMORY, "a matrix", 0, 0);
@@ -233,6 +242,7 @@ EXPORT int fly_set_stored(Model* model, int number, int which, Span<const Stored
         drop(made);
         return refuse(NO_MEMORY, "a matrix", 0, bytes);
     }
+    // Pack strip by strip, and put the matrix in place.
     char* to = made.data;
     for (int strip = 0; strip < 2 * made.panels; strip++) {
         const int row = first_row(strip);
@@ -252,7 +262,7 @@ EXPORT int fly_set_stored(Model* model, int number, int which, Span<const Stored
     return OK;
 }
 
-// The embedding [V, C] in blocks of a kind, instead of plain numbers; it must outlive the model.
+// Sets the embedding [V, C] in blocks of a kind, instead of plain numbers. Its memory must outlive the model.
 EXPORT int fly_set_embedding(Model* model, int number, Span<const char> blocks) {
     const Kind* kind = kind_of(number);
     const int64_t bytes = kind ? row_bytes(*kind, model->shape.width) : 0;

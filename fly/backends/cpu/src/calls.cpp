@@ -1,13 +1,15 @@
-// Calls of a packed model: what the Python side hands over is checked, laid out for the threads, and run. Knows nothing of
-// the arithmetic, nor of rounds.
+// Calls of a packed model: forwards, logits, drafts. Called from Python (packed.py, executor.py, drafting.py, head.py) and by
+// rounds (rounds.cpp, trees.h). A call checks what it is given before anything is written, makes room in the model's workspace,
+// which it holds alone until it ends, and runs on the pool's threads (threads.cpp). Nothing interrupts it. Knows nothing of the
+// arithmetic.
 #include "library.h"
 
 using namespace fly;
 
 namespace {
 
-// Whether a batch is what it says: tokens of the vocabulary at positions of the context, in rows whose pages are the
-// cache's and have room for all that is stored, and for ``limit[b]`` - 1 tokens after that (or none). An error or OK.
+// Checks a batch: tokens of the vocabulary, positions of the context, pages of the cache, and room in these for the new tokens,
+// and (unless ``limit`` is null) for ``limit[b]`` - 1 drafted ones after them. An error or OK.
 int check(const Model* model, const Batch* batch, const int32_t* limit) {
     const Shape& shape = model->shape;
     const int rows = batch->rows, page = batch->page;
@@ -31,7 +33,7 @@ int check(const Model* model, const Batch* batch, const int32_t* limit) {
                               within("tokens that a row stores", ends, 1, MOST) ?:
                               holds("the table of a row", table, (ends + page - 1) / page))
             return error;
-        uint32_t last = 0;  // of a number below 0, more than any
+        uint32_t last = 0;  // the largest number; one below 0 is larger than any
         for (const int32_t number : table) last = (uint32_t)number > last ? (uint32_t)number : last;
         if (const int error = within("a page of a row", last, 0, pages - 1)) return error;
         if (batch->masks.there() && batch->masks[b])
@@ -46,8 +48,8 @@ int check(const Model* model, const Batch* batch, const int32_t* limit) {
     return OK;
 }
 
-// Everything of a call but its work, for forwards of at most ``tokens``; ``deal`` takes what only this job needs, and
-// ``limit`` is as for ``check``. An error or OK.
+// Prepares a call whose forwards have at most ``tokens``. ``deal`` takes the memory that only this job needs; ``limit`` is as
+// for ``check``. An error or OK.
 template <class Deal>
 int prepare(Call* call, Job job, Model* model, const Batch* batch, Arena* arena, int64_t tokens, int64_t last_rows,
             const int32_t* limit, Deal deal) {
@@ -75,7 +77,7 @@ int prepare(Call* call, Job job, Model* model, const Batch* batch, Arena* arena,
 
 constexpr auto NOTHING = [](Dealer&) {};
 
-// The same of a call that is not over a batch, of so many rows of hidden states.
+// The same for a call without a batch, over so many ``rows`` of hidden states.
 int prepare(Call* call, Job job, Model* model, const void* hidden, int rows, int threads) {
     memset((void*)call, 0, sizeof(Call));
     call->job = job;
@@ -84,8 +86,8 @@ int prepare(Call* call, Job job, Model* model, const void* hidden, int rows, int
     return make_room(model, rows, 0, 1, threads_for(threads));
 }
 
-// Runs a call of so many tokens in so many forwards. It waits for workers an eighth (of that, ``share``) of what it will
-// take, by a rough guess at the processor, and at most a millisecond.
+// Runs a call of so many tokens in so many forwards. Waits for workers for an eighth of the time that the call should take, by
+// a rough guess at the processor's speed, divided by ``share``; a millisecond at most.
 void start(Call* call, int threads, double tokens, double forwards, int share = 1) {
     const Shape& shape = call->model->shape;
     const double layer = (double)shape.width * (shape.heads + shape.kv_heads) * 2 * shape.head_dim +
@@ -100,7 +102,7 @@ int value_bytes(const Model* model) { return bytes_of_type(model->shape.hidden);
 
 }  // namespace
 
-// Hidden states [T, C] of a batch. All is checked before anything is written.
+// Hidden states [T, C] of a batch.
 EXPORT int fly_forward(Model* model, const Batch* batch, Span<char> hidden) {
     if (const int error = holds("hidden", hidden, batch->tokens, model->shape.width, value_bytes(model))) return error;
     Arena arena;
@@ -128,7 +130,7 @@ EXPORT int fly_logits(Model* model, Span<const char> hidden, int tokens, Span<fl
     return OK;
 }
 
-// What each token is fed as [V, C], in the type of hidden states.
+// The embedding of each token [V, C], in the type of hidden states.
 EXPORT int fly_embedding(Model* model, Span<char> embedding, int threads) {
     const Shape& shape = model->shape;
     if (const int error = holds("embedding", embedding, shape.vocab, shape.width, value_bytes(model))) return error;
@@ -139,9 +141,9 @@ EXPORT int fly_embedding(Model* model, Span<char> embedding, int threads) {
     return OK;
 }
 
-// Logits [N, V], float32, after the tokens of a batch numbered in ``kept`` [N] (none: all), and the most likely token of
-// each, the lowest id among equals: a forward and its logits in one call. ``read`` [T, states · C] gets the residual stream
-// of all tokens after ``state`` layers each, in the type of hidden states.
+// A forward and its logits: ``logits`` [N, V], float32, after the tokens with the numbers ``kept`` [N] (none: all), and the most
+// likely token of each (``choice``; the lowest id among equals). ``read`` [T, states · C] gets the residual stream of all tokens
+// after each number of layers in ``state``, in the type of hidden states.
 EXPORT int fly_score(Model* model, const Batch* batch, Span<const int32_t> kept, Span<float> logits, Span<int32_t> choice,
                      Span<const int32_t> state, Span<char> read) {
     const Shape& shape = model->shape;
@@ -169,9 +171,9 @@ EXPORT int fly_score(Model* model, const Batch* batch, Span<const int32_t> kept,
     return OK;
 }
 
-// A step of a draft head: each token of a batch is fed with what it is ``given`` of the target's hidden states [T, F], in
-// the type of its own, or (none) with a feature ``x`` [T, C], float32. Logits [N, U] after the tokens numbered in ``kept``
-// [N], and the features after all of them, ``features`` [T, C], in the type of hidden states.
+// A step of a draft head. Each token of the batch is fed with the target's hidden states ``given`` [T, F], in the type of the
+// head's own, or (none) with a feature ``x`` [T, C], float32. ``logits`` [N, U] follow the tokens with the numbers ``kept``
+// [N]; ``features`` [T, C], in the type of hidden states, follow all tokens.
 EXPORT int fly_step(Model* model, const Batch* batch, Span<const char> given, Span<const float> x, Span<const int32_t> kept,
                     Span<float> logits, Span<char> features) {
     constexpr int32_t after[] = {1};
@@ -204,23 +206,25 @@ EXPORT int fly_step(Model* model, const Batch* batch, Span<const char> given, Sp
     return OK;
 }
 
-// Continuations: row b drafts until limit[b] tokens stand, at least 1 and at most ``most``, or one of its ``stop`` ids, or
-// the first it is not ``sure[b]`` of. All but the last are then stored, so the rows' pages must have room for count[b] +
-// limit[b] - 1 new tokens. Tokens are the most likely ones where there is no ``sampling``; else drawn by ``uniform`` from
-// what ``distributions`` [B, most, V] shows then, with zeros after the last; at a temperature below 0 they are the most
-// likely ones, and it shows the logits. They are the same with a ``lookup`` (or null), which copies from ``texts``: of each
-// row the start[b] tokens that are stored. New tokens are causal, at the positions after those. A draft head takes what it
-// is ``given`` of the target's hidden states [T, F] before each token of the batch, in the type of its own, and has no
-// lookup; its distributions are over the target's vocabulary.
+// Drafts chains (drafting.h). Row b drafts ``limit[b]`` tokens (1 to ``most``), or fewer: it ends after one of its ``stop`` ids,
+// or where ``stops[b]`` says. All but the last are stored then, so its pages must have room for count[b] + limit[b] - 1 tokens.
+//
+// Without ``sampling`` tokens are the most likely ones. Otherwise they are drawn by ``uniform`` [B, most] from distributions,
+// which come out in ``distributions`` [B, most, V] with zeros after a row's last token. A temperature below 0 chooses the most
+// likely tokens, and ``distributions`` are the logits. A ``lookup`` (or null) changes no token; it copies from ``texts``, the
+// start[b] stored tokens of each row.
+//
+// A draft head is ``given`` the target's hidden states [T, F] before each token of the batch, in the type of the head's own. It
+// has no lookup, and its distributions are over the target's vocabulary.
 EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int32_t> limit,
                      Span<const Span<const int64_t>> stop, Span<int64_t> drafted, Span<int32_t> drafted_count,
                      Span<const Sampling> sampling, Span<const float> uniform, Span<float> distributions, Lookup* lookup,
-                     Span<const Span<const int32_t>> texts, Span<const Sure> sure, Span<const char> given) {
+                     Span<const Span<const int32_t>> texts, Span<const Stops> stops, Span<const char> given) {
     const Shape& shape = model->shape;
     const int rows = batch->rows;
     if (const int error = within("most", most, 0, MOST) ?: holds("limit", limit, rows) ?: holds("stop", stop, rows) ?:
                           holds("drafted", drafted, rows, most) ?: holds("drafted_count", drafted_count, rows) ?:
-                          holds("sure", sure, rows) ?: within("masks of a draft", batch->masks.there(), 0, 0) ?:
+                          holds("stops", stops, rows) ?: within("masks of a draft", batch->masks.there(), 0, 0) ?:
                           holds("start", batch->start, rows) ?: holds("count", batch->count, rows) ?:
                           (shape.features ? holds("given", given, batch->tokens, shape.features, value_bytes(model)) : OK))
         return error;
@@ -260,7 +264,7 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int3
     call.most = most, call.limit = limit, call.stop = stop;
     call.drafted = drafted, call.drafted_count = drafted_count;
     call.sampling = sampling.there() ? sampling.at : nullptr, call.uniform = uniform, call.distributions = distributions;
-    call.lookup = lookup, call.sure = sure;
+    call.lookup = lookup, call.stops = stops;
     call.given = given.there() ? given.at : nullptr;
     const int64_t* token = batch->token;
     for (int b = 0; b < rows; b++) {

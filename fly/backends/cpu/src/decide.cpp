@@ -1,9 +1,15 @@
-// The decision on a drafted block of one row, as fly/policies/verification.py makes it in tensors. Knows nothing of models,
-// caches or rounds.
+// The decision on one row's drafted block, as fly/policies/verification.py makes it in tensors.
 //
-// First the exact rule says which drafted tokens it keeps: at temperature 0 those that are the target's choice, above it by
-// the row's coins. Then come the clauses of the row's relaxation: a token that is not kept stands all the same where all of
-// them hold. What stands is the longest prefix of a chain, or one path of a tree. Last comes the token that follows.
+// ``Decider::decide`` is called for each row: by every round that is taken in one call (rounds.cpp), and by ``fly_decide`` at
+// the end of this file, for blocks whose logits Python holds (fly/backends/cpu/host.py). In order:
+//
+// 1. The exact rule decides which drafted tokens it keeps: at temperature 0 the target's choices, above it by the row's coins.
+// 2. A token that it rejects is a mismatch. If all clauses of the row's rule hold for it, it is excused and kept.
+// 3. The longest prefix of a chain is kept, or one path of a tree.
+// 4. A token of the target's own follows: the correction of the first rejected token or, after a whole draft, the bonus.
+//
+// A decision is not interrupted. Where it would depend on a NaN, or on a rule that only Python knows, the block stays open:
+// nothing of it is kept here, and Python decides it. Knows nothing of models, caches or rounds.
 #include "decide.h"
 
 #include <math.h>
@@ -12,16 +18,16 @@ using namespace fly;
 
 namespace {
 
-constexpr int LEFT_OPEN = -1;  // in place of how many tokens stand
+constexpr int LEFT_OPEN = -1;  // instead of the number of tokens that are kept
 
 }  // namespace
 
-// A row's block in a round.
+// One row's block in one round.
 struct Decider::Block {
     int row, round, count;         // ``count`` drafted tokens
     const int64_t* drafted;
-    const int32_t *parents, *own;  // null: a chain; the target's choices
-    int32_t* path;
+    const int32_t *parents, *own;  // the tokens' parents (null: a chain); the target's choices
+    int32_t* path;                 // out
     const float *logits, *distributions;
     const Rule& rule;
     const Sampling* how;  // null at temperature 0
@@ -29,7 +35,7 @@ struct Decider::Block {
     int64_t following;    // out
 };
 
-// What the target says after one token: the likeliest logits, and ln of the sum of exp over all.
+// The target's output after one token: the largest logits, and ln of the sum of exp over all.
 struct Decider::Place {
     const float* logits;
     float likeliest[3 + 1];
@@ -50,7 +56,7 @@ int Decider::begin(int rows) {
                         holds("following", blocks.following, places) ?: holds_or_none("parent", blocks.parent, places, k) ?:
                         (trees ? holds("path", blocks.path, places, k) : OK) ?:
                         (rules.clause.there() ? holds("control", rules.control, rules.vocab) ?:
-                                                    holds("ask", blocks.ask, rows, k + 1) : OK))
+                                                    holds("mismatch", blocks.mismatch, rows, k + 1) : OK))
         return bad;
     for (int b = 0; b < rows; b++) {
         const Rule& rule = rules.rule[b];
@@ -58,8 +64,8 @@ int Decider::begin(int rows) {
                             within("clause_at", rule.clause_at, 0, rules.clause.count() - rule.clauses))
             return bad;
     }
-    judge = variants[rules.variant];
-    blocks.asks = 0;
+    code = variants[rules.variant];
+    blocks.mismatches = 0;
     return lay_out(&arena, "a decision", false, [&](Dealer& from) {
         coins = from.take<float>(k + 1), agrees = from.take<uint8_t>(k + 1);
         spread = from.take<float>(2, padded(rules.vocab));
@@ -73,32 +79,33 @@ void Decider::decide(int b, int round, int64_t length, const float* logits, cons
     Block block = {b, round, blocks.drafted_count[at], blocks.drafted + columns, trees ? blocks.parent + columns : nullptr,
                    blocks.choice + at * (blocks.k + 1), trees ? blocks.path + columns : nullptr, logits, distributions,
                    rules.rule[b], draws ? rules.sampling + b : nullptr, length, NO_NUMBER};
-    const int asked = blocks.asks;
-    const int stands = trees ? keep_path(block) : keep_prefix(block);
-    const bool open = stands < 0 || block.following < 0;
-    if (open) blocks.asks = asked;  // who decides will ask again
-    blocks.accepted[at] = open ? 0 : stands;
+    const int noted_before = blocks.mismatches;
+    const int kept = trees ? keep_path(block) : keep_prefix(block);
+    const bool open = kept < 0 || block.following < 0;
+    if (open) blocks.mismatches = noted_before;  // Python decides the block anew
+    blocks.accepted[at] = open ? 0 : kept;
     blocks.following[at] = open ? NO_NUMBER : block.following;
 }
 
-// Whether the target's logits at a place are numbers: a NaN is the largest of all.
+// Whether the target's logits at a place are numbers. A NaN among them would be the choice.
 bool Decider::is_number(const Block& block, int place) const {
     const int32_t own = block.own[place];
     return own >= 0 && !isnan(block.logits[(long)place * rules.vocab + own]);
 }
 
-// How many tokens of a chain stand.
+// Returns how many tokens of a chain are kept, or LEFT_OPEN.
 int Decider::keep_prefix(Block& block) {
     const int vocab = rules.vocab, count = block.count;
     const int64_t* drafted = block.drafted;
-    // The exact rule keeps tokens up to the first mismatch (Leviathan et al. 2023, alg. 1). Clauses look beyond it.
+    // The exact rule keeps tokens up to the first mismatch (Leviathan et al. 2023, algorithm 1). Clauses may ask whether the
+    // tokens after that agree, so these are compared too.
     int n = 0;
     if (block.how) {
         uniforms(block.rule.seed, block.length, ACCEPT, count, coins);
         const auto exact = [&](int from, bool all) {
             const long at = (long)from * vocab;
             const float* drawn_from = block.distributions ? block.distributions + at : nullptr;
-            return judge->accepts(block.logits + at, vocab, block.how, drafted + from, count - from, drawn_from, coins + from, all,
+            return code->accepts(block.logits + at, vocab, block.how, drafted + from, count - from, drawn_from, coins + from, all,
                                   spread, agrees + from);
         };
         n = exact(0, false);
@@ -108,18 +115,18 @@ int Decider::keep_prefix(Block& block) {
         for (int i = 0; i < count; i++) agrees[i] = drafted[i] == block.own[i];
         while (n < count && agrees[n]) n++;
     }
-    // The clauses excuse one mismatch after another, up to the first that they do not.
+    // The clauses excuse one mismatch after another, up to the first for which one of them does not hold.
     while (n < count) {
-        if (block.rule.asks || !is_number(block, n)) return LEFT_OPEN;
+        if (block.rule.in_python || !is_number(block, n)) return LEFT_OPEN;
         if (!block.rule.clauses) break;
-        int same = 0;  // tokens after it that agree without a gap
-        while (n + 1 + same < count && agrees[n + 1 + same]) same++;
+        int agreeing = 0;  // how many of the tokens right after it agree
+        while (n + 1 + agreeing < count && agrees[n + 1 + agreeing]) agreeing++;
         const Place at = look(block, n);
-        const uint32_t held = ask(block, at, n, count - 1 - n, same);
+        const uint32_t held = clauses_held(block, at, n, count - 1 - n, agreeing);
         if (!note(block, at, n, held, held == (1u << block.rule.clauses) - 1)) break;
-        n += 1 + same;
+        n += 1 + agreeing;
     }
-    // A token of the target's own follows: the correction or, if all of the draft stands, the bonus.
+    // A token of the target's own follows: the correction, or the bonus after a whole draft.
     if (!is_number(block, n)) return LEFT_OPEN;
     if (!block.how) {
         block.following = block.own[n];
@@ -128,13 +135,13 @@ int Decider::keep_prefix(Block& block) {
     float uniform;
     uniforms(block.rule.seed, block.length, SAMPLE, 1, &uniform);
     const long at = (long)n * vocab;
-    block.following = judge->follow(block.logits + at, vocab, block.how, n < count ? drafted[n] : -1,
+    block.following = code->follow(block.logits + at, vocab, block.how, n < count ? drafted[n] : -1,
                                     block.distributions ? block.distributions + at : nullptr, uniform, spread);
     return n;
 }
 
-// How many tokens of a tree stand: from each place on to the first to follow that the exact rule keeps (SpecInfer,
-// arXiv 2305.09781, alg. 2), or else to the first that is excused.
+// Returns how many tokens of a tree are kept, or LEFT_OPEN. After each kept token comes the first of those that follow it which
+// the exact rule keeps (SpecInfer, arXiv 2305.09781, algorithm 2), or else the first that is excused.
 int Decider::keep_path(Block& block) {
     float uniform = 0;
     if (block.how) uniforms(block.rule.seed, block.length, SAMPLE, 1, &uniform);
@@ -150,27 +157,30 @@ int Decider::keep_path(Block& block) {
         }
         if (block.how) {
             uniforms(block.rule.seed, block.length, ACCEPT, block.count, coins);
-            for (int i = 0; i < count; i++) coins[i] = coins[nodes[i]];  // none lies before its own number
-            const int kept = judge->siblings(here, rules.vocab, block.how, tokens, coins, count, uniform, spread, &block.following);
+            for (int i = 0; i < count; i++) coins[i] = coins[nodes[i]];  // in place, since nodes[i] >= i
+            const int kept = code->siblings(here, rules.vocab, block.how, tokens, coins, count, uniform, spread, &block.following);
             next = kept < 0 ? -1 : nodes[kept];
         }
         if (next < 0 && count) {
-            // Above temperature 0 only tensors say which tokens after a mismatch agree.
-            if (block.rule.asks || (block.rule.clauses && block.how)) return LEFT_OPEN;
+            // Above temperature 0, only Python says which tokens of a tree agree after a mismatch.
+            if (block.rule.in_python || (block.rule.clauses && block.how)) return LEFT_OPEN;
             const Place place = look(block, at + 1);
-            const int asked = blocks.asks;
+            const int noted_before = blocks.mismatches;
             for (int i = 0; block.rule.clauses && i < count && next < 0; i++)
                 if (excuse_node(block, place, nodes[i])) next = nodes[i];
-            // If one is excused, the others are as if nobody had tried them.
-            if (next >= 0) blocks.ask[asked] = blocks.ask[blocks.asks - 1], blocks.asks = asked + 1;
+            // If one is excused, only that one is noted, as if the others had not been tried.
+            if (next >= 0) {
+                blocks.mismatch[noted_before] = blocks.mismatch[blocks.mismatches - 1];
+                blocks.mismatches = noted_before + 1;
+            }
         }
         if (next < 0) return n;
         block.path[n] = at = next;
     }
 }
 
-// Whether the clauses excuse a node of a tree that does not match: along some path through it to a token that none follows,
-// as if that were a chain. What they say is noted: of each, whether it holds along any path.
+// Whether the clauses excuse a mismatch in a tree: along one of the paths from it to the tree's leaves, all must hold as if
+// that path were a chain. Notes for each clause whether it holds along any path.
 bool Decider::excuse_node(const Block& block, const Place& at, int node) {
     uint32_t anywhere = 0;
     bool excused = false;
@@ -180,10 +190,10 @@ bool Decider::excuse_node(const Block& block, const Place& at, int node) {
         int after = 0, t = leaf;  // tokens of the path after this node
         for (; last && t > node; after++) t = block.parents[t];
         if (!last || t != node) continue;
-        int same = after;         // those right after it that agree
+        int agreeing = after;     // how many of those right after it agree
         for (int to = leaf, n = after; to > node; n--, to = block.parents[to])
-            if (block.drafted[to] != block.own[block.parents[to] + 1]) same = n - 1;
-        const uint32_t held = ask(block, at, node, after, same);
+            if (block.drafted[to] != block.own[block.parents[to] + 1]) agreeing = n - 1;
+        const uint32_t held = clauses_held(block, at, node, after, agreeing);
         anywhere |= held;
         excused |= held == (1u << block.rule.clauses) - 1;
     }
@@ -192,18 +202,18 @@ bool Decider::excuse_node(const Block& block, const Place& at, int node) {
 
 Decider::Place Decider::look(const Block& block, int place) const {
     Place found = {block.logits + (long)place * rules.vocab, {}, least_of(rules.vocab, 3)};
-    judge->top(found.logits, rules.vocab, found.count, found.likeliest);
+    code->top(found.logits, rules.vocab, found.count, found.likeliest);
     return found;
 }
 
-// The entropy of the three likeliest tokens, not renormalised (fly/policies/conditions.py: EntropyGate), of the distribution
-// that the row draws from if it is ``processed``.
+// The entropy in nats of the three likeliest tokens, not renormalised (fly/policies/conditions.py: EntropyGate): by the softmax
+// of the logits or, if ``processed``, by the distribution that the row draws from.
 double Decider::entropy(const Block& block, const Place& at, bool processed) {
     double entropy = 0, peak = 0, temperature = 1, total = at.total();
     float least = -__builtin_inff();
     if (processed && block.how) {
         float found[2];
-        judge->kept(at.logits, 1, 1, rules.vocab, block.how, spread, found, &least, found + 1);
+        code->kept(at.logits, 1, 1, rules.vocab, block.how, spread, found, &least, found + 1);
         peak = found[0], total = found[1], temperature = block.how->temperature;
     }
     for (int i = 0; i < at.count; i++) {
@@ -214,35 +224,35 @@ double Decider::entropy(const Block& block, const Place& at, bool processed) {
     return entropy;
 }
 
-// Whether a clause, as it is, holds for a mismatch at ``node``, with so many tokens ``after`` it, of which the ``same`` first
-// ones agree.
-bool Decider::holds_at(const Clause& clause, const Block& block, const Place& at, int node, int after, int same) {
+// Whether a clause, not negated, holds for a mismatch at ``node``, which has so many tokens ``after`` it, the first
+// ``agreeing`` of which agree.
+bool Decider::clause_holds(const Clause& clause, const Block& block, const Place& at, int node, int after, int agreeing) {
     if (clause.kind == ENTROPY) return entropy(block, at, clause.processed) >= clause.theta;
-    if (clause.kind == WINDOW) return same >= clause.count;
+    if (clause.kind == WINDOW) return agreeing >= clause.count;
     if (clause.kind == ROOM_LEFT) return after >= clause.count;
     return rules.control[block.drafted[node]];
 }
 
-// A bit for each of the row's clauses: whether it holds.
-uint32_t Decider::ask(const Block& block, const Place& at, int node, int after, int same) {
+// A bit for each of the row's clauses, set if it holds.
+uint32_t Decider::clauses_held(const Block& block, const Place& at, int node, int after, int agreeing) {
     uint32_t held = 0;
     for (int c = 0; c < block.rule.clauses; c++) {
         const Clause& clause = rules.clause[block.rule.clause_at + c];
-        held |= (uint32_t)(holds_at(clause, block, at, node, after, same) != (bool)clause.negated) << c;
+        held |= (uint32_t)(clause_holds(clause, block, at, node, after, agreeing) != (bool)clause.negated) << c;
     }
     return held;
 }
 
-// Notes what the clauses said about a mismatch, and returns whether it stands: nothing excuses a banned token.
+// Notes which clauses held for a mismatch. Returns whether it is kept: nothing excuses a token that is banned (-inf).
 bool Decider::note(const Block& block, const Place& at, int node, uint32_t held, bool excused) {
     const double logit = at.logits[block.drafted[node]];
     excused &= logit != -__builtin_inf();
-    blocks.ask[blocks.asks++] = {block.row, block.round, node, held, excused, excused ? at.total() - logit : 0};
+    blocks.mismatch[blocks.mismatches++] = {block.row, block.round, node, held, excused, excused ? at.total() - logit : 0};
     return excused;
 }
 
-// Decides about a block of each row, by logits [B, k + 1, V] after ``length`` [B] tokens of the row and after each drafted
-// token; ``distributions`` [B, k, V] as above, or none.
+// Decides a block of each row by ``logits`` [B, k + 1, V] that Python holds: after a row's ``length`` [B] tokens, and after each
+// drafted one. ``distributions`` [B, k, V] are as in ``Decider::decide``, or none.
 EXPORT int fly_decide(const Rules* rules, Blocks* blocks, Span<const int64_t> length, Span<const float> logits,
                       Span<const float> distributions) {
     const int rows = (int)length.count(), vocab = rules->vocab, k = blocks->k;

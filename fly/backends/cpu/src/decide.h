@@ -1,5 +1,6 @@
-// The decision on drafted blocks, from the target's logits: what stands, and which token follows. Rounds that are taken in one
-// call (rounds.cpp) and blocks whose logits Python holds (``fly_decide``) are decided here alone.
+// The decision on drafted blocks from the target's logits: how many tokens are kept, and which token follows.
+//
+// Rounds that are taken in one call (rounds.cpp) and blocks whose logits Python holds (``fly_decide``) both come here.
 #pragma once
 #include "library.h"
 
@@ -8,11 +9,11 @@ namespace fly {
 class Decider {
     const Rules& rules;
     Blocks& blocks;
-    const Variant* judge = nullptr;
+    const Variant* code = nullptr;
     Arena arena;
     Span<float> coins, spread;
-    Span<uint8_t> agrees;   // which drafted tokens the exact rule keeps
-    Span<int64_t> tokens;  // those that may follow one place of a tree, and their nodes
+    Span<uint8_t> agrees;   // whether the exact rule keeps each drafted token
+    Span<int64_t> tokens;   // the tokens that follow one token of a tree, and their numbers
     Span<int32_t> nodes;
 
     struct Block;
@@ -21,8 +22,8 @@ class Decider {
     bool is_number(const Block& block, int place) const;
     Place look(const Block& block, int place) const;
     double entropy(const Block& block, const Place& at, bool processed);
-    bool holds_at(const Clause& clause, const Block& block, const Place& at, int node, int after, int same);
-    uint32_t ask(const Block& block, const Place& at, int node, int after, int same);
+    bool clause_holds(const Clause& clause, const Block& block, const Place& at, int node, int after, int agreeing);
+    uint32_t clauses_held(const Block& block, const Place& at, int node, int after, int agreeing);
     bool note(const Block& block, const Place& at, int node, uint32_t held, bool excused);
     int keep_prefix(Block& block);
     int keep_path(Block& block);
@@ -31,16 +32,16 @@ class Decider {
 public:
     Decider(const Rules* of, Blocks* in) : rules(*of), blocks(*in) {}
 
-    // Checks that all is there, and makes room for the blocks of so many ``rows``. An error or OK.
+    // Checks the arguments, and makes room for a block of each of ``rows``. An error or OK.
     int begin(int rows);
 
-    // Decides about the block of row ``b`` in a ``round``, by ``logits`` [1 + its tokens, V] after the row's last token, at
-    // ``length`` tokens, and after each drafted one. ``distributions`` [its tokens, V] is what they were drawn from; null is
-    // a deterministic draft. A block stays open where only Python knows what its rule excuses, and where a NaN stands in
-    // the way.
+    // Decides the block of row ``b`` in a ``round``. ``logits`` [1 + its tokens, V] follow the row's last token, which is
+    // token ``length``, and each drafted one. ``distributions`` [its tokens, V] are what those were drawn from; null: the
+    // draft is deterministic. The block stays open if only Python knows what its rule excuses, or if a value that decides
+    // is NaN.
     void decide(int b, int round, int64_t length, const float* logits, const float* distributions);
 
-    // Where a row's block of a round lies.
+    // The number of a row's block of a round.
     long place(int b, int round) const { return (long)b * blocks.most + round; }
 };
 

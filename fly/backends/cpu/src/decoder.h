@@ -1,10 +1,10 @@
-// The decoder, written once for all variants: each includes this in a namespace of its own, after its vector type ``Vec``
-// of ``W`` floats and its weights' types with their products ``multiply``. Threads run the same code side by side, each on
-// its part, and meet at barriers. Knows nothing of instructions.
+// The decoder, written once for all variants. Each variant includes this file in a namespace of its own, after its vector type
+// ``Vec`` of ``W`` floats and its types of weights with their products ``multiply``. All threads of a call run ``work`` (at the
+// end of this file) side by side, each on its part, and meet at barriers. Knows nothing of instructions.
 //
-// The rule of all that is included here: a value is computed by the same operations in the same order, however many
-// tokens, rows and threads there are, and wherever the row's pages lie. A product is summed over its inputs in ascending
-// order, and so is attention over stored tokens.
+// One rule holds for everything included here: a value is computed by the same operations in the same order, however many
+// tokens, rows and threads there are, and wherever a row's pages are. A product is summed over its inputs in ascending order,
+// and so is attention over stored tokens.
 
 #include "products.h"
 #include "attention.h"
@@ -13,6 +13,7 @@
 #include "lookup.h"
 #include "drafting.h"
 
+// Logits of hidden states that lie in order: of all tokens, or of those that are kept; and the most likely token of each.
 template <class Wt, class H>
 void project_all(Call* call, int thread) {
     typedef typename Wt::Act Act;
@@ -37,7 +38,7 @@ void project_all(Call* call, int thread) {
     }
 }
 
-// What all tokens of the vocabulary are fed as, in the type of hidden states.
+// The embeddings of all tokens of the vocabulary, in the type of hidden states.
 template <class Wt, class H>
 void embed_all(Call* call, int thread) {
     const Model* model = call->model;
@@ -50,7 +51,7 @@ void embed_all(Call* call, int thread) {
     }
 }
 
-// From the types of a call to the code for them.
+// Chooses the code for the job of a call and for its types: weights, hidden states, cache.
 template <class Wt, class H, class K>
 void work(Call* call, int thread) {
     if (call->job == DRAFT) return draft<Wt, K, H>(call, thread);
@@ -84,5 +85,5 @@ int activation_bytes(int weights) {
     return (int)bytes[weights];
 }
 
-// What a variant is to the others (fly.h: Variant).
+// The entry of this variant in the library's table (fly.h: Variant).
 #define CODE(NAME) {NAME, activation_bytes, lay_scratch, work, top, kept, accepts, follow, siblings, look_up}

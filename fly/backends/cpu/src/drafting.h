@@ -1,17 +1,17 @@
-// A drafter's loop: its forwards one after another, and what each live row drafts and copies. Knows nothing of who verifies.
+// How a drafter drafts a chain, forward by forward (``draft``, at the end of this file). Called by each thread of a call of
+// ``fly_draft`` (calls.cpp); between forwards the first thread alone chooses the tokens. Knows nothing of who verifies them.
 
-// The next token of row ``b``, by the logits of the one before, and whether the drafter is sure enough to go on after it.
+// Chooses the next token of row ``b`` by its ``logits``. ``goes_on``: whether drafting goes on after it (interface.h: Stops).
 inline int64_t next_token(Call* call, int b, const float* logits, bool& goes_on) {
     const int vocab = call->model->shape.vocab;
     const int64_t* target = call->model->target;
     const long at = (long)b * call->most + call->drafted_count[b], wide = call->model->tokens;
-    const ::fly::Sure& enough = call->sure[b];
-    const bool asks = enough.asks();
+    const Stops& stops = call->stops[b];
     float *spread = call->model->work.spread, *distribution = call->sampling ? call->distributions + at * wide : nullptr;
-    Surety sure;
+    float peak = 1;  // the largest probability
     int64_t token;
     if (distribution && call->sampling[b].temperature > 0) {
-        const float* own = distribution_of(call->sampling[b], logits, vocab, spread, asks ? &sure : nullptr);
+        const float* own = distribution_of(call->sampling[b], logits, vocab, spread, &peak);
         token = pick(own, vocab, call->uniform[at]);
         if (target) memset(distribution, 0, wide * 4L);
         if (!target) memcpy(distribution, own, vocab * 4L);
@@ -19,7 +19,7 @@ inline int64_t next_token(Call* call, int b, const float* logits, bool& goes_on)
     } else {
         token = best(logits, vocab);
         constexpr Sampling raw = {1, 1, -__builtin_inff(), 0};
-        if (asks) sure = surety(keep(raw, logits, vocab, spread), 1, vocab, spread);
+        if (stops.any()) peak = 1 / keep(raw, logits, vocab, spread).total;
         if (distribution && call->sampling[b].temperature < 0) {
             for (long i = 0; target && i < wide; i++) distribution[i] = -__builtin_inff();
             for (int i = 0; target && i < vocab; i++) distribution[target[i]] = logits[i];
@@ -27,19 +27,20 @@ inline int64_t next_token(Call* call, int b, const float* logits, bool& goes_on)
         }
         else if (distribution) memset(distribution, 0, wide * 4L), distribution[target ? target[token] : token] = 1;
     }
-    if (asks) {
-        const float reached = call->reached[b] *= sure.peak;
-        goes_on = sure.peak >= enough.confidence && sure.entropy <= enough.entropy && reached >= enough.reach;
+    if (stops.any()) {
+        const float reached = call->reached[b] *= peak;
+        goes_on = peak >= stops.confidence && reached >= stops.reach;
     }
     token = token < 0 ? 0 : token;
     return target ? target[token] : token;
 }
 
-// The next forward: of each live row the tokens not stored, and as many copies after them as make for the most tokens
-// drafted a second: (1 + a + a·a + ...) over what the forward takes, for copies that stand with a chance of a.
+// Packs the next forward: of each live row the tokens that are not stored, and copies of what a lookup found after them. As many
+// are copied as promise the most drafted tokens a second: if each copy is right with chance a, a forward drafts
+// 1 + a + a·a + ... tokens, and ``time_of`` says how long it takes.
 inline void pack(Call* call) {
     Lookup* lookup = call->lookup;
-    int tokens = 0, kept = 0, room = MAX_COPIES, forward = 0;  // of the last: its tokens, as far as it is decided
+    int tokens = 0, kept = 0, room = MAX_COPIES, forward = 0;  // forward: the tokens that it has so far
     float expected = call->live_rows;
     for (int i = 0; i < call->live_rows; i++) forward += call->row[i].count;
     for (int i = 0; i < call->live_rows; i++) {
@@ -49,7 +50,7 @@ inline void pack(Call* call) {
         int copies = 0;
         if (lookup) {
             int most = least_of(call->limit[b] - call->drafted_count[b] - 1, lookup->most);
-            // at least one, for what is seen of it
+            // at least one, so that its share is learned
             const int matched = call->matched[i] = look_up(*lookup, text, row.start + row.count, most_of(most, 1));
             most = matched ? least_of(most, room) : 0;
             float stands = 1, reached = expected, best = expected / time_of(*lookup, forward);
@@ -76,7 +77,7 @@ inline void pack(Call* call) {
     if (tokens) next_tile(call);
 }
 
-// What each live row drafts: the next token, and as long as that is the one copied, the one after it.
+// Drafts for each live row: the next token and, as long as that is the copied one, the token after it.
 inline void advance(Call* call) {
     const Model* model = call->model;
     int live = 0;
@@ -112,6 +113,7 @@ inline void advance(Call* call) {
     pack(call);
 }
 
+// The loop: a forward over all live rows, their logits, and the next tokens, until no row goes on.
 template <class Wt, class K, class H>
 void draft(Call* call, int thread) {
     typename Wt::Act* last = (typename Wt::Act*)call->model->work.last;

@@ -1,8 +1,8 @@
-// What all sources share: a packed model, a call over it, and the table of a variant's code. Knows nothing of
-// instructions, and nothing of where memory and threads come from.
+// What all sources share: a packed model, a call of it, and the table of a variant's code. Knows nothing of instructions, nor of
+// where memory and threads come from.
 //
-// Plain C++17 without exceptions and without the standard library: the variants are compiled for processors that may
-// not be the one at hand, and a template of the library instantiated in one of them could be linked in for all.
+// Plain C++17, without exceptions and without the standard library: variants are compiled for processors that may not be this
+// one, and the linker could choose a variant's copy of a library template for all sources.
 #pragma once
 #include <pthread.h>
 #include <sched.h>
@@ -11,7 +11,7 @@
 
 #include "interface.h"
 
-#ifdef __SANITIZE_ADDRESS__  // what lies between two pieces of an arena belongs to nobody
+#ifdef __SANITIZE_ADDRESS__  // the bytes between two pieces of an arena must not be touched
 #include <sanitizer/asan_interface.h>
 #define KEEP_OFF(base, at, bytes) (base ? __asan_poison_memory_region(at, bytes) : (void)0)
 #define APART 64
@@ -21,7 +21,7 @@
 #endif
 
 #define UNROLL _Pragma("GCC unroll 16")
-#define NOINLINE __attribute__((noinline))  // what needs all registers to itself
+#define NOINLINE __attribute__((noinline))  // for functions that need all registers
 
 namespace fly {
 
@@ -29,11 +29,10 @@ constexpr int PANEL = 32;       // outputs of a matrix that lie together
 constexpr int MAX_TILE = 256;   // packed tokens that go through all layers at once
 constexpr int MAX_COPIES = 256; // tokens of a drafter's forward that a lookup copied
 constexpr int MAX_THREADS = 64;
-constexpr int MOST = 1 << 30;          // of anything that is counted, so that sums of two are numbers
-constexpr int64_t BEYOND = 1LL << 62;  // bytes that nothing has
+constexpr int MOST = 1 << 30;          // the most of anything that is counted, so that two can be added
+constexpr int64_t BEYOND = 1LL << 62;  // more bytes than there can be
 
-// How the values of a panel lie: those of ``step`` inputs output by output, or (``together``) some outputs of one input
-// after the same outputs of the next.
+// The order of values in a panel: ``step`` inputs at a time, output by output; or ``together`` outputs at a time, input by input.
 struct Layout {
     int step, together;
 };
@@ -43,8 +42,8 @@ static constexpr Layout layout_of(int type) {
     return layouts[type];
 }
 
-// How a strip of a GROUPED matrix stores its weights. A weight is scale · number + minimum, with the scale and the minimum
-// of its group; numbers are unsigned.
+// How a strip of a GROUPED matrix stores its weights. A weight is scale · number + minimum, with the scale and minimum of its
+// group. Numbers are unsigned.
 struct Format {
     int8_t bits;     // of a number: 4 or 8
     int8_t group;    // inputs of a group: 16 or 32
@@ -52,8 +51,8 @@ struct Format {
     bool parts;      // scales (and minima) are whole numbers times a factor of the superblock; else they are float16
 };
 
-// 16 outputs of a GROUPED matrix, half a panel: superblocks of SUPER inputs one after another, the last one maybe shorter.
-// A superblock is a head, padded to 64 bytes, and then its numbers:
+// 16 outputs of a GROUPED matrix, half a panel: superblocks of SUPER inputs, the last of which may be shorter. A superblock is a
+// head, padded to 64 bytes, and then its numbers:
 // - head: float16 factor [16], and of minima [16] (``parts`` only); scale [groups, 16]; minimum [groups, 16] (none with a
 //   centre). Scales and minima are int8 with ``parts``, else float16.
 // - numbers: [steps of 4 inputs, 16 outputs, 4 inputs], one byte each. With 4 bits, a byte's upper half belongs to the next
@@ -94,7 +93,7 @@ struct Layer {
     int32_t rope;                  // which of the tables
 };
 
-// Bytes of so many values, as a product of sizes; -1 if one is less than 0, or beyond all bounds.
+// The bytes of an array of these sizes; -1 if a size is below 0, or if the product is BEYOND.
 template <class T, class... Sizes>
 static ALWAYS_INLINE int64_t bytes_of(Sizes... sizes) {
     const int64_t all[] = {(int64_t)sizes..., sizeof(T)};
@@ -104,8 +103,8 @@ static ALWAYS_INLINE int64_t bytes_of(Sizes... sizes) {
     return bytes < BEYOND ? bytes : -1;
 }
 
-// Deals out ``size`` bytes piece by piece, each at a multiple of 64. Without a ``base`` it counts what that takes. What is
-// beyond the end is nowhere: it ``failed`` then (library.h: lay_out).
+// Divides ``size`` bytes of memory into pieces, each at a multiple of 64. Without a ``base`` it only counts. A piece beyond the
+// end is empty, and ``failed`` is set (library.h: lay_out).
 struct Dealer {
     char* base;
     int64_t size, used;
@@ -130,28 +129,28 @@ struct Block {
     int64_t bytes;
 };
 
-// Buffers of one tile. Everything is padded to 32 values with zeros, which stay zeros.
+// Buffers for one tile of tokens. Rows are padded to 32 values with zeros, which stay zeros.
 struct Workspace {
     Block of_tile;
     int tile;         // tokens they are for
     float* x;         // [T, C] the residual stream
-    float* part;      // [T, C] what is added to it, where other processes add theirs, or it is normalised first
+    float* part;      // [T, C] what is added to it, if that is first summed over processes or normalised
     float* qkv;       // [T, (H + 2G)·D]
     void* normed;     // [T, C], in the type of activations; [T, 2C] of a head
     float* embedded;  // [T, C] of a head
     void* given;      // [T, F] of a head, in the type of activations
     void* attended;   // [T, H·D]
     void* gated;      // [T, intermediate]
-    uint8_t* narrow;  // [T, the most inputs of a matrix] of W8A8, 128 above what it stands for, and GROUPED; padded to 64
-    float* steps;     // [T] of W8A8: what is 1 there; [T, ``steps_of``] of GROUPED
+    uint8_t* narrow;  // [T, the most inputs of a matrix, padded to 64] inputs of 8 bits; W8A8: plus 128
+    float* steps;     // W8A8: [T] what 1 stands for; GROUPED: [T, ``steps_of``]
     Block of_last;
-    int last_rows;    // rows that the following are for
-    void* last;       // [rows, C], what the logits of a drafter's step are made from
+    int last_rows;    // how many rows the following have
+    void* last;       // [rows, C] hidden states before the logits of a drafter's step
     float* logits;    // [rows, V]
-    float* spread;    // [2, V padded], of one row
-    float* carried;   // [rows, C] of a head: the features of a step's last tokens
-    int longest;      // stored tokens that the following are for
-    Block scratch[MAX_THREADS];  // of each thread's own
+    float* spread;    // [2, V padded] for one row's distribution
+    float* carried;   // [rows, C] draft heads: the features of a step's last tokens
+    int longest;      // how many stored tokens of a row the following are for
+    Block scratch[MAX_THREADS];  // one for each thread
 };
 
 struct Variant;
@@ -162,12 +161,12 @@ struct Model {
     Layer* layers;
     float* norm;
     Matrix head;
-    Matrix fuse;             // of a draft head: from hidden states of the target to a feature
-    const int64_t* target;   // of a draft head: the target's ids of its own, its owner's
-    Span<const char> embedding;  // [V, C], its owner's; null where the head's panels serve as well
-    int32_t embedding_kind;      // of the blocks that the embedding is stored in (interface.h: Stored); 0: plain numbers
-    // Where several processes share a model, each holds a part of every matrix and ``shape.vocab`` of all ``tokens``,
-    // from ``first_token`` on; ``sum`` adds up ``count`` values over the processes, in place. Null is one process.
+    Matrix fuse;             // draft heads: from hidden states of the target to a feature
+    const int64_t* target;   // draft heads: the target's id of each output; memory of the owner
+    Span<const char> embedding;  // [V, C] memory of the owner; null: the head's panels are the embedding
+    int32_t embedding_kind;      // the kind of blocks of the embedding (interface.h: Stored); 0: plain numbers
+    // If several processes share a model, each holds a part of every matrix, and ``shape.vocab`` of all ``tokens`` from
+    // ``first_token`` on. ``sum`` adds up ``count`` values over the processes, in place. Null: one process.
     void (*sum)(float* values, int64_t count);
     int32_t tokens, first_token;
     float *cos, *sin;  // [ropes, positions, D/2]
@@ -178,7 +177,7 @@ struct Model {
 // One sequence of a call: ``count`` new tokens after ``start`` stored ones.
 struct Row {
     const int32_t* table;  // its pages
-    const uint8_t* mask;   // [count, start + count], what each new token sees; null is causal
+    const uint8_t* mask;   // [count, start + count] what each new token sees; null: causal
     int32_t start, count;
 };
 
@@ -192,56 +191,57 @@ struct Barrier {
     alignas(64) int32_t phase;
 };
 
-// To hidden states, from there to logits, both, a drafter's loop, or what the vocabulary is fed as.
+// Tokens to hidden states; hidden states to logits; both; a drafter's loop; the embeddings of all tokens.
 enum Job { FORWARD, LOGITS, SCORE, DRAFT, EMBED };
 
-// The batch it begins with, of which a drafter's loop replaces rows and tokens step by step; ``threads`` are those that came.
+// A call of a model, shared by its threads. A drafter's loop replaces rows and tokens of the batch in each step. ``threads`` is
+// how many threads came.
 struct Call : Batch {
     Job job;
     Model* model;
-    Row* row;             // [B], of a drafter's loop those of the current step
+    Row* row;             // [B]; in a drafter's loop the rows of the current step
     void* hidden;         // [T, C] in or out
-    float* logits;        // [T, V] out, of all tokens or of those that are kept
-    const int32_t* kept;  // [N] their numbers; null is all
+    float* logits;        // [N, V] out
+    const int32_t* kept;  // [N] the numbers of the tokens that logits follow; null: all
     int32_t kept_count;
     int32_t* choice;      // [N] out: the most likely token of each, NO_NUMBER where the logits are NaN; or null
-    const int32_t* state;   // [states] give the residual stream after so many layers each
+    const int32_t* state;   // [states] numbers of layers after which the residual stream is wanted
     int32_t states;
-    void* read;             // [T, states · C] out
-    const void* given;      // [T, F] of a draft head's first forward, in the type of hidden states; null is the ``carried``
+    void* read;             // [T, states · C] out: the residual stream there
+    const void* given;      // [T, F] inputs of a draft head's first forward, in the type of hidden states; null: ``carried``
     // a drafter's loop
     int32_t most;           // columns of ``drafted``
-    const int32_t* limit;   // [B] tokens to draft at most
-    const Span<const int64_t>* stop;  // [B] ids that end a row
+    const int32_t* limit;   // [B] the most tokens to draft
+    const Span<const int64_t>* stop;  // [B] token ids that end a row
     int64_t* drafted;       // [B, most] out
     int32_t* drafted_count; // [B] out
     float* reached;         // [B] product of the largest probabilities so far
-    const Sampling* sampling;  // [B]; null where every row takes the most likely
+    const Sampling* sampling;  // [B]; null: every row takes the most likely token
     const float* uniform;      // [B, most] in [0, 1)
     float* distributions;      // [B, most, V] out: what each token was drawn from
-    Lookup* lookup;            // null looks up nothing
-    const Sure* sure;          // [B]
+    Lookup* lookup;            // null: nothing is copied
+    const Stops* stops;        // [B]
     // shared by the threads
     Piece* pieces;   // [B]
     int32_t piece_count, tile_tokens, tile_at;
     int32_t* live_row;   // [B] numbers of the rows of the current step
     int64_t *live_token, *live_position;  // [T]
     int32_t live_rows;
-    int32_t** text;      // [B] all tokens of each row (those stored only for a lookup), with room for what is drafted
-    int32_t* matched;    // [B] of the live rows: tokens found again; copies of what followed lie after the text
-    int32_t* carried_at; // [B] of the live rows: their place in the forward before
-    int32_t* kept_at;    // [B + 1] where the logits of each live row begin: of its last token, and of each copy fed
-    alignas(64) int32_t taken;  // panels of the product under way that somebody works on
-    alignas(64) int64_t stalled;  // nanoseconds of waiting for somebody unduly long
+    int32_t** text;      // [B] each row's tokens, with room for the draft (without a lookup only the new ones are set)
+    int32_t* matched;    // [B] live rows: how many tokens the lookup matched; copies of what followed are after the text
+    int32_t* carried_at; // [B] live rows: their number in the forward before
+    int32_t* kept_at;    // [B + 1] where the logits of each live row begin: after its last token, and after each copy
+    alignas(64) int32_t taken;  // how many panels of the current product threads have taken
+    alignas(64) int64_t stalled;  // nanoseconds of long waits at barriers
     Barrier barrier;
 };
 
-// The code for one kind of processor; what the functions do is said in decoder.h, sampling.h and lookup.h.
+// The code for one kind of processor. The functions are described in decoder.h, sampling.h and lookup.h.
 struct Variant {
     const char* name;
-    int (*activation_bytes)(int weights);  // of one value that goes into a product
-    void (*lay_scratch)(Dealer& from, const Shape*, int longest);  // all that a thread has of its own
-    void (*work)(Call*, int thread);  // the call's job
+    int (*activation_bytes)(int weights);  // bytes of one input of a product
+    void (*lay_scratch)(Dealer& from, const Shape*, int longest);  // takes a thread's own buffers
+    void (*work)(Call*, int thread);  // does the call's job
     void (*top)(const float* logits, int vocab, int n, float* found);
     void (*kept)(const float* logits, int rows, int each, int vocab, const Sampling* how, float* spread, float* peak,
                  float* least, float* total);
@@ -256,7 +256,7 @@ struct Variant {
 
 extern const Variant avx512bf16, avx512, avx2;
 
-// Reads a row of blocks of a ``kind`` that is known (blocks.cpp).
+// Reads a row of blocks of a known ``kind`` (blocks.cpp).
 void read_row(int kind, const char* blocks, int width, float* to);
 
 static inline int padded(int n, int to = PANEL) { return (n + to - 1) / to * to; }
@@ -265,12 +265,12 @@ static ALWAYS_INLINE T least_of(T a, T b) { return a < b ? a : b; }
 template <class T>
 static ALWAYS_INLINE T most_of(T a, T b) { return a > b ? a : b; }
 
-// Inputs of the widest matrix.
+// The number of inputs of the widest matrix.
 static inline int most_inputs(const Shape& shape) {
     return most_of(most_of(shape.width, shape.heads * shape.head_dim), shape.intermediate);
 }
 
-// Whether what a matrix is multiplied with is rounded to 8 bits, and the floats that go with each row of it then.
+// Whether inputs of matrices are rounded to 8 bits, and how many floats each row of them needs then.
 static inline bool narrows(const Shape& shape) { return shape.weights == W8A8 || shape.weights == GROUPED; }
 static inline int steps_of(const Shape& shape) {
     return shape.weights == GROUPED ? 4 * (padded(most_inputs(shape), GROUP) / GROUP) : 1;  // groups.h: GroupedRow
@@ -278,7 +278,7 @@ static inline int steps_of(const Shape& shape) {
 
 static inline int bytes_of_type(int type) { return type == FLOAT32 ? 4 : type == BFLOAT16 ? 2 : 1; }
 
-// Whether what a layer adds to the residual stream is put aside first.
+// Whether what a layer adds to the residual stream is put apart first (Workspace: part).
 static inline bool adds_apart(const Model* model) { return model->sum || model->layers[0].norm[ATTENTION_OUT]; }
 
 static inline int64_t nanoseconds() {
@@ -289,12 +289,12 @@ static inline int64_t nanoseconds() {
 
 static inline void pause() { __builtin_ia32_pause(); }
 
-// Bring a line of memory into the second level of the caches, or into the first. Not by the builtin: GCC takes what only
-// calls that for free of effects, and drops it.
+// Fetches a cache line into the second level of the caches, or into the first. Not by the builtin: GCC thinks that a function
+// which only calls that has no effect, and drops it.
 static inline void fetch(const void* at) { asm volatile("prefetcht1 (%0)" ::"r"(at)); }
 static inline void fetch_close(const void* at) { asm volatile("prefetcht0 (%0)" ::"r"(at)); }
 
-// The next tile, the first after a call is set to zeros: as many new tokens as fit, of as many rows as they are of.
+// Fills the next tile with as many new tokens as fit, from one row or several. A call of zeros begins with the first.
 static inline void next_tile(Call* call) {
     int row = 0, from = 0;
     if (call->piece_count) {

@@ -1,5 +1,5 @@
-// Products with GROUPED matrices (fly.h: Strip), whose groups along the input have a scale and a minimum each. Knows nothing
-// of layers, nor of where matrices come from. Each variant brings ``Dots``, the products of whole numbers of one group.
+// Products with GROUPED matrices (fly.h: Strip), whose groups along the input have a scale and a minimum each. Each variant
+// defines ``Dots``, the products of whole numbers within a group. Knows nothing of layers, nor of where matrices come from.
 //
 // With weights w = s·n + m for a group's numbers n, and inputs x = t·a for its whole numbers a, the group adds to a sum
 //     Σ w·x = s · t · Σ n·a + m · t · Σ a,
@@ -61,8 +61,8 @@ inline const char* unpack_head(const char* at, Format format, int groups, float*
     return numbers;
 }
 
-// Products of M rows with a strip, [M, PANEL] of which the strip's 16 outputs are written. A group's numbers are unpacked
-// once for all rows. At ``soon`` lies what the thread needs as far ahead as it is in the strip; null asks for nothing.
+// Products of M rows with a strip: writes its 16 outputs of [M, PANEL]. A group's numbers are unpacked once for all rows. The
+// bytes at ``soon``, which the thread needs after this strip, are fetched meanwhile; null: nothing is.
 template <int BITS, int EACH, int M>
 NOINLINE void multiply_strip(const int8_t* a, long lda, const float* steps, long lds, const Strip& strip, int inputs,
                              const char* soon, float* out) {
@@ -105,7 +105,7 @@ NOINLINE void multiply_strip(const int8_t* a, long lda, const float* steps, long
         UNROLL for (int v = 0; v < VECTORS; v++) st(out + m * PANEL + v * W, acc[m][v]);
 }
 
-// The same for a number of rows that is known when it runs.
+// The same for any number of rows up to M.
 template <int M, class... Rest>
 inline void multiply_rows(int rows, const int8_t* a, long lda, const float* steps, long lds, const Strip& strip, Rest... rest) {
     if constexpr (M > 1)
@@ -116,8 +116,8 @@ inline void multiply_rows(int rows, const int8_t* a, long lda, const float* step
     return multiply_strip<8, 16, M>(a, lda, steps, lds, strip, rest...);
 }
 
-// x·Wᵀ for rows of rounded inputs and the panels of ``range``, block of rows by block; ``finish(row, panel, sums)`` takes 32
-// sums each.
+// Computes x·Wᵀ for rows of rounded inputs and the panels of ``range``, one block of rows after another. ``finish(row, panel,
+// sums)`` gets 32 sums at a time.
 template <class Wt, class Finish>
 inline void product_of_groups(const Inputs<Wt>& x, const Matrix& matrix, Range range, Place then, Finish finish) {
     alignas(64) float sums[Wt::MOST.rows * PANEL];
@@ -129,7 +129,7 @@ inline void product_of_groups(const Inputs<Wt>& x, const Matrix& matrix, Range r
         for (int block = 0; block < blocks; block++) {
             const Range some = part(x.rows, block, blocks);
             for (int half = 0; half < 2; half++) {
-                // Only the last block asks for more: the others read the strip again from the caches.
+                // Only the last block fetches ahead: the blocks before it read the same strip again.
                 const Strip& strip = strips[2 * p + half];
                 const char* near = strip.data + AHEAD;
                 const char* soon = block < blocks - 1 ? nullptr : near < end ? near : then.at + (near - end);

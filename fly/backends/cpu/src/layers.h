@@ -1,7 +1,7 @@
-// A tile's tokens through the layers, from their embeddings to final hidden states and logits. Knows nothing of what is
-// done with those.
+// Takes a tile's tokens through the layers, from embeddings to final hidden states and logits. All threads of a call run
+// ``tiles`` side by side (decoder.h: work), and meet at ``wait``. Knows nothing of what the logits are used for.
 
-// A row of the embedding table, which may lie in the panels of the head.
+// Writes a token's embedding, which may be a row of the head.
 template <class Wt>
 inline void embed(const Model* model, int64_t token, float* x) {
     typedef typename Wt::Weight Weight;
@@ -44,7 +44,7 @@ inline void embed(const Model* model, int64_t token, float* x) {
     scaled();
 }
 
-// The residual stream of the tile's tokens normalised: by everybody, or each its part.
+// Normalises the residual stream of the tile's tokens. Each thread does all of a few tokens, or its part of many.
 template <class Wt>
 inline const typename Wt::Act* normalised(Call* call, const float* weight, int thread, const Scratch& s) {
     const Shape& shape = call->model->shape;
@@ -56,11 +56,12 @@ inline const typename Wt::Act* normalised(Call* call, const float* weight, int t
     const Range mine = own ? Range{0, tokens} : part(tokens, thread, call->threads);
     for (int t = mine.from; t < mine.to; t++)
         normalise(work.x + t * ldx, weight, shape.width, shape.eps, normed + t * ldx);
-    if (!own && !WHOLE<Wt>) wait(call);  // whoever narrows rows has normalised them, and waits then
+    if (!own && !WHOLE<Wt>) wait(call);  // rows that are narrowed next are the same thread's
     return normed;
 }
 
-// The product of rows of activations with a matrix: as they are, or narrowed by everybody, or each its part.
+// Multiplies rows of activations with a matrix: as they are or, for WHOLE weights, rounded to 8 bits first. Each thread rounds
+// all of a few rows, or its part of many.
 template <class Wt, class Finish>
 inline void product(Call* call, int thread, const Scratch& s, const typename Wt::Act* a, long lda, int rows,
                     const Matrix& matrix, const Matrix& next, Finish finish) {
@@ -83,14 +84,14 @@ inline void product(Call* call, int thread, const Scratch& s, const typename Wt:
     }
 }
 
-// The values of the tile's tokens, added up over the processes. All threads are there, and wait for it.
+// Adds up the values of the tile's tokens over the processes that share the model, while all threads wait.
 inline void sum_over_processes(Call* call, float* values, int thread) {
     if (!thread) call->model->sum(values, call->tile_tokens * (int64_t)padded(call->model->shape.width));
     wait(call, false);
 }
 
-// What a draft head begins with: embeddings, and features, made of the target's hidden states or carried over; ready for
-// the product with its first matrix.
+// The inputs of a draft head's first matrix: each token's embedding and a feature, both normalised. The feature is made from the
+// target's hidden states, or is the head's own, carried over from the step before.
 template <class Wt, class H>
 inline void combine(Call* call, int thread, const Scratch& s, Range mine) {
     typedef typename Wt::Act Act;
@@ -125,7 +126,7 @@ inline void combine(Call* call, int thread, const Scratch& s, Range mine) {
     wait(call);
 }
 
-// The tile's tokens through the layers, up to the final norm.
+// Takes the tile's tokens through the layers, up to the final norm.
 template <class Wt, class K, class H>
 void decode(Call* call, int thread, const Scratch& s) {
     typedef typename Wt::Act Act;
@@ -136,24 +137,26 @@ void decode(Call* call, int thread, const Scratch& s) {
     const long ldx = padded(shape.width);
     Range mine = part(tokens, thread, threads);
     const bool drafts = shape.features;
-    const int embedded = model->target ? model->tokens : shape.vocab;  // a trimmed head keeps fewer than are read
+    const int embedded = model->target ? model->tokens : shape.vocab;  // tokens with an embedding; a trimmed head has fewer rows
+    // Embeddings.
     if (drafts) combine<Wt, H>(call, thread, s, mine);
     for (int t = mine.from; t < mine.to && !drafts; t++) {
         const int64_t token = call->token[call->tile_at + t] - model->first_token;
         if (token >= 0 && token < embedded)
             embed<Wt>(model, token, work.x + t * ldx);
-        else  // another process has it
+        else  // another process has it, and the sum brings it
             memset(work.x + t * ldx, 0, ldx * sizeof(float));
     }
     if (!drafts) wait(call);
     if (model->sum) sum_over_processes(call, work.x, thread);
-    // The residual stream after so many layers, to whoever asked for it; nobody changes it before the next barrier.
+    // Copies the residual stream after ``passed`` layers if it is asked for. No thread changes it before the next barrier.
     const auto show = [&](int passed) {
         for (int i = 0; i < call->states; i++)
             for (int t = mine.from; t < mine.to && call->state[i] == passed; t++)
                 convert(work.x + t * ldx, shape.width,
                         (H*)call->read + ((long)(call->tile_at + t) * call->states + i) * shape.width);
     };
+    // Each half of a layer is added to the residual stream at once, or put apart first: to be summed over processes, or normed.
     const bool apart = adds_apart(model);
     auto residual = [&](int row, int panel, const float* sums) {
         float* x = work.x + row * ldx + panel * PANEL;
@@ -177,6 +180,7 @@ void decode(Call* call, int thread, const Scratch& s) {
         const Layer& layer = model->layers[number];
         const long ld_qkv = (long)layer.qkv.panels * PANEL, ld_gated = (long)layer.gate_up.panels * (PANEL / 2);
         show(number);
+        // Attention: norm, queries and keys and values, attention over the cache, output projection.
         const Act* normed = drafts ? (const Act*)work.normed : normalised<Wt>(call, layer.norm[ATTENTION_IN], thread, s);
         product<Wt>(call, thread, s, normed, drafts ? 2 * ldx : ldx, tokens, layer.qkv, layer.o, [&](int row, int panel, const float* sums) {
             memcpy(work.qkv + row * ld_qkv + panel * PANEL, sums, PANEL * sizeof(float));
@@ -187,6 +191,7 @@ void decode(Call* call, int thread, const Scratch& s) {
         product<Wt>(call, thread, s, (const Act*)work.attended, padded(layer.o.k), tokens, layer.o, layer.gate_up, residual);
         wait(call);
         add_parts(layer.norm[ATTENTION_OUT]);
+        // Feed-forward: norm, gates and ups, down projection.
         normed = normalised<Wt>(call, layer.norm[MLP_IN], thread, s);
         product<Wt>(call, thread, s, normed, ldx, tokens, layer.gate_up, layer.down, [&](int row, int panel, const float* sums) {
             for (int i = 0; i < PANEL / 2; i += W) {
@@ -207,6 +212,7 @@ void decode(Call* call, int thread, const Scratch& s) {
     show(shape.layers);
 }
 
+// Logits of rows of normalised hidden states.
 template <class Wt>
 void project(Call* call, const typename Wt::Act* a, int rows, float* logits, int thread) {
     const Model* model = call->model;
@@ -214,10 +220,10 @@ void project(Call* call, const typename Wt::Act* a, int rows, float* logits, int
     const int vocab = model->shape.vocab;
     const long ldx = padded(model->shape.width);
     const Scratch s = scratch_of(model, thread);
-    for (int from = 0; from < rows; from += MAX_TILE) {  // more than that is not narrowed at once
+    for (int from = 0; from < rows; from += MAX_TILE) {  // there is room to round so many rows at once
         if (from) wait(call);
         const int some = least_of(rows - from, MAX_TILE);
-        const bool drafts = from + some == rows && call->job != LOGITS;  // a next token may come
+        const bool drafts = from + some == rows && call->job != LOGITS;  // the next product may be that of a drafted token
         const Matrix& next = drafts ? model->layers[0].qkv : head;
         product<Wt>(call, thread, s, a + from * ldx, ldx, some, head, next, [&](int row, int panel, const float* sums) {
             memcpy(logits + (long)(from + row) * vocab + panel * PANEL, sums, least_of(vocab - panel * PANEL, PANEL) * 4L);
@@ -225,8 +231,8 @@ void project(Call* call, const typename Wt::Act* a, int rows, float* logits, int
     }
 }
 
-// Final hidden states of the tile's tokens, or where ``last`` is given, of those alone whose logits a draft goes by, ready
-// for the product with the head. They are rounded to the type in which hidden states are handed out either way.
+// Writes final hidden states of the tile's tokens: all, for the caller, or (into ``last``) those that a draft needs logits of, as
+// inputs of the head. Both are rounded to the type of hidden states, so that logits do not depend on which it is.
 template <class H, class Act>
 void finish(Call* call, int thread, const Scratch& s, Act* last) {
     const Model* model = call->model;
@@ -257,6 +263,7 @@ void finish(Call* call, int thread, const Scratch& s, Act* last) {
     }
 }
 
+// Takes all tokens of a forward through the layers, tile by tile.
 template <class Wt, class K, class H>
 void tiles(Call* call, int thread, typename Wt::Act* last) {
     const Scratch s = scratch_of(call->model, thread);

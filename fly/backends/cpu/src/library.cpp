@@ -1,5 +1,5 @@
-// What belongs to no model: which variants there are, memory, draws from logits, and random numbers. Knows nothing of
-// models, calls or caches.
+// What belongs to no model: the variants, memory, errors, sums over logits, and random numbers. Knows nothing of models, calls or
+// caches.
 #include <sys/mman.h>
 
 #include "library.h"
@@ -72,29 +72,21 @@ int fly::known(int variant) { return within("variant", variant, 0, sizeof(varian
 
 EXPORT int fly_abi() { return 33; }
 
-// What the last call of this thread that gave an error was about: what it ``has`` [3], and the least and most that it may.
+// What the last error of this thread was about; and ``has`` [3]: the value, and the least and most that it may be.
 EXPORT const char* fly_refusal(int64_t* has) {
     has[0] = refusal.has, has[1] = refusal.least, has[2] = refusal.most;
     return refusal.what;
 }
 
-// The name of variant ``number``, null after the last; ``runs`` says whether this processor runs it.
+// The name of variant ``number``, null after the last; ``runs``: whether this processor has its instructions.
 EXPORT const char* fly_variant(int number, int32_t* runs) {
     if (known(number)) return nullptr;
     *runs = runs_here(variants[number]);
     return variants[number]->name;
 }
 
-// The ``n`` largest of ``logits`` [V], largest first, then ln of the sum of exp over all, ``found`` [n + 1]; n is 1 to V.
-EXPORT int fly_top(int variant, Span<const float> logits, int n, Span<float> found) {
-    const int vocab = (int)logits.count();
-    if (const int error = known(variant) ?: within("n", n, 1, vocab) ?: holds("found", found, n + 1L)) return error;
-    variants[variant]->top(logits, vocab, n, found);
-    return OK;
-}
-
-// What sampling keeps of ``logits`` [B, J, V], float32 (fly/runtime/sampling.py: ProcessedDistribution): at each position the
-// largest logit, the least that is kept, and ln of the mass kept, [3, B, J]; of a row at temperature 0 as at 1.
+// What sampling keeps of ``logits`` [B, J, V] (fly/runtime/sampling.py: ProcessedDistribution). ``found`` [3, B, J]: at each
+// position the largest logit, the least that is kept, and ln of the mass that is kept. Temperature 0 counts as 1.
 EXPORT int fly_kept(int variant, Span<const float> logits, int each, int vocab, Span<const Sampling> how, Span<float> found) {
     const int64_t rows = how.count(), places = rows * each;
     if (const int error = known(variant) ?: within("vocab", vocab, 1, MOST) ?: within("positions", places, 0, MOST) ?:
@@ -107,7 +99,7 @@ EXPORT int fly_kept(int variant, Span<const float> logits, int each, int vocab, 
     return OK;
 }
 
-// Uniforms in [0, 1), [B, n], float32 (fly/runtime/sampling.py: uniforms), of as many rows as there are seeds.
+// ``uniform`` [B, n] in [0, 1), a row for each seed (fly/ops/random.py: uniforms).
 EXPORT int fly_uniforms(Span<const int64_t> seed, Span<const int64_t> round, int stream, int n, Span<float> uniform) {
     const int64_t rows = seed.count();
     if (const int error = holds("round", round, rows) ?: holds("uniform", uniform, rows, n)) return error;

@@ -1,5 +1,5 @@
-// What the sources share that are compiled without a variant's flags, for any processor: memory, threads, a model's
-// workspace, random numbers. Knows nothing of what is computed.
+// What the sources share that run on any processor, since they are compiled without a variant's flags: memory, threads, a
+// model's workspace, random numbers. Knows nothing of what is computed.
 #pragma once
 #include <stdlib.h>
 #include <string.h>
@@ -10,17 +10,17 @@
 
 namespace fly {
 
-enum Error { OK = 0, NO_MEMORY = -11, OUTSIDE = -12, REFUSED = -13 };  // numbers that no call has as a result
+enum Error { OK = 0, NO_MEMORY = -11, OUTSIDE = -12, REFUSED = -13 };  // no call has one of these numbers as its result
 
-// Notes why this thread's call fails, for ``fly_refusal``: ``what`` is ``has``, and not from ``least`` to ``most``.
+// Notes why this thread's call fails, for ``fly_refusal``: ``what`` is ``has``, but must be from ``least`` to ``most``.
 int refuse(Error error, const char* what, int64_t has, int64_t least, int64_t most = BEYOND);
 
-// The same unless it is.
+// OK, or the same if the value is not within these bounds.
 inline int within(const char* what, int64_t has, int64_t least, int64_t most, Error error = REFUSED) {
     return has >= least && has <= most ? OK : refuse(error, what, has, least, most);
 }
 
-// The same unless a span has room for as many values as the product of ``sizes``.
+// OK, or the same if a span holds fewer values than the product of ``sizes``.
 template <class T, class... Sizes>
 int holds(const char* what, const Span<T>& span, Sizes... sizes) {
     const int64_t needed = bytes_of<T>(sizes...);
@@ -35,18 +35,17 @@ int holds_or_none(const char* what, const Span<T>& span, Sizes... sizes) {
 extern const Variant* const variants[];
 int known(int variant);
 
-// What has no memory is not read, even where nothing is.
+// A memcpy that allows null if there is nothing to copy.
 template <class T>
 inline void copy(T* to, const T* from, int64_t count) {
     if (count > 0) memcpy(to, from, count * sizeof(T));
 }
 
-// Zeros (unless all is to be written anyway), on large pages where the system gives any; freed by ``free``. Null without
-// memory.
+// Memory on large pages, if the system has any; zeros if ``zero``. Freed by ``free``. Null if there is too little memory.
 void* allocate(int64_t bytes, bool zero = true);
 
-// Memory in place of a block's, whose fields ``deal`` takes from a dealer: once to count what they take, and once again from
-// as much. An error or OK.
+// Replaces a block's memory. ``deal`` takes the fields from a dealer: once to count their bytes, and again from memory of that
+// size. An error or OK.
 template <class Deal>
 int lay_out(Block* block, const char* what, bool zero, Deal deal) {
     Dealer sizes = {nullptr, BEYOND, 0, false};
@@ -59,13 +58,13 @@ int lay_out(Block* block, const char* what, bool zero, Deal deal) {
     return dealer.failed ? refuse(REFUSED, what, sizes.used, sizes.used + 1) : OK;
 }
 
-// A call's own, freed at its end.
+// Memory that is freed at the end of a scope.
 struct Arena : Block {
     Arena() : Block{nullptr, 0} {}
     ~Arena() { free(memory); }
 };
 
-// As long as it lives nobody else has the model's workspace.
+// Holds the model's workspace alone, to the end of a scope.
 struct Locked {
     Model* model;
 
@@ -73,13 +72,12 @@ struct Locked {
     ~Locked() { pthread_mutex_unlock(&model->lock); }
 };
 
-// Runs ``work`` on this thread and up to ``threads`` - 1 workers (the caller's number, brought into bounds), for which
-// it waits ``patience`` nanoseconds.
+// Runs ``work`` on this thread and up to ``threads`` - 1 workers. It waits for these at most ``patience`` nanoseconds.
 void run(Call* call, void (*work)(Call*, int), int threads, int64_t patience);
 
 static inline int threads_for(int wanted) { return wanted < 1 ? 1 : least_of(wanted, MAX_THREADS); }
 
-// Makes the workspace large enough for ``tokens`` at once, ``last_rows`` of a drafter's step, and rows of ``longest``
+// Makes the workspace large enough for ``tokens`` in a forward, ``last_rows`` logits of a drafter's step, and rows of ``longest``
 // stored tokens. An error or OK.
 int make_room(Model* model, int tokens, int last_rows, int longest, int threads);
 
@@ -90,8 +88,8 @@ struct MatrixPlace {
 };
 int place_of(Model* model, int number, int which, MatrixPlace* place);
 
-// The row of the checkpoint's matrix that output ``lane`` of a panel is; -1 is padding. ``pairs``: a panel holds 16 rows of
-// the first half and their 16 of the second.
+// The row of the checkpoint's matrix that is output ``lane`` of a panel; -1: padding. ``pairs``: a panel holds 16 rows of the
+// first half and the same 16 of the second (gates and ups).
 inline int source_row(int panel, int lane, int n, bool pairs) {
     if (!pairs) return panel * PANEL + lane < n ? panel * PANEL + lane : -1;
     const int half = n / 2, at = panel * (PANEL / 2) + lane % (PANEL / 2);
@@ -103,24 +101,24 @@ inline int panels_of(int n, bool pairs) { return pairs ? padded(n / 2, PANEL / 2
 void drop(const Matrix& matrix);
 bool bias_of(Matrix* matrix, const float* bias, bool pairs);
 
-enum Stream : int { ACCEPT = 0, SAMPLE = 1 };  // fly/runtime/sampling.py: Stream
+enum Stream : int { ACCEPT = 0, SAMPLE = 1 };  // fly/ops/random.py: Stream
 
-// ``n`` uniforms of a stream of a round (fly/runtime/sampling.py: uniforms).
+// ``n`` uniforms of a row's round, in one of two streams (fly/ops/random.py: uniforms).
 void uniforms(int64_t seed, int64_t round, int stream, int n, float* uniform);
 
-// The seed of a drafter that speculates from ``position`` on (fly/runtime/sampling.py: derive).
+// The seed of a drafter that drafts from ``position`` on (fly/ops/random.py: derive).
 int64_t derived(int64_t seed, int64_t position);
 
 }  // namespace fly
 
-// What one source exports and another calls.
+// Exported functions that other sources call (calls.cpp).
 EXPORT int fly_score(fly::Model* model, const fly::Batch* batch, fly::Span<const int32_t> kept, fly::Span<float> logits,
                      fly::Span<int32_t> choice, fly::Span<const int32_t> state, fly::Span<char> read);
 EXPORT int fly_draft(fly::Model* model, const fly::Batch* batch, int most, fly::Span<const int32_t> limit,
                      fly::Span<const fly::Span<const int64_t>> stop, fly::Span<int64_t> drafted,
                      fly::Span<int32_t> drafted_count, fly::Span<const fly::Sampling> sampling,
                      fly::Span<const float> uniform, fly::Span<float> distributions, fly::Lookup* lookup,
-                     fly::Span<const fly::Span<const int32_t>> texts, fly::Span<const fly::Sure> sure,
+                     fly::Span<const fly::Span<const int32_t>> texts, fly::Span<const fly::Stops> stops,
                      fly::Span<const char> given);
 EXPORT int fly_step(fly::Model* model, const fly::Batch* batch, fly::Span<const char> given, fly::Span<const float> x,
                     fly::Span<const int32_t> kept, fly::Span<float> logits, fly::Span<char> features);

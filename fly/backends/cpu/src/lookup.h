@@ -1,7 +1,8 @@
-// Prompt lookup: what followed the last time a text looked like this, and how much of it pays to copy. Knows nothing of
+// Prompt lookup: what followed the last time the text ended like this, and how many tokens it pays to copy. Knows nothing of
 // models or calls.
 
-// Nanoseconds that a forward of so many tokens is thought to take: somewhat more than the most that fewer were seen to.
+// The nanoseconds that a forward of so many tokens should take. If that many were not seen yet: somewhat more than the largest
+// number below it that was.
 inline float time_of(const Lookup& lookup, int tokens) {
     int seen = least_of(tokens, TIMES);
     while (seen > 1 && !lookup.time[seen - 1]) seen--;
@@ -9,19 +10,19 @@ inline float time_of(const Lookup& lookup, int tokens) {
     return tokens > TIMES ? time * tokens / TIMES : time * (1 + 0.1f * (tokens - seen));
 }
 
-// A forward of so many tokens took so long. What lost the processor meanwhile counts for twice what was thought at most;
-// what was avoided for what it took, by chance or at another length of text, is tried again at times.
+// Learns that a forward of so many tokens took so long. A forward that lost the processor meanwhile counts for at most twice the
+// expected time. All is forgotten every 1024 forwards, so that sizes which seemed slow are tried again.
 inline void learn_time(Lookup* lookup, int tokens, float nanoseconds) {
     if (lookup->forwards++ % 1024 == 0) memset(lookup->time, 0, sizeof(lookup->time));
     const float most = 2 * time_of(*lookup, tokens);
-    if (nanoseconds > most && most > 1000) nanoseconds = most;  // nothing is known where it is less
+    if (nanoseconds > most && most > 1000) nanoseconds = most;  // below 1000 nothing is known yet
     if (tokens > TIMES) nanoseconds *= (float)TIMES / tokens;
     float& time = lookup->time[least_of(tokens, TIMES) - 1];
     time += time ? 0.25f * (nanoseconds - time) : nanoseconds;
 }
 
-// Find the longest n-gram that ends a text of ``length`` tokens and occurred before, at its latest place, and copy
-// ``most`` tokens that followed (or followed these) to the end of the text. Returns how many tokens before are the same.
+// Finds the longest n-gram that ends a text of ``length`` tokens and occurred before (the latest occurrence), and copies the
+// ``most`` tokens that followed it to the end of the text. Returns how many tokens match, or 0.
 int look_up(const Lookup& lookup, int32_t* text, int length, int most) {
     constexpr int SOME = 32;
     const int32_t last = text[length - 1];
@@ -46,7 +47,7 @@ int look_up(const Lookup& lookup, int32_t* text, int length, int most) {
     return matched;
 }
 
-// Of the tokens copied after a match at that place, how many were drafted as well.
+// How many of the tokens that were copied ``copied`` places after such a match were right (interface.h: Lookup).
 inline float& share_of(Lookup* lookup, int matched, int copied) {
     return lookup->share[least_of(matched + copied, MATCHES) - 1];
 }

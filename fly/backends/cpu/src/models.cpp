@@ -1,5 +1,4 @@
-// Models: their matrices packed into panels, and the workspace that calls over one share. Knows nothing of the arithmetic
-// on either.
+// Models: their matrices, packed into panels, and the workspace that the calls of a model share. Knows nothing of the arithmetic.
 #include <initializer_list>
 
 #include "library.h"
@@ -37,7 +36,7 @@ void pack(Matrix* matrix, const T* from, Layout layout, bool pairs) {
     }
 }
 
-// A value for each output of a matrix, which ``of`` gives by its row; zeros where there is none.
+// Makes an array with a value for each output of a matrix: ``of`` its row, or 0 for padding. False without memory.
 template <class T, class Of>
 bool by_output(const Matrix& matrix, bool pairs, T** to, Of of) {
     if (!(*to = (T*)allocate(matrix.panels * PANEL * (long)sizeof(T)))) return false;
@@ -151,7 +150,7 @@ int fly::make_room(Model* model, int tokens, int last_rows, int longest, int thr
         work.last_rows = last_rows;
     }
     if (longest > work.longest) {
-        work.longest = padded(longest + longest / 4, 256);  // it grows with every token, but not the workspace
+        work.longest = padded(longest + longest / 4, 256);  // more than is needed now, so that not every token enlarges it
         for (Block& scratch : work.scratch) free(scratch.memory), scratch = {};
     }
     for (int i = 0; i < threads; i++)
@@ -178,8 +177,8 @@ EXPORT void fly_free(Model* model) {
     free(model);
 }
 
-// An empty model, in ``made``. ``norm`` [C]; ``cos``, ``sin`` [ropes, positions, D/2]; ``embedding`` [V, C] must outlive it,
-// or none.
+// Makes a model without matrices, in ``made``. ``norm`` [C]; ``cos``, ``sin`` [ropes, positions, D/2]; ``embedding`` [V, C],
+// which must outlive the model, or none.
 EXPORT int fly_new(Model** made, int variant, const Shape* shape, Span<const float> norm, Span<const float> cos,
                    Span<const float> sin, Span<const char> embedding) {
     if (const int error = known(variant) ?: check(*shape) ?: holds("norm", norm, shape->width) ?:
@@ -203,15 +202,16 @@ EXPORT int fly_new(Model** made, int variant, const Shape* shape, Span<const flo
     return refuse(NO_MEMORY, "a packed model", 0, 2 * cos.bytes);
 }
 
-// Share the model with other processes, before its first call: of all ``tokens`` it holds those from ``first`` on.
+// Makes the model a part of one that several processes share. Of all ``tokens`` it holds those from ``first`` on. Called before
+// the model's first call.
 EXPORT int fly_share(Model* model, void (*sum)(float*, int64_t), int tokens, int first) {
     if (const int error = within("first", first, 0, tokens - (int64_t)model->shape.vocab)) return error;
     model->sum = sum, model->tokens = tokens, model->first_token = first;
     return OK;
 }
 
-// Let it draft for a target of so many ``tokens``: what its head numbers has the ids ``target`` [U] there, which must
-// outlive it; before its first call. For draft heads, and models whose head keeps some tokens only.
+// Makes a draft head, or a model with a trimmed head, draft ids of a target with so many ``tokens``: output u of its head is
+// token ``target[u]`` there. ``target`` [U] must outlive the model. Called before the model's first call.
 EXPORT int fly_draft_for(Model* model, int tokens, Span<const int64_t> target) {
     const Shape& shape = model->shape;
     if (const int error = within("tokens", tokens, shape.vocab, MOST) ?: holds("target", target, shape.vocab) ?:

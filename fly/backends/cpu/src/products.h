@@ -1,13 +1,13 @@
-// Products of activations with packed matrices, shared out among the threads of a call, and the barrier at which these
-// meet. Knows nothing of layers: what becomes of the sums is its caller's.
+// Products of activations with packed matrices, divided among the threads of a call, and the barrier at which these meet. Knows
+// nothing of layers: the caller says what becomes of the sums.
 
-constexpr long LONG = 1 << 20;     // bytes of a matrix that takes long, for few rows, and no longer stays in the caches
-constexpr int SHARES = 12;         // parts of a thread's part, about
-constexpr int AHEAD = 8192;        // bytes that are asked for ahead, of all panels multiplied at once
-constexpr int64_t STALL = 500000;  // nanoseconds at one barrier, which parts of equal size do not take
+constexpr long LONG = 1 << 20;     // from so many bytes on, a matrix is divided into turns; it does not stay in the caches
+constexpr int SHARES = 12;         // turns for each thread, about
+constexpr int AHEAD = 8192;        // how many bytes ahead weights are fetched, over all panels that are multiplied at once
+constexpr int64_t STALL = 500000;  // nanoseconds: who waits longer at a barrier waits for a thread that lost its processor
 
-// Whatever is still on the way to memory must have been seen by all before anybody goes on. ``counts``: it should not
-// take long.
+// The barrier: a thread goes on when all have come, and then sees all that they wrote. ``counts``: a long wait is noted
+// (threads.cpp: run).
 inline void wait(Call* call, bool counts = true) {
     if (call->threads == 1) return;
     Barrier* barrier = &call->barrier;
@@ -22,7 +22,7 @@ inline void wait(Call* call, bool counts = true) {
         if (__atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE) != phase) return;
         fly::pause();
     }
-    // Whoever we wait for may have lost the processor, or need this one.
+    // The thread that we wait for may have lost its processor, or need this one.
     const int64_t since = nanoseconds();
     while (__atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE) == phase) sched_yield();
     const int64_t waited = nanoseconds() - since;
@@ -53,7 +53,7 @@ inline void run(int rows, int panels, const typename Wt::In* a, long lda, const 
     __builtin_unreachable();
 }
 
-// Rows of activations as products take them, and of W8A8 what 1 stands for in each; of GROUPED what GroupedRow has.
+// Rows of activations as products take them. ``steps``: of W8A8, what 1 stands for in each row; of GROUPED, see GroupedRow.
 template <class Wt>
 struct Inputs {
     typename Wt::In* a;
@@ -63,7 +63,7 @@ struct Inputs {
     long lds;
 };
 
-// Rows are multiplied in blocks of about the same size, each with some panels at once.
+// Rows are multiplied in blocks of about the same size, and each block with some panels at once.
 inline int blocks_of(Room most, int rows) { return (rows + most.rows - 1) / most.rows; }
 inline int panels_at_once(Room most, int rows) {
     return most.panels((rows + blocks_of(most, rows) - 1) / blocks_of(most, rows));
@@ -74,8 +74,8 @@ constexpr bool WHOLE = sizeof(typename Wt::In) == 1;
 
 #include "groups.h"
 
-// x·Wᵀ for rows of activations and the panels of ``range``; ``finish(row, panel, sums)`` takes 32 sums each. At ``then``
-// lies what the thread is likely to multiply next.
+// Computes x·Wᵀ for rows of activations and the panels of ``range``. ``finish(row, panel, sums)`` gets 32 sums at a time.
+// ``then`` are the weights that the thread will probably need next.
 template <class Wt, class Finish>
 inline void product_of(const Inputs<Wt>& x, const Matrix& matrix, Range range, Place then, Finish finish) {
     alignas(64) typename Wt::Sum sums[Wt::MOST.rows * PANEL * 4];
@@ -93,7 +93,7 @@ inline void product_of(const Inputs<Wt>& x, const Matrix& matrix, Range range, P
             const auto multiply = [&](auto ahead) {
                 run<Wt>(count, panels, x.a + some.from * x.lda, x.lda, w, bytes, steps, ahead, sums);
             };
-            // Of several blocks the last two ask for half of the next panels each, for memory to be busy all the while.
+            // The next panels are fetched meanwhile: by the only block, or half each by the last two, to keep memory busy.
             if (block < blocks - 2)
                 multiply(Ahead<Asked::NONE>{});
             else if (blocks > 1)
@@ -118,8 +118,8 @@ inline void product_of(const Inputs<Wt>& x, const Matrix& matrix, Range range, P
     }
 }
 
-// How many panels a thread takes at a time of a product that is long: it may lose its processor for a while. 0: its part
-// of all at once.
+// How many panels a thread takes in a turn of a long product, so that others can go on if it loses its processor. 0: the product
+// is short, and each thread takes its part at once.
 inline int panels_a_turn(const Call* call, const Matrix& matrix, Room most, int rows) {
     const long work = matrix.panel_bytes * matrix.panels * (rows < 4 ? 1 : rows / 4);
     if (call->threads == 1 || work < LONG) return 0;
@@ -127,8 +127,8 @@ inline int panels_a_turn(const Call* call, const Matrix& matrix, Room most, int 
     return share >= least ? share / least * least : share > 0 ? share : 1;
 }
 
-// All panels, by all threads: each its part, or a few after a few. There is a barrier between two of them; ``next`` is the
-// matrix that is likely to come after that.
+// Multiplies all panels, by all threads: each takes its part, or turn after turn. There must be a barrier between two products.
+// ``next`` is the matrix that will probably be multiplied after this one.
 template <class Wt, class Finish>
 inline void product(Call* call, int thread, const Inputs<Wt>& x, const Matrix& matrix, const Matrix& next, Finish finish) {
     const int size = panels_a_turn(call, matrix, Wt::MOST, x.rows), after = panels_a_turn(call, next, Wt::MOST, x.rows);
@@ -142,7 +142,7 @@ inline void product(Call* call, int thread, const Inputs<Wt>& x, const Matrix& m
     };
     if (!size) return multiply(part(matrix.panels, thread, call->threads), then);
     for (int at; (at = __atomic_fetch_add(&call->taken, size, __ATOMIC_RELAXED)) < matrix.panels;) {
-        const int soon = at + size * call->threads;  // if all go on alike
+        const int soon = at + size * call->threads;  // if all threads are equally fast
         multiply({at, least_of(at + size, matrix.panels)},
                  soon < matrix.panels ? Place{matrix.data + soon * matrix.panel_bytes, matrix.panel_bytes} : then);
     }

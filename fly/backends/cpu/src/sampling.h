@@ -1,5 +1,5 @@
-// Distributions made of logits, draws from them, and the exact rule by which a drafted token is kept. Knows nothing of
-// models or calls.
+// From logits to distributions, draws from these, and the exact rule that keeps a drafted token. Knows nothing of models or
+// calls.
 
 // The lowest id of the largest logit.
 inline int64_t best(const float* logits, int vocab) {
@@ -17,7 +17,7 @@ inline int64_t best(const float* logits, int vocab) {
     return 0;
 }
 
-// Floats in ascending order are these numbers in ascending order.
+// An integer for each float, in the same order.
 inline int32_t rank_of(float x) {
     int32_t bits;
     memcpy(&bits, &x, 4);
@@ -31,7 +31,7 @@ inline float of_rank(int32_t rank) {
     return x;
 }
 
-// The least x such that what lies above it adds up to less than ``limit``: of ``mass``, or of ones where that is null.
+// The least x for which the ``mass`` of all logits above it (null: their count) is less than ``limit``.
 inline float least_kept(const float* logits, const float* mass, int room, float peak, float limit) {
     int64_t low = rank_of(-__builtin_inff()), high = rank_of(peak);
     while (low < high) {
@@ -47,14 +47,14 @@ inline float least_kept(const float* logits, const float* mass, int room, float 
     return of_rank((int32_t)high);
 }
 
-// What ``how`` keeps of logits (fly/runtime/sampling.py: ProcessedDistribution): the largest, the least that is kept, the mass of
-// those.
+// The logits that sampling keeps (fly/runtime/sampling.py: ProcessedDistribution): the largest, the least, and their mass, which
+// is the sum of exp((logit - peak) / temperature).
 struct Kept {
     float peak, least, total;
 };
 
-// ``spread`` [2, room] then holds the logits and the mass of each that is kept, zeros for the others; counts of tokens
-// are exact in floats up to 2^24.
+// Applies top-k, top-p and min-p as ``how`` says. Leaves in ``spread`` [2, room] the logits, and the mass of each that is kept,
+// with zeros for the others. (top-k counts in floats, which are exact up to 2^24.)
 inline Kept keep(const Sampling& how, const float* given, int vocab, float* spread) {
     const int room = padded(vocab);
     float *logits = spread, *mass = spread + room;
@@ -65,7 +65,7 @@ inline Kept keep(const Sampling& how, const float* given, int vocab, float* spre
     const float peak = largest(most);
     float least = -__builtin_inff();
     if (how.top_k) least = least_kept(logits, nullptr, room, peak, (float)least_of(how.top_k, vocab));
-    const auto keep_from = [&](float from, auto mass_of) {  // gives the mass of all that is kept
+    const auto keep_from = [&](float from, auto mass_of) {  // returns the mass of the logits from there on
         const Vec cut = set1(from);
         Vec all = zero();
         for (int v = 0; v < room; v += W) {
@@ -84,32 +84,18 @@ inline Kept keep(const Sampling& how, const float* given, int vocab, float* spre
     return {peak, kept_from, total};
 }
 
-// The same of ``rows`` times ``each`` positions, each row by its own ``how``; ``total`` as its logarithm.
+// The same for ``rows`` of ``each`` positions, each row by its own ``how``. ``total`` is ln of the mass.
 void kept(const float* logits, int rows, int each, int vocab, const Sampling* how, float* spread, float* peak,
           float* least, float* total) {
     for (int at = 0; at < rows * each; at++) {
         Sampling mine = how[at / each];
-        if (!mine.temperature) mine.temperature = 1;  // nobody will look, but rows beside it must not notice
+        if (!mine.temperature) mine.temperature = 1;  // not used, but a division by 0 would disturb the rows beside it
         const Kept found = keep(mine, logits + (long)at * vocab, vocab, spread);
         peak[at] = found.peak, least[at] = found.least, total[at] = __builtin_logf(found.total);
     }
 }
 
-// How sure a distribution is: its largest probability, and its entropy in nats.
-struct Surety {
-    float peak, entropy;
-};
-
-// Of what ``keep`` left in ``spread``.
-inline Surety surety(const Kept& kept, float temperature, int vocab, const float* spread) {
-    const int room = padded(vocab);
-    const Vec top = set1(-kept.peak), least = set1(-1e30f);  // where nothing is kept, the product is to be 0
-    Vec all = zero();
-    for (int v = 0; v < room; v += W) all = fma(ld(spread + room + v), larger(ld(spread + v) + top, least), all);
-    return {1 / kept.total, __builtin_logf(kept.total) - sum(all) / (temperature * kept.total)};
-}
-
-// A token drawn from a distribution [V] that need not sum to 1 (fly/runtime/sampling.py: draw); -1 where that has no mass.
+// Draws a token from a distribution [V] that need not sum to 1 (fly/ops/random.py: draw). -1 if it has no mass.
 inline int64_t pick(const float* distribution, int vocab, float uniform) {
     double whole = 0, so_far = 0;
     for (int v = 0; v < vocab; v++) whole += distribution[v];
@@ -121,21 +107,20 @@ inline int64_t pick(const float* distribution, int vocab, float uniform) {
     return -1;
 }
 
-// The distribution that ``how`` makes of logits, which is then in the second half of ``spread`` [2, V padded].
-inline float* distribution_of(const Sampling& how, const float* given, int vocab, float* spread, Surety* sure = nullptr) {
+// The processed distribution of logits, in the second half of ``spread`` [2, V padded]. ``peak`` is its largest probability.
+inline float* distribution_of(const Sampling& how, const float* given, int vocab, float* spread, float* peak = nullptr) {
     const int room = padded(vocab);
     const Kept kept = keep(how, given, vocab, spread);
-    if (sure) *sure = surety(kept, how.temperature, vocab, spread);
+    if (peak) *peak = 1 / kept.total;
     const Vec total = set1(kept.total);
     float* mass = spread + room;
     for (int v = 0; v < room; v += W) st(mass + v, ld(mass + v) / total);
     return mass;
 }
 
-// Whether the exact rule keeps each drafted token by its coin (fly/policies/base.py: exact_accept_probs), up to the first
-// that it does not keep, or of ``all``. ``distributions`` [count, V] is what they were drawn from; null is a deterministic
-// draft. Returns the number of that first token, or ``count``, or NO_NUMBER where the chance of one is NaN; ``keeps``
-// [count] or null is out for each.
+// Decides by coins whether the exact rule keeps each drafted token (fly/policies/base.py: exact_accept_probs): up to the first
+// mismatch, or ``all``. ``distributions`` [count, V] are what the tokens were drawn from; null: a deterministic draft. Returns
+// the number of the first mismatch, or ``count``, or NO_NUMBER if the chance of one is NaN. ``keeps`` [count] is out, or null.
 int accepts(const float* logits, int vocab, const Sampling* how, const int64_t* drafted, int count, const float* distributions,
             const float* coins, bool all, float* spread, uint8_t* keeps) {
     int first = count;
@@ -157,9 +142,9 @@ int accepts(const float* logits, int vocab, const Sampling* how, const int64_t* 
     return first;
 }
 
-// The token after those that stand: drawn from the target's distribution or, if a drafted one was ``rejected`` there
-// (else -1), from what is left of it without the draft's ``distribution`` [V] (null: that one token); NO_NUMBER where that
-// holds a NaN.
+// Draws the token after those that are kept: from the target's distribution or, if a drafted token was ``rejected`` there (else
+// -1), from the residual max(0, target - draft), where the draft's ``distribution`` [V] may be null for that one token.
+// NO_NUMBER if the residual holds a NaN.
 int64_t follow(const float* logits, int vocab, const Sampling* how, int64_t rejected, const float* distribution, float uniform,
                float* spread) {
     if (!(how->temperature > 0)) return best(logits, vocab);
@@ -172,16 +157,16 @@ int64_t follow(const float* logits, int vocab, const Sampling* how, int64_t reje
             numbers &= rest == rest;
         }
         if (!numbers) return NO_NUMBER;
-        // Without any, both distributions are equal: a rejection is a matter of rounding, and the target's is right.
+        // A residual without mass: the distributions are equal but for rounding, so the target's is right.
         if (const int64_t token = pick(left, vocab, uniform); token >= 0) return token;
     }
     const int64_t token = pick(target, vocab, uniform);
     return token < 0 ? 0 : token;
 }
 
-// Deterministic tokens [count] that may all follow one place, tried in order, each by its coin against what is left of the
-// distribution once those before it are rejected (fly/policies/verification.py: _try_siblings). Returns the number of the
-// first that the exact rule keeps; or -1, and ``next`` drawn from what is left then.
+// Tries ``tokens`` [count] that all follow the same token of a tree, in order: each by its coin against the distribution that is
+// left once those before it are rejected (fly/policies/verification.py: _try_siblings). Returns the number of the first that
+// the exact rule keeps. If it keeps none, returns -1, and draws ``next`` from what is left.
 int siblings(const float* logits, int vocab, const Sampling* how, const int64_t* tokens, const float* coins, int count,
              float uniform, float* spread, int64_t* next) {
     float* target = distribution_of(*how, logits, vocab, spread);
@@ -194,7 +179,7 @@ int siblings(const float* logits, int vocab, const Sampling* how, const int64_t*
         Vec all = zero();
         for (int v = 0; v < room; v += W) all += ld(target + v);
         const float left = sum(all);
-        if (!(left > 0)) own = before;  // a rejection is a matter of rounding then
+        if (!(left > 0)) own = before;  // nothing else has mass, so the token was rejected by rounding
         for (int v = 0; left > 0 && v < room; v += W) st(target + v, ld(target + v) / set1(left));
     }
     const int64_t token = pick(target, vocab, uniform);
@@ -202,7 +187,7 @@ int siblings(const float* logits, int vocab, const Sampling* how, const int64_t*
     return -1;
 }
 
-// The ``n`` largest logits (-inf where there are fewer), largest first, and ln of the sum of exp over all of them.
+// Finds the ``n`` largest logits, largest first (-inf if there are fewer), and then ln of the sum of exp over all logits.
 void top(const float* logits, int vocab, int n, float* found) {
     for (int i = 0; i < n; i++) found[i] = -__builtin_inff();
     auto insert = [&](float x) {

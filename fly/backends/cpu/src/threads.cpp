@@ -1,9 +1,8 @@
-// The worker threads that calls share, and how fast this machine reads memory with them. Knows nothing of what a call
-// computes.
+// The worker threads that calls share, and how fast this machine reads memory with them. Knows nothing of what a call computes.
 //
-// Workers look out for work for a while after each call, then sleep. A call goes on without those that do not come in
-// time, because they sleep or because the processor is somebody else's: the result is the same with any number of them.
-// One call at a time has the workers; another that comes meanwhile runs on its caller's thread alone.
+// ``run`` is called by every call of a model (calls.cpp: start). Workers look for work for a while after each call, then sleep.
+// A call starts without those that do not come in time, because they sleep or have no processor: the result is the same with
+// any number of threads. One call at a time has the workers; another that comes meanwhile runs on its caller's thread alone.
 #include "library.h"
 
 using namespace fly;
@@ -14,9 +13,9 @@ struct Pool {
     pthread_mutex_t in_use, lock;
     pthread_cond_t wake;
     int32_t workers;
-    int32_t alone, patience;     // calls still to run without workers, after one that had to wait long for them
+    int32_t alone, patience;     // after a stall: how many more calls run without workers, and how many the next time
     alignas(64) int32_t gate;    // workers that joined the next call; -1 is closed
-    int32_t places;              // workers it takes
+    int32_t places;              // how many workers that call takes
     alignas(64) int32_t started;
     alignas(64) int32_t busy;    // joined workers that have not finished
     alignas(64) int32_t sleeping;
@@ -49,7 +48,7 @@ bool gate_is_open() {
     return joined >= 0 && joined < __atomic_load_n(&pool.places, __ATOMIC_ACQUIRE);
 }
 
-// The thread number in the call that was joined, or 0 if others were faster.
+// Joins the next call. Returns the number of this thread in it, or 0 if other workers were faster.
 int join() {
     int32_t joined = __atomic_load_n(&pool.gate, __ATOMIC_ACQUIRE);
     while (joined >= 0 && joined < __atomic_load_n(&pool.places, __ATOMIC_ACQUIRE))
@@ -81,7 +80,7 @@ void* worker(void*) {
     return nullptr;
 }
 
-// As many workers as wanted, as far as the system gives them.
+// Starts threads up to the number wanted, or as many as the system allows.
 void hire(int wanted) {
     while (pool.workers < wanted) {
         pthread_t thread;
@@ -135,7 +134,7 @@ void fly::run(Call* call, void (*work)(Call*, int), int threads, int64_t patienc
             fly::pause();
         else
             sched_yield();
-    // Alone it would have been over sooner; each of them waits for the one.
+    // If the threads stalled so long that one alone would have been faster, the next calls run alone.
     if (call->stalled * (joined + 1) > (nanoseconds() - begun) * joined * joined) {
         pool.alone = pool.patience;
         pool.patience = pool.patience * 2 < LONGEST ? pool.patience * 2 : LONGEST;
@@ -173,7 +172,7 @@ void read_part(Call* call, int thread) {
 
 }  // namespace
 
-// The sum of numbers, 8 a line, for how fast they can be read.
+// The sum of numbers, 8 a cache line: shows how fast they can be read.
 EXPORT uint64_t fly_sum(Span<const uint64_t> numbers, int threads) {
     Reading reading = {};
     reading.from = numbers, reading.lines = numbers.count() / 8;

@@ -1,19 +1,19 @@
-// Trees of a drafter in rounds of several rows: how they grow, what their tokens see, and where the branch that stands
-// goes. Knows nothing of how a model computes its logits, nor of what decides.
+// Draft trees in rounds (rounds.cpp calls ``grow``, ``propose`` and ``keep``, in this order): how they grow, what their tokens
+// see, and how the accepted path moves up in the cache. Knows nothing of how a model computes its logits, nor of what decides.
 #pragma once
 #include "library.h"
 
 namespace fly {
 
-// What a token of a tree sees of its row: all ``before``, and of the ``after`` itself and those above it, each at its
-// ``place`` (null: its number).
+// Writes what a token of a tree sees: all tokens ``before`` the tree, and of the ``after`` tokens in it the token itself and
+// those it follows, each at its ``place`` (null: at its number).
 inline void see(uint8_t* mask, int before, int after, const int32_t* parent, int node, const int32_t* place = nullptr) {
     memset(mask, 1, before);
     memset(mask + before, 0, after);
     for (; node >= 0; node = parent[node]) mask[before + (place ? place[node] : node)] = 1;
 }
 
-// Keys and values of a row's stored token ``from`` go to where those of token ``to`` lie, by the row's ``table``.
+// Copies the keys and values of a row's token ``from`` to the slot of token ``to``, by the row's ``table``.
 inline void move_stored(const Batch& batch, const Shape& shape, const int32_t* table, int from, int to) {
     if (from == to) return;
     const long each = (long)shape.kv_heads * shape.head_dim, bytes = bytes_of_type(batch.cache_type);
@@ -27,14 +27,14 @@ inline void move_stored(const Batch& batch, const Shape& shape, const int32_t* t
     }
 }
 
-// How large what a ``Growth`` makes is at most: candidates, those followed at once and in all, and after one token.
+// The largest sizes of a tree: candidates, tokens that are followed in one level and in all, and candidates after one token.
 struct Extent {
     int64_t candidates = 0, lines = 1, followed = 0, width = 1;
 
     explicit Extent(const Growth* growth) {
         int64_t level = 1;
         for (int64_t i = 0; growth && i < growth->width.count() && candidates <= MOST; i++) {
-            if (growth->width[i] < 1) {  // refused by ``Play::check``, as nothing would follow
+            if (growth->width[i] < 1) {  // ``Series::check`` refuses that
                 candidates = 0;
                 return;
             }
@@ -46,16 +46,16 @@ struct Extent {
     }
 };
 
-// The trees of the rows that a drafter drafts for in a round: each level is a forward over all of them.
+// The trees of all rows that the drafter drafts for in a round. Each level is one forward over all of them.
 class Forest {
     struct Tree {
-        int32_t count, fed;  // candidates; how many of them the drafter was fed
-        int64_t* token;
+        int32_t count, fed;  // how many candidates there are, and how many of them the drafter was fed
+        int64_t* token;      // of each candidate
         double* score;       // ln of the probability of the path to it
         int32_t *parent, *depth;
-        int32_t* place;      // among those that were fed, -1 for others
-        int32_t* line;       // the token, in the forward before it, that it follows
-        int32_t* proposed;   // numbers of those that are
+        int32_t* place;      // its number among those that were fed, or -1
+        int32_t* line;       // the number, in the last forward, of the token that it follows
+        int32_t* proposed;   // the numbers of the candidates that are proposed
     };
 
     const Growth* growth = nullptr;
@@ -71,7 +71,7 @@ class Forest {
     Span<Span<const int32_t>> tables;
     Span<Span<const uint8_t>> masks;
 
-    // The ``n`` likeliest tokens after ``node`` by its logits, the lowest id first among equals.
+    // Adds the ``n`` likeliest tokens after ``node`` by its logits, the lowest id first among equals.
     void add(Tree& tree, int node, const float* line, int token_of_line, int n) {
         const int vocab = drafter->shape.vocab;
         n = least_of(n, vocab);
@@ -94,7 +94,7 @@ class Forest {
         }
     }
 
-    // Puts the ``n`` likeliest of ``count`` candidates first, in their order, and says how many they are.
+    // Puts the ``n`` likeliest of ``count`` candidates first, the likeliest first of all. Returns how many they are.
     static int likeliest(const Tree& tree, int32_t* of, int count, int n) {
         n = least_of(n, count);
         for (int i = 0; i < n; i++) {
@@ -102,13 +102,13 @@ class Forest {
             for (int j = i + 1; j < count; j++)
                 if (tree.score[of[j]] > tree.score[of[best]]) best = j;
             const int32_t node = of[best];
-            for (int j = best; j > i; j--) of[j] = of[j - 1];  // the others stay in theirs
+            for (int j = best; j > i; j--) of[j] = of[j - 1];  // the others stay in order
             of[i] = node;
         }
         return n;
     }
 
-    // The feature of a head after a token of the forward before, as one of its own.
+    // Makes the head's feature after token ``from`` of the last forward the input of token ``line`` of the next.
     void carry(int line, int from) {
         const long width = drafter->shape.width;
         float* to = carried + line * width;
@@ -123,8 +123,8 @@ class Forest {
     }
 
 public:
-    // Makes room for trees of ``rows`` of at most ``longest`` stored tokens, that begin with at most ``late`` in all, as
-    // ``how`` says and with the ``extent`` of that. An error or OK.
+    // Takes memory for trees after ``rows`` of at most ``longest`` stored tokens, whose first forward has at most ``late``
+    // tokens. An error or OK.
     int make_room(const Growth* how, const Extent& extent, Model* who, const Variant* variant, int rows, int64_t longest,
                   int64_t late) {
         growth = how, drafter = who, judge = variant;
@@ -155,8 +155,8 @@ public:
         return OK;
     }
 
-    // Grows a tree of at most ``limit`` levels (1 or more) after each row of ``known``, by what a head is ``given`` of its
-    // target's hidden states. Nothing follows a token that ends a row (``stop``, as of ``fly_draft``). An error or OK.
+    // Grows a tree of at most ``limit[i]`` levels (1 or more) after each row of ``known``. A draft head is ``given`` the target's
+    // hidden states. Nothing follows a token that ends a row (``stop``, as for ``fly_draft``). An error or OK.
     int grow(const Batch& known, const int32_t* limit, const Span<const int64_t>* stop, Span<const char> given) {
         Batch batch = known;
         int asked = known.rows;
@@ -167,6 +167,7 @@ public:
         }
         const int levels = (int)growth->width.count(), vocab = drafter->shape.vocab;
         for (int level = 0; asked; level++) {
+            // One forward over the tokens that are followed, and candidates after each.
             const int error = drafter->shape.features
                                   ? fly_step(drafter, &batch, level ? Span<const char>() : given, carried, kept.first(asked),
                                              logits, features)
@@ -174,6 +175,7 @@ public:
             if (error) return error;
             for (int line = 0; line < asked; line++)
                 add(trees[line_row[line]], line_node[line], logits + (long)line * vocab, kept[line], growth->width[level]);
+            // Of each tree, the likeliest of the new candidates are followed: they are the next forward.
             asked = batch.rows = 0;
             uint8_t* sees = mask;
             for (int i = 0; i < known.rows && level + 1 < levels; i++) {
@@ -206,13 +208,13 @@ public:
         return OK;
     }
 
-    // The likeliest of tree ``i`` are proposed, and become ``drafted`` with their ``parent``. Returns how many.
+    // Proposes the likeliest candidates of tree ``i``: writes their tokens and parents, and returns how many they are.
     int propose(int i, int64_t* drafted, int32_t* parent) {
         Tree& tree = trees[i];
         for (int node = 0; node < tree.count; node++) order[node] = node, tree.line[node] = -1;
         const int n = likeliest(tree, order, tree.count, growth->nodes);
         for (int j = 0; j < n; j++) tree.line[order[j]] = 0;
-        for (int node = 0, at = 0; node < tree.count; node++) {  // none is likelier than the one it follows
+        for (int node = 0, at = 0; node < tree.count; node++) {  // no candidate is likelier than its parent
             if (tree.line[node] < 0) continue;
             tree.line[node] = at, tree.proposed[at] = node;
             drafted[at] = tree.token[node];
@@ -221,8 +223,8 @@ public:
         return n;
     }
 
-    // Of tree ``i``, a branch of ``n`` proposed tokens stands: what the drafter stored of it moves up to ``to`` in the row.
-    // Returns how many tokens that are.
+    // Moves what the drafter stored of the accepted path of tree ``i``, ``n`` proposed tokens, to slot ``to`` of the row and on.
+    // Returns how many of them it had stored.
     int keep(int i, const Batch& known, const int32_t* path, int n, int to) {
         const Tree& tree = trees[i];
         int kept = 0;

@@ -1,9 +1,9 @@
-// What the variants do alike with vectors of any width: ``Vec`` of ``W`` floats, ``Bits`` and ``Ints`` of as many
-// whole numbers, and what a variant defines before it includes this (set1, ld, st, fma, ...). Knows nothing of models.
+// What all variants do in the same way with vectors of any width: ``Vec`` of ``W`` floats, ``Bits`` and ``Ints`` of as many whole
+// numbers. A variant defines set1, ld, st, fma and others before it includes this. Knows nothing of models.
 
 inline Vec zero() { return Vec{}; }
 inline Vec size_of(Vec x) { return (Vec)((Bits)x & 0x7fffffff); }
-// Products of whole numbers, less what they came to for being 128 too high.
+// Sums of products of whole numbers whose inputs were stored 128 too high; ``offset`` is how much that added.
 inline Vec whole(const float* sums, const int32_t* offset) {
     return __builtin_convertvector((Ints)ld(sums) - (Ints)ld((const float*)offset), Vec);
 }
@@ -15,8 +15,8 @@ inline Bits rounded(Vec x) {
     return x == x ? (bits + (bits >> 16 & 1) + 0x7fff) >> 16 : Bits{} + 0x7fc0;
 }
 
-// Two vectors: of stored values one after the other, or for bfloat16, which that is cheaper for, those at even and at odd
-// places; of weights, or what they are multiplied with, those of two inputs.
+// Two vectors. Of float32 values the first half and the second; of bfloat16 values those at even and those at odd places, which
+// is cheaper; of weights and their inputs those of two inputs.
 struct Pair {
     Vec first, second;
 };
@@ -28,10 +28,9 @@ inline Pair pair(const float* p, int count);  // only so many of them, zeros for
 inline Pair pair(const uint16_t* p, int count);
 inline void interleave(Pair x, float* to);  // values at even and at odd places to one after the other
 
-// Keys and values of a type, and the queries that keys are multiplied with, which lie as pairs do: 2·W at a time, or as
-// many as are ``left``. ``lay`` and ``times`` do for keys that are transposed what ``dot`` does for a key, lane by lane: W
-// keys' dwords of a lane (of float32 in the first half of the 2·W values, or in the second), and the products with them,
-// of DEEP vectors a lane.
+// How keys and values of a type are read, and how queries are laid out for them: 2·W values at a time (as a Pair), or as many as
+// are ``left``. ``dot`` multiplies a query with one key. ``lay`` and ``times`` do the same for W transposed keys, lane by lane: a
+// lane has a dword of each key, in DEEP vectors (of float32 the first half of the 2·W values, then the second).
 template <class K>
 struct InFloats {
     typedef float Query;
@@ -101,7 +100,7 @@ inline void normalise(const float* x, const float* weight, int width, float eps,
     for (int i = 0; i < room; i += W) st(out + i, ld(x + i) * factor * ld(weight + i));
 }
 
-// ``count`` values in steps of 1/127 of the largest, 128 above that, and what a step is. They are padded to 16.
+// Rounds ``count`` values, padded to 16, to steps of 1/127 of the largest, and stores the numbers plus 128. Returns the step.
 template <class Act>
 inline float narrowed(const Act* from, int count, uint8_t* to) {
     Vec most = zero();
