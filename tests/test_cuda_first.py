@@ -203,15 +203,15 @@ def test_ranks_wait_longer_for_one_that_compiles(monkeypatch: pytest.MonkeyPatch
     watch.rank, watch.size, watch.collective_timeout, watch._left = 0, 2, 60.0, set()
     watch.progress, watch._complete = (progress := Progress()), (3, 500.0)
     monkeypatch.setattr(watch, "declare", lambda rank, reason: blamed.append(reason))
-    progress.entered, progress.since = 3, 0.0
+    progress.entered, progress.since, watch._beats = 3, 0.0, {1: b"0.0 2 0"}
     ranks = object.__new__(Ranks)
     ranks.progress = progress
     with ranks.preparing():
-        watch._look_for_stuck({1: b"0.0 2 0"}, 100.0)
+        watch._look_for_stuck(100.0)
         assert blamed == []
-        watch._look_for_stuck({1: b"0.0 2 0"}, 601.0)
+        watch._look_for_stuck(601.0)
     assert "for 600 s it has not come to collective 3" in blamed[0]
-    watch._look_for_stuck({1: b"0.0 2 0"}, 100.0)
+    watch._look_for_stuck(100.0)
     assert "for 60 s" in blamed[1]
 
 
