@@ -204,7 +204,7 @@ def test_ranks_wait_longer_for_one_that_compiles(monkeypatch: pytest.MonkeyPatch
     watch.progress, watch._complete = (progress := Progress()), (3, 500.0)
     watch._beats = {1: b"0.0 2 0"}
     monkeypatch.setattr(watch, "declare", lambda rank, reason: blamed.append(reason))
-    progress.entered, progress.since = 3, 0.0
+    progress.entered, progress.since, watch._beats = 3, 0.0, {1: b"0.0 2 0"}
     ranks = object.__new__(Ranks)
     ranks.progress = progress
     with ranks.preparing():
