@@ -350,7 +350,7 @@ class Target:
         probs: Tensor | LazyDistribution | None,
         numbers: list[int] | None = None,
     ) -> Target:
-        """Make a target of other positions of the same rows: its row n is row ``rows_N[n]`` (int64) of this one."""
+        """Return a target for other positions of the same rows. Its row n is row ``rows_N[n]`` (int64) of this one."""
         history = None
         if self.history is not None:
             history = [self.history[b] for b in (rows_N.tolist() if numbers is None else numbers)]

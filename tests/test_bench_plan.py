@@ -56,4 +56,4 @@ def test_bench_plan_on_the_command_line() -> None:
     assert shown.output.count("does not fit") == 2
     assert "--tau is needed" in plan("--target", "llama-3.1-70b").output
     assert "choices: ['a100'" in plan("--device", "abacus").output
-    assert "does not divide by 7 ranks" in plan("--target", "llama-3.1-70b", "--tau", "12", "--ranks", "7").output
+    assert "is not divisible by 7 ranks" in plan("--target", "llama-3.1-70b", "--tau", "12", "--ranks", "7").output

@@ -120,10 +120,10 @@ def without(*names: str) -> tuple[Rule, ...]:
 @pytest.mark.parametrize(
     ("size", "changes", "plan", "said"),
     [
-        (3, {}, LLAMA, "vocab_size 48|num_attention_heads 4 does not divide by 3 ranks"),
-        (5, {}, LLAMA, "does not divide by 5 ranks"),
-        (4, {"intermediate_size": 50}, LLAMA, "intermediate_size 50 does not divide by 4 ranks"),
-        (6, {"num_key_value_heads": 4, "num_attention_heads": 12}, LLAMA, "num_key_value_heads 4 does not divide by 6"),
+        (3, {}, LLAMA, "vocab_size 48|num_attention_heads 4 is not divisible by 3 ranks"),
+        (5, {}, LLAMA, "is not divisible by 5 ranks"),
+        (4, {"intermediate_size": 50}, LLAMA, "intermediate_size 50 is not divisible by 4 ranks"),
+        (6, {"num_key_value_heads": 4, "num_attention_heads": 12}, LLAMA, "heads 4 is not divisible by 6"),
         (2, {}, without("q_proj"), "q_proj.weight is matched by no rule"),
         (2, {}, (*LLAMA, Rule("*.o_proj.*", "replicate")), "o_proj.weight is matched by 2 rules"),
         (2, {}, (*LLAMA, Rule("model.nothing", "replicate")), "'model.nothing' .* matches no tensor"),

@@ -127,7 +127,8 @@ def stop(context: Context) -> Finding:
 
 
 def _stops(reply: Reply) -> list[str]:
-    """Two stop strings: a part of a token and of the next one, and some letters within the answer."""
+    """Two stop strings: one joins the end of a token and the start of the next, the other is four letters from the
+    middle."""
     text, tokens = reply.answer.text, reply.answer.tokens
     made = []
     if len(tokens) > 6:

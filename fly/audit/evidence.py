@@ -209,7 +209,7 @@ def _shares(draws: Sequence[Draw]) -> np.ndarray:
     logs: dict[tuple[object, ...], np.ndarray] = defaultdict(lambda: np.zeros(len(_LIKENESS)))
     likeness = np.array(_LIKENESS)
     for draw in draws:
-        if draw.drawn is not None:  # given that it is one of the head
+        if draw.drawn is not None:  # bet only on draws from the head
             counts, text = seen[draw.group], draw.text
             known = sum(counts.values())
             p = float(draw.probs_H[draw.drawn])

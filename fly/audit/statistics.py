@@ -79,7 +79,7 @@ def same_source(one: Sequence[Hashable], other: Sequence[Hashable], strata: Sequ
         for at in rows:
             mixed_N[at] = rng.permutation(mixed_N[at])
         further += apart(mixed_N) >= seen - 1e-9
-    # A total variation d adds at least 2 n d^2 to the statistic, which deviates by about the root of twice its kinds.
+    # A total variation d adds at least 2 n d^2 to the statistic, whose standard deviation is about sqrt(2 · kinds).
     normal = NormalDist()
     finds = math.sqrt((normal.inv_cdf(1 - p) + normal.inv_cdf(0.9)) * math.sqrt(2 * len(kinds)) / (2 * len(one)))
     return Compared((further + 1) / (tried + 1), min(1.0, finds))

@@ -94,7 +94,7 @@ def executor_of(model: Any, kernels: str = "auto") -> Executor:
 
 @cache
 def _log_once(reason: str) -> None:
-    _log.warning("PyTorch's own kernels run the model, which are slower than compiled ones: %s", reason)
+    _log.warning("PyTorch's own kernels run the model, and are slower than compiled ones: %s", reason)
 
 
 class TorchOnHost(HostDecisions, TorchExecutor):

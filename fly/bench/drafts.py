@@ -117,8 +117,8 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Promise:
-    """The speed of a strategy, as it is and adaptive, on a text that it cannot predict. ``again`` is autoregressive
-    decoding over itself, which shows how far such a measurement can be trusted on this machine.
+    """The speed of a strategy on a text that it cannot predict: as it is, and wrapped in ``AdaptiveDraft``. ``again``
+    is autoregressive decoding over itself, which shows how far such a measurement can be trusted on this machine.
     """
 
     name: str
@@ -140,7 +140,7 @@ class Promise:
 
 class Misleading(Wrapper):
     """A strategy that is always wrong and costs as much as the strategy in it, whose chains it proposes with other
-    tokens: each id plus ``shift``, modulo the vocabulary. To the rule these drafts are deterministic.
+    tokens: each id plus ``shift``, modulo the vocabulary. The rule sees these drafts as deterministic.
     """
 
     def __init__(self, strategy: DraftStrategy, vocab_size: int, shift: int = 1) -> None:

@@ -30,7 +30,7 @@ class Limits:
     ``reading`` is bytes a second, by how many bytes are read again and again: small ones come from the processor's
     caches, and the largest from memory. ``matmul`` is operations a second by dtype (a multiplication with its addition
     is two); int8 means products of integers, on CPUs. Each rate is the best of several turns, since a disturbance only
-    makes it lower. ``typical`` has the medians, by the same keys, which show how disturbed the measurement was.
+    makes it lower. ``typical`` has the medians under the same keys. They show how disturbed the measurement was.
     """
 
     device: str

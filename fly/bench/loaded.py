@@ -81,8 +81,8 @@ def shape_subject(name: str, like: Executor, kernels: str) -> Subject:
 
 
 def number_types(executor: Executor) -> dict[str, Any]:
-    """``dtype``, of what a model stores; ``weight_bytes``, of one weight; and ``products``, the dtype of what it
-    multiplies."""
+    """``dtype``: the type that a model stores; ``weight_bytes``: the bytes of one weight; ``products``: the type that
+    it multiplies."""
     products = torch.int8 if split(executor.kernels)[1] in ("w8a8", "w4a8", "stored") else executor.dtype
     return {"dtype": executor.dtype, "weight_bytes": executor.weight_bytes, "products": products}
 

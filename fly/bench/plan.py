@@ -49,7 +49,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """One rank's processor: bytes of memory, bytes a second from it, operations a second.
+    """One rank's processor: its bytes of memory, bytes read per second, and operations per second.
 
     ``memory`` is what the maker states; ``bandwidth`` and ``flops`` are what is attained. ``layer`` is what a layer
     takes besides its weights, keys and values, ``forward`` what a forward takes besides its layers: short kernels on an
@@ -132,11 +132,11 @@ class Setting:
     """What is to run: a target, a draft (None: none), lengths and distributions.
 
     Args:
-        k: tokens drafted a round; a mean, where the draft stops by itself.
-        tau: tokens a round emits, as measured elsewhere.
-        draft_tau: tokens the draft emits a forward of its own; above 1 with a cheaper level below it.
-        rows, context: sequences in a batch, and stored tokens of each.
-        itemsize: bytes a weight and a cached number.
+        k: tokens drafted per round; the mean, if drafts stop by themselves.
+        tau: tokens emitted per round, as measured elsewhere.
+        draft_tau: tokens proposed per forward of the draft; above 1 if a cheaper level drafts for it.
+        rows, context: sequences in a batch, and cached tokens of each.
+        itemsize: bytes per weight and per cached number.
     """
 
     target: LlamaConfig

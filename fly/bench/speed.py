@@ -205,7 +205,7 @@ def measure_models(
     subjects: Sequence[Subject], k: int, turns: int, advance: Callable[[], None] = lambda: None
 ) -> tuple[list[Forward], dict[str, Forward]]:
     """The forwards of each model in turns, over draft length, context and rows; and by its name, how long it takes to
-    decode ``k`` tokens. ``advance`` is called ``turns + 1`` times a model."""
+    decode ``k`` tokens. ``advance`` is called ``turns + 1`` times for each model."""
     swept: list[Forward] = []
     steps: dict[str, Forward] = {}
     reads: dict[int, Callable[[], float]] = {}

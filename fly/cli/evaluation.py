@@ -192,7 +192,7 @@ def _limited(plan: Plan, limits: dict[str, int]) -> Plan:
 
 @contextmanager
 def _folder(out: Path | None, ranks: Any) -> Iterator[Path]:
-    """The folder of a run. Without ``out`` it is a temporary one, the same for all ranks."""
+    """The folder of a run. Without ``out`` it is temporary, and all ranks share it."""
     if out is not None:
         yield out
         return

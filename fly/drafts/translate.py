@@ -220,7 +220,7 @@ class TranslatedDraft(StopsByChance):
     is the best guess.
 
     The draft model's ids are a function of the row's tokens alone. Unfinished characters are converted byte by byte if
-    both tokenizers are byte-level. Otherwise nothing is drafted for the row until they are whole.
+    both tokenizers are byte-level. Otherwise nothing is drafted for the row until its last character is complete.
 
     The draft's cache may need more tokens for a row than the target's, which the scheduler cannot know. If it is full,
     nothing is proposed for any row of the round. This costs time, and changes which tokens a seed gives, but not their

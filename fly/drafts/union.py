@@ -21,7 +21,7 @@ class _Average:
     length: float = float("inf")  # of a proposal; infinite until one was shorter than asked for
 
     def expected(self, length: float) -> float:
-        """Expected number of accepted tokens of ``length`` proposed ones: the sum of acceptance^j over j = 1…length."""
+        """Expected number of accepted tokens if ``length`` are proposed: the sum of acceptance^j over j = 1…length."""
         length, a = min(length, self.length), self.acceptance
         return length if a == 1 else a * (1 - a**length) / (1 - a)
 

@@ -6,7 +6,7 @@ import math
 
 __all__ = ["Ways"]
 
-_KEEP, _KEEP_TRIED = 0.97, 0.8  # the weight of old measurements after a round: of the way in use, of one on trial
+_KEEP, _KEEP_TRIED = 0.97, 0.8  # the weight of old measurements after a round, for the way in use and for one on trial
 _FIRST_WAIT, _LONGEST_WAIT = 8, 512  # rounds until the slower way is tried again
 _PAUSE = 4.0  # a measurement counts as at most this many times the expected one: the machine may have paused
 

@@ -4,9 +4,9 @@ Each row of a batch leaves by itself, with all its new tokens at once. Its logit
 the exit, and so are the keys and values of the layers that it skips, which later tokens attend over (as in CALM, arXiv
 2207.07061, section 3.4).
 
-Shape legend: T packed tokens, N tokens of the rows that may still leave, J tokens of one row, U tokens looked through,
-X these and a drafted one, E candidates per token, D drafted tokens not looked through, C hidden width, V vocabulary, F
-hidden states side by side.
+Shape legend: T packed tokens, N tokens of the rows that may still leave, J tokens of one row, U ids of the frequent
+tokens that a look covers, X = U + 1 with the drafted token, E candidates per token, D drafted tokens outside the U, C
+hidden width, V vocabulary, F hidden states side by side.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Scheduler:
         self._scores = most_scored(max_rows, engine.runner.executor.config.vocab_size)
         self._count = itertools.count()
         self._stepping = False
-        self._stuck: Sequence | None = None  # a row that did not fit, while no pages were freed since
+        self._stuck: Sequence | None = None  # a row that did not fit; None once pages are freed
 
     def __bool__(self) -> bool:
         """Whether any request is unfinished."""

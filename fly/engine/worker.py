@@ -318,7 +318,7 @@ class Worker:
             if job.key in self._open:
                 job.cancelled()
                 self._leave(job)
-        # Take a step. ``touched`` are the jobs that it did something for, in order.
+        # Take a step. ``touched`` holds the new jobs and those that got tokens, in order.
         touched = dict.fromkeys(new)
         if self.scheduler:
             # For an open stream the step is short, so that its reader gets tokens soon.

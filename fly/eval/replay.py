@@ -329,8 +329,8 @@ class Blocks:
         return bootstrap_ratio([[a for a, _ in sums.values()]], [[b for _, b in sums.values()]])
 
     def speed(self, tau: float, drafted: float) -> float | None:
-        """The speed at no cost, with v for drafts of this length: a verification costs as much as the forward of one
-        token, and more in proportion to the drafted tokens."""
+        """The speed over AR if decisions took no time. ``v`` is scaled to drafts of this length: a verification costs
+        one forward of one token, plus an amount for each drafted token."""
         if self.costs is None:
             return None
         recorded = sum(len(each.drafted_T) for each in self.recordings) / max(sum(self.exact[1]), 1)

@@ -171,7 +171,7 @@ class Task(BaseModel):
         return [*system, *talk, {"role": "user", "content": problem.turns[len(answers)]}]
 
     def text(self, problem: Problem, answers: Sequence[str] = ()) -> str:
-        """The same as one text to be continued, for tasks with ``chat: false``."""
+        """The conversation as one text to be continued, for tasks with ``chat: false``."""
         shots = ["".join(self._shown(row)) for row in self._examples]
         turns = [f"{asked}{answer}" for asked, answer in zip(problem.turns, answers)]
         head = [self.system] if self.system else []

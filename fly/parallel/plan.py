@@ -152,8 +152,8 @@ class Part:
         shared = rule.of == "num_key_value_heads" and total < self.size and self.size % total == 0
         if total % self.size and not shared:
             raise PlanError(
-                f"{rule.of} {total} does not divide by {self.size} ranks"
-                + (", nor the ranks by it" if rule.of == "num_key_value_heads" else "")
+                f"{rule.of} {total} is not divisible by {self.size} ranks"
+                + (", and the ranks are not divisible by it" if rule.of == "num_key_value_heads" else "")
                 + f" (needed for {rule.names})"
             )
 

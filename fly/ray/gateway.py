@@ -30,7 +30,7 @@ _SCOPE = ("client", "headers", "http_version", "method", "path", "query_string",
 _LOST = (RayActorError, NodeDiedError, ObjectLostError, WorkerCrashedError)  # a replica that is gone, and its node
 _BEGINNING = 1024  # characters of a prompt, or tokens of one, that say which replica has it cached
 _PROBE = 5.0  # seconds for which a probe waits for a replica
-_BEYOND = 30.0  # seconds beyond the replica's own limit of time until the gateway ends a request
+_BEYOND = 30.0  # seconds that the gateway waits after the replica's own time limit before it ends a request
 
 
 def conversation(headers: dict[bytes, bytes], body: bytes) -> str:

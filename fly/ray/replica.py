@@ -113,7 +113,7 @@ class Replica:
                 over = found[-1] is None
                 if some := [message for message in found if message is not None]:
                     yield some
-            await running  # raises what the application did
+            await running  # raises the application's error, if any
         finally:
             left.set()
             if not running.done():
@@ -135,7 +135,7 @@ class Replica:
                 warnings.warn(f"the keys are as before: {wrong}", stacklevel=1)
 
     def __del__(self) -> None:
-        """Ray has let the open requests end, or their time is up."""
+        """Close the service: Ray has let the open requests end, or their time is up."""
         if hasattr(self, "service"):
             self.service.close()
             self._stack.close()

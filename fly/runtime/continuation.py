@@ -1,5 +1,5 @@
-"""What drafts when several rounds run in one call: a strategy names it (``DraftStrategy.continuation``), and the runner
-plans the rounds with it (``Runner.plan``)."""
+"""Describes what drafts when several rounds run in one call. A strategy returns it (``DraftStrategy.continuation``),
+and the runner plans the rounds with it (``Runner.plan``)."""
 
 from __future__ import annotations
 

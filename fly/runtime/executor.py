@@ -214,7 +214,7 @@ class Executor(ABC):
         most = self.config.num_hidden_layers
         if not self.gives_states:
             raise ValueError(
-                f"{self.model_name} on {self.kernels!r} kernels gives no hidden states, which a trained head drafts by"
+                f"{self.model_name} on {self.kernels!r} kernels gives no hidden states, but a trained head needs them"
             )
         if not states or not all(0 <= number <= most for number in states):
             raise ValueError(f"hidden states after {list(states)} layers: this model has {most}, so 0 to {most}")

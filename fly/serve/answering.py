@@ -90,8 +90,8 @@ class Answering:
         return None
 
     async def write(self, made: Iterator[bytes], entries: int) -> list[bytes]:
-        """Collect the pieces that ``made`` yields for about ``entries`` entries. If they are many, the work takes turns
-        with other clients' in a thread. Raises ``ClientLeft``."""
+        """Collect the pieces that ``made`` yields for about ``entries`` entries. Many entries are collected in a
+        thread, in turns with other clients' work. Raises ``ClientLeft``."""
         if entries <= _FEW:
             return list(made)
         parts = await self._turns.collect(self._client, made, lambda: self.left)

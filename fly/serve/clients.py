@@ -24,8 +24,8 @@ _BODILESS = ("GET", "HEAD", "OPTIONS")
 @dataclass(frozen=True)
 class Client:
     """The sender of a request. ``name`` is the same for all requests of one client: the digest of its API key or, if
-    there are no keys, its address (for IPv6 the network of 64 bits, since everybody gets a whole one). ``key`` is the
-    digest of the key; None without a valid key."""
+    there are no keys, its address (for IPv6 its first 64 bits, since every customer gets a network of that size).
+    ``key`` is the digest of the key; None without a valid key."""
 
     name: str
     address: str

@@ -177,7 +177,7 @@ class Connection(HttpToolsProtocol):
             self.logger.warning("Invalid HTTP request received.")
             self.send_400_response("")
             return
-        # No more than the rest of a body, behind which there may be a thousand requests.
+        # Read no further than the end of the body: a thousand requests may follow it.
         self.transport.max_size = min(_IN_ONE, max(_AT_ONCE, self._left))  # type: ignore[attr-defined]
         if self._around > self._most:
             self._refused = True

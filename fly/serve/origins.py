@@ -1,5 +1,4 @@
-"""Checks by which host names a server is called, and which pages may send it requests. Knows nothing of keys or
-endpoints.
+"""Checks the host name in a request, and the page that a browser sent it from. Knows nothing of keys or endpoints.
 
 Any web page can make a browser send requests to any address. With DNS rebinding, where a page's own name resolves to
 that address, it can even read the answers. So the host name must be known (``Host``), and requests that change anything

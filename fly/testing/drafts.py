@@ -3,8 +3,8 @@
     from fly.testing import check_draft
     print(check_draft(MyDraft))              # raises ConformanceError naming the fault and a small counterexample
 
-The strategy drafts for a toy target, a random model with its vocabulary. The checks call it like an engine and a level
-above it: with batches, rows that end, rejected drafts, forks and full caches.
+The strategy drafts for a toy target, a random model with its vocabulary. The checks call it as an engine would, and as
+a draft model that it drafts for would: with batches, rows that end, rejected drafts, forks and full caches.
 
 Shape legend: B rows, K longest draft, V vocabulary.
 """

@@ -111,8 +111,8 @@ class Plan:
 
 
 class OwnSteps:
-    """The ``kv`` of the training-time test. In the first step a token attends to all tokens up to itself; in later
-    steps also to its own earlier steps."""
+    """The keys and values that the head attends to in the training-time test. In the first step a token attends to all
+    tokens up to itself; in later steps also to its own earlier steps."""
 
     def __init__(self, batch: int, length: int) -> None:
         self.batch, self.length = batch, length

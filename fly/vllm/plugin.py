@@ -105,7 +105,7 @@ def _adding(original: Callable[..., int]) -> Callable[..., int]:
 
 
 def _carrying(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Put the requests with a rule on the batch's metadata, by the number of their row."""
+    """Attach the requests that have a rule to the batch's metadata, by row number."""
 
     @functools.wraps(original)
     def make_sampling_metadata(self: Any) -> Any:

@@ -34,7 +34,7 @@ def read_rule(extra_args: Mapping[str, Any] | None, size: int) -> AcceptancePoli
     given = extra_args["fly"]
     if isinstance(given, Mapping):
         if given.keys() != {"policy"}:
-            raise ValueError(f"fly: {sorted(map(str, given))}; it takes one entry, 'policy'")
+            raise ValueError(f"fly has the entries {sorted(map(str, given))}; it takes one entry, 'policy'")
         given = given["policy"]
     if not isinstance(given, str) or len(given) > _LONGEST:
         raise ValueError(f"fly: the policy must be a text of at most {_LONGEST} characters, as in 'exact | regret(2)'")

@@ -41,13 +41,13 @@ _FLOATS = [torch.float32, torch.bfloat16]
 _WIDEST_HEAD = 1024
 _GATE_UP, _HEAD = 2, 4  # numbers of matrices (src/models.cpp: fly_set_matrix)
 _STRIP = 16  # rows that are packed together, so they are of one kind
-_PACKERS = 4  # the most threads that pack: each has a layer's weights in memory meanwhile
+_PACKERS = 4  # the most threads that pack, since each has a layer's weights in memory
 
 _local = threading.local()
 
 
 def pool_threads() -> int:
-    """How many threads a forward uses that this thread calls."""
+    """How many threads a forward uses if this thread calls it."""
     return getattr(_local, "threads", None) or torch.get_num_threads()
 
 
@@ -122,8 +122,8 @@ class PackedLlama:
     Args:
         model: on the CPU, in float32 or bfloat16.
         variant: the name of a variant that runs here (``fly.backends.cpu.available``), maybe with an ending.
-        loading: what the model is being loaded by, if its parameters have no values yet: modules get theirs one by one,
-            so that weights are never in memory twice. ``stored`` needs it.
+        loading: the loader, if the model's parameters have no values yet. Modules then get their weights one by one, so
+            that no weight is in memory twice. ``stored`` needs it.
     """
 
     kept: list[int] | None = None  # the tokens that a trimmed head has rows for; None: all

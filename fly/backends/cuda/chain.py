@@ -167,7 +167,7 @@ class Chain:
         return uniforms(seed_DX.flatten(), position_DX.flatten(), Stream.SAMPLE, 1).view(drawn, columns)
 
     def _predict(self, new_RN: Tensor, stored_RN: Tensor, first: bool) -> None:
-        """One forward over ``new_RN``, each row's last tokens, and the tokens that it predicts."""
+        """Run one forward over ``new_RN``, the last tokens of each row, and draft the tokens that it predicts."""
         table, copies, device = self.table, self.shape.copies, self.table.device
         length_R = table.column(Column.LENGTH) + self.count_R  # with what is drafted so far
         start_R = self.drafter.count_slots(length_R) - new_RN.shape[1]

@@ -64,8 +64,8 @@ class Needs(NamedTuple):
 
 
 class Footprint(TorchDispatchMode):
-    """While it is entered, tensors have no values, and their bytes are counted: ``live`` now, ``peak`` at most. Of an
-    operation on the host alone nothing changes."""
+    """While it is entered, tensors have no values, and their bytes are counted: ``live`` now, ``peak`` at most.
+    Operations on the host alone run as usual."""
 
     def __init__(self) -> None:
         super().__init__()

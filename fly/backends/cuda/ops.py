@@ -183,7 +183,7 @@ def _(qkv_TX: Tensor, *rest: Tensor) -> Tensor:
 
 @torch.library.custom_op("fly::multiply_int8", mutates_args=())
 def multiply_int8(x_TK: Tensor, weight_NK: Tensor, scale_N1: Tensor, bias_N: Tensor | None) -> Tensor:
-    """``x @ (weight * scale).T + bias`` [T, N] of at most 16 tokens and int8 weights."""
+    """``x @ (weight * scale).T + bias`` [T, N] for at most 16 tokens, with int8 weights."""
     if x_TK.is_cuda:
         from fly.backends.cuda.kernels import product
 
@@ -363,7 +363,9 @@ def refuse_steps(device: torch.device) -> str | None:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
     if reason is not None:
-        _log.warning("the steps of a round on %s run operation by operation: %s", device, reason)
+        _log.warning(
+            "the steps of a round on %s run operation by operation, not by our Triton kernels: %s", device, reason
+        )
     return reason
 
 

@@ -72,7 +72,7 @@ inline K* slot(const Call* call, void* base, int layer, const Row& row, int numb
     return (K*)base + layer * call->layer_stride + (at * shape.kv_heads + group) * shape.head_dim;
 }
 
-// The slots of a block's tokens, from head ``group`` on. Places after the end repeat the last slot.
+// Finds where a block's tokens are cached, each at head ``group``. Places after the end repeat the last slot.
 template <class K>
 inline void locate(const Call* call, void* base, int layer, const Row& row, int group, int from, int end,
                    const K* found[BLOCK]) {

@@ -1,5 +1,5 @@
-// What the variants with AVX-512 share: all but their arithmetic on bfloat16. They need its dot products of whole numbers
-// (VNNI) too. Knows nothing of models.
+// What the variants with AVX-512 share: all but their arithmetic on bfloat16. They also need its integer dot products (VNNI).
+// Knows nothing of models.
 
 constexpr int W = 16;
 typedef __m512 Vec;

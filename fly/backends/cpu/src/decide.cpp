@@ -206,8 +206,8 @@ Decider::Place Decider::look(const Block& block, int place) const {
     return found;
 }
 
-// The entropy in nats of the three likeliest tokens, not renormalised (fly/policies/conditions.py: EntropyGate): by the softmax
-// of the logits or, if ``processed``, by the distribution that the row draws from.
+// The entropy in nats of the three likeliest tokens, not renormalised (fly/policies/conditions.py: EntropyGate). Their
+// probabilities are the softmax of the logits or, if ``processed``, those of the distribution that the row draws from.
 double Decider::entropy(const Block& block, const Place& at, bool processed) {
     double entropy = 0, peak = 0, temperature = 1, total = at.total();
     float least = -__builtin_inff();

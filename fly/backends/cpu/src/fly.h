@@ -294,7 +294,8 @@ static inline void pause() { __builtin_ia32_pause(); }
 static inline void fetch(const void* at) { asm volatile("prefetcht1 (%0)" ::"r"(at)); }
 static inline void fetch_close(const void* at) { asm volatile("prefetcht0 (%0)" ::"r"(at)); }
 
-// Fills the next tile with as many new tokens as fit, from one row or several. A call of zeros begins with the first.
+// Fills the next tile with as many new tokens as fit, from one row or several. If the call's fields are zero, this is the
+// first tile.
 static inline void next_tile(Call* call) {
     int row = 0, from = 0;
     if (call->piece_count) {

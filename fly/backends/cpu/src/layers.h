@@ -156,7 +156,8 @@ void decode(Call* call, int thread, const Scratch& s) {
                 convert(work.x + t * ldx, shape.width,
                         (H*)call->read + ((long)(call->tile_at + t) * call->states + i) * shape.width);
     };
-    // Each half of a layer is added to the residual stream at once, or put apart first: to be summed over processes, or normed.
+    // The output of attention or feed-forward is added to the residual stream at once. It is stored apart first if it must be
+    // summed over processes or normed.
     const bool apart = adds_apart(model);
     auto residual = [&](int row, int panel, const float* sums) {
         float* x = work.x + row * ldx + panel * PANEL;

@@ -1,5 +1,5 @@
-// What the sources share that run on any processor, since they are compiled without a variant's flags: memory, threads, a
-// model's workspace, random numbers. Knows nothing of what is computed.
+// Shared by the sources that are compiled without a variant's flags, and so run on any processor: memory, threads, a model's
+// workspace, random numbers. Knows nothing of what is computed.
 #pragma once
 #include <stdlib.h>
 #include <string.h>

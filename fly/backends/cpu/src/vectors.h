@@ -3,7 +3,8 @@
 
 inline Vec zero() { return Vec{}; }
 inline Vec size_of(Vec x) { return (Vec)((Bits)x & 0x7fffffff); }
-// Sums of products of whole numbers whose inputs were stored 128 too high; ``offset`` is how much that added.
+// Converts sums of integer products to floats. The inputs were stored with 128 added; ``offset`` is what that added to each
+// sum.
 inline Vec whole(const float* sums, const int32_t* offset) {
     return __builtin_convertvector((Ints)ld(sums) - (Ints)ld((const float*)offset), Vec);
 }
