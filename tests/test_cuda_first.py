@@ -202,7 +202,6 @@ def test_ranks_wait_longer_for_one_that_compiles(monkeypatch: pytest.MonkeyPatch
     watch = object.__new__(Watch)
     watch.rank, watch.size, watch.collective_timeout, watch._left = 0, 2, 60.0, set()
     watch.progress, watch._complete = (progress := Progress()), (3, 500.0)
-    watch._beats = {1: b"0.0 2 0"}
     monkeypatch.setattr(watch, "declare", lambda rank, reason: blamed.append(reason))
     progress.entered, progress.since, watch._beats = 3, 0.0, {1: b"0.0 2 0"}
     ranks = object.__new__(Ranks)
