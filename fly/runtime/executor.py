@@ -342,7 +342,7 @@ class Executor(ABC):
 
     @property
     def prepared(self) -> int:
-        """How many graphs were captured and pieces of code compiled so far. It no longer grows once all are there."""
+        """How many runs so far prepared or captured something new. A warm-up is complete once this stops growing."""
         return 0
 
     def enter_thread(self) -> None:
