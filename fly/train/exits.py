@@ -145,8 +145,8 @@ def train_exits(
 
 @torch.no_grad()
 def _seen(executor: TorchExecutor, exits: Exits, one: Answer) -> tuple[Tensor, Tensor]:
-    """Compute the features [L, N, F] of each look at the positions of an answer, and whether the token is settled
-    [L, N]: whether the most likely token at this look is the one that the whole target chooses, and a candidate."""
+    """Compute the features [L, N, F] of each look at the positions of an answer, and [L, N] whether the token is
+    settled: whether the most likely token at this look is the one that the whole target chooses, and a candidate."""
     model, layers = executor.model, exits.config.layers
     assert isinstance(model, Llama)
     row = [*one.prompt, *one.answer][: executor.config.max_position_embeddings]
