@@ -206,8 +206,8 @@ def _pieces(text: str, count: int) -> list[str]:
 
 
 def _banned(context: Context, wrong: list[str]) -> tuple[int, float]:
-    """Ban the tokens of some greedy answers, if their ids are known. Returns how many tokens were drawn under the ban,
-    and how many of them would be banned ones if it were ignored."""
+    """Ban the tokens of some greedy answers, if their ids are known. Return the number of tokens drawn under the ban,
+    and the number of banned tokens to expect among them if the ban were ignored."""
     count, expected = 0, 0.0
     for number, reply in enumerate(context.greedy[:8]):
         ids = _ids(context, list(reply.answer.tokens[:16]))
@@ -224,7 +224,7 @@ def _banned(context: Context, wrong: list[str]) -> tuple[int, float]:
 
 
 def _some_ids(context: Context) -> list[int]:
-    """The ids of four tokens of greedy answers; any four ids if the server does not tell them."""
+    """Return the ids of four tokens of greedy answers, or any four ids if the server does not tell them."""
     answers = [reply.answer for reply in context.greedy[:8]]
     found = list(_ids(context, [token for answer in answers for token in answer.tokens[:2]]).values())
     if not found and not context.server.top:
@@ -233,7 +233,7 @@ def _some_ids(context: Context) -> list[int]:
 
 
 def _ids(context: Context, tokens: Sequence[str]) -> dict[str, int]:
-    """The ids of those texts that are single tokens; empty if the server does not tell them."""
+    """Return the ids of the texts that are single tokens; nothing if the server does not tell them."""
     known = context.ids
     for token in filter(is_plain, dict.fromkeys(tokens)):
         if token not in known:
@@ -243,7 +243,8 @@ def _ids(context: Context, tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _tokenized(context: Context, text: str) -> list[int]:
-    """The token ids of a text, by the endpoints of vLLM and fly, llama-cpp-python or llama.cpp; empty without them."""
+    """Ask for the token ids of a text, at the endpoint of vLLM and fly, of llama-cpp-python or of llama.cpp. Return an
+    empty list if the server has none of these."""
     for path, body in (
         ("/tokenize", {"model": context.server.name, "prompt": text, "add_special_tokens": False}),
         ("/extras/tokenize", {"input": text}),

@@ -1,15 +1,15 @@
 """Evidence against a claim that tokens were drawn from given distributions, as the gain of a bettor.
 
-A bettor starts with 1 and stakes it on each token before he sees it, at the odds that the claimed distribution gives.
-If the claim is true, no way of betting gains in the mean, so what he holds exceeds x with probability 1/x at most, at
-whatever moment one looks (Ville 1939). Hence 1 / gain is a p-value: exact for any number of tokens, without simulation,
-while the distributions may depend on all that was drawn before. The gain is the mean over several bettors, each of whom
-expects one fault.
+A bettor starts with a capital of 1 and stakes it on each token before seeing it, at the odds of the claimed
+distribution. If the claim is true, no way of betting gains on average, and the capital ever exceeds x with a
+probability of at most 1/x (Ville 1939). Hence 1 / gain is a p-value. It is exact for any number of tokens, needs no
+simulation, and allows each distribution to depend on all earlier tokens. The gain is the mean over several bettors,
+each of whom expects one fault.
 
 Source: G. Shafer, *Testing by betting*, JRSS A 184 (2021); for counts the bet is the Bayes factor of I. J. Good (1967).
 
-``T`` draws, ``H`` tokens of the longest head, ``P`` stakes, ``R`` simulated runs. The last column of ``[T, H + 1]`` is
-the rest.
+``T`` draws, ``H`` tokens of the longest head, ``P`` stakes, ``R`` simulated runs. The last column of ``[T, H + 1]``
+stands for the rest: all tokens outside the head.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _BEST = "the likeliest token too often"
 _COPIED, _AVOIDED = "what followed earlier in the text too often", "what followed earlier in the text too rarely"
 _FAR = "tokens that are none of the likeliest"
 
-_TILTS = (-0.6, -0.4, -0.2, -0.08, 0.08, 0.2, 0.4, 1.0)  # draws from p^(1 + tilt): as at a temperature 1 / (1 + tilt)
+_TILTS = (-0.6, -0.4, -0.2, -0.08, 0.08, 0.2, 0.4, 1.0)  # the fault draws from p^(1 + tilt): temperature 1 / (1 + tilt)
 _MIXES = (0.01, 0.05, 0.2, 0.7, 1.0)  # the share of tokens that have the fault
 _STAKES = (0.001, 0.005, 0.02, 0.1)
-_LIKENESS = (5.0, 20.0, 100.0, 500.0)  # how many draws the claimed shares count as, beside those seen
-_TELLING = 4.0  # a gain, as a logarithm, from which on it is worth saying why
-_RUNS = 100  # simulated, for a power
+_LIKENESS = (5.0, 20.0, 100.0, 500.0)  # weight of the claimed shares, as a number of draws added to those seen
+_TELLING = 4.0  # an example is given if the logarithm of the gain is larger
+_RUNS = 100  # runs that are simulated to estimate a power
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class _Table:
         self.drawn_T = np.array([width if draw.drawn is None else draw.drawn for draw in draws])
 
     def wide(self, of: Callable[[Draw], np.ndarray | None]) -> np.ndarray:
-        """The alternative distribution of each draw; the claimed one if there is none."""
+        """Return each draw's alternative distribution, or the claimed one where ``of`` returns None."""
         made_TH = self.probs_TH.copy()
         for row, draw in enumerate(self.draws):
             if (found := of(draw)) is not None:
@@ -76,7 +76,8 @@ class _Table:
         return made_TH
 
     def bets(self) -> dict[str, np.ndarray]:
-        """For each bettor the logarithms [P, T, H + 1] of what one stake becomes, by what is drawn."""
+        """Return, for each bettor, the logarithms [P, T, H + 1] of the factors that multiply a stake, one for each
+        token that may be drawn."""
         p_TH = self.probs_TH
         with np.errstate(divide="ignore", invalid="ignore"):
             log_TH = np.log(p_TH)
@@ -94,7 +95,7 @@ class _Table:
         return made
 
     def _copied(self, share: float) -> np.ndarray:
-        """Distributions in which the token that a lookup proposes comes always (1) or never (0)."""
+        """Return distributions that give a token proposed by prompt lookup always (``share`` 1) or never (0)."""
         made_TH = self.probs_TH.copy()
         for row, draw in enumerate(self.draws):
             if draw.lookup is not None and (share or draw.probs_H[draw.lookup] < 0.99):
@@ -104,7 +105,7 @@ class _Table:
         return made_TH
 
     def _far(self) -> np.ndarray:
-        """Bets on the rest (the tokens that are not listed), at the odds of the most probability that it may have."""
+        """Return bets on the rest (the tokens that are not listed), at the odds of its largest possible probability."""
         made = np.zeros((len(_STAKES), len(self.draws), self.probs_TH.shape[1] + 1))
         for row, draw in enumerate(self.draws):
             if draw.rest == 0:
@@ -134,7 +135,8 @@ def _mixed(p_TH: np.ndarray, other_TH: np.ndarray) -> np.ndarray:
 
 
 def evidence(draws: Sequence[Draw], only: str | None = None) -> Evidence:
-    """The evidence of these draws against their distributions; with ``only``, by the bettor of that name."""
+    """Return the evidence of these draws against the claimed distributions. With ``only``, just the bettor of that name
+    bets."""
     if not draws:
         return Evidence(0.0)
     table, rows = _Table(draws), np.arange(len(draws))
@@ -151,7 +153,7 @@ def evidence(draws: Sequence[Draw], only: str | None = None) -> Evidence:
 
 
 def _example(worst: str, table: _Table) -> str:
-    """An example that a reader can count."""
+    """Describe the fault in figures that a reader can check."""
     draws, p_TH = table.draws, table.probs_TH
     width, n = p_TH.shape[1], len(draws)
     if worst == _FAR:
@@ -177,7 +179,7 @@ def _example(worst: str, table: _Table) -> str:
 
 
 def _furthest(draws: Sequence[Draw]) -> str:
-    """The token whose count after one text is furthest from its share."""
+    """Describe the token whose count after the same text is furthest from its share."""
     counts: dict[tuple[object, ...], Counter[str]] = defaultdict(Counter)
     for draw in draws:
         counts[draw.group][draw.text] += 1
@@ -198,13 +200,13 @@ def _after(draw: Draw) -> str:
 
 
 def _mean(logs: np.ndarray) -> float:
-    """The logarithm of the mean of numbers that are given by their logarithms."""
+    """Return the logarithm of the mean of numbers, given their logarithms."""
     return float(np.logaddexp.reduce(logs) - math.log(len(logs))) if np.inf not in logs else math.inf
 
 
 def _shares(draws: Sequence[Draw]) -> np.ndarray:
-    """Bets on the next token by the shares of those drawn after the same text, for each likeness: over all texts
-    together, and with only half of the stake in each."""
+    """Return the log gains of bets that expect the shares seen so far after the same text. There are two for each
+    likeness: one stakes its whole capital in each text, the other only half of it."""
     seen: dict[tuple[object, ...], dict[str, float]] = defaultdict(dict)
     logs: dict[tuple[object, ...], np.ndarray] = defaultdict(lambda: np.zeros(len(_LIKENESS)))
     likeness = np.array(_LIKENESS)
@@ -229,8 +231,8 @@ def power(
     only: str | None = None,
     seed: int = 0,
 ) -> float:
-    """The probability that as many draws have a p-value of at most ``p`` if a ``share`` of the tokens have a fault.
-    ``fault`` gives the probabilities of a draw's head under the fault, or None if the fault does not show there."""
+    """Return the probability that draws like these have a p-value of at most ``p`` if a ``share`` of the tokens has a
+    fault. ``fault`` gives the probabilities of a draw's head under the fault, or None where the fault does not show."""
     table, rng = _Table(draws), np.random.default_rng(seed)
     true_TH = (1 - share) * table.probs_TH + share * table.wide(fault)
     at_TH = true_TH.cumsum(-1)
@@ -246,8 +248,8 @@ def power(
 
 
 def shares_power(draws: Sequence[Draw], variation: float, p: float, kinds: int, seed: int = 0) -> float:
-    """The same for a fault that moves ``variation`` of the probability after each text between tokens chosen at random,
-    where one of ``kinds`` bettors expects it. The first place stays right, since speculation begins after it."""
+    """The power as above, for a fault that moves a probability of ``variation`` between random tokens after each text.
+    One of ``kinds`` bettors expects this fault. The first place has no fault, since speculation begins after it."""
     rng = np.random.default_rng(seed)
     groups: dict[tuple[object, ...], list[Draw]] = defaultdict(list)
     for draw in draws:
@@ -260,8 +262,8 @@ def shares_power(draws: Sequence[Draw], variation: float, p: float, kinds: int, 
             continue
         p_H = same[0].probs_H
         counts_RH = rng.multinomial(n, np.stack([_moved(p_H, variation, rng) for _ in range(_RUNS)]))
-        # The gain of each bet in turn: (seen so far + likeness · p) / (n + likeness) over p. Their product depends on
-        # the counts alone.
+        # Each bet multiplies the capital by (seen so far + likeness · p) / (n + likeness) / p. The product of these
+        # factors depends only on the counts.
         prior_LH = likeness_L[:, None] * np.maximum(p_H, 1e-300)
         steps_LHn = np.log(prior_LH[..., None] + np.arange(n)) - np.log(p_H)[:, None]
         made_LHn = np.concatenate([np.zeros((*prior_LH.shape, 1)), steps_LHn.cumsum(-1)], -1)
@@ -273,7 +275,7 @@ def shares_power(draws: Sequence[Draw], variation: float, p: float, kinds: int, 
 
 
 def _moved(p_H: np.ndarray, variation: float, rng: np.random.Generator) -> np.ndarray:
-    """A distribution at this total variation from ``p_H`` (or as far as possible), in a random direction."""
+    """Return a distribution at this total variation from ``p_H`` (or as far as possible), in a random direction."""
     directions = rng.random((8, len(p_H))) < 0.5
     up, down = directions @ p_H, ~directions @ p_H
     down[up <= 0] = 0
@@ -287,8 +289,8 @@ def _moved(p_H: np.ndarray, variation: float, rng: np.random.Generator) -> np.nd
 
 
 def smallest(sizes: Sequence[float], found: Callable[[float], float], enough: float = 0.9) -> float | None:
-    """The smallest size of a fault that is found with probability ``enough``; None if none is. Power grows with
-    size."""
+    """Return the smallest size of a fault that is found with probability ``enough``; None if none is. ``sizes`` ascend,
+    and larger faults must be likelier to be found."""
     low, high = 0, len(sizes)
     while low < high:
         middle = (low + high) // 2

@@ -34,10 +34,10 @@ from fly.runtime.memory import room_for
 
 __all__ = ["LoadExecutor", "executor_of", "load", "load_executor", "part_executor"]
 
-LoadExecutor = Callable[..., Executor]  # as ``load_executor``
+LoadExecutor = Callable[..., Executor]  # a function like ``load_executor``
 
 _log = logging.getLogger("fly")
-_NOT_ON_CPU = ["auto", TORCH, "int8", "int4"]  # the kernels of other devices; int4: of CUDA alone
+_NOT_ON_CPU = ["auto", TORCH, "int8", "int4"]  # kernels on other devices; int4 needs CUDA
 INT4 = "torch-int4"
 
 
@@ -47,13 +47,13 @@ def wants_int4(kernels: str, device: torch.device) -> bool:
 
 
 def executor_of(model: Any, kernels: str = "auto") -> Executor:
-    """Return an executor that runs ``model`` by ``kernels`` (``fly.backends.cpu.chosen``). A ``Llama``, also one that
-    is being loaded, runs on compiled kernels or on PyTorch, any other model on PyTorch. An executor is returned as it
-    is. On other devices than the CPU, ``"int8"`` is PyTorch with weights that torchao rounds (``fly.backends.int8``),
-    and on CUDA ``"int4"`` rounds them to 4 bits.
+    """Return an executor that runs ``model`` with ``kernels`` (``fly.backends.cpu.chosen``). A ``Llama``, loaded or
+    being loaded, runs on compiled kernels or on PyTorch; any other model runs on PyTorch. An executor is returned
+    unchanged. On devices other than the CPU, ``"int8"`` runs PyTorch with weights that torchao rounds
+    (``fly.backends.int8``). On CUDA, ``"int4"`` rounds weights to 4 bits.
 
-    ``"auto"`` takes PyTorch if there is no compiled code: for another device, another dtype, or another kind of model.
-    On the CPU that is logged, once for each reason.
+    ``"auto"`` chooses PyTorch if there is no compiled code for the device, the dtype or the kind of model. On the CPU
+    this is logged, once for each reason.
 
     Raises ``ValueError`` for kernels that are unknown, not available here, or not for this model.
     """
@@ -137,7 +137,7 @@ def load_executor(
     the tokens that its head keeps (``fly.models.trimmed``); None: all."""
     where = resolve_device(device)
     if not wants_int4(kernels, where) and not wants_int8(kernels, where):
-        chosen(kernels)  # bad kernels are an error before anything is read
+        chosen(kernels)  # raise an error for bad kernels before anything is read
     part = None if kept is None else partial(TrimmedHead, kept=kept)
     return executor_of(Loading(checkpoint, dtype, device, part=part), kernels)
 
@@ -153,7 +153,7 @@ def load(
     vocabulary: int | str | Path | Collection[int] | None = None,
 ) -> Loaded:
     """Load a model or a draft head: from an open checkpoint, or by its path or name (``fly.bundled.find_checkpoint``).
-    A loaded model is taken as it is, on PyTorch unless it is an executor.
+    A loaded model is used as it is; it runs on PyTorch unless it is an executor.
 
     Args:
         by: loads a checkpoint.
@@ -182,7 +182,7 @@ def load(
         if vocabulary is not None:
             raise ValueError(f"vocabulary trims a model; {checkpoint.path} is a draft head, which has one of its own")
         where, own = resolve_device(device), None if dtype == "auto" else resolve_dtype(dtype, {})
-        variant = split(chosen(kernels))[0] if where.type == "cpu" else TORCH  # its few weights are not rounded
+        variant = split(chosen(kernels))[0] if where.type == "cpu" else TORCH  # a head's few weights stay as they are
         head = load_head(checkpoint.path, own, where)
         compiled = variant != TORCH and head_refusal(head) is None
         return Loaded(CpuHead(head, variant) if compiled else TorchHead(head))
@@ -200,23 +200,25 @@ def load(
 def _room_for(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, kernels: str
 ) -> AbstractContextManager[None]:
-    """A context to load a checkpoint in: if memory runs out, the error says how much is needed, and what to do."""
+    """Return a context for loading a checkpoint. If memory runs out there, the error says how much is needed, and what
+    to do."""
     narrow = kernels.rpartition("-")[2] in (*NARROW, "int4")
     needed, least = (weight_bytes(checkpoint.config, dtype.itemsize, small) for small in (narrow, True))
     compiled = device.type == "cpu" and available() != [TORCH]
     if kernels.endswith("stored") or (left_open(kernels) and compiled and computes_as_stored(checkpoint)):
-        needed = checkpoint.nbytes * 17 // 11  # as Q5_0 grows, 5.5 bits a weight to 8.5; other types grow less
+        needed = checkpoint.nbytes * 17 // 11  # Q5_0 grows most, from 5.5 bits a weight to 8.5
     rounding = "" if narrow else f"kernels='w8a8' (or 'int8') needs {least / 1e9:.2f} GB; otherwise "
     advice = f"{rounding}close other programs, raise the limit (ulimit -v, the container's), or take a smaller model"
     files = checkpoint.weight_files() if isinstance(checkpoint, Directory) else []
-    mapped = max((file.stat().st_size for file in files), default=0)  # when its header is read
+    mapped = max((file.stat().st_size for file in files), default=0)  # a file is mapped while its header is read
     return room_for(f"loading {checkpoint.path}", needed, device, advice, mapped)
 
 
 def _kernels_like(target: Executor, device: str | torch.device, draft: Checkpoint) -> str:
-    """The kernels of a draft on ``device``: its target's. It is ``"auto"`` if the draft is on another kind of device,
-    or if only PyTorch could run the target. On compiled kernels a draft from a GGUF file computes with its blocks as
-    they are; a draft that is none, for a target which does that, computes in its own dtype."""
+    """Return the kernels of a draft on ``device``, by default those of its target. They are ``"auto"`` if the draft is
+    on another kind of device, or if only PyTorch can run the target. On compiled kernels, a draft from a GGUF file
+    computes with the file's blocks. Any other draft computes in its own dtype if the target computes with such
+    blocks."""
     inner: Any = target
     while isinstance(inner, Wrapped):
         inner = inner.inner
@@ -226,6 +228,6 @@ def _kernels_like(target: Executor, device: str | torch.device, draft: Checkpoin
         return "auto"
     variant, narrow = split(target.kernels)
     if variant in available()[:-1] and computes_as_stored(draft):
-        # "auto" takes a file as it is too, but among several processes, which cannot, it decodes the file.
+        # "auto" uses the file's blocks too. Several processes cannot, and then "auto" decodes the file.
         return "auto" if variant == available()[0] else f"{variant}-stored"
     return variant if narrow == "stored" else target.kernels

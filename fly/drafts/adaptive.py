@@ -1,5 +1,5 @@
-"""Adaptive draft length: draft while the next token pays by measured costs and acceptance, and not at all if nothing
-pays. Knows nothing of how a draft is made."""
+"""Adaptive draft length: draft a token only if it saves time by measured costs and acceptance, and draft nothing where
+none does. Knows nothing of how a draft is made."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ __all__ = ["AdaptiveDraft"]
 
 _PLAIN, _DRAFTING = 0, 1  # decode without a draft, or with one
 _FIRST = 2, 8  # rounds of each at the start
-_TRIED = 2  # rounds of a later trial: in the first one, the drafter may have to catch up with the text
-_GUESS = 0.3  # the chance to be kept that a token needs while costs are unknown
-_SHORT = 4  # tokens to ask for meanwhile, if the strategy has no probabilities
-_LATEST = 8  # how many of a row's latest drafts tell how easy it is
-_AGAIN = 16  # rounds until a row that seemed too hard is tried again
+_TRIED = 2  # rounds of a later trial; in the first of them, the drafter may have to catch up with the text
+_GUESS = 0.3  # while costs are unknown, draft a token if its chance to be kept is at least this
+_SHORT = 4  # while costs are unknown, ask a strategy without probabilities for this many tokens
+_LATEST = 8  # judge how easy a row is by this many of its latest drafts
+_AGAIN = 16  # after this many rounds, draft again for a row that seemed too hard
 
 
 @dataclass
 class _Load:
-    """Measurements for one load: a number of rows, all of them at temperature 0 or not."""
+    """Measurements for one load, which is a number of rows, and whether all of them are at temperature 0."""
 
     ways: Ways = field(default_factory=lambda: Ways(_FIRST, _TRIED))
     drafting: Line = field(default_factory=Line)  # seconds of drafting in a round, by tokens drafted
     scoring: Line = field(default_factory=lambda: Line(through_zero=False))  # further seconds of a round, by tokens
     rates: Rates = field(default_factory=Rates)
-    share: float = 1.0  # verified tokens for each drafted position: above 1 in trees
+    share: float = 1.0  # verified tokens for each drafted position; above 1 in trees
 
     @property
     def worth(self) -> float:
-        """A token pays if its chance to be kept is at least this."""
+        """The least chance to be kept at which drafting a token saves time."""
         slope = self.drafting.slope + self.scoring.slope
         return slope / min(self.ways.seconds) if slope else _GUESS
 
@@ -49,7 +49,7 @@ class _Round:
 
     load: _Load
     way: int
-    late: bool  # whether the strategy may first have to catch up with a text
+    late: bool  # whether the strategy may first have to read text that it has missed
     places: list[tuple[int, int]]  # the id of each row, and its number of tokens
     begin: float
     # Of a single round:
@@ -57,29 +57,29 @@ class _Round:
     drafted: list[int] = field(default_factory=list)  # tokens of each row, along a path
     verified: int = 0  # tokens of all rows
     # Of several rounds in one call:
-    before: list[tuple[int, int]] = field(default_factory=list)  # rounds and drafts of each row before them
+    before: list[tuple[int, int]] = field(default_factory=list)  # each row's numbers of rounds and drafts at the start
     spent: list[Spent] = field(default_factory=list)  # seconds of the first round, and of the others
     most: list[int] = field(default_factory=list)  # the most tokens to draft for each row, along a path
 
 
 class AdaptiveDraft(Wrapper):
-    """Drafts while the next token pays, and not at all if nothing pays.
+    """Drafts each token that saves time, and drafts nothing while no draft does.
 
-    Decoding is fastest if the last drafted token just pays for itself. So a token is drafted if
+    Decoding is fastest if the last drafted token just pays for itself. So the strategy drafts a token if
 
         chance to be kept > (seconds to draft one more + seconds to verify one more) / seconds per emitted token.
 
-    The right side is measured for each number of rows that decode together: a full machine drafts less. The chance is
-    the draft model's own estimate: the product of its probabilities so far (``SingleDraft.reach``), or its square root
-    under a rule that excuses mismatches. For a strategy without probabilities it is how often recent drafts were kept
-    up to that position, in all rows and in this one.
+    The right side is measured for each number of rows that decode together, since drafts are shorter on a busy machine.
+    The chance on the left is the draft model's own estimate: the product of its probabilities so far
+    (``SingleDraft.reach``), or its square root under a rule that excuses mismatches. For a strategy without
+    probabilities, the chance is how often recent drafts were kept up to that position, in all rows and in this row.
 
-    Whether to draft at all is found by trying. Rounds with and without drafts are both timed, the faster kind is used,
-    and the other is tried again for two rounds, after 8 rounds, 16, and so on up to 512.
+    Trials decide whether to draft at all. Rounds with and without drafts are timed, and the faster kind is used. The
+    slower kind is tried again for two rounds, after 8 rounds, then 16, and so on up to 512.
 
     Args:
         strategy: proposes the drafts.
-        clock: returns the time in seconds. By default it is the setup's, which ranks share.
+        clock: returns the time in seconds. The default is the setup's clock, which ranks share.
     """
 
     learns = True
@@ -98,12 +98,12 @@ class AdaptiveDraft(Wrapper):
 
     @property
     def strategy(self) -> DraftStrategy:
-        """What proposes the drafts."""
+        """The strategy that proposes the drafts."""
         return self.members[0]
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         this = self._round
-        if this is None or this.places != _places(rows):  # otherwise ``continuation`` has started it
+        if this is None or this.places != _places(rows):  # otherwise ``continuation`` has started this round
             this, _ = self._begin(rows)
         lengths = self._lengths(this.load, rows, max_len) if this.way == _DRAFTING else []
         if not any(lengths):
@@ -116,8 +116,8 @@ class AdaptiveDraft(Wrapper):
         return draft
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
-        """Rounds without a draft until drafts are tried again, or rounds in which the strategy continues rows by
-        itself."""
+        """Describe rounds without a draft until the next trial of drafts, or else rounds in which the strategy
+        continues the rows by itself."""
         none = [0] * len(rows)
         if not any(row.k for row in rows):
             return Continuation(None, none)
@@ -134,7 +134,7 @@ class AdaptiveDraft(Wrapper):
         return inner._replace(most=this.most, rounds=rounds, report=this.spent.extend)
 
     def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
-        if self._last == _DRAFTING:  # otherwise these rows may never be drafted for
+        if self._last == _DRAFTING:  # otherwise the strategy may never draft for these rows
             super().prefill(parts)
 
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
@@ -157,12 +157,12 @@ class AdaptiveDraft(Wrapper):
 
     @property
     def _drafts(self) -> bool:
-        """Whether the strategy takes part in the current round. Otherwise it is not called, since even observing takes
-        time."""
+        """Whether the strategy takes part in the current round. If not, no method of it is called, since even
+        ``observe`` takes time."""
         return self._round is None or self._round.way == _DRAFTING
 
     def _begin(self, rows: abc.Sequence[Sequence]) -> tuple[_Round, int]:
-        """Start a round. Return it, and how many rounds to run this way."""
+        """Start a round. Return it, and how many rounds to run with, or without, drafts."""
         about = 1 << (len(rows) - 1).bit_length()
         load = self._loads.setdefault((about, all(row.greedy for row in rows)), _Load())
         way, rounds = load.ways.choose()
@@ -208,7 +208,7 @@ class AdaptiveDraft(Wrapper):
             drafts = [[(n, min(more - 1, n))] if n else [] for n, more in zip(this.drafted, grown)]
         if not rounds:
             return
-        # Update the costs (less the time to catch up with a text), the rates, and the speed of this way.
+        # Update the costs, the rates, and the speed of this way. Leave out the time to catch up with a text.
         size, plain = verified / rounds, ways.seconds[_PLAIN] * len(rows)
         if this.way == _DRAFTING:
             scoring = (seconds - drafting) / rounds - plain
@@ -218,7 +218,7 @@ class AdaptiveDraft(Wrapper):
                 load.drafting.add(size, drafting / rounds, plain)
             load.scoring.add(size, scoring, plain)
             for row, some in zip(rows, drafts):
-                # The end of a row cuts off tokens that would have been kept.
+                # A row that ends cuts off tokens that would have been kept, so its last draft says nothing.
                 for drafted, accepted in some[:-1] if row.finish_reason else some:
                     load.rates.add(drafted, accepted)
             if total := sum(n for some in drafts for n, _ in some):

@@ -81,7 +81,7 @@ class OwnCache(Protocol):
 
     @property
     def context(self) -> int:
-        """The most tokens of a text that it drafts for."""
+        """The longest text, in tokens, that it can draft for."""
 
     @property
     def allocator(self) -> BlockAllocator: ...
@@ -100,14 +100,14 @@ def _take(model: object, **options: Any) -> Loaded:
 
 
 class DraftSetup:
-    """What a strategy is attached to: the target, its vocabulary, and a way to load models that draft.
+    """What ``attach`` gives a strategy: the target, its vocabulary, and a way to load models that draft.
 
     Attributes:
         target: the model to draft for. Its cache is made after all strategies are attached.
         tokenizer, vocabulary: the meaning of the target's token ids; ``tokenizer`` is None if there is none.
-        clock: returns the time in seconds, for strategies that decide by time. Ranks share one clock.
-        load_by: loads a model.
-        caches: each loaded model, with the tokens in its cache (None: still open) and in a page.
+        clock: returns the time in seconds, for strategies that measure it. Ranks share one clock.
+        load_by: the function that loads a model.
+        caches: for each loaded model, its cache's size in tokens (None: not chosen yet) and its page size.
     """
 
     def __init__(
@@ -135,14 +135,14 @@ class DraftSetup:
         cache_tokens: int | None = None,
         block_size: int | None = None,
     ) -> Runner:
-        """Load a model that drafts. Its cache is made later.
+        """Load a model that drafts. ``reserve`` makes its cache later.
 
         Args:
             model: a name, a path, or a loaded model.
-            dtype, device, kernels: how a name or path is loaded; ``"auto"`` is as the target.
-            vocabulary: the tokens that its head keeps, as for ``SingleDraft``; None is all.
-            cache_tokens: how many tokens its cache holds over all rows; None is as many as the target's.
-            block_size: tokens in a page of its cache; None chooses by the device.
+            dtype, device, kernels: how to load a name or path; ``"auto"`` follows the target.
+            vocabulary: the tokens that its head keeps, as for ``SingleDraft``; None keeps all.
+            cache_tokens: how many tokens its cache holds over all rows; None copies the target's number.
+            block_size: tokens in a page of its cache; None lets the device decide.
 
         Raises ``ValueError`` (``CheckpointError`` if the checkpoint cannot be used).
         """
@@ -160,12 +160,12 @@ class DraftSetup:
         return self.load_by(model, **options, like=self.target.executor)
 
     def add(self, drafter: OwnCache, cache_tokens: int | None = None, block_size: int | None = None) -> None:
-        """Add a drafter: its cache will be made, and requests are admitted only if it has room for them."""
+        """Add a drafter. ``reserve`` will make its cache, and requests are admitted only if that has room for them."""
         self.caches.append((drafter, cache_tokens, block_size))
 
     def attach(self, strategy: DraftStrategy) -> DraftStrategy:
-        """Attach a strategy. Return it, or a strategy around it that translates its drafts if its model's vocabulary is
-        not the target's. Strategies over others attach those by this method too.
+        """Attach a strategy and return it. If its vocabulary differs from the target's, return a strategy around it
+        that translates its drafts. A strategy that is made of others attaches them by this method too.
 
         Raises ``ValueError`` if it cannot draft for this target, and ``TypeError`` for methods of earlier versions.
         """
@@ -180,8 +180,8 @@ class DraftSetup:
         return self.translate(strategy)
 
     def translate(self, strategy: DraftStrategy) -> DraftStrategy:
-        """Return an attached strategy. (``TranslatingSetup`` translates its drafts.) Raises ``ValueError`` if its
-        vocabulary is not the target's."""
+        """Return an attached strategy, or raise ``ValueError`` if its vocabulary is not the target's.
+        (``TranslatingSetup`` translates its drafts instead.)"""
         size = self.target.executor.config.vocab_size
         if strategy.vocab_size not in (None, size):
             raise ValueError(f"{type(strategy).__name__} drafts {strategy.vocab_size} ids for a target of {size}")
@@ -199,11 +199,11 @@ class DraftSetup:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in all caches whose size is still open."""
+        """Bytes that one token takes in all caches whose size is not chosen yet."""
         return sum(drafter.bytes_per_token for drafter, tokens, _ in self.caches if tokens is None)
 
     def reserve(self, tokens: int | None = None) -> None:
-        """Make all caches. Those whose size is still open get room for ``tokens`` tokens each."""
+        """Make all caches. A cache without a size of its own gets room for ``tokens`` tokens."""
         for drafter, own, block_size in self.caches:
             drafter.reserve(tokens if own is None else own, block_size)
 
@@ -220,7 +220,7 @@ class DraftSetup:
 
     @property
     def only_ours(self) -> bool:
-        """Whether all attached strategies are part of fly, and so compute by executors alone."""
+        """Whether all attached strategies are part of fly. Such strategies compute only through executors."""
         return all(map(is_ours, self._kinds))
 
 
@@ -230,12 +230,12 @@ class DraftStrategy(ABC):
 
     In each round the engine calls ``propose``, then ``observe`` with the target's output, then ``commit``. A strategy
     may keep state by ``row.id``, and must never change a row. In a cascade, the level above may call ``propose``
-    several times before it commits, with forks of a row that have the same ``id`` and other last tokens. So state must
-    follow the tokens that are passed in; compare them.
+    several times before ``commit``. It passes forks of a row, which have the same ``id`` but other last tokens. So a
+    strategy must compare the tokens that it gets with its state, and update the state where they differ.
     """
 
-    vocab_size: int | None = None  # it proposes ids below this; None: only ids of the row's text
-    context: int | None = None  # the most tokens of a row that it drafts for; None: no limit
+    vocab_size: int | None = None  # it proposes ids below this; None: only ids that occur in the row's text
+    context: int | None = None  # the longest row, in tokens, that it drafts for; None: no limit
     learns: bool = False  # whether its proposals depend on past texts or other rows, on purpose
     spare: int = 0  # cache slots that its trees need beyond a row's longest path
 
@@ -244,47 +244,48 @@ class DraftStrategy(ABC):
         """Propose at most ``max_len[b]`` tokens after the last token of each row (in a tree: along any path). Fewer or
         none are always allowed.
 
-        If tokens were drawn, ``probs_BKV`` must hold the distribution that each was drawn from. The length of a draft
-        must not depend on the drawn tokens, except that it may end after a token that ends the row. Otherwise a
-        lossless rule would not be lossless.
+        If the tokens are random, ``probs_BKV`` must hold the distribution that each was drawn from. The length of a
+        draft must not depend on the drawn tokens, except that it may end after a token that ends the row. Lossless
+        rules rely on both.
         """
 
     def attach(self, setup: DraftSetup) -> None:
-        """Take what the strategy needs from ``setup``, and load its models (``setup.load``). Called once, first of all.
+        """Take what the strategy needs from ``setup``, and load its models (``setup.load``). Called once, before all
+        other methods.
 
         Raises ``ValueError`` if it cannot draft for this target, with the reason.
         """
 
     def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
-        """Read prompts while the target reads them chunk by chunk: each row up to the given number of tokens. By
-        default a strategy reads a whole prompt when it first drafts for it."""
+        """Read each row's prompt up to the given number of tokens. Called while the target reads prompts chunk by
+        chunk. By default a strategy reads a whole prompt when it first drafts for the row."""
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
-        """Describe how this strategy continues rows, if it does so by one model or by prompt lookup alone, without the
-        target's output. Several rounds may then run in one call, without ``propose`` and ``observe``. None, the
-        default, is for any other strategy."""
+        """Describe how this strategy continues rows, so that several rounds can run in one call, without ``propose``
+        and ``observe``. Only a strategy that drafts by one model or by prompt lookup, and does not read the target's
+        output, can return this. Any other returns None, the default."""
         return None
 
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
         """Learn from the target's output on a draft of this strategy. Called before the rows grow."""
 
     def commit(self, rows: abc.Sequence[Sequence]) -> None:
-        """Roll the strategy's state back to the rows' tokens, which have grown by what was decided. Called after every
-        round in which ``propose`` was called, and sometimes after others."""
+        """Roll the strategy's state back to the rows' tokens, which now end with the tokens of this round. Called after
+        every round in which ``propose`` was called, and sometimes after others."""
 
     def release(self, row: Sequence) -> None:
-        """Free what is held for ``row``, which has ended."""
+        """Free the state of ``row``, which has ended."""
 
 
 class StopsByChance(DraftStrategy):
-    """A strategy that estimates how likely its tokens are to be kept, and stops where the next one does not pay."""
+    """A strategy that estimates how likely its tokens are to be kept, and stops drafting when that is too unlikely."""
 
-    worth: float | None = 0.0  # a token pays if its chance to be kept is at least this; 0: unknown; None: never stop
+    worth: float | None = 0.0  # the least chance to be kept at which it drafts a token; 0: unknown; None: never stop
 
 
 def describe(model: object, dtype: str | torch.dtype, device: str | torch.device) -> object:
-    """Return what to load when a strategy is attached. A name is looked up now (the hub is asked later), and an unknown
-    dtype or device is an error now."""
+    """Return what to load when a strategy is attached: a path, a hub name or a loaded model. Look names up on disk now,
+    but ask the hub later. Raises ``ValueError`` for an unknown dtype or device."""
     if not isinstance(model, (str, Path)):
         return model
     resolve_dtype(dtype, {})
@@ -294,7 +295,7 @@ def describe(model: object, dtype: str | torch.dtype, device: str | torch.device
 
 
 class Wrapper(DraftStrategy):
-    """A strategy over others, its ``members``, which draft for the same target. It passes calls on to each."""
+    """A strategy made of others, its ``members``, which draft for the same target. It passes each call on to them."""
 
     def __init__(self, members: abc.Sequence[DraftStrategy]) -> None:
         if len(set(map(id, members))) < len(members):
@@ -303,7 +304,7 @@ class Wrapper(DraftStrategy):
         self._follow_members()
 
     def _follow_members(self) -> None:
-        """Take over the widest limits of the members. Each member keeps to its own."""
+        """Set the widest of the members' limits. Each member still obeys its own."""
         self.vocab_size = next((each.vocab_size for each in self.members if each.vocab_size is not None), None)
         contexts = [each.context for each in self.members if each.context is not None]
         self.context = max(contexts) if len(contexts) == len(self.members) else None
@@ -332,12 +333,12 @@ class Wrapper(DraftStrategy):
 
 
 def is_ours(kind: type[DraftStrategy]) -> bool:
-    """Whether a strategy is part of fly. Other classes, even subclasses of ours, may do anything in their methods."""
+    """Whether a strategy class is part of fly. The methods of any other class, even of a subclass, may do anything."""
     return kind.__module__.startswith("fly.")
 
 
 def drafted_of(rows: int, active: list[int], found: Drafted) -> Draft:
-    """Return the draft for all ``rows``: what was ``found`` for the ``active`` ones, and nothing for the others."""
+    """Return a draft for all rows: the tokens in ``found`` for the ``active`` rows, and no token for the others."""
     if found.parents is not None:
         grown = dict(zip(active, zip(found.tokens, found.parents)))
         return pad_trees([grown.get(b, ([], [])) for b in range(rows)])
@@ -368,12 +369,12 @@ def until_end(tokens: list[int], row: Sequence) -> list[int]:
 
 
 def pad(drafts: abc.Sequence[list[int]], device: torch.device | str = "cpu") -> Draft:
-    """Make a deterministic ``Draft`` of token lists of different lengths, which are copied."""
+    """Copy token lists of different lengths into a deterministic ``Draft``."""
     return Draft.of([[int(token) for token in tokens] for tokens in drafts], device)
 
 
 def pad_trees(drafts: abc.Sequence[tuple[list[int], list[int]]]) -> Draft:
-    """Make a deterministic ``Draft`` of trees of different sizes: each row's tokens and their parents."""
+    """Make a deterministic ``Draft`` from trees of different sizes, given each row's tokens and their parents."""
     draft = pad([tokens for tokens, _ in drafts])
     _, longest = draft.shape
     parents = [tree + [-1] * (longest - len(tree)) for _, tree in drafts]
@@ -386,7 +387,7 @@ class Piece(NamedTuple):
 
     tokens: list[int]
     parents: list[int] | None = None  # None is a chain
-    probs_NV: torch.Tensor | None = None  # what each token was drawn from; None: deterministic
+    probs_NV: torch.Tensor | None = None  # the distribution of each token; None: deterministic
 
 
 def pieces_of(draft: Draft) -> list[Piece]:
@@ -400,8 +401,8 @@ def pieces_of(draft: Draft) -> list[Piece]:
 
 
 def together(pieces: abc.Sequence[Piece]) -> Draft:
-    """Join the drafts of several rows. If one is a tree, chains become trees of one path; if one was drawn, the others
-    get one-hot distributions."""
+    """Join the drafts of several rows. If one is a tree, chains become trees of one path. If one has distributions, the
+    others get one-hot ones."""
     tokens = [piece.tokens for piece in pieces]
     draft = pad(tokens)
     if any(piece.parents is not None for piece in pieces):

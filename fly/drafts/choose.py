@@ -16,10 +16,10 @@ __all__ = ["ChooseDraft"]
 
 
 class ChooseDraft(Wrapper):
-    """Strategies by name, such as ``choose(small=fly-tiny, copy=ngram)``. A request chooses one for all of its rounds
-    (``LLM.generate(..., draft=name)``); the first is for requests that name none.
+    """Holds strategies by name, such as ``choose(small=fly-tiny, copy=ngram)``. A request chooses one for all of its
+    rounds (``LLM.generate(..., draft=name)``). A request that names none gets the first.
 
-    Each strategy sees only its own requests. All are loaded, and share one budget of memory.
+    Each strategy sees only its own requests. All strategies are loaded, and share one memory budget.
     """
 
     def __init__(self, **members: DraftStrategy) -> None:
@@ -38,7 +38,7 @@ class ChooseDraft(Wrapper):
         return self.members[self.names.index(row.draft) if row.draft else 0]
 
     def _groups(self, rows: abc.Sequence[Sequence]) -> list[tuple[DraftStrategy, list[int]]]:
-        """The strategies that these rows chose, each with the numbers of its rows."""
+        """Return the strategies that these rows chose, each with the indices of its rows."""
         chosen = [self._of(row) for row in rows]
         groups = [(member, [b for b, own in enumerate(chosen) if own is member]) for member in self.members]
         return [(member, numbers) for member, numbers in groups if numbers]

@@ -21,31 +21,30 @@ from fly.types import Draft
 
 __all__ = ["Eagle3Draft"]
 
-_BACKLOG = 256  # the head catches up with a row that it is further behind than this many tokens
+_BACKLOG = 256  # the head catches up with a row as soon as it has more than this many tokens left to read
 
 
 class Eagle3Draft(StopsByChance):
     """A trained EAGLE-3 head: one layer that continues from the target's hidden states, token after token.
 
-    Its keys and values are cached like a draft model's. It skips tokens whose hidden states are not known, because
-    their pages came from another request's prompt and the head's own pages are gone, and drafts from the tokens after
-    them.
+    Its keys and values are cached like a draft model's. The hidden states of some tokens may be unknown, because the
+    target's pages came from another request's prompt and the head's own pages are gone. The head skips such tokens, and
+    drafts from the tokens after them.
 
     Args:
         head: the name or path of a head in either published layout (``fly.models.eagle``), which is loaded when the
             strategy is attached, or a loaded head.
-        k: the most tokens of a path that it proposes (None: as many as asked).
-        nodes: 0 drafts chains. Otherwise it drafts trees of this many tokens, as ``TreeDraft`` does.
+        k: the most tokens along a path (None: as many as the caller asks for).
+        nodes: 0 drafts chains. Any other number drafts trees of this many tokens, like ``TreeDraft``.
         depth, width: the size of trees.
         confidence, reach: where a chain stops, as for ``SingleDraft``.
         cache_tokens: how many tokens its cache holds over all rows (None: as many as the target's).
-        dtype, device, kernels: how a head is loaded and run, as for ``LLM``.
+        dtype, device, kernels: how to load and run a head, as for ``LLM``.
 
-    Above temperature 0, chains are drawn from the head's distribution, processed as the row asks (``probs_BKV``), and
-    trees depend on the text alone. So a lossless rule stays lossless with both.
+    Above temperature 0, the tokens of chains are drawn from the head's distribution after the row's sampling settings
+    (``probs_BKV``). Trees depend on the text alone. So a lossless rule stays lossless with both.
 
-    Raises ``ValueError`` when it is attached to a target of another width or vocabulary, or one that gives no hidden
-    states.
+    Raises ``ValueError`` if it is attached to a target that has another width or vocabulary, or gives no hidden states.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class Eagle3Draft(StopsByChance):
 
     @property
     def runner(self) -> HeadRunner:
-        """The head with its cache. Raises ``ValueError`` while it is only a description."""
+        """The head with its cache. Raises ``ValueError`` before the strategy is attached."""
         if self._runner is None:
             raise ValueError(f"the draft head {str(self.model)!r} is not loaded yet: LLM attaches the strategy")
         return self._runner
@@ -135,7 +134,7 @@ class Eagle3Draft(StopsByChance):
 
     @property
     def _longest(self) -> int:
-        """The most tokens of a path."""
+        """The most tokens along a path."""
         return self.depth if self.k is None else min(self.k, self.depth)
 
     def _spec(self, rows: abc.Sequence[Sequence]) -> DraftSpec:
@@ -144,9 +143,9 @@ class Eagle3Draft(StopsByChance):
         return DraftSpec(self.confidence, reach=reach_of(rows, self.reach, self.worth or 0.0))
 
     def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
-        """Read the earlier chunks, whose hidden states are known by now. Those of this chunk are not yet."""
+        """Read the earlier chunks of the prompts. The target has computed their hidden states, but not this chunk's."""
         rows = [row for row, _ in parts if row.k and len(row.tokens) <= self.head.config.max_position_embeddings]
-        # If there is no room now, the rows are read when they are drafted for.
+        # If there is no room now, ``propose`` reads the rows later.
         with suppress(OutOfBlocks), torch.inference_mode():
             self.runner.catch_up(rows)
 

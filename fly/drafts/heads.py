@@ -25,12 +25,12 @@ from fly.runtime.states import HiddenStates
 
 __all__ = ["HeadRunner"]
 
-_KEPT = 64  # hidden states that are kept in case a row is rolled back: more than a draft has tokens
+_KEPT = 64  # hidden states to keep in case a row is rolled back; more than a draft has tokens
 
 
 @dataclass
 class _Held:
-    """A row's tokens up to the last that the head has read. The head has read those from number ``first`` on."""
+    """A row's tokens up to the last one that the head has read. The head has read them from token ``first`` on."""
 
     first: int
     text: list[int]
@@ -41,8 +41,8 @@ class _Held:
 
 
 class HeadRunner:
-    """A head, its cache, and the hidden states of its target (``Runner.watch``). ``share`` as for ``Runner``.
-    It is a ``fly.runtime.continuation.Drafter``."""
+    """Runs a head with its own KV cache on the hidden states of its target (``Runner.watch``). It implements
+    ``fly.runtime.continuation.Drafter``. ``share`` has the same meaning as for ``Runner``."""
 
     cache: PagedKVCache  # made later, by ``reserve``
 
@@ -52,20 +52,20 @@ class HeadRunner:
         states.begin, states.end = self.begin, self.release
 
     def begin(self, row: Sequence) -> int:
-        """Let a new row adopt pages of rows that begin with the same tokens. Return for how many tokens no hidden
-        states are needed."""
+        """Let a new row adopt pages of rows that begin with the same tokens. Return how many tokens the head does not
+        have to read, so that their hidden states are not needed."""
         if (held := self._held.get(row.id)) is None:
             adopted = self.cache.allocator.adopt(row.id, row.tokens[1:-1], _salt(row)) if self.share else 0
             held = self._held[row.id] = _Held(1, row.tokens[: 1 + adopted])
         return len(held.text) - 1
 
     def may_draft(self, row: Sequence) -> bool:
-        """Whether the target's hidden states at all tokens but the last are known."""
+        """Whether the hidden states are known up to the row's last token but one."""
         run = self.states.run(row)
         return len(run) > 0 and run.stop == len(row.tokens) - 1
 
     def behind(self, row: Sequence) -> int:
-        """How many further tokens the head could read now."""
+        """Return how many tokens the head could read now, beyond those it has read."""
         held = self._held.get(row.id)
         return self.states.run(row).stop + 1 - (1 if held is None else len(held.text))
 
@@ -89,8 +89,8 @@ class HeadRunner:
         sampling: BatchSampling | None,
         seeds: abc.Sequence[int],
     ) -> Drafted:
-        """Read all tokens of ``rows``, which it may draft for, then draft chains or trees (``Head.chains``). No drafted
-        token stays cached. Raises ``OutOfBlocks`` and changes nothing if there is no room."""
+        """Read all tokens of ``rows``, then draft chains or trees (``Head.chains``). Each row must pass ``may_draft``.
+        No drafted token stays cached. Raises ``OutOfBlocks`` and changes nothing if there is no room."""
         rests = [self._rest(row) for row in rows]
         kv = self._reserve(rows, rests, [(n - 1) * (1 if spec.tree is None else spec.tree.follow) for n in most])
         batch = Batch.of([row.tokens[rest.start : rest.stop] for row, rest in zip(rows, rests)], kv)
@@ -154,7 +154,7 @@ class HeadRunner:
         self.cache.allocator.release(row.id)
 
     def _follow(self, row: Sequence) -> _Held | None:
-        """Roll back to the row's tokens without the last. Return what the head then holds of it; None if nothing."""
+        """Roll the cache back to the row's tokens except the last. Return what it still holds of the row, or None."""
         if (held := self._held.get(row.id)) is None:
             return None
         keep = min(common_prefix(held.text, row.tokens), len(row.tokens) - 1)
@@ -167,7 +167,7 @@ class HeadRunner:
         return held
 
     def _rest(self, row: Sequence) -> range:
-        """The numbers of the tokens to read next: those after tokens whose hidden states are known."""
+        """Return the range of tokens to read next. The hidden states at the token before each of them are known."""
         run, held = self.states.run(row), self._follow(row)
         if held is None:
             self.begin(row)
@@ -178,7 +178,8 @@ class HeadRunner:
         return range(len(held.text), min(run.stop + 1, len(row.tokens)))
 
     def _reserve(self, rows: abc.Sequence[Sequence], rests: abc.Sequence[range], room: abc.Sequence[int]) -> PagedBatch:
-        """Make room for the tokens ``rests``, and for ``room`` more in each row. Return the batch of ``rests``."""
+        """Make room in the cache for the tokens ``rests``, and for ``room`` more in each row. Return the batch of
+        ``rests``."""
         starts, counts = [self._held[row.id].slots for row in rows], [len(rest) for rest in rests]
         try:
             for row, start, count, more in zip(rows, starts, counts, room):
@@ -190,12 +191,12 @@ class HeadRunner:
         return self.cache.batch([row.id for row in rows], starts, counts)
 
     def _states_of(self, rows: abc.Sequence[Sequence], rests: abc.Sequence[range]) -> Tensor:
-        """The hidden states before the tokens ``rests``, one row after another."""
+        """Return the hidden states at the token before each of the tokens ``rests``, one row after another."""
         before = [self.states.of(row, range(rest.start - 1, rest.stop - 1)) for row, rest in zip(rows, rests)]
         return before[0] if len(before) == 1 else torch.cat(before)
 
 
 def _salt(row: Sequence) -> str:
-    """The text that rows which share pages must have in common. The head's pages also depend on the row's first token,
-    which it never reads."""
+    """Return the key under which rows may share pages. It includes the row's first token: the head never reads that
+    token, but its pages depend on it."""
     return f"{row.params.cache_salt} {row.tokens[0]}"

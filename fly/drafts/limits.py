@@ -11,7 +11,7 @@ __all__ = ["check_draft"]
 def check_draft(draft: object, max_len: list[int], vocabulary: int, name: str) -> None:
     """Check a proposal, since a strategy may be a user's code.
 
-    Raises ``ValueError`` naming the strategy, what it proposed, and what was asked of it.
+    Raises ``ValueError`` that names the strategy, what it proposed, and what it should have proposed.
     """
     if not isinstance(draft, Draft):
         raise ValueError(f"{name} proposed {draft!r}, not a Draft")

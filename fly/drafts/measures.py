@@ -8,18 +8,19 @@ from collections import abc
 __all__ = ["Line", "Rates"]
 
 _COSTS = 32.0  # a line remembers about this many measurements
-_PAUSE = 3.0  # a measurement counts as at most this many times the expected one: the machine may have paused
+_PAUSE = 3.0  # cut a measurement to this many times the expected one, since the machine may have paused
 _TOKENS = 400.0  # rates remember about this many drafted tokens
-_HOPE, _PRIOR = 0.9, 4.0  # the rate that is assumed at first, with the weight of this many tokens
+_HOPE, _PRIOR = 0.9, 4.0  # the rate to assume at first, and its weight in tokens
 
 
 class Line:
     """Seconds as a function of size: the straight line ``start + slope · size`` through recent measurements, by least
     squares.
 
-    Measurements of a single size do not determine the slope. With ``through_zero`` the slope then explains all seconds,
-    as for a model that drafts token by token: a few measurements of 0 seconds at size 0 are assumed. Otherwise the
-    start explains them, as for a forward that reads all weights for any size: a penalty holds the slope down.
+    Measurements of a single size do not determine the slope, so an assumption must. With ``through_zero`` the line
+    assumes a few measurements of 0 seconds at size 0, and the slope explains all seconds. This suits a model that
+    drafts token by token. Otherwise a penalty keeps the slope small, and the start explains the seconds. This suits a
+    forward, which reads all weights for any size.
     """
 
     def __init__(self, through_zero: bool = True) -> None:
@@ -32,8 +33,9 @@ class Line:
         return self.start + self.slope * size
 
     def add(self, size: float, seconds: float, beside: float) -> None:
-        """Learn from a measurement. ``beside`` are the seconds of other work in the same round. If three in a row are
-        off to the same side, the cost has changed, and older ones lose half their weight."""
+        """Learn from a measurement. ``beside`` is the time in seconds of other work in the same round. Three
+        measurements in a row that miss the line on the same side mean that the cost has changed. Then all older
+        measurements lose half their weight."""
         expected = self(size)
         if self._sums[0]:
             seconds = min(seconds, _PAUSE * (expected + beside) - beside)
@@ -52,7 +54,7 @@ class Line:
 
 
 class Rates:
-    """For each position of a draft, how often a token was kept if all before it were. Old measurements fade."""
+    """For each position of a draft, how often a token is kept if all tokens before it are. Old measurements fade."""
 
     def __init__(self) -> None:
         self.tried: list[float] = []
@@ -64,7 +66,7 @@ class Rates:
         return (sum(self.kept) + _PRIOR * _HOPE) / (sum(self.tried) + _PRIOR)
 
     def add(self, drafted: int, accepted: int) -> None:
-        """Learn from a draft: how many tokens were drafted and how many kept."""
+        """Learn from a draft, given how many tokens were drafted and how many were kept."""
         reached = min(drafted, accepted + 1)
         keep, more = 1 / (1 + reached / _TOKENS), [0.0] * (drafted - len(self.tried))
         self.tried = [keep * count for count in self.tried] + more
@@ -74,9 +76,9 @@ class Rates:
             self.kept[position] += position < accepted
 
     def longest(self, most: int, worth: float, drafts: abc.Iterable[tuple[int, int]]) -> int:
-        """Return how many tokens to draft, at most ``most``: those whose chance to be kept, with all before them, is at
-        least ``worth``. ``drafts`` are the numbers of drafted and kept tokens of the row's latest drafts, since a row
-        may be easier or harder than others."""
+        """Return how many tokens to draft, at most ``most``. A token is drafted if it and all tokens before it are kept
+        with a chance of at least ``worth``. ``drafts`` lists the numbers of drafted and kept tokens of the row's latest
+        drafts, since a row may be easier or harder than others."""
         common = self.overall
         counts = [(min(drafted, accepted + 1), accepted) for drafted, accepted in drafts]
         tried, kept = sum(n for n, _ in counts), sum(n for _, n in counts)

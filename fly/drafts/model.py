@@ -41,8 +41,8 @@ __all__ = ["CascadeDraft", "SingleDraft", "seed_of"]
 
 
 class SingleDraft(StopsByChance):
-    """One draft model. Alone it decodes autoregressively. If it has a ``draft`` strategy of its own, that one proposes
-    and this model verifies, round after round, until enough tokens are kept: a speculative decoder is a draft strategy.
+    """One draft model. Alone it decodes autoregressively. It may have a ``draft`` strategy of its own: that strategy
+    proposes and this model verifies, round after round, until enough tokens are kept.
 
     Args:
         model: the name or path of a checkpoint, which is loaded when the strategy is attached, or a loaded model.
@@ -50,19 +50,19 @@ class SingleDraft(StopsByChance):
             this model drafts, only the number of forwards.
         policy: how this model verifies its own draft. A rule that is not lossless changes the distribution of the
             drafted tokens in an unknown way, so it is refused above temperature 0.
-        k: the most tokens it proposes (None: as many as asked).
-        reach: it stops after a token if the product of the largest probabilities up to there is less, its own estimate
-            of the chance that all these tokens are kept. 0 never stops. None, which a checkpoint's bare name means, is
-            0.5 for rows under a lossless rule, and 0.1 for others, which may need the tokens after a mismatch.
-            ``AdaptiveDraft`` sets it by measured costs.
-        confidence: it stops after a token if the largest probability there is less. 0 never stops. Both limits look at
-            the distribution that tokens are drawn from (at temperature 0 at the raw one), not at what was drawn, so a
-            lossless rule stays lossless. The last token is proposed too, since it is known and costs little to verify.
+        k: the most tokens it proposes (None: as many as the caller asks for).
+        reach: stop after a token if the product of the largest probabilities so far falls below this. That product is
+            the model's own estimate of the chance that all these tokens are kept. 0 never stops. None means 0.5 for
+            rows under a lossless rule, and 0.1 for other rows, whose rule may need the tokens after a mismatch. (A
+            checkpoint's bare name means None.) ``AdaptiveDraft`` sets the limit by measured costs.
+        confidence: stop after a token if the largest probability there is below this. 0 never stops. Both limits look
+            at the distribution that tokens are drawn from (the raw one at temperature 0), never at the drawn tokens, so
+            a lossless rule stays lossless. The last token is proposed too: it is known and costs little to verify.
         cache_tokens: how many tokens its cache holds over all rows (None: as many as the target's, see ``LLM``).
-        dtype, device, kernels: how a checkpoint is loaded and run, as for ``LLM``; ``"auto"`` is as the target.
-        vocabulary: the tokens that its head keeps, besides control tokens. It then reads fewer bytes for each drafted
-            token, and never drafts the others; the target still emits them. A number keeps that many of the lowest
-            ids; or a list of ids, or a JSON file with one. None keeps all.
+        dtype, device, kernels: how to load and run a checkpoint, as for ``LLM``; ``"auto"`` follows the target.
+        vocabulary: the tokens that its head keeps, besides control tokens. The model then reads fewer bytes for each
+            drafted token, and never drafts the other tokens; the target still emits them. Give the number of lowest ids
+            to keep, a list of ids, or a JSON file with such a list. None keeps all.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class SingleDraft(StopsByChance):
     ) -> None:
         check_limits(k, confidence, reach)
         self.k, self.confidence, self.reach = k, confidence, reach
-        self.with_logits = False  # whether greedy drafts come with their logits; rounds then run one by one
+        self.with_logits = False  # whether greedy drafts carry their logits; if so, each round is a call of its own
         self.model = describe(model, dtype, device)
         self.options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
         self.options |= {"cache_tokens": cache_tokens, "block_size": block_size, "vocabulary": vocabulary}
@@ -95,7 +95,7 @@ class SingleDraft(StopsByChance):
             raise ValueError(f"this {type(self).__name__} drafts for another model already; make a new one")
         self._runner = setup.load(self.model, **self.options)
         self.vocab_size, self.context = self.runner.executor.config.vocab_size, self.runner.context
-        # The level below and its rule see rows of this model.
+        # The level below drafts for this model, so bind it and this level's rule to this model's vocabulary.
         below = setup.below(self.runner)
         self.policy = self.policy.bind(below.vocabulary)
         if self.draft is not None:
@@ -104,7 +104,7 @@ class SingleDraft(StopsByChance):
 
     @property
     def runner(self) -> Runner:
-        """The draft model with its cache. Raises ``ValueError`` while it is only a description."""
+        """The draft model with its cache. Raises ``ValueError`` before the strategy is attached."""
         if self._runner is None:
             raise ValueError(f"the draft model {str(self.model)!r} is not loaded yet: LLM attaches the strategy")
         return self._runner
@@ -115,7 +115,7 @@ class SingleDraft(StopsByChance):
         return self.runner.executor
 
     def spec(self, rows: abc.Sequence[Sequence]) -> DraftSpec:
-        """Return how the model drafts for ``rows``; with prompt lookup, if that is its own draft strategy."""
+        """Return how the model drafts for ``rows``, including prompt lookup if that is its own draft strategy."""
         lookup = self.draft.lookup if type(self.draft) is NGramDraft and self._lossless else None
         reach = reach_of(rows, self.reach, self.worth or 0.0)
         return DraftSpec(self.confidence, reach, lookup, self.with_logits)
@@ -128,7 +128,7 @@ class SingleDraft(StopsByChance):
         context = self.executor.config.max_position_embeddings
         left = [(row, min(end, context) - len(self.runner.begin(row))) for row, end in parts if row.k]
         if left := [(row, n) for row, n in left if n > 0]:
-            # If there is no room now, the row is read when it is drafted for.
+            # If there is no room now, ``propose`` reads the row later.
             with suppress(OutOfBlocks), torch.inference_mode():
                 self.runner.feed([], [], prefill=left)
                 self.runner.commit(row for row, _ in left)
@@ -146,7 +146,7 @@ class SingleDraft(StopsByChance):
             raise ValueError(f"a draft level verified by {self.policy} has no known distribution above temperature 0")
         going, wanted = [rows[b] for b in active], [most[b] for b in active]
         spec = self.spec(going)
-        self.runner.commit(rows)  # an earlier draft may still be cached, even that of a fork with other tokens
+        self.runner.commit(rows)  # drop an earlier draft that is still cached, perhaps of a fork with other tokens
         if self.draft is None or (spec.lookup is not None and self.executor.looks_up(going)):
             return drafted_of(len(rows), active, self._by_itself(going, wanted, spec))
         return drafted_of(len(rows), active, self._above_draft(going, wanted, spec))
@@ -178,7 +178,7 @@ class SingleDraft(StopsByChance):
         return self.runner.extend(rows, spec, most, sampling, seeds)
 
     def _above_draft(self, rows: list[Sequence], most: list[int], spec: DraftSpec) -> Drafted:
-        """Run rounds of this level, until each row has enough tokens: the strategy below proposes, and this model
+        """Run rounds until each row has enough tokens. In each round the strategy below proposes, and this model
         verifies."""
         scratch = [row.fork(self.policy, seed_of(row)) for row in rows]
         ends = [len(row.tokens) + n for row, n in zip(rows, most)]
@@ -193,7 +193,7 @@ class SingleDraft(StopsByChance):
             below = self.draft.propose(going, [ends[b] - len(row.tokens) - 1 for b, row in zip(active, going)])
             target, _ = self.runner.score(going, below)
             self.draft.observe(going, below, target)
-            # Extend each row by what is kept, up to the first token that ends it or that the model is not sure of.
+            # Extend each row by the kept tokens. Stop at a token that ends the row, or that the model is not sure of.
             new = self._kept(going, target, below)
             goes_on = []
             for n, (b, row, (ids, places)) in enumerate(zip(active, going, new)):
@@ -222,11 +222,11 @@ class SingleDraft(StopsByChance):
         return Drafted(chains, None, values_BKV) if greedy else Drafted(chains, values_BKV)
 
     def _kept(self, rows: list[Sequence], target: Target, below: Draft) -> list[tuple[list[int], list[int]]]:
-        """Return the tokens that this level keeps of each draft, then its own next token, and the places of all.
+        """Return, for each row, the drafted tokens that this level keeps and its own next token, and their places.
 
-        For deterministic chains under the exact rule, the model's own token at each place is its most likely one, or
-        one drawn by that place's own random number. The draft is kept as long as it agrees. So this level drafts the
-        same tokens, whatever the level below proposes.
+        For deterministic chains under the exact rule, the model has one token of its own at each place: its most likely
+        one, or one drawn by that place's own random number. It keeps the draft as long as both agree. So this level
+        drafts the same tokens, whatever the level below proposes.
         """
         if below.probs_BKV is None and below.trees is None and type(self.policy) is Exact:
             own = target.choices if target.all_greedy else _own_tokens(rows, target.probs_BKV)
@@ -248,7 +248,7 @@ def _own_tokens(rows: list[Sequence], probs_BJV: Tensor) -> list[list[int]]:
 
 
 def seed_of(row: Sequence) -> int:
-    """The seed of everything that is drawn for a row in this round."""
+    """Return the seed of all tokens that the draft model draws for a row in this round."""
     return 0 if row.greedy else derive(row.seed, len(row.tokens))
 
 
@@ -256,9 +256,9 @@ class CascadeDraft(SingleDraft):
     """Levels that draft for one another, cheapest first: ``CascadeDraft([NGramDraft(), SingleDraft(small)])`` is
     FLy's multi-level acceleration (arXiv 2511.22972, section 3.3), to any depth.
 
-    The first level is any strategy. Each further one is a ``SingleDraft``, which verifies the level below by its own
-    policy. By default that is exact, so a cascade proposes the same tokens as its last level alone. A cascade is its
-    last level, with the others as its ``draft``.
+    The first level is any strategy. Each further level is a ``SingleDraft``, which verifies the level below by its own
+    policy. That policy is exact by default, so a cascade proposes the same tokens as its last level would alone. The
+    object stands for the last level, and its ``draft`` for the others.
     """
 
     def __init__(self, levels: abc.Sequence[DraftStrategy]) -> None:
@@ -267,7 +267,7 @@ class CascadeDraft(SingleDraft):
         if len(set(map(id, levels))) < len(levels):
             raise ValueError("a level stands twice in a cascade; each needs a cache of its own")
         *below, last = levels
-        if type(last) is not SingleDraft:  # subclasses may draft in another way
+        if type(last) is not SingleDraft:  # a subclass may draft in another way
             raise ValueError(
                 f"level {len(below)} of a cascade is {type(last).__name__}; only a SingleDraft can verify a level below"
             )

@@ -1,4 +1,4 @@
-"""Prompt lookup: propose what followed the last time the text ended like this."""
+"""Prompt lookup: propose the tokens that followed the last time the text ended like this."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["Index", "NGramDraft"]
 
 
 class Index:
-    """The positions at which each n-gram of a text ends, of ``shortest`` to ``longest`` tokens. It is updated by what
-    changed in the text, so a lookup costs the same in any context."""
+    """An index of the positions at which each n-gram of a text ends, for n-grams of ``shortest`` to ``longest`` tokens.
+    An update reads only what changed in the text, so a lookup costs the same in any context."""
 
     def __init__(self, longest: int, shortest: int) -> None:
         self.longest, self.shortest = longest, shortest
@@ -22,8 +22,8 @@ class Index:
         self._ends: dict[tuple[int, ...], list[int]] = {}  # positions of each n-gram's last token, in order
 
     def copied(self, text: list[int], most: int) -> list[int]:
-        """Find the longest n-gram that ends ``text`` and occurred before. Return up to ``most`` tokens that followed it
-        last. A copy that reaches the end of the text continues with its own tokens."""
+        """Find the longest n-gram at the end of ``text`` that occurred before. Return up to ``most`` tokens after its
+        latest earlier occurrence. A copy that reaches the end of the text continues with its own tokens."""
         if most < 1:
             return []
         self._follow(text)
@@ -58,7 +58,7 @@ class Index:
 
 
 def lookup_forwards(index: Index, text: list[int], drafted: list[int], most: int) -> int:
-    """Count a draft model's forwards for ``drafted``, if each verifies up to ``most`` copied tokens."""
+    """Return how many forwards a draft model needs for ``drafted`` if each verifies up to ``most`` copied tokens."""
     at = forwards = 0
     while at < len(drafted):
         copied = index.copied(text + drafted[:at], min(most, len(drafted) - at))
@@ -68,10 +68,11 @@ def lookup_forwards(index: Index, text: list[int], drafted: list[int], most: int
 
 
 class NGramDraft(DraftStrategy):
-    """Prompt lookup (Saxena 2023; FLy's first level): find the longest n-gram, of ``longest`` down to ``shortest``
-    tokens, that ends the text and occurred before, and copy up to ``k`` tokens that followed its latest occurrence.
+    """Prompt lookup (Saxena 2023; FLy's first level). Find the longest n-gram, of ``longest`` down to ``shortest``
+    tokens, at the end of the text that occurred before. Copy up to ``k`` tokens that followed its latest occurrence.
 
-    A copy that reaches the end of the text continues with its own tokens, so a repetition goes on as long as asked.
+    A copy that reaches the end of the text continues with its own tokens, so it can continue a repetition for any
+    number of tokens.
     """
 
     def __init__(self, longest: int = 4, shortest: int = 1, k: int = 6) -> None:
@@ -88,7 +89,7 @@ class NGramDraft(DraftStrategy):
 
     @property
     def lookup(self) -> Lookup:
-        """The settings, for an executor."""
+        """The settings in the form that executors take."""
         return Lookup(self.longest, self.shortest, self.k)
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:

@@ -1,6 +1,6 @@
 """Draft strategies by name: texts that describe them, and plug-ins.
 
-Nothing in a text is executed. ``module:Class`` imports only if the caller trusts the text.
+Reading a text executes nothing. ``module:Class`` imports only if the caller trusts the text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["draft_types", "parse_draft"]
 STRATEGIES = Registry(
     kind="draft",
     example="ngram(k=4)+fly-draft",
-    # A word is a name, a path or a number: anything between quotes, brackets, commas and the signs + = :
+    # A word is a name, a path or a number. Quotes, brackets, commas, spaces and the signs + = : end it.
     word=rf"""{CLASS_PATH.pattern}|[^\s"'()\[\]{{}},+=:]+""",
     finished="strategy",
     groups={"fly.drafts": DraftStrategy},
@@ -60,7 +60,7 @@ STRATEGIES = Registry(
 
 
 def draft_types() -> dict[str, type[DraftStrategy]]:
-    """Every strategy class by name: ours, and those installed under the entry-point group ``fly.drafts``.
+    """Return every strategy class by name: built-in ones, and plug-ins of the entry-point group ``fly.drafts``.
 
     Raises ``ValueError`` if two packages claim one name, or a plug-in is not a strategy.
     """
@@ -87,22 +87,23 @@ def parse_draft(
 
     - A strategy is a registered name (``draft_types``), a call of one, or a checkpoint: a bundled name, the path of a
       directory or GGUF file, or a name on the Hugging Face hub (``fly.models.hub``), in quotes if it holds spaces,
-      brackets, quotes, commas or one of ``+ = :``. The directory of a draft head means ``eagle3`` of it.
-    - A checkpoint's name means the model as it drafts best: with prompt lookup, and stopping by itself
+      brackets, quotes, commas or one of ``+ = :``. If ``name`` is the directory of a draft head, it means
+      ``eagle3(name)``.
+    - A checkpoint's bare name means the model with its best settings: it has prompt lookup, and stops by itself
       (``SingleDraft(name, NGramDraft(), reach=None)``). ``model(name)`` is the model alone.
-    - ``a+b+c`` is a cascade, cheapest first: each drafts for the next, and the first has no draft.
-    - The argument of a parameter that is annotated as a strategy or a policy is read as one. For all other parameters
-      a bare word is a string, as in ``model(fly-draft)``.
-    - A class whose first parameter is a sequence of strategies takes them as positional arguments, as in
+    - ``a+b+c`` is a cascade, cheapest first: each level drafts for the next one, and the first has no draft.
+    - An argument is read as a strategy or a policy if its parameter is annotated so. For all other parameters a bare
+      word is a string, as in ``model(fly-draft)``.
+    - If a class's first parameter is a sequence of strategies, the text gives them as positional arguments, as in
       ``union(ngram, fly-draft)``.
 
     Args:
-        trusted: whether ``module:Class`` (or ``module:instance``) may import. Never true for a text from the network.
-        dtype, device, kernels: how checkpoints are loaded and run; for every class with parameters of these names
-            that the text does not give.
+        trusted: whether ``module:Class`` (or ``module:instance``) may import. Pass False for a text from the network.
+        dtype, device, kernels: how to load and run checkpoints. They are passed to every class that has parameters of
+            these names, unless the text gives them.
 
-    Raises ``ValueError`` (``CheckpointError`` if a checkpoint cannot be used) naming the part that is wrong, and the
-    choices.
+    Raises ``ValueError`` that names the wrong part and the choices (``CheckpointError`` if a checkpoint cannot be
+    used).
     """
     if text.strip() == "none":
         return None
@@ -115,7 +116,7 @@ def parse_draft(
 
 class _Reader(Text):
     def strategy(self, node: ast.expr, level: bool = False) -> DraftStrategy:
-        """Return the strategy that an expression describes. ``level``: it is a level of a cascade."""
+        """Return the strategy that an expression describes. ``level`` tells that it is a level of a cascade."""
         levels: list[ast.expr] = []
         while _is_sum(node):  # no recursion, since sums may be long
             levels.append(node.right)
@@ -153,7 +154,7 @@ class _Reader(Text):
         return self.call(make, word, call)
 
     def argument(self, given: ast.expr, hint: Any) -> Any:
-        """Read an argument: a strategy or a policy if the annotation says so, also in lists and tuples."""
+        """Read an argument, as a strategy or a policy if its annotation says so. Lists and tuples may hold these."""
         if isinstance(given, (ast.List, ast.Tuple)):
             items = [self.argument(item, hint) for item in given.elts]
             return items if isinstance(given, ast.List) else tuple(items)
@@ -168,8 +169,8 @@ class _Reader(Text):
 
 
 def _of_checkpoint(name: str, loading: abc.Mapping[str, Any], level: bool = False) -> DraftStrategy:
-    """Return the strategy that drafts with a checkpoint; one on the hub is a model. Prompt lookup drafts for it, unless
-    it is a ``level`` of a cascade: then the text says what drafts for it."""
+    """Return the strategy that drafts with a checkpoint: a head or a model (on the hub always a model). Prompt lookup
+    drafts for a model, unless it is a ``level`` of a cascade, whose text names what drafts for it."""
     found = find_checkpoint(name)
     if isinstance(found, Path) and is_head(found):
         return Eagle3Draft(name, reach=None, **loading)
@@ -181,7 +182,7 @@ def _is_sum(node: ast.expr) -> TypeGuard[ast.BinOp]:
 
 
 def _mentions(hint: Any, wanted: type) -> bool:
-    """Whether an annotation is ``wanted``, or holds it, as ``wanted | None`` and ``list[wanted]`` do."""
+    """Whether an annotation is ``wanted`` or contains it, as in ``wanted | None`` and ``list[wanted]``."""
     if isinstance(hint, type) and not get_args(hint):
         return issubclass(hint, wanted)
     return any(_mentions(part, wanted) for part in get_args(hint))

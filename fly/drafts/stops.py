@@ -10,8 +10,9 @@ from fly.types import Guarantee
 
 __all__ = ["check_limits", "reach_of", "usual_reach"]
 
-# Near the best on code and arithmetic if a drafted token costs a tenth to a third of a target's token (docs/results).
-# The first is for lossless rules. Others keep more tokens than the draft model's probabilities predict.
+# The usual limits for lossless rules, and for rules that excuse mismatches, which keep more tokens than the draft
+# model's probabilities predict. Both are near the best on code and arithmetic if a drafted token costs a tenth to a
+# third of a target's token (docs/results).
 REACH, REACH_EXCUSED = 0.5, 0.1
 
 
@@ -25,14 +26,14 @@ def check_limits(k: int | None, confidence: float, reach: float | None) -> None:
 
 
 def usual_reach(reach: float | None, policy: AcceptancePolicy) -> float:
-    """Return ``reach``; for None, the usual one under ``policy``."""
+    """Return ``reach``, or the usual limit under ``policy`` if it is None."""
     if reach is not None:
         return reach
     return REACH if policy.guarantee is Guarantee.LOSSLESS else REACH_EXCUSED
 
 
 def reach_of(rows: abc.Sequence[Sequence], reach: float | None, worth: float) -> tuple[float, ...]:
-    """``DraftSpec.reach`` for each row: ``worth`` if it is known (not 0), otherwise ``usual_reach``. It is squared for
-    rules that excuse mismatches, which keep tokens more often."""
+    """Return ``DraftSpec.reach`` for each row: ``worth`` if it is known (not 0), otherwise ``usual_reach``. ``worth``
+    is squared for rules that excuse mismatches, which keep tokens more often."""
     power = [1 if row.policy.guarantee is Guarantee.LOSSLESS else 2 for row in rows]
     return tuple(worth**n or usual_reach(reach, row.policy) for n, row in zip(power, rows))

@@ -1,4 +1,4 @@
-"""Suffix decoding: propose what most often followed earlier texts that ended like this."""
+"""Suffix decoding: propose the tokens that most often followed where earlier text ended like this text."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from fly.types import Draft
 
 __all__ = ["SuffixDraft"]
 
-_ANCHORS = (8, 4, 2, 1)  # lengths of the indexed grams, longest first; longer matches are found by comparing
+_ANCHORS = (8, 4, 2, 1)  # lengths of the indexed n-grams, longest first; longer matches are found by comparing texts
 
-_Place = tuple[list[int], int]  # a text, and a position in it at which a gram ends
+_Place = tuple[list[int], int]  # a text, and a position in it at which an n-gram ends
 
 
 @dataclass
 class _Places:
-    """The places at which each gram ends and another token follows, oldest first."""
+    """For each n-gram, the places at which it ends and another token follows, oldest first."""
 
     depth: int
     of: defaultdict[tuple[int, ...], list[_Place]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, text: list[int], end: int) -> None:
-        """Index the grams that end at ``end``, which comes after all others."""
+        """Index the n-grams that end at ``end``. Call this in order of positions."""
         for gram in self._grams(text, end):
             self.of[gram].append((text, end))
 
@@ -38,7 +38,7 @@ class _Places:
                 del self.of[gram]
 
     def longest(self, text: list[int], lookback: int) -> tuple[int, list[_Place]]:
-        """Return the length of the longest match with the end of ``text``, and its places, latest first."""
+        """Find the longest match with the end of ``text``. Return its length and its places, latest first."""
         gram = next((gram for gram in self._grams(text, len(text) - 1) if gram in self.of), ())
         best, found = len(gram), list[_Place]()
         for other, end in self.of[gram][: -lookback - 1 : -1] if gram else ():
@@ -61,29 +61,31 @@ class SuffixDraft(DraftStrategy):
     """Suffix decoding (Oliaro et al., arXiv 2411.04975; ArcticInference): find the longest end of the text, up to
     ``depth`` tokens, that occurred before. Propose, token by token, what most often followed it.
 
-    It looks in the request's own text, and in the outputs of finished requests with the same ``cache_salt``. Each of
-    the two gives a proposal, and the one with the higher score is used (on a tie, the request's own). At each step the
-    most frequent next token is taken (on a tie, the latest place's). Its probability is the fraction of the matching
-    places that continue with it. The score is the expected number of accepted tokens: the sum over steps of the product
-    of the probabilities so far.
+    It searches the request's own text, and the outputs of finished requests with the same ``cache_salt``. Each of the
+    two searches gives a proposal, and the one with the higher score is used (on a tie, that from the request's own
+    text). Each step takes the most frequent next token (on a tie, that of the latest place). The probability of this
+    token is the fraction of the matching places that continue with it. The score is the expected number of accepted
+    tokens: the sum over steps of the product of the probabilities so far.
 
-    It differs from the published method in four ways. An index of short grams replaces suffix trees; only the latest
-    ``lookback`` places of the longest indexed gram (8, 4, 2 or 1 tokens) are compared, so a longer match further back
-    may be missed. Only the longest match is followed, not the best of all lengths. At the end of the request's own
-    text, a place continues with the draft's tokens, so a repetition goes on. It proposes chains, not trees.
+    It differs from the published method in four ways. First, an index of short n-grams replaces suffix trees. Only the
+    latest ``lookback`` places of the longest indexed n-gram (8, 4, 2 or 1 tokens) are compared, so a longer match
+    further back may be missed. Second, only the longest match is followed, not the best of all lengths. Third, a place
+    that reaches the end of the request's own text continues with the draft's tokens, so a repetition goes on. Fourth,
+    it proposes chains, not trees.
 
-    The cost of a lookup does not grow with the context, except for comparing the text with the indexed one. Shared
-    outputs change where a request's rounds begin, and so which tokens a seed gives, but never their distribution;
-    ``shared_tokens`` 0 makes requests independent.
+    The cost of a lookup does not grow with the context, except for comparing the text with the indexed text. Shared
+    outputs change where a request's rounds begin, and so which tokens a seed gives, but never their distribution. With
+    ``shared_tokens`` 0, requests do not influence each other.
 
     Args:
         depth: the longest match, in tokens.
         factor, offset: at most ``factor * match + offset`` tokens are proposed.
         min_prob: a proposal ends before the product of its probabilities falls below this.
         lookback: how many places are compared in a lookup, at least 1.
-        shared_tokens: how many tokens of finished requests are kept, with up to ``depth`` tokens of each prompt. The
-            oldest outputs are dropped first, and of a longer output its end is kept. 0 turns sharing off.
-        k: the most tokens that it proposes (None: as many as asked).
+        shared_tokens: how many tokens of finished requests are kept, including up to ``depth`` tokens of each prompt.
+            The oldest outputs are dropped first. If one output is longer than this, its end is kept. 0 turns sharing
+            off.
+        k: the most tokens that it proposes (None: as many as the caller asks for).
     """
 
     learns = True
@@ -110,13 +112,13 @@ class SuffixDraft(DraftStrategy):
         self.lookback, self.shared_tokens, self.k = lookback, shared_tokens, k
         # Each request's own text, indexed up to the last token but one: nothing follows the last yet.
         self._own: dict[int, tuple[list[int], _Places]] = {}
-        self._shared: dict[str, _Places] = {}  # by the salt of the requests that share them
+        self._shared: dict[str, _Places] = {}  # by ``cache_salt``
         # The shared outputs: tokens, the first indexed position, salt.
         self._outputs: deque[tuple[list[int], int, str]] = deque()
         self._held = 0  # tokens in all outputs
 
     def attach(self, setup: DraftSetup) -> None:
-        """Raises ``ValueError`` if an earlier target, whose outputs are shared, had another vocabulary."""
+        """Raises ``ValueError`` if shared outputs come from a target with another vocabulary."""
         if not self.shared_tokens:
             return
         size = setup.target.executor.config.vocab_size
@@ -136,7 +138,7 @@ class SuffixDraft(DraftStrategy):
             self._sync(row)
 
     def release(self, row: Sequence) -> None:
-        """Free the row's own state, and share its output. A fork has none, since its tokens have no provenance."""
+        """Free the row's own state, and share its output. A fork shares nothing: its tokens have no provenance."""
         if self._own.pop(row.id, None) is not None and row.provenance and self.shared_tokens:
             self._share(row)
 
@@ -160,7 +162,7 @@ class SuffixDraft(DraftStrategy):
             counts = Counter(token for token in following if token is not None)
             if not counts:
                 break
-            token, count = counts.most_common(1)[0]  # on a tie the first, which is the latest place's
+            token, count = counts.most_common(1)[0]  # on a tie the first, which comes from the latest place
             chance *= count / len(places)
             if chance < self.min_prob:
                 break
@@ -170,7 +172,7 @@ class SuffixDraft(DraftStrategy):
         return score, drafted
 
     def _sync(self, row: Sequence) -> tuple[list[int], _Places]:
-        """Update the index of the row's own text; return both."""
+        """Update the indexed copy of the row's text and its index. Return both."""
         text, places = own = self._own.setdefault(row.id, ([], _Places(self.depth)))
         keep = common_prefix(text, row.tokens)
         indexed = max(0, keep - 1)
@@ -201,7 +203,8 @@ class SuffixDraft(DraftStrategy):
 
 
 def _next(place: _Place, text: list[int], drafted: list[int]) -> int | None:
-    """The token after ``place`` and the ``drafted`` ones; None if the place's text ends there."""
+    """Return the token that follows ``place`` and then as many tokens as ``drafted`` has; None if the place's text ends
+    there."""
     other, end = place
     at = end + 1 + len(drafted)
     if at < len(other):

@@ -1,7 +1,7 @@
 """Drafting for a target with another vocabulary: translate the draft model's ids to the target's.
 
-By text, this is string-level exact match (SLEM, arXiv 2502.05202, section 3). Token-level intersection (its section 4),
-which drafts only tokens that both vocabularies have, was slower in every measurement, and is not here
+The translation by text is string-level exact match (SLEM, arXiv 2502.05202, section 3). The paper's other method
+(section 4) drafts only tokens that both vocabularies have. It was slower in every measurement, so it is not implemented
 (docs/how-to/drafts.md).
 
 Shape legend: B rows, K longest draft, V vocabulary.
@@ -32,7 +32,7 @@ __all__ = ["TranslatedDraft", "TranslatingSetup", "Vocabularies", "translated"]
 
 _GREEDY = SamplingParams(temperature=0.0)
 _LOOK_BACK = 8  # the decoding of a token may depend on this many tokens before it
-# In the texts here, a byte outside a whole character is a lone surrogate (``surrogateescape``, PEP 383).
+# In these texts a lone surrogate stands for a byte that is not part of a whole character (PEP 383).
 _BYTES = re.compile("([\udc80-\udcff]+)")
 _UNFINISHED = re.compile("[\udc80-\udcff\ufffd]+$")
 
@@ -40,15 +40,15 @@ _UNFINISHED = re.compile("[\udc80-\udcff\ufffd]+$")
 class _Speller:
     """Converts a tokenizer's ids to text, and text to ids.
 
-    ``byte_level``: every plain token stands for fixed bytes, and every byte is a token. Then any piece of text is
-    converted exactly. Otherwise the tokenizer's own decoder and pre-tokenizer decide.
+    ``byte_level`` means that every plain token stands for fixed bytes, and that every byte is a token. Then any piece
+    of text is converted exactly. Otherwise the tokenizer's own decoder and pre-tokenizer convert it.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         control, vocabulary = tokenizer.control_ids, tokenizer.raw.get_vocab()
         self.specials = {text: i for text, i in vocabulary.items() if i in control}
-        self.bytes_of: dict[int, bytes] = {}  # the bytes of plain tokens; empty if they stand for none
+        self.bytes_of: dict[int, bytes] = {}  # the bytes of each plain token; empty unless ``byte_level``
         model = tokenizer.raw.model
         marked = isinstance(model, models.BPE) and (model.continuing_subword_prefix or model.end_of_word_suffix)
         if isinstance(tokenizer.raw.decoder, decoders.ByteLevel) and isinstance(model, models.BPE) and not marked:
@@ -61,13 +61,14 @@ class _Speller:
         self.begin = [i for i, _ in leading]  # the ids that the tokenizer puts before every text
 
     def text(self, ids: abc.Sequence[int]) -> str:
-        """Return the text of plain ``ids``; bytes of unfinished characters are lone surrogates or replacement marks."""
+        """Return the text of plain ``ids``. The bytes of an unfinished character become lone surrogates or replacement
+        marks."""
         if self.byte_level:
             return b"".join(self.bytes_of[i] for i in ids).decode("utf-8", "surrogateescape")
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def text_after(self, before: list[int], ids: list[int]) -> str:
-        """Return the text that plain ``ids`` add to the text of ``before``; nothing if they change it."""
+        """Return the text that plain ``ids`` add to the text of ``before``; an empty text if they change that text."""
         if self.byte_level:
             return self.text(ids)
         context = before[-_LOOK_BACK:]
@@ -75,10 +76,10 @@ class _Speller:
         return longer[len(shorter) :] if longer.startswith(shorter) else ""
 
     def ids(self, text: str) -> list[int]:
-        """Return plain ids of ``text`` (which may hold lone surrogates), even where it spells a special token.
+        """Return plain ids of ``text``, which may hold lone surrogates. A special token's text gets plain ids too.
 
-        Byte-level ids spell ``text`` exactly: byte by byte where it is not a whole character, or where the tokenizer
-        would change it. Otherwise the ids end before the first unfinished character.
+        Byte-level ids spell ``text`` exactly: they spell unfinished characters, and parts that the tokenizer would
+        change, byte by byte. Other ids end before the first unfinished character.
         """
         if not self.byte_level:
             whole = re.split("[\udc80-\udcff\ufffd]", text, maxsplit=1)[0]
@@ -92,7 +93,7 @@ class _Speller:
         return found
 
     def continued(self, before: list[int], text: str) -> list[int]:
-        """Return ids of ``text``, up to its last whole character, that follow the plain ids ``before``.
+        """Encode ``text``, up to its last whole character, as it follows the plain ids ``before``.
 
         The tokenizer encodes both texts together. If the result does not begin with ``before``, it encodes ``text``
         alone.
@@ -103,18 +104,18 @@ class _Speller:
 
 
 class Vocabularies:
-    """Two vocabularies, and how ids of one are translated to the other. There are two modes:
+    """Translates ids between two vocabularies. There are two modes:
 
-    - ``padded``, if both models have the same tokenizer: ids below both vocabulary sizes are shared. No token has a
-      higher id.
-    - ``text``, otherwise: special tokens of the same text are shared. All other tokens are decoded and encoded again.
+    - ``padded``, if both models have the same tokenizer. They share the ids below both vocabulary sizes, and no
+      token has a higher id.
+    - ``text``, otherwise. They share special tokens with the same text. All other tokens are decoded and encoded again.
 
     Args:
         target, draft: the tokenizers, or None.
         target_size, draft_size: the vocabulary sizes of the models.
 
     Raises:
-        ValueError: a model has no tokenizer (``CheckpointError`` for a tokenizer that does not fit its model).
+        ValueError: a model has no tokenizer, or (``CheckpointError``) one that does not fit the model.
     """
 
     mode: Literal["padded", "text"]
@@ -156,7 +157,7 @@ class Vocabularies:
         return not (self.exact and texts[b].startswith(b" ") and not texts[a][-1:].isspace())
 
     def convert(self, segment: list[int]) -> list[int]:
-        """Convert target ids that belong together to draft ids; tokens that the draft lacks are left out."""
+        """Convert target ids that belong together to draft ids. Leave out tokens that the draft model lacks."""
         if segment[0] in self._spelled:
             return self.draft.ids(self.target.text(segment))
         return [self.to_draft[i] for i in segment if i in self.to_draft]
@@ -166,7 +167,8 @@ class Vocabularies:
         return segment if segment and segment[0] in self._spelled else []
 
     def whole(self, segment: list[int]) -> bool:
-        """Whether drafting may go on after ``segment``: only exact bytes can continue an unfinished character."""
+        """Whether the draft model may draft after ``segment``. If that ends in an unfinished character, only
+        byte-level vocabularies can continue it."""
         return self.exact or not _UNFINISHED.search(self.target.text(self.window(segment)))
 
 
@@ -174,8 +176,8 @@ class Vocabularies:
 class _Context:
     """A row's tokens, converted to draft ids segment by segment.
 
-    Where a segment ends depends on the two tokens there alone, and its ids on its own tokens. So the ids are a function
-    of the tokens, whatever the history, and new tokens change the last segment only.
+    Two neighbouring tokens decide alone whether a segment ends between them, and a segment's ids depend only on its own
+    tokens. So the ids are a function of the tokens, whatever the history, and new tokens change only the last segment.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -187,7 +189,7 @@ class _Context:
         kept = common_prefix(self.tokens, tokens)
         if kept == len(tokens) == len(self.tokens):
             return
-        while self.ends and self.ends[-1][0] >= kept:  # a segment that ends at ``kept`` may go on now
+        while self.ends and self.ends[-1][0] >= kept:  # new tokens may extend a segment that ends at ``kept``
             self.ends.pop()
         start, size = self.ends[-1] if self.ends else (0, 0)
         del self.ids[size:]
@@ -204,27 +206,27 @@ class _Context:
 
 
 class TranslatedDraft(StopsByChance):
-    """A draft model for a target with another vocabulary: it drafts in its own ids, which are translated.
+    """A draft model for a target with another vocabulary. It drafts in its own ids, and this class translates them.
 
     In the mode ``padded`` (see ``Vocabularies``) the ids are the same. If the draft model has ids that the target
-    lacks, its distribution is restricted to the shared ones and renormalised, before temperature, top-k, top-p and
-    min-p are applied and a token is drawn. So ``probs_BKV`` holds the distribution that each token was drawn from, with
-    0 for the target's other ids, and a lossless rule stays lossless.
+    lacks, its distribution is first restricted to the shared ids and renormalised. Then temperature, top-k, top-p and
+    min-p are applied, and a token is drawn. So ``probs_BKV`` holds the distribution that each token was drawn from,
+    with 0 for the target's other ids, and a lossless rule stays lossless.
 
-    In the mode ``text`` the model drafts greedily, and the target's tokenizer encodes the text, as a deterministic
-    draft (``probs_BKV`` None). This is lossless for any proposal that is independent of the round's coins. For a fixed
-    token x: keep x with chance target(x), otherwise draw from the target without x; this emits exactly the target's
-    distribution. An independent proposal is a fixed token in each of its outcomes, and an average of equal
-    distributions is that distribution. A drawn draft would be lossless too. But it is kept with chance
-    sum(draft · target), at most the chance of the target's most likely token, for which the draft's most likely token
-    is the best guess.
+    In the mode ``text`` the model drafts greedily, and the target's tokenizer encodes the text as a deterministic draft
+    (``probs_BKV`` None). A lossless rule stays lossless for any proposal that is independent of the round's coins. Take
+    a fixed token x first: the rule keeps x with chance target(x), and otherwise draws from the target without x, which
+    together emits exactly the target's distribution. An independent proposal is such a fixed token in each of its
+    outcomes, so its average emits the target's distribution as well. A randomly drawn draft would be lossless too. But
+    it would be kept with chance sum(draft · target), which is at most the chance of the target's most likely token. The
+    draft model's most likely token is the best guess of that token.
 
     The draft model's ids are a function of the row's tokens alone. Unfinished characters are converted byte by byte if
-    both tokenizers are byte-level. Otherwise nothing is drafted for the row until its last character is complete.
+    both tokenizers are byte-level. Otherwise the model drafts nothing for the row until its last character is complete.
 
-    The draft's cache may need more tokens for a row than the target's, which the scheduler cannot know. If it is full,
-    nothing is proposed for any row of the round. This costs time, and changes which tokens a seed gives, but not their
-    distribution.
+    A row may need more tokens in the draft model's cache than in the target's, which the scheduler cannot know. If the
+    draft model's cache is full, no row of the round gets a draft. This costs time and changes which tokens a seed
+    gives, but not their distribution.
 
     Args:
         draft: an attached ``SingleDraft`` or ``CascadeDraft``, with a tokenizer.
@@ -268,7 +270,7 @@ class TranslatedDraft(StopsByChance):
         return Draft(draft.tokens_BK, draft.lengths_B, probs_BKV, draft.parents_BK)
 
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
-        """Do nothing: the target's output is in its own vocabulary."""
+        """Do nothing: the draft model cannot read the target's output, which is in another vocabulary."""
 
     def commit(self, rows: abc.Sequence[Sequence]) -> None:
         self._commit([self._own(row) for row in rows if row.id in self._contexts])
@@ -294,7 +296,8 @@ class TranslatedDraft(StopsByChance):
             prompt_length=len(ids) - row.generated,  # both count the same number of emitted tokens
             params=_GREEDY if self.mode == "text" else _of_any_vocabulary(row.params),
             policy=row.policy,
-            # It differs from the seed of the round's coins, and between rounds, even if the number of ids stays.
+            # This seed differs from that of the round's coins. It also differs in each round, even if the number of
+            # the draft model's ids stays the same.
             seed=derive(row.seed, len(row.tokens)),
             k=row.k,
             stop_ids=frozenset(to_draft[i] for i in row.stop_ids if i in to_draft and to_target[to_draft[i]] == i),
@@ -302,7 +305,7 @@ class TranslatedDraft(StopsByChance):
         )
 
     def _may_draft(self, row: Sequence, own: Sequence) -> bool:
-        """Whether there is a text to continue, and a token to continue it with."""
+        """Whether the draft model has a text to continue, and a token that may continue it."""
         if self.mode == "text":
             return bool(own.tokens) and self.vocabularies.whole(self._contexts[row.id].last())
         only_ends = row.generated < row.params.min_tokens and self.vocabularies.to_target.keys() <= own.stop_ids
@@ -311,7 +314,7 @@ class TranslatedDraft(StopsByChance):
     def _retokenised(
         self, rows: abc.Sequence[Sequence], own: abc.Sequence[Sequence], draft: Draft, max_len: abc.Sequence[int]
     ) -> Draft:
-        """Encode the drafted text for the target, up to the first special token, and that token too if it is shared."""
+        """Encode the drafted text for the target, up to the first special token. Include that token if it is shared."""
         vocabularies, to_target = self.vocabularies, self.vocabularies.to_target
         drafts = []
         for b, (row, ids) in enumerate(zip(rows, draft.chains)):
@@ -327,14 +330,14 @@ class TranslatedDraft(StopsByChance):
 
 
 def _of_any_vocabulary(params: SamplingParams) -> SamplingParams:
-    """Leave out penalties, biases and bans, which name the target's ids. The target's distribution has them, and
-    decides."""
+    """Leave out penalties, biases and bans, because they refer to the target's ids. The target still applies them when
+    it verifies."""
     off = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}}
     return params.model_copy(update={**off, "bad_words": (), "bad_words_ids": ()}) if params.penalises else params
 
 
 class _Restricted(Wrapped):
-    """A model whose ids from ``size`` on have logits of -inf, and so probability 0."""
+    """A model that gives ids from ``size`` on a logit of -inf, and so probability 0."""
 
     def __init__(self, inner: Executor, size: int) -> None:
         super().__init__(inner)
@@ -357,7 +360,7 @@ class TranslatingSetup(DraftSetup):
 def translated(draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: int) -> DraftStrategy:
     """Return an attached ``draft`` if its vocabulary is the target's, otherwise a ``TranslatedDraft`` around it.
 
-    Vocabularies of one size count as the same, unless both models have a tokenizer and these differ.
+    Two vocabularies of the same size count as the same, unless both models have a tokenizer and the tokenizers differ.
 
     Raises ``ValueError``, with the reason, if the vocabularies cannot be translated.
     """

@@ -1,4 +1,4 @@
-"""Drafting trees: several candidates at each place, verified in one forward."""
+"""Drafting trees, which have several candidates at each place and are verified in one forward."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["TreeDraft"]
 class TreeDraft(SingleDraft):
     """A draft model that proposes a tree of its likeliest tokens, with one forward for each level.
 
-    This is EAGLE-2's method (arXiv 2406.16858, section 4) for any draft model. At each of ``depth`` levels, the
-    ``width`` likeliest tokens, by the probability of their whole path, get ``width`` candidates each. The ``nodes``
-    likeliest of all candidates are proposed.
+    This is EAGLE-2's method (arXiv 2406.16858, section 4) for any draft model. Tokens are ranked by the probability of
+    their whole path. At each of ``depth`` levels, each of the ``width`` likeliest tokens gets ``width`` candidates. The
+    draft is the ``nodes`` likeliest of all candidates.
 
     The tokens depend on the text alone, so the draft is deterministic (``probs_BKV`` None), and a lossless rule stays
     lossless at any temperature. The other arguments are those of ``SingleDraft``.
@@ -50,7 +50,7 @@ class TreeDraft(SingleDraft):
         levels = len(self.growth.widths)
         self.k = levels if k is None else min(k, levels)
         self.spare = self.growth.spare  # a row's longest path may be a single token
-        self.worth = None  # its chances are the likeliest token's alone, and others may be kept
+        self.worth = None  # reach counts only the likeliest token at each place, but a sibling may be kept instead
 
     def spec(self, rows: abc.Sequence[Sequence]) -> DraftSpec:
         return DraftSpec(tree=self.growth)

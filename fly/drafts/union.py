@@ -18,16 +18,18 @@ class _Average:
 
     rate: float
     acceptance: float  # how often a token is accepted if all before it were
-    length: float = float("inf")  # of a proposal; infinite until one was shorter than asked for
+    length: float = float("inf")  # of a proposal; infinite until a proposal is shorter than the most tokens asked for
 
     def expected(self, length: float) -> float:
-        """Expected number of accepted tokens if ``length`` are proposed: the sum of acceptance^j over j = 1…length."""
+        """Return the expected number of accepted tokens if ``length`` tokens are proposed: the sum of acceptance^j over
+        j = 1…length."""
         length, a = min(length, self.length), self.acceptance
         return length if a == 1 else a * (1 - a**length) / (1 - a)
 
     def after(self, proposed: list[int], asked: int, emitted: list[int]) -> _Average:
-        """Return the averages with one more proposal, of at most ``asked`` tokens; ``emitted`` has at least one."""
-        # An empty proposal counts as half a token, so that a strategy that found nothing is tried again.
+        """Return the averages after one more proposal, for which at most ``asked`` tokens were asked. ``emitted`` has
+        at least one token."""
+        # Count an empty proposal as half a token, so that the strategy is tried again.
         length = max(float(len(proposed)), 0.5)
         if len(proposed) == asked:  # it might have proposed more
             length = max(length, self.length)
@@ -35,38 +37,39 @@ class _Average:
             length = self.length + self.rate * (length - self.length)
         accepted = common_prefix(proposed, emitted)
         acceptance = 1 - (1 - self.acceptance) * (1 - self.rate) ** accepted
-        if accepted < min(len(proposed), len(emitted)):  # a mismatch; otherwise the rest is unknown
+        if accepted < min(len(proposed), len(emitted)):  # a mismatch; without one, later tokens say nothing
             acceptance *= 1 - self.rate
         return replace(self, acceptance=acceptance, length=length)
 
 
 @dataclass
 class _Round:
-    """A round, as ``commit`` measures it."""
+    """What ``commit`` needs to know about a round."""
 
     start: int  # the length of the row before it
     asked: int  # the most tokens to propose
-    proposed: dict[int, list[int]] = field(default_factory=dict)  # by the number of the strategy
+    proposed: dict[int, list[int]] = field(default_factory=dict)  # each strategy's tokens, by its number
 
 
 class UnionDraft(Wrapper):
     """Uses, for each row, the best proposal of several strategies, which are given cheapest first.
 
-    For each strategy it averages the length of its proposals, and how many of their tokens were emitted, whether the
-    proposal was used or not. A row has averages of its own, which start from the averages over all rows. Those start
-    from ``prior``, which is high, so that every strategy is tried. The best proposal is the one with the most expected
-    accepted tokens, or the cheapest of several such. A strategy is not asked if it is not expected to offer more than a
-    cheaper one has offered. Costs count by the order alone.
+    For each strategy it averages how long its proposals are, and how many of their tokens are emitted, even if the
+    proposal is not used. A row has its own averages, which start from the averages over all rows. The averages over all
+    rows start from ``prior``, which is high, so that every strategy is tried. The best proposal has the most expected
+    accepted tokens; on a tie it is the cheapest. A strategy is asked only if it is expected to offer more than any
+    cheaper one has offered. Costs count only through the order of the strategies.
 
-    Drawn tokens never decide: to look at them and drop them would change their distribution, and the text's. So above
-    temperature 0 a proposal with a distribution is always used once it is drawn. It is drawn if more is expected of
-    that strategy than is offered so far, and than of any later one. Deterministic proposals are compared freely.
+    The choice never depends on drawn tokens. If it did, dropping a proposal would change the distribution of the text.
+    So above temperature 0, a proposal that was drawn from a distribution is always used. It is drawn only if this
+    strategy is expected to offer more than the offers so far, and at least as much as any later strategy. Deterministic
+    proposals are compared freely.
 
-    A relaxed policy makes the text lean towards the proposal that was used, and so the averages too.
+    Under a policy that keeps mismatches, the text favours the proposal that was used, and so do the averages.
 
     Args:
-        rate: weight of the newest token in the averages, above 0 and at most 1.
-        prior: acceptance of a token that is assumed at the start, above 0 and at most 1.
+        rate: the weight of the newest token in the averages, above 0 and at most 1.
+        prior: the acceptance rate of a token to assume at the start, above 0 and at most 1.
     """
 
     learns = True
@@ -104,7 +107,7 @@ class UnionDraft(Wrapper):
                 row, n = rows[b], len(piece.tokens)
                 self._rounds[row.id].proposed[number] = piece.tokens
                 offer = replace(self._averages[row.id][number], length=float(n)).expected(n)
-                drawn = piece.probs_NV is not None and n > 0  # an empty proposal depends on nothing drawn
+                drawn = piece.probs_NV is not None and n > 0  # an empty proposal depends on no drawn token
                 if drawn:
                     self._draws[number] = True
                     open_rows.remove(b)
@@ -129,7 +132,7 @@ class UnionDraft(Wrapper):
         super().release(row)
 
     def _worth(self, number: int, row: Sequence, most: int, offer: float) -> bool:
-        """Whether to ask a strategy, by estimates and deterministic offers alone."""
+        """Whether to ask a strategy to propose. Uses only estimates and deterministic offers."""
         expected = [average.expected(most) for average in self._averages[row.id][number:]]
         rivals = expected[1:] if self._draws[number] and not row.greedy else []
         return expected[0] > offer and all(expected[0] >= rival for rival in rivals)
@@ -140,5 +143,5 @@ def _ask(member: DraftStrategy, rows: abc.Sequence[Sequence], max_len: abc.Seque
     draft = member.propose(rows, max_len)
     if draft.parents_BK is not None:
         raise ValueError(f"{type(member).__name__} proposed a tree; UnionDraft combines chains only")
-    # Nothing is drawn for a row at temperature 0, even if it has a distribution beside other rows' ones.
+    # At temperature 0 no token is drawn, even if the row has a distribution because other rows need one.
     return [piece._replace(probs_NV=None) if row.greedy else piece for row, piece in zip(rows, pieces_of(draft))]

@@ -1,4 +1,4 @@
-"""Choose the faster of two ways to the same tokens, by trying both. Knows nothing of the ways themselves."""
+"""Choose the faster of two ways to compute the same tokens, by trying both. Knows nothing of the ways themselves."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import math
 
 __all__ = ["Ways"]
 
-_KEEP, _KEEP_TRIED = 0.97, 0.8  # the weight of old measurements after a round, for the way in use and for one on trial
+_KEEP, _KEEP_TRIED = 0.97, 0.8  # each round multiplies the weight of old measurements: of the way in use, of the other
 _FIRST_WAIT, _LONGEST_WAIT = 8, 512  # rounds until the slower way is tried again
-_PAUSE = 4.0  # a measurement counts as at most this many times the expected one: the machine may have paused
+_PAUSE = 4.0  # cut a measurement to this many times the expected one, since the machine may have paused
 
 
 class Ways:
     """Chooses between way 0 and way 1.
 
-    Each is measured in its ``first`` rounds. Then the faster one is used, and the other is tried again for ``tried``
-    rounds: after 8 rounds, 16, and so on.
+    It measures each way in its ``first`` rounds. Then it uses the faster way, and tries the other again for ``tried``
+    rounds: after 8 rounds, then 16, and so on up to 512.
     """
 
     def __init__(self, first: tuple[int, int] = (2, 2), tried: int = 1) -> None:
         self.first, self.tried = first, tried
-        self.seconds = [math.inf, math.inf]  # for each token
+        self.seconds = [math.inf, math.inf]  # per token, for each way
         self._sums = [[0.0, 0.0], [0.0, 0.0]]  # recent seconds and tokens of each way
         self._rounds, self._measured = [0, 0], [0, 0]
         self._left = 0  # rounds until a trial ends
@@ -40,8 +40,8 @@ class Ways:
         return self.seconds.index(min(self.seconds))
 
     def add(self, way: int, seconds: float, tokens: float, rounds: int = 1) -> None:
-        """Learn from ``rounds`` rounds that took ``seconds`` for ``tokens`` tokens. A way's first measurement is
-        dropped once there is a second: it may include other work, such as catching up with a text."""
+        """Learn from ``rounds`` rounds that took ``seconds`` for ``tokens`` tokens. A way's second measurement replaces
+        its first, which may include other work, such as catching up with a text."""
         faster, known = self.faster, min(self._measured) > 0
         keep = (_KEEP if way == faster else _KEEP_TRIED) ** rounds if self._measured[way] > 1 else 0.0
         if self._measured[way] > 1:

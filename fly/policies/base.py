@@ -53,15 +53,15 @@ class Bound:
 class AcceptancePolicy(Bindable, ABC):
     """Decides which drafted tokens are kept.
 
-    A policy is a frozen dataclass of parameters. It is pure: it has no state, changes no input, judges each row by
-    itself, is vectorised over the batch, and never makes the host wait for a device.
+    A policy is a frozen dataclass whose fields are its parameters. It has no state and changes no input. It judges each
+    row by itself, in tensor operations over the batch, and never makes the host wait for a device.
 
     A subclass implements ``accept_probs``. It may excuse mismatches (``relaxation``, composed of conditions, or
     ``relax``) and change the distribution of the correction (``residual``). ``verify`` does the rest.
 
     ``name`` is the policy's name in texts and configurations (default: the class name). ``guarantee`` is LOSSLESS,
-    BOUNDED (then ``bound`` says how far the text may move) or HEURISTIC; ``fly check`` tests it. ``monotone`` declares
-    parameters: +1 if a larger value never accepts less, -1 if it never accepts more.
+    BOUNDED (then ``bound`` limits the distance from the target's distribution) or HEURISTIC; ``fly check`` tests it.
+    ``monotone`` maps a parameter to +1 if a larger value never accepts less, and to -1 if it never accepts more.
     """
 
     name: ClassVar[str]
@@ -75,12 +75,12 @@ class AcceptancePolicy(Bindable, ABC):
 
     @property
     def core(self) -> AcceptancePolicy:
-        """The policy without its relaxation; itself if it has none."""
+        """The policy without its relaxation, or the policy itself if it has none."""
         return self
 
     @property
     def relaxation(self) -> Condition | None:
-        """The condition under which a mismatch is excused; None excuses none. Computed once for each policy."""
+        """The condition under which mismatches are excused; None if none are. Computed once for each policy."""
         return None
 
     @abstractmethod
@@ -99,12 +99,13 @@ class AcceptancePolicy(Bindable, ABC):
         return found_BK
 
     def relax(self, target: Target, draft: Draft, agree_BK: Tensor) -> Tensor:
-        """Return the mismatches to excuse, bool [B, K]. ``agree_BK`` is where the lossless core keeps the token; it is
-        False on padding."""
+        """Return which mismatches to excuse, bool [B, K]. ``agree_BK`` is True where the lossless core keeps the token,
+        and False on padding."""
         return torch.zeros_like(agree_BK)
 
     def excused(self, block: Block) -> Tensor:
-        """The mismatches that ``relaxation``, or else ``relax``, excuses, bool [B, K]; never a banned token."""
+        """Return which mismatches ``relaxation`` excuses, or ``relax`` if there is none, bool [B, K]. A banned token is
+        never excused."""
         if self.relaxation is None:
             excused_BK = self.relax(block.target, block.draft, block.agree_BK)
         else:
@@ -112,15 +113,16 @@ class AcceptancePolicy(Bindable, ABC):
         return excused_BK & block.target.allowed(block.draft.tokens_BK)
 
     def residual(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
-        """Return the distribution [B, V] of the correction after a rejection, not normalised: max(target - draft, 0)
+        """Return the unnormalised distribution [B, V] of the correction after a rejection: max(target - draft, 0)
         (Leviathan et al. 2023, eq. 2; Chen et al. 2023).
 
-        ``draft_BV`` of a deterministic draft is one-hot, so the result is the target without the rejected token.
+        For a deterministic draft, ``draft_BV`` is one-hot, so the result is the target's distribution without the
+        rejected token.
         """
         return (target_BV - draft_BV).clamp_min(0)
 
     def correction(self, target: Target, draft: Draft, at_B: Tensor) -> Tensor:
-        """Return the distribution [B, V] of the correction, not normalised, after drafted token ``at_B`` was rejected.
+        """Return the unnormalised distribution [B, V] of the correction after drafted token ``at_B`` was rejected.
 
         Override this, instead of ``residual``, if the distribution depends on which token was rejected.
         """
@@ -133,8 +135,8 @@ class AcceptancePolicy(Bindable, ABC):
         return self.residual(target_BV, draft_BV)
 
     def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
-        """Decide a block of chains. A policy that judges whole blocks overrides this and nothing else."""
-        # Without a draft, as in autoregressive decoding, there is only the next token to draw.
+        """Decide a block of chains. A policy that judges a block as a whole overrides this and nothing else."""
+        # Without a draft, as in autoregressive decoding, only draw the next token.
         mask_BK = draft.mask_BK()
         if not mask_BK.shape[1]:
             accepted_B, none_BK = torch.zeros_like(draft.lengths_B), torch.zeros_like(mask_BK, dtype=torch.int8)
@@ -145,13 +147,13 @@ class AcceptancePolicy(Bindable, ABC):
         # Excuse mismatches.
         block = Block(target, draft, kept_BK)
         stands_BK = kept_BK | (self.excused(block) & mask_BK)
-        # A kept token counts as relaxed if the exact rule would have rejected it with the same coin.
+        # A kept token counts as relaxed if the exact rule rejects it with the same coin.
         exact_BK = kept_BK
         if self.core.guarantee is not Guarantee.LOSSLESS:
             exact_BK = (noise.accept_BK < exact_accept_probs(target, draft)) & mask_BK
-        # Accept the longest prefix of tokens that stand; a correction or a bonus follows it.
+        # Accept the longest prefix of tokens that are kept or excused. A correction or a bonus follows it.
         verdict = longest_prefix(self, target, draft, noise, stands_BK, exact_BK, block.clauses)
-        # The exact rule's chances are NaN only if the target or draft has a NaN, which ``verify`` finds without them.
+        # The exact rule's chances are NaN only if the target or the draft has a NaN, and ``verify`` checks those.
         return verdict if accepts_exactly(self) else mark_nan(verdict, chance_BK, draft)
 
     def bind(self: P, vocabulary: Vocabulary) -> P:
@@ -161,19 +163,19 @@ class AcceptancePolicy(Bindable, ABC):
         return bound
 
     def __or__(self, condition: Condition) -> AcceptancePolicy:
-        """Excuse mismatches under ``condition``, in addition to those this policy excuses already.
+        """Return a policy that also excuses mismatches under ``condition``.
 
-        Raises ``TypeError`` for another policy, since two policies have no common core, and for a policy with its own
-        ``verdict`` or ``relax``, which would be ignored.
+        Raises ``TypeError`` if ``condition`` is a policy, since two policies have no common core, or if this policy has
+        its own ``verdict`` or ``relax``, which would be ignored.
         """
         if not self._combines("|", condition):
             return NotImplemented
         return Relaxed(self.core, condition if self.relaxation is None else self.relaxation | condition)
 
     def __and__(self, condition: Condition) -> AcceptancePolicy:
-        """Excuse mismatches only where ``condition`` also holds.
+        """Return a policy that excuses mismatches only where ``condition`` also holds.
 
-        Raises ``TypeError`` like ``|``, and for a policy that excuses nothing, since there is nothing to restrict.
+        Raises ``TypeError`` like ``|``, and if this policy excuses nothing, so that there is nothing to restrict.
         """
         if not self._combines("&", condition):
             return NotImplemented
@@ -216,7 +218,7 @@ class AcceptancePolicy(Bindable, ABC):
 
 
 class ExactCore(AcceptancePolicy):
-    """A policy that keeps what the exact rule keeps, and may also excuse mismatches."""
+    """A policy that keeps the tokens that the exact rule keeps, and may also excuse mismatches."""
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
         return exact_accept_probs(target, draft)
@@ -224,7 +226,7 @@ class ExactCore(AcceptancePolicy):
 
 @dataclass(frozen=True)
 class Relaxed(AcceptancePolicy):
-    """A core whose mismatches are excused under a condition, as in ``Exact() | condition``."""
+    """A core, and a condition that excuses its mismatches, as in ``Exact() | condition``."""
 
     name: ClassVar[str] = "relaxed"
     base: AcceptancePolicy
@@ -264,8 +266,8 @@ class Relaxed(AcceptancePolicy):
 
 
 def _check_by_token(policy: AcceptancePolicy, symbol: str, condition: Condition) -> None:
-    """Raise ``TypeError`` for a policy that does more than keep or excuse tokens one by one: composing it would
-    silently change it."""
+    """Raise ``TypeError`` for a policy that does more than keep or excuse tokens one by one. A composition would
+    silently drop the rest of what it does."""
     kind, plain = type(policy), AcceptancePolicy
     if kind.verdict is not plain.verdict:
         raise TypeError(
@@ -280,13 +282,14 @@ def _check_by_token(policy: AcceptancePolicy, symbol: str, condition: Condition)
 
 
 def exact_accept_probs(target: Target, draft: Draft) -> Tensor:
-    """min(1, target/draft) of each drafted token [B, K]; at temperature 0 it is 1 for the target's argmax, else 0."""
+    """Return min(1, target/draft) for each drafted token, [B, K]. At temperature 0 this is 1 for the target's argmax
+    and 0 for other tokens."""
     target_BK = target.probs_of(draft.tokens_BK)
     return target_BK if draft.probs_BKV is None else (target_BK / draft.own_probs_BK()).clamp_max(1.0)
 
 
 def accepts_exactly(policy: AcceptancePolicy) -> bool:
-    """Whether ``policy`` keeps exactly what the exact rule keeps, apart from what its ``relaxation`` excuses."""
+    """Whether ``policy`` keeps the same tokens as the exact rule, apart from those that its ``relaxation`` excuses."""
     kind, core = type(policy), policy.base if type(policy) is Relaxed else policy
     steps = kind.verdict is AcceptancePolicy.verdict and kind.relax is AcceptancePolicy.relax
     return steps and type(core).accept_probs is ExactCore.accept_probs
@@ -307,11 +310,12 @@ def longest_prefix(
     exact_BK: Tensor,
     clauses: dict[str, Tensor] | None = None,
 ) -> Verdict:
-    """Build the verdict from decisions on single tokens: accept the longest prefix of tokens that stand, and draw the
+    """Build the verdict from decisions on single tokens. Accept the longest prefix of tokens that stand, and draw the
     correction or the bonus after it.
 
-    ``stands_BK`` marks tokens that stand. ``exact_BK`` marks those that the exact rule keeps: they count as ``match``,
-    the others as ``relaxed``. Both are bool [B, K], and False on padding.
+    ``stands_BK`` marks the tokens that stand, because they are kept or excused. ``exact_BK`` marks the tokens that the
+    exact rule keeps. These count as ``match``, and other tokens that stand as ``relaxed``. Both are bool [B, K], and
+    False on padding.
     """
     accepted_B = stands_BK.long().cumprod(-1).sum(-1)
     return verdict_of(accepted_B, _next_token(policy, target, draft, noise, accepted_B), exact_BK, draft, clauses)
@@ -320,7 +324,7 @@ def longest_prefix(
 def verdict_of(
     accepted_B: Tensor, next_token_B: Tensor, exact_BK: Tensor, draft: Draft, clauses: dict[str, Tensor] | None = None
 ) -> Verdict:
-    """Build the verdict from accepted prefixes and next tokens; ``exact_BK`` as in ``longest_prefix``."""
+    """Build the verdict from accepted prefixes and next tokens. ``longest_prefix`` describes ``exact_BK``."""
     columns_K = torch.arange(exact_BK.shape[1], device=exact_BK.device)
     codes_BK = torch.where(exact_BK, int(Why.MATCH), int(Why.RELAXED))
     why_BK = torch.where(columns_K < accepted_B.unsqueeze(1), codes_BK, int(Why.REJECTED)).to(torch.int8)
@@ -329,7 +333,7 @@ def verdict_of(
 
 
 def mark_nan(verdict: Verdict, chance_BK: Tensor, draft: Draft) -> Verdict:
-    """Mark the next token as undecided if a chance up to the end of the accepted prefix is NaN."""
+    """Mark the next token as undecided if the chance of an accepted token, or of the one after, is NaN."""
     columns_K = torch.arange(chance_BK.shape[1], device=chance_BK.device)
     nan_BK = chance_BK.isnan() & draft.mask_BK() & (columns_K <= verdict.accepted_B.unsqueeze(1))
     return replace(verdict, next_token_B=torch.where(nan_BK.any(1), UNDECIDED, verdict.next_token_B))
@@ -347,11 +351,11 @@ def _next_token(policy: AcceptancePolicy, target: Target, draft: Draft, noise: N
 
 def draw_next(residual_BV: Tensor, target: Target, draft: Draft, noise: Noise, accepted_B: Tensor) -> Tensor:
     """Draw the token after each accepted prefix, int64 [B]: the correction from ``residual_BV``, or the bonus from the
-    target's distribution. UNDECIDED where a correction's distribution holds a NaN."""
+    target's distribution. The result is UNDECIDED where the distribution of a correction has a NaN."""
     rows_B = torch.arange(accepted_B.shape[0], device=accepted_B.device)
     probs_BV = target.probs_at(rows_B, accepted_B)
-    # If target and draft are equal there is no residual mass. A rejection is then a rounding error, and the target's
-    # distribution is the right one. A NaN anywhere makes the mass NaN.
+    # If target and draft are equal, the residual has no mass. Then only a rounding error can reject a token, and the
+    # correction comes from the target's distribution. A NaN anywhere makes the mass NaN.
     mass_B, rejected_B = residual_BV.sum(-1), accepted_B < draft.lengths_B
     probs_BV = torch.where((rejected_B & (mass_B > 0)).unsqueeze(1), residual_BV, probs_BV)
     nan_B = rejected_B & mass_B.isnan()

@@ -1,4 +1,4 @@
-"""Conditions under which a mismatch may be excused. They combine by ``&``, ``|`` and ``~``.
+"""Conditions under which a policy excuses mismatches. They combine by ``&``, ``|`` and ``~``.
 
 Shape legend: B rows, K longest draft, V vocabulary, N mismatches. Positions count from 0 here, and from 1 in papers.
 """
@@ -37,7 +37,7 @@ class Block:
     target: Target
     draft: Draft
     agree_BK: Tensor  # bool, where the lossless core keeps the token; False on padding
-    clauses: dict[str, Tensor] = field(default_factory=dict)  # where each single condition held, by its label
+    clauses: dict[str, Tensor] = field(default_factory=dict)  # for each clause's label, where it held
 
     @property
     def columns_K(self) -> Tensor:
@@ -47,7 +47,7 @@ class Block:
     def at_mismatches(self, measure: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Compute ``measure(rows_N, positions_N)`` [N] at mismatches, and return [B, K] with False or 0 elsewhere.
 
-        Use it for conditions that read the whole vocabulary. On a CPU only mismatches are read. An accelerator reads
+        Use it for conditions that read the whole vocabulary. A CPU reads only the mismatches. An accelerator reads
         every position, since listing the mismatches would make the host wait.
         """
         rows_N, positions_N = self._read
@@ -68,7 +68,7 @@ class Block:
 
 
 class Clause(NamedTuple):
-    """A condition for compiled code (``fly/backends/cpu/src/decide.cpp`` evaluates each kind)."""
+    """A single condition in the form that compiled code evaluates (``fly/backends/cpu/src/decide.cpp``)."""
 
     kind: Literal["entropy", "window", "room", "control"]
     tokens: int = 0  # of a window or a room
@@ -80,15 +80,15 @@ class Clause(NamedTuple):
 class Condition(Bindable, ABC):
     """A statement about each drafted token, true or false.
 
-    A subclass is a frozen dataclass of parameters and implements ``evaluate``. ``str`` gives the expression that builds
-    the condition. ``name`` is its name in texts and configurations (default: the class name).
+    A subclass is a frozen dataclass whose fields are its parameters, and it implements ``evaluate``. ``str`` gives the
+    expression that builds the condition. ``name`` is its name in texts and configurations (default: the class name).
     """
 
     name: ClassVar[str]
 
     @property
     def possible(self) -> bool:
-        """Whether the condition can ever hold. If not, a relaxation by it leaves the core unchanged."""
+        """Whether the condition can ever hold. If not, a policy relaxed by it is the same as its core."""
         return True
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -102,7 +102,7 @@ class Condition(Bindable, ABC):
 
     @cached_property
     def label(self) -> str:
-        """The condition's expression, its key in ``block.clauses``."""
+        """The condition's expression, which is its key in ``block.clauses``."""
         return str(self)
 
     def holds(self, block: Block) -> Tensor:
@@ -122,29 +122,31 @@ class Condition(Bindable, ABC):
 
     @property
     def clauses(self) -> tuple[Condition, ...]:
-        """The conditions that are recorded when this one is evaluated: itself, or the leaves of a composite."""
+        """The conditions whose results are recorded with this one: itself, or the leaves of a composite."""
         return (self,)
 
     @property
     def budgets(self) -> tuple[Any, ...]:
-        """The budgets in this condition that need an account of what relaxed tokens cost (``CostBudget``)."""
+        """The budgets in this condition for which the engine records what relaxed tokens cost (``CostBudget``)."""
         return ()
 
     @property
     def compiled(self) -> list[Clause] | None:
-        """The condition for compiled code: clauses that must all hold, one for each of ``clauses``. None if only Python
-        can evaluate it. An inherited ``_compile`` does not count, since a subclass may evaluate something else."""
+        """The condition as a list of clauses that must all hold, one for each of ``clauses``, for compiled code. None
+        if only Python can evaluate it. An inherited ``_compile`` does not count, since a subclass may evaluate
+        something else."""
         return self._compile() if "_compile" in vars(type(self)) else None
 
     def _compile(self) -> list[Clause] | None:
         return None
 
     def holds_given(self, held: Mapping[str, bool]) -> bool:
-        """Whether the condition holds for one token, given which clauses hold for it."""
+        """Return whether the condition holds for one token, given whether each clause holds for it."""
         return held[self.label]
 
     def deciding(self, held: Mapping[str, bool]) -> tuple[bool, frozenset[str]]:
-        """Whether the condition holds given ``held``, and which clauses would each change that by changing alone."""
+        """Return whether the condition holds given ``held``, and the clauses that each alone would change the result
+        by changing."""
         key = tuple(held.items())
         if (known := self._deciding.get(key)) is None:
             outcome = self.holds_given(held)
@@ -176,12 +178,13 @@ class Condition(Bindable, ABC):
 
 
 def _parts(condition: Condition, kind: type[_Chain]) -> tuple[Condition, ...]:
-    """The parts of a chain of this kind; another condition is one part. So chains of one operator stay flat."""
+    """Return the parts of a chain of this kind, or the condition itself as the only part. This keeps chains of one
+    operator flat."""
     return condition.parts if isinstance(condition, kind) else (condition,)
 
 
 class _Composite(Condition):
-    """A condition made of others. Only its leaves are recorded as clauses."""
+    """A condition made of other conditions. Only the results of its leaves are recorded."""
 
     def holds(self, block: Block) -> Tensor:
         return self.evaluate(block)
@@ -189,7 +192,7 @@ class _Composite(Condition):
 
 @dataclass(frozen=True)
 class _Chain(_Composite):
-    """Conditions joined by one operator, which joins tensors and truth values alike."""
+    """Conditions joined by one operator, which works on tensors and on truth values."""
 
     join: ClassVar[Callable[..., Any]]
     parts: tuple[Condition, ...]
@@ -248,7 +251,7 @@ class AnyOf(_Chain):
 
 @dataclass(frozen=True)
 class Not(Condition):
-    """Holds where the part does not. The negation of a single condition is a clause of its own."""
+    """Holds where its part does not. The negation of a single condition counts as a clause."""
 
     name: ClassVar[str] = "not"
     part: Condition
@@ -285,7 +288,7 @@ def describe(value: object) -> str:
 
 
 def is_ours(rule: object) -> bool:
-    """Whether a rule or condition comes with this package, so that readers know its parameters."""
+    """Whether a rule or condition is part of this package, so that readers know its parameters."""
     return type(rule).__module__.startswith("fly.")
 
 
@@ -314,10 +317,11 @@ def expression(rule: Any, first: bool = False) -> str:
 class EntropyGate(Condition, Checked):
     """The target was uncertain: its entropy is at least ``theta`` (FLy, arXiv 2511.22972).
 
-    ``entropy`` is ``"top3"``, the sum of -target·ln target over the three likeliest tokens, not renormalised, in nats
-    (at most 3/e = 1.104; the authors' code), or ``"normalized"``, the entropy of the whole distribution over ln V, in
-    [0, 1] (the formula in their paper). ``processed`` chooses the processed distribution, otherwise the raw one. At
-    temperature 0 it is always the raw one, because the processed distribution is one-hot.
+    ``entropy`` is ``"top3"`` or ``"normalized"``. ``"top3"`` is the sum of -target·ln target over the three likeliest
+    tokens, not renormalised, in nats (at most 3/e = 1.104), as in the authors' code. ``"normalized"`` is the entropy of
+    the whole distribution divided by ln V, in [0, 1], as in their paper. ``processed`` selects the processed
+    distribution instead of the raw one. At temperature 0 the raw one is always used, because the processed distribution
+    is one-hot.
     """
 
     name: ClassVar[str] = "entropy"
@@ -347,7 +351,7 @@ class EntropyGate(Condition, Checked):
             return entropy(block.target.top_probs(3)[:, :-1])
 
         def measure(rows_N: Tensor, positions_N: Tensor) -> Tensor:
-            # Three logits and the mass of all give three probabilities without a softmax over the vocabulary.
+            # Three logits and the log-mass of all logits give three probabilities, without a full softmax.
             logits_NV = block.target.logits_BKV[rows_N, positions_N]
             top_N3 = top(logits_NV, 3).values
             peak_N = top_N3[:, 0]
@@ -385,7 +389,7 @@ class AgreeingWindow(Condition, Checked):
 
 @dataclass(frozen=True)
 class Room(Condition, Checked):
-    """At least ``hold`` drafted tokens follow. A mismatch nearer to the block's end cannot be judged."""
+    """At least ``hold`` drafted tokens follow. A mismatch nearer to the draft's end cannot be judged."""
 
     name: ClassVar[str] = "room"
     hold: Count = 6

@@ -1,4 +1,4 @@
-"""The test of ``Exact`` loosened: with a slack, with a threshold, or against a distribution other than the target's.
+"""Rules that loosen the test of ``Exact``: by a slack, by a threshold, or by another distribution than the target's.
 ``fly.policies.formulas`` describes what all rules share.
 
 Shape legend: B rows, K longest draft, V vocabulary, N any leading shape. Positions count from 0 here, from 1 in papers.
@@ -26,7 +26,7 @@ __all__ = ["AdditiveSlack", "Cactus", "Cascade", "Ears", "Mentored", "Thresholds
 
 
 def _with_slack(target: Target, draft: Draft, slack: Tensor | float) -> Tensor:
-    """min(1, target(x)/draft(x) + slack) [B, K], and 0 for tokens that the target excludes."""
+    """Return min(1, target(x)/draft(x) + slack), [B, K], and 0 for tokens that the target excludes."""
     loose_BK = (exact_accept_probs(target, draft) + slack).clamp_max(1)
     return drafted(torch.where(possible(target, draft), loose_BK, 0.0), draft)
 
@@ -35,9 +35,9 @@ def _with_slack(target: Target, draft: Draft, slack: Tensor | float) -> Tensor:
 class AdditiveSlack(AcceptancePolicy, Checked):
     """Additive slack: keep x with probability min(1, target(x)/draft(x) + eps), otherwise draw from the exact residual.
 
-    ``eps`` in [0, 1]; 0 is ``Exact``. Bounded: with the same coins this differs from ``Exact`` only if a coin falls
-    into the slack, so TV(emitted, target) <= eps per token. At temperature 0 the same holds for the one-hot
-    distribution: a mismatch is kept with probability eps.
+    ``eps`` in [0, 1]; 0 is ``Exact``. Bounded: with the same coins, this rule differs from ``Exact`` only if a coin
+    falls into the slack, so TV(emitted, target) <= eps per token. At temperature 0 the target's distribution is
+    one-hot, and a mismatch is kept with probability eps.
     """
 
     name: ClassVar[str] = "slack"
@@ -83,8 +83,9 @@ class Thresholds(AcceptancePolicy, Checked):
     min(1, target(x)/(draft(x)·threshold_acc)), and always if target(x) >= threshold_single; otherwise draw from the
     exact residual.
 
-    Both in (0, 1]; 1 and 1 are ``Exact`` and lossless, other values have no stated bound. At temperature 0 x is kept if
-    it is the target's argmax or raw target(x) >= threshold_single; threshold_acc changes nothing there.
+    Both are in (0, 1]. With 1 and 1 the rule is ``Exact``, and lossless; other values have no stated bound. At
+    temperature 0, x is kept if it is the target's argmax or if raw target(x) >= threshold_single; threshold_acc has no
+    effect there.
     """
 
     name: ClassVar[str] = "thresholds"
@@ -106,16 +107,16 @@ class Thresholds(AcceptancePolicy, Checked):
 
 
 class _Reshaped(AcceptancePolicy, Checked):
-    """Speculative sampling against another distribution: keep x with probability min(1, distribution(x)/draft(x)),
-    otherwise draw from max(distribution - draft, 0)."""
+    """Speculative sampling against a distribution other than the target's. Keep x with probability
+    min(1, distribution(x)/draft(x)), otherwise draw from max(distribution - draft, 0)."""
 
     @abstractmethod
     def reshape(self, target_NV: Tensor, draft_NV: Tensor, token_N: Tensor) -> Tensor:
-        """Return the distribution [N, V] to aim at. At temperature 0 it is the target's, and this is not asked."""
+        """Return the distribution [N, V] to aim at. Not called at temperature 0, where it is the target's."""
 
     def correction(self, target: Target, draft: Draft, at_B: Tensor) -> Tensor:
-        """max(distribution - draft, 0). For a deterministic draft all distributions of this module leave the target
-        without the rejected token."""
+        """Return max(distribution - draft, 0). For a deterministic draft this is the target's distribution without the
+        rejected token, for all rules of this module."""
         if draft.probs_BKV is None:
             return super().correction(target, draft, at_B)
         rows_B = torch.arange(at_B.shape[0], device=at_B.device)
@@ -126,15 +127,16 @@ class _Reshaped(AcceptancePolicy, Checked):
 
 @dataclass(frozen=True)
 class Cascade(_Reshaped):
-    """Speculative cascades (Narasimhan et al., arXiv 2405.19261): where the draft model should defer to the target,
-    speculative sampling against the target; elsewhere against the draft's own distribution, which keeps x.
+    """Speculative cascades (Narasimhan et al., arXiv 2405.19261). Where the draft model should defer to the target,
+    this is speculative sampling against the target. Elsewhere it is speculative sampling against the draft's own
+    distribution, which keeps x.
 
     ``rule`` ``"chow"`` defers if max draft < 1 - alpha; ``"diff"`` if max draft < max target - alpha. ``alpha`` in
     [0, 1], usually 0.2; chow with 0 always defers and is ``Exact``.
 
-    max draft stands for the probability that the draft model is right. For a one-hot draft it says nothing. So there,
-    and at temperature 0, target(x) takes its place (the paper's token-specific rule), at temperature 0 in the raw
-    distribution.
+    max draft estimates the probability that the draft model is right, but for a one-hot draft it is always 1. So for a
+    one-hot draft, and at temperature 0, target(x) replaces it (the paper's token-specific rule). At temperature 0 this
+    is the raw target(x).
     """
 
     name: ClassVar[str] = "cascade"
@@ -159,7 +161,7 @@ class Cascade(_Reshaped):
         sure_N = draft_NV.amax(-1)
         sure_N = torch.where(sure_N >= 1, pick(target_NV, token_N), sure_N)
         defers_N1 = self.defers(sure_N, target_NV.amax(-1)).unsqueeze(-1)
-        # The draft's mass on tokens that the target excludes is drawn from the target instead.
+        # Move the draft's mass on tokens that the target excludes to the target's distribution.
         outside_N1 = torch.where(target_NV > 0, 0.0, draft_NV).sum(-1, keepdim=True)
         kept_NV = torch.where(target_NV > 0, draft_NV + outside_N1 * target_NV, 0.0)
         return torch.where(defers_N1, target_NV, kept_NV)
@@ -167,16 +169,17 @@ class Cascade(_Reshaped):
 
 @dataclass(frozen=True)
 class Cactus(_Reshaped):
-    """Cactus, constrained acceptance (arXiv 2604.04987): speculative sampling against the distribution h that gives the
-    drafted x more, gamma = min(1, t + sqrt(2·delta·t·(1 - t))) with t = target(x), and scales the others down.
+    """Cactus, constrained acceptance (arXiv 2604.04987): speculative sampling against a distribution h. It raises the
+    probability of the drafted x from t = target(x) to gamma = min(1, t + sqrt(2·delta·t·(1 - t))), and scales the other
+    tokens down.
 
     Keep x with probability min(1, gamma/draft(x)), otherwise draw from max(h - draft, 0). ``delta`` >= 0, usually 1; 0
     is ``Exact``. At temperature 0 the target is certain, gamma = t, and this is exact match.
 
-    HEURISTIC: the paper's budget KL(h || target) <= delta is a second-order approximation. And it bounds h, which
-    depends on x, but not the emitted distribution: many unlikely tokens, each raised within the budget, add up. (With n
-    tokens of target probability t and n·sqrt(2·delta·t) near 1, the draft's distribution is emitted unchanged, at a
-    divergence near ln(2·delta/t)/2, which has no limit.)
+    HEURISTIC: the paper's budget KL(h || target) <= delta holds only to second order. Also, it bounds h, which depends
+    on x, but not the emitted distribution, since many unlikely tokens, each raised within the budget, add up. (Take n
+    tokens of target probability t, with n·sqrt(2·delta·t) near 1. Then the rule emits the draft's distribution
+    unchanged, at a divergence near ln(2·delta/t)/2, which has no limit.)
     """
 
     name: ClassVar[str] = "cactus"
@@ -199,8 +202,8 @@ class Cactus(_Reshaped):
         return (target_NV * scale_N1).scatter(-1, token_N1, gamma_N1)
 
 
-_STEPS = 24  # of the bisection, to about the precision of float32
-_MOST = 30.0  # the largest -ln alpha: a token e^30 times as likely in the draft as in the target is cut in any case
+_STEPS = 24  # steps of the bisection, which give about the precision of float32
+_MOST = 30.0  # the largest -ln alpha; a token e^30 times as likely in the draft as in the target is always cut
 _LEAST = 1e-300  # keeps float64 quotients finite
 
 
@@ -210,14 +213,14 @@ class Mentored(_Reshaped):
     the distribution that keeps most drafted tokens while its divergence from the target is at most ``budget``.
 
     Keep x with probability min(1, target(x)/(alpha·draft(x))), otherwise draw from max(target/beta - draft, 0), where
-    alpha <= 1 <= beta. So the emitted distribution is the draft's, clamped between target/beta and target/alpha. alpha
-    is the least value within the budget, found by bisection; beta follows from it because the mass is 1. ``budget`` in
+    alpha <= 1 <= beta. So the emitted distribution is the draft's, clamped between target/beta and target/alpha.
+    Bisection finds the least alpha within the budget; beta follows from it because the mass is 1. ``budget`` is in
     nats, usually 0.1 to 0.5; 0 is ``Exact``. If the draft's own distribution is within the budget, every token is kept.
 
-    Bounded: KL(emitted || target) <= budget per token, by construction. (The blog measures KL(target || emitted). The
-    best distribution has the same form. This direction stays finite, and ``Bound`` states it.) At temperature 0 only
-    the target's distribution is within a finite budget, so this is exact match. Sorts the vocabulary at each position,
-    except for deterministic drafts.
+    Bounded: KL(emitted || target) <= budget per token, by construction. (The blog bounds KL(target || emitted) instead,
+    for which the best distribution has the same form. The direction used here stays finite, and ``Bound`` states it.)
+    At temperature 0 only the target's distribution is within a finite budget, so this is exact match. The rule sorts
+    the vocabulary at each position, except for deterministic drafts.
     """
 
     name: ClassVar[str] = "mentored"
@@ -246,8 +249,8 @@ class Mentored(_Reshaped):
     def _limits(self, target_NV: Tensor, draft_NV: Tensor) -> tuple[Tensor, Tensor]:
         """Find alpha and beta [N], float64.
 
-        With tokens sorted by target/draft, every sum is a difference of prefix sums, and a step of the bisection is two
-        binary searches instead of a pass over the vocabulary.
+        Tokens are sorted by target/draft, so every sum is a difference of prefix sums. A step of the bisection then
+        takes two binary searches instead of a pass over the vocabulary.
         """
         # Normalise in float64: a float32 rounding of 1e-7 would look like a divergence.
         target_NV, draft_NV = (probs.double() / probs.double().sum(-1, keepdim=True) for probs in (target_NV, draft_NV))
@@ -262,7 +265,7 @@ class Mentored(_Reshaped):
         targets, drafts = prefix(target_NV), prefix(draft_NV)
         aparts = prefix(torch.where(target_NV > 0, apart_NV, 0.0))
         all_targets, all_drafts = targets[..., -1:], drafts[..., -1:]
-        # For beta equal to each token's ratio, minus the mass of max(target/beta - draft, 0): it rises along the order.
+        # Minus the mass of max(target/beta - draft, 0), for beta equal to each token's ratio. It rises in this order.
         rising_NV = (all_drafts - drafts[..., :-1]) - (all_targets - targets[..., :-1]) / ratio_NV
 
         def at(raise_N1: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Apply a policy to a draft of chains or trees. Knows nothing of models, caches or ranks.
 
-Shape legend: B rows, K drafted tokens, M = K + 1 places where a token can follow (place 0 is after the row's last
-token, place j + 1 after drafted token j), V vocabulary, P paths from the row to a leaf, D longest path, N tokens.
+Shape legend: B rows, K drafted tokens, M = K + 1 places (place 0 is after the row's last token, place j + 1 after
+drafted token j), V vocabulary, P paths from the row to a leaf, D longest path, N tokens.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ __all__ = ["decide", "priced", "verify"]
 
 
 def decide(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise | None) -> list[Decision]:
-    """Call ``verify``, and convert its result to one plain ``Decision`` per row. The host waits once."""
+    """Call ``verify`` and convert its result to one ``Decision`` per row. The host waits for the device once."""
     verdict = verify(policy, target, draft, noise)
     why_BK, asked_BK, following = verdict.why_BK.tolist(), verdict.asked_BK.tolist(), verdict.next_token_B.tolist()
     held = {label: held_BK.tolist() for label, held_BK in verdict.clauses.items()}
     chains = draft.chains
     parents = [list(range(-1, len(chain) - 1)) for chain in chains] if draft.trees is None else draft.trees
-    # The cost of relaxed tokens needs the target's log-probabilities, so compute it for all rows at once.
+    # Compute what relaxed tokens cost. This reads the target's log-probabilities, so do it for all rows at once.
     relaxed = [(b, node) for b, why in enumerate(why_BK) for node, code in enumerate(why) if code == Why.RELAXED]
     places = [(b, parents[b][node] + 1, chains[b][node]) for b, node in relaxed]
     nats = dict(zip(relaxed, target.nats_of(places))) if relaxed else {}
     found = []
     for b, (chain, path) in enumerate(zip(chains, verdict.paths())):
-        # Report the mismatches that decided the block.
+        # Report the mismatches that the decision depends on.
         mismatches = []
         for node in range(len(chain)):
             stands = (b, node) in nats
@@ -47,7 +47,8 @@ def decide(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
 
 
 def priced(budgets: Sequence[Any], target: Target, draft: Draft, b: int, decision: Decision) -> Decision:
-    """Add to the decision on row ``b`` what each relaxed token cost by the rule's ``budgets`` (``CostBudget``)."""
+    """Return the decision on row ``b`` with the cost of each relaxed token under each of the rule's ``budgets``
+    (``CostBudget``)."""
     relaxed = [mismatch.node for mismatch in decision.mismatches if mismatch.relaxed]
     if not relaxed:
         return decision
@@ -66,18 +67,18 @@ def priced(budgets: Sequence[Any], target: Target, draft: Draft, b: int, decisio
 
 
 def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise | None) -> Verdict:
-    """Apply ``policy`` to a block: flip the coins (a token is kept if its coin is strictly below its chance), excuse
-    mismatches, take the longest prefix, draw the correction or the bonus, and record why each token stands.
+    """Apply ``policy`` to a block. Flip the coins (a token is kept if its coin is strictly below its chance), excuse
+    mismatches, accept the longest prefix, draw the correction or the bonus, and record why each token is kept.
 
     Args:
         target: distributions at K + 1 places.
-        draft: [B, K] tokens, chains or trees. From a tree, a policy that judges whole blocks (it overrides ``verdict``)
-            gets only the chain of first children.
-        noise: one coin per drafted token and one draw per row. None if no coin matters: at temperature 0, for a policy
-            that ``accepts_exactly``.
+        draft: [B, K] tokens, chains or trees. A policy that judges whole blocks (it overrides ``verdict``) gets only
+            the chain of first children of a tree.
+        noise: one coin per drafted token and one draw per row. It may be None at temperature 0 for a policy that
+            ``accepts_exactly``, which needs no coins there.
 
-    If the outcome depends on a NaN in the policy's chances, its correction, the draft's distribution or the target's
-    logits, the next token is ``UNDECIDED``.
+    The next token is ``UNDECIDED`` if the outcome depends on a NaN in the policy's chances, its correction, the draft's
+    distribution or the target's logits.
 
     Raises:
         ValueError: the shapes of target, draft and noise do not fit together, or ``noise`` is missing.
@@ -107,7 +108,7 @@ def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
         verdict = _verify_first_path(policy, target, draft, noise)
     if target.checked:
         return verdict
-    # A NaN among the target's logits at the end of the accepted path leaves the next token open.
+    # If the target's logits at the end of the accepted path contain a NaN, the next token is undecided.
     end_B, path_BD = verdict.accepted_B, verdict.path_BK
     if path_BD is not None and path_BD.shape[1]:
         end_B = torch.where(end_B > 0, pick(path_BD, (end_B - 1).clamp_min(0)) + 1, 0)
@@ -116,26 +117,26 @@ def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
 
 
 def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise) -> Verdict:
-    """Judge a tree: siblings are tried in order, and the accepted path continues from each token that stands.
+    """Judge a tree. Siblings are tried in order, and the accepted path continues from each token that is kept.
 
-    Multi-candidate speculative sampling (SpecInfer, arXiv 2305.09781, alg. 2), with the policy in place of the test
-    target/draft. Each sibling is a draft of one token. A rejection replaces the distribution by the policy's
-    correction; the next sibling is tried against that, and the final correction is drawn from it. If the policy is
-    lossless for one token, each step splits a distribution into "keep the token" and "go on with the remaining mass",
-    so the tree is lossless as well, whatever was drafted.
+    This is multi-candidate speculative sampling (SpecInfer, arXiv 2305.09781, alg. 2), with the policy in place of the
+    paper's test of target/draft. Each sibling is judged as a draft of one token. A rejection replaces the target's
+    distribution by the policy's correction. The next sibling is tried against this distribution, and after the last
+    sibling the correction is drawn from it. If the policy is lossless for one token, each step splits a distribution
+    into "keep the token" and "go on with the remaining mass". So the tree is lossless as well, whatever was drafted.
 
-    A relaxation is evaluated along every path as if the path were a chain. An excused token stands only if the policy
+    A relaxation is evaluated along every path as if the path were a chain. An excused token is kept only if the policy
     keeps none of its siblings. The host reads only the trees' shapes (``Draft.trees``).
     """
     rows, device = len(draft.tokens_BK), draft.tokens_BK.device
     trees = draft.trees
     assert draft.parents_BK is not None and trees is not None
-    # Find the tokens that the policy keeps, those that the relaxation excuses, and the path that both give.
+    # Find the tokens that the policy keeps, the tokens that the relaxation excuses, and the accepted path.
     kept_BK, exact_BK, probs_BMV, nan_BM = _try_siblings(policy, target, draft, trees, noise)
     excused_BK, clauses = _excuse(policy, target, draft, trees, kept_BK)
     path_BD, accepted_B, last_B = _walk(draft, kept_BK, excused_BK)
 
-    # Record the reasons: tokens on the path stand; siblings that were tried at its end are mismatches to report.
+    # Record the reasons. Tokens on the path are kept; siblings that were tried at its end are mismatches to report.
     rows_B1 = torch.arange(rows, device=device).unsqueeze(1)
     stands_BD = torch.arange(path_BD.shape[1], device=device) < accepted_B.unsqueeze(1)
     on_path_BK = _at_tokens(stands_BD, rows_B1, path_BD, stands_BD, draft) > 0
@@ -143,7 +144,7 @@ def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: 
     why_BK = torch.where(on_path_BK, codes_BK, int(Why.REJECTED)).to(torch.int8)
     tried_BK = draft.parents_BK + 1 == last_B.unsqueeze(1)
     asked_BK = ~exact_BK & draft.mask_BK() & (on_path_BK | tried_BK)
-    # Draw the correction, or the bonus at a leaf, at the place where the path ends.
+    # At the place where the path ends, draw the correction, or the bonus if this is a leaf.
     if probs_BMV is None:
         next_token_B = pick(target.argmax_BK, last_B)
     else:
@@ -182,7 +183,7 @@ def _padded(paths: list[list[int]], device: torch.device) -> tuple[Tensor, Tenso
 
 
 def _at_tokens(found_PD: Tensor, rows_P1: Tensor, path_PD: Tensor, there_PD: Tensor, draft: Draft) -> Tensor:
-    """Sum values along paths at the tokens they pass, int64 [B, K], but only values where ``there_PD``."""
+    """For each token, sum the values that paths have at it, int64 [B, K]. Only values where ``there_PD`` count."""
     rows, longest = draft.tokens_BK.shape
     at_PD = rows_P1 * (longest + 1) + torch.where(there_PD, path_PD, longest)  # the last column collects the others
     sums_N = torch.zeros(rows * (longest + 1), dtype=torch.int64, device=path_PD.device)
@@ -190,14 +191,14 @@ def _at_tokens(found_PD: Tensor, rows_P1: Tensor, path_PD: Tensor, there_PD: Ten
 
 
 def _along(target: Target, rows_P1: Tensor, path_PD: Tensor, numbers: list[int]) -> Target:
-    """Return the target's output along paths as if they were chains; ``numbers`` are the paths' rows in the batch."""
+    """Return the target's output along paths as if they were chains. ``numbers`` are the paths' rows in the batch."""
     places_PJ = torch.cat([path_PD.new_zeros(len(path_PD), 1), path_PD + 1], dim=1)
     probs = None if target.all_greedy else target.probs_BKV[rows_P1, places_PJ]
     return target.about(rows_P1.squeeze(1), target.logits_BKV[rows_P1, places_PJ], probs, numbers)
 
 
 def _places(draft: Draft) -> Tensor:
-    """The place [B, K] that each token follows; M for padding."""
+    """Return the place [B, K] at which each token follows its parent; M for padding."""
     assert draft.parents_BK is not None
     return torch.where(draft.mask_BK(), draft.parents_BK + 1, draft.shape[1] + 1)
 
@@ -207,9 +208,9 @@ def _try_siblings(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Try the children of every place, one sibling after another.
 
-    Returns which tokens the policy keeps, and which the exact rule keeps if their older siblings are rejected (bool
-    [B, K] each); the distribution [B, M, V] at each place after all children are rejected (None at temperature 0); and
-    where a NaN leaves the outcome open (bool [B, M]).
+    Returns four tensors: the tokens that the policy keeps, bool [B, K]; the tokens that the exact rule keeps if their
+    older siblings are rejected, bool [B, K]; the distribution [B, M, V] at each place after all its children are
+    rejected (None at temperature 0); and the places where the outcome depends on a NaN, bool [B, M].
     """
     (rows, longest), device = draft.shape, draft.tokens_BK.device
     kept_BK, exact_BK = (torch.zeros(rows, longest, dtype=torch.bool, device=device) for _ in range(2))
@@ -218,7 +219,7 @@ def _try_siblings(
     nodes = [(b, node, parent) for b, tree in enumerate(trees) for node, parent in enumerate(tree)]
     children = [(trees[b][:node].count(parent), b, node, parent + 1) for b, node, parent in nodes]
     for number in range(1 + max((older for older, *_ in children), default=-1)):
-        # The child number ``number`` of each place that has one, as a draft of one token in a row of its own: N rows.
+        # Judge child ``number`` of each place that has one, as a draft of one token in its own row: N rows.
         siblings = [child for older, *child in children if older == number]
         rows_N, nodes_N, places_N = upload([i for node in siblings for i in node], device).view(-1, 3).unbind(1)
         at = rows_N, places_N
@@ -228,7 +229,7 @@ def _try_siblings(
         probs_NV = None if probs_BMV is None else probs_BMV[at]
         probs_N2V = None if probs_NV is None else probs_NV.unsqueeze(1).expand(-1, 2, -1)
         block = target.about(rows_N, logits_N2V, probs_N2V, [b for b, _, _ in siblings])
-        # Flip its coin against the policy's chance, and against the exact rule's for the reason.
+        # Compare its coin with the policy's chance. Compare it with the exact rule's chance to record the reason.
         coin_N, chance_N = noise.accept_BK[rows_N, nodes_N], policy.chances(block, one).squeeze(1)
         keeps_N, nan_N = coin_N < chance_N, chance_N.isnan()
         exact_N = keeps_N
@@ -240,8 +241,8 @@ def _try_siblings(
         if probs_BMV is not None and probs_NV is not None:
             rest_NV = policy.correction(block, one, torch.zeros_like(nodes_N))
             mass_N1 = rest_NV.sum(-1, keepdim=True)
-            # Without residual mass the distributions are equal. A rejection is then a rounding error, and the
-            # distribution before it is the right one.
+            # Without residual mass the distributions are equal. Then only a rounding error can reject the token, so
+            # keep the distribution as it was.
             probs_BMV = probs_BMV.index_put(at, torch.where(mass_N1 > 0, rest_NV / mass_N1, probs_NV))
             nan_N = nan_N | (mass_N1.squeeze(1).isnan() & ~keeps_N & ~block.greedy_B)
         nan_BM.index_put_(at, nan_BM[at] | nan_N)
@@ -251,11 +252,11 @@ def _try_siblings(
 def _excuse(
     policy: AcceptancePolicy, target: Target, draft: Draft, trees: list[list[int]], kept_BK: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Find which tokens are excused along some path through them, bool [B, K], and where each clause held."""
+    """Return which tokens are excused along at least one path through them, bool [B, K], and where each clause held."""
     paths = [(b, path) for b, tree in enumerate(trees) for path in leaf_paths(tree)]
     if not paths or (policy.relaxation is None and type(policy).relax is AcceptancePolicy.relax):
         return torch.zeros_like(kept_BK), {}
-    # Each path from the row to a leaf is a chain. A token agrees if the policy keeps it.
+    # Treat each path from the row to a leaf as a chain. A token agrees if the policy keeps it.
     device = kept_BK.device
     path_PD, lengths_P = _padded([path for _, path in paths], device)
     numbers = [b for b, _ in paths]
@@ -271,7 +272,7 @@ def _excuse(
 
 
 def _walk(draft: Draft, kept_BK: Tensor, excused_BK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Follow the accepted path: at each place, go to the first child that is kept, else to the first that is excused.
+    """Follow the accepted path. At each place, go to the first child that is kept, else to the first excused child.
 
     Returns the path [B, D] padded with 0, its length [B] and the place [B] where it ends.
     """

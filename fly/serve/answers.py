@@ -1,4 +1,4 @@
-"""The bodies of answers in OpenAI's form, with what speculation did. Knows nothing of HTTP or engines.
+"""Builds the bodies of answers in OpenAI's form, with statistics of speculation. Knows nothing of HTTP or engines.
 
 Lists with one entry per token are iterators; their entries are built when they are written (``fly.serve.jsons``).
 """
@@ -38,11 +38,11 @@ class Vocabulary:
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def text(self, token: int) -> str:
-        """The token's text; replacement marks if the token is part of a character."""
+        """Return the token's text. A token that is only part of a character gives replacement marks."""
         return self._look_up(token)[0]
 
     def bytes(self, token: int) -> list[int]:
-        """The token's bytes. Joined over tokens they give the text, even if a character is split among tokens."""
+        """Return the token's bytes. Joined, the bytes of all tokens are the text's, even if a character is split."""
         return self._look_up(token)[1]
 
     def _look_up(self, token: int) -> tuple[str, list[int]]:
@@ -69,7 +69,7 @@ class Echo:
 
 @dataclass
 class Choice:
-    """One completion while it comes in. The lists hold what has not been sent yet."""
+    """One completion while it is generated. The lists hold what has not been sent yet."""
 
     index: int
     splitter: Splitter
@@ -98,8 +98,8 @@ class Prepared:
     speculation: Speculation
     echoes: list[Echo] | None = None  # the text before each choice, if the request asks for it
     client: str = ""
-    form: str = "response_format"  # the field that constrains the answer, for errors
-    calls: CallFormat | None = None  # how the answer writes tool calls, if it may have any
+    form: str = "response_format"  # the field that constrains the answer, for error messages
+    calls: CallFormat | None = None  # the format of tool calls, if the answer may have any
 
     def reader(self) -> CallReader | None:
         """Build the reader that finds calls in one answer."""
@@ -116,7 +116,7 @@ class Completion:
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._vocabulary, self._fingerprint, self._echoes = vocabulary, fingerprint, prepared.echoes
-        # Log-probabilities: how many tokens to list at each position, of the answer and of the prompt; None for none.
+        # How many log-probabilities to list at each position of the answer and of the prompt; None for none.
         self.top, self.explains = self.body.top(), self.body.explains
         self.prompt_top = self.body.prompt_logprobs if isinstance(self.body, CompletionRequest) else None
         self.choices = [
@@ -130,7 +130,7 @@ class Completion:
         self._histogram: Counter[int] = Counter()  # rounds with a draft, by number of accepted tokens
 
     def add(self, news: News) -> Choice:
-        """Take in the news of one step. Return the choice, which collects them until ``chunk`` is called."""
+        """Add the news of one step to its choice, which collects them until ``chunk`` is called. Return the choice."""
         choice = self.choices[news.index]
         # Split the text into thinking, text and tool calls.
         for token, text in news.pieces:
@@ -177,7 +177,7 @@ class Completion:
                 choice.calls.append(delta)
 
     def entries(self, found: Sequence[News]) -> int:
-        """Estimate how many JSON entries it takes to write this news; for no news, to write the opening."""
+        """Estimate the number of JSON entries in this news or, without news, in the opening."""
         prompts = 0 if self._prompts is None else sum(map(len, self._prompts))
         each = 1 + (0 if self.top is None else 1 + self.top) + 3 * self.explains
         scored = sum(len(news.output.prompt_logprobs or ()) for news in found if news.output is not None)
@@ -198,8 +198,8 @@ class Completion:
             yield self._event(self._body([], ".chunk") | {"usage": self.usage()} | self._extras())
 
     def opening(self) -> Iterator[bytes]:
-        """Write the first events of a stream, one for every choice: its role, or the echoed prompt, and the speculation
-        that it runs with."""
+        """Write the first events of a stream, one for every choice: its role or the echoed prompt, and how it
+        speculates."""
         for choice in self.choices:
             body = self._empty(choice)
             if self.chat:
@@ -270,10 +270,10 @@ class Completion:
         return self._body(choices, "") | {"usage": self.usage()} | self._extras()
 
     def chunk(self, choice: Choice) -> dict[str, Any] | None:
-        """Build a chunk of what came in for a choice since the last one; None if there is nothing to show yet. A chunk
-        has one piece of a tool call at most, as clients expect: call again until the result is None."""
+        """Build a chunk of what a choice gained since its last chunk; None if there is nothing to show yet. A chunk has
+        at most one piece of a tool call, as clients expect. So call this again until it returns None."""
         pieces = _join_pieces(choice.calls)
-        # Of several pieces of tool calls, send the first.
+        # If there are several pieces of tool calls, send the first.
         if len(pieces) > 1:
             delta = {"content": choice.text} if choice.text else {}
             choice.text, choice.calls = "", pieces[1:]
@@ -360,7 +360,8 @@ class Completion:
         }
 
     def _named(self, token: int, likely: dict[int, float] | None) -> dict[str, float] | None:
-        """Log-probabilities by token text, including ``token``. Of tokens with the same text, the likeliest counts."""
+        """Return log-probabilities by token text, ``token`` included. If tokens have the same text, the likeliest
+        counts."""
         if likely is None:
             return None
         named: dict[str, float] = {}
@@ -369,7 +370,7 @@ class Completion:
         return named
 
     def _prompt_entry(self, token: int, likely: dict[int, float] | None) -> dict[str, dict[str, Any]] | None:
-        """A prompt token in vLLM's form. The rank is unknown (None) if the token is not among the likeliest."""
+        """Build a prompt token's entry in vLLM's form. The rank is None if the token is not among the likeliest."""
         if likely is None:
             return None
         top = [*itertools.islice(likely, self.prompt_top)]
@@ -384,8 +385,8 @@ class Completion:
         }
 
     def _explained(self, token: Token, text: str, block: int) -> dict[str, Any]:
-        """Explain why a token was kept. ``text`` is the text that it completed; ``block`` is the number of its round,
-        counted from the prompt's."""
+        """Explain why a token was kept. ``text`` is the text that the token completed. ``block`` is the number of its
+        round, and the round that reads the prompt is 0."""
         choice = token.target_choice
         return {
             "id": token.id,
@@ -408,7 +409,7 @@ def _finite(logprob: float) -> float:
 
 
 def _join_calls(pieces: list[CallDelta]) -> list[dict[str, Any]]:
-    """Join all pieces of tool calls to calls in OpenAI's form."""
+    """Join all pieces of tool calls into calls in OpenAI's form."""
     calls: list[dict[str, Any]] = []
     for piece in pieces:
         if piece.name is not None:

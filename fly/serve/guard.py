@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 OPEN = ("/", "/health", "/ready", "/metrics", "/version", "/openapi.json")
 
 
-_LINGER, _UNWANTED = 2.0, 2**24  # seconds and bytes for which the body of a refused request is still read
-# All bodies together may take as much memory as this many of the largest; tiny bodies are accepted even beyond that.
+_LINGER, _UNWANTED = 2.0, 2**24  # how long, and how many bytes, the body of a refused request is still read
+# All bodies together may take the memory of this many bodies of the largest size. Small ones are accepted beyond that.
 _BODIES = 64
 _SMALL = 2**14
 
 
 class _Stalled(Exception):
-    """The client does not take the data that it is sent."""
+    """The client does not read the data that it is sent."""
 
 
 class Guard:
@@ -95,7 +95,7 @@ class Guard:
         except Exception:
             if not whole:
                 raise
-            # The answer has been sent. uvicorn would close the connection, which the client keeps for its next request.
+            # The answer has been sent. If this raised, uvicorn would close a connection that the client still uses.
             log.exception("a request was answered with status %d", status)
         finally:
             if self.access_log:
@@ -118,7 +118,7 @@ class Guard:
         return client
 
     async def _serve(self, scope: Scope, client: Client, receive: Receive, answer: Send) -> None:
-        """Read the body and call the application. Raises ``ApiError`` only before that."""
+        """Read the body and call the application. Raises ``ApiError`` only before the application is called."""
         state = scope.setdefault("state", {})
         state["client"] = client
         counted, held = int(scope["path"] not in OPEN), [0]
@@ -168,7 +168,7 @@ class Guard:
             raise ApiError(408, late, code="timeout") from None
 
     async def _refuse(self, error: ApiError, scope: Scope, coming: Receive, send: Send) -> None:
-        """Answer with an error. The rest of the body is read for a moment and thrown away: closing the connection with
+        """Answer with an error. Then read the rest of the body for a moment and drop it: to close a connection with
         unread data resets it, and the client might lose the answer."""
         response = error.response()
         unread = error.status != 408 and (_length(scope) > 0 or _chunked(scope))

@@ -1,5 +1,5 @@
-"""Prometheus metrics. Names and meanings are vLLM's where vLLM has the metric, so that its dashboards and tools work;
-metrics of this server alone begin with ``fly:``. Knows nothing of HTTP.
+"""Prometheus metrics. A metric that vLLM has too keeps vLLM's name and meaning, so that dashboards and tools made for
+vLLM work; the names of the others begin with ``fly:``. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["Measured", "Metrics"]
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _COUNTS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 32, 48, 64)
-_FRESH = 0.1  # seconds for which gauges are reused
-_MOST_CLAUSES = 100  # distinct label values: requests compose their own clauses, and Prometheus keeps each for ever
+_FRESH = 0.1  # seconds for which the written text is reused
+_MOST_CLAUSES = 100  # limit of label values: requests compose their own clauses, and Prometheus keeps each for ever
 
 
 class Metrics:
@@ -84,8 +84,8 @@ class Metrics:
             self._finished.labels(model, reason)
 
     def text(self, load: Load | None = None) -> bytes:
-        """Return the metrics in Prometheus' text format, with the engine's load if given. A text that is a moment old
-        is reused, because anybody may ask for it."""
+        """Return the metrics in Prometheus' text format, with the engine's load if given. The text is written anew at
+        most every 0.1 s, because anybody may ask for it."""
         if time.monotonic() > self._written + _FRESH:
             self._load(load or Load())
             self._text, self._written = generate_latest(self.registry), time.monotonic()
@@ -111,8 +111,8 @@ class Metrics:
                 self._cache.set(share)
 
     def step(self, tokens: list[Token], drafts: list[tuple[int, int]]) -> None:
-        """Record one step of one completion: its tokens and, for each round with a draft, the numbers of drafted and of
-        accepted tokens."""
+        """Record one step of one completion: its tokens and, for each round with a draft, how many tokens were drafted
+        and accepted."""
         self._generated.inc(len(tokens))
         for why, count in Counts(token.why for token in tokens).items():
             self._stands.labels(self._model, why.name.lower()).inc(count)
@@ -142,7 +142,8 @@ class Metrics:
             self._gate_passed.labels(self._model, clause).inc(gate.passed)
 
     def _clause(self, text: str) -> str:
-        """Strip a clause's parameters, which requests can vary without end."""
+        """Remove a clause's parameters, which requests can vary without end. Return "other" if there are too many
+        clauses."""
         name = text
         while (shorter := re.sub(r"\([^()]*\)", "", name)) != name:
             name = shorter
@@ -162,8 +163,8 @@ class Measured(Job):
         super().__init__(requests, stepwise=streamed, loop=loop)
         self._metrics = metrics
         self._first: dict[int, float] = {}  # time of each completion's first tokens
-        self._last: dict[int, float] = {}  # time of its latest tokens
-        self._tokens: Counts[int] = Counts()  # number of its tokens
+        self._last: dict[int, float] = {}  # time of each completion's latest tokens
+        self._tokens: Counts[int] = Counts()  # number of each completion's tokens
 
     def admitted(self) -> None:
         self._metrics.queue.observe(time.monotonic() - self.arrived)

@@ -1,7 +1,7 @@
 """Request bodies: OpenAI's fields with extensions, as pydantic models. Knows nothing of engines.
 
-Unknown fields and unsupported values are errors that name the field. Fields of OpenAI's service that mean nothing here
-are missing, or allow only their neutral value.
+Unknown fields and unsupported values are errors that name the field. OpenAI's fields that mean nothing here are unknown
+too, or allow only their neutral value.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST
 
 
 def _few(value: Any) -> Any:
-    """Check the size before anything else, because each wrong entry of a mapping is an error of its own."""
+    """Limit a mapping's size before its entries are checked, because each wrong entry is an error of its own."""
     if isinstance(value, dict) and len(value) > MOST:
         raise ValueError(f"{len(value)} entries; at most {MOST} are read")
     return value
@@ -51,8 +51,8 @@ class SpeculationRequest(Body):
     """How to draft and verify tokens for this request, within what the operator enabled.
 
     ``policy`` is a text such as ``fly(theta=0.3) & after(2)``, or the same as a mapping. ``draft`` drafts at most ``k``
-    tokens per round. ``off`` decodes without speculation. ``provenance`` adds to each token its reason, the target's
-    own choice and the entropy there.
+    tokens per round. ``off`` decodes without speculation. ``provenance`` lists for each token why it was kept, which
+    token the target would have chosen, and the entropy there.
     """
 
     policy: Annotated[str, Field(min_length=1)] | dict[str, Any] | None = None
@@ -63,8 +63,8 @@ class SpeculationRequest(Body):
 
 
 class StreamOptions(Body):
-    """``include_usage``: send the usage in a last chunk without choices. ``continuous_usage_stats`` (from vLLM): with
-    it, every chunk also has the usage so far."""
+    """``include_usage``: send the usage in a last chunk without choices. ``continuous_usage_stats`` (from vLLM): also
+    send the usage so far in every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -104,12 +104,12 @@ class StructuredOutputs(Body):
 
 
 class Generation(Body):
-    """Fields of both endpoints. None is the default; for sampling it is the checkpoint's.
+    """Fields of both endpoints. None means the default; for sampling parameters, the checkpoint's default.
 
     ``user``, ``metadata``, ``safety_identifier`` and ``prompt_cache_key`` are for a service's own records; they are
-    accepted and have no effect. Fields from vLLM: ``cache_salt``, share cached prefixes only with requests that have
-    the same salt; ``priority``, the smallest is served first; ``structured_outputs``, or ``guided_json`` and the like,
-    constrain the answer; ``return_token_ids``, return the token ids of prompt and answer.
+    accepted and have no effect. These fields are vLLM's: requests share cached prefixes only if their ``cache_salt`` is
+    the same; the smallest ``priority`` is served first; ``structured_outputs``, ``guided_json`` and the like constrain
+    the answer; ``return_token_ids`` returns the token ids of prompt and answer.
     """
 
     model: str
@@ -204,7 +204,7 @@ class Generation(Body):
         if kind == "grammar":
             if len(value) > LONGEST:
                 raise ValueError(f"{name}: {len(value)} characters; at most {LONGEST} are compiled")
-            # Drop empty lines: even to find the syntax, the library compares each with all that follow it.
+            # Drop empty lines: to find the syntax, the library compares each of them with all lines after it.
             value = "\n".join(line for line in value.split("\n") if line.strip())
             try:
                 return {"grammar": any_to_lark(value)}
@@ -229,7 +229,7 @@ class Generation(Body):
 
     @property
     def takes_time(self) -> bool:
-        """Whether preparing takes more than encoding a text: a grammar to compile, words to spell."""
+        """Whether the request takes long to prepare: it has a grammar to compile or bad words to spell."""
         return bool(self.bad_words) or (
             self.form is not None and (self.response_format is None or self.response_format.type != "json_object")
         )
@@ -254,7 +254,7 @@ class Generation(Body):
         raise NotImplementedError
 
     def prompt_top(self) -> int | None:
-        """The same for the prompt."""
+        """Number of likely tokens to list at each position of the prompt; None for no log-probabilities."""
         return None
 
     def params(self, default: SamplingParams, seed: int, max_tokens: int, salt: str = "") -> SamplingParams:
@@ -274,8 +274,8 @@ _SAMPLED = Generation.model_fields.keys() & SamplingParams.model_fields.keys()
 
 
 class CompletionRequest(Generation):
-    """``/v1/completions``. Special tokens in a text prompt count as such. ``echo`` with ``logprobs`` lists the prompt's
-    tokens too; ``prompt_logprobs`` (from vLLM) lists them separately."""
+    """``/v1/completions``. Special tokens that a text prompt spells out are encoded as special tokens. ``echo`` with
+    ``logprobs`` lists the prompt's tokens too; ``prompt_logprobs`` (from vLLM) lists them separately."""
 
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST)]
     echo: bool | None = None
@@ -342,7 +342,7 @@ class ChatRequest(Conversation, Generation):
 
     @property
     def may_repeat(self) -> bool:
-        """Whether an answer may have several calls. If the request names the function, one call is meant."""
+        """Whether an answer may have several calls. If the request names the function, there is one call."""
         return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
 
     @property

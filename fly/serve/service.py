@@ -42,10 +42,10 @@ from fly.types import SamplingParams, StructuredOutput
 
 __all__ = ["Service"]
 
-_SCORES = 2**18  # log-probabilities of prompt tokens in one answer: about ten megabytes
-_MOMENT = 2**12  # bytes of a body that is parsed at once, without a thread
-_SHORT = 2**15  # bytes of a body whose request takes little time: about 30 ms
-_READ = 2**20  # characters that /tokenize accepts: a few seconds and 200 MB
+_SCORES = 2**18  # most log-probabilities of prompt tokens in one answer (about 10 MB)
+_MOMENT = 2**12  # a body of at most this many bytes is parsed at once, without a thread
+_SHORT = 2**15  # a body of at most this many bytes is short work (about 30 ms)
+_READ = 2**20  # most characters that /tokenize accepts (they take a few seconds and 200 MB)
 _WAITING = 64  # pieces of long work that one client may have in the queue
 T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
@@ -57,11 +57,11 @@ class Service:
     Args:
         llm: a model with a tokenizer; the service owns it from now on.
         settings: the operator's settings.
-        draft: the name of its draft; "none" if it has none.
-        name: the model's name for clients, unless the settings have one.
+        draft: the name of the model's draft, or "none".
+        name: the name by which clients ask for the model, unless the settings give one.
 
     Raises:
-        ValueError: a model without a tokenizer, or settings that contradict one another.
+        ValueError: if the model has no tokenizer, or its settings contradict one another.
     """
 
     def __init__(self, llm: LLM, settings: Settings, draft: str, name: str) -> None:
@@ -79,13 +79,13 @@ class Service:
         self.metrics = Metrics(self.name)
         self.vocabulary = Vocabulary(self.tokenizer)
         self.clients = Clients(settings)
-        # Short work need not wait for long work. A client may have as much short work as completions.
+        # Two pools of threads, so that short work need not wait for long work.
         processors = os.cpu_count() or 2
         self.short = Turns("fly-short", max(2, min(8, processors)), settings.max_connections)
         self.long = Turns("fly-long", max(2, min(4, processors)), _WAITING)
         self.draining = False
         self.requests = Shares(settings.max_connections)  # admitted requests whose answers are not sent yet
-        self.held: Counter[str] = Counter()  # completions of each client, those in the queue included
+        self.held: Counter[str] = Counter()  # completions per client, running or in the queue
         self._trial = Trial(llm.grammars.spelling, LIMITS)
         llm.grammars.vet = self._trial
         llm.worker.interval = settings.stream_interval
@@ -103,7 +103,7 @@ class Service:
         return self.llm.worker.alive and not self.draining
 
     def warm(self) -> None:
-        """Build all tables that the first requests would wait for."""
+        """Build all tables now, so that the first requests need not wait for them."""
         self.tokenizer.warm()
         self.llm.grammars.warm()
         _ = self.llm.vocabulary.texts
@@ -156,7 +156,7 @@ class Service:
         self.check_model(body.model)
         chosen = self.choose_speculation(body)
         self._check_count(body)
-        # Encode the prompts. The prompt of a chat also shows which calls and which thinking the answer may have.
+        # Encode the prompts. For a chat, also find out how its answer may think and call functions.
         calls, prompts, name = None, list[list[int]](), "messages" if isinstance(body, ChatRequest) else "prompt"
         thinking = None
         if isinstance(body, ChatRequest):
@@ -168,7 +168,7 @@ class Service:
         elif isinstance(body, CompletionRequest):
             prompts = [self.encode(prompt) for prompt in body.prompts]
         self._check_prompts(prompts, name, body)
-        # Build the engine's requests; their errors name the field of the request that is at fault.
+        # Build the engine's requests. An error names the field that is wrong.
         params = self._build_params(body, prompts, client, calls, thinking)
         form = "tools" if body.calls_by_form else body.form or "response_format"
         draft = chosen.draft if chosen.draft in self._named else None
@@ -197,8 +197,8 @@ class Service:
             raise invalid("prompt" if each == 1 else "n", f"{count} completions; at most {at_once} at once")
 
     def _check_prompts(self, prompts: list[list[int]], name: str, body: Generation) -> None:
-        """Refuse prompts that cannot be completed, and lists of log-probabilities that would be too long. The prompts
-        are from the field ``name``."""
+        """Raise ``ApiError`` if a prompt is empty or leaves no room for an answer, or if too many log-probabilities are
+        asked for. The error names the field ``name``, where the prompts come from."""
         for tokens in prompts:
             if not tokens:
                 raise invalid(name, "empty; there is nothing to continue")
@@ -220,8 +220,8 @@ class Service:
         calls: CallFormat | None,
         thinking: Thinking | None,
     ) -> SamplingParams:
-        """Build the sampling parameters, with a grammar for tool calls if they need one. Without a seed in the request
-        one is drawn here, so that the engine need not."""
+        """Build the sampling parameters, with a grammar for tool calls if they need one. If the request has no seed,
+        draw one here, so that the engine need not."""
         seed = secrets.randbits(63) if body.seed is None else body.seed
         try:
             most = self.limit_tokens(body, prompts)
@@ -252,7 +252,7 @@ class Service:
         return chosen
 
     def find_call_format(self) -> CallFormat:
-        """How the model writes calls. Raises ``ApiError`` if its chat template has no known format of calls."""
+        """Return the format in which the model writes calls. Raises ``ApiError`` if it is none of the known ones."""
         if (found := format_of(pick(self.tokenizer.templates, None, tools=True).source)) is None:
             known = f"is not known here (known: {', '.join(FORMATS)}); with tool_choice 'none' it answers without any"
             problem = f"the way in which this model's chat template writes calls {known}"
@@ -290,7 +290,8 @@ class Service:
 
     @contextmanager
     def _errors_about(self, name: str) -> Iterator[None]:
-        """Raise errors of encoding (a text that is too long, half a surrogate pair) as errors of the field ``name``."""
+        """Turn errors of encoding (the text is too long, or has half a surrogate pair) into an ``ApiError`` that names
+        the field ``name``."""
         try:
             yield
         except TooLong as error:
@@ -300,7 +301,7 @@ class Service:
             raise invalid(name, str(error)) from None
 
     def build_echo(self, prompt: str | list[int], scored: bool) -> Echo:
-        """Return the text of a prompt for repetition, with offsets of its tokens if they are ``scored``."""
+        """Return the prompt's text, which the answer repeats. If ``scored``, add the offsets of its tokens."""
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, False)
         return Echo(text, self.tokenizer.offsets(prompt) if scored else None)
 
@@ -333,8 +334,8 @@ class Service:
             )
 
     def collect_variables(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-        """Variables for the chat template besides the messages; no tools if none may be called. Raises ``ApiError`` for
-        variables that the template does not read."""
+        """Collect the chat template's variables, except the messages. Tools are left out if none may be called. Raises
+        ``ApiError`` for a variable that the template does not read."""
         given = body.chat_template_kwargs or {}
         if body.tools is None and not given:
             return {}
@@ -349,8 +350,8 @@ class Service:
         return given | {"tools": [tool.for_template() for tool in body.tools]}
 
     def limit_tokens(self, body: Generation, prompts: Sequence[list[int]]) -> int:
-        """Limit of new tokens: the request's, else the checkpoint's, else (like OpenAI) 16 for completions and the rest
-        of the context for chats."""
+        """Return the limit of new tokens: the request's, or else the checkpoint's. If neither has one, it is OpenAI's
+        default: 16 for completions, the rest of the context for chats."""
         most, wanted = self.settings.max_tokens, body.wanted_tokens
         if wanted is not None and most is not None and wanted > most:
             name = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
@@ -373,7 +374,7 @@ class Service:
         free = max(0, self.llm.scheduler.max_rows - load.running)
         coming = worker.submitted - load.taken + count  # submitted, but not yet seen by the engine
         waiting = load.waiting + max(0, coming - free)
-        # A client within its part of the queue finds room, however many others wait.
+        # The queue is divided equally among clients. A client within its part is admitted even if the queue is full.
         part = self.settings.max_waiting // len({*self.held, prepared.client})
         if waiting > self.settings.max_waiting and own > part:
             retry_after = max(1, min(60, round(self.metrics.seconds * waiting / max(1, load.running))))
@@ -388,7 +389,7 @@ class Service:
         return job
 
     def release(self, prepared: Prepared) -> None:
-        """Release what the request held: its client has the answer, or has left."""
+        """Stop counting the request's completions: its client has the answer, or has left."""
         self.held.subtract({prepared.client: len(prepared.requests)})
         self.held += Counter()  # drops clients without completions
 
@@ -398,6 +399,6 @@ _OF_ENGINE = {name: name for name in Generation.model_fields} | {"prompt": "prom
 
 
 def _param_of(message: str) -> str | None:
-    """The field that an error of the engine or of ``SamplingParams`` starts with; None if it is about several."""
-    found = re.match(r"(\w+)\b(?! \d+:)", message)  # "prompt 0: ..." is about a prompt with its parameters
+    """Return the field that begins an error message of the engine or of ``SamplingParams``; None if no field does."""
+    found = re.match(r"(\w+)\b(?! \d+:)", message)  # "prompt 0: ..." may be about its parameters
     return _OF_ENGINE.get(found[1]) if found else None

@@ -20,7 +20,7 @@ __all__ = ["FORMATS", "CallDelta", "CallFormat", "CallReader", "format_of", "gra
 _FENCE = "```json"
 _NAME = '{"name":"'  # the beginning of a call's JSON, without blanks
 _SPACE = r"[ \n]{0,16}"
-_MOST = 16  # calls in one answer: small models that must call would never stop
+_MOST = 16  # most calls in one answer, because small models that must call would never stop
 _HEAD = 1024  # the name and the start of the arguments must come within this many characters
 
 
@@ -49,7 +49,7 @@ class CallFormat:
 FORMATS = {
     each.name: each
     for each in (
-        # Qwen 2.5 and 3 took it from Hermes.
+        # Qwen 2.5 and 3 use the format of Hermes.
         CallFormat("hermes", "<tool_call>", "</tool_call>", "arguments", "\n"),
         # Mistral, except for the models that write [ARGS].
         CallFormat("mistral", "[TOOL_CALLS]", "", "arguments", ", ", listed=True, prefix="", digits=9),
@@ -88,12 +88,12 @@ class _Call:
         self.text = ""
         self.name: str | None = None
         self.over = False
-        self._start = self._end = -1  # of the arguments, in characters
-        self._given = 0  # characters of the arguments given out
+        self._start = self._end = -1  # where the arguments start and end, in characters
+        self._given = 0  # number of the arguments' characters that ``arguments`` has returned
         self._depth, self._quoted, self._escaped = 0, False, False
 
     def push(self, text: str) -> str:
-        """Take in the text that belongs to the call; return the rest."""
+        """Add the text that belongs to the call; return the rest."""
         at = len(self.text)
         self.text += text
         if self.name is None and at < _HEAD and (head := self._head.match(self.text)):
@@ -120,7 +120,7 @@ class _Call:
             self.over = self._depth == 0
 
     def arguments(self) -> str:
-        """The arguments that came in since the last call."""
+        """Return the part of the arguments that ``push`` added since this was last called."""
         arguments = self.text[self._start : None if self._end < 0 else self._end] if self._start >= 0 else ""
         new, self._given = arguments[self._given :], len(arguments)
         return new
@@ -134,7 +134,7 @@ class _Call:
         return name in names if whole else any(each.startswith(name) for each in names)
 
     def whole(self) -> tuple[str, str] | None:
-        """Name and arguments, in either order; None if this is not a call."""
+        """Return the name and the arguments, which may stand in either order; None if this is not a call."""
         call = _load(self.text)
         if not isinstance(call, dict) or not isinstance(name := call.get("name"), str):
             return None
@@ -145,11 +145,11 @@ class _Call:
 class CallReader:
     """Splits a streamed answer into text and calls. Pieces may have any size.
 
-    Markers, and the blanks beside them, are never given out as text. What begins like a call and turns out not to be
-    one is given out unchanged as text, markers included. Arguments are passed on as the model writes them.
+    Markers and the blanks beside them are never returned as text. If something begins like a call but is not one, it is
+    returned unchanged as text, markers included. Arguments are passed on as the model writes them.
 
-    Models often leave the markers out, or write a code fence instead. So an answer that begins with the JSON of a call
-    of a known function counts as that call, with or without a fence.
+    Models often leave the markers out, or write a code fence instead. So JSON that calls a known function counts as a
+    call at the beginning of an answer, with or without a fence.
 
     Args:
         form: how the model writes calls.
@@ -159,22 +159,22 @@ class CallReader:
 
     def __init__(self, form: CallFormat, names: Iterable[str]) -> None:
         self._form, self._names = form, frozenset(names)
-        self._held = ""  # received, but not decided yet
-        self._raw = ""  # text before a call, given out if it turns out not to be a call
+        self._held = ""  # text received but not decided yet
+        self._raw = ""  # text before a call (markers and blanks), returned if it turns out not to be a call
         self._call = _Call(form.arguments)
-        # "start": may begin without a marker; "text"; "opened": a call begins; "call": inside; "closing": after it
+        # "start": a call may begin unmarked; "text"; "opened": before a call; "call": within it; "closing": after it
         self._state = "text" if form.listed else "start"
-        self._marked = self._announced = self._behind = False  # the last call: had a marker; was given out; just ended
-        self.calls = 0  # given out so far
+        self._marked = self._announced = self._behind = False  # the last call: had a marker; was returned; just ended
+        self.calls = 0  # number of calls returned so far
 
     def push(self, text: str) -> list[str | CallDelta]:
-        """Take in text. Return what is decided, in order: text and pieces of calls, none of them empty."""
+        """Add text. Return what is decided by now, in order: text and pieces of calls, none of them empty."""
         self._held += text
         return [piece for piece in self._settle(last=False) if piece]
 
     def finish(self, cut: bool = False) -> list[str | CallDelta]:
-        """Return what was held back, after the last piece. If the answer was ``cut`` by its length, a marked call
-        without arguments is dropped; otherwise it is text, because the model chose to stop there."""
+        """Return what is still held back at the end of the answer. If a marked call has no arguments yet, it is dropped
+        if the answer was ``cut`` by its length; otherwise it is text, because the model chose to stop there."""
         begun = self._state in ("opened", "call") and self._marked and not self._announced
         return [] if cut and begun else [piece for piece in self._settle(last=True) if piece]
 
@@ -232,7 +232,7 @@ class CallReader:
         if not self._announced:
             known = self._marked or (call.may_name(self._names) if name is None else name in self._names)
             if not known or (name is None and (call.over or last)):
-                self._held = call.text + self._held  # a call may begin in it
+                self._held = call.text + self._held  # another call may begin in this text
                 yield self._no_call()
                 return
             if name is None:
@@ -246,7 +246,7 @@ class CallReader:
             self._state, self._behind = "closing", True
 
     def _no_call(self) -> str:
-        """Give out as text what seemed to be a call."""
+        """Return as text what stood before something that is not a call after all."""
         text, self._raw, self._state, self._behind = self._raw, "", "text", False
         return text
 
@@ -295,7 +295,7 @@ def grammar(
         required: whether the answer must consist of calls; otherwise it may be text with calls in it.
         parallel: whether there may be several calls, if the family can write them.
         answer: a schema for an answer without calls; None allows any text.
-        thinking: how the answer may begin with thinking.
+        thinking: the form of the thinking that may begin the answer; None for none.
     """
     opener, closer = (_marker(tokenizer, text) for text in (form.opener, form.closer))
     # The JSON of each function's call. These lines come first, and in order: see ``wrong_with_tools``.
@@ -328,10 +328,10 @@ def grammar(
 def _text_rules(
     form: CallFormat, functions: Sequence[str], schemas: Sequence[str], opener: str, several: bool
 ) -> list[str]:
-    """Rules of an answer that is text with calls in it. Text has no opener in it."""
+    """Rules of an answer that is text with calls in it. The text itself has no opener."""
     anything, rules = f"/(.|\\n)*{re.escape(form.opener)}", []
     no_call, choices = "", f"(begun call){{0,{_MOST}}} TEXT" if several else "begun call | TEXT"
-    # A call without markers at the beginning of the answer counts, so text must not begin like one.
+    # An answer may begin with a call that has no markers, so text must not begin like one.
     if not form.listed:
         bare, known = rf"{_SPACE}(```json{_SPACE})?\{{{_SPACE}\"name\"", "|".join(map(re.escape, functions))
         no_call = f' & ~/{bare}{_SPACE}:{_SPACE}"({known})"(.|\\n)*/'
@@ -359,8 +359,8 @@ def _thinking_rules(tokenizer: Tokenizer, thinking: Thinking | None) -> list[str
 
 
 def wrong_with_tools(message: str, names: Sequence[str]) -> str:
-    """Rewrite the library's error about a grammar of calls, which clients do not know. The grammar has one line per
-    function, in order, so the line number in the error shows which function is meant."""
+    """Rewrite the library's error about the grammar of calls, because clients do not know this grammar. It has one line
+    per function, in order, so the line number in the error shows which function is meant."""
     reason = message.partition(" cannot be used: ")[2]
     found = re.match(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*?) \d+ \| ", reason)
     if found is None:
@@ -370,8 +370,8 @@ def wrong_with_tools(message: str, names: Sequence[str]) -> str:
 
 
 def _marker(tokenizer: Tokenizer, text: str) -> str:
-    """A marker in a grammar. A marker that is one token must be given as a token, because the library does not treat
-    special tokens as text."""
+    """Write a marker for a grammar. A marker that is one token must be written as a token, because the library does not
+    treat special tokens as text."""
     token = tokenizer.raw.token_to_id(text)
     if token is not None and token in tokenizer.raw.get_added_tokens_decoder():
         return f"<[{token}]>"

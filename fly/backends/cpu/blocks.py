@@ -16,7 +16,7 @@ __all__ = ["KINDS", "eight_bits", "four_bits"]
 # Kinds of blocks that kernels compute with, by the file format's names and numbers.
 KINDS = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
 _GROUP, _GROUPS = 32, 8
-_ROWS = 32  # rows that are rounded at a time, whose float32 values stay in the processor's caches
+_ROWS = 32  # rows rounded at a time, few enough for the processor's caches to hold their float32 values
 
 
 def eight_bits(weight_NK: Tensor) -> Tensor:
@@ -33,12 +33,14 @@ def eight_bits(weight_NK: Tensor) -> Tensor:
 
 
 def four_bits(weight_NK: Tensor) -> Tensor:
-    """Round weights to blocks of Q4_K, uint8 [N, 144 bytes a superblock]. Groups beyond K are zeros, and not computed.
+    """Round weights to blocks of Q4_K, uint8 [N, 144 bytes a superblock]. Groups beyond K hold zeros, and products skip
+    them.
 
-    A group's weights are scale · number + minimum, with numbers of 0 to 15. Numbers are found in two ways, with the
-    largest weight as 15 and as 14. For each, scale and minimum are those with the least squared error (a linear
-    regression of the weights on the numbers, in closed form), and the better way is kept. Then scales and minima are
-    rounded to 63 steps of the largest in a superblock, and numbers to the nearest for these.
+    A weight is scale · number + minimum, with a number from 0 to 15, and the scale and minimum of its group. Two sets
+    of numbers are tried: the largest weight becomes 15 in one and 14 in the other. For each set, a linear regression of
+    the weights on the numbers gives the scale and minimum with the least squared error, in closed form. The better set
+    is kept. Then scales and minima are rounded to 63 steps of the largest in a superblock, and each number is rounded
+    anew for the rounded scale and minimum.
     """
     rows = [_four_bits(weight_nK) for weight_nK in weight_NK.detach().split(_ROWS)]
     return torch.cat(rows)
@@ -75,7 +77,7 @@ def _four_bits(weight_nK: Tensor) -> Tensor:
         best_error_nG1 = torch.where(better_nG1, error_nG1, best_error_nG1)
         best_scale_nG1 = torch.where(better_nG1, scale_nG1, best_scale_nG1)
         best_least_nG1 = torch.where(better_nG1, fitted_nG1, best_least_nG1)
-    # Scales and minima in 63 steps of their superblock's factor.
+    # Round scales and minima to multiples, from 0 to 63, of their superblock's factor.
     parts, factors, rounded = [], [], []
     for values_nG1 in (best_scale_nG1, -best_least_nG1):
         values_nSG = pad(values_nG1.squeeze(2), (0, -values_nG1.shape[1] % _GROUPS)).unflatten(1, (-1, _GROUPS))
@@ -93,14 +95,16 @@ def _four_bits(weight_nK: Tensor) -> Tensor:
 
 
 def _six_bits(scale_nSG: Tensor, minus_nSG: Tensor) -> Tensor:
-    """Scales and minima of 6 bits in 12 bytes [n, S, 12]: the first four of each, with the upper two bits of the last
-    four above them, then the lower four bits of the last four of both."""
+    """Pack scales and minima of 6 bits into 12 bytes [n, S, 12]. Eight bytes hold the first four scales and the first
+    four minima, with the upper two bits of the last four above them. Four bytes hold the lower four bits of the last
+    four scales and minima."""
     first, last = [x[..., :4] for x in (scale_nSG, minus_nSG)], [x[..., 4:] for x in (scale_nSG, minus_nSG)]
     return torch.cat([*(a | (b >> 4) << 6 for a, b in zip(first, last)), last[0] & 15 | last[1] << 4], 2)
 
 
 def _nibbles(number_nGX: Tensor, n: int) -> Tensor:
-    """Bytes [n, S, 128]: 32 numbers of a group in the lower halves of 32 bytes, those of the next in the upper."""
+    """Pack numbers into bytes [n, S, 128]. Each 32 bytes hold a group's 32 numbers in their lower halves, and those of
+    the next group in their upper halves."""
     number_nGX = pad(number_nGX, (0, 0, 0, -number_nGX.shape[1] % _GROUPS))
     number_nSX = number_nGX.view(n, -1, _GROUPS // 2, 2, _GROUP)
     return (number_nSX[:, :, :, 0] | number_nSX[:, :, :, 1] << 4).flatten(2)

@@ -35,7 +35,8 @@ def draft_in_one_call(
     lookup: CLookup | None = None,
     given: Tensor | None = None,
 ) -> Drafted:
-    """``Executor.extend``; for a draft head, which is ``given`` its target's hidden states, ``Head.chains``."""
+    """Implement ``Executor.extend``, and ``Head.chains`` for a draft head, which is ``given`` the target's hidden
+    states."""
     call = packed.batch(array("q", batch.tokens), array("q", batch.positions), batch.kv)
     longest, count = max(most, default=0), len(most)
     stops = [array("q", row.stop_ids) for row in rows]

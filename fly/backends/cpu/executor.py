@@ -1,7 +1,7 @@
-"""The executor on compiled kernels: a forward, a draft, or several rounds in one call each; decisions by compiled code.
+"""The executor on compiled kernels. One call runs a forward, a draft or several rounds; compiled code decides as well.
 
-The engine asks ``takes`` and ``joins``, and then calls ``rounds`` (rounds.py, src/rounds.cpp). For rows that it does
-not take, ``extend``, ``score`` and ``decide`` (host.py) are called one after another.
+The engine asks ``takes`` and ``joins``, and then calls ``rounds`` (rounds.py, src/rounds.cpp). For rows that ``takes``
+refuses, it calls ``extend``, ``score`` and ``decide`` (host.py) one after another.
 
 Shape legend: N places, F hidden states side by side, U tokens of a trimmed head, V vocabulary.
 """
@@ -49,7 +49,7 @@ class CpuExecutor(HostDecisions):
         return self.packed.weight_bytes
 
     @property
-    def gives_states(self) -> bool:  # type: ignore[override]  # not if the residual stream is held divided
+    def gives_states(self) -> bool:  # type: ignore[override]  # false if the residual stream is stored divided
         return self.packed.divided == 1
 
     @property
@@ -102,8 +102,8 @@ class CpuExecutor(HostDecisions):
         return isinstance(drafter, CpuExecutor)
 
     def takes(self, rows: abc.Sequence[Sequence]) -> bool:
-        """Whether compiled code has the core of every row's rule. If only Python knows what a rule excuses, a block
-        with a mismatch comes back as an open one."""
+        """Whether compiled code implements the core of every row's rule. If only Python knows what a rule excuses, a
+        block with a mismatch comes back undecided."""
         return not any(map(asks_between, rows)) and all(is_compiled(row.policy, row.greedy) for row in rows)
 
     def rounds(self, plan: RoundPlan) -> Rounds | None:

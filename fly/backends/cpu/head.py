@@ -1,5 +1,5 @@
-"""A draft head on compiled kernels: a chain in one call, several rounds together with its target, a tree level by
-level.
+"""A draft head on compiled kernels. It drafts a chain in one call, shares calls of several rounds with its target, and
+grows a tree level by level.
 
 Shape legend: T packed tokens, F the target's hidden states side by side, C hidden width, V the target's vocabulary.
 """
@@ -82,7 +82,7 @@ class PackedHead(PackedLlama):
 
 
 class CpuHead(Head):
-    """Runs a draft head, which is packed when its embedding is known."""
+    """Runs a draft head. Its weights are packed once its embedding is known."""
 
     own_threads = True
 
@@ -103,7 +103,7 @@ class CpuHead(Head):
 
     @property
     def packed(self) -> PackedHead:
-        """The packed head, with the target's embedding if it shares that."""
+        """The packed head, with the target's embedding if the two share it."""
         if self._packed is None:
             self._packed = PackedHead(self.head, self.kernels)
         return self._packed

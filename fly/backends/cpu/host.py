@@ -1,7 +1,7 @@
-"""Decisions by compiled code (src/decide.cpp): its arguments, the call, and its results.
+"""Decisions by compiled code (src/decide.cpp): prepare its arguments, call it, and read its results.
 
-``HostDecisions.decide`` comes here for a block whose logits are on the CPU. Rounds that are taken in one call
-(rounds.py) lay out and read the same rules and blocks.
+``HostDecisions.decide`` decides blocks here if their logits are on the CPU. rounds.py uses the same rules and blocks
+for several rounds in one call.
 
 Shape legend: B rows, K longest draft, J positions of a row, V vocabulary.
 """
@@ -39,14 +39,14 @@ from fly.types import Decision, Draft, Mismatch, Target
 __all__ = ["Blocks", "HostDecisions", "HostDistribution", "c_sampling", "is_compiled", "lay_rules", "uniforms"]
 
 _FAR = 2**30  # more tokens than any draft has
-_MOST_CLAUSES = 31  # each has a bit
-_SOON = 1 << 18  # so many logits are read in less time than it takes to get the interpreter back from another thread
+_MOST_CLAUSES = 31  # each clause has a bit
+_SOON = 1 << 18  # reading so many logits is faster than taking the interpreter lock back from another thread
 _SMALL = 8192  # compiled code computes distributions over vocabularies up to this size
 
 
 @lru_cache(64)
 def c_sampling(sampling: BatchSampling) -> Any:
-    """Sampling parameters as the library takes them: an array with one for each row."""
+    """Lay out sampling parameters for the library: an array with an element for each row."""
     columns = sampling.temperature_B, sampling.top_p_B, sampling.min_p_B, sampling.top_k_B, sampling.greedy_B
     rows = list(zip(*(column.tolist() for column in columns)))
     made = (Sampling * len(rows))()
@@ -57,7 +57,7 @@ def c_sampling(sampling: BatchSampling) -> Any:
 
 
 def uniforms(seeds: abc.Sequence[int], starts: abc.Sequence[int], stream: int, n: int) -> array[float]:
-    """``fly.ops.uniforms``, row after row."""
+    """Return what ``fly.ops.uniforms`` returns, row after row."""
     seed, start, found = array("q", seeds), array("q", starts), array("f", bytes(4 * n * len(seeds)))
     short("fly_uniforms")(seed, start, stream, n, found)
     return found
@@ -79,8 +79,8 @@ class HostDistribution(ProcessedDistribution):
 
 
 class HostDecisions(Executor):
-    """An executor whose logits are on the CPU, if the compiled library is available. Other logits, such as those that
-    are divided among ranks, and rules that only Python knows are decided in tensors."""
+    """An executor that decides by compiled code if logits are on the CPU. It needs the compiled library. Tensors decide
+    on other logits, such as those divided among ranks, and for rules that only Python knows."""
 
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
         return HostDistribution(sampling, logits_BJV) if _plain(logits_BJV) else super().process(sampling, logits_BJV)
@@ -102,8 +102,8 @@ def _plain(logits: Tensor) -> bool:
 
 
 def is_compiled(policy: AcceptancePolicy, greedy: bool) -> bool:
-    """Whether compiled code has the core of a rule: it keeps what the exact rule keeps and, above temperature 0, draws
-    corrections as that does."""
+    """Whether compiled code implements the core of a rule: the core keeps what the exact rule keeps and, above
+    temperature 0, draws corrections like the exact rule."""
     return accepts_exactly(policy) and (greedy or draws_exactly(policy))
 
 
@@ -119,7 +119,7 @@ def lay_rules(
     control_V: Tensor | None,
     vocab: int,
 ) -> CRules:
-    """The rules of rows as the library takes them. Each row has a policy (``is_compiled``) and a seed; ``sampling`` is
+    """Lay out the rules of rows for the library. Each row has a policy (``is_compiled``) and a seed; ``sampling`` is
     None at temperature 0."""
     rule, listed = (CRule * len(rows))(), list[CClause]()
     for one, (policy, seed) in zip(rule, rows):
@@ -145,7 +145,7 @@ class Blocks:
 
     Args:
         k, most: the most tokens of a block, and the most rounds.
-        mismatches: how many there is room for, which is used if there are clauses.
+        mismatches: how many mismatches there is room for. They are noted only if there are clauses.
     """
 
     def __init__(self, rows: int, k: int, most: int, trees: bool, mismatches: int) -> None:
@@ -217,8 +217,9 @@ class Blocks:
 def _decide(
     policy: AcceptancePolicy, target: Target, draft: Draft, seeds: abc.Sequence[int], starts: abc.Sequence[int]
 ) -> list[Decision] | None:
-    """``Executor.decide`` by compiled code. None if the tensor rule has to decide: compiled code does not have this
-    rule or this kind of draft, only Python knows whether a mismatch is excused, or a value that decides is NaN."""
+    """Decide by compiled code as ``Executor.decide`` does. Return None if the tensor rule has to decide: compiled code
+    lacks this rule or this kind of draft, only Python knows whether a mismatch is excused, or the decision depends on a
+    NaN."""
     logits_BJV, processed, probs_BKV, trees = target.logits_BKV, target.lazy_distribution, draft.probs_BKV, draft.trees
     (count, longest), vocab = draft.shape, logits_BJV.shape[-1]
     if (

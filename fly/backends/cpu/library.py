@@ -1,4 +1,4 @@
-"""The shared library of compiled kernels: loading it, and which variant of it this processor runs. Knows nothing of
+"""Load the shared library of compiled kernels, and choose the variant that this processor runs. Knows nothing of
 models, caches or torch."""
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ __all__ = [
     "spans", "split", "unusable", "usual", "why_not",
 ]  # fmt: skip
 
-_ABI = 33  # as in src/library.cpp: a library built from other sources is not used
+_ABI = 33  # the number in src/library.cpp; a library with another number is refused
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
-ROUNDINGS = "int8", "w8a8", "w4a8"  # of any model's weights
+ROUNDINGS = "int8", "w8a8", "w4a8"  # endings of kernels that round any model's weights
 NARROW = *ROUNDINGS, "stored"
 
 
 class Span(ctypes.Structure):
-    """src/interface.h: Span. Memory and its bytes, which the library checks. ctypes makes one from each argument that
-    is an array, a tensor, an object of ctypes, or None."""
+    """src/interface.h: Span. An address and a size in bytes, which the library checks. ctypes makes a ``Span`` from
+    each argument that is an array, a tensor, a ctypes object, or None."""
 
     _fields_ = [("at", c_void_p), ("bytes", c_int64)]
 
@@ -67,17 +67,18 @@ def _extent(values: Any) -> tuple[int, int]:
 
 
 def spans(values: abc.Iterable[Any]) -> array[int]:
-    """An array of spans, one for each of the values."""
+    """Return an array with one span for each value."""
     return array("q", [number for each in values for number in _extent(each)])
 
 
 def _span(*names: str) -> list[tuple[str, type]]:
-    """Fields that are spans: an address and bytes each. Setting these is faster than setting a structure."""
+    """Return the fields of spans: an address and a size in bytes for each name. Setting two numbers is faster than
+    setting a structure."""
     return [field for name in names for field in ((name, c_void_p), (f"{name}_bytes", c_int64))]
 
 
 class _Handed(ctypes.Structure):
-    """A structure with spans."""
+    """A structure with spans among its fields."""
 
     def hand(self, **values: Any) -> None:
         """Set spans to the memory of these values, which the structure keeps alive."""
@@ -128,7 +129,7 @@ class CStops(ctypes.Structure):
 
     @classmethod
     def of_rows(cls, spec: DraftSpec, rows: int) -> ctypes.Array[CStops]:
-        """Where the drafter stops for each of ``rows`` rows."""
+        """Return where the drafter stops, for each of ``rows`` rows."""
         reach = spec.reach or (0.0,) * rows
         return (cls * rows)(*(cls(spec.confidence, float("inf"), chance) for chance in reach))
 
@@ -140,7 +141,7 @@ class CGrowth(_Handed):
 
 
 class CLookup(ctypes.Structure):
-    """src/interface.h: Lookup. It has learned nothing yet, and expects 0.8 of all copies to be right."""
+    """src/interface.h: Lookup. A new one expects that 80% of the copied tokens are right."""
 
     _fields_ = [
         *((name, c_int32) for name in ("longest", "shortest", "most", "forwards")),
@@ -171,7 +172,7 @@ class CMismatch(NamedTuple):
     nats: float
 
 
-MISMATCH = struct.Struct("3iIid")  # its layout in memory
+MISMATCH = struct.Struct("3iIid")  # the layout of a ``CMismatch`` in memory
 
 
 class CRule(ctypes.Structure):
@@ -258,7 +259,7 @@ _NO_MEMORY, _OUTSIDE, _REFUSED = -11, -12, -13  # src/library.h: Error
 
 
 def _checked(result: int, function: object, arguments: object) -> int:
-    """The result of a call. Raises the error that the library gave instead."""
+    """Return the result of a call, or raise the error that the library reported."""
     if result not in (_NO_MEMORY, _OUTSIDE, _REFUSED):
         return result
     numbers = (c_int64 * 3)()
@@ -286,7 +287,7 @@ def _file() -> Path | None:
 
 @cache
 def _open() -> tuple[ctypes.CDLL | None, str]:
-    """The library, or None and the reason."""
+    """Return the library, or None and the reason why there is none."""
     if (file := _file()) is None:
         if platform.machine().lower() not in ("x86_64", "amd64"):
             return None, f"there are none for {platform.machine() or 'this processor'} yet"
@@ -329,8 +330,8 @@ def usual() -> str:
 
 @cache
 def short(name: str, lets_go: bool = False) -> Any:
-    """A function of the library that takes a short time, for the ``usual`` variant. It keeps the interpreter, because
-    getting it back from another thread would take longer, unless it ``lets_go``."""
+    """Return a fast function of the library, for the ``usual`` variant. A call holds Python's interpreter lock, because
+    taking the lock back from another thread would cost more than the call. With ``lets_go`` it releases the lock."""
     kind = ctypes.CDLL if lets_go else ctypes.PyDLL
     function = _declare(getattr(kind(None, handle=load()._handle), name), _SHORT[name])
     return partial(function, number(usual())) if _SHORT[name][1][0] is c_int else function
@@ -370,7 +371,8 @@ def why_not() -> str:
 
 
 def split(kernels: str) -> tuple[str, str]:
-    """The variant that ``chosen`` kernels name, and their ending in ``NARROW``; empty for the model's own weights."""
+    """Split the name of ``chosen`` kernels into the variant and its ending in ``NARROW``. The ending is empty if
+    weights stay as they are."""
     for narrow in NARROW:
         if kernels.endswith(f"-{narrow}"):
             return kernels.removesuffix(f"-{narrow}"), narrow
@@ -378,16 +380,16 @@ def split(kernels: str) -> tuple[str, str]:
 
 
 def chosen(kernels: str = "auto") -> str:
-    """The kernels that ``kernels`` stands for here: ``"auto"`` is the value of the environment variable FLY_KERNELS or,
-    without one, the best available. A compiled variant may have one of these endings, which says how weights are
-    stored; the ending alone means the best variant.
+    """Return the kernels that ``kernels`` means on this machine. ``"auto"`` means the value of the environment variable
+    FLY_KERNELS or, without one, the best kernels available. A compiled variant may have one of these endings, which say
+    how weights are stored. An ending alone means the best variant with that ending.
 
     - ``-int8``: weights of 8 bits;
     - ``-w8a8``: activations of 8 bits too;
-    - ``-w4a8``: weights of 4 bits in groups of 32, those of the head of 8 bits;
+    - ``-w4a8``: weights of 4 bits in groups of 32; the head's weights have 8 bits;
     - ``-stored``: weights as a GGUF file stores them.
 
-    Raises ``ValueError`` for one that is unknown or not available here, naming the choices.
+    Raises ``ValueError``, which lists the choices, if the kernels are unknown or not available here.
     """
     source, wanted = f"kernels {kernels!r}", kernels
     if wanted == "auto" and (variable := os.environ.get(_VARIABLE, "").strip()):

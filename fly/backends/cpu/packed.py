@@ -1,7 +1,8 @@
 """A Llama whose forward is one call of compiled code over the paged cache. Knows nothing of the engine or policies.
 
-A result does not depend on what else is in the call, on how a text is cut into calls, or on threads, since every sum is
-added up in one fixed order (src/decoder.h). ``fly.models.Llama`` is the reference, and rounds at other places.
+A result does not depend on the other rows of a call, on how a text is split over calls, or on the number of threads,
+because every sum is added in one fixed order (src/decoder.h). ``fly.models.Llama`` is the reference; it rounds
+intermediate values at other points.
 
 Shape legend: T packed tokens, C hidden width, V vocabulary, N outputs and K inputs of a matrix, n some of the outputs,
 U the tokens of a trimmed head.
@@ -40,26 +41,26 @@ _NARROW = {"int8": 2, "w8a8": 3, "w4a8": 4, "stored": 4}
 _FLOATS = [torch.float32, torch.bfloat16]
 _WIDEST_HEAD = 1024
 _GATE_UP, _HEAD = 2, 4  # numbers of matrices (src/models.cpp: fly_set_matrix)
-_STRIP = 16  # rows that are packed together, so they are of one kind
-_PACKERS = 4  # the most threads that pack, since each has a layer's weights in memory
+_STRIP = 16  # rows that are packed together, and so must have the same kind of blocks
+_PACKERS = 4  # at most so many threads pack, because each holds a layer's weights in memory
 
 _local = threading.local()
 
 
 def pool_threads() -> int:
-    """How many threads a forward uses if this thread calls it."""
+    """Return how many threads a forward uses when this thread calls it."""
     return getattr(_local, "threads", None) or torch.get_num_threads()
 
 
 def keep_threads() -> None:
-    """Run torch's own operations of this thread on it alone from now on, and forwards on as many threads as torch had.
-    Torch's other threads would spin for milliseconds, on the cores that a forward needs next. Other threads are not
-    affected."""
+    """From now on, torch's own operations in this thread use one thread, and forwards use as many threads as torch had.
+    Torch's other threads would spin for milliseconds on the cores that a forward needs next. Other threads of the
+    process keep their setting."""
     if (count := torch.get_num_threads()) == 1:
         return
     _local.threads = count
     torch.set_num_threads(1)
-    # That also changed the number that new threads begin with.
+    # That call also changed torch's default for new threads. A new thread sets the default back.
     restore = threading.Thread(target=torch.set_num_threads, args=(count,))
     restore.start()
     restore.join()
@@ -89,7 +90,7 @@ def new(owner: object, variant: str, shape: Shape, *weights: Tensor | None) -> c
 
 
 def shape_of(config: LlamaConfig, **others: float) -> Shape:
-    """The sizes of a model as the library takes them. ``others`` are those that ``config`` does not have."""
+    """The sizes of a model as the library takes them. ``others`` are the sizes that ``config`` does not have."""
     return Shape(
         width=config.hidden_size,
         intermediate=config.intermediate_size,
@@ -106,18 +107,19 @@ def shape_of(config: LlamaConfig, **others: float) -> Shape:
 class PackedLlama:
     """A loaded ``Llama``, its weights packed for one kind of processor.
 
-    Nothing of ``model`` is kept but an embedding table that is not the head's as well. The ending of ``variant`` says
-    what becomes of its matrices:
+    Only the embedding table of ``model`` is kept, unless it is tied to the head; then nothing is. The ending of
+    ``variant`` says how the matrices are stored:
 
-    - ``int8``: they are rounded by ``int8_weights``, and so is an embedding that is the head's. The rest computes as
-      before, but on ``avx512bf16`` with activations in bfloat16 even where the model is in float32.
-    - ``w8a8``: the same. A matrix's inputs are rounded as well, each token's to 127 steps of the largest on either side
-      of 0 (dynamic quantisation by token, as in arXiv 2206.01861, section 3.1; on AVX-512 by way of bfloat16). Products
-      are then of whole numbers, and exact.
-    - ``w4a8``: those of layers are rounded by ``fly.backends.cpu.blocks.four_bits``, and the head, whose errors are
-      added to logits directly, by ``eight_bits``. Inputs are rounded as by ``w8a8``, each 32 of a token by themselves.
-    - ``stored``: they stay in the blocks of a GGUF file, whose numbers and scales are only moved. One of another type
-      is rounded by ``eight_bits``. Inputs are rounded as by ``w4a8``.
+    - ``int8``: weights are rounded by ``int8_weights``, and so is an embedding that is tied to the head. All else stays
+      the same, except that ``avx512bf16`` computes with activations in bfloat16 even if the model is in float32.
+    - ``w8a8``: weights as for ``int8``. Each token's inputs to a matrix are rounded too, to whole numbers from -127 to
+      127 times a scale (dynamic quantisation by token, as in arXiv 2206.01861, section 3.1; on AVX-512 they are rounded
+      to bfloat16 first). Products then multiply whole numbers, and are exact.
+    - ``w4a8``: matrices of layers are rounded by ``fly.backends.cpu.blocks.four_bits``. The head is rounded by
+      ``eight_bits``, because its errors go straight into the logits. Inputs are rounded as for ``w8a8``, but with a
+      scale for every 32 inputs of a token.
+    - ``stored``: matrices keep the numbers and scales of a GGUF file's blocks, in another order. A matrix of another
+      type is rounded by ``eight_bits``. Inputs are rounded as for ``w4a8``.
 
     Args:
         model: on the CPU, in float32 or bfloat16.
@@ -137,10 +139,11 @@ class PackedLlama:
         self._loading = loading
         if self._narrow == "stored" and (loading is None or not computes_as_stored(loading.checkpoint)):
             raise ValueError(f"kernels {self.kernels!r} compute with the blocks of a GGUF file; this model has none")
-        self.vocab = model.lm_head.weight.shape[0]  # tokens whose logits it gives: of a part of a model, not all
+        self.vocab = model.lm_head.weight.shape[0]  # how many tokens it has logits for; a rank's part has fewer
         self.kept = model.kept
-        # Kernels add the outputs of attention and feed-forward as they are. Where a family multiplies these first, the
-        # residual stream is held divided by the same number; norms do not see that but for their epsilon.
+        # Kernels add the outputs of attention and feed-forward unscaled. If a family scales these first, the residual
+        # stream is stored divided by that scale. Norms give the same result then, once their epsilon is divided too
+        # (``_make``).
         self.divided = self.config.residual_multiplier
         self._scale = embedding_scale(self.config, self.dtype) / self.divided
         blocks = self._make(model, variant)
@@ -150,7 +153,8 @@ class PackedLlama:
         if self.kept is not None:
             self.kept_U = torch.tensor(self.kept)  # which the library reads
             self.library.fly_draft_for(self.handle, self.config.vocab_size, self.kept_U)
-        # Modules in turns on a few threads: the calls let the interpreter go. The largest, the head, is first.
+        # A few threads pack the modules in parallel: the library's calls release the interpreter lock. The head, the
+        # largest module, goes first.
         with ThreadPoolExecutor(min(torch.get_num_threads(), _PACKERS), initializer=keep_threads) as pool:
             waiting = [pool.submit(self._pack, 0, _HEAD, model.lm_head)]
             layers = cast(list[Layer], model.layers)
@@ -159,15 +163,15 @@ class PackedLlama:
                 done.result()
         _return_memory()
         self._loading = None
-        self.weight_bytes: float = 1 if self._narrow else self.dtype.itemsize  # of each
+        self.weight_bytes: float = 1 if self._narrow else self.dtype.itemsize  # bytes of one weight
         if self._in_groups:
             count = sum(linear.weight.numel() for linear in model.modules() if isinstance(linear, nn.Linear))
             self.weight_bytes = self.library.fly_weight_bytes(self.handle) / count
         self._prepare_calls()
 
     def _make(self, model: Llama, variant: str) -> tuple[int, Tensor] | None:
-        """Make the library's model: its sizes, its last norm, rotary tables, and an embedding that is not the head's.
-        Return that embedding's kind and blocks if it is taken as a GGUF file stores it."""
+        """Make the library's model from its sizes, its last norm, the rotary tables, and the embedding if it is not
+        tied to the head. Return the embedding's kind and blocks if it is used as a GGUF file stores it."""
         self._embedding: Tensor | None = None
         blocks = None
         if model.lm_head.weight is not model.embed_tokens.weight:
@@ -193,17 +197,17 @@ class PackedLlama:
         return blocks
 
     def _prepare_calls(self) -> None:
-        """Keep what is the same from one call to the next: the cache last attended over, as the library takes it."""
+        """Prepare what consecutive calls share: a description of the KV cache used last, for the library."""
         self._cache: weakref.ref[PagedKVCache] | None = None
         self._call, self._calls = CBatch(), threading.Lock()
 
     @property
     def _in_groups(self) -> bool:
-        """Whether matrices are blocks, with a scale for each group of weights."""
+        """Whether matrices are stored in blocks, with a scale for each group of weights."""
         return self._narrow in ("w4a8", "stored")
 
     def _filled(self, module: nn.Module, but: frozenset[nn.Parameter] = frozenset()) -> AbstractContextManager[Any]:
-        """A context within which a module has its values, except those of the parameters ``but``."""
+        """Return a context in which the module's parameters have values, except those in ``but``."""
         return nullcontext() if self._loading is None else self._loading.filled(module, but)
 
     def _pack_layer(self, number: int, layer: Layer) -> None:
@@ -221,8 +225,9 @@ class PackedLlama:
         self.library.fly_set_layer(self.handle, number, spans(weights), window or 0, rope)
 
     def _pack(self, layer: int, which: int, linear: nn.Linear) -> None:
-        """Hand over a matrix: its values, whole numbers with a scale for each output, or blocks."""
-        trimmed = which == _HEAD and self.kept is not None  # its rows are not neighbours in the file
+        """Hand a matrix to the library: as plain values, as whole numbers with a scale for each output, or as
+        blocks."""
+        trimmed = which == _HEAD and self.kept is not None  # the rows it keeps are not adjacent in the file
         parts = self._blocks_of(linear, which == _GATE_UP) if self._narrow == "stored" and not trimmed else None
         with self._filled(linear, frozenset() if parts is None else frozenset([cast(nn.Parameter, linear.weight)])):
             bias_N = None if linear.bias is None else _float(linear.bias)
@@ -235,7 +240,7 @@ class PackedLlama:
                     return
                 wide = which == _HEAD or self._narrow == "stored"
                 kind, rounded = (KINDS["Q8_0"], eight_bits) if wide else (KINDS["Q4_K"], four_bits)
-                # Gates and ups begin a strip each, so they are two parts.
+                # Gates and ups are two parts, because each must begin a strip.
                 parts = [(kind, rounded(part)) for part in weight_NK.chunk(2 if which == _GATE_UP else 1)]
             handed = [CStored(kind, len(blocks)) for kind, blocks in parts]
             for part, (_, blocks) in zip(handed, parts):
@@ -243,9 +248,9 @@ class PackedLlama:
             self.library.fly_set_stored(self.handle, layer, which, (CStored * len(handed))(*handed), bias_N)
 
     def _blocks_of(self, module: nn.Linear | nn.Embedding, halves: bool = False) -> list[tuple[int, Tensor]] | None:
-        """The stored tensors that make up a matrix: the number of each one's kind, and its blocks, uint8 [rows, bytes].
-        None if kernels do not take one of them as it is, because of its type or because it begins within a strip of 16
-        rows. With ``halves``, the second half of the rows begins a strip of its own."""
+        """Return the stored tensors that make up a matrix, each as the number of its kind and its blocks, uint8 [rows,
+        bytes]. Return None if kernels cannot use one of them as it is: they do not know its type, or it begins in the
+        middle of a strip of 16 rows. With ``halves``, the second half of the rows begins a new strip."""
         assert self._loading is not None
         parts, row, rows = [], 0, module.weight.shape[0]
         for stored in self._loading.stored(cast(nn.Parameter, module.weight)):
@@ -276,7 +281,8 @@ class PackedLlama:
         return hidden_TC
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
-        """Logits [T, V] in float32; of a part of a model, and of a trimmed head, over its own tokens only."""
+        """Logits [T, V] in float32. A rank's part of a model, and a trimmed head, have logits of their own tokens
+        only."""
         if hidden_TC.dtype != self.dtype:
             raise TypeError(f"hidden states are {hidden_TC.dtype}, this model's are {self.dtype}")
         hidden_TC = hidden_TC.contiguous()
@@ -294,11 +300,11 @@ class PackedLlama:
         return embedding_VC / self._scale
 
     def batch(self, tokens: abc.Sized | None, positions: abc.Sized | None, kv: KV) -> CBatch:
-        """A batch as the library takes it. Tokens and positions (int64) are arrays or tensors; None if the call needs
-        only the rows of ``kv``."""
+        """Describe a batch to the library. Tokens and positions (int64) are arrays or tensors, or None if the call
+        needs only the rows of ``kv``."""
         if not isinstance(kv, PagedBatch):
             raise TypeError(f"compiled kernels attend over a PagedKVCache, not over {type(kv).__name__}")
-        with self._calls:  # a call is this thread's own
+        with self._calls:  # each thread works on its own copy
             if self._cache is None or self._cache() is not kv.cache:
                 self._attend_over(kv.cache)
             call = CBatch.from_buffer_copy(self._call)
@@ -337,25 +343,25 @@ class PackedLlama:
 
 
 def computes_as_stored(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint stores matrices in blocks that kernels compute with."""
+    """Whether a checkpoint stores matrices in blocks that kernels can use as they are."""
     if isinstance(checkpoint, Directory):  # it has no blocks, and may be a draft head's
         return False
     return any(stored.kind in KINDS for stored in checkpoint.tensors.values())
 
 
 def _return_memory() -> None:
-    """Return memory to the system that the allocator has freed and would keep."""
+    """Return freed memory to the system, which the allocator would keep."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 def int8_weights(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     """Round weights to whole numbers of -127 to 127, int8 [N, K], times a scale for each output, float32 [N]. The scale
-    takes an output's largest weight to 127 (symmetric absolute maximum quantisation by output channel, as in Dettmers
-    et al., arXiv 2208.07339, section 2.1)."""
+    maps an output's largest absolute weight to 127 (symmetric absolute maximum quantisation by output channel, as in
+    Dettmers et al., arXiv 2208.07339, section 2.1)."""
     whole_NK = torch.empty(weight_NK.shape, dtype=torch.int8)
     scale_N = torch.empty(len(weight_NK), dtype=torch.float32)
-    # Some outputs at a time, whose float32 values stay in the processor's caches.
+    # A few outputs at a time, so that their float32 values stay in the processor's caches.
     for weight_nK, whole_nK, scale_n in zip(*(x.split(64) for x in (weight_NK.detach(), whole_NK, scale_N))):
         weight_nK = weight_nK.float()
         torch.div(weight_nK.abs().amax(1), 127, out=scale_n)

@@ -29,12 +29,13 @@ from fly.types import Draft
 
 __all__ = ["take_rounds"]
 
-_MOST_SCORED, _MOST_MISMATCHES = 1024, 256  # tokens, and mismatches, over the rounds of one call
+_MOST_SCORED, _MOST_MISMATCHES = 1024, 256  # limits for all rounds of a call: tokens scored, mismatches noted
 
 
 @dataclass(frozen=True)
 class _Results:
-    """What a call writes: blocks; logits of the last round, and what its drafts were drawn from; all hidden states."""
+    """What a call writes: the blocks, the last round's logits, the distributions its drafts were drawn from, and the
+    hidden states of all rounds."""
 
     blocks: Blocks
     logits_NV: Tensor
@@ -59,7 +60,7 @@ class _Results:
 
 
 def take_rounds(target: PackedLlama, drafter: PackedLlama | None, plan: RoundPlan, lookup: CLookup | None) -> Rounds:
-    """``Executor.rounds``."""
+    """Implement ``Executor.rounds``."""
     # What the call reads: the rows' texts with room for what follows, their rules, and how the drafter drafts.
     batch, draft_batch = target.batch(None, None, plan.kv), None
     if drafter is not None and plan.draft_kv is not None:
@@ -103,7 +104,8 @@ def _read_results(
 ) -> Rounds:
     blocks, last = results.blocks, call.rounds - 1
     left_open = [b for b in range(len(rows)) if blocks.is_open(b, last)]
-    # In the last round, all tokens of a chain are cached. Of a tree it is the accepted path, or all while it is open.
+    # After the last round, the KV cache holds all tokens of a chain. Of a tree it holds the accepted path, or all
+    # tokens if the block is open.
     path_only = [blocks.trees and b not in left_open for b in range(len(rows))]
     fed = [(blocks.accepted if only else blocks.count)[b * blocks.most + last] for b, only in enumerate(path_only)]
     decided = [last + (b not in left_open) for b in range(len(rows))]
@@ -125,7 +127,7 @@ def _rooms(plan: RoundPlan) -> list[int]:
 
 
 def _lay_rows(plan: RoundPlan, texts: list[array[int]], copied: bool) -> ctypes.Array[CRoundRow]:
-    """The rows as the library takes them. ``copied``: with a copy of each text, for a lookup."""
+    """Lay out the rows for the library. ``copied``: also lay out a copy of each text, for a lookup."""
     rows = (CRoundRow * len(texts))()
     firsts = [0] * len(texts) if plan.given is None else plan.given.first
     starts = [len(row.tokens) for row in plan.rows]
@@ -137,12 +139,13 @@ def _lay_rows(plan: RoundPlan, texts: list[array[int]], copied: bool) -> ctypes.
         c_row.context, c_row.draft_start, c_row.first = min(plan.draft_context, 2**31 - 1), start, first
         handed.append((text, array("q", row.stop_ids), array("i", text) if copied else None))
         c_row.hand(text=handed[-1][0], stop=handed[-1][1], copied=handed[-1][2])
-    vars(rows)["handed"] = handed  # an element is made anew whenever it is read, and keeps nothing alive
+    vars(rows)["handed"] = handed  # reading an element makes a new object, which keeps nothing alive
     return rows
 
 
 def _states(plan: RoundPlan, results: _Results, last: int, fed: list[int]) -> list[tuple[int, Tensor]]:
-    """For each row, the hidden states of its kept tokens, round after round, and of all that is cached of the last."""
+    """For each row, return the position of its last token before the call, and hidden states: of the tokens kept in
+    each round, but in the last round of all cached tokens."""
     if results.states_NF is None:
         return []
     blocks = results.blocks
@@ -181,7 +184,7 @@ def _open_blocks(results: _Results, rows: list[int], last: int, longest: int) ->
 
 
 def _padded(values_NV: Tensor, count: int) -> Tensor:
-    """Values with the last line repeated up to ``count`` lines."""
+    """Repeat the last line of values until there are ``count`` lines."""
     if len(values_NV) == count:
         return values_NV
     last_1V = values_NV[-1:] if len(values_NV) else values_NV.new_zeros(1, values_NV.shape[1])
