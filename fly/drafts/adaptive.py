@@ -173,7 +173,7 @@ class AdaptiveDraft(Wrapper):
         return self._round, rounds
 
     def _lengths(self, load: _Load, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[int]:
-        """The most tokens to ask for in each row."""
+        """Return the most tokens to ask the strategy for in each row."""
         strategy = self.strategy
         if isinstance(strategy, StopsByChance) and strategy.worth is not None:
             strategy.worth = load.worth
@@ -195,7 +195,7 @@ class AdaptiveDraft(Wrapper):
         grown = [len(row.tokens) - tokens for row, (_, tokens) in zip(rows, this.places)]
         if not all(grown) or any(row.generated == n for row, n in zip(rows, grown)):
             return  # the round was given up, or read a prompt
-        # Collect the rounds, their seconds, and what was drafted and kept.
+        # Collect the number of rounds, their seconds, and each row's drafted and kept tokens.
         load, ways = this.load, this.load.ways
         if this.spent:  # the executor measured it
             rounds = max(row.stats.rounds - before for row, (before, _) in zip(rows, this.before))

@@ -39,7 +39,7 @@ class _Gate(AcceptancePolicy, Checked):
         return drafted(self.opens(target, draft) | own_BK, draft)
 
     def residual(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
-        """The target's own distribution."""
+        """Return the target's distribution unchanged."""
         return target_BV
 
 
