@@ -44,7 +44,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class RopeScaling(BaseModel):
-    """How rotary frequencies are stretched beyond the trained context (``rope_scaling``/``rope_parameters``)."""
+    """Settings that stretch rotary frequencies beyond the trained context (``rope_scaling``/``rope_parameters``)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

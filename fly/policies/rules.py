@@ -99,7 +99,8 @@ class FLy(ExactCore):
 
     @classmethod
     def reference(cls) -> FLy:
-        """Return the preset for AMD-AGI/FLy's code: top-3 entropy of the raw distribution, five agreeing tokens, room for six."""
+        """Return the preset for AMD-AGI/FLy's code: top-3 entropy of the raw distribution, five agreeing tokens, and
+        room for six."""
         return cls("top3", 0.3, window=5, hold=6, processed=False)
 
     @classmethod
@@ -109,7 +110,8 @@ class FLy(ExactCore):
 
     @classmethod
     def vllm(cls) -> FLy:
-        """Return the preset for AMD's port in vLLM: top-3 entropy of the processed distribution, six agreeing tokens."""
+        """Return the preset for AMD's port in vLLM: top-3 entropy of the processed distribution, and six agreeing
+        tokens."""
         return cls()
 
     @property
