@@ -237,7 +237,7 @@ class DraftStrategy(ABC):
 
     vocab_size: int | None = None  # it proposes ids below this; None: only ids that occur in the row's text
     context: int | None = None  # the longest row, in tokens, that it drafts for; None: no limit
-    learns: bool = False  # whether its proposals depend on past texts or other rows, on purpose
+    learns: bool = False  # whether its proposals depend, on purpose, on past texts or other rows
     spare: int = 0  # cache slots that its trees need beyond a row's longest path
 
     @abstractmethod

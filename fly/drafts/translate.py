@@ -282,7 +282,7 @@ class TranslatedDraft(StopsByChance):
     def _commit(self, own: abc.Sequence[Sequence]) -> None:
         self.draft.commit([mine for mine in own if mine.tokens])
         for mine in own:
-            if not mine.tokens:  # the draft model can read nothing of this row
+            if not mine.tokens:  # no token of this row has a draft id
                 self.draft.release(mine)
 
     def _own(self, row: Sequence) -> Sequence:

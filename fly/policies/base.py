@@ -159,7 +159,7 @@ class AcceptancePolicy(Bindable, ABC):
     def bind(self: P, vocabulary: Vocabulary) -> P:
         bound = super().bind(vocabulary)
         if (relaxation := bound.relaxation) is not None:
-            vars(bound)["relaxation"] = relaxation.bind(vocabulary)  # unknown tokens raise now
+            vars(bound)["relaxation"] = relaxation.bind(vocabulary)  # raise for unknown tokens now
         return bound
 
     def __or__(self, condition: Condition) -> AcceptancePolicy:

@@ -123,6 +123,6 @@ class FLy(ExactCore):
         return Exact()
 
     @cached_property
-    def relaxation(self) -> Condition:  # worked out once
+    def relaxation(self) -> Condition:  # computed once
         gate = EntropyGate(self.theta, self.entropy, self.processed)
         return gate & AgreeingWindow(self.window) & Room(self.hold) & ~ControlToken()
