@@ -1,9 +1,9 @@
-"""Attention over pages whose numbers are on the device: the ``kv`` of a forward that needs nothing from the host.
+"""Attention over pages whose numbers are on the device. It is the ``kv`` of a forward that needs nothing from the host.
 
-A forward calls ``PagedAttention.attend`` once a layer. It stores the new keys and values in the cache, then attends: by
-our Triton kernels (``ops.attend_pages``) or by FlashAttention, which read the pages in place, or else over a copy of
-each row's pages. FlashAttention takes prompts, for which it is the faster one, and all the rest where the Triton
-kernels are refused.
+A forward calls ``PagedAttention.attend`` once a layer. ``attend`` stores the new keys and values in the KV cache, then
+computes attention. Our Triton kernels (``ops.attend_pages``) and FlashAttention read the pages in place; otherwise each
+row's pages are copied. FlashAttention handles prompts, because it is faster there, and everything if the Triton kernels
+are refused.
 
 Shape legend: T packed new tokens, N new tokens of each row, B rows, W pages of a row's table, Z tokens a page, S = W·Z,
 H query heads, G key/value heads, D head width.
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger("fly")
-_PROMPT = 128  # new tokens of a row from which on FlashAttention is preferred
+_PROMPT = 128  # from so many new tokens of a row on, FlashAttention is preferred
 
 
 def takes_pages(cache: PagedKVCache) -> bool:
@@ -48,7 +48,7 @@ def takes_pages(cache: PagedKVCache) -> bool:
 
 
 def reads_pages(cache: PagedKVCache) -> bool:
-    """Whether attention reads ``cache`` in place, one way or the other; else it copies each row's pages."""
+    """Whether attention reads ``cache`` in place, by either kernel. If not, it copies each row's pages."""
     return takes_pages(cache) or takes_flash(cache)
 
 
@@ -64,10 +64,12 @@ def takes_flash(cache: PagedKVCache) -> bool:
 
 @cache
 def find_flash(device: torch.device, dtype: torch.dtype, width: int) -> dict[str, int] | None:
-    """Options with which the installed torch's FlashAttention reads pages, found by its signature and a tiny call.
+    """Return options with which the installed torch's FlashAttention reads pages. The function's signature and a tiny
+    call show them.
 
-    One split is best: it adds up alike in every batch, and several over pages are reported to be wrong. A version that
-    does not know splits is called without. None, after one warning, where pages are refused, as by torch 2.11.
+    The options ask for one split: then sums are the same in every batch, and several splits over pages are reported to
+    give wrong results. A version without the option for splits is called without it. Return None, after one warning, if
+    the function refuses pages, as in torch 2.11.
     """
     known, error = inspect.signature(varlen.varlen_attn).parameters, ""
     if missing := [name for name in ("seqused_k", "block_table", "enable_gqa") if name not in known]:
@@ -89,7 +91,7 @@ def find_flash(device: torch.device, dtype: torch.dtype, width: int) -> dict[str
 
 
 def _reads_pages(device: torch.device, dtype: torch.dtype, width: int, options: dict[str, Any]) -> bool:
-    """Whether two new tokens of a text of three, whose page is the second, get what the formula gives."""
+    """Whether attention is correct for two new tokens of a text of three tokens, which is cached in the second page."""
     generator = torch.Generator().manual_seed(0)
     q_THD, k_PZGD, v_PZGD = (
         torch.randn(shape, generator=generator).to(dtype)
@@ -114,24 +116,24 @@ class Slots:
     """Where a forward stores its tokens, and what each row reads, as tensors on the device."""
 
     slots_T: Tensor  # int64, where each packed token's keys and values go
-    used_B: Tensor  # int32, stored tokens of each row with its new ones, which are the last
+    used_B: Tensor  # int32, cached tokens of each row, the new ones included
     ends_B1: Tensor  # int32, where each row's tokens end among the packed ones, after a 0
     table_BW: Tensor  # int32, the pages of each row
     longest: int  # new tokens of a row, at most
-    last_T: Tensor | None = None  # int32, each token sees only what is stored before this place; None: up to itself
-    place_T: Tensor | None = None  # int32, each token's place among the stored ones of its row; None is not known
+    last_T: Tensor | None = None  # int32, each token sees only cached tokens before this number; None: up to itself
+    place_T: Tensor | None = None  # int32, each token's number among its row's cached ones; None: not known
 
 
 @dataclass(frozen=True)
 class Trees:
-    """Which of their row's new tokens the tokens of a tree see. They see all tokens before the new ones."""
+    """Which new tokens of its row each token of a tree sees. It also sees all tokens before the new ones."""
 
     seen_TN: Tensor  # uint8
     place_T: Tensor  # int32, each token's position in its row
 
 
 class PagedAttention:
-    """The ``kv`` of one forward (``fly.models.llama.KV``) over ``cache``, in the places that ``slots`` names. If pages
+    """The ``kv`` of one forward (``fly.models.llama.KV``) over ``cache``. ``slots`` says where its tokens go. If pages
     are copied, all rows must have the same number of new tokens. ``trees`` need our own kernels."""
 
     def __init__(self, cache: PagedKVCache, slots: Slots, trees: Trees | None = None) -> None:
@@ -139,7 +141,7 @@ class PagedAttention:
         self.block_size = cache.allocator.block_size
         self.flash = takes_flash(cache)
         self.own = takes_pages(cache) and (trees is not None or slots.longest <= _PROMPT or not self.flash)
-        self._seen: dict[int, Tensor] = {}  # of the tree's tokens, by window
+        self._seen: dict[int, Tensor] = {}  # what the tree's tokens see, by window
         if self.own:
             place_T = slots.place_T
             if place_T is None:
@@ -167,18 +169,18 @@ class PagedAttention:
         window: int | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Store the new keys and values, then attend: [T, H, D], each token over its row up to itself, or over the last
-        ``window`` tokens of that. The output of padding is meaningless."""
+        """Store the new keys and values, then compute attention [T, H, D]. Each token sees its row up to itself, or the
+        last ``window`` tokens up to itself. The output of padding is meaningless."""
         slots, k_SGD, v_SGD = self.slots, self.cache.keys[layer], self.cache.values[layer]
         k_SGD.index_copy_(0, slots.slots_T, k_TGD.to(k_SGD.dtype))
         v_SGD.index_copy_(0, slots.slots_T, v_TGD.to(v_SGD.dtype))
         return self.attend_stored(layer, q_THD, window, scale)
 
     def attend_stored(self, layer: int, q_THD: Tensor, window: int | None, scale: float | None) -> Tensor:
-        """``attend`` once the new keys and values are stored."""
+        """Compute attention once the new keys and values are stored."""
         slots, k_SGD, v_SGD = self.slots, self.cache.keys[layer], self.cache.values[layer]
         for stored_SGD in () if self.own else (k_SGD, v_SGD):
-            # Forget what padding stored: rows read it behind their masks, and not even a weight of 0 stops a NaN.
+            # Clear what padding stored: masked rows still read it, and a NaN times a weight of 0 is a NaN.
             stored_SGD[-self.block_size :].zero_()
         k_PZGD, v_PZGD = (x.unflatten(0, (-1, self.block_size)) for x in (k_SGD, v_SGD))
         q, grouped = q_THD.to(k_SGD.dtype), q_THD.shape[1] != k_SGD.shape[1]
@@ -209,11 +211,11 @@ class PagedAttention:
         return out.transpose(1, 2).flatten(0, 1).to(q_THD.dtype)
 
     def _see(self, seen_TN: Tensor, window: int | None) -> Tensor:
-        """What each token of a tree sees of the last ``window`` tokens of its branch."""
+        """Find which of the last ``window`` tokens of its branch each token of a tree sees."""
         if window is None:
             return seen_TN
         if window not in self._seen:
-            after_TN = seen_TN.long().flip(1).cumsum(1).flip(1)  # seen tokens from each one on
+            after_TN = seen_TN.long().flip(1).cumsum(1).flip(1)  # seen tokens, counted from each one to the end
             self._seen[window] = seen_TN * (after_TN <= window)
         return self._seen[window]
 
@@ -221,7 +223,7 @@ class PagedAttention:
 def place_tokens(
     cache: PagedKVCache, table_BW: Tensor, start_B: Tensor, stored_BN: Tensor
 ) -> tuple[Tensor, PagedAttention]:
-    """Positions [T] of N new tokens of every row, in its places from ``start_B`` on, and the ``kv`` of their forward.
+    """Place N new tokens of every row from ``start_B`` on. Return their positions [T] and the ``kv`` of their forward.
 
     Tokens that are not ``stored_BN`` (bool) are padding: their keys and values go to a page that no row owns.
     """

@@ -1,8 +1,8 @@
-"""Drafts made on the device: by prompt lookup alone (``copy_tokens``), or by a drafter, below which prompt lookup may
-copy tokens too (``Chain``).
+"""Drafts made on the device: by prompt lookup alone (``copy_tokens``), or by a drafter (``Chain``), for which prompt
+lookup may draft in turn.
 
-A ``DeviceRound`` (device_round.py) calls one of them at the start of each round. What a drafter is fed stands in
-drafter.py.
+A ``DeviceRound`` (device_round.py) calls one of them at the start of each round. drafter.py decides which tokens a
+drafter is fed.
 
 Shape legend: R rows (padding included), D of them above temperature 0, K longest draft, W tokens copied for a forward,
 J = W + 1 places that a forward predicts, X = K + J columns, N new tokens of each row, C hidden width, V vocabulary,
@@ -29,26 +29,26 @@ __all__ = ["Chain", "Proposal", "copy_tokens", "look_up"]
 
 
 class Proposal(NamedTuple):
-    """Where the tokens drafted in a round stand, in memory that stays the same from round to round."""
+    """The tokens drafted in a round, in memory that stays the same from round to round."""
 
     tokens_RK: Tensor
     count_R: Tensor
-    probs_DKV: Tensor | None = None  # what tokens of rows above temperature 0 were drawn from; None if copied
+    probs_DKV: Tensor | None = None  # distributions of drawn tokens; None: copied
 
 
 def look_up(text_RS: Tensor, length_R: Tensor, lookup: Lookup, count: int) -> tuple[Tensor, Tensor]:
     """Prompt lookup as ``fly.drafts.ngram.Index`` does it, for all rows at once.
 
-    It finds the longest n-gram that ends the first ``length_R`` tokens of a row and occurred before, at its latest
-    place. Returns the ``count`` tokens [R, count] that followed there, and whether there is such an n-gram [R]. A copy
-    that reaches the end of the text goes on into itself.
+    It finds the longest n-gram that ends the first ``length_R`` tokens of a row and occurred before, and takes its
+    latest occurrence. Returns the ``count`` tokens [R, count] that followed there, and whether there is such an n-gram
+    [R]. A copy that reaches the end of the text continues with the tokens just copied.
     """
     width = text_RS.shape[1]
     at_S = torch.arange(width, device=text_RS.device)
     end_RN = text_RS.gather(1, (length_R.unsqueeze(1) - 1 - at_S[: lookup.longest]).clamp_min(0))
-    # Before the text stands -1, which is no token.
+    # Pad the front of the text with -1, which is no token.
     padded_RS = F.pad(text_RS, (lookup.longest - 1, 0), value=-1)
-    # For each place before the last: how many tokens, going back from there, are those at the end of the text.
+    # For each earlier position, count how many tokens up to it match the end of the text.
     alike_RS = at_S < length_R.unsqueeze(1) - 1
     run_RS = torch.zeros_like(text_RS)
     for n in range(lookup.longest):
@@ -63,13 +63,13 @@ def look_up(text_RS: Tensor, length_R: Tensor, lookup: Lookup, count: int) -> tu
 
 
 def count_wanted(table: Table) -> Tensor:
-    """[R] tokens to draft at most. A round emits one token beyond its draft, hence one less than what is left."""
+    """[R] the most tokens to draft. A round emits one token beyond its draft, so this is one less than what is left."""
     most_R = torch.minimum(table.column(Column.K), table.column(Column.LEFT) - 1)
     return torch.minimum(most_R, table.column(Column.CONTEXT) - table.column(Column.LENGTH))
 
 
 def copy_tokens(table: Table, proposal: Proposal) -> None:
-    """Draft by prompt lookup alone: as many tokens as are wanted, up to the first that ends the row."""
+    """Draft by prompt lookup alone: as many tokens as are wanted, but none after one that ends the row."""
     shape, length_R = table.shape, table.column(Column.LENGTH)
     assert shape.spec.lookup is not None
     copied_RK, found_R = look_up(table.text_RS, length_R, shape.spec.lookup, shape.k)
@@ -81,12 +81,12 @@ def copy_tokens(table: Table, proposal: Proposal) -> None:
 
 
 class Chain:
-    """Drafts of up to K tokens by one forward of the drafter after another.
+    """Draft up to K tokens by repeated forwards of the drafter.
 
-    If only K can end a draft, its K forwards are one graph. If it may end earlier (``Shape.ends_early``), each forward
-    is a graph, and the host decides whether to launch another. It decides one forward late: while it waits for the
-    number of tokens that are still wanted, the device already works on the next forward. So the device is never idle,
-    and at most one forward is not needed.
+    If every draft has K tokens, its K forwards are one graph. If a draft may end earlier (``Shape.ends_early``), each
+    forward is a graph, and the host decides whether to launch another. The host decides one forward late: while it
+    waits for the number of tokens still wanted, the device already runs the next forward. So the device is never idle,
+    and at most one forward is wasted.
     """
 
     def __init__(self, drafter: Drafter, pool: GraphPool, shared: Shared) -> None:
@@ -104,7 +104,7 @@ class Chain:
         self.probs_DXV = shared.lend("draft", (drawn, columns, drafter.vocab_size), torch.float32, device)
         self.whole = Part(self._draft_whole, pool)
         self.first, self.next = Part(self._begin, pool), Part(self._go_on, pool)
-        self.forwards = 0  # of the last draft
+        self.forwards = 0  # how many the last draft took
 
     @property
     def proposal(self) -> Proposal:
@@ -113,7 +113,7 @@ class Chain:
 
     @cached_property
     def watch(self) -> Watch:
-        """Reads how many tokens are still wanted, if a draft may end early."""
+        """Read how many tokens are still wanted, if a draft may end early."""
         return Watch(self.shape.k)
 
     def draft(self, longest: int) -> None:
@@ -126,8 +126,8 @@ class Chain:
         self.forwards = 1
         while self.forwards < min(longest, self.shape.k):
             self.watch.begin(self.forwards - 1, self.wanted_1)
-            # Read how many tokens were still wanted before the forward that is under way. It drafts one more for each
-            # row at least, so below two there is nothing left to draft.
+            # Read how many tokens were still wanted before the current forward. That forward drafts at least one more
+            # for each row, so if fewer than two were wanted, nothing is left to draft.
             if self.forwards > 1:
                 with self.pool.awaited():
                     wanted = self.watch.read(self.forwards - 2)
@@ -142,7 +142,7 @@ class Chain:
             self._go_on()
 
     def _begin(self) -> None:
-        """The first forward of a draft: it is fed what the drafter lacks, up to the row's last token."""
+        """Run the first forward of a draft. It is fed the tokens that the drafter lacks, up to the row's last one."""
         self.count_R.zero_()
         self.reached_R.fill_(1.0)
         self.most_R.copy_(count_wanted(self.table))
@@ -152,13 +152,13 @@ class Chain:
         self._predict(*self.drafter.begin_draft(self.drafting_R), first=True)
 
     def _go_on(self) -> None:
-        """A further forward: it is fed the token drafted last."""
+        """Run a further forward, which is fed the token drafted last."""
         last_R1 = self.tokens_RX.gather(1, (self.count_R.unsqueeze(1) - 1).clamp_min(0))
         self._predict(last_R1, self.drafting_R.unsqueeze(1), first=False)
 
     def _flip_coins(self) -> Tensor:
-        """[D, X] uniforms of all tokens that may be drawn: a hash of the row's seed, where the round began, and the
-        token's position, as on every other device."""
+        """[D, X] uniforms for all tokens that may be drawn. Each is a hash of the row's seed, of the position where the
+        round began, and of the token's position, as on every other device."""
         drawn, columns = self.coins_DX.shape
         length_D = self.table.column(Column.LENGTH)[:drawn]
         seed_D = derived(self.table.column(Column.SEED)[:drawn], length_D)
@@ -169,24 +169,24 @@ class Chain:
     def _predict(self, new_RN: Tensor, stored_RN: Tensor, first: bool) -> None:
         """Run one forward over ``new_RN``, the last tokens of each row, and draft the tokens that it predicts."""
         table, copies, device = self.table, self.shape.copies, self.table.device
-        length_R = table.column(Column.LENGTH) + self.count_R  # with what is drafted so far
+        length_R = table.column(Column.LENGTH) + self.count_R  # drafted tokens included
         start_R = self.drafter.count_slots(length_R) - new_RN.shape[1]
-        if copies:  # after those tokens, what prompt lookup copies: this forward verifies it
+        if copies:  # this forward also verifies tokens that prompt lookup copies
             assert self.shape.spec.lookup is not None
             copied_RW, found_R = look_up(table.text_RS, length_R, self.shape.spec.lookup, copies)
             room_R = torch.where(found_R & self.drafting_R, self.most_R - self.count_R - 1, 0)  # one token is its own
             fed_RW = torch.arange(copies, device=device) < room_R.unsqueeze(1)
             new_RN, stored_RN = torch.cat([new_RN, copied_RW], 1), torch.cat([stored_RN, fed_RW], 1)
         hidden_RJC = self.drafter.forward(new_RN, start_R, stored_RN, first)[:, -copies - 1 :]
-        # Where only the likeliest tokens are asked for, no float32 logits are written.
+        # No float32 logits are written if only the likeliest tokens are needed.
         logits_RJV = self.drafter.logits(hidden_RJC, self.shape.drawn > 0 or self.shape.spec.stops)
 
-        # The drafter's own token at each place, and whether to draft on after it.
+        # Choose the drafter's own token at each place, and whether drafting goes on after it.
         at_RJ = self.count_R.unsqueeze(1) + torch.arange(copies + 1, device=device)
         own_RJ, probs_DJV = self._choose(logits_RJV, at_RJ)
         sure_RJ, reached_RJ = self._is_sure(own_RJ, logits_RJV, probs_DJV)
 
-        # Copied tokens stand as far as they are the drafter's own and it is sure of them. After them comes its own.
+        # Keep copied tokens as long as the drafter chooses the same ones and is sure of them. Its own token follows.
         stands_R = torch.ones_like(self.count_R)
         if copies:
             stands_RW = (own_RJ[:, :-1] == copied_RW) & fed_RW & sure_RJ[:, :-1]
@@ -194,7 +194,7 @@ class Chain:
         last_R1 = stands_R.unsqueeze(1) - 1
         sure_R = sure_RJ.gather(1, last_R1).squeeze(1)
 
-        # Keep them. What is written after those that stand is overwritten by the next forward.
+        # Write them down. The next forward overwrites whatever stands after the kept ones.
         self.tokens_RX.scatter_(1, at_RJ, own_RJ)
         table.write_text(length_R, own_RJ)
         if reached_RJ is not None:
@@ -205,7 +205,8 @@ class Chain:
             self.wanted_1.copy_(torch.where(self.drafting_R, self.most_R - self.count_R, 0).amax(0, keepdim=True))
 
     def _choose(self, logits_RJV: Tensor, at_RJ: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The drafter's token at each place [R, J]: the likeliest one, or one drawn from [D, J, V], which is kept."""
+        """Choose the drafter's token at each place [R, J]: the likeliest one, or one drawn from the distributions [D,
+        J, V], which are kept."""
         own_RJ, drawn = argmax(logits_RJV), self.shape.drawn
         if not drawn:
             return own_RJ, None
@@ -217,8 +218,8 @@ class Chain:
         return torch.cat([own_DJ, own_RJ[drawn:]]), probs_DJV
 
     def _is_sure(self, own_RJ: Tensor, logits_RJV: Tensor, probs_DJV: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Whether to draft on after each token [R, J], as ``Certainty`` of ``fly.runtime.drafting`` decides it; and the
-        product of the largest probabilities up to there, where that is asked for."""
+        """Return whether drafting goes on after each token [R, J], as ``fly.runtime.drafting.Certainty`` decides it,
+        and, if needed, the product of the largest probabilities up to there."""
         goes_on_RJ, spec = ~self.table.is_end(own_RJ), self.shape.spec
         if not spec.stops:
             return goes_on_RJ, None

@@ -1,10 +1,11 @@
-"""One round of a batch, as work for the device alone: draft, score, decide, advance.
+"""One round of a batch, run by the device alone: draft, score, decide, advance.
 
-rounds.py calls ``DeviceRound.launch`` once a round, and waits once, for the download that ``DecisionStage`` begins. In
-between nothing comes back to the host, with two exceptions: a draft that may end early is watched (chain.py), and a
-rule that no graph can hold runs between two graphs, where it may wait or raise.
+rounds.py calls ``DeviceRound.launch`` once a round, and waits once, for the download that ``DecisionStage`` begins.
+Nothing else comes back to the host, with two exceptions. The host watches a draft that may end early (chain.py). A rule
+that no graph can hold runs between two graphs, where it may wait or raise an error.
 
-What the stages must know of a row stands in the table on the device (table.py). Rows above temperature 0 stand first.
+The stages read what they need about each row from the table on the device (table.py). Rows above temperature 0 come
+first in it.
 
 Shape legend: R rows (padding included), B rows of a group, D rows above temperature 0, K longest draft, J = K + 1
 positions, F hidden states side by side, V vocabulary, X columns of a packed decision.
@@ -38,13 +39,13 @@ from fly.types import Draft, Noise, Target, Verdict, Why
 
 __all__ = ["DecisionStage", "DeviceRound", "Group", "Scored", "find_refusal"]
 
-_MOST_STAGES = 16  # kept for a round
-_NEW = 2  # rounds of a shape until all is captured
+_MOST_STAGES = 16  # the most that a round keeps
+_NEW = 2  # so many rounds of a shape run before all is captured
 _find_wait = lru_cache(256)(find_wait)
 
 
 class Group(NamedTuple):
-    """Rows that stand together in the table. They have one rule, and are all above temperature 0 or all at it."""
+    """Adjacent rows of the table. They have the same rule, and are all above temperature 0 or all at it."""
 
     policy: AcceptancePolicy
     drawn: bool
@@ -52,14 +53,14 @@ class Group(NamedTuple):
 
 
 def find_refusal(group: Group, drafter: object) -> str | None:
-    """Why a graph cannot hold the decision about this group (``find_wait``); None if it can."""
+    """Return why a graph cannot hold the decision about this group (``find_wait``), or None if it can."""
     return _find_wait(group.policy, group.drawn, group.drawn and drafter is not None)
 
 
 class Scored(NamedTuple):
-    """What the target says after each row's last token, and after each drafted one."""
+    """The target's output after each row's last token, and after each drafted one."""
 
-    logits_RJV: Tensor  # as the head computes them; float32 where a rule reads more than the likeliest tokens
+    logits_RJV: Tensor  # float32 if a rule reads more than the likeliest tokens, else as the head computes them
     choices_RJ: Tensor  # the likeliest tokens
     states_RJF: Tensor | None  # hidden states of the fed tokens, if they are wanted
 
@@ -81,7 +82,7 @@ class DeviceRound:
         # Graphs hold addresses, not this object, so dropping the cache frees its memory.
         self.cache: PagedKVCache = weakref.proxy(cache)
         self.table = Table(shape, target.device)
-        # Drafted tokens, and in the last column how many. A chain has memory of its own.
+        # The drafted tokens and, in the last column, their number. A ``Chain`` has its own memory instead.
         self._drafted_RJ = torch.zeros(shape.rows, shape.k + 1, dtype=torch.int64, device=target.device)
         self.proposal = Proposal(self._drafted_RJ[:, :-1], self._drafted_RJ[:, -1])
         self.drafter: Drafter | None = None
@@ -98,14 +99,15 @@ class DeviceRound:
         self.stages: dict[tuple[Group, ...], DecisionStage] = {}
 
     def prepared(self) -> AbstractContextManager[Any]:
-        """Entered around a round. The first two rounds of a shape run and compile new code; from the third on
-        everything is captured."""
+        """Return a context to enter around a round. The first two rounds of a shape run and compile new code; from the
+        third on, everything is captured."""
         return self.pool.preparing() if self.rounds < _NEW else nullcontext()
 
     def launch(self, stage: DecisionStage, longest: int, timer: Timer) -> None:
-        """Launch a round with drafts of up to ``longest`` tokens. Its result has arrived when ``timer.done`` is over.
+        """Launch a round with drafts of up to ``longest`` tokens. Its result has arrived once the event ``timer.done``
+        has passed.
 
-        Raises the error of a rule that no graph can hold; then the round is void.
+        An error of a rule that no graph can hold is raised, and makes the round void.
         """
         self.rounds += 1
         timer.start.record()
@@ -117,17 +119,18 @@ class DeviceRound:
         timer.drafted.record()
         # Score: one forward of the target over the whole block.
         self.scored = self.score()
-        # Decide: the rules say what stands, the table becomes that of the next round, and the result goes down.
+        # Decide: the rules say what is kept, the table moves on to the next round, and the download of the result
+        # begins.
         stage.begin()
         timer.done.record()
 
     def propose(self, drafts: Sequence[list[int]]) -> None:
-        """Upload drafts that were made elsewhere, for the first lines of the table."""
+        """Upload drafts that were made on the host, for the first lines of the table."""
         lines = [[*tokens, *[0] * (self.shape.k - len(tokens)), len(tokens)] for tokens in drafts]
         upload_into(self._drafted_RJ[: len(lines)], torch.tensor(lines))
 
     def find_stage(self, groups: tuple[Group, ...], control_V: Tensor) -> DecisionStage:
-        """Find or make the last stage for rows that stand in these ``groups``. ``control_V`` is that of ``Target``."""
+        """Find or make the last stage for rows in these ``groups``. ``control_V`` is ``Target.control_V``."""
         if groups not in self.stages:
             if len(self.stages) == _MOST_STAGES:
                 del self.stages[next(iter(self.stages))]
@@ -135,7 +138,7 @@ class DeviceRound:
         return self.stages[groups]
 
     def _score(self) -> Scored:
-        """The target's forward over every row's last token and its draft."""
+        """Run the target over every row's last token and its draft."""
         table, (tokens_RK, count_R, _) = self.table, self.proposal
         tokens_RJ = torch.cat([table.column(Column.LAST).unsqueeze(1), tokens_RK], 1)
         fed_RJ = torch.arange(self.shape.k + 1, device=table.device) <= count_R.unsqueeze(1)
@@ -145,7 +148,7 @@ class DeviceRound:
         states = dict.fromkeys(self.shape.states, start_R)
         hidden_TC = self.target.hidden(tokens_RJ.flatten(), positions_T, kv, states, self.shape.compiled)
         logits_RJV = self.target.logits(hidden_TC, exact=False).unflatten(0, tokens_RJ.shape)
-        if type(logits_RJV) is Tensor:  # a graph would keep these for itself; parts of a vocabulary are smaller
+        if type(logits_RJV) is Tensor:  # else a graph would keep a copy; parts of a vocabulary are smaller
             shared_RJV = self.shared.lend("target", logits_RJV.shape, logits_RJV.dtype, logits_RJV.device)
             logits_RJV = shared_RJV.copy_(logits_RJV)
         states_RJF: Tensor | None = None
@@ -155,10 +158,11 @@ class DeviceRound:
 
 
 class DecisionStage:
-    """The last stage of a round: the rules of its rows decide, and the table becomes that of the next round.
+    """The last stage of a round: the rules of its rows decide, and the table moves on to the next round.
 
     ``relaxes`` says for each group whether its rule excuses mismatches, and ``conditions`` names the rule's conditions.
-    If ``needs_texts``, some rule runs outside of the graph, and the host sets ``texts``, of all rows, before a round.
+    If ``needs_texts``, some rule runs outside of the graph, and the host sets the ``texts`` of all rows before each
+    round.
     """
 
     def __init__(self, round_: DeviceRound, groups: tuple[Group, ...], control_V: Tensor) -> None:
@@ -180,16 +184,16 @@ class DecisionStage:
         self.download.begin(lines_RX)
 
     def _decide(self) -> Tensor:
-        """[R, X] int32, a ``pack``ed line for each row."""
+        """Decide, and return a ``pack``ed line for each row, [R, X] int32."""
         table, (tokens_RK, count_R, probs_DKV) = self.round.table, self.round.proposal
         logits_RJV, choices_RJ, _ = self.round.scored
-        # The coins are hashes of the row's seed and of where the round begins.
+        # Coins are hashes of the row's seed and of the position where the round begins.
         seed_R, length_R = table.column(Column.SEED), table.column(Column.LENGTH)
         accept_RK = uniforms(seed_R, length_R, Stream.ACCEPT, tokens_RK.shape[1])
         sample_R = uniforms(seed_R, length_R, Stream.SAMPLE, 1).squeeze(1)
         verdicts, costs, lines, first = list[Verdict](), list[Tensor | None](), list[Tensor](), 0
         for number, (policy, drawn, count) in enumerate(self.groups):
-            # The group's rows of the block. ``verify`` decides on them as on every device.
+            # Take the group's rows of the block. ``verify`` decides on them as on every device.
             rows = slice(first, first := first + count)
             reads = drawn or self.relaxes[number]
             target = self._make_target(rows, drawn, logits_RJV[rows].float() if reads else logits_RJV[rows])
@@ -205,7 +209,7 @@ class DecisionStage:
         return torch.cat([F.pad(line_BX, (0, widest - line_BX.shape[1])) for line_BX in lines])
 
     def _make_target(self, rows: slice, drawn: bool, logits_BJV: Tensor) -> Target:
-        """What the target says about one group's block."""
+        """Return the target's output about one group's block."""
         table, texts = self.round.table, None if self.texts is None else self.texts[rows]
         return Target(
             logits_BJV,

@@ -1,11 +1,12 @@
-"""What a drafter is fed on the device: a draft model the tokens, a trained head also the target's hidden states.
+"""What a drafter is fed on the device: tokens and, if it is a draft head, the target's hidden states too.
 
 In order:
 
-1. ``catch_up``, once a call, feeds what a row lacks, except for its last tokens. The host does that (rounds.py).
-2. ``begin_draft`` gives those last tokens, which the first ``forward`` of a draft is fed (chain.py).
+1. ``catch_up``, called by the host once a call (rounds.py), feeds the tokens that a row lacks, except for its last
+   ones.
+2. ``begin_draft`` returns those last tokens, which the first ``forward`` of a draft is fed (chain.py).
 3. Each later ``forward`` is fed the token drafted last.
-4. ``advance``, at the end of a round, notes what stands (device_round.py), for the ``begin_draft`` of the next.
+4. ``advance``, at the end of a round, notes which tokens were kept (device_round.py), for the next ``begin_draft``.
 
 Shape legend: R rows (padding included), K longest draft, J = K + 1, N new tokens of each row, T packed tokens,
 F hidden states of the target side by side, C hidden width, U vocabulary of a head, V vocabulary.
@@ -46,8 +47,8 @@ class Model(Protocol):
 
 
 class Drafter:
-    """A draft model with its cache. A draft begins with the last two tokens of each row, because the model lacks the
-    last but one after a draft that was kept whole: nobody has fed it the last drafted token."""
+    """A draft model with its KV cache. A draft begins with the last two tokens of each row. After a draft that was kept
+    whole, the model has not cached the last drafted token, since no forward was fed it."""
 
     def __init__(self, table: Table, model: Model, cache: PagedKVCache) -> None:
         self.table, self.model, self.vocab_size = table, model, model.config.vocab_size
@@ -55,11 +56,11 @@ class Drafter:
         self.cache: PagedKVCache = weakref.proxy(cache)
 
     def catch_up(self, plan: RoundPlan, drafts: Sequence[bool], order: Sequence[int]) -> list[int]:
-        """Feed what is not cached of the rows that it ``drafts`` for, except for the tokens that a draft begins with.
-        Returns how many tokens before its last one each row still lacks (``Column.LACKS``).
+        """Feed the tokens that are not cached, except for those that a draft begins with, of the rows that it
+        ``drafts`` for. Returns how many tokens before its last one each row still lacks (``Column.LACKS``).
 
         Args:
-            order: the row of the plan that each line of the table is; -1 is padding.
+            order: for each line of the table, the number of its row in the plan; -1 is padding.
         """
         kv, texts = plan.draft_kv, [row.tokens for row in plan.rows]
         assert kv is not None
@@ -71,17 +72,19 @@ class Drafter:
         return [int(start < len(text) - 1) for start, text in zip(kv.starts, texts)]
 
     def begin_draft(self, drafting_R: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens [R, N] that a draft begins with, up to each row's last, and which of them are to be stored."""
+        """Return the tokens [R, N] that a draft begins with, up to each row's last, and which of them are to be
+        cached."""
         lacks_R = drafting_R & (self.table.column(Column.LACKS) > 0)
         last_R2 = self.table.state_RC[:, Column.BEFORE : Column.LAST + 1]
         return last_R2, torch.stack([lacks_R, drafting_R], 1)
 
     def count_slots(self, length_R: Tensor) -> Tensor:
-        """[R] places of the cache that so many tokens of each row take."""
+        """[R] slots of the cache that so many tokens of each row take."""
         return length_R
 
     def forward(self, tokens_RN: Tensor, start_R: Tensor, stored_RN: Tensor, first: bool) -> Tensor:
-        """Final hidden states [R, N, C] of tokens in the places from ``start_R`` on. ``first``: they begin a draft."""
+        """Final hidden states [R, N, C] of tokens that are cached from ``start_R`` on. ``first``: they begin a
+        draft."""
         positions_T, kv = place_tokens(self.cache, self.table.draft_pages_RW, start_R, stored_RN)
         return self._run(tokens_RN.flatten(), positions_T, kv, first).unflatten(0, tokens_RN.shape)
 
@@ -93,14 +96,15 @@ class Drafter:
         return self.model.logits(hidden_RNC.flatten(0, 1), exact).unflatten(0, hidden_RNC.shape[:2])
 
     def advance(self, emitted_RJ: Tensor, accepted_R: Tensor, states_RJF: Tensor | None) -> None:
-        """The round emits the first ``accepted_R`` + 1 of these tokens; ``states_RJF`` are the target's."""
+        """Note that the round emits the first ``accepted_R`` + 1 of these tokens. ``states_RJF`` are the target's
+        hidden states."""
         self.table.column(Column.LACKS).fill_(1)
 
 
 class HeadDrafter(Drafter):
-    """A draft head (``fly.models.eagle``). A draft begins with the tokens of the last round, up to K + 1 of each row,
-    each with the target's hidden states before it, which that round has just computed. Drafted tokens are fed with the
-    head's own feature before them; the next draft overwrites what is cached of them."""
+    """A draft head (``fly.models.eagle``). A draft begins with the tokens of the last round, up to K + 1 of each row.
+    Each is fed with the target's hidden states before it, which that round has just computed. Drafted tokens are fed
+    with the head's own feature before them, and the next draft overwrites their cached keys and values."""
 
     def __init__(self, table: Table, head: TorchHead, cache: PagedKVCache) -> None:
         self.table, self.head, self.vocab_size = table, head, head.config.vocab_size
@@ -114,14 +118,14 @@ class HeadDrafter(Drafter):
     def catch_up(self, plan: RoundPlan, drafts: Sequence[bool], order: Sequence[int]) -> list[int]:
         kv, given, texts, count = plan.draft_kv, plan.given, [row.tokens for row in plan.rows], self.tokens_RJ.shape[1]
         assert kv is not None and given is not None
-        ends = list(itertools.accumulate(kv.counts))  # of each row's hidden states among those given
+        ends = list(itertools.accumulate(kv.counts))  # where each row's hidden states end among those given
         late = [b for b, lacks in enumerate(kv.counts) if drafts[b] and lacks > count]
         if late:
             starts, new = [kv.starts[b] for b in late], [texts[b][-kv.counts[b] : -count] for b in late]
             batch = kv.cache.batch([kv.seqs[b] for b in late], starts, list(map(len, new)))
             before = [given.states_TF[ends[b] - kv.counts[b] : ends[b] - count] for b in late]
             self.head.begin(Batch.of(new, batch), torch.cat(before), ())
-        # Each row's last tokens stand at the right; with them, the numbers of their hidden states.
+        # Each row's last tokens are aligned at the right, and so are the numbers of their hidden states.
         numbers = list[int]()
         for b in order:
             own = min(kv.counts[b], count) if b >= 0 else 0
@@ -147,7 +151,7 @@ class HeadDrafter(Drafter):
         return hidden_TC
 
     def logits(self, hidden_RNC: Tensor, exact: bool) -> Tensor:
-        # What is not in the head's vocabulary is never drafted.
+        # Tokens outside the head's vocabulary are never drafted.
         logits_TU = self.head.head.logits(hidden_RNC.flatten(0, 1))
         logits_TV = logits_TU.new_full((len(logits_TU), self.vocab_size), -torch.inf)
         logits_TV.index_copy_(1, self.head.to_target_U, logits_TU)
@@ -155,7 +159,7 @@ class HeadDrafter(Drafter):
 
     def advance(self, emitted_RJ: Tensor, accepted_R: Tensor, states_RJF: Tensor | None) -> None:
         assert states_RJF is not None
-        # The last emitted token moves to the right end, those before it along with it.
+        # Shift the emitted tokens so that the last one is at the right end.
         before_J = torch.arange(emitted_RJ.shape[1] - 1, -1, -1, device=self.table.device)
         at_RJ = (accepted_R.unsqueeze(1) - before_J).clamp_min(0)
         self.tokens_RJ.copy_(emitted_RJ.gather(1, at_RJ))

@@ -1,8 +1,9 @@
-"""The executor on CUDA: whole rounds as graphs, and the plain way.
+"""The executor on CUDA: it runs whole rounds as graphs where it can, and goes the plain way elsewhere.
 
-The engine first tries ``takes`` and ``rounds``: whole rounds without a draft, by prompt lookup, by a draft model, or by
-a head's chain (rounds.py). Rows that ask for more take the plain way, as on any device: the strategy drafts token by
-token, ``score`` runs the forwards, and the rules decide in tensors, operation by operation. The log says once why.
+The engine first tries ``takes`` and ``rounds``. These run whole rounds without a draft, or with drafts of prompt
+lookup, a draft model, or a head's chain (rounds.py). Rows that ask for more take the plain way, as on any device: the
+strategy drafts token by token, ``score`` runs the forwards, and the rules decide in tensors, operation by operation.
+The log says once why.
 
 Shape legend: T packed tokens, N places, C hidden width, F hidden states side by side, V vocabulary.
 """
@@ -55,11 +56,11 @@ from fly.types import Decision, Draft, Target
 __all__ = ["CudaExecutor"]
 
 _log = logging.getLogger("fly")
-_FEW, _FEW_IN_ALL = 32, 512  # tokens of a row, and of a batch, that ``score`` runs as a graph
+_FEW, _FEW_IN_ALL = 32, 512  # the most tokens of a row, and of a batch, that ``score`` runs as a graph
 
 
 def _on_device(method: Any) -> Any:
-    """Run a method with the executor's device as the current one, on whichever thread."""
+    """Run a method with the executor's device as the current one, whichever thread calls it."""
 
     @wraps(method)
     def run(self: CudaExecutor, *args: Any, **options: Any) -> Any:
@@ -74,12 +75,13 @@ class CudaExecutor(TorchExecutor):
 
     Args:
         compiles: whether layers may be compiled; false once that failed.
-        pool: what its graphs share; of a model that this process shares with others, entered around each wait. A call
-            then takes a fixed number of rounds, so that all processes take the same.
+        pool: the memory that its graphs share. If several processes run the model together, its contexts are entered
+            around waits and preparations, and a call takes a fixed number of rounds, so that all processes take the
+            same number.
     """
 
-    # Compiling takes some ten seconds for each number of tokens, the first time on a machine: as long as these rounds
-    # took, so that compiling at most doubles the time of short work.
+    # The first time on a machine, compiling takes some ten seconds for each number of tokens. It begins after so many
+    # rounds, which take as long, so compiling at most doubles the time of short work.
     often = 2000
 
     def __init__(self, model: Any, compiles: bool = True, pool: GraphPool | None = None) -> None:
@@ -89,9 +91,9 @@ class CudaExecutor(TorchExecutor):
             fuse(model)
             if any(isinstance(part, Int4Linear) for part in model.modules()):
                 self.kernels = "torch-int4"
-        self.budget: int | None = None  # bytes for the rounds of a cache (``DeviceRounds``), once they are counted
-        self._plain = ""  # why the rows that were asked about last take the plain way, unless ``rounds`` takes them
-        self._compiled_layers = cache(CompiledLayers)  # made when they are needed: that imports torch's compiler
+        self.budget: int | None = None  # bytes for a cache's rounds (``DeviceRounds``), once counted
+        self._plain = ""  # why the last rows go the plain way; empty if ``rounds`` decides that
+        self._compiled_layers = cache(CompiledLayers)  # made on first use, as this imports torch's compiler
         self._rounds: WeakKeyDictionary[PagedKVCache, DeviceRounds] = WeakKeyDictionary()
 
     @property
@@ -106,8 +108,8 @@ class CudaExecutor(TorchExecutor):
         return needed, rows
 
     def _count(self, work: Workload, rows: int) -> int:
-        """Bytes that rounds and prompts take for so many rows, all sampled with top-p; those of rounds become their
-        budget (``DeviceRounds``)."""
+        """Count the bytes that rounds and prompts take for so many rows, all sampled with top-p. The bytes of rounds
+        become their budget (``DeviceRounds``)."""
         drafter: Any = work.drafter if work.drafter is not None and self.joins(work.drafter, DraftSpec()) else None
         count, k = round_up(rows), round_up(min(work.k, LONGEST))
         pages = -(-(min(self.config.max_position_embeddings, FEW) + k + 2) // work.block_size)
@@ -117,7 +119,8 @@ class CudaExecutor(TorchExecutor):
             states=tuple(range(drafter.options.inputs)) if isinstance(drafter, TorchHead) else (),
         )  # fmt: skip
         needs = measure_round(shape, (Group(work.policy, True, count),), self, drafter, work.block_size)
-        # As many shapes as are warmed up, at temperature 0 and above, and as many again for what else requests ask for.
+        # Count all shapes that are warmed up, at temperature 0 and above, and as many again for other shapes that
+        # requests need.
         others = 4 * sum(warmed <= rows for warmed in WARM_ROWS) - 1
         self.budget = add_up([needs, *[needs] * others])
         prompt = measure_prompt(self, work.block_size, work.step_tokens, rows, work.scored)
@@ -145,7 +148,8 @@ class CudaExecutor(TorchExecutor):
         return self.pool.prepared
 
     def deterministic(self) -> Executor:
-        """Never compiled: which operations compute a token must not depend on how often other shapes came up."""
+        """Never compile layers: which operations compute a token must not depend on how often other shapes were
+        used."""
         return TokenByToken(CudaExecutor(self.model, False, self.pool))
 
     def joins(self, drafter: Executor, spec: DraftSpec) -> bool:
@@ -153,7 +157,7 @@ class CudaExecutor(TorchExecutor):
         return known and drafter.device == self.device and spec.tree is None
 
     def takes(self, rows: abc.Sequence[Sequence]) -> bool:
-        """Graphs are found by their rules: one without a hash takes the plain way."""
+        """Graphs are looked up by their rules, so a rule without a hash takes the plain way."""
         self._plain = "the draft strategy is asked before each round, or a cache has no room for several rounds"
         if any(map(asks_between, rows)):
             self._plain = "penalties, bans, a form, log-probabilities or explanations are asked for"
@@ -165,11 +169,11 @@ class CudaExecutor(TorchExecutor):
 
     @_on_device
     def rounds(self, plan: RoundPlan) -> Rounds | None:
-        self._plain = ""  # ``take_rounds`` says why it does not take them
+        self._plain = ""  # if it refuses rows, ``take_rounds`` says why
         return take_rounds(self, plan, self._find_rounds(plan.kv.cache))
 
     def judge(self, rows: abc.Sequence[Sequence], target: Target, draft: Draft) -> list[Decision]:
-        if self._plain:  # neither a prompt's round nor one that ``rounds`` refused
+        if self._plain:  # not for a prompt's round, or one that ``rounds`` refused
             note_plain_way(self._plain)
         self._plain = ""
         return super().judge(rows, target, draft)
@@ -185,13 +189,13 @@ class CudaExecutor(TorchExecutor):
         states: dict[int, Tensor] | None = None,
         compiled: bool = False,
     ) -> Tensor:
-        """Final hidden states [T, C]. Each key of ``states`` gets the residual stream after so many layers
-        (``fly.models.llama.record_states``). ``compiled``: by compiled layers, unless these have failed."""
+        """Final hidden states [T, C]. Each key of ``states`` is a number of layers, and gets the residual stream after
+        them (``fly.models.llama.record_states``). ``compiled``: run compiled layers, unless these have failed."""
         states, model, hidden_TC = {} if states is None else states, cast(Llama, self.model), None
         if compiled and self.compiles:
             try:
                 hidden_TC = model(tokens_T, positions_T, kv, through=partial(self._compiled_layers(), states=states))
-            except Exception as error:  # Triton or a C compiler is missing, say; any other error comes again below
+            except Exception as error:  # e.g. no Triton or C compiler; another error comes again below
                 self.compiles, reason = False, f"{type(error).__name__}: {error}".splitlines()[0]
                 _log.warning("layers are not compiled, and run operation by operation in CUDA graphs: %s", reason)
         if hidden_TC is None:
@@ -199,22 +203,22 @@ class CudaExecutor(TorchExecutor):
         return hidden_TC
 
     def logits(self, hidden_TC: Tensor, exact: bool = True) -> Tensor:
-        """[T, V] float32, or as the head computes them, which is enough to find the likeliest tokens."""
+        """Logits [T, V] in float32, or in the head's own dtype, which is enough to find the likeliest tokens."""
         model = cast(Llama, self.model)
         return model.logits(hidden_TC) if exact or model.kept is not None else model.lm_head(hidden_TC)
 
     @_on_device
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
-        """Score by a graph if each row has a few tokens; more tokens, and trees, take one forward that needs nothing
-        from the host. If no attention reads pages in place, trees and prompts go row by row, with waits
-        (``PagedBatch.attend``)."""
+        """Score by a graph if each row has a few tokens. More tokens, and trees, take one forward that needs nothing
+        from the host. If no attention kernel reads pages in place, trees and prompts are attended row by row, with
+        waits (``PagedBatch.attend``)."""
         kv = batch.kv
         if any(mask is not None for mask in kv.masks or ()):
             if not takes_pages(kv.cache):
                 return super().score(batch, places, states)
             return self._score_many(batch, places, states)
         if max(kv.counts) <= _FEW and len(kv.counts) * max(kv.counts) <= _FEW_IN_ALL:
-            with suppress(TooLarge):  # then one forward takes less, since it computes logits where they are wanted
+            with suppress(TooLarge):  # one forward takes less: it computes only wanted logits
                 return self._score_few(batch, places, tuple(states))
         if not reads_pages(kv.cache):
             return super().score(batch, places, states)
@@ -245,7 +249,7 @@ class CudaExecutor(TorchExecutor):
         return Scores(logits_NV, states_TF=scored.states_RJF.flatten(0, 1)[upload(every, self.device)])
 
     def _score_many(self, batch: Batch, places: abc.Sequence[int] | None, states: abc.Sequence[int]) -> Scores:
-        """Score by one forward. Everything that it needs from the host goes up in one copy."""
+        """Score by one forward. One copy uploads everything that it needs from the host."""
         kv, tables, slots = batch.kv, batch.kv.tables(), list[int]()
         for seq, start, count in zip(kv.seqs, kv.starts, kv.counts):
             own = kv.cache.slots(seq, start, start + count)
@@ -271,7 +275,7 @@ class CudaExecutor(TorchExecutor):
 
 
 def _has_hash(policy: object) -> bool:
-    """Whether a rule can be a key. One with a list among its parameters cannot."""
+    """Whether a rule can be a dictionary's key. A rule with a list among its parameters cannot."""
     try:
         hash(policy)
     except TypeError:

@@ -1,12 +1,12 @@
-"""How much device memory work takes, found before it runs: the same code on tensors without values.
+"""Find how much device memory work takes before it runs, by running the same code on tensors without values.
 
 ``measure_round`` and ``measure_prompt`` run the parts of a round, and a chunk of a prompt, on torch's meta device.
 ``Footprint`` counts the bytes of the tensors that are alive at the same time. So a shape that would not fit is refused
-before it is tried, and ``LLM`` knows what the caches must leave free. (Fake tensors of a CUDA device would do the same,
-but a build of torch without CUDA cannot slice them.)
+before it runs, and ``LLM`` knows how much memory the caches must leave free. (Fake tensors of a CUDA device would serve
+too, but a build of torch without CUDA cannot slice them.)
 
-What no tensor shows is added: the scratch memory of sorting and of attention by splits, the workspaces of cuBLAS, and
-what the driver keeps for each kernel of a graph.
+Memory that no tensor shows is added: the scratch memory of sorting and of attention by splits, the workspaces of
+cuBLAS, and the driver's memory for each kernel of a graph.
 
 Shape legend: T packed tokens, R rows, N places, C hidden width, V vocabulary.
 """
@@ -39,18 +39,18 @@ from fly.runtime.sampling import BatchSampling
 
 __all__ = ["KERNEL_BYTES", "WORKSPACE", "Footprint", "Needs", "measure_prompt", "measure_round"]
 
-# What the driver keeps for each kernel of a graph. PyTorch's page on CUDAGraph Trees says 64 KB up to CUDA 12.4 and
-# driver 550. Later ones, which torch 2.11 needs, take less; how much less no device has told yet.
+# The driver's memory for each kernel of a graph. PyTorch's page on CUDAGraph Trees says 64 KB up to CUDA 12.4 and
+# driver 550. Later versions, which torch 2.11 needs, take less; how much less is not yet measured.
 KERNEL_BYTES = 16 << 10
 WORKSPACE = 64 << 20  # of cuBLAS, which takes 32 MiB on Hopper, inside of graphs and outside
 META = torch.device("meta")
-# What launches no kernel though it is no view.
+# Operations that launch no kernel although they are no views.
 _LOOKS = {f"aten::{name}" for name in ("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty")}
 
 
 class Needs(NamedTuple):
-    """Bytes of ``Shared`` memory, other bytes that stay, bytes that are taken besides while work runs, and kernels that
-    are launched."""
+    """Bytes of ``Shared`` memory, other bytes that stay allocated, further bytes while work runs, and the number of
+    kernels launched."""
 
     shared: int
     kept: int
@@ -59,13 +59,13 @@ class Needs(NamedTuple):
 
     @property
     def graph(self) -> int:
-        """Bytes of the driver if the kernels are a graph."""
+        """The driver's bytes if the kernels are a graph."""
         return self.kernels * KERNEL_BYTES
 
 
 class Footprint(TorchDispatchMode):
-    """While it is entered, tensors have no values, and their bytes are counted: ``live`` now, ``peak`` at most.
-    Operations on the host alone run as usual."""
+    """Within this context, tensors have no values, and their bytes are counted: ``live`` bytes now, ``peak`` bytes at
+    most. Operations on the host alone run as usual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Footprint(TorchDispatchMode):
         return made
 
     def _note(self, x: Any, new: bool = True) -> int:
-        """Bytes of a tensor's memory, if that was taken just now; what was there before is not counted."""
+        """Count the bytes of a tensor's memory if it was just allocated; memory that existed before is not counted."""
         if (
             not isinstance(x, Tensor)
             or not x.is_meta
@@ -113,13 +113,14 @@ def _is_made_of_others(func: Any) -> bool:
 
 
 def _is_away(x: Any) -> bool:
-    """Whether a tensor or a device is not the host's."""
+    """Whether a tensor or a device is not on the host."""
     device = x.device if isinstance(x, Tensor) else x
     return isinstance(device, torch.device) and device.type != "cpu"
 
 
 def _drop_values(x: Any) -> Any:
-    """A tensor of the same sizes without values; a device that has none. Other things are themselves."""
+    """Replace a tensor by one of the same sizes without values, and a device by torch's meta device. Return anything
+    else unchanged."""
     if isinstance(x, torch.device):
         return META
     if not isinstance(x, Tensor) or x.is_meta or (x.device.type == "cpu" and not x.dim()):
@@ -128,7 +129,7 @@ def _drop_values(x: Any) -> Any:
 
 
 def _scratch(name: str, args: Sequence[Any], new: int) -> int:
-    """Bytes that a kernel takes for itself and gives back."""
+    """Return the bytes that a kernel allocates for itself and frees."""
     if name in ("aten::sort", "aten::topk"):
         return new  # values and places are sorted from one copy into another
     if name == "fly::attend_pages" and find_spec("triton") is not None:
@@ -149,9 +150,9 @@ def measure_round(
     block_size: int,
     draft_block_size: int | None = None,
 ) -> Needs:
-    """What a round of this shape needs of ``target`` and ``drafter`` (executors; None: no drafter).
+    """Return what a round of this shape needs with ``target`` and ``drafter`` (executors; None: no drafter).
 
-    Rules that no graph can hold are counted as the exact one. Layers are counted as if they were not compiled.
+    A rule that no graph can hold is counted as the exact rule. Layers are counted as if they were not compiled.
     """
     cache = _empty_cache(target, block_size)
     draft_cache = None if drafter is None else _empty_cache(drafter, draft_block_size or block_size)
@@ -161,7 +162,7 @@ def measure_round(
         shared, plain = Shared(), replace(shape, compiled=False)
         round_ = DeviceRound(plain, target, cache, drafter, draft_cache, target.pool, shared)
         stage = DecisionStage(round_, held, torch.empty(target.config.vocab_size, dtype=torch.bool, device=META))
-        # The parts one after the other. Further forwards of a draft are alike, so one of them is run.
+        # Run the parts one after the other. All further forwards of a draft are alike, so one of them is enough.
         more = 0
         if round_.chain is not None:
             round_.chain.first.run()
@@ -180,8 +181,8 @@ def measure_round(
 
 
 def measure_prompt(target: Any, block_size: int, tokens: int, rows: int, scored: int) -> Needs:
-    """What a step outside of graphs needs: a forward over ``tokens`` of a prompt, then either one token drawn with
-    top-p for each of ``rows``, or log-probabilities of ``scored`` tokens of the prompt."""
+    """Return what a step outside of graphs needs: a forward over ``tokens`` of a prompt, then either one token drawn
+    with top-p for each of ``rows``, or log-probabilities of ``scored`` tokens of the prompt."""
     cache = _empty_cache(target, block_size)
     pages, reads = -(-cache.context // block_size), takes_pages(cache) or takes_flash(cache)
     target = _on_meta(target)
@@ -204,8 +205,8 @@ def measure_prompt(target: Any, block_size: int, tokens: int, rows: int, scored:
 
 
 def _empty_cache(executor: Any, block_size: int) -> PagedKVCache:
-    """A cache of one page without values. It says that it is on the executor's device, so that attention is chosen, and
-    tried, as for that."""
+    """Return a cache of one page without values. It claims to be on the executor's device, so that attention is chosen
+    and tested for that device."""
     cache = PagedKVCache(executor.config, 1, block_size, executor.dtype, META)
     cache.device = executor.device
     takes_pages(cache), takes_flash(cache)
@@ -213,7 +214,7 @@ def _empty_cache(executor: Any, block_size: int) -> PagedKVCache:
 
 
 def _on_meta(executor: Any) -> Any:
-    """The same executor, with tensors of its own that have no values."""
+    """Return a copy of the executor whose tensors have no values."""
     if executor is not None:
         executor = copy.copy(executor)
         executor.device = META
