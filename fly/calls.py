@@ -1,5 +1,5 @@
-"""The calls of a program: generate, chat and stream, from threads and from coroutines, with all forms of prompts and
-options. Knows nothing of loading models, and nothing of HTTP."""
+"""The calls that a program makes: generate, chat and stream, from threads and from coroutines, with all forms of
+prompts and options. Knows nothing of HTTP, or of how models are loaded."""
 
 from __future__ import annotations
 
@@ -85,19 +85,19 @@ class Calls(ABC):
         *,
         streamed: bool = False,
     ) -> list[Request]:
-        """Make the requests that ``generate`` would run, checked."""
+        """Make and check the requests that ``generate`` would run."""
 
     def generate(
         self, prompts: Prompts, params: Params = None, *, progress: bool = True, **options: Unpack[Options]
     ) -> list[Output]:
         """Complete every prompt. The outputs are in the order of the prompts.
 
-        As many prompts run at once as the caches hold, in one batch with the calls of other threads and coroutines.
+        As many prompts run at once as fit in the caches, in one batch with the calls of other threads and coroutines.
 
         Args:
             prompts: one or several, each a text or its token ids: a list, or a NumPy array or tensor of integers (with
-                two dimensions, each row is a prompt). The text "" is allowed if the tokenizer adds a begin token, from
-                which the model then continues.
+                two dimensions, each row is a prompt). The text "" is allowed if the tokenizer adds a begin token; the
+                model then continues from this token.
             params: one ``SamplingParams`` for all prompts, or one for each; None is ``default_params``, the
                 checkpoint's sampling defaults. ``sampling_params`` is another name for this argument.
             progress: on a terminal, show progress if the call takes longer than a second.
@@ -137,9 +137,10 @@ class Calls(ABC):
         """Yield the completion's text as it is decided, in strings that know their tokens (``piece.tokens``).
 
         No piece ends within a character or has a part of a stop string. Joined, the pieces are the ``text`` of
-        ``generate``. From the first fetch on the request runs in one batch with all other calls, whether it is read or
-        not. ``close`` frees everything that it holds, and so does dropping the stream. Arguments and errors are those
-        of ``generate``. A model without a tokenizer, or n > 1, is a ``ValueError`` too.
+        ``generate``. The request starts with the first fetch. It then runs in one batch with all other calls, whether
+        the stream is read or not. ``close`` frees everything that the request holds; dropping the stream does the same.
+        Arguments and errors are those of ``generate``. A model without a tokenizer, or n > 1, also raises
+        ``ValueError``.
         """
         return Stream(self.worker, Job(self._streamed(prompt, params, options), stepwise=True))
 
@@ -292,7 +293,7 @@ def listed(prompts: Any) -> list[Any]:
 
 
 def for_chat(prompt: object) -> str:
-    """Return a hint to the methods that take messages, if ``prompt`` is one; otherwise an empty text."""
+    """If ``prompt`` is a message or a list of messages, return a hint to the methods that take them; else ""."""
     first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else prompt
     if isinstance(first, abc.Mapping) and "role" in first:
         return "; chat takes messages, and chat_prompt makes a prompt of them, for stream"
@@ -356,7 +357,7 @@ def _several(messages: object) -> bool:
 
 @contextmanager
 def one_bar() -> Iterator[bool]:
-    """Give whether this caller may show a progress bar: a terminal has room for one at a time."""
+    """Yield whether this caller may show a progress bar: a terminal has room for one at a time."""
     free = _bars.acquire(blocking=False)
     try:
         yield free
@@ -367,7 +368,7 @@ def one_bar() -> Iterator[bool]:
 
 @contextmanager
 def _shown(requests: list[Request], wanted: bool) -> Iterator[None]:
-    """On a terminal, show the requests' progress while this context lasts, from ``_LONG`` seconds on."""
+    """On a terminal, show the requests' progress while this context lasts, after the first ``_LONG`` seconds."""
     if not (wanted and (console := Console(stderr=True)).is_terminal):
         yield
         return

@@ -1,8 +1,8 @@
 """Texts that name and build objects, in Python's grammar of names, calls and operators.
 
 A text is read and never executed. ``module:Class`` imports only if the caller trusts the source. This file knows
-neither policies nor drafts: a ``Registry`` has the names of one kind of object, and the caller of ``Text.read`` gives
-operators their meaning.
+neither policies nor drafts: a ``Registry`` has the names of one kind of object, and whoever calls ``Text.read`` says
+what operators mean.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _PARSING = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class Registry:
-    """The objects that texts of one kind may name: our classes, and those that packages install as entry points. Each
-    group of entry points takes subclasses of one of ``bases``."""
+    """The objects that texts of one kind may name: our own classes, and those that other packages install as entry
+    points. ``groups`` has the groups of entry points, each with the base of its classes."""
 
     kind: str  # the kind of text, for errors: "policy", "draft"
     example: str  # a text of this kind
@@ -91,8 +91,8 @@ class Registry:
         return types
 
     def load(self, path: str) -> Any:
-        """Import the class or instance that ``module:name`` names. Raises ``ValueError`` with the reason if that fails,
-        whatever the module raises."""
+        """Import the class or instance that ``module:name`` names. If that fails with any error, raises ``ValueError``
+        with the reason."""
         module, _, name = path.partition(":")
         try:
             found = getattr(importlib.import_module(module), name)
@@ -110,7 +110,7 @@ class Registry:
 
 @dataclass
 class Source:
-    """A text that describes a policy or a draft, while it is read. Its errors begin with the text."""
+    """Reads a text that describes a policy or a draft. Its errors begin with the text."""
 
     registry: Registry
     given: Any
@@ -149,7 +149,8 @@ class Source:
         return given
 
     def build(self, make: Any, name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """Check the types of these parameters, and call a class or function with them. Returns an instance unchanged.
+        """Check the types of the arguments, and call the class or function ``make`` with them. If ``make`` is an
+        instance already, return it.
 
         Raises ``ValueError`` for a parameter that does not exist or has a wrong value.
         """
@@ -183,11 +184,12 @@ class Source:
 
 
 class Text(Source):
-    """A text as a syntax tree. Before parsing, stand-ins replace words that Python does not read as names, but not
-    quoted texts and names of parameters."""
+    """Reads a text as a syntax tree. Some words are not names in Python: before parsing, each is replaced by a
+    stand-in, unless it is in quotes or the name of a parameter."""
 
     def read(self, build: Callable[[ast.expr], T]) -> T:
-        """Parse the text and ``build`` its tree. Raises ``ValueError`` if it is not an expression, or too deep."""
+        """Parse the text, and return what ``build`` makes of its tree. Raises ``ValueError`` if the text is not an
+        expression, or is nested too deeply."""
         self._words: dict[str, str] = {}
         word = rf"(?P<word>{self.registry.word}|\b_word_\w*)"
         try:
@@ -276,8 +278,8 @@ class Checked:
 def check_parameters(instance: Any) -> None:
     """Check the parameters of a dataclass against its annotations: types, choices and ranges.
 
-    An integer is a float, too, but must fit into 32 bits, so that tensors can hold results. An annotation that cannot
-    be checked is skipped. Raises ``ValueError`` with the parameter, the value and the annotation.
+    An integer may stand for a float, but must fit into 32 bits, so that tensors can hold results. An annotation that
+    cannot be checked is skipped. Raises ``ValueError`` with the parameter, the value and the annotation.
     """
     for parameter in fields(instance):
         _check_parameter(type(instance), parameter.name, getattr(instance, parameter.name))
@@ -298,8 +300,8 @@ def _check_parameter(make: Any, name: str, value: object) -> None:
 
 @lru_cache(1024)
 def _adapter(make: Any, name: str) -> TypeAdapter[Any]:
-    """The check of one parameter of a class or function. No text can give an instance of a protocol, so protocols are
-    left out of its annotation."""
+    """Return what checks one parameter of a class or function. A text cannot give an instance of a protocol, so
+    protocols are left out of the annotation."""
     hint = _hints(make).get(name, Any)
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kept = tuple(part for part in parts if not getattr(part, "_is_protocol", False))

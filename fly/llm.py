@@ -1,5 +1,6 @@
-"""The Python interface: load a target and a draft, choose a backend, wire the engine. Knows nothing of HTTP, and little
-of ranks: if several share a model, all make the same calls in the same order, or the first one leads."""
+"""The Python interface: load a target and a draft, choose a backend, wire the engine. Knows nothing of HTTP.
+
+If several ranks share a model, either all make the same calls in the same order, or the first one leads."""
 
 from __future__ import annotations
 
@@ -65,8 +66,8 @@ class LLM(Calls):
     Args:
         model: a bundled name (``fly-target``), the path of a Hugging Face directory or a GGUF file, a name on the
             Hugging Face hub (``owner/name``, ``owner/name@revision``, ``owner/name/file.gguf``), an open checkpoint, a
-            loaded model (which takes token ids only), or another ``LLM``. The last shares its loaded model, tokenizer
-            and end tokens, but neither its caches nor its draft.
+            loaded model (which takes token ids only), or another ``LLM``. The other ``LLM`` shares its loaded model,
+            tokenizer and end tokens, but neither its caches nor its draft.
         draft: a ``DraftStrategy``, its text (a checkpoint's name as for ``model``, ``ngram``, a cascade such as
             ``ngram+fly-draft``, cheapest first, or ``module:Class``, which is imported; see ``parse_draft``), or None
             for autoregressive decoding.
@@ -78,17 +79,17 @@ class LLM(Calls):
             has the target's dtype, device and kernels, unless this call (with a loaded ``model``) or the draft's own
             text says otherwise, as ``"model(fly-draft, kernels=int8)"`` does.
         device: ``"auto"`` or any torch device.
-        deterministic: the target computes the same bits for a token, whatever is fed together with it: other requests,
-            drafts, chunks of a prompt. At temperature 0 a lossless policy then gives exactly the text of
+        deterministic: the target computes the same bits for a token, whatever else is fed in the same forward: other
+            requests, drafts, chunks of a prompt. At temperature 0 a lossless policy then gives exactly the text of
             autoregressive decoding, in bfloat16 too. This is free for kernels that add up in a fixed order (the
             compiled ones in one process). Other kernels then feed one token per forward
             (``fly.runtime.executor.TokenByToken``).
-        cache_tokens: how many tokens each KV cache holds over all requests; None is eight full contexts, or as much of
-            that as ``cache_bytes`` hold. Memory is taken when it is first used.
+        cache_tokens: how many tokens each KV cache holds over all requests; None is eight full contexts, or as many
+            tokens as fit in ``cache_bytes``, if these are fewer. Memory is taken when it is first used.
         cache_bytes: memory for the keys and values of target and draft together; None is 4 GiB, or half of the device's
             free memory after loading, if that is less. A draft model with a cache size of its own is not counted. If
             the caches hold less than a full context, the log says so, with the reason.
-        cache_share: instead of both, the share (up to 1) of the device's free memory that the caches take.
+        cache_share: the share (up to 1) of the device's free memory that the caches take, in place of a size.
         memory_share: on a CUDA device, where none of the three is given: the share of its memory that this process
             takes in all; None is 0.9. Weights, and what rounds and prompts of ``max_rows`` need, are taken off, and the
             caches get the rest (``fly.runtime.memory.divide_device``). If rounds would need more than a quarter of it,
@@ -103,17 +104,17 @@ class LLM(Calls):
             ``"w8a8"`` the activations too, and ``"w4a8"`` has weights of 4 bits. ``"stored"`` computes with the blocks
             of a GGUF file as they are, and ``"auto"`` does so for such a file (``fly.backends.cpu.chosen``). A loaded
             model keeps its kernels (``fly.backends.executor_of`` gives it others). On other devices torchao rounds the
-            weights for ``"int8"``, layer by layer as they are loaded (``fly.backends.int8``); on CUDA ``"int4"`` rounds
-            those of layers to 4 bits (``fly.backends.cuda.int4``).
+            weights for ``"int8"``, layer by layer as they are loaded (``fly.backends.int8``). On CUDA ``"int4"`` rounds
+            the layers' weights to 4 bits (``fly.backends.cuda.int4``).
         exits: a directory of early exits for this target (``fly train-exit``): in each forward the target stops after
             the layer at which its next token is settled (SpecEE, arXiv 2504.08850). This runs on PyTorch's kernels. The
             guarantee is then ``HEURISTIC`` under any policy.
-        ranks: the processes that share the models (``fly.parallel.launch``); None for a single process. All ranks make
-            the same calls in the same order and get the same answers; or the first calls ``lead``, and the others
-            ``follow``.
+        ranks: the processes that share the models (``fly.parallel.launch``); None for a single process. Either all
+            ranks make the same calls in the same order and get the same answers, or the first rank calls ``lead`` and
+            the others call ``follow``.
         draft_placement: where a draft given as text runs among ranks (see ``fly.parallel.place_draft``).
         whole_sums: split no sum among ranks, so that the number of ranks does not change rounding
-            (``fly.parallel.LLAMA_WHOLE_SUMS``). Ranks then exchange more.
+            (``fly.parallel.LLAMA_WHOLE_SUMS``). Ranks then exchange more data.
 
     Attributes:
         policy, k: the defaults of calls; may be set.
@@ -167,7 +168,7 @@ class LLM(Calls):
             raise ValueError(f"{' and '.join(given)} both give a size; give one of them")
         self._named = _name_of(model), _name_of(draft)
 
-        # The target. Among ranks each loads its own part.
+        # The target. Each rank loads its own part.
         by = load_executor if ranks is None else _part_loader(ranks, whole_sums)
         own = TORCH if exits is not None and kernels == "auto" else kernels
         executor = self._load_target(model, dtype, device, own, by, max_context)
@@ -249,7 +250,7 @@ class LLM(Calls):
 
     @classmethod
     def from_config(cls, config: Config | str | Path, ranks: Ranks | None = None) -> LLM:
-        """Build the setup of a configuration, or of its YAML or JSON file (see ``fly.config.Config``)."""
+        """Build an ``LLM`` from a configuration, or from its YAML or JSON file (see ``fly.config.Config``)."""
         config = config if isinstance(config, Config) else Config.read(config)
         own = (name for name in Config.model_fields if name not in Config.of_ranks)
         return cls(**{name: getattr(config, name) for name in own}, ranks=ranks)
@@ -280,7 +281,7 @@ class LLM(Calls):
 
     def warm(self, advance: abc.Callable[[str], None] = lambda text: None) -> None:
         """Prepare a CUDA device for requests: capture the graphs of 1 to 32 rows at temperature 0 and at the sampled
-        default, with this draft, policy and K, and compile what they need. No such request then waits for that. On
+        default, with this draft, policy and K, and compile what they need. Such requests then need not wait for it. On
         other devices this does nothing. ``advance`` is called after each number of rows."""
         warm_up(self.engine, self.scheduler.max_rows, self.k, self.default_params, self.generate, advance)
 
@@ -317,10 +318,10 @@ class LLM(Calls):
         *,
         streamed: bool = False,
     ) -> list[Request]:
-        """Make the requests that ``generate`` would run, checked, for a ``Job`` of ``worker``; from any thread. The n
-        completions of a prompt follow one another. ``streamed`` requests give ``News``, which needs a tokenizer.
-        ``client`` names their owner: clients share the engine fairly. Arguments and errors are those of
-        ``generate``."""
+        """Make and check the requests that ``generate`` would run, for a ``Job`` of ``worker``. May be called from any
+        thread. The n completions of a prompt follow one another. ``streamed`` requests give ``News``, which needs a
+        tokenizer. ``client`` names their owner: clients share the engine fairly. The other arguments and the errors are
+        those of ``generate``."""
         given = listed(prompts)
         if not isinstance(priority, int):
             raise ValueError(f"priority {priority!r} must be an integer, smaller first")
@@ -358,7 +359,7 @@ class LLM(Calls):
         return requests
 
     def _row(self, prompt: Prompt, params: SamplingParams, policy: PolicyLike, k: int) -> Sequence:
-        """Make the row of a request, and check everything that the model and the tokenizer must agree with."""
+        """Make the row of a request, and check everything that depends on the model or the tokenizer."""
         tokens, config = self._tokens_of(prompt), self.engine.runner.executor.config
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params {short(params)} must be SamplingParams; or give keywords, as in temperature=0")
@@ -460,7 +461,7 @@ def _name_of(given: object) -> str:
         return given._named[0]
     if given is None or isinstance(given, (str, Path)):
         return repr(None if given is None else str(given))
-    model = getattr(given, "model", None)  # of a draft strategy that is one model
+    model = getattr(given, "model", None)  # a draft strategy of one model has this
     name = model.name if isinstance(model, Path) else model
     return f"{type(given).__name__}({name!r})" if isinstance(name, str) else type(given).__name__
 

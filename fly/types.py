@@ -74,7 +74,7 @@ class Draft:
 
     @staticmethod
     def of(chains: list[list[int]], device: torch.device | str = "cpu", trees: list[list[int]] | None = None) -> Draft:
-        """Make a deterministic draft from lists of tokens, and for trees from the parents of each row's tokens."""
+        """Make a deterministic draft from each row's tokens. For trees, ``trees`` has the parents of these tokens."""
         draft: Draft = ListedDraft(chains)
         if trees is not None:
             _, longest = draft.shape
@@ -191,8 +191,8 @@ class Target:
     """The target's output for a block: at position j, the distribution of the next token given the draft before it.
 
     ``probs_BKV`` needs several passes over the vocabulary: use ``probs_of``, ``top_probs`` or ``probs_at`` where they
-    are enough. The host knows ``all_greedy`` and ``some_greedy``: whether all rows are, or some may be, at temperature
-    0.
+    are enough. ``all_greedy`` tells whether all rows are at temperature 0, and ``some_greedy`` whether some may be. To
+    read these two copies nothing from the device.
 
     Args:
         logits_BKV: [B, K+1, V] float32, the raw logits, with -inf for banned tokens.
@@ -203,9 +203,8 @@ class Target:
         generated_B, relaxed_B, nats_B: [B], for each row the number of tokens emitted so far, how many of them were
             relaxed (int64), and the sum of -ln target(x) over the relaxed ones (float32). Tensors, or functions that
             build them when a rule first asks; None for zero.
-        spent: a function from a budget's label (``fly.policies.CostBudget``) to what the relaxed tokens of each row
-        cost
-            so far; None for zero.
+        spent: a function that takes a budget's label (``fly.policies.CostBudget``), and returns what the relaxed tokens
+            of each row have cost so far; None for zero.
         history: the tokens of each row before this block, its prompt included; None if unknown.
         choices: ``argmax_BK`` as lists, if the caller has it. The backend has then checked that no logit is NaN.
     """
@@ -252,8 +251,8 @@ class Target:
         return argmax(self.logits_BKV) if choices is None else torch.tensor(choices, device=self.logits_BKV.device)
 
     def allowed(self, tokens_BK: Tensor) -> Tensor:
-        """Return where token j is not banned at position j, bool [B, K]. A banned token has a logit of -inf, like an
-        end before ``min_tokens``. No rule excuses one."""
+        """Return where token j is not banned at position j, bool [B, K]. A banned token has a logit of -inf. An end
+        token before ``min_tokens``, for instance, is banned. No rule excuses a banned token."""
         return pick(self.logits_BKV[:, : tokens_BK.shape[1]], tokens_BK) > -torch.inf
 
     @cached_property
@@ -350,7 +349,8 @@ class Target:
         probs: Tensor | LazyDistribution | None,
         numbers: list[int] | None = None,
     ) -> Target:
-        """Return a target for other positions of the same rows. Its row n is row ``rows_N[n]`` (int64) of this one."""
+        """Return a ``Target`` for other positions of the same rows. Its row n is row ``rows_N[n]`` (int64) of this
+        one."""
         history = None
         if self.history is not None:
             history = [self.history[b] for b in (rows_N.tolist() if numbers is None else numbers)]
@@ -407,8 +407,8 @@ class Verdict:
 
 
 class Mismatch(NamedTuple):
-    """A drafted token that the exact rule rejects and that decided its block: it was relaxed, or a relaxation was asked
-    about it."""
+    """A drafted token that the exact rule rejects, and that decided the block: either it was relaxed, or the policy's
+    relaxation was asked about it."""
 
     node: int  # its number in the draft
     relaxed: bool  # whether it was kept

@@ -1,4 +1,4 @@
-"""Block tables of plain integers: which sequence owns which page of the cache. Knows nothing of tensors or models."""
+"""Block tables of plain integers: which pages of the cache each sequence holds. Knows nothing of tensors or models."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class OutOfBlocks(RuntimeError):
 
 
 class _Published(NamedTuple):
-    """How much of a sequence is published: its first ``pages`` pages. ``at`` is the content number of the last one, or
-    the salt if there is none."""
+    """How much of a sequence is published: its first ``pages`` pages. ``at`` is the content number of the last of them,
+    or the salt if there are none."""
 
     pages: int
     at: int | str
@@ -24,14 +24,14 @@ class _Published(NamedTuple):
 class BlockAllocator:
     """Hands out ``num_blocks`` pages of ``block_size`` tokens to sequences, with reference counts for sharing.
 
-    An operation that fails changes nothing. Pages of one sequence are consecutive if possible: a sequence grows into
-    the page after its last one, and a new sequence starts in the middle of the largest free run, so that its neighbour
+    An operation that fails changes nothing. The pages of a sequence are consecutive if possible: the sequence grows
+    into the page after its last one. A new sequence starts in the middle of the largest free run, so that its neighbour
     has room to grow too.
 
-    Pages with known content (``publish``) are shared by later sequences that begin with the same tokens (``adopt``) and
-    have the same ``salt``. Sequences with different salts never share. Tokens are compared, not hashes. A published
-    page that no sequence holds is *idle*: it keeps its content until the room is needed. The least recently used pages
-    are taken first, and the last pages of a text before its first ones.
+    Later sequences that begin with the same tokens and have the same ``salt`` share pages with known content
+    (``publish``, ``adopt``). Sequences with different salts never share. Tokens are compared, not hashes. A published
+    page that no sequence holds is *idle*: it keeps its content until the room is needed. The least recently used idle
+    pages are taken first, and the last pages of a text before its first ones.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -39,13 +39,13 @@ class BlockAllocator:
             raise ValueError(f"num_blocks {num_blocks} and block_size {block_size} must be at least 1")
         self.num_blocks, self.block_size = num_blocks, block_size
         self._references = [0] * num_blocks
-        self._used = bytearray(num_blocks)  # 0: neither held nor idle; searched at C speed for free runs
+        self._used = bytearray(num_blocks)  # 0: neither held nor idle; bytes, so that free runs are found fast
         self._free = num_blocks  # number of zeros in ``_used``
         self._idle: OrderedDict[int, None] = OrderedDict()  # idle pages, least recently used first
         self._tables: dict[Hashable, list[int]] = {}
         self._lengths: dict[Hashable, int] = {}
-        # A page's content is its own tokens and the content before it (or the salt). Contents are numbered, and no
-        # number is used twice.
+        # The key of a page's content is its own tokens and the number of the content before it (or the salt). No number
+        # is used twice.
         self._contents: dict[tuple[int | str, tuple[int, ...]], tuple[int, int]] = {}  # -> number, page
         self._keys: dict[int, tuple[int | str, tuple[int, ...]]] = {}  # the key of each page in ``_contents``
         self._published: dict[Hashable, _Published] = {}
@@ -66,7 +66,7 @@ class BlockAllocator:
         return seq in self._tables
 
     def sequences(self) -> list[Hashable]:
-        """Return the known sequences, in the order in which they came."""
+        """Return the known sequences, oldest first."""
         return list(self._tables)
 
     def table(self, seq: Hashable) -> list[int]:
@@ -83,10 +83,10 @@ class BlockAllocator:
         return -(-n_tokens // self.block_size)
 
     def resize(self, seq: Hashable, n_tokens: int) -> list[tuple[int, int]]:
-        """Grow ``seq`` to ``n_tokens`` tokens, or roll it back to them; a new ``seq`` starts empty.
+        """Grow ``seq`` to ``n_tokens`` tokens, or roll it back to its first ``n_tokens``; a new ``seq`` starts empty.
 
-        Returns the page copies ``(source, destination)`` that the owner of the tensors must make before it writes: one
-        if the sequence grows into a partly filled page that it shares (copy on write), else none.
+        Returns the page copies ``(source, destination)`` that the owner of the tensors must make before it writes.
+        There is one if the sequence grows into a partly filled page that it shares (copy on write), else none.
 
         Raises:
             OutOfBlocks: not enough free pages; nothing was changed.
@@ -120,7 +120,7 @@ class BlockAllocator:
         return copies
 
     def missing(self, seq: Hashable, n_tokens: int) -> int:
-        """Return how many free pages ``resize`` to ``n_tokens`` tokens would take."""
+        """Return how many free pages it takes to ``resize`` to ``n_tokens`` tokens."""
         return max(self.blocks_for(n_tokens) - len(self.table(seq)), 0) + self._shares_tail(seq, n_tokens)
 
     def _shares_tail(self, seq: Hashable, n_tokens: int) -> bool:
@@ -129,7 +129,7 @@ class BlockAllocator:
         return n_tokens > length and length % self.block_size > 0 and self._references[self._tables[seq][-1]] > 1
 
     def publish(self, seq: Hashable, tokens: Sequence[int], n_tokens: int, salt: str = "") -> None:
-        """Declare that ``seq`` stores the first ``n_tokens`` of ``tokens``, so that later sequences with this salt can
+        """Declare that ``seq`` stores the first ``n_tokens`` of ``tokens``. Later sequences with this salt can then
         share its full pages.
 
         Raises ``ValueError`` if ``seq`` has room for fewer than ``n_tokens`` tokens.
@@ -148,8 +148,9 @@ class BlockAllocator:
         self._published[seq] = _Published(max(first, n_tokens // size), at)
 
     def adopt(self, seq: Hashable, tokens: Sequence[int], salt: str = "") -> int:
-        """Start ``seq`` with the published pages that store the beginning of ``tokens`` under this salt, if any. Return
-        how many tokens they store, a multiple of ``block_size``. Raises ``ValueError`` if ``seq`` is known."""
+        """Start ``seq`` with the published pages that store the first of ``tokens`` under this salt. Return how many
+        tokens they store: a multiple of ``block_size``, 0 if there are none. Raises ``ValueError`` if ``seq`` is
+        known."""
         if seq in self._tables:
             raise ValueError(f"sequence {seq!r} has pages already; only a new one can adopt others")
         table: list[int] = self._tables.setdefault(seq, [])
@@ -241,8 +242,8 @@ class BlockAllocator:
             count -= len(run)
 
     def _find_run(self, count: int) -> int:
-        """Return where ``count`` pages start: in the largest free run, in its middle if the sequence before it may
-        grow."""
+        """Return where ``count`` pages start: in the largest free run. If a sequence before this run may grow into it,
+        they start in its middle, where they fit."""
         best, longest, at = 0, 0, self._used.find(0)
         while at >= 0:
             end = self._used.find(1, at)

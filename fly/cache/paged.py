@@ -29,13 +29,14 @@ DEFAULT_BYTES = 4 << 30  # default bytes of keys and values
 
 
 def block_size_for(device: torch.device | str) -> int:
-    """Return the tokens per page for a kind of device. On the CPU, whose kernels read any table, pages are small, so
-    that a short text wastes little. Elsewhere a page has 256, which paged attention kernels on CUDA accept."""
+    """Return the tokens per page for a kind of device. On the CPU, kernels read any block table, and pages are small,
+    so that a short text wastes little. Elsewhere a page has 256 tokens, which paged attention kernels on CUDA
+    accept."""
     return 4 if torch.device(device).type == "cpu" else 256
 
 
 class Sizes(Protocol):
-    """The sizes that a cache needs, which a ``LlamaConfig`` has."""
+    """The sizes that a cache needs. A ``LlamaConfig`` has them."""
 
     @property
     def num_hidden_layers(self) -> int: ...
@@ -70,10 +71,11 @@ class _Row:
     new: slice  # its tokens among the packed T
     stored: slice | Tensor  # its slots in the cache: a slice if consecutive, else an index [S]
     mask_NS: Tensor | None  # True where attention is allowed; None without a mask
-    causal: bool  # whether nothing was stored before, so that plain causal attention needs no mask
+    causal: bool  # whether nothing was stored before: plain causal attention then needs no mask
 
     def within(self, window: int, device: torch.device) -> _Row:
-        """Return the same row with each token seeing only the last ``window`` tokens of its sequence or branch."""
+        """Return the same row with a mask, so that each token sees only the last ``window`` tokens of its sequence or
+        branch."""
         length, new = _length(self.stored), self.new.stop - self.new.start
         if length <= window:
             return self
@@ -97,7 +99,7 @@ def _from(stored: slice | Tensor, first: int) -> slice | Tensor:
 
 
 class PagedBatch:
-    """The ``kv`` of one forward: the slots that the packed tokens are written to, and those that each row reads."""
+    """The ``kv`` of one forward: the slots that it writes the packed tokens to, and the slots that each row reads."""
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class PagedBatch:
 
     @cached_property
     def _packed(self) -> tuple[Tensor, list[_Row]]:
-        """The slots [T] that packed tokens are written to, and what each row reads."""
+        """The slots [T] for the packed tokens, and what each row reads."""
         cache, device = self.cache, self.cache.device
         rows, written, at = [], [], 0
         masks = self.masks or [None] * len(self.seqs)
@@ -155,9 +157,9 @@ class PagedBatch:
         window: int | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Store the new keys and values, and return the attention [T, H, D] of each token over its sequence up to
-        itself, or over the last ``window`` tokens. Products of queries and keys are multiplied by ``scale``; None is
-        D ** -0.5.
+        """Store the new keys and values, and return the attention [T, H, D]. Each token attends to its sequence up to
+        itself, or to the last ``window`` tokens of it. Products of queries and keys are multiplied by ``scale``; None
+        is D ** -0.5.
 
         Consecutive pages are read in place; scattered pages are gathered (a copy).
         """
@@ -180,7 +182,7 @@ class PagedBatch:
         return out.squeeze(0).transpose(0, 1).to(q_THD.dtype)
 
     def store(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values. Return all that the layer has stored, [S, G, D] each, by slot."""
+        """Store a layer's new keys and values. Return all keys and all values of the layer, [S, G, D] each, by slot."""
         slots_T = self._packed[0]
         k_SGD, v_SGD = self.cache.keys[layer], self.cache.values[layer]
         k_SGD.index_copy_(0, slots_T, k_TGD.to(k_SGD.dtype))
@@ -194,7 +196,7 @@ class PagedBatch:
         return PagedBatch(self.cache, seqs, starts, [self.counts[b] for b in numbers], masks)
 
     def tokens(self) -> Iterator[PagedBatch]:
-        """Yield the batch token by token, row after row. The keys and values that a token sees are copied."""
+        """Yield the batch token by token, row after row. Attention copies the keys and values that a token sees."""
         slots_T, rows = self._packed
         slots_S = torch.arange(self.cache.keys.shape[1], device=self.cache.device)
         for seq, start, count, row in zip(self.seqs, self.starts, self.counts, rows):
@@ -210,8 +212,9 @@ class PagedBatch:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate zeros. On the CPU, memory is used only when it is first written, in huge pages if the system has them: a
-    text is spread over many small pages of the cache, and address translation would take longer than reading them."""
+    """Allocate zeros. On the CPU, memory is used only when it is first written. It has huge pages if the system offers
+    them: a text is spread over many small pages of the cache, and with ordinary memory pages address translation would
+    take longer than reading them."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < _LARGE:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -234,8 +237,8 @@ class PagedKVCache:
         dtype, device: dtype and device of the stored tensors.
 
     ``keys`` and ``values`` are [L, P·Z, G, D]; page p is the slots p·Z to (p+1)·Z. Devices that run forwards of fixed
-    shapes get one more page, ``nobody``, which is never handed out and takes the results of padding. ``context`` is the
-    longest text of the model.
+    shapes get one more page, ``nobody``, which no sequence gets; results for padding are written there. ``context`` is
+    the length of the model's longest text.
     """
 
     def __init__(
@@ -257,7 +260,7 @@ class PagedKVCache:
     def for_model(cls, model: Cacheable, tokens: int | None = None, block_size: int | None = None) -> PagedKVCache:
         """Build a cache with the model's dtype and device, for at least ``tokens`` tokens over all sequences.
 
-        None is eight full contexts, or fewer if those take more than 4 GiB.
+        If ``tokens`` is None, the cache holds eight full contexts, or fewer if those take more than 4 GiB.
         """
         dtype, block_size = model.dtype, block_size or block_size_for(model.device)
         if tokens is None:
@@ -273,8 +276,8 @@ class PagedKVCache:
     def resize(self, seq: Hashable, n_tokens: int) -> None:
         """Grow or roll back ``seq``, and make the page copies that sharing requires. Raises ``OutOfBlocks``.
 
-        Away from the CPU, new pages are zeroed. There, forwards of fixed shapes read whole pages behind a mask, and a
-        NaN that another sequence left would get through, as 0 · NaN is NaN.
+        On devices other than the CPU, new pages are zeroed: forwards of fixed shapes read whole pages and mask what
+        they do not need, but a NaN that another sequence left would pass the mask, since 0 · NaN is NaN.
         """
         size, had = self.allocator.block_size, len(self.allocator.table(seq))
         copies = self.allocator.resize(seq, n_tokens)
@@ -295,8 +298,9 @@ class PagedKVCache:
         return [table[at // size] * size + at % size for at in range(start, stop)]
 
     def keep(self, seq: Hashable, start: int, kept: Sequence[int]) -> None:
-        """Roll ``seq`` back to its first ``start`` tokens and the accepted path of the tree after them, moved together.
-        ``kept`` has the numbers of the path's tokens in the tree, ascending; 0 is the token at ``start``."""
+        """Roll ``seq`` back to its first ``start`` tokens and the accepted path of the tree after them. The path's keys
+        and values move together. ``kept`` has the path's token numbers in the tree, ascending; 0 is the token at
+        ``start``."""
         if list(kept) != list(range(len(kept))):
             slots = self.slots(seq, start, start + max(kept) + 1)
             at = list(range(slots.start, slots.stop)) if isinstance(slots, slice) else slots
@@ -317,8 +321,8 @@ class PagedKVCache:
         ``masks[b]``, bool [N, S], is True where each of the N = counts[b] new tokens sees each of the S = starts[b] +
         counts[b] stored ones; None is causal. Every count is at least 1.
 
-        Raises ``ValueError`` for tokens that ``resize`` has reserved no room for: the slots after a sequence's last
-        page may belong to another sequence.
+        Raises ``ValueError`` if ``resize`` has not reserved room for the tokens: the slots after a sequence's last page
+        may belong to another sequence.
         """
         for seq, start, count in zip(seqs, starts, counts, strict=True):
             if (length := start + count) > (room := self.allocator.length(seq)):

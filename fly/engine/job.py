@@ -1,4 +1,5 @@
-"""A job: the requests of one call, and the news of them from the engine's thread. Knows nothing of models or HTTP."""
+"""A job: the requests of one call, and the news about them that the engine's thread sends. Knows nothing of models or
+HTTP."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ class News:
     """The result of a step for request number ``index`` of a job.
 
     ``pieces`` are the new tokens, each with the text that became final with it; ``rest`` is text that became final only
-    at the end. Both include the tags of thinking. ``drafts`` has the numbers of drafted and of kept tokens of each
-    round with a draft. Once the request is over, ``output`` is its result, or ``error`` is what ended it.
+    at the end. Both include the tags around the model's thinking. ``drafts`` has, for each round with a draft, how many
+    tokens were drafted and kept. Once the request is over, ``output`` is its result, or ``error`` is what ended it.
     """
 
     index: int
@@ -42,8 +43,8 @@ class News:
 
 @dataclass(eq=False)
 class Request:
-    """A row with its text. ``text`` decodes tokens as they come, if the request is ``streamed`` or has a stop string.
-    ``thinking`` describes the reasoning that the text may begin with."""
+    """A row with its text. If the request is ``streamed`` or has a stop string, ``text`` decodes tokens as they come.
+    ``thinking`` describes the reasoning that may begin the text."""
 
     row: Sequence
     tokenizer: Tokenizer | None = None
@@ -54,13 +55,13 @@ class Request:
     _logprobs: int = 0  # number of tokens whose log-probabilities were reported
 
     def stopped(self, row: Sequence, token: int) -> bool:
-        """Decode a token, and return whether a stop string ends the text with it."""
+        """Decode a token, and return whether a stop string now ends the text."""
         assert self.text is not None
         self._texts.append(self.text.push(token, stoppable=row.generated >= row.params.min_tokens))
         return self.text.stopped
 
     def news(self, index: int, tokens: list[Token]) -> News | None:
-        """Return the news of these ``tokens`` and of the request's end; None if it is not ``streamed``."""
+        """Return the news of these ``tokens`` and of the request's end; None if the request is not ``streamed``."""
         texts, self._texts = self._texts, []
         if not self.streamed:
             return None
@@ -73,7 +74,7 @@ class Request:
         if over and row.error is None:
             try:
                 output = self.output()
-            except Exception as error:  # from its policy, which is asked for its guarantee
+            except Exception as error:  # the policy's guarantee is read here, and a policy may raise anything
                 row.error = error
         return News(index, list(zip(tokens, texts)), logprobs, drafts, rest, output, row.error)
 
@@ -139,13 +140,14 @@ Entry = list[News] | BaseException
 class Job:
     """The requests of one call. One thread or one coroutine waits for them (``Worker.submit``).
 
-    ``queue`` gets the news of ``streamed`` requests: an entry for each step if the job is ``stepwise``, else one entry
-    when all are over or one has failed. An error of the engine itself is an entry too. ``admitted``, ``note`` and
-    ``cancelled`` run on the engine's thread; a subclass may measure times there.
+    ``queue`` gets the news of ``streamed`` requests. If the job is ``stepwise``, steps add entries; else there is one
+    entry, when all requests are over or one has failed. An error of the engine itself is an entry too.
+    ``admitted``, ``note`` and ``cancelled`` run on the engine's thread; a subclass may measure times there.
 
     Args:
         requests: new requests, which no worker has got before.
-        stepwise: whether each step that did something for the job makes an entry, and the first step in any case.
+        stepwise: whether an entry comes after the job's first step, and after each step that gives tokens or ends a
+            request.
         loop: the event loop that awaits ``queue`` (an ``asyncio.Queue``); None if a thread waits for it.
     """
 

@@ -1,8 +1,8 @@
-"""Which requests run in which step: continuous batching. Knows nothing of texts, threads, HTTP or files.
+"""Continuous batching: decide which requests run in which step. Knows nothing of texts, threads, HTTP or files.
 
-Requests join and leave between steps. A request that decodes takes part in every step. Prompts get the other tokens of
-a step, in chunks. If the caches run out of pages, the request that is served last is *preempted*: it frees its pages,
-waits, and later goes on from the tokens it has.
+Requests join and leave between steps. A request that decodes takes part in every step. Prompts are read in chunks, with
+the tokens of a step that decoding leaves. If the caches run out of pages, the request that is last in order is
+*preempted*: it frees its pages, waits, and later goes on from the tokens it has.
 
 Clients share the engine equally, and none can make another wait by asking for much. Among requests of equal priority,
 the next to join belongs to the client with the fewest running rows (among equals, to the one that was served the fewest
@@ -28,7 +28,7 @@ from fly.runtime.request import Sequence, Token
 
 __all__ = ["Scheduler", "most_scored"]
 
-_LOGITS = 2**25  # the most logits of scored prompts at a time: 128 MiB, and as much again to normalise them
+_LOGITS = 2**25  # the most logits of scored prompts in a step: 128 MiB, and as much again to normalise them
 # A step reads at least 32 prompt tokens, and at least an eighth of its tokens, however many rows decode.
 _LEAST_CHUNK, _LEAST_PART = 32, 8
 
@@ -48,9 +48,9 @@ class _Step:
 
 @dataclass
 class _Client:
-    """A client with requests here: its running rows, and its waiting ones in order."""
+    """A client with unfinished requests: its number of running rows, and its waiting ones in order."""
 
-    served: int  # tokens that were fed or emitted for it, and the count that it started from
+    served: int  # the count that it started from, plus the tokens that were fed or emitted for it
     rows: int = 0
     waiting: list[Sequence] = field(default_factory=list)
 
@@ -62,8 +62,8 @@ class Scheduler:
         engine: the target with its draft strategy.
         max_rows: the most requests in one step.
         step_tokens: about how many tokens one step feeds to the target. Requests that decode are always fed, and
-            prompts get the rest. With a smaller number, tokens come more evenly while long prompts are read.
-        failed: called with each error of a step before it is handled; it raises errors that concern all requests.
+            prompts get the rest. With a smaller number, decoding is more even while long prompts are read.
+        failed: called with each error of a step before the error is handled. It raises those that concern all requests.
 
     A request is a ``Sequence``. It is over when its ``finish_reason`` is set; if that is ``"error"``, its ``error``
     is what ended it. An error of one request (for example in its policy) ends that request alone.
@@ -81,10 +81,10 @@ class Scheduler:
         self.engine, self.max_rows, self.step_tokens, self._failed = engine, max_rows, step_tokens, failed
         self.seconds: float = sys.maxsize  # seconds after which a step begins no further round
         self.running: list[Sequence] = []  # by priority, then by arrival
-        self._clients: dict[str, _Client] = {}  # clients with requests here
+        self._clients: dict[str, _Client] = {}  # clients with unfinished requests
         self._stopped: dict[int, Callable[[Sequence, int], bool]] = {}
         self._reported: dict[int, int] = {}  # tokens of each row that a step has returned
-        self._arrivals: dict[int, int] = {}  # the order of arrival, the same on all ranks, as ids are not
+        self._arrivals: dict[int, int] = {}  # the order of arrival, which is the same on all ranks; ids are not
         # The most prompt tokens scored in one step: their logits must fit into memory, and each row needs one token.
         self._scores = most_scored(max_rows, engine.runner.executor.config.vocab_size)
         self._count = itertools.count()
@@ -114,7 +114,7 @@ class Scheduler:
             )
 
     def add(self, row: Sequence, stopped: Callable[[Sequence, int], bool] | None = None) -> None:
-        """Append ``row`` to the waiting ones. ``stopped(row, token)`` is called with every token and may end the row.
+        """Append ``row`` to the waiting rows. ``stopped(row, token)`` is called with every token and may end the row.
 
         Raises ``ValueError`` as ``check`` does.
         """
@@ -138,7 +138,7 @@ class Scheduler:
 
     def step(self) -> dict[int, list[Token]]:
         """Take one step of the engine. Return new tokens by row ``id``, for rows that got some or ended."""
-        # Plan who joins, and what the step feeds. Preempt rows until it fits.
+        # Plan which rows join, and what the step feeds. Preempt rows until it fits.
         self._admit()
         step = self._plan()
         while len(self.running) > 1 and not self._has_room(step):
@@ -225,7 +225,7 @@ class Scheduler:
         return max(self.running, key=lambda row: (row.priority, self._clients[row.client].rows, self._arrivals[row.id]))
 
     def _makes_room(self, row: Sequence) -> Sequence | None:
-        """Return the running request to preempt in favour of ``row``, if there is one."""
+        """Return the running request to preempt for ``row``, if there is one."""
         if not self.running:
             return None
         last = self._last()
@@ -272,7 +272,7 @@ class Scheduler:
                 return
             parent = row.parent
             if parent is not None and not parent.generated and not parent.finish_reason:
-                continue  # it will share its parent's prompt, which is still being read
+                continue  # its parent is still reading their prompt, which it will share
             if parent is not None and not parent.scores:
                 row.prompt_logprobs = parent.prompt_logprobs
             if parent in self.running and not row.generated:
@@ -304,15 +304,15 @@ class Scheduler:
         ) or row.id
 
     def _unfed(self, row: Sequence) -> int:
-        """Return how many tokens of ``row`` to feed before it decodes: its prompt, or its text after a preemption. The
-        last token of a text is fed when the row decodes, or never if the row only scores its prompt."""
+        """Return how many tokens of ``row`` must be fed before it decodes: its prompt, or after a preemption its text.
+        The last token of a text is fed when the row decodes; if the row only scores its prompt, it is never fed."""
         pending = self.engine.runner.pending(row)
         return pending - 1 if row.generated or not row.params.max_tokens else pending
 
     def _plan(self) -> _Step:
-        """Plan a step: all rows that decode, and chunks of prompts for the other tokens. Each client gets an equal
-        share, which its prompts share equally, so that long prompts do not hold up short ones."""
-        # Rows that decode come first. ``filling`` has the others by client, with the number of their tokens to feed.
+        """Plan a step: all rows that decode, and chunks of prompts with the remaining tokens. Each client gets an equal
+        share of these. Its prompts divide the share equally, so that long prompts do not hold up short ones."""
+        # Rows that decode come first. ``filling`` has the others by client, each with how many tokens to feed.
         step, filling, left = _Step(), dict[str, dict[Sequence, int]](), self.step_tokens
         for row in self.running:
             if unfed := self._unfed(row):
@@ -320,7 +320,7 @@ class Scheduler:
             else:
                 step.rows.append(row)
                 left -= 1 + self._drafted(row)
-        # Divide the other tokens of the step among the prompts, and the places to score among the scored prompts.
+        # Divide the remaining tokens of the step among the prompts, and the tokens to score among the scored prompts.
         left = max(left, _LEAST_CHUNK, self.step_tokens // _LEAST_PART)
         shares = _shared(left, {name: sum(prompts.values()) for name, prompts in filling.items()})
         wanted = {name: sum(len(self._scored(*each)) for each in prompts.items()) for name, prompts in filling.items()}
@@ -342,8 +342,8 @@ class Scheduler:
         return row.scored(len(row.tokens) - self.engine.runner.pending(row), taken)
 
     def _may_join(self, row: Sequence) -> bool:
-        """Whether there is room for the next round of ``row`` and all running rows, and for one more page for each
-        running row, so that the newcomer is not preempted at once."""
+        """Whether there is room for the next round of ``row`` and of all running rows. Each running row must also have
+        room for one more page, so that the new row is not preempted at once."""
         return len(self.running) < self.max_rows and self._has_room(_Step([*self.running, row]), len(self.running))
 
     def _has_room(self, step: _Step, slack: int = 0) -> bool:
@@ -368,7 +368,7 @@ class Scheduler:
         return 0 if self.engine.strategy is None else self.engine.strategy.spare
 
     def _allocators(self) -> abc.Sequence[tuple[BlockAllocator, int, bool]]:
-        """Return, for each cache, its allocator, the most tokens of a row in it, and whether it is a drafter's."""
+        """Return for each cache its allocator, the most tokens that it holds of a row, and whether drafters use it."""
         own = self.engine.runner.cache.allocator, self.engine.context + self._spare, False
         drafters = self.engine.setup.drafters
         return [own, *((drafter.allocator, drafter.context + self._spare, True) for drafter in drafters)]
@@ -378,8 +378,8 @@ _Wants = TypeVar("_Wants", bound=abc.Hashable)
 
 
 def _shared(amount: int, wanted: dict[_Wants, int]) -> dict[_Wants, int]:
-    """Divide ``amount`` into equal parts, none larger than wanted; the rest goes to the others. Parts are rounded up,
-    so with fewer tokens than parts the first parts get one token each."""
+    """Divide ``amount`` into equal parts. A part is at most what is ``wanted``, and the others get what it leaves.
+    Parts are rounded up: if there are fewer tokens than parts, the first parts get one token each."""
     parts = {}
     for number, (who, most) in enumerate(sorted(wanted.items(), key=lambda entry: entry[1])):
         parts[who] = min(most, -(-amount // (len(wanted) - number)))

@@ -3,10 +3,10 @@
 Jobs and cancellations go to the thread through an inbox, and results come back through each job's queue. The thread
 sleeps while there is nothing to do. It then refers to nothing but its inbox, so that an unused engine is freed.
 
-If ranks share a model, each has such a thread, which makes all collectives. Before every step the first rank announces
-which jobs it admits and cancels, and the others do the same. There are two ways to call ranks. Either all ranks make
-the same calls: then jobs are known by number, and a step is taken only while a call waits for one, so that the caller's
-own collectives stay in order. Or only the first rank is called (``lead``), and the others ``follow``.
+If ranks share a model, each has such a thread, and this thread runs all collectives. Before every step the first rank
+announces which jobs it admits and cancels, and the others do the same. There are two ways to call ranks. Either all
+ranks make the same calls: they then know jobs by number, and take a step only while a call waits for one, so that the
+caller's own collectives stay in order. Or only the first rank is called (``lead``), and the others ``follow``.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Cancel:
 
 @dataclass
 class _Want:
-    """A call has got ``taken`` entries of a job and waits for the next."""
+    """A call has read ``taken`` entries of a job, and waits for the next."""
 
     job: Job
     taken: int
@@ -146,8 +146,8 @@ class Worker:
             job.gone.get()
 
     def want(self, job: Job, taken: int) -> None:
-        """Note that a call has got ``taken`` entries of ``job`` and waits for the next. Ranks that make the same calls
-        take steps only then."""
+        """Note that a call has read ``taken`` entries of ``job``, and waits for the next. Ranks that make the same
+        calls take steps only while a call waits."""
         if self._alike:
             self._inbox.put(_Want(job, taken))
 
@@ -162,7 +162,7 @@ class Worker:
         job.check(entry)
 
     async def arun(self, job: Job) -> None:
-        """Do the same in a coroutine, whose ``loop`` the job has."""
+        """``run`` for a coroutine. The job's ``loop`` is the coroutine's event loop."""
         try:
             self.submit(job)
             entry = await job.queue.get()
@@ -178,8 +178,8 @@ class Worker:
             self._send(_WAKE)
 
     def follow(self, read: Callable[[Any], list[Request]]) -> None:
-        """On another rank: do what the first one does, until it is closed. ``read`` makes requests of the values that
-        describe a job. Raises an error of the engine."""
+        """On another rank: do what the first one does, until it is closed. ``read`` makes requests from the values that
+        describe a job. Raises the engine's error, if it fails."""
         job = Job([])
         self._read = read
         with self._lock:
@@ -333,7 +333,7 @@ class Worker:
                     job.note(index, tokens)
                     touched[job] = None
             self.watch()
-        # Deliver an entry to each job that is over, and to each stepwise job that the step did something for.
+        # Deliver an entry to each job that is over, and to each stepwise job that is new or got tokens.
         over = [job for job in touched if job.key in self._open and (job.error is not None or not job.left)]
         for job in over:
             self._leave(job)
@@ -421,7 +421,7 @@ def _put(batch: list[tuple[Job, Entry]]) -> None:
 
 
 def _plain(job: Job) -> Any:
-    """Return the arguments of ``LLM.requests`` by which another rank makes the same requests."""
+    """Return the arguments with which another rank calls ``LLM.requests`` to make the same requests."""
     rows = [request.row for request in job.requests if request.row.parent is None]
     return (
         [row.tokens for row in rows],

@@ -1,7 +1,7 @@
-"""Processes that run one program together: launch, the few collectives a forward needs, and agreement.
+"""Processes that run one program together: launch, the few collectives that a forward needs, and agreement.
 
-All ranks do the same things in the same order; what depends on chance or the clock comes from the first. Knows nothing
-of models, policies or HTTP.
+All ranks do the same things in the same order. The first rank gives the others all values that depend on chance or the
+clock. Knows nothing of models, policies or HTTP.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Gathers one tensor from each rank into one. Torch versions with the newer name warn about the older.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _ODD = -7046029254386353131  # 2^64 divided by the golden ratio, as an int64
-_LONGEST = 1 << 14  # the number of factors that a checksum begins with: one for each token of a forward
+_LONGEST = 1 << 14  # a checksum begins with this many factors, one for each token of a forward
 
 
 class Checksum:
-    """A checksum of a series of integers, computed on their device. Nothing waits for it, and CUDA graphs can hold the
-    computation. ``host`` has its value once the host has waited for the device.
+    """A checksum of a series of integers, computed on their device. Nothing waits for the computation, and CUDA graphs
+    can contain it. Once the host has waited for the device, ``host`` has the value.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        with torch.inference_mode(False):  # tensors made in inference mode can be changed only there
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be changed outside it
             self.value = torch.ones(1, dtype=torch.int64, device=device)
             self.host = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._factors: list[Tensor] = []  # the last are in use; captured graphs go on reading the earlier ones
+        self._factors: list[Tensor] = []  # the last entry is in use; captured graphs still read the earlier ones
         self._make_factors(_LONGEST)
 
     def _make_factors(self, count: int) -> None:
         self._factors.append(torch.arange(1, count + 1, device=self.device) * _ODD | 1)  # odd factors lose no bits
 
     def add(self, numbers_T: Tensor) -> None:
-        """Add integers of at least 0. More numbers than in any call before need new factors, which must not be made
-        while a graph is captured: run the same work once before."""
+        """Add integers of at least 0. A call with more numbers than any before makes new factors. This must not happen
+        while a graph is captured, so run the same work once before."""
         if len(numbers_T) > len(self._factors[-1]):
             self._make_factors(2 * len(numbers_T))
         self.value.mul_(_ODD).add_(((numbers_T + 1) * self._factors[-1][: len(numbers_T)]).sum())
@@ -68,7 +68,7 @@ class Checksum:
         self.host.copy_(self.value, non_blocking=True)
 
     def read(self) -> int:
-        """Return the value that ``leave`` copied last. Waits only if the device is still busy."""
+        """Return the value that ``leave`` copied last. If the device is still busy, wait for it."""
         if self.device.type == "cuda" and not (stream := torch.cuda.current_stream(self.device)).query():
             stream.synchronize()
         return int(self.host)
@@ -81,11 +81,11 @@ class Ranks:
         group: the torch.distributed group for tensors on the device (NCCL or Gloo); None is every process.
         control: a Gloo group of the same processes, for messages between hosts; None takes ``group``.
 
-    ``random`` draws the same unpredictable numbers on every rank, from a key of the first rank.
+    ``random`` draws the same unpredictable numbers on every rank; its seed comes from the first rank.
 
     torch.compile can trace the collectives on tensors of the device (``sum_``, ``max_``, ``gather``, ``join``,
-    ``spread``, ``note``), and CUDA graphs can capture them, with ``capture_error_mode="thread_local"``, since another
-    thread queries the device. Wait for the result of such a graph inside ``awaited``."""
+    ``spread``, ``note``), and CUDA graphs can capture them. Capture with ``capture_error_mode="thread_local"``, since
+    another thread queries the device. Wait for the result of such a graph inside ``awaited``."""
 
     def __init__(self, group: Any = None, control: Any = None) -> None:
         self.group = dist.group.WORLD if group is None else group
@@ -96,8 +96,8 @@ class Ranks:
         self.watch: Watch | None = None
         self._forwards, self._agreed = 0, 0
         self._checksums: dict[torch.device, Checksum] = {}
-        # Ranks that diverged bring different lengths. Then NCCL waits for ever, which ``Watch`` finds, but Gloo aborts
-        # the process. So on Gloo, ranks are compared before each forward too.
+        # Ranks that diverged send tensors of different lengths. NCCL then waits for ever, which ``Watch`` finds, but
+        # Gloo aborts the process. So on Gloo, ranks are compared before each forward too.
         self.compares_forwards = dist.get_backend(self.group) == "gloo"
         self.random = random.Random(self.share(secrets.randbits(256)))
 
@@ -130,7 +130,7 @@ class Ranks:
         return x if self.size == 1 else torch.cat(self.gather(x).unbind(0), dim=-1)
 
     def spread(self, x: Tensor) -> Tensor:
-        """Copy ``x`` of the first rank into ``x`` of the others, in place. Shape and dtype must be the same."""
+        """Copy the first rank's ``x`` into the ``x`` of the others, in place. Shape and dtype must be the same."""
         if self.size > 1:
             x = x.contiguous()
             self._run(dist.broadcast, x, src=self.first)
@@ -182,10 +182,11 @@ class Ranks:
         return result
 
     def agree_on(self, error: Exception) -> None:
-        """Return if every rank has an error of this type now: then a request caused it.
+        """Return if every rank now has an error of this type: then a request caused it.
 
-        Raises the error again if it concerns the group itself. If the other ranks have no error, as when memory runs
-        out on this one alone, they wait for it in a collective: then the group ends, and this does not return.
+        Raises the error again if it concerns the group itself. If the other ranks have no error, for instance because
+        only this one ran out of memory, they wait for it in a collective. The group then ends, and this does not
+        return.
         """
         if isinstance(error, (CollectiveError, RankError)):
             raise error
@@ -193,14 +194,14 @@ class Ranks:
             self.watch.agree_on(error)
 
     def await_blame(self, error: BaseException) -> None:
-        """After a failed collective, wait for the watch, which finds the rank to blame, reports it and ends this
+        """After a failed collective, wait for the watch: it finds the rank to blame, reports it and ends this
         process."""
         if isinstance(error, CollectiveError) and self.watch is not None:
             time.sleep(2 * self.watch.heartbeat_timeout)
 
     def note(self, *tensors_T: Tensor) -> None:
-        """Add the tokens and positions of this rank's next forward (integers of at least 0) to its checksum, which
-        ``agree`` compares. Neither waits nor sends, except on Gloo, where ranks compare their checksums at once.
+        """Add the tokens and positions of this rank's next forward (integers of at least 0) to its checksum, for
+        ``agree`` to compare. This neither waits nor sends, except on Gloo: there ranks compare their checksums at once.
 
         Raises ``RankError`` as ``agree`` does.
         """
@@ -220,8 +221,8 @@ class Ranks:
             self._compare()
 
     def agree(self, value: object = None) -> None:
-        """Compare the ranks' checksums of all that was passed to ``note`` and ``agree`` so far, this plain ``value``
-        included. The host must have waited for the device before.
+        """Compare the ranks' checksums of everything that ``note`` and ``agree`` were called with so far, this plain
+        ``value`` included. The host must have waited for the device before.
 
         Raises ``RankError`` on every rank, with the ranks that differ from the first.
         """
@@ -241,8 +242,8 @@ class Ranks:
             raise RankError(f"ranks diverged: up to forward {count}, {named} had other tokens than rank 0")
 
     def _run(self, collective: Callable[..., Any], *tensors: Tensor, **options: Any) -> None:
-        """Run a collective of the device's group. On CUDA it is only queued when this returns. Tensors without values
-        (``fly.backends.cuda.footprint``) are exchanged with nobody."""
+        """Run a collective of the device's group. On CUDA this only queues it. Tensors without values
+        (``fly.backends.cuda.footprint``) are not exchanged."""
         if tensors[0].is_meta:
             return
         if torch.compiler.is_compiling():  # the caller waits for the whole graph inside ``awaited``
@@ -258,8 +259,8 @@ class Ranks:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Entered by all ranks around work that may take one of them much longer than the others, such as compiling
-        code. Meanwhile ranks wait ten times as long before they blame one."""
+        """Context for work that may take one rank much longer than the others, such as compiling code; all ranks enter
+        it. Meanwhile ranks wait ten times as long before they blame one."""
         self.progress.preparing = True
         try:
             yield
@@ -268,8 +269,8 @@ class Ranks:
 
     @contextmanager
     def awaited(self, count: bool = True) -> Iterator[None]:
-        """Entered by all ranks around a wait for the others: a collective, or the result of a graph that contains some.
-        A rank that does not come in time is blamed. A ``RuntimeError`` becomes a ``CollectiveError``."""
+        """Context for a wait for the other ranks: a collective, or the result of a graph that contains collectives. All
+        ranks enter it, and a rank that does not in time is blamed. A ``RuntimeError`` becomes a ``CollectiveError``."""
         if count:
             self.progress.entered += 1
             self.progress.since = time.monotonic()
@@ -306,9 +307,9 @@ def launch(
         with fly.parallel.launch() as ranks:
             llm = fly.LLM("checkpoints/large", draft="checkpoints/small", ranks=ranks)
 
-    With CUDA devices, each process takes the one of its local rank, and NCCL connects them; without, the CPU and Gloo.
-    Within the block, a rank that is killed, stopped, stuck or fails alone ends all ranks within seconds, with one
-    message.
+    With CUDA devices, each process takes the one of its local rank, and NCCL connects them. Without, processes run on
+    the CPU, and Gloo connects them. If within the block one rank is killed, stopped or stuck, or fails alone, all ranks
+    end within seconds, with one message.
 
     Args:
         heartbeat_timeout: seconds without a sign of life after which a rank counts as lost.
@@ -337,7 +338,7 @@ def launch(
     else:
         watch.leave()
     finally:
-        # NCCL waits for graphs that hold its collectives before it ends.
+        # Before it ends, NCCL waits for graphs that contain its collectives.
         if (graphs := sys.modules.get("fly.backends.cuda.graphs")) is not None:
             graphs.drop_graphs()
         with contextlib.suppress(Exception):
@@ -367,10 +368,10 @@ def _connect(collective_timeout: float) -> tuple[Any, str]:
 
 
 def _own_device(rank: int) -> torch.device:
-    """Return this process's CUDA device: the one with its local rank's number, or the only one that it sees, where
-    Slurm or ``CUDA_VISIBLE_DEVICES`` shows each process its own.
+    """Return this process's CUDA device: the one with its local rank's number, or the only one that it sees (Slurm or
+    ``CUDA_VISIBLE_DEVICES`` may show each process its own).
 
-    Raises ``ValueError`` if this machine has more processes than devices that they see.
+    Raises ``ValueError`` if there are more processes on this machine than devices that they see.
     """
     count = torch.cuda.device_count()
     local = int(os.environ.get("LOCAL_RANK", rank % count))

@@ -1,8 +1,8 @@
-"""Drafting with a model: what it is asked for (``DraftSpec``), what it returns (``Drafted``), and the plain loop of one
-forward after another. Knows no backend.
+"""Drafting with a model: the request (``DraftSpec``), the result (``Drafted``), and the plain loop of one forward after
+another. Knows no backend.
 
-``Executor.extend`` calls ``draft_by_forwards``, unless the executor has a faster way. The loop of a chain repeats three
-stages for all rows that go on: choose each row's next token, stop the rows that are done, feed the others.
+``Executor.extend`` calls ``draft_by_forwards``, unless the executor has a faster way. For chains, the loop repeats
+three stages: choose each row's next token, stop the rows that are done, feed the others.
 
 Shape legend: T packed tokens, N places, B rows, K longest draft, W candidates for a place, S cached tokens of a row,
 C features of a head, V vocabulary.
@@ -44,8 +44,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Batch:
-    """New tokens of rows of different lengths, packed. ``kv`` holds the block tables: which cached tokens come before
-    the new ones, where their keys and values go, and in a tree which tokens each one sees."""
+    """The new tokens of several rows, packed without padding. ``kv`` holds the block tables: which cached tokens come
+    before the new ones, where the new keys and values go, and in a tree which tokens each new token sees."""
 
     tokens: list[int]  # T tokens, one row after another
     positions: list[int]  # T, the position of each token in its row
@@ -64,7 +64,7 @@ class Scores(NamedTuple):
     """A model's output after some tokens of a batch."""
 
     logits_NV: Tensor  # float32
-    argmax: list[int] | None = None  # the most likely tokens (below 0: NaN), if the backend found them
+    argmax: list[int] | None = None  # the most likely tokens (a negative number: NaN), if the backend found them
     states_TF: Tensor | None = None  # hidden states of all tokens of the batch, if asked for
     layers: list[int] | None = None  # how many layers each row went through, if the executor exits early
 
@@ -82,8 +82,8 @@ class Lookup:
 class Growth:
     """How a model grows a tree, level by level.
 
-    Level 0 has the ``widths[0]`` most likely tokens after the row. Level i has the ``widths[i]`` most likely tokens
-    after each followed token of level i - 1. A level's ``follow`` tokens with the most likely paths are followed. In
+    Level 0 has the ``widths[0]`` most likely tokens after the row. In each level, the ``follow`` tokens with the most
+    likely paths are followed: each gets the ``widths[i]`` most likely tokens after it, which form the next level i. In
     the end, the tree's ``nodes`` tokens with the most likely paths are proposed."""
 
     widths: tuple[int, ...]
@@ -98,8 +98,8 @@ class Growth:
 
     @property
     def spare(self) -> int:
-        """Slots that it needs in a cache after the row's tokens: the target's for the tree, the draft's for the
-        followed tokens."""
+        """Slots that the tree needs after the row's tokens. The target's cache holds the whole tree, the draft model's
+        holds the followed tokens; this is the larger number."""
         level, followed = 1, 0
         for width in self.widths[:-1]:
             level = min(level * width, self.follow)
@@ -109,15 +109,15 @@ class Growth:
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """How a model drafts: a chain of its most likely or drawn tokens, up to the first that it is not sure of; or a
-    ``tree`` of its most likely tokens, which does not stop early.
+    """How a model drafts. It drafts a chain of its most likely (or drawn) tokens, up to the first that it is not sure
+    of; or a ``tree`` of its most likely tokens, which does not stop early.
 
-    ``lookup`` saves forwards and changes no token: the next tokens are guessed by prompt lookup and fed in one forward,
+    ``lookup`` saves forwards and changes no token: prompt lookup guesses the next tokens, one forward checks them all,
     and drafting goes on from the first wrong guess.
     """
 
     confidence: float = 0.0  # stop after a token if the largest probability there was below this
-    # For each row: stop after a token if the product of the largest probabilities so far is below this. (): never.
+    # For each row: stop after a token if the product of the largest probabilities so far is below this. Empty: never.
     reach: tuple[float, ...] = ()
     lookup: Lookup | None = None
     with_logits: bool = False  # whether to return the logits of greedy drafts too
@@ -125,7 +125,7 @@ class DraftSpec:
 
     @property
     def stops(self) -> bool:
-        """Whether a draft may stop before it has as many tokens as it may have."""
+        """Whether a draft may stop before it has its full length."""
         return self.confidence > 0 or any(self.reach)
 
 
@@ -133,8 +133,8 @@ class Drafted(NamedTuple):
     """What a model drafted for each row.
 
     ``probs_BKV`` are the distributions that tokens were drawn from, zeros after a row's last token; None for greedy
-    drafts. Those may come with the logits at each token's place instead (``DraftSpec.with_logits``). Trees come with
-    the ``parents`` of their tokens, as in ``Draft``."""
+    drafts. Greedy drafts may have the logits at each token's place instead (``DraftSpec.with_logits``). Trees have the
+    ``parents`` of their tokens, as in ``Draft``."""
 
     tokens: list[list[int]]
     probs_BKV: Tensor | None = None
@@ -156,7 +156,7 @@ class Certainty:
         return self.least > 0 or self.spec.confidence > 0
 
     def after(self, probs_NV: Tensor) -> list[bool]:
-        """Return whether to go on after each of the next N tokens, by their distributions."""
+        """Return whether to go on after each of the next N tokens, given the distributions they were chosen from."""
         peak_N = probs_NV.amax(-1)
         reached_N = self.reached * peak_N.cumprod(0)
         self.reached = float(reached_N[-1])
@@ -179,12 +179,12 @@ class DraftStart(NamedTuple):
         return DraftStart(batch.kv, [batch.positions[end] + 1 for end in ends], logits_BV, x_BC)
 
 
-# One forward over drafted tokens, each with a head's features before it: gives logits [T, V] and features [T, C].
+# Runs one forward over drafted tokens, each with a head's features before it. Returns logits [T, V], features [T, C].
 Step = Callable[[Batch, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
 class Computing(Protocol):
-    """The parts of an ``Executor`` that the loop needs beside forwards."""
+    """The parts of an ``Executor`` that the loop needs besides forwards."""
 
     def numbers(self, values: abc.Sequence[int] | Tensor) -> Tensor: ...
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution: ...
@@ -205,14 +205,14 @@ def draft_by_forwards(
     sampling: BatchSampling | None = None,
     seeds: abc.Sequence[int] = (),
 ) -> Drafted:
-    """Draft as ``Executor.extend`` describes, by one forward for each token, or for each level of a tree."""
+    """Draft as ``Executor.extend`` describes, with one forward for each token, or for each level of a tree."""
     if spec.tree is not None:
         return _draft_trees(model, start, step, spec.tree, rows, most)
     return _draft_chains(model, start, step, spec, rows, most, sampling, seeds)
 
 
 def draw_tokens(probs_NV: Tensor, seeds: abc.Sequence[int], lengths: abc.Sequence[int]) -> list[int]:
-    """Draw one token from each distribution, by a uniform number that depends on the row's seed and length alone."""
+    """Draw one token from each distribution. Its uniform number depends on the row's seed and length alone."""
     seed_N, length_N = upload([*seeds, *lengths], probs_NV.device).chunk(2)
     tokens: list[int] = draw(probs_NV, uniforms(seed_N, length_N, Stream.SAMPLE, 1).squeeze(1)).tolist()
     return tokens
@@ -229,7 +229,7 @@ def _draft_chains(
     seeds: abc.Sequence[int],
 ) -> Drafted:
     scratch = [row.fork(row.policy, row.seed) for row in rows]
-    sources: list[list[Tensor]] = [[] for _ in rows]  # for each token, the distribution or logits it was chosen by
+    sources: list[list[Tensor]] = [[] for _ in rows]  # each token's distribution, or logits
     certainty = [Certainty(spec, least) for least in spec.reach or (0.0,) * len(rows)]
     active, logits_NV, x_NC = list(range(len(rows))), start.logits_BV, start.x_BC
     while True:
@@ -245,7 +245,7 @@ def _draft_chains(
         if probs_NV is not None or spec.with_logits:
             for b, source_V in zip(active, logits_NV if probs_NV is None else probs_NV):
                 sources[b].append(source_V)
-        # Stop: after the first token that the model is not sure of, one that ends the row, or enough tokens.
+        # Stop after the first token that the model is not sure of, after one that ends the row, or at full length.
         goes_on = []
         for n, (b, row, token) in enumerate(zip(active, going, tokens)):
             row.tokens.append(token)
@@ -272,8 +272,8 @@ def _draft_chains(
 
 
 def _allowed(model: Computing, logits_NV: Tensor, rows: list[Sequence]) -> Tensor:
-    """Apply what each row asks for (penalties, bans, a form) to the logits. If that leaves no token, the row's logits
-    stay as they are: the target will reject the draft."""
+    """Apply each row's penalties, bans and form to the logits. If they leave no token, the row's logits stay as they
+    are; the target will reject the draft."""
     allowed_N1V = constrain(raw_N1V := logits_NV.unsqueeze(1), rows, [[]] * len(rows), None, model.numbers)
     if allowed_N1V is raw_N1V:
         return logits_NV
@@ -289,8 +289,8 @@ def _after(
     depth: int | None = None,
     masks: list[Tensor | None] | None = None,
 ) -> Batch:
-    """Make the batch of the next forward: ``new`` tokens of the ``active`` rows, after ``fed[b]`` drafted tokens that
-    are cached. Their positions are consecutive, or all at one ``depth`` of a tree."""
+    """Make the batch of the next forward: ``new`` tokens of the ``active`` rows, each row's after its ``fed`` drafted
+    tokens in the cache. Their positions are consecutive, or all at one ``depth`` of a tree."""
     kv, counts = start.kv, list(map(len, new))
     starts = [kv.starts[b] + kv.counts[b] + n for b, n in zip(active, fed)]
     depths = fed if depth is None else [depth] * len(active)
@@ -323,14 +323,15 @@ class _Tree:
         return path
 
     def best(self, most: int) -> tuple[list[int], list[int]]:
-        """Return tokens and parents of the ``most`` most likely nodes. A node is never more likely than its parent, so
-        parents are among them."""
+        """Return tokens and parents of the ``most`` most likely nodes. No node is more likely than its parent, so these
+        nodes include the parents."""
         chosen = sorted(sorted(range(len(self.tokens)), key=lambda node: -self.scores[node])[:most])
         number = {node: i for i, node in enumerate(chosen)} | {-1: -1}
         return [self.tokens[node] for node in chosen], [number[self.parents[node]] for node in chosen]
 
     def feed(self, nodes: list[int], text: int) -> Tensor:
-        """Note that ``nodes`` are fed next. Return the mask [N, S]: each sees the ``text``, its ancestors, itself."""
+        """Note that ``nodes`` are fed next. Return their mask [N, S]: a node sees the text, its ancestors and itself.
+        ``text`` is the number of the text's tokens."""
         self.fed += nodes
         place = {node: text + at for at, node in enumerate(self.fed)}
         mask_NS = torch.zeros(len(nodes), text + len(self.fed), dtype=torch.bool)

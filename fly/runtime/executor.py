@@ -1,8 +1,8 @@
-"""The seam: what a loaded model does on one kind of device. Knows no backend.
+"""The seam between the engine and a backend: what a loaded model does on one kind of device. Depends on no backend.
 
-An executor must implement ``score``, one forward. It may do the rest in its own way: draft (``extend``), decide
-(``decide``), run whole rounds. If the executor ``takes`` the rows, the engine runs several rounds in one call
-(``rounds``); otherwise it runs one round by ``extend``, ``score`` and ``judge``.
+An executor must implement ``score``, which runs one forward. It may also have its own way to draft (``extend``), to
+decide (``decide``) and to run whole rounds (``rounds``). If the executor ``takes`` the rows, the engine runs several
+rounds in one call of ``rounds``. Otherwise it runs one round by ``extend``, ``score`` and ``judge``.
 
 Shape legend: T packed tokens, N places, B rows, J positions of a row, K longest draft, V vocabulary.
 """
@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 
-WARM_ROWS = 1, 2, 4, 8, 16, 32  # how many rows a warm-up prepares a device for
+WARM_ROWS = 1, 2, 4, 8, 16, 32  # the batch sizes that a warm-up prepares
 
 
 def asks_between(row: Sequence) -> bool:
@@ -100,23 +100,23 @@ class RoundRow:
 
     @staticmethod
     def of(row: Sequence, left: int, k: int) -> RoundRow:
-        """The values of ``row`` now."""
+        """Copy the present values of ``row``."""
         counts = row.generated, row.stats.relaxed, row.stats.nats
         return RoundRow(row.tokens, left, k, row.stop_ids, row.policy, row.seed, row.greedy, *counts)
 
 
 class Given(NamedTuple):
-    """The target's hidden states that a draft head drafts by."""
+    """The target's hidden states, from which a draft head drafts."""
 
     first: list[int]  # for each row, the number of the first token that the head caches
-    states_TF: Tensor  # before each token that the head has not cached yet, row after row
+    states_TF: Tensor  # the hidden states before each token that the head has not cached yet, row after row
 
 
 @dataclass
 class RoundPlan:
-    """Rounds of speculative decoding to run in one call: draft, score, decide, emit, again and again. They end when a
-    row ends, or when a cache has no room for the next round. No further round starts after ``seconds``, after
-    ``rounds`` rounds, or while ``hurry`` is not 0.
+    """Several rounds of speculative decoding (draft, score, decide, emit) to run in one call. They end when a row ends,
+    or when a cache has no room for the next round. No further round starts after ``seconds``, after ``rounds`` rounds,
+    or while ``hurry`` is not 0.
     """
 
     rows: list[RoundRow]
@@ -126,7 +126,7 @@ class RoundPlan:
     spec: DraftSpec = field(default_factory=DraftSpec)
     drafter: Executor | None = None  # None: ``spec.lookup`` drafts, if there is one
     draft_kv: PagedBatch | None = None  # the tokens that the drafter has not cached, with room as in ``kv``
-    draft_context: int = sys.maxsize  # the most tokens of a text that the drafter takes
+    draft_context: int = sys.maxsize  # the most tokens that a text may have for the drafter
     rounds: int = sys.maxsize
     seconds: float = 0.0
     hurry: array[int] | None = None
@@ -145,7 +145,7 @@ class OpenBlocks:
     choices: list[list[int]] | None  # the target's most likely token at each place; None if one is a NaN
 
     def only(self, index: list[int]) -> OpenBlocks:
-        """The blocks at these places of ``rows``."""
+        """Select blocks by their index in ``rows``."""
         index_B = torch.tensor(index, dtype=torch.int64, device=self.logits_BJV.device)
         choices = None if self.choices is None else [self.choices[i] for i in index]
         rows, draft = [self.rows[i] for i in index], self.draft.rows(index_B, index)
@@ -156,7 +156,7 @@ class OpenBlocks:
 class Rounds:
     """The result of a ``RoundPlan``."""
 
-    decisions: list[list[Decision]]  # for each row, one for each round, without an open last one
+    decisions: list[list[Decision]]  # for each row, one for each round; an open block has none
     texts: list[list[int]]  # for each row, the cached tokens, the last draft included
     draft_cached: list[int]  # how many of these the drafter has cached
     spent: tuple[Spent, Spent]  # the first round, and all others
@@ -167,13 +167,13 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Workload:
-    """What an engine will ask of its target at most."""
+    """The most work that an engine will give its target."""
 
     rows: int  # in a round
     k: int  # drafted tokens of a row; 0 without a draft
     policy: AcceptancePolicy
-    step_tokens: int  # of prompts, in a step
-    scored: int  # tokens of prompts whose log-probabilities are asked for, in a step
+    step_tokens: int  # prompt tokens in a step
+    scored: int  # prompt tokens in a step that get log-probabilities
     block_size: int  # tokens in a page of the caches
     drafter: Executor | None = None
 
@@ -186,7 +186,7 @@ class Executor(ABC):
     dtype: torch.dtype
     kernels = "torch"  # what computes its forwards
     own_threads = False  # whether forwards use threads of their own, which torch's threads would disturb
-    batch_invariant = False  # whether logits are the same bits, whatever else is in the batch
+    batch_invariant = False  # whether a token's logits have the same bits, whatever else is in the batch
     gives_states = False  # whether ``score`` can give hidden states
     leaves_early = False  # whether it may skip layers; no rule is lossless then
     compiles, often = False, 0  # whether it compiles layers, and after how many rounds of a shape
@@ -203,14 +203,15 @@ class Executor(ABC):
         Args:
             places: the packed tokens (by number) after which to return logits; None: all.
             states: also return the residual stream after each of these numbers of layers (0 is the embedding), side by
-                side [T, F]. Only an executor that ``gives_states`` can.
+                side [T, F]. This needs an executor that ``gives_states``.
 
         Raises:
             IndexError: a token id outside the vocabulary, or a position outside the context.
         """
 
     def check_states(self, states: abc.Sequence[int]) -> None:
-        """Raise ``ValueError`` if it gives no hidden states, or not after all of these numbers of layers."""
+        """Raise ``ValueError`` if this executor gives no hidden states, or if one of these numbers of layers is out of
+        range."""
         most = self.config.num_hidden_layers
         if not self.gives_states:
             raise ValueError(
@@ -232,16 +233,16 @@ class Executor(ABC):
 
         A row's draft ends after ``most[b]`` tokens (at least 1), after a token that ends the row, or after the first
         token that the model is not sure of (``spec``). Then all its tokens but the last are cached. With ``spec.tree``,
-        draft a tree of at most ``most[b]`` levels instead. What the cache then has after the rows is undefined.
+        draft a tree of at most ``most[b]`` levels instead. The cache's content after each row's text is then undefined.
 
         The default runs one forward for each token or level, and ignores ``spec.lookup``.
 
         Args:
-            rows: the rows of the batch, whose tokens are the text so far. The cache has room for ``most[b]`` - 1 tokens
-                after them, or for ``spec.tree.spare``.
+            rows: the rows of the batch; their tokens are the text so far. The cache has room for ``most[b]`` - 1 more
+                tokens of each row, or for ``spec.tree.spare``.
             sampling: None chooses the most likely token (the lowest id among equals). Otherwise tokens are drawn as
                 ``fly.ops.draw`` does, with ``uniforms(seeds[b], length of the row so far, Stream.SAMPLE, 1)``. Either
-                way the row's penalties, bans and form hold.
+                way the row's penalties, bans and form apply.
         """
         logits_BV = self.score(batch, ends_of(batch.kv)).logits_NV
 
@@ -260,11 +261,11 @@ class Executor(ABC):
 
     def rounds(self, plan: RoundPlan) -> Rounds | None:
         """Run several rounds in one call, for rows that it ``takes`` and a drafter that it ``joins``. The rows
-        themselves do not change; the result has the decisions. If a decision must be made in Python, rounds end, and
-        its block comes back ``open``.
+        themselves do not change; the result has the decisions. If a decision must be made in Python, the rounds end,
+        and the block comes back ``open``.
 
         Returns None, and changes nothing, if this round must be run by ``score`` and ``judge``. The default always
-        does.
+        returns None.
         """
         return None
 
@@ -313,9 +314,9 @@ class Executor(ABC):
         return [found[b] for b in range(len(rows))]
 
     def embedding(self) -> Tensor:
-        """The embedding table [V, C], before its family's scaling, for draft heads that share it.
+        """The embedding table [V, C] without the model family's scaling. Draft heads may share it.
 
-        Raises ``ValueError`` if this executor does not show it.
+        Raises ``ValueError`` if this executor does not expose it.
         """
         raise ValueError(f"{self.model_name} on {self.kernels!r} kernels does not show its embedding")
 
@@ -325,22 +326,23 @@ class Executor(ABC):
         return type(self).__name__
 
     def deterministic(self) -> Executor:
-        """Return an executor of the same model whose logits are the same bits, whatever else is in the batch: itself if
-        it is ``batch_invariant``, else one that feeds one token at a time."""
+        """Return an executor of the same model whose logits do not depend on what else is in the batch, to the last
+        bit. That is this executor if it is ``batch_invariant``, else one that feeds one token at a time."""
         return self if self.batch_invariant else TokenByToken(self)
 
     def reserve(self, work: Workload, most: int) -> tuple[int, int]:
-        """Return how many bytes of the device ``work`` takes beside weights and caches, and how many of its rows that
-        is for: as many as take at most ``most`` bytes, at least one. The default counts nothing."""
+        """Return how many bytes of device memory ``work`` takes beside weights and caches, and for how many rows: all
+        rows of ``work``, or as many as fit in ``most`` bytes, at least one. The default returns 0 bytes for all
+        rows."""
         return 0, work.rows
 
     def describe(self) -> list[str]:
-        """What is used on the device and what is not, with the reason, as phrases for a start-up line."""
+        """Phrases for a start-up line: what is used on the device, and what is not used, with the reason."""
         return []
 
     @property
     def prepared(self) -> int:
-        """How many pieces of work were captured or compiled so far; it grows while there is something new."""
+        """How many runs so far prepared or captured something new. A warm-up is complete once this stops growing."""
         return 0
 
     def enter_thread(self) -> None:
@@ -354,12 +356,12 @@ class Head(Executor):
     """
 
     options: HeadConfig
-    to_target_U: Tensor  # the target's ids of the draft vocabulary
-    shares: bool  # whether it lacks an embedding, and takes the target's
+    to_target_U: Tensor  # for each token of the draft vocabulary, its id in the target's
+    shares: bool  # whether it has no embedding of its own, and uses the target's
 
     @abstractmethod
     def share(self, weight_VC: Tensor) -> None:
-        """Take the target's embedding."""
+        """Use the target's embedding."""
 
     @abstractmethod
     def begin(self, batch: Batch, states_TF: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -368,7 +370,7 @@ class Head(Executor):
 
     @abstractmethod
     def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Do the same with the head's own features in place of the target's hidden states."""
+        """Do the same as ``begin``, with the head's own features in place of the target's hidden states."""
 
     def chains(
         self,
@@ -380,8 +382,8 @@ class Head(Executor):
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
     ) -> Drafted:
-        """Draft as ``extend`` does. The batch is fed with the target's hidden states, and drafted tokens with the
-        head's own features."""
+        """Draft as ``extend`` does. Feed the batch with the target's hidden states, and drafted tokens with the head's
+        own features."""
         logits_BU, x_BC = self.begin(batch, states_TF, ends_of(batch.kv))
 
         def step(drafted: Batch, x_TC: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -452,11 +454,11 @@ class Wrapped(Executor):
 
 
 class TokenByToken(Wrapped):
-    """Feeds a model one token at a time, so that logits are the same bits, whatever else is in the batch.
+    """Feeds a model one token at a time, so that a token's logits have the same bits, whatever else is in the batch.
 
     Most libraries add up matrix products in an order that depends on the number of rows, so a token's logits differ in
-    their last bits between batches. One at a time, every token is computed by the same kernels in the same order. This
-    takes one forward for each token."""
+    their last bits between batches. If tokens are fed one at a time, the same kernels compute each of them in the same
+    order. This takes one forward for each token."""
 
     batch_invariant = True
 

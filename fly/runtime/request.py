@@ -1,4 +1,4 @@
-"""One request: its tokens so far, why each was kept, and what speculation did for it. Knows nothing of models."""
+"""One request: its tokens so far, why each was kept, and statistics of its speculation. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ __all__ = ["BadWords", "Gate", "Sequence", "Stats", "Token", "by_policy", "commo
 
 @dataclass(frozen=True)
 class BadWords:
-    """Sequences of tokens that must not appear, found by the last token of a text."""
+    """Sequences of tokens that must not appear in a text."""
 
     words: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def _starts(self) -> dict[int | None, list[tuple[list[int], int]]]:
-        """By the token before the last one (None: there is none), the tokens before the last one, and the last one."""
+        """The bad words, each as its tokens before the last one, and the last one. The key is the last token but one
+        (None: the word has a single token)."""
         found: dict[int | None, list[tuple[list[int], int]]] = {}
         for *start, last in self.words:
             found.setdefault(start[-1] if start else None, []).append((start, last))
@@ -76,8 +77,8 @@ class Summed:
 @dataclass
 class Gate(Summed):
     """What one clause of a relaxation did: at how many mismatches it was ``asked``, and how often it held (``passed``).
-    It *decided* a mismatch if its opposite answer would have changed the outcome. ``excused`` counts tokens that were
-    kept because it held, ``refused`` those that were rejected because it alone did not hold."""
+    It *decided* a mismatch if the opposite answer would have changed the outcome. ``excused`` counts tokens that were
+    kept because the clause held, ``refused`` those that were rejected because it alone did not hold."""
 
     asked: int = 0
     passed: int = 0
@@ -87,12 +88,12 @@ class Gate(Summed):
 
 @dataclass(repr=False)
 class Stats:
-    """What speculation did for one request (or, added up, for many).
+    """Statistics of one request, or the sums over several.
 
     Attributes:
         prompt_tokens: tokens of the prompt.
         cached: how many of them were in the cache already, from other requests.
-        preempted: how often it made room for others and started again from its tokens.
+        preempted: how often the request made room for others and started again from its tokens.
         generated: tokens of the output.
         rounds: target forwards after the prompt's.
         emitted: tokens that rounds emitted: all but the first, which the prompt's forward gives.
@@ -101,8 +102,8 @@ class Stats:
         relaxed: how many of these the relaxed rule alone kept.
         nats: sum of -ln target(x) over the relaxed tokens, of the unprocessed distribution.
         gates: what each clause of a relaxation did, by its text (``Gate``).
-        layers: how many layers of the target all rounds went through, if it exits early (``LLM(exits=...)``); else 0.
-        spent: what the relaxed tokens cost by each budget of the rule (``fly.policies.CostBudget``), by its text.
+        layers: how many layers of the target ran, added up over rounds, if it exits early (``LLM(exits=...)``); else 0.
+        spent: the cost of the relaxed tokens under each budget of the rule (``fly.policies.CostBudget``), by its text.
         tau: mean number of tokens that a round emits.
         acceptance_rate: share of drafted tokens that were emitted.
         silent_gates: clauses that never held.
@@ -145,8 +146,12 @@ class Stats:
         return [name for name, gate in self.gates.items() if gate.asked >= 20 and not gate.passed]
 
     def count_gates(self, held: Mapping[str, bool], excused: bool, turns: Collection[str], times: int = 1) -> None:
-        """Count the clauses' answers (``held``) at ``times`` equal mismatches, whether these were ``excused``, and the
-        clauses that decided them (``turns``; see ``Condition.deciding``)."""
+        """Count the clauses' answers (``held``) at ``times`` equal mismatches.
+
+        Args:
+            excused: whether the mismatches were excused.
+            turns: the clauses that decided them (``Condition.deciding``).
+        """
         for name, passed in held.items():
             gate = self.gates.setdefault(name, Gate())
             gate.asked += times
@@ -174,8 +179,8 @@ _ids = itertools.count()
 class Sequence:
     """One request in flight: its tokens so far, and everything that decides how it goes on.
 
-    Every cache is rolled back to ``tokens``. A strategy that speculates further works on a ``fork``, which shares the
-    ``id`` (and so the caches) but not the list.
+    Every cache is rolled back to ``tokens``. A strategy that speculates further works on a ``fork``, which has the same
+    ``id`` (and so the same caches) but its own list of tokens.
     """
 
     tokens: list[int]
@@ -188,13 +193,13 @@ class Sequence:
     id: int = field(default_factory=lambda: next(_ids))
     provenance: list[Token] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
-    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)  # from the first that was asked for on
+    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)  # from ``prompt_logprobs_start`` on
     stats: Stats = field(default_factory=Stats)
     drafts: list[tuple[int, int]] = field(default_factory=list)  # per round with a draft: drafted, kept
     finish_reason: str | None = None
     bad: BadWords = field(default_factory=BadWords)
     priority: int = 0  # smaller goes first
-    client: str = ""  # who asked for it: clients share the engine
+    client: str = ""  # who made the request: clients share the engine fairly
     draft: str = ""  # the name of the strategy that drafts for it; empty: the first, or the only one
     parent: Sequence | None = None  # has the same prompt, and prefills it for both
     error: Exception | None = None  # the error that ended it, if any
@@ -219,13 +224,13 @@ class Sequence:
         return max(1, self.params.prompt_logprobs_start) + len(self.prompt_logprobs)
 
     def scored(self, start: int, count: int) -> range:
-        """Return which prompt tokens the model's output scores, after ``count`` tokens from ``start`` on."""
+        """Return which prompt tokens get log-probabilities when ``count`` tokens from ``start`` on are fed."""
         first = self._next_score if self.scores else self.prompt_length
         return range(max(first, start + 1), min(start + count + 1, self.prompt_length))
 
     @property
     def shareable(self) -> int:
-        """How many tokens need not be fed if they are cached, because no model output after them is needed."""
+        """How many first tokens may come from the cache, because no output of the model after them is needed."""
         return min(self._next_score, len(self.tokens)) - 1 if self.scores else len(self.tokens) - 1
 
     def sample(self, seed: int) -> Sequence:
@@ -246,7 +251,7 @@ class Sequence:
 
     def fork(self, policy: AcceptancePolicy, seed: int) -> Sequence:
         """Make a scratch copy with the same id, to speculate with another policy and another seed."""
-        scratch = copy(self)  # a level does this every round, and ``replace`` takes four times as long
+        scratch = copy(self)  # a cascade forks every round, and ``replace`` takes four times as long
         scratch.tokens, scratch.policy, scratch.seed = list(self.tokens), policy, seed
         scratch.provenance, scratch.logprobs, scratch.drafts = [], [], []
         scratch.stats, scratch.finish_reason = Stats(), None

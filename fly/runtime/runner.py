@@ -1,5 +1,5 @@
 """A model with its own paged cache. The runner knows which tokens of each row are cached, feeds the others to the
-executor, and rolls the cache back. It knows no strategy.
+executor, and rolls the cache back. It does not depend on draft strategies.
 
 The engine's step calls it in this order: ``score`` (one forward over the last tokens and the drafts), ``judge`` (each
 row's rule decides), ``commit`` (the cache is rolled back to what was decided). For several rounds in one call it calls
@@ -34,23 +34,24 @@ from fly.types import Decision, Draft, Target
 
 __all__ = ["OnPrompt", "Runner"]
 
-OnPrompt = Callable[[Sequence, range, Tensor], None]  # which tokens of a prompt, and the logits [P, V] before each
+OnPrompt = Callable[[Sequence, range, Tensor], None]  # a row, some tokens of its prompt, logits [P, V] before each
 
-# Before several rounds in one call, caches reserve room for this many tokens of each row beyond one round: the first of
-# these numbers that fits. All rows together get at most ``_IN_ALL``.
+# For several rounds in one call, each row gets cache room for one round and for this many more tokens: the first of
+# these numbers that fits. All rows together get at most ``_IN_ALL`` more.
 _AT_ONCE, _IN_ALL = (128, 32, 8, 1), 1024
 
 
 class Runner:
     """An executor with its own paged cache.
 
-    One rule holds between two steps: the cached tokens of a row are a prefix of its tokens. Between ``score`` and
-    ``commit`` a draft may follow that prefix. ``commit`` restores the rule by comparing tokens, whoever drafted them.
+    Between two steps the cached tokens of a row are a prefix of its tokens. Between ``score`` and ``commit`` a draft
+    may follow that prefix. ``commit`` compares tokens to restore the prefix, so it need not know who drafted.
 
     Args:
         executor: runs the model.
-        cache: its keys and values; None makes the cache later (``reserve``), once the sizes of all caches are known.
-        control_ids: the control tokens of its vocabulary (end-of-sequence, end-of-turn and the like).
+        cache: the model's keys and values. If None, ``reserve`` makes the cache later, once the sizes of all caches
+            are known.
+        control_ids: the control tokens of the model's vocabulary (end-of-sequence, end-of-turn and the like).
         share: whether rows that begin with the same tokens and have the same ``cache_salt`` share pages.
     """
 
@@ -65,14 +66,14 @@ class Runner:
         self.control_V = torch.zeros(executor.config.vocab_size, dtype=torch.bool, device=executor.device)
         self.control_V[sorted(set(control_ids))] = True
         self._cached: dict[int, list[int]] = {}
-        self._trees: dict[int, tuple[int, list[int]]] = {}  # where a row's cached tree starts, and its parents
+        self._trees: dict[int, tuple[int, list[int]]] = {}  # by row: the tree's start, its tokens' parents
         self.states: HiddenStates | None = None  # none: a draft model needs no hidden states of the target
         self._watches: list[HiddenStates] = []
         self._states: tuple[int, ...] = ()  # the layers whose states the executor is asked for
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of its cache for one token."""
+        """Bytes that one token takes in the cache."""
         return PagedKVCache.bytes_per_token(self.executor.config, self.executor.dtype)
 
     @property
@@ -82,20 +83,20 @@ class Runner:
 
     @property
     def allocator(self) -> BlockAllocator:
-        """The allocator of its cache's pages."""
+        """The allocator of the cache's pages."""
         return self.cache.allocator
 
     def reserve(self, tokens: int | None = None, block_size: int | None = None) -> None:
-        """Make its cache, for ``tokens`` tokens over all rows (``PagedKVCache.for_model``)."""
+        """Make the cache, with room for ``tokens`` tokens over all rows (``PagedKVCache.for_model``)."""
         self.cache = PagedKVCache.for_model(self.executor, tokens, block_size)
 
     def watch(self, layers: abc.Sequence[int]) -> HiddenStates:
-        """Record the hidden states of every token fed from now on, for rows that may be drafted for.
+        """From now on, record the hidden states of every token that is fed for a row with a draft.
 
         Args:
-            layers: after how many of the model's layers to record the residual stream; 0 is the embedding.
+            layers: the residual stream is recorded after each of these numbers of layers; 0 is the embedding.
 
-        Raises ``ValueError`` if the executor gives no hidden states, or the model has fewer layers.
+        Raises ``ValueError`` if the executor gives no hidden states, or if the model has fewer layers.
         """
         self.executor.check_states(layers)
         self._watches.append(HiddenStates(layers))
@@ -109,8 +110,8 @@ class Runner:
         return len(row.tokens) - len(self._cached.get(row.id, ()))
 
     def begin(self, row: Sequence) -> list[int]:
-        """Return the cached tokens of ``row``. A new row adopts the pages that other rows filled with the same first
-        tokens, except for tokens that must be fed again (``Sequence.shareable``)."""
+        """Return the cached tokens of ``row``. A new row adopts pages that other rows filled with the same first
+        tokens. It does not adopt tokens that must be fed again (``Sequence.shareable``)."""
         if (cached := self._cached.get(row.id)) is None:
             allocator = self.cache.allocator
             # another runner on the same cache may hold the row already
@@ -140,24 +141,24 @@ class Runner:
         prefill: abc.Sequence[tuple[Sequence, int]] = (),
         on_prompt: OnPrompt | None = None,
     ) -> tuple[Target, Tensor]:
-        """Verify: one forward over the last tokens and the drafts. Return the target's view of the blocks, and the raw
-        logits [B, J, V] that it was made from. Arguments and errors are those of ``feed``."""
+        """Verify: run one forward over each row's last token and its draft. Return a ``Target`` for the blocks, and the
+        raw logits [B, J, V] that it was made from. Arguments and errors are those of ``feed``."""
         chains, trees = draft.chains, draft.trees
         raw_BJV, choices = self.feed(rows, chains, trees, prefill, on_prompt)
         if choices is not None and any(min(row) < 0 for row in choices):
             choices = None  # there is a NaN; ``verify`` finds out whether the decision depends on it
-        missing = draft.shape[1] + 1 - raw_BJV.shape[1]  # places of a draft that is padded beyond its longest row
+        missing = draft.shape[1] + 1 - raw_BJV.shape[1]  # a draft may be padded beyond its longest row
         if missing:
             raw_BJV, choices = torch.cat([raw_BJV, raw_BJV[:, -1:].expand(-1, missing, -1)], dim=1), None
         logits_BJV = constrain(raw_BJV, rows, chains, trees, self.executor.numbers)
         return self.view(rows, logits_BJV, choices if logits_BJV is raw_BJV else None), raw_BJV
 
     def view(self, rows: abc.Sequence[Sequence], logits_BJV: Tensor, choices: list[list[int]] | None = None) -> Target:
-        """Return the target's view of the blocks.
+        """Return a ``Target`` for the blocks.
 
         Args:
-            logits_BJV: the target's logits after what each row asks for (penalties, bans, forms).
-            choices: the most likely token at each place, if the backend found them anyway.
+            logits_BJV: the target's logits, with each row's penalties, bans and form applied.
+            choices: the most likely token at each place, if the backend found it already.
         """
         device = logits_BJV.device
         probs, greedy_B = None, None
@@ -215,20 +216,20 @@ class Runner:
 
         Args:
             drafts: the drafted tokens of each row.
-            parents: of drafts that are trees, the parents of the tokens, as in ``Draft``. A token sees its ancestors,
-                and stands at the position after them.
-            prefill: further rows, and how many more of their tokens to cache in the same forward.
-            on_prompt: called for every row that wants its prompt scored, with the tokens' numbers (``Sequence.scored``)
-                and logits.
+            parents: for drafts that are trees, the parents of the tokens, as in ``Draft``. A token sees only its
+                ancestors, and stands at the position after them.
+            prefill: further rows, and how many more tokens of each to cache in the same forward.
+            on_prompt: called for every row that wants its prompt scored, with the numbers of the tokens
+                (``Sequence.scored``) and their logits.
 
         Returns logits [B, J, V] with J = 1 + the longest draft. Position 0 follows the row's last token, position j
-        follows the j-th drafted one. Rows with shorter drafts repeat their last position. Also the most likely token at
-        each position, if the backend found it anyway; else None.
+        follows the j-th drafted one. Rows with shorter drafts repeat their last position. Also returns the most likely
+        token at each position, or None if the backend did not find it.
 
         Raises:
             OutOfBlocks: the cache cannot hold the tokens of all rows; nothing was changed.
         """
-        # Pack: of each row the tokens that are not cached, then its draft; then the chunks of prompts.
+        # Pack each row's uncached tokens and its draft, and after all rows the chunks of prompts.
         fed = [*rows, *(row for row, _ in prefill)]
         with self._all_or_none(fed) as starts:
             new = [row.tokens[start:] + draft for row, start, draft in zip(rows, starts, drafts)]
@@ -237,7 +238,7 @@ class Runner:
             batch = Batch.of(new, self._reserve(fed, starts, counts, counts))
         if parents is not None:
             _arrange_trees(batch, rows, parents)
-        # The forward. After it, all that was fed is cached.
+        # Run the forward. After it, all fed tokens are cached.
         prompts = [row.scored(start, count) for row, start, count in zip(fed, starts, counts)] if on_prompt else []
         places = _places(starts, counts, drafts, prompts)
         scores = self.executor.score(batch, places, *([self._states] if self._states else []))
@@ -265,7 +266,7 @@ class Runner:
     def _keep_states(
         self, rows: abc.Sequence[Sequence], starts: list[int], counts: list[int], states_TF: Tensor
     ) -> None:
-        """Give hidden states of the fed tokens to the drafters that need them."""
+        """Give the hidden states of the fed tokens to the drafters that need them."""
         width = self.executor.config.hidden_size
         for watch in self._watches:
             own_TF = states_TF
@@ -284,11 +285,11 @@ class Runner:
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
     ) -> Drafted:
-        """Draft: let the model continue every row, token after token (``Executor.extend``), up to ``most[b]`` tokens
-        (at least 1) or one that ends the row. All but the last drafted token are cached then. With ``spec.tree`` it
-        drafts a tree of ``most[b]`` levels, which is not cached.
+        """Draft: let the model continue every row, token after token (``Executor.extend``). A draft ends after
+        ``most[b]`` tokens (at least 1), or after a token that ends the row. All its tokens but the last are then
+        cached. With ``spec.tree`` the model drafts a tree of ``most[b]`` levels, which is not cached.
 
-        Raises ``OutOfBlocks`` if the cache has no room for the whole draft; nothing was changed.
+        Raises ``OutOfBlocks``, and changes nothing, if the cache has no room for the whole draft.
         """
         if not rows:
             return Drafted([])
@@ -316,14 +317,14 @@ class Runner:
         """Plan several rounds in one call, and reserve room in the caches for them (``_AT_ONCE``).
 
         Args:
-            rows: all their tokens but the last are cached.
+            rows: rows with all tokens cached but the last.
             left: how many tokens each row may still emit.
-            drafting: what drafts, and how many tokens in a round; None: nothing drafts. A text that is too long for
-                the drafter goes on without a draft.
+            drafting: the drafter, and how many tokens it drafts in a round. None: there are no drafts. A text that is
+                too long for the drafter goes on without a draft.
             seconds, hurry: when to stop (``RoundPlan``).
 
-        Returns None, and changes nothing, if there is no room, or if this executor cannot run rounds with that drafter
-        (``Executor.joins``; another vocabulary; other hidden states).
+        Returns None, and changes nothing, if there is no room, or if this executor cannot run rounds with that drafter:
+        it does not join it (``Executor.joins``), or their vocabularies or hidden states differ.
         """
         # Who drafts? Nobody, if no row may draft any more, or if the text has become too long for the drafter.
         drafting = drafting or Continuation(None, [0] * len(rows))
@@ -339,8 +340,8 @@ class Runner:
             drafter, k, context = None, [0], sys.maxsize
         if drafter is None and drafting.runner is not None:
             spec = DraftSpec()
-        # Reserve room for as many tokens as the pages allow. This may push out cached prefixes of ended rows, but only
-        # once: pages that these rounds do not use are free for the next ones.
+        # Reserve room for as many tokens as the pages allow. This may evict cached prefixes of ended rows, but only
+        # once: the pages that these rounds leave unused are free for the next rounds.
         spare = 0 if spec.tree is None else spec.tree.spare
         for ahead in (min(most, 1 + _IN_ALL // len(rows)) for most in _AT_ONCE):
             ends = [len(row.tokens) + min(more, n + ahead) for row, more, n in zip(rows, left, k)]
@@ -372,8 +373,8 @@ class Runner:
         )
 
     def _runs_with(self, drafter: Drafter, spec: DraftSpec) -> bool:
-        """Whether the executor can run rounds with this drafter: it has the same vocabulary, and drafts by the hidden
-        states that are recorded."""
+        """Whether the executor can run rounds with this drafter: the two join, the vocabulary is the same, and the
+        drafter reads no hidden states but those that are recorded."""
         same = drafter.executor.config.vocab_size == self.executor.config.vocab_size
         read = drafter.states is None or drafter.states.layers == self._states
         return same and read and self.executor.joins(drafter.executor, spec)
@@ -407,16 +408,16 @@ class Runner:
         return sum(allocator.missing(row.id, room) for row, room in zip(rows, rooms)) <= allocator.num_free
 
     def prepare(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
-        """Make the batch of the tokens of ``rows`` that are not cached, with room for ``rooms[b]`` tokens of each row
-        in all. Raises ``OutOfBlocks`` and changes nothing if there is no room."""
+        """Make a batch of the uncached tokens of ``rows``, and reserve room for ``rooms[b]`` tokens of each row in all.
+        Raises ``OutOfBlocks``, and changes nothing, if there is no room."""
         with self._all_or_none(rows) as starts:
             counts = [len(row.tokens) - start for row, start in zip(rows, starts)]
             return self._reserve(rows, starts, counts, [room - start for room, start in zip(rooms, starts)])
 
     @contextmanager
     def _all_or_none(self, rows: abc.Sequence[Sequence]) -> Iterator[list[int]]:
-        """Begin ``rows``, and give the number of cached tokens of each. An error in this context takes back all pages
-        that they got, and releases rows that were not held before."""
+        """``begin`` the rows, and yield how many tokens of each are cached. If this context raises an error, take back
+        all pages that the rows got, and release the new rows."""
         new = [row for row in rows if row.id not in self._cached]
         starts = [len(self.begin(row)) for row in rows]
         try:
@@ -431,7 +432,7 @@ class Runner:
     def _reserve(
         self, rows: abc.Sequence[Sequence], starts: list[int], counts: list[int], room: list[int]
     ) -> PagedBatch:
-        """Reserve ``room[b]`` slots after each row's cached tokens, and make the batch of ``counts[b]`` new ones."""
+        """Reserve ``room[b]`` slots after each row's cached tokens. Make a batch of its ``counts[b]`` new tokens."""
         for row, start, slots in zip(rows, starts, room):
             self.cache.resize(row.id, start + slots)
         return self.cache.batch([row.id for row in rows], starts, counts)
@@ -482,9 +483,9 @@ def _arrange_trees(batch: Batch, rows: abc.Sequence[Sequence], parents: abc.Sequ
 def _places(
     starts: list[int], counts: list[int], drafts: abc.Sequence[list[int]], prompts: abc.Sequence[range]
 ) -> list[int] | None:
-    """Return the packed tokens after which logits are wanted: each row's last token and its drafted ones, a row with a
-    shorter draft repeating the last; then the tokens before those of ``prompts``. None means every packed token in
-    order."""
+    """Return the numbers of the packed tokens after which logits are wanted. First come each row's last token and its
+    drafted ones; a row with a shorter draft repeats its last. Then comes the token before each token of ``prompts``.
+    None means every packed token in order."""
     longest = max(map(len, drafts), default=0)
     even = all(len(draft) == longest == count - 1 for draft, count in zip(drafts, counts))
     if even and len(drafts) == len(counts) and not any(prompts):

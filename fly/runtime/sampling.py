@@ -23,9 +23,9 @@ __all__ = ["BatchSampling", "ProcessedDistribution", "find_kept"]
 class BatchSampling:
     """The sampling parameters of a batch as columns, and how they process logits.
 
-    First temperature. Then top-k keeps a token if fewer than k are likelier, top-p keeps a token of the rest if all
-    likelier ones together have less than a share p of the mass, and min-p keeps a token with at least that share of the
-    likeliest token's mass. Equally likely tokens are kept or cut together.
+    Temperature comes first. Then top-k keeps a token if fewer than k tokens are likelier. Of the tokens that are left,
+    top-p keeps one if all likelier ones together have less than a share p of the mass. Min-p keeps a token if it has at
+    least that share of the likeliest token's mass. Equally likely tokens are kept or cut together.
     """
 
     temperature_B: Tensor  # 1 where greedy
@@ -82,12 +82,12 @@ class BatchSampling:
 def find_kept(
     logits_NV: Tensor, temperature_N: Tensor, least_N: Tensor | None, top_p_N: Tensor | None, min_p_N: Tensor | None
 ) -> Tensor:
-    """Return three numbers of each position [3, N]: the largest logit; the least that is kept, minus infinity if all
-    are; ln of the mass that is kept.
+    """Return three numbers for each position [3, N]: the largest logit; the least logit that is kept (minus infinity if
+    all are); ln of the mass that is kept.
 
     Args:
-        least_N: a least logit that is known already; None: none is.
-        top_p_N, min_p_N: as of ``SamplingParams``; None: no row asks for it.
+        least_N: the least logit that top-k keeps; None: no row asks for top-k.
+        top_p_N, min_p_N: as in ``SamplingParams``; None: no row asks for it.
     """
     peak_N = logits_NV.amax(-1)
     if top_p_N is not None:
@@ -105,8 +105,7 @@ def find_kept(
 class ProcessedDistribution:
     """The processed distribution of logits, computed only where it is read.
 
-    Three numbers describe it at a position: the largest logit, the least logit that is kept, and the mass from there
-    on.
+    Three numbers describe it at a position: the largest logit, the least logit that is kept, and the mass that is kept.
     """
 
     def __init__(self, sampling: BatchSampling, logits_BJV: Tensor) -> None:
@@ -198,7 +197,8 @@ _FIRST = 16  # most nuclei are within this many tokens
 
 
 def _kept_mass(logits_NV: Tensor, peak_N: Tensor, temperature_N: Tensor, least_N: Tensor | None) -> Tensor:
-    """Return ``log_mass`` [N]. On the CPU only the likeliest tokens are added up where no others are kept."""
+    """Return ``log_mass`` [N]. On the CPU, where only a few of the likeliest tokens are kept, only these are added
+    up."""
     if least_N is None or logits_NV.device.type != "cpu":
         return log_mass(logits_NV, peak_N, temperature_N, least_N)
     likeliest = top(logits_NV, _FIRST).values
@@ -212,10 +212,11 @@ def _kept_mass(logits_NV: Tensor, peak_N: Tensor, temperature_N: Tensor, least_N
 
 
 def _nucleus(logits_NV: Tensor, peak_N: Tensor, temperature_N: Tensor, total_N: Tensor, top_p_N: Tensor) -> Tensor:
-    """Return the least logit [N] whose likelier tokens have less than ``top_p`` of the mass (``total`` is its ln).
+    """Return the least logit [N] that top-p keeps: likelier tokens have less than ``top_p`` of the mass (``total_N`` is
+    the mass's ln).
 
-    On the CPU a few of the likeliest tokens decide most positions, and the others look at more. An accelerator sorts
-    all tokens, because finding out which positions are decided would make it wait.
+    On the CPU a few of the likeliest tokens decide most positions; only the others look at more tokens. An accelerator
+    sorts all tokens, because finding out which positions are decided would make it wait.
     """
     width = logits_NV.shape[-1]
 

@@ -29,9 +29,9 @@ from fly.types import SamplingParams, StructuredOutput
 __all__ = ["BLANKS", "LONGEST", "Grammars", "Matcher", "StructuredError"]
 
 _MASKS = 256  # masks kept for a row, more than any draft has tokens
-# What one grammar may take of the library: states of its lexer (everyday schemas take a few thousand), work to set it
-# up and for one mask, symbols. The engine's thread computes masks. With these limits one takes 10 ms for an expression
-# such as (\d{1,9}[a-z]{0,30}[A-Z]{0,30}){20}, and at most 200 ms.
+# The library's limits for one grammar: states of its lexer (everyday schemas take a few thousand), work to set it up
+# and to compute one mask, symbols. The engine's thread computes masks. Under these limits a mask takes at most 200 ms,
+# and 10 ms for an expression such as (\d{1,9}[a-z]{0,30}[A-Z]{0,30}){20}.
 LIMITS: dict[str, Any] = {
     "max_lexer_states": 16_384,
     "initial_lexer_fuel": 200_000,
@@ -42,19 +42,19 @@ LIMITS: dict[str, Any] = {
 _LIMITS = LLParserLimits(**LIMITS)
 _BEYOND = "too many", "max is", "limit"  # words in the library's messages when one of these limits is reached
 LONGEST = 256 << 10  # bytes of a schema, an expression or a grammar
-_SHOWN = 800  # the most characters shown of the library's messages, which may quote a whole grammar
-# The library does not say how much memory a compiled grammar takes, and it takes more while it is used. So each counts
-# as the most that any was seen to take under the limits above: 26 MB, and 60 bytes for each byte of its source.
+_SHOWN = 800  # messages of the library are cut to this many characters, since they may quote a whole grammar
+# The library does not say how much memory a compiled grammar takes, and a grammar takes more while it is used. So each
+# is counted with the most that was measured under the limits above (26 MB and 60 bytes per byte of source), rounded up.
 _KEPT = 1 << 30
 _BYTES, _BYTES_A_BYTE = 32 << 20, 64
-# Blanks in JSON: on one line or indented, but without runs of blanks, which small models tend to repeat for ever. A
-# schema's own "x-guidance" wins over this.
+# The blanks that JSON may have: it may stand on one line or be indented, but has no runs of blanks, which small models
+# tend to repeat for ever. A schema's own "x-guidance" overrides this.
 BLANKS = r" |\n[ ]{0,16}"
 
 
 @cache
 def _bias_of_byte(device: torch.device) -> Tensor:
-    """Return a table [256, 8] for bytes: 0 where a bit is set, -infinity where not, the lowest bit first."""
+    """Return a table [256, 8] that has for each bit of a byte, lowest first, 0 if it is set, and else -infinity."""
     rows = [[0.0 if byte >> bit & 1 else -torch.inf for bit in range(8)] for byte in range(256)]
     return torch.tensor(rows, device=device)
 
@@ -66,16 +66,16 @@ class StructuredError(ValueError):
 class Grammars:
     """The grammars that requests ask for, over one vocabulary.
 
-    Compiled grammars are kept while there is room for them (1 GiB), for requests of the same ``cache_salt``: others
-    could tell by the time taken that somebody had asked for this one. A grammar that is refused, or goes beyond the
-    limits while it is followed, is not kept.
+    Compiled grammars are kept while there is room for them (1 GiB). Only requests with the same ``cache_salt`` share a
+    grammar: others could tell by the time taken that somebody had asked for it. A grammar that is refused, or exceeds
+    the limits while it is followed, is not kept.
 
     ``matcher`` may be called from any thread. ``vet`` gets each grammar before it is compiled, and may refuse it
     (``ValueError``).
 
     Args:
         tokenizer: spells the vocabulary.
-        vocab_size: width of the model's logits; ids that the tokenizer has no text for are never allowed.
+        vocab_size: width of the model's logits. Ids without a text in the tokenizer are never allowed.
         eos_ids: the model's end-of-sequence tokens.
     """
 
@@ -186,7 +186,7 @@ class Grammars:
 
 
 def _too_large(matcher: LLMatcher) -> str:
-    """Return the message that a grammar is beyond the limits, with the library's own words."""
+    """Return the message that a grammar exceeds the limits, with the library's own words."""
     own = _one_line(matcher.get_error()).removesuffix(" <non-verbose/>").partition("; consider")[0]
     return f"it is too large to be followed ({own}); make it simpler"
 
@@ -214,10 +214,11 @@ class Matcher:
 
     Args:
         start: the compiled grammar at its start; it is copied.
-        refuse: called if the grammar proves to be beyond the library's limits.
+        refuse: called if the grammar turns out to exceed the library's limits.
         never: tokens that are not text, and are never allowed.
         ends: tokens that end the text, and are allowed exactly where the grammar may end.
-        last_ends: further ends, allowed only where nothing else is.
+        last_ends: further tokens that end the text, allowed only where the grammar may end and no other token may
+            follow.
     """
 
     def __init__(
@@ -233,15 +234,15 @@ class Matcher:
         self._no_text = never | ends | last_ends
         self._text: list[int] = []  # what the matcher has consumed
         self._masks: dict[int, tuple[bytearray, str]] = {}  # by length of text
-        self._stuck: dict[int, str] = {}  # places of the last call that nothing can follow, and why
-        self._wrong = ""  # the message that the grammar is beyond the limits, once this is known
+        self._stuck: dict[int, str] = {}  # in the last call, places where nothing can follow, and why
+        self._wrong = ""  # the message that the grammar exceeds the limits, once this is known
 
     def fresh(self) -> Matcher:
         """Make a matcher of the same form for another request, at the start of its text."""
         return Matcher(self._start, self._refuse, self._never, self._ends, self._last_ends)
 
     def close(self) -> None:
-        """Free what it holds. It is not used again."""
+        """Free what this matcher holds. It must not be used afterwards."""
         self._masks.clear()
         del self._start, self._matcher
 
@@ -254,12 +255,13 @@ class Matcher:
         raw_JV: Tensor | None = None,
         numbers: Callable[[list[int] | Tensor], Tensor] | None = None,
     ) -> None:
-        """Forbid (-inf), in place, what the grammar does not allow after ``text``, and after each drafted token.
+        """Set to -inf, in place, the logits of tokens that the grammar does not allow after ``text`` or after a drafted
+        token.
 
         If earlier bans (bad words, ends before ``min_tokens``) forbid everything that the grammar allows, the grammar
         wins: ``raw_JV`` are the logits without those bans (None if there are none). Places after a forbidden token can
-        never be reached, and stay as they are. ``draft`` and ``parents`` as in ``Draft``; logits [J, V] with J at least
-        1 + the number of drafted tokens. ``numbers`` puts numbers on the logits' device.
+        never be reached, and stay as they are. ``draft`` and ``parents`` are as in ``Draft``. J is at least 1 + the
+        number of drafted tokens. ``numbers`` puts numbers on the logits' device.
         """
         found = sorted(self._along(text, draft, parents).items())
         if not found:
@@ -278,18 +280,18 @@ class Matcher:
     def masks(
         self, text: list[int], draft: list[int], parents: abc.Sequence[int] | None = None
     ) -> dict[int, bytearray]:
-        """Return what may follow ``text`` (key 0) and each drafted token j (key j + 1), a bit for each token. A drafted
-        token that is forbidden has no entry, nor have those after it. ``parents`` as in ``Draft``."""
+        """Return which tokens may follow ``text`` (key 0) and each drafted token j (key j + 1), a bit for each token.
+        There is no entry for a forbidden drafted token, or for those after it. ``parents`` is as in ``Draft``."""
         return self._along(text, draft, range(-1, len(draft) - 1) if parents is None else parents)
 
     def check(self, place: int) -> None:
-        """Raise ``StructuredError`` if nothing can follow the text up to ``place`` of the last draft, although it is
-        not whole: the vocabulary cannot spell what must follow, or the grammar is beyond the library's limits."""
+        """Raise ``StructuredError`` if the text up to ``place`` of the last draft is incomplete and nothing can follow:
+        the vocabulary cannot spell what must follow, or the grammar exceeds the library's limits."""
         if place in self._stuck:
             raise StructuredError(f"structured output cannot go on: {self._stuck[place]}")
 
     def _along(self, text: list[int], draft: list[int], parents: abc.Sequence[int]) -> dict[int, bytearray]:
-        """Return what may follow each place that the grammar can reach, branch by branch."""
+        """Return the mask of each place that the grammar can reach, branch by branch."""
         self._stuck = {}
         if not self._follow(text):
             self._stuck[0] = self._wrong or f"the {len(text)} tokens so far are no beginning of such a text"
@@ -313,8 +315,7 @@ class Matcher:
         return found
 
     def _follow(self, text: list[int]) -> bool:
-        """Make sure that the matcher has consumed ``text``, and perhaps more. Return False if the grammar forbids
-        it."""
+        """Make sure that the matcher has consumed at least ``text``. Return False if the grammar forbids this text."""
         shared = common_prefix(self._text, text)
         return all(self._step(depth, token) for depth, token in enumerate(text[shared:], start=shared))
 
@@ -333,7 +334,7 @@ class Matcher:
         return False
 
     def _mask(self, depth: int) -> tuple[bytearray, str]:
-        """Return which tokens may follow the first ``depth`` tokens, one bit each, and why not if none may."""
+        """Return which tokens may follow the first ``depth`` tokens, one bit each; and the reason if none may."""
         if (known := self._masks.get(depth)) is None:
             self._roll_back(depth)
             bits, may_end, wrong = bytearray(self._matcher.compute_bitmask()), self._matcher.is_accepting(), ""
@@ -364,8 +365,8 @@ class Matcher:
         return bits
 
     def _give_up(self) -> None:
-        """Note that the grammar is beyond the limits. A matcher never recovers from an error, so replace it by a new
-        one that has consumed as much of the same text as it can."""
+        """Note that the grammar exceeds the limits. The library's matcher does not recover from an error, so replace it
+        by a new one that has consumed as much of the same text as possible."""
         self._wrong = _too_large(self._matcher)
         self._refuse()
         self._matcher = self._start.deep_copy()
