@@ -1,1 +1,1 @@
-"""Speed, measured as ratios within one run."""
+"""Measure speed, as ratios within one run."""

@@ -1,4 +1,4 @@
-"""The clock of all benchmarks. Knows nothing of models."""
+"""The clock of all benchmarks. This module knows nothing of models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Timing:
 
 
 def clocked(run: Callable[[], _Result], device: torch.device = _CPU) -> tuple[_Result, float]:
-    """The result of ``run``, and the seconds until it returned and ``device`` had finished its work."""
+    """Call ``run``. Returns its result, and the seconds until it returned and ``device`` had finished its work."""
     synchronize(device)
     start = time.perf_counter()
     result = run()
@@ -56,9 +56,9 @@ def take_turns(
     device: torch.device = _CPU,
     advance: Callable[[], None] = lambda: None,
 ) -> list[Timing]:
-    """Time every run ``repeats`` times after one warm-up, in turns, so that a busy moment of the machine falls on all
-    of them alike. A run that returns a float has taken its own time, in seconds. ``advance`` is called after every
-    turn, the warm-up included."""
+    """Time every run ``repeats`` times after one warm-up. Runs take turns, so that a busy moment of the machine affects
+    all of them alike. A run that returns a float has measured its own time, in seconds. ``advance`` is called after
+    every turn, the warm-up included."""
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(repeats + 1):
         for taken, run in zip(times, runs):
@@ -69,7 +69,8 @@ def take_turns(
 
 
 def between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The height at ``x`` of the line through ``points``, which are in order and lie on both sides of it."""
+    """Interpolate at ``x`` between the two neighbouring ``points``. The points are in order and lie on both sides of
+    ``x``."""
     for (left, low), (right, high) in pairwise(points):
         if left <= x <= right:
             return low + (high - low) * (x - left) / (right - left)

@@ -74,11 +74,11 @@ def measure_drafts(
 ) -> list[Drafted]:
     """Measure autoregressive decoding (``none``, first in the list) and every strategy of ``names``.
 
-    ``count`` held-out problems a kind, greedy, batch 1. All take turns of a few prompts. ``advance`` is called after
-    every completion: ``len(KINDS) * count`` times for each strategy, and as often for none. ``options`` (dtype, device,
-    kernels) are those of ``LLM``.
+    Each decodes ``count`` held-out problems of each kind, greedily, with batch size 1. All take turns of a few prompts.
+    ``advance`` is called after every completion: ``len(KINDS) * count`` times for each strategy, and as often for
+    ``none``. ``options`` (dtype, device, kernels) are those of ``LLM``.
     """
-    # All share one copy of the weights: several copies would compete for the processor's caches.
+    # All share one copy of the weights, since several copies would compete for the processor's caches.
     plain = LLM(model, **options)
     drafts = [("none", None), *((name, parse_draft(name, trusted=True, **options)) for name in names)]
     settings = [Setting(name, plain if draft is None else LLM(plain, draft), k, policy) for name, draft in drafts]
@@ -94,8 +94,9 @@ def measure_drafts(
 
 @dataclass(frozen=True)
 class Ratio:
-    """A speed over that of autoregressive decoding, from many pairs of neighbouring runs: the median, and a confidence
-    interval of 95 % for it from order statistics (with fewer than 6 pairs, the extremes, whose confidence is lower)."""
+    """A speed relative to autoregressive decoding, from many pairs of neighbouring runs. It has the median, and the
+    median's 95 % confidence interval from order statistics. With fewer than 6 pairs, the interval is the extremes, and
+    its confidence is lower."""
 
     median: float
     low: float
@@ -104,11 +105,11 @@ class Ratio:
 
     @staticmethod
     def of(ratios: Sequence[float]) -> Ratio:
-        """Raises ``ValueError`` if there are none."""
+        """Raises ``ValueError`` if there are no ratios."""
         if not ratios:
             raise ValueError("no pair of runs to take a median of")
         ordered, n = sorted(ratios), len(ratios)
-        # The true median is outside of the interval if too few of n fair coins fall on one side (the sign test).
+        # The true median lies outside the interval if too few of n fair coins fall on one side (the sign test).
         outside = list(accumulate(2 * math.comb(n, fewer) / 2**n for fewer in range(n // 2)))
         aside = max(0, bisect_right(outside, 0.05) - 1)
         middle = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
@@ -118,7 +119,7 @@ class Ratio:
 @dataclass(frozen=True)
 class Promise:
     """The speed of a strategy on a text that it cannot predict: as it is, and wrapped in ``AdaptiveDraft``. ``again``
-    is autoregressive decoding over itself, which shows how far such a measurement can be trusted on this machine.
+    compares autoregressive decoding with itself, to show how far such a measurement can be trusted on this machine.
     """
 
     name: str
@@ -126,7 +127,7 @@ class Promise:
     again: Ratio
     fixed: Ratio
     adaptive: Ratio
-    tau: float  # of the strategy, not adaptive
+    tau: float  # tokens per round of the strategy as it is
 
     @property
     def kept(self) -> bool | None:
@@ -139,8 +140,8 @@ class Promise:
 
 
 class Misleading(Wrapper):
-    """A strategy that is always wrong and costs as much as the strategy in it, whose chains it proposes with other
-    tokens: each id plus ``shift``, modulo the vocabulary. The rule sees these drafts as deterministic.
+    """A strategy that is always wrong and costs as much as the strategy that it wraps. It changes the tokens of that
+    strategy's chains: it adds ``shift`` to each id, modulo the vocabulary. The rule sees these drafts as deterministic.
     """
 
     def __init__(self, strategy: DraftStrategy, vocab_size: int, shift: int = 1) -> None:
@@ -164,11 +165,11 @@ def measure_promise(
 ) -> list[Promise]:
     """Compare strategies, as they are and adaptive, with autoregressive decoding on texts that cannot be predicted.
 
-    Two texts of 256 tokens each: what follows 32 random tokens at temperature 1.5 (``RANDOM``), where the strategy may
-    still be right at times; and held-out problems, greedy, with a drafter that costs what the strategy does and is
-    always wrong (``WRONG``). Settings take turns, in an order that rotates, so that none is favoured. Strategies start
-    with nothing learned. ``advance`` is called ``2 * len(names) * count * repeats`` times; ``options`` are those of
-    ``measure_drafts``."""
+    There are two kinds of text, of 256 tokens each. ``RANDOM`` is the continuation of 32 random tokens at temperature
+    1.5, where the strategy may still be right at times. ``WRONG`` is the greedy answer to a held-out problem, with a
+    drafter that costs as much as the strategy and is always wrong. Settings take turns, in an order that rotates, so
+    that none is favoured. Strategies start with nothing learned. ``advance`` is called ``2 * len(names) * count *
+    repeats`` times; ``options`` are those of ``measure_drafts``."""
     plain = LLM(model, **options)
     target, rng = target_of(plain), Random(0)
     vocabulary = target.config.vocab_size
@@ -182,14 +183,15 @@ def measure_promise(
             raise ValueError(f"draft {name!r} drafts nothing: there is nothing to measure")
         if text == WRONG:
             draft = Misleading(draft, vocabulary)
-        return LLM(target, AdaptiveDraft(draft) if adaptive else draft)  # same weights: where a copy lies shows
+        # All settings share the weights, since where a copy lies in memory affects its speed.
+        return LLM(target, AdaptiveDraft(draft) if adaptive else draft)
 
     found = []
     for name, text in product(names, prompts):
         llms = {"plain": plain, "again": plain}
         llms |= {"fixed": with_draft(name, text, False), "adaptive": with_draft(name, text, True)}
         params = SamplingParams(temperature=0.0 if text == WRONG else 1.5, max_tokens=256, seed=0, ignore_eos=True)
-        for llm in llms.values():  # what happens at a first call only
+        for llm in llms.values():  # do the work of a first call before timing
             llm.generate([[0, 1, 2, 3]], params.model_copy(update={"max_tokens": 8}), policy=policy, k=0)
         seconds: dict[str, list[float]] = {which: [] for which in llms}
         order, stats = list(llms), Stats()

@@ -1,4 +1,5 @@
-"""The limits of the machine: bytes read, and operations of matrix products, a second. Knows nothing of speculation."""
+"""The limits of the machine: bytes read per second, and operations of matrix products per second. This module knows
+nothing of speculation."""
 
 from __future__ import annotations
 
@@ -20,17 +21,18 @@ __all__ = ["Limits", "measure_limits", "memory_reads"]
 
 _SIZES = tuple(size * 2**20 for size in (4, 16, 64, 512))  # bytes; the last is beyond any processor's caches
 _IDLE = 0.02  # seconds until PyTorch's threads stop spinning, which would slow down the next measurement
-_SIDES = {"cpu": 1024, "cuda": 8192}  # of square matrices, large enough for the processor's full rate
+_SIDES = {"cpu": 1024, "cuda": 8192}  # sides of square matrices, large enough for the processor's full rate
 
 
 @dataclass(frozen=True)
 class Limits:
     """The highest rates that were measured on the machine, with all threads of PyTorch.
 
-    ``reading`` is bytes a second, by how many bytes are read again and again: small ones come from the processor's
-    caches, and the largest from memory. ``matmul`` is operations a second by dtype (a multiplication with its addition
-    is two); int8 means products of integers, on CPUs. Each rate is the best of several turns, since a disturbance only
-    makes it lower. ``typical`` has the medians under the same keys. They show how disturbed the measurement was.
+    ``reading`` is bytes per second, by the number of bytes that are read again and again: small amounts come from the
+    processor's caches, and the largest from memory. ``matmul`` is operations per second, by dtype (a multiplication
+    with its addition counts as two). int8 means products of integers, on CPUs. Each rate is the best of several turns,
+    since a disturbance can only lower it. ``typical`` has the medians under the same keys, which show how disturbed the
+    measurement was.
     """
 
     device: str
@@ -41,13 +43,13 @@ class Limits:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second from memory."""
+        """Bytes per second from memory."""
         return self.reading[max(self.reading)]
 
     def seconds(self, read: float, operations: Mapping[torch.dtype, float] = MappingProxyType({})) -> float:
-        """The least time for reading ``read`` bytes and doing ``operations`` by dtype: the longer of the two times
-        (the roofline, Williams et al. 2009). The bandwidth is interpolated between the measured sizes, over their
-        logarithm. Any dtype can also be multiplied at the rate of float32."""
+        """The least time in which the machine can read ``read`` bytes and do ``operations`` (by dtype): the longer of
+        the two times (the roofline, Williams et al. 2009). The bandwidth is interpolated between the measured sizes,
+        over their logarithm. Every dtype is multiplied at least at the rate of float32."""
         computing = sum(
             count / max(self.matmul[dtype], self.matmul[torch.float32]) for dtype, count in operations.items()
         )
@@ -60,7 +62,7 @@ class Limits:
         return between(sorted((math.log(size), rate) for size, rate in self.reading.items()), math.log(within))
 
     def best(self, again: Limits) -> Limits:
-        """The better of two measurements of each limit, on one machine."""
+        """Take the better of two measurements of each limit. Both come from the same machine."""
 
         def better(one: dict[Any, float], other: dict[Any, float]) -> dict[Any, float]:
             return {key: max(rate, other[key]) for key, rate in one.items()}
@@ -85,7 +87,7 @@ class Limits:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``bfloat16`` of ``torch.bfloat16``."""
+    """The short name of a dtype: ``bfloat16`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -100,7 +102,7 @@ def measure_limits(device: torch.device, repeats: int = 12) -> Limits:
         return partial(torch._int_mm if dtype == torch.int8 else torch.mm, left, right)
 
     sides = {torch.bfloat16: side, torch.float32: side}
-    if device.type == "cpu" and not why_not():  # the limit for w8a8
+    if device.type == "cpu" and not why_not():  # int8 is the limit for w8a8
         sides[torch.int8] = 2 * side
     # Reads and products do not alternate, because PyTorch's threads still spin for a while after a product.
     timings = take_turns(list(reads.values()), repeats, device)
@@ -118,7 +120,7 @@ def measure_limits(device: torch.device, repeats: int = 12) -> Limits:
 
 
 def memory_reads(device: torch.device) -> dict[int, Callable[[], float]]:
-    """For each size, a function that reads so many bytes of the device's memory, and returns the seconds that the
+    """Make a function for each size. It reads that many bytes of the device's memory, and returns the seconds that the
     fastest way takes."""
     numbers = _numbers(_SIZES[-1] // 8, device)
     totals = _totals(device)
@@ -126,7 +128,7 @@ def memory_reads(device: torch.device) -> dict[int, Callable[[], float]]:
     def read(size: int) -> float:
         part, times = numbers[: size // 8], []
         for total in totals:
-            total(part)  # brings into the caches what fits
+            total(part)  # fill the caches as far as the numbers fit
             times.append(clocked(partial(total, part), device)[1])
         time.sleep(_IDLE)
         return min(times)
@@ -135,14 +137,14 @@ def memory_reads(device: torch.device) -> dict[int, Callable[[], float]]:
 
 
 def _numbers(count: int, device: torch.device) -> torch.Tensor:
-    """Numbers to read; on a CPU in large pages if there are any, like the weights."""
+    """Make numbers to read. On a CPU they are in large pages if there are any, like the weights."""
     large = 2 << 20
     numbers = zeros((count + large // 8,), torch.int64, device)
     return numbers[-numbers.data_ptr() % large // 8 :][:count].fill_(1)
 
 
 def _totals(device: torch.device) -> list[Callable[[torch.Tensor], object]]:
-    """Ways to read all of a tensor: the compiled kernels, if there are any, prefetch memory."""
+    """Ways to read a whole tensor. One of them is a compiled kernel, if there is one, because it prefetches memory."""
     if device.type != "cpu" or why_not():
         return [torch.Tensor.sum]
     read = load().fly_sum

@@ -1,4 +1,4 @@
-"""What benchmarks do with a loaded model: describe it, call it, fill its caches. Knows nothing of clocks."""
+"""What benchmarks do with a loaded model: describe it, call it, fill its caches. Clocks are elsewhere."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to time: its name, its configuration, and ``make``, which gives the model when it is its turn."""
+    """A model to time: its name, its configuration, and ``make``, which returns the model when its turn comes."""
 
     name: str
     config: LlamaConfig
@@ -55,20 +55,20 @@ def target_of(llm: LLM) -> Executor:
 
 
 def runners_of(llm: LLM) -> list[Runner]:
-    """The target's, and those of the draft models."""
+    """The runners of the target and of the draft models."""
     return [llm.engine.runner, *draft_runners(llm)]
 
 
 def subjects_of(llm: LLM, target: str, draft: str) -> list[Subject]:
-    """The loaded target under the name ``target``, and the draft's model (if there is exactly one) under ``draft``."""
+    """The loaded target under the name ``target``, and the draft model (if there is exactly one) under ``draft``."""
     models = [runner.executor for runner in runners_of(llm)]
     named = dict(zip((target, draft), models if len(models) == 2 else models[:1]))
     return [Subject(name, model.config, partial(lambda loaded: loaded, model)) for name, model in named.items()]
 
 
 def shape_subject(name: str, like: Executor, kernels: str) -> Subject:
-    """A random model of ``WIDTHxLAYERSxVOCABULARY``, with ``:int8``, ``:w8a8`` or ``:w4a8`` after it on kernels of that
-    name, in the dtype and on the device of ``like``."""
+    """A random model of the shape ``WIDTHxLAYERSxVOCABULARY``. A suffix ``:int8``, ``:w8a8`` or ``:w4a8`` selects the
+    kernels of that name. The model has the dtype and the device of ``like``."""
     shape, _, kind = name.rpartition(":")
     shape, kind = (shape, kind) if kind in ROUNDINGS else (name, "")
     config = shape_config(shape)
@@ -81,8 +81,8 @@ def shape_subject(name: str, like: Executor, kernels: str) -> Subject:
 
 
 def number_types(executor: Executor) -> dict[str, Any]:
-    """``dtype``: the type that a model stores; ``weight_bytes``: the bytes of one weight; ``products``: the type that
-    it multiplies."""
+    """The number types of a model: ``dtype``, in which it stores numbers; ``weight_bytes``, the bytes of one weight;
+    and ``products``, the type that it multiplies."""
     products = torch.int8 if split(executor.kernels)[1] in ("w8a8", "w4a8", "stored") else executor.dtype
     return {"dtype": executor.dtype, "weight_bytes": executor.weight_bytes, "products": products}
 
@@ -94,9 +94,9 @@ def runs_compiled(executor: Executor) -> bool:
 def forward_of(
     executor: Executor, cache: PagedKVCache, rows: int, context: int, tokens: int, drafting: bool = False
 ) -> Callable[[], object]:
-    """A forward of ``tokens`` random tokens in each of ``rows`` rows, after ``context`` cached ones, logits included;
-    where ``drafting``, one call that decodes ``tokens`` tokens greedily, or None where there is no such call. Rows are
-    new to ``cache``, and stay in it."""
+    """Make a function that runs a forward pass of ``tokens`` random tokens in each of ``rows`` rows, after ``context``
+    cached tokens, and computes logits. With ``drafting``, the function makes one call that decodes ``tokens`` tokens
+    greedily; it returns None if the model has no such call. The rows are new to ``cache``, and stay in it."""
     fed = 1 if drafting else tokens
     for row in range(rows):
         cache.resize(row, context + tokens)

@@ -1,8 +1,8 @@
-"""A model of costs: the memory, step times and gains of a setting on machines that are not here.
+"""A model of costs: it predicts the memory, step times and gains of a setting on machines that are not available.
 
-A step reads every weight and every cached key and value once, and multiplies them; the longer of the two times counts
-(the roofline, Williams et al. 2009). Ranks add up their results twice a layer. Short kernels or calls take further
-time, and so does the engine once a round. Knows nothing of files or HTTP.
+A step reads every weight and every cached key and value once, and multiplies them. The longer of the two times counts
+(the roofline, Williams et al. 2009). Ranks add up their results twice per layer. Short kernels or calls take extra
+time, and so does the engine, once per round. This module knows nothing of files or HTTP.
 
 ``benchmarks/calibrate.py``, in a checkout, measures the figures of a machine, and compares predictions with them."""
 
@@ -36,27 +36,34 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Link:
-    """A link between ranks: an all-reduce takes ``latency`` seconds, and sends bytes at ``bandwidth`` bytes a second
-    each way."""
+    """A link between ranks. An all-reduce takes ``latency`` seconds, plus the time to send its bytes at ``bandwidth``
+    bytes per second each way."""
 
     latency: float
     bandwidth: float
 
     def all_reduce(self, size: float, ranks: int) -> float:
-        """Seconds for ``size`` bytes on a ring of n: 2 (n - 1) / n of them pass each link (Patarasuk & Yuan 2009)."""
+        """Seconds for ``size`` bytes on a ring of n ranks: each link carries 2 (n - 1) / n of the bytes (Patarasuk &
+        Yuan 2009)."""
         return 0.0 if ranks == 1 else self.latency + 2 * (ranks - 1) / ranks * size / self.bandwidth
 
 
 @dataclass(frozen=True)
 class Device:
-    """One rank's processor: its bytes of memory, bytes read per second, and operations per second.
+    """One rank's processor: its memory, its speed, and its fixed costs, in bytes, operations and seconds.
 
-    ``memory`` is what the maker states; ``bandwidth`` and ``flops`` are what is attained. ``layer`` is what a layer
-    takes besides its weights, keys and values, ``forward`` what a forward takes besides its layers: short kernels on an
-    accelerator, calls on a CPU. ``round`` is the engine's time between two forwards, ``drafted`` the extra time for
-    each drafted and judged token, without its forward. Bytes of ``reserved`` memory hold no weights or caches.
-    ``attention`` and ``cached`` are operations and bytes a second where keys and values are read, if they differ from
-    the others."""
+    Attributes:
+        memory: bytes of memory, as the maker states.
+        bandwidth: bytes per second that are attained when weights are read.
+        flops: operations per second that are attained.
+        layer: time of a layer besides its weights, keys and values: short kernels on an accelerator, calls on a CPU.
+        forward: time of a forward pass besides its layers.
+        round: time of the engine between two forward passes.
+        drafted: extra time for each drafted and judged token, without its forward pass.
+        reserved: bytes of memory that hold no weights or caches.
+        attention: operations per second of attention, if they differ from ``flops``.
+        cached: bytes per second of reading keys and values, if they differ from ``bandwidth``.
+    """
 
     name: str
     memory: float
@@ -73,13 +80,15 @@ class Device:
 
 
 _BANDWIDTH, _FLOPS = 0.8, 0.6  # shares of the stated figures that matrix products usually attain
-# Forwards are CUDA graphs (fly/backends/cuda): a layer has some 17 kernels besides its matrix products, at 2 µs each;
-# what surrounds the layers counts as one more. A round is five launches of 4.5 µs and a wait of 20 µs; a further graph
-# for each drafted token is launched while another runs. The last is kept for context, buffers and activations.
+# A forward pass is a CUDA graph (fly/backends/cuda). A layer has some 17 kernels besides its matrix products, at 2 µs
+# each; all that surrounds the layers counts as one more layer. A round has five launches of 4.5 µs and a wait of 20 µs.
+# The graph of each further drafted token costs nothing, since it is launched while another runs. The last figure is
+# memory for context, buffers and activations.
 _LAYER = 34e-6
 _BESIDES = (_LAYER, _LAYER, 45e-6, 0.0, 3e9)
 
-# Stated by the makers: memory, bandwidth and dense bfloat16; a link's share of what connects a node, one way.
+# The makers state memory, bandwidth and dense bfloat16 rate. A link's bandwidth is a share of what connects a node, one
+# way.
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
@@ -89,7 +98,7 @@ DEVICES: dict[str, Device] = {
         Device("mi300x", 192e9, _BANDWIDTH * 5.3e12, _FLOPS * 1307e12, Link(20e-6, 310e9), *_BESIDES),
     )
 }
-_NETWORK = Link(30e-6, 40e9)  # one 400 Gbit/s adapter a rank
+_NETWORK = Link(30e-6, 40e9)  # one 400 Gbit/s adapter per rank
 
 
 MODELS = {
@@ -113,7 +122,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Machines:
-    """``ranks`` devices, ``per_node`` of them to a node; ``network`` connects nodes, a link for each rank."""
+    """``ranks`` devices, ``per_node`` of them in each node. ``network`` connects nodes, with a link for each rank."""
 
     device: Device
     ranks: int
@@ -121,7 +130,7 @@ class Machines:
     network: Link = _NETWORK
 
     def all_reduce(self, size: float) -> float:
-        """Seconds for ``size`` bytes: within nodes, then each rank's share between them."""
+        """Seconds for ``size`` bytes: first within nodes, then each rank's share between nodes."""
         inside = min(self.ranks, self.per_node)
         nodes = -(-self.ranks // inside)
         return self.device.link.all_reduce(size, inside) + self.network.all_reduce(size / inside, nodes)
@@ -134,7 +143,7 @@ class Setting:
     Args:
         k: tokens drafted per round; the mean, if drafts stop by themselves.
         tau: tokens emitted per round, as measured elsewhere.
-        draft_tau: tokens proposed per forward of the draft; above 1 if a cheaper level drafts for it.
+        draft_tau: tokens proposed per forward pass of the draft model; above 1 if a cheaper level drafts for it.
         rows, context: sequences in a batch, and cached tokens of each.
         itemsize: bytes per weight and per cached number.
     """
@@ -151,8 +160,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds of an autoregressive forward, of a verification and of a draft's forward for each placement; bytes on a
-    rank."""
+    """Predicted times and memory. ``step`` is the seconds of an autoregressive forward pass, and ``verify`` those of a
+    verification. For each placement of the draft model, ``draft`` is the seconds of its forward pass, and ``memory``
+    the bytes on a rank."""
 
     setting: Setting
     machines: Machines
@@ -163,7 +173,7 @@ class Forecast:
 
     @property
     def placement(self) -> str:
-        """Where a draft step is soonest done, of those that fit."""
+        """The placement with the fastest draft step, among those that fit in memory."""
         fitting = [name for name in self.draft if self.memory[name] <= self.machines.device.memory]
         return min(fitting or self.draft, key=lambda name: self.draft[name])
 
@@ -183,25 +193,32 @@ class Forecast:
         return draft + self.verify + device.round + s.k * device.drafted
 
     def gain(self, placement: str | None = None) -> float:
-        """Tokens a second over those without a draft."""
+        """Tokens per second, relative to decoding without a draft."""
         return self.setting.tau * self.plain / self.round(placement)
 
 
 JUDGED = 2  # exchanges of a few numbers, for a rule that asks for top logits and mass
-_SMALL = 2  # such exchanges of every forward: what is about to be computed is compared, and the largest logit found
+_SMALL = 2  # such exchanges in every forward pass: ranks compare what they will compute, and find the largest logit
 
 
 @cache
 def _share(config: LlamaConfig, ranks: int) -> Part:
-    """The first rank's."""
+    """The first rank's part of a model."""
     return Part(config, 0, ranks)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank of ``ranks`` does in a forward over ``tokens`` new tokens of ``rows`` sequences, each after
-    ``context`` others: bytes of weights it reads, operations on them, bytes of keys and values it reads, operations on
-    them (of one sequence), and what the ranks exchange: how often so many bytes."""
+    """The work of one rank in a forward pass over new tokens of several sequences.
+
+    Attributes:
+        layers: number of layers.
+        read: bytes of weights that it reads.
+        multiplied: operations on the weights.
+        cached: bytes of keys and values that it reads.
+        attended: operations on the keys and values of one sequence.
+        exchanged: what the ranks exchange: pairs of a count and the bytes of each exchange.
+    """
 
     layers: int
     read: float
@@ -212,7 +229,8 @@ class Work:
 
     @staticmethod
     def of(config: LlamaConfig, ranks: int, tokens: float, rows: int, context: int, itemsize: int) -> Work:
-        """Raises ``PlanError`` if the model does not divide among the ranks."""
+        """Compute the work of one of ``ranks`` ranks for ``tokens`` new tokens of ``rows`` sequences, each after
+        ``context`` cached tokens. Raises ``PlanError`` if the model does not divide among the ranks."""
         sizes, layers, numbers = _share(config, ranks).sizes, config.num_hidden_layers, matrix_parameters(config)
         dtype = torch.float32 if itemsize == 4 else torch.bfloat16
         return Work(
@@ -228,7 +246,7 @@ class Work:
 def step_seconds(
     config: LlamaConfig, machines: Machines, tokens: float, rows: int, context: int, itemsize: int
 ) -> float:
-    """One forward over ``tokens`` new tokens of ``rows`` sequences, divided among the ranks."""
+    """Seconds of one forward pass over ``tokens`` new tokens of ``rows`` sequences, divided among the ranks."""
     device, work = machines.device, Work.of(config, machines.ranks, tokens, rows, context, itemsize)
     working = (
         max(work.read / device.bandwidth, work.multiplied / device.flops)
@@ -239,7 +257,7 @@ def step_seconds(
 
 
 def forecast(setting: Setting, machines: Machines, small: Machines | None = None) -> Forecast:
-    """Times and memory of a setting; ``small`` are the figures for models of the draft's size, where they differ.
+    """Predict times and memory of a setting. ``small`` has the figures for models of the draft's size, if they differ.
 
     Raises ``PlanError`` if a model does not divide among the ranks.
     """
@@ -262,7 +280,8 @@ def forecast(setting: Setting, machines: Machines, small: Machines | None = None
 
 
 class Published(NamedTuple):
-    """A setting of the paper (arXiv 2511.22972): drafter 8B, temperature 0; the gain is the mean of its two suites'."""
+    """A setting of the paper (arXiv 2511.22972): an 8B draft model at temperature 0. The gain is the mean over the
+    paper's two suites."""
 
     name: str
     target: str

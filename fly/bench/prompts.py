@@ -1,5 +1,5 @@
-"""What models are asked: bundled ones held-out problems, all others prompts like those of real users: code and sums,
-which suit speculation, and prose and lists, which do not."""
+"""The prompts of benchmarks. Bundled models are asked held-out problems. All others get prompts like those of real
+users: code and sums, which suit speculation, and prose and lists, which do not."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ PROMPTS = (
 
 
 def usual_amount(parameters: int) -> tuple[int, int]:
-    """The default number of prompts, and most tokens of each, for a shape of so many parameters.
+    """The default number of prompts, and the most tokens of each answer, for a model with this many parameters.
 
-    One of 100 million or more gets fewer, and the fewer tokens the larger it is, down to 64: three turns of all peers
-    take about four minutes on two cores up to 270 million.
+    A model of 100 million parameters or more gets fewer prompts, and fewer tokens the larger it is, down to 64. Up to
+    270 million parameters, three turns of all peers take about four minutes on two cores.
     """
     if parameters < 100e6:
         return 24, 400
@@ -39,8 +39,8 @@ def usual_amount(parameters: int) -> tuple[int, int]:
 
 
 def asked_of(llm: LLM, model: str, count: int) -> tuple[list[Problem], list[list[int]]]:
-    """Held-out problems, with their prompts, for a bundled checkpoint; some of ``PROMPTS`` alone for any other, which
-    was not trained on those problems."""
+    """The problems and prompts for a model. A bundled checkpoint gets held-out problems with their prompts. Any other
+    was not trained on such problems, so it gets prompts from ``PROMPTS`` and no problems."""
     if model in BUNDLED:
         asked = problems(None, "heldout", 0, count)
         return asked, [llm.chat_prompt(problem.prompt) for problem in asked]
@@ -48,7 +48,7 @@ def asked_of(llm: LLM, model: str, count: int) -> tuple[list[Problem], list[list
 
 
 def _prompt_of(llm: LLM, number: int) -> list[int]:
-    """One of ``PROMPTS``, as a conversation where the model has a template for those."""
+    """One of ``PROMPTS``, as a conversation if the model has a chat template."""
     text, tokenizer = PROMPTS[number % len(PROMPTS)], llm.tokenizer
     if tokenizer is None:
         rng = random.Random(number)

@@ -1,6 +1,6 @@
-"""The gains of rules with large models, predicted from the acceptance in a recorded run of other models.
+"""Predict the gains of rules with large models, from the acceptance in a recorded run of other models.
 
-Knows nothing of how a forward is computed: its costs are a model's (``fly.bench.plan``), and no model is run.
+No model is run: the costs of a forward pass come from the cost model in ``fly.bench.plan``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ REACHES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.6)
 
 @dataclass(frozen=True)
 class Scaled:
-    """A rule at its best draft length, of those replayed.
+    """A rule at the best of the replayed draft lengths.
 
     Attributes:
-        gain: over autoregressive decoding; the interval is that of τ over problems, at the same length.
-        fits: whether the devices hold it.
+        gain: the speed relative to autoregressive decoding; its interval comes from the interval of τ over problems, at
+            the same length.
+        fits: whether the models fit in the devices' memory.
     """
 
     replay: Replay
@@ -34,7 +35,7 @@ class Scaled:
 
 
 def lengths(blocks: Blocks) -> list[tuple[int, float]]:
-    """The drafts to replay, each with its ``k`` and ``reach``: drafts of fixed lengths, and, if a draft model's
+    """The kinds of drafts to replay, each as its ``k`` and ``reach``: drafts of fixed lengths and, if a draft model's
     probabilities were recorded, drafts that stop by themselves."""
     fixed = sorted({k for k in (3, 5, 7, 10, 15, 20, 25) if k < blocks.k} | {blocks.k})
     stopped = [] if blocks.draft is None else [(blocks.k, reach) for reach in REACHES if reach]
@@ -42,7 +43,7 @@ def lengths(blocks: Blocks) -> list[tuple[int, float]]:
 
 
 def replays(blocks: Blocks, policy: AcceptancePolicy, advance: Callable[[], None] = lambda: None) -> list[Replay]:
-    """``policy`` replayed with drafts of all ``lengths``; ``advance`` is called after each.
+    """Replay ``policy`` with drafts of all ``lengths``. ``advance`` is called after each.
 
     Raises ``Unknown`` if the recording lacks what the rule needs.
     """
@@ -54,12 +55,12 @@ def replays(blocks: Blocks, policy: AcceptancePolicy, advance: Callable[[], None
 
 
 def scaled(found: Sequence[Replay], setting: Setting, machines: Machines, levels: int) -> Scaled:
-    """The best of the replays ``found`` for the models of ``setting``. With 2 ``levels``, prompt lookup drafts for the
+    """The best of the replays ``found`` for the models of ``setting``. If ``levels`` is 2, prompt lookup drafts for the
     draft model."""
 
     def of(each: Replay) -> Scaled:
         forwards = each.drafted if levels == 1 else each.forwards or each.drafted
-        # One forward more is launched before the host knows that a draft has stopped (fly/backends/cuda).
+        # One more forward pass is launched before the host knows that a draft has stopped (fly/backends/cuda).
         forwards = max(forwards + (each.reach > 0 or levels == 2), 1e-9)
         own = replace(setting, k=each.drafted, tau=each.tau.value, draft_tau=each.drafted / forwards)
         expected = forecast(own, machines)

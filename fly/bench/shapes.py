@@ -1,4 +1,4 @@
-"""Models of given shapes with random weights, and how much one forward of a model has to read and compute."""
+"""Models of given shapes with random weights, and how much a forward pass of a model has to read and compute."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ __all__ = ["forward_bytes", "forward_operations", "matrix_parameters", "random_m
 
 
 def shape_config(shape: str, positions: int = 4096) -> LlamaConfig:
-    """The Llama of ``WIDTHxLAYERSxVOCABULARY``, as 768x12x32000 (110M parameters): heads of 64, each with its own
-    keys and values, a feed-forward width of 8/3 (rounded up to a multiple of 64), embeddings shared with the head.
+    """The configuration of a Llama of the shape ``WIDTHxLAYERSxVOCABULARY``, such as 768x12x32000 (110M parameters).
+    Its attention heads have a width of 64 and their own keys and values. Its feed-forward width is 8/3 of the width,
+    rounded up to a multiple of 64. The embeddings are shared with the output projection.
 
     Raises ``ValueError`` for a text that is no such shape.
     """
@@ -39,13 +40,13 @@ def shape_config(shape: str, positions: int = 4096) -> LlamaConfig:
 
 
 def random_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Llama:
-    """A model with random weights of standard deviation 0.02, and norms of one."""
+    """Make a model with random weights of standard deviation 0.02. The weights of norms are 1."""
     return randomise(skeleton(config), dtype, device, seed)
 
 
 def randomise(model: Llama, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Llama:
-    """Allocate a module that has no memory yet, give it such weights, and return it. It may be a rank's part of a
-    model."""
+    """Allocate a module that has no memory yet, give it weights like those of ``random_model``, and return it. The
+    module may be one rank's part of a model."""
     allocate(model, dtype, device)
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
@@ -58,8 +59,8 @@ def randomise(model: Llama, dtype: torch.dtype, device: torch.device | str = "cp
 
 
 def matrix_parameters(config: LlamaConfig) -> int:
-    """The number of weights that every token is multiplied with: the layers' matrices and the output projection,
-    without the table of embeddings."""
+    """The number of weights that multiply every token: those of the layers' matrices and the output projection, without
+    the embedding table."""
     head, width = config.head_dim, config.hidden_size
     attention = 2 * width * head * (config.num_attention_heads + config.num_key_value_heads)
     return config.num_hidden_layers * (attention + 3 * width * config.intermediate_size) + width * config.vocab_size
@@ -68,9 +69,9 @@ def matrix_parameters(config: LlamaConfig) -> int:
 def forward_bytes(
     config: LlamaConfig, dtype: torch.dtype, rows: int = 1, context: int = 0, weight_bytes: float | None = None
 ) -> int:
-    """The bytes that a forward of ``rows`` rows has to read, however many new tokens they have: every weight once (of
-    ``weight_bytes`` each; None for those of ``dtype``), and for each row the keys and values of ``context`` tokens.
-    Norms are left out, and so is everything that is written."""
+    """The bytes that a forward pass of ``rows`` rows has to read, however many new tokens they have. It reads every
+    weight once (``weight_bytes`` each; None takes the size of ``dtype``), and for each row the keys and values of
+    ``context`` tokens. Norms are left out, and so is everything that is written."""
     stored = rows * context * PagedKVCache.bytes_per_token(config, dtype)
     return int(matrix_parameters(config) * (weight_bytes or dtype.itemsize)) + stored
 
@@ -83,8 +84,9 @@ def forward_operations(
     tokens: int = 1,
     products: torch.dtype | None = None,
 ) -> Counter[torch.dtype]:
-    """The operations of the same forward, by dtype: two for each weight and token, in ``products`` (None for
-    ``dtype``); and in ``dtype`` four for each number of a head, token, and token that it attends to."""
+    """The operations of a forward pass, by dtype. Each weight takes two per token, in ``products`` (None means
+    ``dtype``). Attention takes four, in ``dtype``, for each pair of a token and a token that it attends to, and each
+    number in the heads."""
     seen = tokens * context + tokens * (tokens + 1) // 2
     attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * seen
     done = Counter({dtype: rows * attention})

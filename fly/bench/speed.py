@@ -1,7 +1,7 @@
-"""How fast forwards and rounds are, compared with the limits of the machine.
+"""How fast forward passes and rounds are, compared with the limits of the machine.
 
-A forward is timed alone, over draft length, context, rows and model; a round where it happens, with a clock around
-every call of a model, so that the rest is the round's own overhead. Knows nothing of peers.
+A forward pass is timed alone, for several draft lengths, contexts, batch sizes and models. A round is timed while
+decoding, with a clock around every call of a model; the remaining time is the round's own overhead.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ LONGEST = 4096
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward of ``tokens`` new tokens in each of ``rows`` rows, after ``context`` stored ones. Where ``drafting``,
-    the step by step decoding of one row instead, ``tokens`` of them. ``reading`` is what memory gave in each of the
-    same turns, as in ``Limits``."""
+    """A timed forward pass of ``tokens`` new tokens in each of ``rows`` rows, after ``context`` cached tokens. With
+    ``drafting``, it is instead the decoding of ``tokens`` tokens of one row, one by one. ``reading`` has the memory
+    rates that were measured in each of the same turns, as in ``Limits``."""
 
     model: str
     config: LlamaConfig
@@ -66,28 +66,28 @@ class Forward:
     tokens: int
     timing: Timing
     drafting: bool = False
-    weight_bytes: float | None = None  # of one; None is as many as the dtype's
-    products: torch.dtype | None = None  # what is multiplied, where that is not the dtype
+    weight_bytes: float | None = None  # bytes of one weight; None takes the size of the dtype
+    products: torch.dtype | None = None  # the dtype of products; None takes ``dtype``
     reading: tuple[dict[int, float], ...] = ()
 
     @property
     def weights(self) -> int:
-        """Bytes of weights that one forward has to read."""
+        """Bytes of weights that one forward pass has to read."""
         return self._bytes(0, 0)
 
     @property
     def context_bytes(self) -> int:
-        """Bytes of stored keys and values that one forward has to read."""
+        """Bytes of cached keys and values that one forward pass has to read."""
         return self._bytes(self.rows, self.context) - self.weights
 
     @property
     def bytes(self) -> int:
-        """Bytes it has to read."""
+        """All bytes that have to be read."""
         return sum(self._bytes(self.rows, context) for context, _ in self._forwards)
 
     @property
     def operations(self) -> Counter[torch.dtype]:
-        """Operations it has to do, by what they are done in."""
+        """All operations that have to be done, by the dtype in which they are done."""
         done = (
             forward_operations(self.config, self.dtype, self.rows, *forward, self.products)
             for forward in self._forwards
@@ -96,7 +96,7 @@ class Forward:
 
     @property
     def _forwards(self) -> list[tuple[int, int]]:
-        """Stored and new tokens of every forward it is made of."""
+        """The numbers of cached and of new tokens, for each forward pass that this one consists of."""
         if self.drafting:
             return [(self.context + n, 1) for n in range(self.tokens)]
         return [(self.context, self.tokens)]
@@ -105,8 +105,9 @@ class Forward:
         return forward_bytes(self.config, self.dtype, rows, context, self.weight_bytes)
 
     def of_limit(self, limits: Limits) -> float:
-        """The least time the machine needs for it over what it took, 1 is the roofline: the median of all turns, each
-        by what memory gave in that turn, as a shared machine's memory is faster in some minutes than in others."""
+        """The least time that the machine needs, divided by the measured time; 1 is the roofline. This is the median
+        over all turns. Each turn is compared with the memory rates measured in the same turn, because a shared
+        machine's memory is faster in some minutes than in others."""
         each = [replace(limits, reading=reading) for reading in self.reading] or [limits] * len(self.timing.times)
         return statistics.median(
             machine.seconds(self.bytes, self.operations) / seconds
@@ -131,7 +132,7 @@ class Forward:
 
 
 class Shape(NamedTuple):
-    """A forward to be timed, as in ``Forward``."""
+    """A forward pass to be timed. The fields are those of ``Forward``."""
 
     rows: int
     context: int
@@ -140,12 +141,12 @@ class Shape(NamedTuple):
 
 
 class Forwards:
-    """Times a model's forwards over a cache of random keys and values, which take as long as true ones.
+    """Times a model's forward passes over a cache of random keys and values, which take as long as real ones.
 
     Args:
-        name: of the model, for the reader of the figures.
+        name: the model's name, for the reader of the figures.
         model: a loaded model, compiled or not.
-        tokens: most tokens in its cache, over all rows.
+        tokens: the most tokens in its cache, over all rows.
     """
 
     def __init__(self, name: str, model: Executor, tokens: int) -> None:
@@ -161,8 +162,8 @@ class Forwards:
         advance: Callable[[], None] = lambda: None,
         reads: Mapping[int, Callable[[], float]] = MappingProxyType({}),
     ) -> list[Forward]:
-        """A forward of every shape, in turns, as ``measure_forwards`` does. Raises ``ValueError`` for one that exceeds
-        the model's context or the cache."""
+        """Time a forward pass of every shape, in turns, as ``measure_forwards`` does. Raises ``ValueError`` for a shape
+        that exceeds the model's context or the cache."""
         most, allocator = self.model.config.max_position_embeddings, self.cache.allocator
         for rows, context, tokens, _ in shapes:
             if context + tokens > most:
@@ -172,11 +173,11 @@ class Forwards:
         return measure_forwards([(self, shape) for shape in shapes], repeats, advance, reads)
 
     def seconds(self, shape: Shape) -> float:
-        """Time one forward, its logits included. Decoding is one call of the model where it has one."""
+        """Time one forward pass, logits included. Decoding takes a single call, if the model has one for it."""
         done, seconds = clocked(forward_of(self.model, self.cache, *shape), self.model.device)
         for row in range(shape.rows):
             self.cache.allocator.release(row)
-        if done is None:  # it has no call that drafts
+        if done is None:  # the model has no call that drafts several tokens
             return sum(self.seconds(Shape(1, shape.context + n, 1)) for n in range(shape.tokens))
         return seconds
 
@@ -188,7 +189,8 @@ def measure_forwards(
     advance: Callable[[], None] = lambda: None,
     reads: Mapping[int, Callable[[], float]] = MappingProxyType({}),
 ) -> list[Forward]:
-    """Time forwards, also of several models, in turns, with ``reads`` of so many bytes of memory in each turn."""
+    """Time forward passes in turns, of one model or several. Each turn also times ``reads``, which read memory (the
+    keys are their numbers of bytes)."""
     runs: list[Callable[[], object]] = [partial(forwards.seconds, shape) for forwards, shape in wanted]
     timings = take_turns([*reads.values(), *runs], repeats, wanted[0][0].model.device, advance)
     turns = zip(*(timing.times for timing in timings[: len(reads)]))
@@ -204,8 +206,9 @@ def measure_forwards(
 def measure_models(
     subjects: Sequence[Subject], k: int, turns: int, advance: Callable[[], None] = lambda: None
 ) -> tuple[list[Forward], dict[str, Forward]]:
-    """The forwards of each model in turns, over draft length, context and rows; and by its name, how long it takes to
-    decode ``k`` tokens. ``advance`` is called ``turns + 1`` times for each model."""
+    """Time the forward passes of each model in turns, for several draft lengths, contexts and batch sizes. Also
+    returns, by the name of each model, how long it takes to decode ``k`` tokens. ``advance`` is called ``turns + 1``
+    times for each model."""
     swept: list[Forward] = []
     steps: dict[str, Forward] = {}
     reads: dict[int, Callable[[], float]] = {}
@@ -217,7 +220,7 @@ def measure_models(
             *(Shape(rows, CONTEXT, n) for rows in (4, 16) for n in (1, k + 1)),
             Shape(1, CONTEXT, k, drafting=True),
         ]
-        room = 16 * (CONTEXT + k + 17) + positions  # its last page may not be full
+        room = 16 * (CONTEXT + k + 17) + positions  # the last page of a row may not be full
         forwards = Forwards(subject.name, subject.make(), room)
         reads = reads or memory_reads(forwards.model.device)
         *found, steps[subject.name] = forwards.measure(shapes, turns, advance, reads)
@@ -227,13 +230,14 @@ def measure_models(
 
 
 def one_token(forwards: Sequence[Forward], forward: Forward) -> Forward:
-    """The forward of one token of one row that ``forward`` is a multiple of."""
+    """The forward pass of one token of one row, by the same model, with which ``forward`` is compared."""
     return next(f for f in forwards if (f.model, f.rows, f.context, f.tokens) == (forward.model, 1, CONTEXT, 1))
 
 
 def context_slope(forwards: Sequence[Forward]) -> float | None:
-    """Bytes of stored keys and values read a second: the slope of least squares of time over context, inverted; the
-    median of all turns. None where a quarter of the turns shows no slope, as what the weights take varies by more."""
+    """Bytes of cached keys and values read per second: the inverse of the least-squares slope of time over bytes, as
+    the median over all turns. None if a quarter of the turns shows no slope, because the time of the weights varies by
+    more."""
     alone = [f for f in forwards if f.rows == f.tokens == 1]
     sizes, turns = [f.context_bytes for f in alone], zip(*(f.timing.times for f in alone))
     slopes = sorted(statistics.linear_regression(sizes, times).slope for times in turns)
@@ -242,26 +246,26 @@ def context_slope(forwards: Sequence[Forward]) -> float | None:
 
 @dataclass
 class Rounds:
-    """What the rounds of a setting took, each time that all problems were decoded."""
+    """The times and statistics of a setting's rounds, with one entry for each time that all problems were decoded."""
 
     setting: Setting
     stats: Stats = field(default_factory=Stats)
     times: list[Times] = field(default_factory=list)
-    predicted: float | None = None  # what ``predict`` gives
+    predicted: float | None = None  # the result of ``predict``
 
     @property
     def best(self) -> Times:
-        """The times of the turn that was disturbed least."""
+        """The times of the fastest turn, which was disturbed least."""
         return min(self.times, key=lambda times: times.decoding)
 
     def each(self) -> tuple[float, float, float]:
-        """Seconds a round: in the target, in draft models, and the rest; in that turn."""
+        """Seconds per round in the best turn: in the target, in draft models, and in the rest."""
         best, rounds = self.best, self.stats.rounds / len(self.times)
         return best.target / rounds, best.draft / rounds, (best.rest or 0.0) / rounds
 
     @property
     def drafted(self) -> float:
-        """Mean tokens drafted a round."""
+        """Mean number of tokens drafted per round."""
         return self.stats.drafted / self.stats.rounds
 
     def tokens_per_second(self) -> Timing:
@@ -300,10 +304,14 @@ def measure_rounds(
 
 
 def predict(rounds: Rounds, forwards: Sequence[Forward], draft: Forward | None) -> float | None:
-    """Tokens a second if a round took what its forwards take alone: E[emitted] / (K·t_draft + t(K+1)), which is
-    S = E[emitted] / (K·c + v(K)) (Leviathan et al., arXiv 2211.17192, theorem 3.8, with v for 1) times the target's
-    1 / t(1). ``forwards`` are the target's for several K, at one context, from which t(K+1) is read between; ``draft``
-    is its draft's. None where drafting has no fixed cost a token: with several levels, or without a model.
+    """Predict tokens per second, if a round took only as long as its forward passes take alone:
+
+        E[emitted] / (K·t_draft + t(K+1))
+
+    This is S = E[emitted] / (K·c + v(K)) (Leviathan et al., arXiv 2211.17192, theorem 3.8, with v(K) in place of 1)
+    times the target's 1 / t(1). ``forwards`` are the target's forward passes for several K, at one context; t(K+1) is
+    interpolated between them. ``draft`` is the draft model's. Returns None if drafting has no fixed cost per token:
+    with several levels, or without a draft model.
     """
     k, strategy = rounds.setting.k, rounds.setting.llm.draft
     if k and (draft is None or not drafts_alone(strategy)):

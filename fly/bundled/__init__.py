@@ -24,14 +24,14 @@ __all__ = [
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 BUNDLED = ("fly-target", "fly-draft", "fly-tiny")
-HEADS = ("fly-eagle3",)  # draft heads, each for ``fly-target``
+HEADS = ("fly-eagle3",)  # the draft heads, all for ``fly-target``
 
 
 def find_checkpoint(name: str | Path) -> Path | HubName:
-    """Find a checkpoint by its name: a bundled one, the path of a directory or GGUF file, or a name on the Hugging Face
-    hub, which is recognised by its form.
+    """Find a checkpoint by its name. The name may be a bundled one, the path of a directory or GGUF file, or a name on
+    the Hugging Face hub, which is recognised by its form.
 
-    Raises ``CheckpointError`` (a ``ValueError``) naming all that was tried.
+    Raises ``CheckpointError`` (a ``ValueError``) that lists everything that was tried.
     """
     if str(name) in (*BUNDLED, *HEADS):
         return CHECKPOINTS / str(name)
@@ -47,8 +47,8 @@ def find_checkpoint(name: str | Path) -> Path | HubName:
 
 
 def resolve_checkpoint(name: str | Path, weights: bool = True) -> Path:
-    """Return the path of a checkpoint, by its name (``find_checkpoint``). Missing files are downloaded from the hub.
-    Without ``weights`` a directory may lack them.
+    """Return the path of a checkpoint, by its name (``find_checkpoint``). Missing files are downloaded from the hub. If
+    ``weights`` is False, the directory need not have the weights.
 
     Raises ``CheckpointError``, also if a download fails (``fly.models.hub.fetch``).
     """
@@ -62,15 +62,15 @@ def open_model(name: str | Path | Checkpoint) -> Checkpoint:
 
 
 def is_here(name: str | Path) -> bool:
-    """Whether this path is a directory or a GGUF file."""
+    """Return whether ``name`` is the path of a directory or a GGUF file."""
     return os.path.isdir(name) or (str(name).endswith(".gguf") and os.path.isfile(name))
 
 
 def usual_draft(model: str | Path | None) -> str:
-    """Return the default draft of a model: the draft model for ``fly-target``, none for others."""
+    """Return the default draft of a model: the bundled draft model for ``fly-target``, and none for other models."""
     return BUNDLED[1] if str(model) == BUNDLED[0] else "none"
 
 
 def names_a_checkpoint(name: str) -> bool:
-    """Whether a text has the form of a checkpoint's name. Does not use the network."""
+    """Return whether a text has the form of a checkpoint's name. This does not use the network."""
     return name in (*BUNDLED, *HEADS) or is_here(name) or hub_name(name) is not None

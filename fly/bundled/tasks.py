@@ -21,7 +21,7 @@ FROZEN = Path(__file__).parent / "problems"
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: its prompt, a reference solution, and how to recognise a right answer.
+    """One problem: its prompt, a reference solution, and the means to recognise a right answer.
 
     ``answer`` is the text of the final ``####`` line (empty for code). ``tests`` are Python expressions that are true
     for a correct program (empty for the other kinds). Problems of the split ``train`` have only a prompt.
@@ -35,7 +35,8 @@ class Problem:
 
 
 def problems(kind: str | None, split: str, seed: int = 0, n: int | None = None) -> list[Problem]:
-    """Return the first ``n`` problems of a split (None: all) of one kind; None or "all" takes each kind in turn.
+    """Return the first ``n`` problems (None: all) of one split and one kind. The kind None or "all" takes problems of
+    each kind in turn.
 
     Raises ``ValueError`` for an unknown kind or split, a seed other than 0, and more problems than are stored.
     """
@@ -54,8 +55,8 @@ def problems(kind: str | None, split: str, seed: int = 0, n: int | None = None) 
 
 
 def kinds_of(kind: str | None, split: str) -> tuple[str, ...]:
-    """Return the kinds that ``kind`` means; None or "all" is every kind. Raises ``ValueError`` for an unknown kind or
-    split."""
+    """Return the kinds that ``kind`` stands for; None or "all" means every kind. Raises ``ValueError`` for an unknown
+    kind or split."""
     if kind not in (None, "all", *KINDS):
         raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(KINDS)} or all")
     if split not in SPLITS:

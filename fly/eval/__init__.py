@@ -1,4 +1,4 @@
-"""Tasks, runs of them in many ways, and reports: what a rule gains and costs on your task."""
+"""Evaluate what a rule gains and costs on your task: tasks, runs that decode them in many ways, and reports."""
 
 from fly.eval.compare import Result, compare, decode
 from fly.eval.decoder import Decoder, Finished

@@ -20,31 +20,31 @@ __all__ = ["Beside", "beside"]
 
 @dataclass
 class Beside:
-    """A prediction beside what a run measured on the same problems."""
+    """A prediction of a replay, and the measurement of a run on the same problems."""
 
     task: str
     way: str
     predicted: Replay
-    exact: Replay  # of exact speculation with the same drafts
-    measured: Estimate  # tokens a round
-    relaxed: float  # share of tokens, as measured
+    exact: Replay  # the replay of exact speculation with the same drafts
+    measured: Estimate  # tokens per round in the run
+    relaxed: float  # share of relaxed tokens in the run
     problems: int
 
     @property
     def off(self) -> float:
-        """The relative error of the predicted tokens a round."""
+        """The relative error of the predicted tokens per round."""
         return self.predicted.tau.value / self.measured.value - 1
 
     @property
     def unchanged(self) -> float:
-        """The relative error of a guess: as many tokens a round as exact speculation."""
+        """The relative error of guessing that the rule emits as many tokens per round as exact speculation."""
         return self.exact.tau.value / self.measured.value - 1
 
 
 def beside(blocks: Mapping[tuple[str, str], Blocks], run: str | Path) -> tuple[list[Beside], list[str]]:
-    """Predictions for those ways of a measured ``run`` whose drafts a replay can make: as the recorded ones, or
-    shorter, or stopped by confidence or reach. Each is compared on the problems that both have. Also returns why other
-    ways were left out.
+    """Predict the ways of a measured ``run`` whose drafts a replay can make: drafts like the recorded ones, shorter
+    ones, and ones that confidence or reach stop. Each way is compared on the problems that both runs have. Also returns
+    why other ways were left out.
 
     Raises ``ValueError`` for a folder that is no run.
     """
@@ -104,10 +104,11 @@ def _limits(known: Blocks, way: Way) -> tuple[int, float, float] | None:
 
 
 def _drafter(text: str) -> SingleDraft | None:
-    """The draft model, if it alone decides what is drafted. A lossless level below it changes no token."""
+    """The draft model, if it alone decides what is drafted; otherwise None. A lossless level below it changes no
+    token."""
     try:
         strategy = parse_draft(text, trusted=True)
-    except ValueError:  # a checkpoint that is gone
+    except ValueError:  # the checkpoint no longer exists
         return None
     if not isinstance(strategy, SingleDraft) or type(strategy) not in (SingleDraft, CascadeDraft):
         return None

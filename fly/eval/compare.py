@@ -14,7 +14,7 @@ from fly.types import SamplingParams
 
 __all__ = ["Result", "compare", "decode", "in_turns"]
 
-_TOGETHER = 8  # prompts in a turn
+_TOGETHER = 8  # how many prompts a turn has
 _Setting = TypeVar("_Setting")
 _Prompt = TypeVar("_Prompt")
 
@@ -41,7 +41,7 @@ class Result:
 
     @property
     def decoding_speed(self) -> float:
-        """Tokens a second, prompts and the tokens that came with them left out."""
+        """Tokens per second, without the time of prompts and the tokens that came with them."""
         return self.stats.emitted / self.times.decoding
 
     @property
@@ -52,7 +52,7 @@ class Result:
 def in_turns(
     settings: Sequence[_Setting], prompts: Sequence[_Prompt], together: int = _TOGETHER
 ) -> Iterator[tuple[_Setting, _Prompt]]:
-    """Every setting with every prompt. Settings take turns of ``together`` prompts."""
+    """Yield every setting with every prompt. Settings take turns of ``together`` prompts."""
     for first in range(0, len(prompts), together):
         for setting in settings:
             for prompt in prompts[first : first + together]:
@@ -69,10 +69,10 @@ def decode(
 ) -> list[Result]:
     """Decode every prompt (a chat message, or token ids) with every setting, one request at a time.
 
-    Settings take turns of a few prompts (``together``), so that a busy moment of the machine affects all of them, and
-    none always finds another's data in the processor's caches. Each is warmed up first, on another prompt, since a
-    strategy may remember texts. ``advance(name)`` is called after every completion. ``clocked`` also times the models,
-    and then waits for a GPU after every forward.
+    Settings take turns of a few prompts (``together``). A busy moment of the machine then affects all of them, and no
+    setting always finds another's data in the processor's caches. Each is warmed up first, on another prompt, since a
+    strategy may remember texts. ``advance(name)`` is called after every completion. ``clocked`` also times the models;
+    this waits for a GPU after every forward pass.
     """
     if not settings or not prompts:
         raise ValueError(f"need at least one setting and one prompt, got {len(settings)} and {len(prompts)}")

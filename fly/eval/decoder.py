@@ -36,12 +36,12 @@ class Finished(NamedTuple):
     """A finished completion."""
 
     record: dict[str, Any]  # its line in records.jsonl
-    environment: dict[str, Any]  # what it was made by; the record has its id
+    environment: dict[str, Any]  # the software and hardware that made it; the record has its id
     recording: Recording | None  # its blocks, if they were recorded; ``record["blocks"]`` names their file
 
 
 class Decoder:
-    """The loaded models of some ways of a plan, warmed up.
+    """The loaded models of some of a plan's ways, warmed up.
 
     ``ranks`` are the processes that share the models. All of them make the same calls.
     """
@@ -58,13 +58,13 @@ class Decoder:
         self.environment = environment(next(iter(self._settings.values())).llm, plan.model)
 
     def decode(self, turns: Iterable[Turn], texts: Mapping[Key, str]) -> Iterator[Finished]:
-        """Decode ``turns`` in their order. ``texts`` are the answers that earlier calls gave: a later turn of a
+        """Decode ``turns`` in their order. ``texts`` has the answers of earlier calls, since a later turn of a
         conversation continues them.
 
         Raises ``ValueError`` naming a problem that cannot be decoded, such as a prompt that is too long.
         """
         texts = dict(texts)
-        # Problems that are decoded together have everything in common but the problem.
+        # Turns that are decoded together differ in nothing but the problem.
         for _, group in groupby(turns, lambda turn: (turn.number // self.plan.together, turn.key._replace(problem=""))):
             for turn, finished in self._decode_together(list(group), texts):
                 texts[turn.key] = finished.record["text"]
@@ -120,10 +120,10 @@ class Decoder:
 
 
 def _load_settings(plan: Plan, ways: Iterable[Way], ranks: Any) -> dict[str, Setting]:
-    """The loaded models of each way, by its label. All share the target's weights, and each draft is loaded once."""
+    """Load the models of each way, by its label. All ways share the target's weights, and each draft is loaded once."""
     options: dict[str, Any] = {name: getattr(plan, name) for name in ("dtype", "device", "kernels", "cache_bytes")}
     if early := plan.exits is not None and plan.kernels == "auto":
-        options["kernels"] = TORCH  # exits run on PyTorch, and the ways they are compared with must do the same
+        options["kernels"] = TORCH  # exits need PyTorch's kernels, and the ways compared with them must use the same
     target = LLM(plan.model, deterministic=plan.deterministic, ranks=ranks, **options)
     if early:  # drafts may run on compiled kernels
         on_cpu = target.engine.runner.executor.device.type == "cpu"
@@ -166,9 +166,9 @@ def _processor() -> str:
 
 
 def _record(turn: Turn, done: Completion, llm: LLM) -> dict[str, Any]:
-    """The record of a completion. ``why`` has one letter a token (m: match, r: relaxed, c: correction, b: bonus),
-    ``ends`` says where the text of each token ends, and ``excused`` has for each relaxed token its place, the clause,
-    and the target's own choice as id and as text."""
+    """The record of a completion. ``why`` has one letter per token (m: match, r: relaxed, c: correction, b: bonus), and
+    ``ends`` says where each token's text ends. ``excused`` has, for each relaxed token, its place, the clause, and the
+    token that the target would have chosen, as id and as text."""
     key, output = turn.key, done.output
     seconds = asdict(done.times)
     return {
@@ -202,7 +202,7 @@ def _record(turn: Turn, done: Completion, llm: LLM) -> dict[str, Any]:
 
 
 def _reach(llm: LLM, way: Way) -> float | None:
-    """The reach at which a way's drafts stop by themselves; None if they do not, or stop by measured times."""
+    """The reach at which a way's drafts stop by themselves; None if they do not stop, or if measured times decide."""
     reach = getattr(llm.draft, "reach", 0.0)
     return usual_reach(reach, way.policy) if way.k and reach != 0.0 else None
 
@@ -212,7 +212,7 @@ def _text_of(llm: LLM, token: int | None) -> str:
 
 
 def _ends(text: str, tokens: list[int], llm: LLM) -> list[int]:
-    """For each token, the length of the text that is final once the token is there."""
+    """For each token, the length of the text that is final once this token has been emitted."""
     if llm.tokenizer is None:
         return []
     stream, ends, end = TextStream(llm.tokenizer), [], 0

@@ -1,7 +1,7 @@
 """fly as a model of EleutherAI's lm-evaluation-harness (``lm_eval``, the extra ``lm-eval``): ``--model fly``.
 
-Importing this module registers it. The harness knows only models that are imported, so its own command does not find
-this one: ``fly harness`` imports it and is otherwise the same command (``main``).
+Importing this module registers the model. The harness knows only models that are imported, so its own command does not
+find this one. ``fly harness`` imports the module, and is otherwise the same command (``main``).
 """
 
 from __future__ import annotations
@@ -27,27 +27,29 @@ __all__ = ["Fly", "main"]
 
 _NAMED = ("model", "draft", "policy", "device", "ranks")
 _OPTIONS = [name for name in inspect.signature(LLM).parameters if name not in _NAMED]
-_SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # what greedy decoding does not look at
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # greedy decoding ignores these
 _SAMPLING = (*_SAMPLED, "seed", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_ALL = 1024  # requests given to the engine at a time where the batch size is "auto"
+_ALL = 1024  # requests given to the engine at a time if the batch size is "auto"
 
 
 @register_model("fly")
 class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need not be installed
     """A target with its draft and policy, as a model of the harness.
 
-    Likelihoods are the target's own: drafts and policies do not affect them. Common beginnings of requests are computed
-    once. Generation is speculative, by the given policy.
+    Likelihoods are the target's own: drafts and policies do not affect them. Prefixes that requests share are computed
+    once. Generation is speculative, under the given policy.
 
     Args:
         model: as for ``LLM``, or the ``LLM`` itself.
-        draft, policy: as texts; None decodes autoregressively, and by ``Exact()``.
-        batch_size: requests given to the engine at a time, or ``"auto"`` for as many as there are: it makes batches
-            of them by itself.
+        draft: the draft as a text; None decodes autoregressively.
+        policy: the policy as a text; None is ``Exact()``.
+        batch_size: requests given to the engine at a time, or ``"auto"`` to give it as many as there are. The engine
+            makes its own batches of them.
         max_gen_toks: the most tokens of an answer, if the task gives no limit.
-        prefix_token_id: the token that a text without a context follows; None is the begin token, else the end token.
-        max_batch_size: is the harness's own, and changes nothing here.
-        device: as for ``LLM``. ``cuda:0``, which the harness gives unasked, is ``auto`` where there is no GPU.
+        prefix_token_id: the token that comes before a text without a context; None is the begin token, or the end token
+            if there is none.
+        max_batch_size: an option of the harness, without effect here.
+        device: as for ``LLM``. The harness gives ``cuda:0`` by default; without a GPU, this counts as ``auto``.
         options: those of ``LLM``: ``k``, ``dtype``, ``kernels``, ``max_context``, and so on.
 
     Raises ``ValueError`` for an option that does not exist, and for a model without a tokenizer or an end token.
@@ -114,8 +116,8 @@ class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need 
         return self.texts.templates[name].source
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation; without the prompt for an answer, up to the end of the last message, which is to
-        be gone on with."""
+        """Return the text of a conversation. Without ``add_generation_prompt`` the text stops at the end of the last
+        message, so that the answer continues that message."""
         text = self.texts.render(chat_history, add_generation_prompt)
         if add_generation_prompt:
             return text
@@ -123,7 +125,7 @@ class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need 
         return text[: text.rindex(last) + len(last)]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        if add_special_tokens is None:  # a rendered conversation begins with the begin token already
+        if add_special_tokens is None:  # a rendered conversation already starts with the begin token
             begin = self.texts.special_names.get("bos_token")
             add_special_tokens = not (begin and string.startswith(begin))
         return self.texts.encode(string, add_special_tokens)
@@ -131,9 +133,9 @@ class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Of each continuation after its context, the log-probability, and whether it is what greedy decoding gives."""
+        """For each continuation after its context, the log-probability, and whether greedy decoding would give it."""
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        # one after another those with the same context, whose keys and values then are cached
+        # Sort requests with the same context next to one another, so that its keys and values are still cached.
         order = sorted(range(len(requests)), key=lambda number: requests[number][1] + requests[number][2])
         with tqdm(total=len(requests), desc="Running loglikelihood requests", disable=disable_tqdm) as bar:
             for numbers in _chunks(order, self.batch_size):
@@ -161,7 +163,7 @@ class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need 
         return found
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each whole text, in windows of the model's context."""
+        """The log-probability of each whole text, computed in windows of the model's context length."""
         windows, owners = [], []
         for number, (text,) in enumerate(request.args for request in requests):
             tokens = self.tok_encode(text)
@@ -197,7 +199,7 @@ class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need 
         return answers
 
     def _sampling(self, asked: dict[str, Any], end: str) -> SamplingParams:
-        """What a task's ``generation_kwargs`` say. Raises ``ValueError`` for what means nothing here."""
+        """Convert a task's ``generation_kwargs``. Raises ``ValueError`` for those that are unknown here."""
         options: dict[str, Any] = {**normalize_gen_kwargs(asked, self.max_gen_toks)}
         stop = [text for text in handle_stop_sequences(options.pop("until"), end) if text]
         most = options.pop("max_gen_toks")
@@ -209,7 +211,7 @@ class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need 
         return SamplingParams.model_validate({"temperature": 0.0, **options, "max_tokens": most, "stop": tuple(stop)})
 
     def get_model_info(self) -> dict[str, Any]:
-        """For the harness's results: what decoded, and what speculation did in all of its answers."""
+        """Facts for the harness's results: the policy and draft, and the statistics of speculation over all answers."""
         policy, stats = self.llm.policy, self.stats
         draft = self._draft or (None if self.llm.draft is None else type(self.llm.draft).__name__)
         return {
@@ -227,7 +229,7 @@ def _chunks(items: abc.Sequence[Any], size: int) -> list[abc.Sequence[Any]]:
 
 
 def main(arguments: abc.Sequence[str]) -> None:
-    """The harness's own command, which knows ``--model fly`` now."""
+    """Run the harness's own command, which knows ``--model fly`` now."""
     import sys
 
     from lm_eval.__main__ import cli_evaluate

@@ -1,14 +1,15 @@
 """The script of the sandbox's process: it reads jobs from standard input, and runs each in a process without rights.
 
-``fly.eval.sandbox`` starts this file in a bare interpreter, so it imports nothing of the package. A job names its
+``fly.eval.sandbox`` starts this file in a bare interpreter, so it imports nothing from the package. A job names its
 language:
 
 - ``small`` is a subset of Python without imports, files or attributes. The syntax tree is checked, so such a program
   is harmless on any machine.
-- ``python`` is all of Python. It runs only where the Linux kernel removes the rights of the process first. Landlock
-  allows reading Python's own files and writing in the scratch folder, and nothing else, TCP included. A seccomp filter
-  forbids sockets, further processes and programs, signals to others, and changes to the system. Neither needs
-  privileges. Before the first such job the process tries some forbidden actions, and refuses the job if one succeeds.
+- ``python`` is all of Python. It runs only if the Linux kernel can first remove the process's rights. Landlock lets the
+  process read Python's own files and write in the scratch folder; it forbids all other files, and TCP. A seccomp filter
+  forbids sockets, new processes and programs, signals to other processes, and changes to the system. Neither needs
+  privileges. Before the first such job, an isolated process tries some forbidden actions. If one succeeds, the job is
+  refused.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from collections.abc import Callable
 
 _MAX_CODE_CHARS = 1_000_000
 _MEGABYTE = 1 << 20
-_MOST_WRITTEN = 64 * _MEGABYTE  # of all files together; of one, 16
+_MOST_WRITTEN = 64 * _MEGABYTE  # the limit for all files together; a single file may have 16
 
 # --- the small language ----------------------------------------------------------------------------------
 
@@ -67,7 +68,7 @@ _NODES = (
 
 
 def refusal(tree: ast.AST) -> str:
-    """Why the syntax tree is not in the small language; empty if it is."""
+    """The reason why the syntax tree is not in the small language; empty if it is."""
     for node in ast.walk(tree):
         if not isinstance(node, _NODES):
             return f"{type(node).__name__} is not allowed"
@@ -109,16 +110,16 @@ def run_job(code: str, tests: list[str], language: str) -> tuple[bool, str]:
                 return False, f"test: {refused}"
             if eval(compile(expression, "test", "eval"), space) is not True:
                 return False, f"failed: {test}"[:300]
-    except BaseException as error:  # whatever the program does, an answer is expected
+    except BaseException as error:  # the caller expects an answer, whatever the program does
         return False, f"{type(error).__name__}: {error}"[:300]
     return True, ""
 
 
 # --- what the kernel forbids -----------------------------------------------------------------------------
 
-# The numbers of forbidden system calls by machine: sockets, new programs and processes, other processes' memory,
-# signals, mounts, modules, keys, clocks, shared memory, io_uring, bpf, priorities, identities, and owners, modes and
-# times of files (which Landlock does not cover). A call newer than _NEWEST fails as one that does not exist.
+# The numbers of the forbidden system calls on each machine: sockets, new programs and processes, other processes'
+# memory, signals, mounts, modules, keys, clocks, shared memory, io_uring, bpf, priorities, identities, and owners,
+# modes and times of files (which Landlock does not cover). Calls newer than _NEWEST fail as if they did not exist.
 _NEWEST = 462
 _FORBIDDEN = {
     "x86_64": (
@@ -144,10 +145,10 @@ _CLONE, _PRLIMIT, _KILL, _TGKILL = {"x86_64": (56, 302, 62, 234), "aarch64": (22
 _CLONE3 = 435
 _CLONE_THREAD = 0x00010000
 
-_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # on every machine
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same numbers on every machine
 _READ = 1 << 0 | 1 << 2 | 1 << 3  # execute (needed to map a library), read a file, list a folder
 _OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14
-_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}  # by version; later ones below
+_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}  # by version; newer versions below
 _DEVICE_CONTROL = 1 << 15
 
 
@@ -160,7 +161,7 @@ class _Program(ctypes.Structure):
 
 
 def why_not() -> str:
-    """Why programs in full Python cannot run here; empty if they can."""
+    """The reason why programs in full Python cannot run here; empty if they can."""
     if sys.platform != "linux":
         return f"programs are isolated by the Linux kernel, and this is {platform.system()}"
     if platform.machine() not in _FORBIDDEN:
@@ -191,7 +192,7 @@ def _checked(what: str, result: int) -> int:
 
 
 def _python_paths() -> list[str]:
-    """The paths that Python and its libraries are read from."""
+    """The paths from which Python and its libraries are read."""
     paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     paths |= {os.path.join(prefix, "lib") for prefix in (sys.prefix, sys.base_prefix)}
     system = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo")
@@ -200,7 +201,7 @@ def _python_paths() -> list[str]:
 
 
 def _landlock(scratch: str) -> None:
-    """From now on this process can read what Python needs, write in ``scratch``, and open no TCP connection."""
+    """Restrict this process: it can only read what Python needs and write in ``scratch``, without TCP connections."""
     version = _landlock_version()
     rights = _RIGHTS.get(version, _RIGHTS[4] | _DEVICE_CONTROL)
     handled = [rights, 3 if version >= 4 else 0, 3 if version >= 6 else 0]  # files; TCP; abstract sockets and signals
@@ -221,7 +222,7 @@ def _landlock(scratch: str) -> None:
 
 
 def _seccomp() -> None:
-    """From now on the forbidden calls of this process fail with EPERM."""
+    """Make all forbidden system calls of this process fail with EPERM from now on."""
     load, equal, at_least, bits, give = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF: ld abs, jeq, jge, jset, ret
     allow, kill, fail = 0x7FFF0000, 0x80000000, 0x00050000
     forbidden, missing = fail | 1, fail | 38  # EPERM, ENOSYS
@@ -234,22 +235,22 @@ def _seccomp() -> None:
         (load, 0, 0, 0),
         (at_least, 0, 1, _NEWEST + 1),
         (give, 0, 0, missing),
-        (equal, 0, 1, _CLONE3),  # a filter cannot see its flags; without it, libraries use clone
+        (equal, 0, 1, _CLONE3),  # a filter cannot see clone3's flags; without clone3, libraries use clone
         (give, 0, 0, missing),
     ]
     for number in _FORBIDDEN[machine]:
         steps += [(equal, 0, 1, number), (give, 0, 0, forbidden)]
-    # clone may make threads, but no processes.
+    # clone may start threads, but no processes.
     clone = [(load, 0, 0, argument[0]), (bits, 1, 0, _CLONE_THREAD), (give, 0, 0, forbidden), (give, 0, 0, allow)]
     steps += [(equal, 0, len(clone), _CLONE), *clone]
-    # Limits may be read, but not set.
+    # The process may read its limits, but not set them.
     ask = [
         *((load, 0, 0, argument[2]), (equal, 1, 0, 0), (give, 0, 0, forbidden)),
         *((load, 0, 0, argument[2] + 4), (equal, 1, 0, 0), (give, 0, 0, forbidden)),
         (give, 0, 0, allow),
     ]
     steps += [(equal, 0, len(ask), _PRLIMIT), *ask]
-    # Signals to itself are allowed, as abort() sends one.
+    # The process may send signals to itself, since abort() does.
     for number in (_KILL, _TGKILL):
         signals = [(load, 0, 0, argument[0]), (equal, 1, 0, own), (give, 0, 0, forbidden), (give, 0, 0, allow)]
         steps += [(equal, 0, len(signals), number), *signals]
@@ -261,13 +262,13 @@ def _seccomp() -> None:
 
 
 def isolate(scratch: str, language: str, cpu_s: int, memory: int) -> None:
-    """Give up the rights that a job must not have. For the small language limits are enough."""
+    """Give up the rights that a job must not have. For the small language, resource limits are enough."""
     small = language == "small"
     limits = {
         resource.RLIMIT_CPU: cpu_s,
         resource.RLIMIT_AS: memory,
         resource.RLIMIT_FSIZE: 0 if small else 16 * _MEGABYTE,
-        resource.RLIMIT_NOFILE: 4 if small else 64,  # the standard streams and the answer are open already
+        resource.RLIMIT_NOFILE: 4 if small else 64,  # the standard streams and the pipe for the answer are already open
         resource.RLIMIT_CORE: 0,
     }
     if not small:
@@ -330,11 +331,12 @@ def _written(folder: str) -> int:
     return total
 
 
-_Result = tuple[bool | None, str]  # whether all went well (None: the job was refused), and if not, why
+_Result = tuple[bool | None, str]  # whether the job succeeded (None: it was refused), and if not, why
 
 
 def _in_a_child(act: Callable[[], _Result], scratch: str, language: str, timeout_s: float, memory: int) -> _Result:
-    """The result of ``act()`` in a new process that isolates itself first, or that it took too long, or died."""
+    """Run ``act()`` in a new process, which isolates itself first. Returns its result, or that the process took too
+    long, wrote too much or died."""
     answer, out = os.pipe()
     child = os.fork()
     if not child:
@@ -383,11 +385,11 @@ def _probe() -> tuple[bool, str]:
 
 
 def serve() -> None:
-    """Answer jobs, a line of JSON each, until there are no more."""
+    """Read jobs, each one line of JSON, and answer them until there are no more."""
     sys.dont_write_bytecode = True
     import collections, heapq, itertools, math, random, re, string, typing  # noqa: E401, F401, I001
 
-    refused: str | None = None  # why full Python is refused; None until it is asked for
+    refused: str | None = None  # why full Python is refused; None before the first such job
     print("ready", flush=True)
     for line in sys.stdin:
         code, tests, language, timeout_s, memory = json.loads(line)

@@ -1,8 +1,8 @@
-"""Logits of which only the most likely tokens, the mass and the entropy are known, as in a recording.
+"""Logits that are known only in part, as in a recording: the most likely tokens, the mass and the entropy.
 
-Rules use such a tensor like any other. What is known is enough for the functions of ``fly.ops``, and for torch's own
-that do the same: a softmax, the most likely tokens, values at positions and tokens, how many tokens are more likely,
-and the entropy as people write it. Anything that needs the whole vocabulary raises ``Unknown``.
+Rules use such a tensor like any other. The known parts are enough for the functions of ``fly.ops``, and for torch's own
+functions that do the same: a softmax, the most likely tokens, values at positions and tokens, how many tokens are more
+likely, and the usual ways to write an entropy. Anything that needs the whole vocabulary raises ``Unknown``.
 
 Shape legend: V vocabulary, n most likely tokens, "..." any leading dimensions.
 """
@@ -26,13 +26,13 @@ class Unknown(ValueError):
 
 
 class Known(Tensor):
-    """A tensor [..., V] of which the values of n + 1 tokens are known: of the n most likely ones, and of one more.
+    """A tensor [..., V] with known values for n + 1 tokens: the n most likely ones, and one more.
 
     Args:
         size: V.
-        ids: [..., n + 1] int64, the most likely tokens, in order, and the further one (which may be among them).
+        ids: [..., n + 1] int64, the n most likely tokens, in order, then the extra token (which may be one of them).
         values: [..., n + 1] the values of these tokens.
-        rest: [...] the value of every other token: the remaining mass, spread evenly.
+        rest: [...] the value of every other token. Logits spread the remaining mass evenly over these.
         mass: [...] ln of the sum of exp(logit - largest logit).
         nats: [...] the entropy.
         kind: what the values are: ``logits``, ``probs``, ``log_probs``, ``bool``, or probs times log_probs (``p ln p``
@@ -52,10 +52,10 @@ class Known(Tensor):
 
     @staticmethod
     def of(size: int, ids: Tensor, logits: Tensor, mass: Tensor, nats: Tensor) -> Known:
-        """Known logits. The mass of the other tokens is spread evenly, with no more for each than the smallest known
-        logit."""
+        """Make known logits. The mass of the other tokens is spread evenly over them, but none gets a logit above the
+        smallest known one."""
         peak, known = logits[..., :1], logits[..., :-1]
-        again = (ids[..., -1:] == ids[..., :-1]).any(-1)  # the further token is one of the n
+        again = (ids[..., -1:] == ids[..., :-1]).any(-1)  # the extra token is one of the n
         shares = (logits - peak).exp()
         left = mass.exp() - shares[..., :-1].sum(-1) - shares[..., -1].masked_fill(again, 0.0)
         others = (size - known.shape[-1] - (~again).long()).clamp_min(1)
@@ -69,7 +69,8 @@ class Known(Tensor):
         return Known(self.shape[-1], ids, values, rest, mass, nats, self.kind)
 
     def scaled(self, shift: Tensor, kind: str) -> Known:
-        """Logits minus ``shift`` [...] as values of another kind, for probabilities with the exponential taken."""
+        """Subtract ``shift`` [...] from logits, to get values of another kind. For probabilities, also take the
+        exponential."""
         ids, values, rest, mass, nats = self.parts
         values, rest = values - shift.unsqueeze(-1), rest - shift
         if kind == "probs":
@@ -140,14 +141,14 @@ def _topk(x: Known, k: int, dim: int = -1, largest: bool = True, sorted: bool = 
 
 def _one_hot(x: Known, tokens: Tensor) -> Any:
     ids, values, rest, mass, nats = x.parts
-    if not torch.equal(tokens, ids[..., 0]):  # only of the most likely tokens
+    if not torch.equal(tokens, ids[..., 0]):  # works for the most likely tokens only
         return NotImplemented
     certain = (ids == tokens.unsqueeze(-1)).to(values.dtype)
     return Known(x.shape[-1], ids, certain, rest * 0, mass * 0, nats * 0, "probs")
 
 
 def _compared(compare: Callable[[Any, Any], Tensor]) -> Callable[..., Any]:
-    """A comparison with a number, or with one number at each position."""
+    """Make a comparison with a single number, or with one number at each position."""
 
     def answer(x: Known, other: Any) -> Any:
         each = isinstance(other, Tensor) and other.dim() > 0
@@ -166,13 +167,13 @@ def _sum(x: Known, dim: Any = None, keepdim: bool = False) -> Any:
     ids, values, rest, _, nats = x.parts
     if x.kind != "bool":
         return nats if x.kind == "-p ln p" else -nats
-    new = (ids[..., -1:] != ids[..., :-1]).all(-1)  # whether the further token is none of the n
+    new = (ids[..., -1:] != ids[..., :-1]).all(-1)  # whether the extra token is none of the n
     others = x.shape[-1] - values.shape[-1] + (~new).long()
     return values[..., :-1].sum(-1) + (values[..., -1] & new) + rest * others
 
 
 def _changed(kind: str, to: str, change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """A function that maps each value of ``kind`` to one of the kind ``to``."""
+    """Make a function that maps values of ``kind`` to values of the kind ``to``."""
 
     def changed(x: Any, *_: Any, **__: Any) -> Any:
         if x is NotImplemented or x.kind != kind:
@@ -184,7 +185,7 @@ def _changed(kind: str, to: str, change: Callable[[Tensor], Tensor]) -> Callable
 
 
 def _floored(x: Known, least: float | None = None, *, min: float | None = None) -> Any:
-    """Probabilities with a tiny floor, so that logarithms can be taken."""
+    """Give probabilities a tiny floor, so that logarithms can be taken."""
     floor = least if min is None else min
     if not isinstance(floor, (int, float)) or floor > 1e-6:
         return NotImplemented
@@ -250,7 +251,7 @@ def _argmax(x: Known, dim: Any = None, keepdim: bool = False) -> Any:
 
 _SOFT, _LOG = _softmax("probs"), _softmax("log_probs")
 _LOG_OF, _NEGATED = _changed("probs", "log_probs", torch.log), _changed("p ln p", "-p ln p", torch.neg)
-# By the names that torch gives them, in all places where it has them.
+# The functions above, by the names that torch gives them, wherever torch has a function of that name.
 _NAMED: dict[str, Callable[..., Any]] = {
     "flatten": _flatten,
     "unflatten": _unflatten,

@@ -41,8 +41,8 @@ AUTOREGRESSIVE = "autoregressive"
 
 
 def named(rules: Iterable[AcceptancePolicy]) -> dict[AcceptancePolicy, str]:
-    """The different rules, with the names that tables give them: a rule of this package goes by its name alone if no
-    other rule has the same name, and by its full text otherwise."""
+    """Give each different rule the name that tables show. A rule of this package is called by its name alone if no
+    other rule has that name, and by its full text otherwise."""
     different = list(dict.fromkeys(rules))
     counts = Counter(rule.name for rule in different)
 
@@ -64,7 +64,7 @@ class Way:
 
     @property
     def exact(self) -> bool:
-        """Whether this is exact speculation, with which the others are compared."""
+        """Whether this is exact speculation, with which the other ways are compared."""
         return self.k > 0 and self.policy == Exact() and self.exits is None
 
     @property
@@ -94,8 +94,8 @@ def _parsed(text: str) -> AcceptancePolicy:
 
 
 def _rule(value: object) -> str:
-    """The text of a policy, after a check that it can be read. The text itself stays, since ``module:Class`` names what
-    it imports."""
+    """Check that a policy can be read, and return its text. A text is kept as it is, because in ``module:Class`` it
+    says what to import."""
     text = value if isinstance(value, str) else str(load_policy(value, trusted=True))
     _parsed(text)
     return text
@@ -122,7 +122,7 @@ _Several = Annotated[tuple[_Value, ...], BeforeValidator(_listed), Field(min_len
 
 
 class _Extra(BaseModel):
-    """A single way beside the product. A field that is left out takes the plan's first value."""
+    """A single way, in addition to the product. A field that is left out takes the plan's first value."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -132,8 +132,8 @@ class _Extra(BaseModel):
 
 
 class Asked(BaseModel):
-    """A task of a plan: ``task`` names it (``NAME``, ``NAME=PATH`` or a ``.yaml`` file), ``limit`` says how many of its
-    problems are used, and any other field replaces the task's own field of that name."""
+    """A task of a plan. ``task`` names it (``NAME``, ``NAME=PATH`` or a ``.yaml`` file), and ``limit`` is the number of
+    its problems to use. Any other field replaces the task's own field of that name."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -141,7 +141,7 @@ class Asked(BaseModel):
     limit: int | None = Field(default=None, ge=1)
 
     def load(self) -> Task:
-        """The task, with the changes. Raises ``ValueError`` naming what is wrong."""
+        """Load the task and apply the changes. Raises ``ValueError`` naming what is wrong."""
         return load_task(self.task, **(self.model_extra or {}))
 
 
@@ -153,14 +153,17 @@ class Plan(BaseModel):
     """The settings of a run, from a YAML or JSON file or the command line. Both are trusted: a policy may name a
     ``module:Class``, which is imported. Unknown fields are errors.
 
-    The ways to decode are: autoregressive decoding; for every draft and ``k``, exact speculation and each of
-    ``policies`` (``fly(theta={0.1, 0.3})`` is two policies, see ``fly.expressions.grid``); and the single ways of
-    ``settings``, each beside exact speculation with the same draft and length. Each way runs at every temperature with
-    every seed.
+    A plan has these ways to decode:
 
-    ``limit`` is the number of problems of each task, unless the task has its own; ``max_tokens`` replaces the tasks'
-    own. ``together`` problems are decoded at a time. ``record`` keeps the blocks of exact speculation at temperature 0
-    for ``fly replay``. ``exits`` runs all ways a second time, with a target that leaves early.
+    - autoregressive decoding;
+    - for every draft and ``k``, exact speculation and each of ``policies`` (``fly(theta={0.1, 0.3})`` is two policies,
+      see ``fly.expressions.grid``);
+    - the single ways of ``settings``, each together with exact speculation with the same draft and length.
+
+    Each way runs at every temperature with every seed. ``limit`` is the number of problems of each task, unless the
+    task has its own ``limit``. ``max_tokens`` replaces the tasks' own limits. ``together`` is the number of problems
+    decoded at a time. ``record`` keeps the blocks of exact speculation at temperature 0 for ``fly replay``. ``exits``
+    runs all ways a second time, with early exits of the target.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -190,7 +193,7 @@ class Plan(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _default_draft(cls, values: Any) -> Any:
-        """By default fly-draft drafts for fly-target, and prompt lookup for other models."""
+        """Fill in the default draft: fly-draft for fly-target, and prompt lookup for other models."""
         if not isinstance(values, dict) or values.get("drafts") is not None:
             return values
         usual = usual_draft(values.get("model", BUNDLED[0]))
@@ -210,7 +213,8 @@ class Plan(BaseModel):
 
     @property
     def ways(self) -> list[Way]:
-        """Every way to decode: autoregressive decoding, then by draft and length, exact speculation before others."""
+        """Every way to decode: first autoregressive decoding; then, for each draft and length, exact speculation before
+        the others."""
         rules = [Exact(), *map(_parsed, self.policies)]
         wanted = list(product(self.drafts, self.k, rules))
         for extra in self.settings:
@@ -236,15 +240,15 @@ class Plan(BaseModel):
             if task.name in found:
                 raise ValueError(f"two tasks are called {task.name!r}; give one another name: {{task: …, name: …}}")
             limit = asked.limit or self.limit
-            if limit and task.generated is not None:  # of the bundled problems, load as many as are asked for
+            if limit and task.generated is not None:  # load only as many bundled problems as are needed
                 task = asked.model_copy(update={"generated": task.generated.model_copy(update={"count": limit})}).load()
             found[task.name] = task, min(limit or len(task.problems), len(task.problems))
         return found
 
     def turns(self) -> Iterator[Turn]:
-        """All completions, in order. The ways take turns at each problem (or at each few problems that are decoded
-        together), so that a busy moment of the machine affects all of them; which way comes first rotates. At
-        temperature 0 seeds change nothing, so only the first is used."""
+        """All completions, in order. The ways take turns at each problem (or each group of problems that are decoded
+        together), so that a busy moment of the machine affects all of them. Which way comes first rotates. At
+        temperature 0 seeds change nothing, so only the first seed is used."""
         tasks, ways, few = self.loaded_tasks().values(), self.ways, self.together
         for part, first in enumerate(range(0, max(limit for _, limit in tasks), few)):
             at = part % len(ways)
@@ -260,7 +264,8 @@ class Plan(BaseModel):
 
     @staticmethod
     def of(fields: dict[str, Any], where: str = "") -> Plan:
-        """A plan with these fields. Raises ``ValueError`` with ``where`` they came from and every wrong field."""
+        """Make a plan with these fields. Raises ``ValueError`` that names every wrong field, and ``where`` the fields
+        came from."""
         try:
             return Plan.model_validate(fields)
         except ValidationError as error:
@@ -275,8 +280,8 @@ class Plan(BaseModel):
 
     @staticmethod
     def read(path: str | Path) -> dict[str, Any]:
-        """The fields of a plan's file, or of the plan in a run's folder, unchecked. Paths in a file are relative to
-        it. Raises ``ValueError`` if the file cannot be read, or is no plan."""
+        """Read the fields of a plan's file, or of the plan in a run's folder, without checking them. Paths in a file
+        are relative to it. Raises ``ValueError`` if the file cannot be read, or is no plan."""
         path = Path(path)
         saved = path / "plan.yaml" if path.is_dir() else path
         try:

@@ -1,5 +1,5 @@
-"""Plots as plain SVG: a report's page contains them, and ``--plot`` of a command writes one to a file. Knows nothing of
-runs."""
+"""Plots as plain SVG. A report's page contains them, and a command's ``--plot`` writes one to a file. This module knows
+nothing of runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fly.eval.statistics import Estimate
 
 __all__ = ["COLOURS", "Curve", "Point", "curves", "pareto", "save_lines"]
 
-# Distinguishable for most readers.
+# Colours that most readers can tell apart.
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#aa8800", "#66aadd", "#aa3377", "#777777", "#cc6611")
 _WIDE, _HIGH, _LEFT, _RIGHT, _TOP, _BOTTOM, _LINE = 640, 360, 64, 16, 16, 48, 18
 _LETTER = 6.6  # the approximate width of a letter
@@ -69,7 +69,7 @@ class _Frame:
     ) -> None:
         self.x, self.y, self.log = x, y, log
         self.parts = [Markup("<title>{}</title>").format(title)]
-        free = 0.0  # the position from which there is room for the next number
+        free = 0.0  # from this position on there is room for the next number
         for value in _ticks(*x) if marks is None else marks:
             at, half = self.across(value), _LETTER * (len(f"{value:g}") + 1) / 2
             self.line(at, _TOP, at, _HIGH - _BOTTOM, "grid")
@@ -123,7 +123,7 @@ class _Frame:
         )
 
     def drawn(self, named: Sequence[Point | Curve], caption: str = "") -> Markup:
-        """The picture, with a key for each colour below it, and ``caption`` above it."""
+        """Return the picture, with a key of the colours below it and ``caption`` above it."""
         at, line = float(_LEFT), _HIGH + _LINE
         for each in named:
             wide = 16 + _LETTER * len(each.name)
@@ -159,7 +159,7 @@ def _room(values: Sequence[float]) -> tuple[float, float]:
 
 
 def front(points: Sequence[Point]) -> list[Point]:
-    """The Pareto front, from left to right: the points that no other point beats in both figures."""
+    """The Pareto front, from left to right: the points that no other point beats in both coordinates."""
 
     def beaten(point: Point, by: Point) -> bool:
         no_worse = by.x.value >= point.x.value and by.y.value >= point.y.value
@@ -170,7 +170,7 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 
 def pareto(points: Sequence[Point], x_name: str, y_name: str) -> Markup:
-    """Points with the bars of their intervals, and a line through the Pareto front."""
+    """Plot points with the bars of their intervals, and a line through the Pareto front."""
     xs = [x for point in points for x in point.x]
     ys = [y for point in points for y in point.y]
     frame = _Frame(_room(xs), _room(ys), x_name, y_name, f"{y_name} against {x_name}")
@@ -192,8 +192,8 @@ def curves(
     log_x: bool = False,
     caption: str = "",
 ) -> Markup:
-    """Lines through points. ``y`` is the range of the y axis; None for that of the points. A logarithmic x axis is
-    marked at the points."""
+    """Plot lines through points. ``y`` is the range of the y axis; None takes the range of the points. A logarithmic x
+    axis is marked at the points."""
     xs = [at for curve in found for at, _ in curve.points]
     low, high = (min(xs) / 1.1, max(xs) * 1.1) if log_x else _room(xs)
     y = y or _room([height for curve in found for _, height in curve.points])

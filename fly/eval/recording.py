@@ -1,4 +1,4 @@
-"""Record blocks as they are decided, with what an acceptance rule could ask about them: one file a completion.
+"""Record blocks as they are decided, with all that an acceptance rule could ask about them: one file per completion.
 
 A recorder wraps the target's executor, sees what a rule sees, and changes nothing. While it is in place, rounds are
 taken one by one.
@@ -39,7 +39,7 @@ _FORMAT = "fly blocks 1"
 
 @dataclass(frozen=True)
 class Outputs:
-    """A model's outputs at places: parts of the raw distributions, before temperature."""
+    """A model's outputs at some places: parts of the raw distributions, before temperature."""
 
     ids: Tensor  # [P, n] int32, the most likely tokens, in order
     logits: Tensor  # [P, n] float32, their logits
@@ -50,11 +50,11 @@ class Outputs:
     def of(logits_JV: Tensor, n: int = LIKELIEST) -> Outputs:
         """The outputs at the places of a block, from their logits."""
         values_Jn, ids_Jn = top(logits_JV, n)
-        ids_Jn, order_Jn = ids_Jn.sort(-1)  # of equal logits the lowest id comes first, as in ``argmax``
+        ids_Jn, order_Jn = ids_Jn.sort(-1)  # among equal logits the lowest id comes first, as in ``argmax``
         values_Jn, order_Jn = values_Jn.gather(-1, order_Jn).sort(dim=-1, descending=True, stable=True)
         ids_Jn = ids_Jn.gather(-1, order_Jn)
         masses, entropies = [], []
-        # One place at a time, so that its logits stay in the processor's caches.
+        # Take one place at a time, so that its logits stay in the processor's caches.
         for logits_V, peak in zip(logits_JV, values_Jn[:, 0]):
             probs_V = logits_V.softmax(-1)
             mass = -probs_V.amax().log()
@@ -67,13 +67,13 @@ class Outputs:
 
     @staticmethod
     def unknown(places: int, n: int = LIKELIEST) -> Outputs:
-        """Places without outputs: ids of -1, and NaN."""
+        """Make places without outputs: their ids are -1, and all else is NaN."""
         numbers = (torch.full(shape, torch.nan) for shape in ((places, n), (places,), (places,)))
         return Outputs(torch.full((places, n), -1, dtype=torch.int32), *numbers)
 
     @staticmethod
     def join(parts: abc.Sequence[Outputs]) -> Outputs:
-        """The places of all ``parts``, one after another."""
+        """Join the places of all ``parts``, one after another."""
         return Outputs(*(torch.cat([getattr(part, name) for part in parts]) for name in Outputs.__dataclass_fields__))
 
     def at(self, places: Tensor) -> Outputs:
@@ -91,7 +91,7 @@ class Recording:
     start_N: Tensor  # int32, tokens of the text before each block
     length_N: Tensor  # int32, tokens drafted
     accepted_N: Tensor  # int32, tokens that the exact rule kept
-    drafted_T: Tensor  # int32
+    drafted_T: Tensor  # int32, the drafted tokens
     logit_T: Tensor  # float32, the target's raw logit of each drafted token
     rank_T: Tensor  # int32, how many tokens the target finds more likely
     target: Outputs  # [P]
@@ -129,13 +129,13 @@ class Recording:
 
 
 class Recorder(Wrapped):
-    """An executor around the target's that keeps the outputs of both models for each block. One row at a time."""
+    """An executor around the target's executor. It keeps both models' outputs for each block, one row at a time."""
 
     def __init__(self, inner: Executor) -> None:
         super().__init__(inner)
         self.batch_invariant = inner.batch_invariant
         self._blocks: list[tuple[int, int, list[int], Tensor, Tensor, Outputs, Outputs | None]] = []
-        # The outputs of the two models are worked out at the same time, on two cores that are idle otherwise.
+        # The outputs of the two models are computed at the same time, on two cores that would otherwise be idle.
         self._beside = ThreadPoolExecutor(1, "fly-recorder", inner.enter_thread)
 
     def decide(
@@ -169,8 +169,8 @@ class Recorder(Wrapped):
         self._beside.shutdown()
 
     def recording(self, about: dict[str, Any], text: list[int], prompt: int) -> Recording:
-        """The blocks so far, without the first, which came with the prompt. ``text`` holds ``prompt`` tokens of the
-        prompt, then the completion."""
+        """Return the blocks so far, without the first, which came with the prompt. ``text`` has ``prompt`` tokens of
+        the prompt, and then the completion."""
         blocks = [block for block in self._blocks if block[0] > prompt]
         starts, accepted, drafts, logits, ranks, outputs, own = map(list, zip(*blocks)) if blocks else ([],) * 7
         drafting = None
@@ -196,7 +196,7 @@ class Recorder(Wrapped):
 @contextmanager
 def recorded(llm: LLM) -> Iterator[Recorder]:
     """While this context lasts, record the blocks that ``llm`` decides, one request at a time and at temperature 0.
-    The outputs of the draft are recorded where it is a single model."""
+    If the draft is a single model, record its outputs too."""
     runner: Runner = llm.engine.runner
     executor, level = runner.executor, None
     draft: DraftStrategy | None = llm.draft

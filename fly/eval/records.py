@@ -33,8 +33,8 @@ class Key(NamedTuple):
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines; none if there is no file. A last line without a line break was cut off by a
-    kill, and is ignored. Raises ``ValueError`` with the number of any other line that is no JSON."""
+    """Yield the objects of a file of JSON lines; none if there is no file. A last line without a line break was cut off
+    when the run was killed, and is ignored. Raises ``ValueError`` with the number of any other line that is no JSON."""
     if not path.exists():
         return
     *whole, _ = path.read_bytes().split(b"\n")
@@ -62,7 +62,7 @@ class Appender:
         self._file.truncate(self._file.read().rfind(b"\n") + 1)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a line; it is on the disk when this returns."""
+        """Append a line. The line is on the disk when this returns."""
         self._file.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())

@@ -130,7 +130,7 @@ def _plain(text: str) -> str:
 
 
 def _described(facts: Mapping[str, Any]) -> str:
-    """One line on what made records."""
+    """Describe in one line the software and hardware that made records."""
     return (
         f"{facts['model']} on {facts['machine']} ({facts['threads']} threads, {facts['device']}), {facts['dtype']}, "
         f"kernels {facts['kernels']}; fly {facts['fly']}, torch {facts['torch']}, Python {facts['python']}"
@@ -138,7 +138,7 @@ def _described(facts: Mapping[str, Any]) -> str:
 
 
 def as_json(found: Report) -> dict[str, Any]:
-    """All figures as JSON: an estimate is an object with value, low and high; what is unknown is null."""
+    """All figures as JSON. An estimate is an object with value, low and high; an unknown figure is null."""
     return {
         "tables": [
             {
@@ -155,7 +155,7 @@ def as_json(found: Report) -> dict[str, Any]:
 
 
 def _clean(value: Any) -> Any:
-    """A value for JSON: NaN becomes None, and an estimate an object."""
+    """Convert a value for JSON: NaN becomes None, and an estimate becomes an object."""
     if isinstance(value, Estimate):
         return None if math.isnan(value.value) else value._asdict()
     if isinstance(value, dict):
@@ -166,7 +166,7 @@ def _clean(value: Any) -> Any:
 
 
 def as_html(found: Report, title: str) -> str:
-    """One page without links: tables, plots, and texts side by side in which every relaxed token is marked."""
+    """One HTML page without links. It has tables, plots, and texts side by side, with every relaxed token marked."""
     shown = []
     for table in found.tables:
         coloured = [(row, COLOURS[number % len(COLOURS)]) for number, row in enumerate(table.rows)]
@@ -196,8 +196,8 @@ def as_html(found: Report, title: str) -> str:
 
 
 def write_spec_bench(folder: Path, into: Path) -> list[Path]:
-    """Write the answers of a run as Spec-Bench's own scripts read them, in a file of JSON lines for each way, task and
-    temperature. Returns the files. Raises ``ValueError`` if the folder is no run."""
+    """Write the answers of a run in the form that Spec-Bench's own scripts read: a file of JSON lines for each way,
+    task and temperature. Returns the files. Raises ``ValueError`` if the folder is no run."""
     plan = Plan.of_run(folder)
     files_: dict[tuple[str, str, float], dict[str, dict[int, list[dict[str, Any]]]]] = {}
     for key, record in sorted(read_records(folder).completions.items()):

@@ -1,15 +1,17 @@
-"""Replay: which tokens any rule would have kept of recorded blocks, thousands of blocks a second.
+"""Replay: compute which tokens of recorded blocks a rule would have kept, thousands of blocks per second.
 
-A rule judges a recorded block as it would have judged it in the run, past mismatches too, because target and draft had
-read the drafted tokens. Two things are estimates:
+The verdict on a recorded block is the one that the rule would have given in the run, even after a mismatch, because
+target and draft model had read all drafted tokens. Two things are estimates:
 
-- Where the next block begins. A relaxed text differs from the recorded one, and nothing is known about it. The replay
-  continues in the text of exact decoding, after as many tokens as the rule kept. At temperature 0 the draft from there
-  is known, since a draft model proposes the same tokens after the same text.
-- What follows the end of a recorded block, where a draft that began later is longer: the next tokens of the exact text
-  (``beyond``). One of them may be the bonus of a fully kept block, which was never drafted; it counts as a match.
+- Where the next block begins. After a relaxed token the text would differ from the recorded one, and the models'
+  outputs for it are unknown. The replay goes on in the recorded text, which comes from exact decoding, after as many
+  tokens as the rule emitted. At temperature 0 the draft from there is known, since a draft model proposes the same
+  tokens after the same text.
+- How a draft goes on beyond the end of a recorded block, if it begins inside that block. The replay takes the next
+  tokens of the recorded text (``beyond``). One of them may be the bonus token of a fully kept block, which was never
+  drafted; it counts as a match.
 
-Replaying exact speculation gives the run itself; with a smaller K the two differ by rounding only.
+A replay of exact speculation reproduces the run. With a smaller K, replay and run differ by rounding only.
 
 Shape legend: C completions, B the unfinished ones, P places of all blocks (one for each drafted token of a block, and
 one after them), J = K + 1 places of a draft, K longest draft, n most likely tokens.
@@ -50,8 +52,8 @@ __all__ = ["Blocks", "RelaxedToken", "Replay", "Unknown", "load_blocks", "replay
 class RelaxedToken(NamedTuple):
     """A token that a rule would relax.
 
-    ``place`` counts the tokens of the answer before it, ``choice`` is the target's own token, and ``before`` are the
-    last tokens of the text in front of it.
+    ``place`` is the number of answer tokens before it, ``choice`` is the token that the target would have chosen, and
+    ``before`` holds the last tokens of the text in front of it.
     """
 
     problem: str
@@ -67,17 +69,18 @@ class Replay:
     """What a rule would have done in a recorded run.
 
     Attributes:
-        tau: tokens emitted a round, with an interval (bootstrap over problems).
-        exact: tokens a round of exact speculation in the run.
-        drafted: tokens drafted a round.
-        relaxed: share of relaxed tokens.
-        nats: cost of relaxed tokens, in a thousand tokens: the sum of -ln target(token).
-        beyond: share of tokens that were kept beyond the end of a recorded block.
-        curve: by place of a draft, the share in which that place was kept, among the drafts that were that long.
-        speed: over autoregressive decoding if decisions took no time (``neutral_speed``); None if costs are unknown.
+        tau: tokens emitted per round, with an interval (bootstrap over problems).
+        exact: tokens per round of the run's exact speculation.
+        drafted: tokens drafted per round.
+        relaxed: share of emitted tokens that were relaxed.
+        nats: cost of the relaxed tokens per thousand emitted tokens: the sum of -ln target(token).
+        beyond: share of emitted tokens that were kept beyond the end of a recorded block.
+        curve: for each token of a draft, the share of drafts that were kept up to it, among drafts of that length.
+        speed: relative to autoregressive decoding, if decisions took no time (``neutral_speed``); None if costs are
+            unknown.
         seconds: how long the replay took.
         tokens: examples of relaxed tokens.
-        forwards: forwards of the draft model a round, with prompt lookup below it; None unless asked for.
+        forwards: forward passes of the draft model per round, with prompt lookup below it; None without lookup.
     """
 
     policy: AcceptancePolicy
@@ -101,7 +104,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class _Chain:
-    """The drafts of some rows, as numbers of places; the last place of a draft comes after its last token."""
+    """The drafts of some rows, given as place numbers. The last place of a draft comes after its last token."""
 
     place_BJ: Tensor
     lengths_B: Tensor
@@ -140,9 +143,9 @@ class Blocks:
         self._lay_out_outputs()
 
     def _lay_out_places(self) -> None:
-        """Number the places of all blocks one after another, with one more at which every text ends. Note for each its
-        token (after a draft: the target's choice), whether a draft that reaches it goes on, to which place, and whether
-        it leaves the recorded block by that. Note also the place of each position of the texts."""
+        """Number the places of all blocks consecutively, and add one last place where every text ends. For each place,
+        record its token (after a draft: the target's choice), whether a draft goes on from there, the next place, and
+        whether going there leaves the recorded block. Also record the place of each position of the texts."""
         nowhere = sum(len(each.target.mass) for each in self.recordings)
         tokens, follows, places, firsts = (list[int]() for _ in range(4))
         drafted, goes_on, jumps = (list[bool]() for _ in range(3))
@@ -160,7 +163,7 @@ class Blocks:
             firsts.append(len(places))
             places += place_at
 
-            # A draft goes on within its block, and from the block's end where the next block begins.
+            # A draft goes on within its block. From the end of the block, it goes on at the start of the next block.
             for start, following, n, kept, draft, offset in blocks:
                 tokens += [*draft.tolist(), choices[offset - base + n]]
                 after = [*range(offset + 1, offset + n + 1), place_at[following]]
@@ -180,7 +183,7 @@ class Blocks:
         self._places, self._first_C = torch.tensor(places), torch.tensor(firsts)
 
     def _lay_out_outputs(self) -> None:
-        """The outputs of both models at each place; at the end of a text, any will do."""
+        """Join the recorded outputs of both models at each place. At the end of a text, any output will do."""
         recorded = [each.target for each in self.recordings]
         last = recorded[-1].at(torch.tensor([-1])) if len(recorded[-1].mass) else Outputs.unknown(1)
         self.target = Outputs.join([*recorded, last])
@@ -194,19 +197,19 @@ class Blocks:
 
     @cached_property
     def exact(self) -> tuple[list[int], list[int]]:
-        """By completion, how many tokens its recorded rounds emitted, and how many rounds there were."""
+        """For each completion, the number of tokens that its recorded rounds emitted, and the number of rounds."""
         emitted = (self.end_C - self.begin_C).tolist()
         return emitted, [len(each.start_N) for each in self.recordings]
 
     @cached_property
     def begin_C(self) -> Tensor:
-        """[C] where the first recorded block begins; the end of the text if there is none."""
+        """The position [C] where the first recorded block begins; the end of the text if there is none."""
         pairs = zip(self.texts, self.recordings)
         return torch.tensor([int(each.start_N[0]) if len(each.start_N) else len(text) for text, each in pairs])
 
     def chain(self, row_B: Tensor, at_B: Tensor, k: int, confidence: float = 0.0, reach: float = 0.0) -> _Chain:
-        """The drafts for rows (numbers of completions) after ``at_B`` tokens of their texts: at most ``k`` tokens, up
-        to the one at which ``confidence`` or ``reach`` stop a ``SingleDraft``."""
+        """The drafts after the first ``at_B`` tokens of the completions ``row_B``. A draft has at most ``k`` tokens.
+        It ends earlier where ``confidence`` or ``reach`` would stop a ``SingleDraft``."""
         place_B = self._places[self._first_C[row_B] + at_B]
         live = place_B < len(self.token_P) - 1
         beyond_B, lengths_B = torch.zeros_like(live), torch.zeros_like(place_B)
@@ -226,7 +229,7 @@ class Blocks:
         return _Chain(torch.stack(places, 1), lengths_B, torch.stack(beyond, 1))
 
     def _peaks(self) -> Tensor:
-        """[P] the draft model's largest probability at each place; 1 where it is not known."""
+        """The draft model's largest probability [P] at each place; 1 where it is not known."""
         if self.draft is None:
             raise Unknown("it needs the draft model's probabilities, which were not recorded")
         return (-self.draft.mass).exp().nan_to_num(1.0)
@@ -241,8 +244,9 @@ class Blocks:
         nats_B: Tensor,
         spent: Mapping[str, Tensor] = {},
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """How many tokens of each draft ``policy`` keeps [B], which of them are relaxed [B, K], and what these cost
-        [B, K] by each of the policy's budgets. ``spent`` is what rows spent before, by budget [B]."""
+        """Judge each draft by ``policy``. Returns the number of tokens kept [B], which of them are relaxed [B, K], and
+        for each of the policy's budgets what these cost [B, K]. ``spent`` is what each row spent before [B], by
+        budget."""
         place_BJ, token_BJ = chain.place_BJ, self.token_P[chain.place_BJ]
         draft = Draft(token_BJ[:, :-1], chain.lengths_B)
         if self.draft is not None:
@@ -272,8 +276,8 @@ class Blocks:
         return verdict.accepted_B, relaxes_BK, costs
 
     def _known(self, outputs: Outputs, place_BJ: Tensor, token_BJ: Tensor, logit_P: Tensor | None = None) -> Known:
-        """Logits at some places, as far as they are known. ``logit_P``: those of the drafted tokens; None for a draft
-        model at temperature 0, which drafts its most likely token."""
+        """The logits at some places, as far as they are known. ``logit_P`` has the logit of each place's own token.
+        None stands for a draft model at temperature 0, whose own token is its most likely one."""
         here = outputs.at(place_BJ)
         ids = torch.cat([here.ids.long(), token_BJ.unsqueeze(-1)], -1)
         own_BJ = here.logits[..., 0] if logit_P is None else logit_P[place_BJ]
@@ -288,13 +292,14 @@ class Blocks:
         cases: int = 0,
         lookup: NGramDraft | None = None,
     ) -> Replay:
-        """What ``policy`` would have done.
+        """Compute what ``policy`` would have done in the recorded run.
 
         Args:
             k: the longest draft; None for the recorded one.
             confidence, reach: where drafts stop by themselves, as in ``SingleDraft``.
             cases: how many relaxed tokens to return as examples.
-            lookup: prompt lookup below the draft model. It saves forwards, which are counted, and changes no token.
+            lookup: prompt lookup below the draft model. It changes no token, but saves forward passes of the draft
+                model; those that remain are counted.
 
         Raises ``Unknown`` if the recording lacks what the rule needs, and ``ValueError`` for a longer draft.
         """
@@ -308,7 +313,7 @@ class Blocks:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the tensors are small, and threads would only wait for one another
         try:
-            # Every unfinished completion takes one round at a time.
+            # In each turn of this loop, every unfinished completion takes one round.
             while len(row_B := (walk.at_C < self.end_C).nonzero().flatten()):
                 walk.take_round(row_B)
             return walk.result()
@@ -316,11 +321,12 @@ class Blocks:
             torch.set_num_threads(threads)
 
     def nats(self, place_BK: Tensor) -> Tensor:
-        """[B, K] -ln target(token), of the unprocessed distribution."""
+        """-ln target(token) [B, K], by the raw distribution."""
         return self.target.logits[place_BK, 0] + self.target.mass[place_BK] - self._logit_P[place_BK]
 
     def by_problem(self, emitted: list[int], rounds: list[int]) -> Estimate:
-        """Tokens a round, from those of each completion, with an interval over problems."""
+        """The mean number of tokens per round, from the tokens and rounds of each completion, with an interval
+        (bootstrap over problems)."""
         sums: dict[tuple[str, str], list[int]] = {}
         for each, tokens, turns in zip(self.recordings, emitted, rounds):
             sum_ = sums.setdefault((each.about["task"], each.about["problem"]), [0, 0])
@@ -329,8 +335,8 @@ class Blocks:
         return bootstrap_ratio([[a for a, _ in sums.values()]], [[b for _, b in sums.values()]])
 
     def speed(self, tau: float, drafted: float) -> float | None:
-        """The speed over AR if decisions took no time. ``v`` is scaled to drafts of this length: a verification costs
-        one forward of one token, plus an amount for each drafted token."""
+        """The speed relative to AR if decisions took no time. The cost ``v`` of a verification is scaled to drafts of
+        this length: one forward pass of one token, plus an amount for each drafted token."""
         if self.costs is None:
             return None
         recorded = sum(len(each.drafted_T) for each in self.recordings) / max(sum(self.exact[1]), 1)
@@ -344,7 +350,7 @@ class Blocks:
 
 
 class _Walk:
-    """One rule on its way through the recorded texts: what it emitted so far, by completion."""
+    """The state of a replay: how far a rule has come in each completion, and what it has emitted so far."""
 
     def __init__(
         self,
@@ -376,7 +382,7 @@ class _Walk:
         accepted_B, why_BK, costs = blocks.judge(
             self.policy, row_B, at_B, chain, self.relaxed_C[row_B], self.nats_C[row_B], spent
         )
-        # Count what is emitted: no more than the text still has.
+        # Count the emitted tokens: no more than the text still has.
         emitted_B = (accepted_B + 1).minimum(blocks.end_C[row_B] - at_B)
         stands_BK = columns_K < accepted_B.minimum(emitted_B).unsqueeze(1)
         self.beyond += int((chain.beyond_BJ[:, :-1] & stands_BK).sum())
@@ -385,11 +391,11 @@ class _Walk:
         # Charge the relaxed tokens to each row's budgets.
         if (relaxes_BK := why_BK & stands_BK).any():
             self._charge(row_B, at_B, chain, relaxes_BK, costs)
-        if self.lookup is not None:  # count the forwards that it leaves to the draft model
+        if self.lookup is not None:  # count the forward passes that the draft model still has to run
             for c, at, places, n in zip(row_B.tolist(), at_B.tolist(), chain.place_BJ, chain.lengths_B.tolist()):
                 tokens, before = blocks.token_P[places[:n]].tolist(), blocks.texts[c][:at]
                 self.forwards += lookup_forwards(self.indices[c], before, tokens, self.lookup.k)
-        # Go on behind what was emitted.
+        # Go on after the emitted tokens.
         self.drafted_C[row_B] += chain.lengths_B
         self.rounds_C[row_B] += 1
         self.at_C[row_B] += emitted_B
@@ -412,7 +418,7 @@ class _Walk:
             self.examples.append(RelaxedToken(problem, place, drafted[j], choice, before, float(nats_BK[b, j])))
 
     def result(self) -> Replay:
-        """The whole walk as figures."""
+        """The figures of the whole walk."""
         blocks, seconds = self.blocks, time.perf_counter() - self.begin
         emitted_C = self.at_C - blocks.begin_C
         rounds, emitted = max(int(self.rounds_C.sum()), 1), max(int(emitted_C.sum()), 1)

@@ -1,4 +1,4 @@
-"""Reports: each way to decode compared with autoregressive decoding and with the fastest exact speculation, on the same
+"""Reports compare each way to decode with autoregressive decoding and with the fastest exact speculation, on the same
 problems.
 
 A report is computed from the folder of a run; no model is loaded.
@@ -26,16 +26,16 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Costs:
-    """What speculation costs with one draft at one length: ``c`` is the time of a drafted token, ``v`` that of a
-    verification, both relative to the target's forward of one token."""
+    """What speculation costs with one draft at one length: ``c`` is the time to draft a token, and ``v`` the time of a
+    verification. Both are relative to the target's forward pass of one token."""
 
     c: float
     v: float
 
 
 def measured_costs(speculative: Sequence[Record], autoregressive: Sequence[Record]) -> Costs | None:
-    """The costs by the records of exact speculation and of autoregressive decoding; None where one of them did
-    nothing."""
+    """Compute the costs from the records of exact speculation and of autoregressive decoding; None if either of them
+    decoded nothing."""
 
     def total(records: Sequence[Record], name: str) -> float:
         return sum(record[name] if name in record else record["seconds"][name] for record in records)
@@ -56,10 +56,10 @@ def neutral_speed(tau: float, drafted: float, costs: Costs) -> float:
 
         S = τ / (K̄·c + v)
 
-    τ is tokens a round and K̄ drafted tokens a round (``drafted``); c and v are measured by exact speculation in the
-    same run, with the same draft and length. S separates a rule from its implementation: the measured speed is lower by
-    the time of decisions, of prompts, and of whatever a round does besides running the models. Source: Leviathan et al.
-    2023, theorem 3.8, where v is 1.
+    τ is the number of tokens per round, and K̄ the number of drafted tokens per round (``drafted``). Exact speculation
+    in the same run, with the same draft and length, measures c and v. S separates a rule from its implementation: the
+    measured speed is lower, because it includes the time of decisions, of prompts, and of all else that a round does
+    besides running the models. Source: Leviathan et al. 2023, theorem 3.8, where v is 1.
     """
     return tau / (drafted * costs.c + costs.v)
 
@@ -80,29 +80,29 @@ class Row:
     kept: float | None  # share of drafted tokens that were emitted
     relaxed: float  # share of emitted tokens
     python: float | None  # share of rounds that were decided in Python
-    recorded: bool  # whether its blocks were recorded, for which rounds are taken one by one
-    layers: float | None  # layers of the target in a round, if it leaves early
+    recorded: bool  # whether its blocks were recorded; rounds are then taken one by one
+    layers: float | None  # layers of the target that a round runs on average, with early exits
     cut: int  # completions that ended at the limit of tokens
-    reach: float | None  # at which chance its drafts stop by themselves (``fly.drafts.stops``)
+    reach: float | None  # drafts stop below this chance of being kept (``fly.drafts.stops``)
     accuracy: Estimate | None = None
     recovery: Estimate | None = None  # accuracy over that of autoregressive decoding (AR)
     lost: int = 0  # problems that AR answers right more often
     won: int = 0  # problems that this way answers right more often
     p: float | None = None
-    still: Estimate | None = None  # share of the problems right under AR that are right here
-    over_ar: Estimate | None = None  # tokens a second, over AR's
+    still: Estimate | None = None  # of the problems that AR answers right, the share that this way answers right
+    over_ar: Estimate | None = None  # tokens per second, relative to AR
     over_exact: Estimate | None = None
-    neutral: float | None = None  # speed over AR if decisions took no time
+    neutral: float | None = None  # speed relative to AR if decisions took no time
     costs: Costs | None = None
     same: float | None = None  # share of completions equal to AR's, at temperature 0
-    diverges: float | None = None  # median place of the first token that differs, among the others
-    length: Estimate | None = None  # tokens over AR's
-    curve: list[float] = field(default_factory=list)  # by place in the draft: the share kept there
-    gates: dict[str, list[int]] = field(default_factory=dict)  # by clause: mismatches asked, and excused
+    diverges: float | None = None  # median index of the first different token, among the other completions
+    length: Estimate | None = None  # number of tokens, relative to AR
+    curve: list[float] = field(default_factory=list)  # for each token of a draft, the share of drafts kept up to it
+    gates: dict[str, list[int]] = field(default_factory=dict)  # by clause: mismatches it judged, and for which it held
 
     @property
     def gate(self) -> float | None:
-        """The share of mismatches at which an entropy gate found the target undecided."""
+        """The share of mismatches at which an entropy gate held, because the target was uncertain."""
         counts = [held for name, held in self.gates.items() if name.startswith("entropy")]
         asked = sum(asked for asked, _ in counts)
         return sum(passed for _, passed in counts) / asked if asked else None
@@ -115,8 +115,8 @@ class Row:
 
 @dataclass
 class Case:
-    """The answers to one problem in several ways: the way, whether the answer is right, and its text in pieces, each
-    with the reason why it was relaxed (or "")."""
+    """The answers to one problem in several ways. An answer has the label of its way, whether it is right, and its text
+    in pieces, each with the reason why it was relaxed (or "")."""
 
     problem: str
     asked: str
@@ -129,7 +129,7 @@ class Table:
 
     run: str
     task: str
-    group: str  # of problems; "" for all
+    group: str  # the group of problems; "" for all problems
     temperature: float
     rows: list[Row]
     unfinished: int  # problems left out because some way has not answered them yet
@@ -138,12 +138,12 @@ class Table:
     best_exact: str | None  # the label of the fastest exact speculation
     cases: list[Case]
     together: int  # problems decoded at a time
-    makers: int  # actors, or machines, that decoded these problems
-    timed: int  # problems whose ways were decoded by one of them in turns; speeds compare these alone
+    makers: int  # how many actors, or machines, decoded these problems
+    timed: int  # problems that one of them decoded in every way, in turns; speeds are compared on these only
 
     @property
     def other_stops(self) -> list[Row]:
-        """The rows whose drafts stop at another reach than those of the exact speculation they are compared with."""
+        """The rows whose drafts stop at a different reach than those of the fastest exact speculation."""
         exact = next((row.reach for row in self.rows if row.way == self.best_exact), None)
         return [row for row in self.rows if None not in (exact, row.reach) and row.reach != exact]
 
@@ -186,7 +186,7 @@ def report(folders: Sequence[Path], by_group: bool = False, cases: int = 6) -> R
 
 
 def _tables(run: str, plan: Plan, tasks: dict[str, Any], records: Records, by_group: bool, cases: int) -> list[Table]:
-    """A table for each task and temperature, over the problems that every way has answered completely."""
+    """Make a table for each task and temperature, over the problems that every way has answered completely."""
     ways, found = [way.label for way in plan.ways], []
     keys = [key for key in records.completions if key.way in ways]
     for name, temperature in dict.fromkeys((key.task, key.temperature) for key in keys):
@@ -239,12 +239,12 @@ def _last(unit: Unit, way: str) -> Key:
 
 
 class _Comparison:
-    """All ways of a plan on the same problems; a problem has one ``Unit`` a seed."""
+    """All ways of a plan on the same problems. A problem has one ``Unit`` for each seed."""
 
     def __init__(self, plan: Plan, records: Records, problems: list[list[Unit]]) -> None:
         self.plan, self.records, self.problems = plan, records, problems
         self.ways = {way.label: way for way in plan.ways}
-        # Times compare where one machine took turns at a problem: all its completions have one maker.
+        # Times can be compared only on problems where a single maker made all completions, in turns.
         makers = [
             {_maker(records.completions[key]) for unit in problem for keys in unit.values() for key in keys}
             for problem in problems
@@ -253,16 +253,16 @@ class _Comparison:
         self.timed = [problem for problem, own in zip(problems, makers) if len(own) == 1]
 
     def of(self, way: str, problems: list[list[Unit]] | None = None) -> list[list[Record]]:
-        """The completions of each problem; None: of all."""
+        """The completions of each of ``problems``; None means all problems."""
         every = self.problems if problems is None else problems
         return [[self.records.completions[key] for unit in problem for key in unit[way]] for problem in every]
 
     def sums(self, way: str, value: Callable[[Record], float], problems: list[list[Unit]] | None = None) -> list[float]:
-        """For each problem, the sum over its completions."""
+        """For each problem, the sum of ``value`` over its completions."""
         return [sum(map(value, each)) for each in self.of(way, problems)]
 
     def shares(self, way: str) -> list[float] | None:
-        """For each problem, the share of seeds with which it was answered right; None if some answer has no score."""
+        """For each problem, the share of seeds whose answer is right; None if some answer has no score."""
         scores = self.records.scores
         found = [[scores.get(_last(unit, way)) for unit in problem] for problem in self.problems]
         if any(score is None for each in found for score in each):
@@ -275,7 +275,7 @@ class _Comparison:
         exact = [row for row in rows.values() if self.ways[row.way].exact]
         for label, row in rows.items():
             row.over_ar = self._speed_over(label, AUTOREGRESSIVE)
-        # The fastest by what compares: of one maker, this is the one with most tokens a second.
+        # The fastest has the highest speed relative to AR or, without comparable times, the most tokens per second.
         best = max(exact, key=lambda row: row.over_ar.value if row.over_ar else row.speed).way if exact else None
         for label, row in rows.items():
             row.over_exact = self._speed_over(label, best) if best else None
@@ -356,10 +356,11 @@ class _Comparison:
         row.diverges = statistics.median(firsts) if firsts else None
 
     def _compare_costs(self, label: str, row: Row) -> None:
-        """The speed at no cost, by what exact speculation with the same draft and length measured."""
+        """Compute the speed without the time of decisions, from the costs that exact speculation with the same draft
+        and length measured."""
         way = self.ways[label]
         twins = [one for one in self.ways.values() if one.exact and (one.draft, one.k) == (way.draft, way.k)]
-        if not twins or way.exits:  # with early exits a verification has another cost
+        if not twins or way.exits:  # early exits change the cost of a verification
             return
         exact, plain = (self._records(name, self.timed) for name in (twins[0].label, AUTOREGRESSIVE))
         own = self._records(label)
@@ -372,7 +373,7 @@ class _Comparison:
 
 
 def _maker(record: Record) -> str:
-    """The actor that made a record, or else the machine and software."""
+    """The actor that made a record. A record without one is told apart by its machine and software."""
     return str(record.get("actor", record["environment"]))
 
 
@@ -390,15 +391,15 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
 
 
 def _curve(drafts: list[tuple[int, ...]]) -> list[float]:
-    """For each place of a draft, the share in which the place was kept, among the drafts that were that long."""
+    """For each token of a draft, the share of drafts that were kept up to it, among the drafts that are long enough."""
     longest = max((length for length, _ in drafts), default=0)
     reached = [[stands for length, stands in drafts if length > place] for place in range(longest)]
     return [sum(stands > place for stands in each) / len(each) for place, each in enumerate(reached)]
 
 
 def _cases(plan: Plan, records: Records, problems: list[list[Unit]], count: int) -> list[Case]:
-    """The problems whose texts are worth reading: first those whose score a rule changed, then those in which most
-    tokens were relaxed."""
+    """The problems whose texts are most worth reading: first those whose score a rule changed, then those with the most
+    relaxed tokens."""
     units = [problem[0] for problem in problems]
 
     def interest(unit: Unit) -> tuple[int, int]:

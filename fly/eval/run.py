@@ -1,4 +1,4 @@
-"""Runs: decode every problem of a plan's tasks in every way, into a folder that loses nothing if the run is killed."""
+"""Runs: decode every problem of a plan's tasks in every way. If a run is killed, its folder loses nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_folder(plan: Plan, folder: Path) -> None:
 
     A later plan may ask for more problems or tasks, and may allow programs to run.
 
-    Raises ``ValueError`` with every other setting that has changed: results of both settings would be mixed up.
+    Raises ``ValueError`` with every other setting that has changed, because the folder would mix results of both.
     """
     fields = plan.model_dump(mode="json")
     tasks = {
@@ -36,7 +36,7 @@ def check_folder(plan: Plan, folder: Path) -> None:
     path = folder / "plan.yaml"
     if path.exists():
         before = yaml.safe_load(path.read_text(encoding="utf-8"))
-        # A field that the folder lacks is younger than the folder, and had its default then.
+        # If the folder lacks a field, the field was added after the folder was begun, and its default applied then.
         then = {**Plan().model_dump(mode="json"), **before["plan"]}
         changed = [
             f"{name}: {then[name]!r} then, {value!r} now"
@@ -70,7 +70,7 @@ class RunWriter:
         self._file = Appender(folder / "records.jsonl")
 
     def write(self, finished: Finished) -> None:
-        """Write one completion. A kill in between leaves no line without its environment or its blocks."""
+        """Write one completion. A kill at any moment leaves no record without its environment or its blocks."""
         record, environment, recording = finished
         if environment["id"] not in self._records.environments:
             self._file.write(environment)
@@ -114,7 +114,7 @@ def write_run(
     completions: Iterable[Finished],
     advance: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> None:
-    """Append a record of each of ``completions`` to a run's folder, and call ``advance(record)``.
+    """Append a record of each completion to a run's folder, and call ``advance(record)`` after each.
 
     Raises ``ValueError`` if another process is writing the folder.
     """
@@ -132,7 +132,7 @@ def score_run(plan: Plan, folder: Path, advance: Callable[[], None] = lambda: No
     with Programs(plan.run_code) as programs, Appender(folder / "scores.jsonl") as file:
         for key, record in records.completions.items():
             problem = problems.get((key.task, key.problem))
-            # Conversations are scored by their last answer.
+            # Only the last answer of a conversation is scored.
             if key in records.scores or problem is None or key.turn < len(problem.turns) - 1:
                 continue
             scorer = problem.task.scorer

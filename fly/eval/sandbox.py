@@ -32,7 +32,7 @@ class Refused(ValueError):
 
 @dataclass(frozen=True)
 class Result:
-    """Whether all tests passed, and if not, why."""
+    """Whether all tests of a program passed, and if not, why."""
 
     ok: bool
     reason: str = ""

@@ -1,4 +1,4 @@
-"""Scorers, which decide whether an answer is right. Knows nothing of models."""
+"""Scorers decide whether an answer is right. This module knows nothing of models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _TEMPLATES = SandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailin
 
 
 def render(what: str, template: str, fields: Row) -> str:
-    """Fill in a jinja2 template. Raises ``ValueError`` with ``what`` it is for and the fields that exist."""
+    """Fill in a jinja2 template. Raises ``ValueError`` that names ``what`` the template is for and the fields that
+    exist."""
     try:
         return _TEMPLATES.from_string(template).render(fields)
     except (jinja2.TemplateError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -34,15 +35,15 @@ def render(what: str, template: str, fields: Row) -> str:
 
 
 class Score(NamedTuple):
-    """Whether a completion is right, and what was read from it; for a program, why it failed."""
+    """Whether a completion is right, and the answer that was read from it (for a program, why it failed)."""
 
     right: bool
     found: str = ""
 
 
 class Programs:
-    """Runs programs, in one sandbox for each pair of limits of time and memory, which starts when it is first needed.
-    A context manager. ``allowed``: whether the user has allowed programs in full Python."""
+    """Runs programs in sandboxes: one for each pair of a time limit and a memory limit, started when it is first
+    needed. A context manager. ``allowed`` says whether the user has allowed programs in full Python."""
 
     def __init__(self, allowed: bool = False) -> None:
         self.allowed = allowed
@@ -58,7 +59,7 @@ class Programs:
     def run(
         self, code: str, tests: list[str], language: Language, timeout_s: float = 5.0, memory_mb: int = 1024
     ) -> Score:
-        """Whether a program runs to its end, with every expression of ``tests`` True afterwards."""
+        """Return whether a program runs to its end, and every expression of ``tests`` is True afterwards."""
         limits = timeout_s, memory_mb << 20
         if limits not in self._open:
             self._open[limits] = self._stack.enter_context(Sandbox(*limits))
@@ -76,11 +77,12 @@ class _Scorer(BaseModel):
 
     @property
     def runs_code(self) -> bool:
-        """Whether it runs a model's programs in full Python."""
+        """Whether the scorer runs a model's programs in full Python."""
         return False
 
     def score(self, completion: str, answer: str, row: Row, programs: Programs) -> Score:
-        """Score ``completion``. ``answer`` is the task's answer, filled in, and ``row`` has the problem's fields."""
+        """Score ``completion``. ``answer`` is the task's ``answer`` template, filled in; ``row`` has the problem's
+        fields."""
         raise NotImplementedError
 
 
@@ -95,7 +97,7 @@ class Nothing(_Scorer):
 
 
 class ExactText(_Scorer):
-    """The whole text equals the answer, but for surrounding blanks; ``loose`` also ignores case, punctuation and
+    """The whole text equals the answer, except for surrounding blanks. ``loose`` also ignores case, punctuation and
     articles."""
 
     kind: Literal["exact"] = "exact"
@@ -117,8 +119,8 @@ _MARKS = (r"####(.*)", r"\\boxed\{([^{}]*)\}", r"(?i)answer\s*(?:is|:)\**\s*:?(.
 
 
 class Number(_Scorer):
-    """A number equals the answer's within ``tolerance``: the number after the last ``####``, else the one in the last
-    ``\\boxed{}``, else the one after the last "answer is" or "answer:", else the last number."""
+    """A number of the completion equals the answer within ``tolerance``. It is the number after the last ``####``, else
+    the one in the last ``\\boxed{}``, else the one after the last "answer is" or "answer:", else the last number."""
 
     kind: Literal["number"] = "number"
     tolerance: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -175,7 +177,8 @@ class Pattern(_Scorer):
 
 
 class Choice(_Scorer):
-    """A letter equals the answer: the one after the last "answer is" or "answer:", else the first that stands alone."""
+    """A letter of the completion equals the answer. It is the letter after the last "answer is" or "answer:", else the
+    first letter that stands alone."""
 
     kind: Literal["choice"] = "choice"
     choices: str = "ABCD"
@@ -212,8 +215,8 @@ class Code(_Scorer):
 
 
 class Refusal(_Scorer):
-    """One of ``signs`` (regular expressions) occurs in the first 300 characters. This looks at words and not at their
-    meaning: it can tell whether a refusal under one rule is still a refusal under another."""
+    """One of ``signs`` (regular expressions) occurs in the first 300 characters. This scorer looks at words, not at
+    their meaning. It is meant to tell whether a refusal under one rule is still a refusal under another."""
 
     kind: Literal["refusal"] = "refusal"
     signs: tuple[str, ...] = (
@@ -234,7 +237,8 @@ class Refusal(_Scorer):
 
 
 class BundledTask(_Scorer):
-    """The check of the bundled tasks: the last ``####`` line, or a program's tests in the sandbox's small language."""
+    """The scorer of the bundled tasks. It checks the last ``####`` line, or runs a program's tests in the sandbox's
+    small language."""
 
     kind: Literal["bundled"] = "bundled"
 
@@ -258,14 +262,15 @@ def extract_code(completion: str) -> str:
 
 
 def check_many(pairs: Sequence[tuple[Problem, str]]) -> list[bool]:
-    """Whether each completion solves its bundled problem; one sandbox runs all the programs."""
+    """Return for each completion whether it solves its bundled problem. One sandbox runs all the programs."""
     scorer = BundledTask()
     with Programs() as programs:
         return [scorer.score(text, problem.answer, vars(problem), programs).right for problem, text in pairs]
 
 
 class Own(_Scorer):
-    """A function of your own, ``module:function``: ``function(completion, row)`` returns whether it is right."""
+    """A function of your own, ``module:function``: ``function(completion, row)`` returns whether the completion is
+    right."""
 
     kind: Literal["own"] = "own"
     function: str

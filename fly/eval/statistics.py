@@ -1,4 +1,4 @@
-"""The statistics of a paired comparison. Knows nothing of models."""
+"""The statistics of a paired comparison. This module knows nothing of models."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 __all__ = ["Estimate", "bootstrap_ratio", "sign_test", "wilson"]
 
-_Z = 1.959963984540054  # of 95 %
+_Z = 1.959963984540054  # the normal quantile of a 95 % interval
 _SAMPLES = 2000
 
 
 class Estimate(NamedTuple):
-    """A figure with its interval of 95 %."""
+    """A figure with its 95 % interval."""
 
     value: float
     low: float
@@ -25,8 +25,9 @@ class Estimate(NamedTuple):
 def wilson(right: float, n: int) -> Estimate:
     """The share ``right / n`` with Wilson's score interval (Wilson 1927).
 
-    ``right`` may be a fraction: if each of n problems was answered several times, it is the sum of their shares. The
-    interval is then too wide rather than too narrow. Raises ``ValueError`` for n < 1 or a ``right`` outside [0, n].
+    ``right`` may be a fraction: if each of n problems was answered several times, it is the sum of the problems' shares
+    of right answers. The interval is then too wide rather than too narrow. Raises ``ValueError`` for n < 1 or a
+    ``right`` outside [0, n].
     """
     if n < 1 or not 0 <= right <= n:
         raise ValueError(f"{right:g} of {n} is no share")
@@ -37,7 +38,8 @@ def wilson(right: float, n: int) -> Estimate:
 
 
 def sign_test(lost: int, won: int) -> float:
-    """The two-sided p-value of McNemar's exact test: how likely ``lost`` and ``won`` differ so much by chance.
+    """The two-sided p-value of McNemar's exact test: the probability that ``lost`` and ``won`` differ at least this
+    much by chance.
 
     This is min(1, 2 · P(X <= min(lost, won))) for X binomial with n = lost + won and p = 1/2; 1 if both are 0.
     """
@@ -49,9 +51,10 @@ def sign_test(lost: int, won: int) -> float:
 def bootstrap_ratio(above: Sequence[Sequence[float]], below: Sequence[Sequence[float]]) -> Estimate:
     """A quotient of sums over the same problems, with an interval by the percentile bootstrap.
 
-    The value is the product of the sums of the series in ``above``, over the product of those in ``below``. For the
-    interval, problems are drawn with replacement, each with its numbers in all series, so that the effect of a hard or
-    long problem on all series cancels out. Samples with a divisor of 0 are left out; the result is NaN if none remains.
+    Each series has one number per problem. The value is the product of the sums of the series in ``above``, divided by
+    the product of the sums of those in ``below``. For the interval, problems are drawn with replacement, each with its
+    numbers in all series, so that the effect of a hard or long problem on all series cancels out. Samples with a
+    divisor of 0 are left out; the result is NaN if none remains.
     """
     top, bottom = np.asarray(above, dtype=float), np.asarray(below, dtype=float)
     n = top.shape[1]

@@ -1,4 +1,4 @@
-"""Tasks as files: what the problems are, how they become prompts, and when an answer is right."""
+"""Tasks as files. A task's file says what the problems are, how they become prompts, and when an answer is right."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _BUNDLED = files("fly.eval") / "tasks"
 
 
 class Generated(BaseModel):
-    """The first ``count`` bundled problems of a split and a kind (``fly.bundled.tasks.problems``). ``seed`` must be 0:
-    others are not bundled."""
+    """The first ``count`` bundled problems of a split and a kind (``fly.bundled.tasks.problems``). ``seed`` must be 0,
+    since problems of other seeds are not bundled."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -43,14 +43,13 @@ class Task(BaseModel):
     """The contents of a task's file. Templates are jinja2 and see the fields of a problem, which is one line of JSON.
     Unknown fields of a task or of a template are errors.
 
-    - Problems come from one of ``data`` (a file of JSON lines or with a JSON list, which may be compressed as ``.gz``;
-      relative to the task's file), ``rows`` (in the task's file itself) and ``generated``.
-    - The templates ``only``, ``id`` and ``group`` give "True" for the problems that count, a problem's name, and its
-      kind.
+    - Problems come from one of three fields: ``data`` (a file of JSON lines or with a JSON list, possibly compressed as
+      ``.gz``; its path is relative to the task's file), ``rows`` (in the task's file itself) or ``generated``.
+    - The template ``only`` gives "True" for the problems to use, ``id`` gives a problem's name, and ``group`` its kind.
     - ``prompt`` is the user's message, or the text to be continued if ``chat`` is false. ``turns`` names a field with
-      several messages, which are asked in one conversation; ``prompt`` is then applied to each, as ``turn``.
-    - ``answer`` is compared with by the scorer. ``solution`` is a whole answer that is known to be right. It is used
-      for the first ``shots`` of ``examples``, which precede every problem, and by ``fly tasks NAME --references``.
+      several messages, which are asked in one conversation. ``prompt`` is then filled in for each message, as ``turn``.
+    - The scorer compares a completion with ``answer``. ``solution`` is a whole answer that is known to be right. It is
+      used for the first ``shots`` of ``examples``, which precede every problem, and by ``fly tasks NAME --references``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
@@ -60,7 +59,7 @@ class Task(BaseModel):
     data: str | None = None
     rows: tuple[dict[str, Any], ...] | None = None
     generated: Generated | None = None
-    shuffle: bool = True  # whether the first n of a file are drawn from all of it
+    shuffle: bool = True  # whether the first n problems are drawn at random from the whole file
     only: str = ""
     id: str = ""
     group: str = ""
@@ -158,13 +157,13 @@ class Task(BaseModel):
         )
 
     def reference(self, problem: Problem) -> str:
-        """The solution of a problem by the task's file. Raises ``ValueError`` if the task has no such template."""
+        """The solution of a problem, from the task's template. Raises ``ValueError`` if the task has none."""
         if not self.solution:
             raise ValueError(f"task {self.name!r} has no template of a solution")
         return render(f"task {self.name!r}, problem {problem.id}: solution", self.solution, problem.row)
 
     def messages(self, problem: Problem, answers: Sequence[str] = ()) -> list[dict[str, str]]:
-        """The messages up to the question that follows ``answers``, the answers to the turns before."""
+        """The messages of the conversation up to the next question. ``answers`` are the answers to the earlier ones."""
         pairs = [*map(self._shown, self._examples), *zip(problem.turns, answers)]
         system = [{"role": "system", "content": self.system}] if self.system else []
         talk = [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair)]
@@ -198,7 +197,7 @@ class Task(BaseModel):
 
     @cached_property
     def digest(self) -> str:
-        """A digest of everything that decides what is asked and what is right, the data included."""
+        """A digest of all that decides what is asked and which answers are right, the data included."""
         facts = self.model_dump(exclude={"about": True, "data": True, "generated": {"count"}})
         asked = [[problem.id, problem.turns, problem.answer, problem.row] for problem in self.problems]
         text = json.dumps([facts, None if self.generated else asked], sort_keys=True, default=str)
@@ -207,7 +206,7 @@ class Task(BaseModel):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """One problem of a task, its templates filled in."""
+    """One problem of a task, with its templates filled in."""
 
     task: Task
     id: str
@@ -223,8 +222,8 @@ def task_names() -> list[str]:
 
 
 def load_task(text: str, **changes: Any) -> Task:
-    """Load a bundled task by its name, or a task's YAML file; ``NAME=PATH`` names the data as well. ``changes`` replace
-    fields of the task.
+    """Load a bundled task by its name, or a task from its YAML file. ``NAME=PATH`` also names the data. ``changes``
+    replace fields of the task.
 
     Raises ``ValueError`` for an unknown task, a file that cannot be read, or a wrong field.
     """
@@ -251,7 +250,7 @@ def load_task(text: str, **changes: Any) -> Task:
     except yaml.YAMLError as error:
         raise ValueError(f"{name}: not valid YAML ({' '.join(str(error).split())})") from error
     except ValidationError as error:
-        known = [*Task.model_fields, *(["limit"] if changes else [])]  # a plan may give it beside them
+        known = [*Task.model_fields, *(["limit"] if changes else [])]  # a plan may also give a limit
         raise ValueError(f"task {name!r}: {explain(error, known)}") from error
 
 

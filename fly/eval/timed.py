@@ -44,7 +44,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class Clock(Wrapped):
-    """An executor around another that measures how long calls take, and counts the blocks that Python decides."""
+    """An executor around another one. It measures how long calls take, and counts the blocks that Python decides."""
 
     def __init__(self, inner: Executor) -> None:
         super().__init__(inner)
@@ -53,7 +53,7 @@ class Clock(Wrapped):
         self.judged = 0
 
     def decide(self, policy: AcceptancePolicy, *arguments: Any) -> list[Decision]:
-        """Decide a block that was not decided inside ``rounds``; this is Python."""
+        """Decide a block in Python, because it was not decided inside ``rounds``."""
         decisions = self.inner.decide(policy, *arguments)
         self.judged += len(decisions)
         return decisions
@@ -77,7 +77,7 @@ class Clock(Wrapped):
         return self.inner.embedding()
 
     def rounds(self, plan: RoundPlan) -> Rounds | None:
-        """Several rounds in one call. The result has the seconds of target and drafter."""
+        """Take several rounds in one call. The result has the seconds of the target and of the drafter."""
         drafter = plan.drafter if isinstance(plan.drafter, Clock) else None
         ran = self.inner.rounds(plan if drafter is None else replace(plan, drafter=drafter.inner))
         if ran is not None:
@@ -122,12 +122,12 @@ def draft_runners(llm: LLM) -> list[Runner]:
 
 @contextmanager
 def _clocks(llm: LLM, wanted: bool) -> Iterator[list[Clock]]:
-    """While this context lasts, put clocks around the target (the first) and the draft models, if ``wanted``."""
+    """If ``wanted``, put clocks around the target (the first clock) and the draft models while this context lasts."""
     if not wanted:
         yield []
         return
     heads = [drafter for drafter in llm.engine.setup.drafters if isinstance(drafter, HeadRunner)]
-    # What holds each model, and under which name.
+    # The object that holds each model, and the name of its attribute.
     places: list[tuple[Any, str]] = [(runner, "executor") for runner in (llm.engine.runner, *draft_runners(llm))]
     places += [(head, "head") for head in heads]
     models = [getattr(holder, name) for holder, name in places]
@@ -144,8 +144,9 @@ def _clocks(llm: LLM, wanted: bool) -> Iterator[list[Clock]]:
 @dataclass
 class Times(Summed):
     """Seconds of completions. ``prompt`` is the time to the first token, and ``decoding`` the time of the rounds after
-    it. With clocks around the models, ``target`` and ``draft`` are their parts of decoding, and ``judged`` counts the
-    rounds that Python decided. A draft model reads the prompt when it first drafts, which counts as decoding."""
+    it. With clocks around the models, ``target`` and ``draft`` are the parts of ``decoding`` that they take, and
+    ``judged`` counts the rounds that Python decided. A draft model reads the prompt when it first drafts, so that time
+    counts as decoding."""
 
     prompt: float = 0.0
     decoding: float = 0.0
@@ -165,7 +166,7 @@ class Times(Summed):
 
 
 class _Timed(Job):
-    """A job that notes when all its requests have a token, and sets the clocks to 0 then."""
+    """A job that notes the time when all its requests have their first token, and then sets the clocks to 0."""
 
     def __init__(self, requests: list[Request], clocks: list[Clock]) -> None:
         super().__init__(requests)
@@ -186,7 +187,7 @@ class Completion(NamedTuple):
 
     output: Output
     times: Times
-    drafts: list[tuple[int, int]]  # of each round with a draft: drafted tokens, kept tokens
+    drafts: list[tuple[int, int]]  # for each round with a draft: drafted tokens, kept tokens
 
 
 def complete(
@@ -215,6 +216,6 @@ def complete(
 
 
 def timed(setting: Setting, prompt: list[int], params: SamplingParams, clocked: bool = False) -> tuple[Output, Times]:
-    """``complete`` with a single prompt: its output and its times."""
+    """Call ``complete`` with a single prompt, and return its output and its times."""
     ((output, times, _),) = complete(setting, [prompt], [params], clocked)
     return output, times

@@ -1,5 +1,5 @@
 """The conformance kits check an acceptance policy (``check_policy``) or a draft strategy (``check_draft``) against its
-contract, without a model that was trained, and name faults with a small counterexample."""
+contract. They need no trained model, and report each fault with a small counterexample."""
 
 from fly.testing.drafts import DRAFT_CHECKS, check_draft
 from fly.testing.guarantees import check_trees

@@ -1,4 +1,4 @@
-"""Random blocks to try an acceptance policy on: target, draft and noise of a few rows.
+"""Random blocks on which an acceptance policy is tested: target, draft and noise of a few rows.
 
 Shape legend: B rows, K longest draft, V vocabulary.
 """
@@ -45,13 +45,13 @@ P = TypeVar("P", bound=AcceptancePolicy)
 Outcome = tuple[int, int, list[int]]  # accepted tokens, the next token, and a code for each drafted token
 
 _TEXTS = [b" word", b"7", b"\n", b"Name", b"(", b" "]  # the texts of the first tokens
-_MARKERS = 3  # the most markers of a rule
+_MARKERS = 3  # at most this many markers are taken from a rule
 
 
 @lru_cache
 def toy_vocabulary(size: int, markers: tuple[str, ...] = ()) -> Vocabulary:
-    """Make a vocabulary of ``size`` tokens of several kinds: first the ``markers``, and last a control token. Every
-    text has an id, since a rule may ask for a text that only real vocabularies have."""
+    """Make a vocabulary of ``size`` tokens of several kinds. The ``markers`` come first, and a control token last.
+    Every text has an id, since a rule may ask for a text that only real vocabularies have."""
     marked = [marker.encode() for marker in markers]
     spelled = [*marked, *_TEXTS, *(f" w{number}".encode() for number in range(size))][: size - 1] + [b"<end>"]
 
@@ -85,7 +85,7 @@ def markers_of(rule: object) -> tuple[str, ...]:
 
 
 def _written(method: object) -> Iterator[str]:
-    """Yield the texts in the code of a method, and the module's texts that it names."""
+    """Yield the string constants in the code of a method, and the module's strings that the method refers to."""
     function = method.fget if isinstance(method, property) else getattr(method, "func", method)
     if not inspect.isfunction(function) or re.fullmatch("__(?!post_init).*__", function.__name__):
         return
@@ -125,7 +125,7 @@ class Case:
         return verify(bind_to(policy, self.target), self.target, self.draft, self.noise)
 
     def chances(self, policy: AcceptancePolicy) -> Tensor:
-        """Return the ``accept_probs`` of a policy, [B, K] float; yes and no are 1 and 0."""
+        """Return the ``accept_probs`` of a policy, [B, K] float. True and False become 1 and 0."""
         return bind_to(policy, self.target).chances(self.target, self.draft).float()
 
     def correction(self, policy: AcceptancePolicy, j: int) -> Tensor:
@@ -161,8 +161,8 @@ class Case:
         return found
 
     def cut(self, first: int, last: int) -> Case:
-        """Take the tokens ``first`` to ``last`` of every draft, as if nothing else was drafted. The target's output at
-        ``last`` is repeated for the place after them."""
+        """Take the tokens ``first`` to ``last`` of every draft, as if nothing else was drafted. The place after them
+        repeats the target's output at ``last``."""
         columns = torch.arange(first, last + 1)
         lengths_B = (self.draft.lengths_B - first).clamp(0, last + 1 - first)
         return self._select(columns, torch.tensor([*columns, last]), lengths_B)
@@ -176,7 +176,7 @@ class Case:
         return Case(target, draft, Noise(self.noise.accept_BK[:, columns], self.noise.sample_B))
 
     def show(self, b: int = 0) -> str:
-        """Describe a row in one line, a short one completely."""
+        """Describe a row in one line. A short row is described completely."""
         n = int(self.draft.lengths_B[b])
         kind = "temperature 0" if bool(self.target.greedy_B[b]) else "sampled"
         parts = [f"{kind}, draft {self.draft.tokens_BK[b, :n].tolist()}"]
@@ -189,7 +189,8 @@ class Case:
 
 
 def make_block(seed: int, rows: int = 4, longest: int = 9, vocab: int = 6, temperature: float | None = None) -> Case:
-    """Make a random ragged block: certain and uncertain positions, drafts that mostly agree, distributions with zeros.
+    """Make a random ragged block. It has certain and uncertain positions, drafts that mostly agree with the target, and
+    distributions with zeros.
 
     ``temperature`` None mixes greedy and sampled rows; with 0 all are greedy.
     """
@@ -203,7 +204,7 @@ def make_block(seed: int, rows: int = 4, longest: int = 9, vocab: int = 6, tempe
     drawn_from = sampling.probs(logits[:, :-1] + randn(rows, longest, vocab))
     sampled = torch.multinomial(drawn_from.flatten(0, 1) + 1e-9, 1, generator=generator).view(rows, longest)
     tokens = torch.where(rand(rows, longest) < 0.6, logits[:, :-1].argmax(-1), sampled)
-    # A drafted token has mass in the distribution it was drawn from: mix some in. Greedy rows are one-hot.
+    # A drafted token must have mass in the distribution it was drawn from, so mix some in. Greedy rows are one-hot.
     certain = one_hot(drawn_from, tokens)
     drawn_from = torch.where(sampling.greedy_B.view(-1, 1, 1), certain, 0.9 * drawn_from + 0.1 * certain)
     lengths = torch.randint(0, longest + 1, (rows,), generator=generator)

@@ -3,8 +3,9 @@
     from fly.testing import check_draft
     print(check_draft(MyDraft))              # raises ConformanceError naming the fault and a small counterexample
 
-The strategy drafts for a toy target, a random model with its vocabulary. The checks call it as an engine would, and as
-a draft model that it drafts for would: with batches, rows that end, rejected drafts, forks and full caches.
+The strategy drafts for a toy target: a random model with the strategy's vocabulary. The checks call the strategy as an
+engine does, and as a draft model does when the strategy drafts for it: with batches, rows that end, rejected drafts,
+forks and full caches.
 
 Shape legend: B rows, K longest draft, V vocabulary.
 """
@@ -37,8 +38,8 @@ from fly.types import SamplingParams
 
 __all__ = ["DRAFT_CHECKS", "check_draft"]
 
-_LONGEST = 4096  # a longer context is not filled with a row
-_EVENTS = {"keep none": 0, "keep two": 2, "keep all": 2**31, "give up": 0, "fork": 0}  # and how many tokens are kept
+_LONGEST = 4096  # no row fills a context longer than this
+_EVENTS = {"keep none": 0, "keep two": 2, "keep all": 2**31, "give up": 0, "fork": 0}  # how many tokens each keeps
 
 
 def check_draft(
@@ -54,10 +55,10 @@ def check_draft(
     Args:
         strategy: a class or function that makes a fresh strategy, or an unused strategy, which is copied (the copies
             share its models). Models should be in float32: in coarser dtypes, rounding depends on the batch.
-        learns: whether its proposals may depend on past texts and other rows, which it remembers on purpose. They must
-            be valid all the same. None takes the strategy's attribute ``learns``.
-        target: the target; None for a random Llama of two layers with the strategy's vocabulary, or with the sizes that
-            its draft head needs.
+        learns: whether its drafts may depend on past texts and other rows, because it remembers them on purpose. The
+            drafts must be valid all the same. None takes the strategy's attribute ``learns``.
+        target: the target; None makes a random Llama of two layers with the strategy's vocabulary, or with the sizes
+            that its draft head needs.
 
     Raises ``ConformanceError`` with the whole report if a check fails, unless ``raises`` is False.
     """
@@ -73,14 +74,14 @@ def check_draft(
 
 def _undeclared(kit: DraftKit) -> str:
     """Return evidence that a strategy without ``vocab_size`` needs one; an empty text if there is none."""
-    if kit.stage().strategy.vocab_size is not None or kit.learns:  # it may be set in ``attach``
+    if kit.stage().strategy.vocab_size is not None or kit.learns:  # ``attach`` may set it
         return ""
     for rows, max_len in kit.batches():
         try:
             draft = kit.stage().draft(rows, max_len)
             width = kit.vocab if draft.probs_BKV is None else draft.probs_BKV.shape[-1]
             unseen = sorted({token for row, ids in zip(rows, draft.chains) for token in {*ids} - {*row.tokens}})
-        except Exception:  # the checks will find it
+        except Exception:  # the checks will report it
             return ""
         wide = width != kit.vocab
         found = f"claims distributions over {width} tokens" if wide else f"drafted {unseen[:5]}"
@@ -93,8 +94,8 @@ def _undeclared(kit: DraftKit) -> str:
 
 
 def check_shapes_and_ranges(kit: DraftKit) -> str:
-    """Drafts are no longer than asked, have the shapes and dtypes of ``Draft``, and only ids of the vocabulary, padding
-    included."""
+    """Drafts are no longer than asked, have the shapes and dtypes of ``Draft``, and hold only ids of the vocabulary,
+    padding included."""
     found = [p for rows, max_len in kit.batches() for p in _valid(kit, kit.stage(), rows, max_len)]
     drafted = sum(len(p.tokens) for p in found)
     return f"{drafted} tokens drafted for {len(found)} rows" if drafted else "note: nothing was drafted for any row"
@@ -148,7 +149,7 @@ def check_nothing_asked_nothing_drafted(kit: DraftKit) -> None:
 
 
 def check_nothing_after_an_end(kit: DraftKit) -> str:
-    """No token is drafted after one that ends the row: it could never be emitted."""
+    """No token is drafted after one that ends the row, since it could never be emitted."""
     ended = 0
     for rows, max_len in kit.batches():
         firsts = kit.fresh(rows, max_len)
@@ -188,7 +189,8 @@ def check_no_hidden_randomness(kit: DraftKit) -> None:
     """The draft depends on the row and its seed alone: it is the same every time, under any id, and in every state of
     the global random generators.
 
-    At temperature 0 the seed must not matter either. A strategy that learns may propose more or fewer of the tokens.
+    At temperature 0 the seed must not matter either. A strategy that learns may draft more or fewer tokens, but not
+    different ones.
     """
     for rows, max_len in kit.batches():
         stage = kit.stage()
@@ -215,8 +217,8 @@ def check_row_alone_equals_row_in_batch(kit: DraftKit) -> str:
 
 
 def check_rolled_back_equals_fresh(kit: DraftKit) -> str:
-    """After any history of accepted and rejected drafts, forks, and steps that were given up, it proposes the same as a
-    fresh strategy. A strategy that learns may propose any valid draft."""
+    """After any history of accepted and rejected drafts, forks and abandoned steps, the strategy proposes the same as a
+    fresh one. A strategy that learns may propose any valid draft."""
     rng = random.Random(0)
     histories = [[event] for event in _EVENTS] + [rng.choices(list(_EVENTS), k=5) for _ in range(6)]
     for temperature, history in itertools.product((0.0, 1.0), histories):
@@ -248,7 +250,7 @@ def _play(
 
 
 def check_release_frees_all(kit: DraftKit) -> str:
-    """A released row leaves nothing: its blocks are free, no attribute holds its id, and its neighbours go on."""
+    """A released row leaves nothing: its blocks are free, and no attribute holds its id. The other rows go on."""
     rows = [kit.row(text, (0.0, 1.0)[b % 2], b) for b, text in enumerate(kit.texts(6))]
     gone, left, max_len = rows[:3], rows[3:], [4] * len(rows)
     stage = kit.stage()
@@ -293,7 +295,8 @@ def check_context_limit(kit: DraftKit) -> str:
 
 
 def check_full_caches(kit: DraftKit) -> str:
-    """Without room it raises ``OutOfBlocks`` and nothing else. After a commit everything is as before."""
+    """If its caches are full, the strategy raises ``OutOfBlocks`` and no other error. After a commit, everything is as
+    before."""
     caches = len(kit.stage().allocators)
     refused = 0
     for number, free in itertools.product(range(caches), (0, 1, 2)):
@@ -325,7 +328,7 @@ def check_speculation_equals_autoregression(kit: DraftKit) -> str:
     """With the exact rule, greedy texts are the target's own, and sampled texts do not depend on the batch."""
     prompts = kit.texts(6)
     llm, ks = make_llm(kit.model, kit.make()), [1 + number % 6 for number in range(len(prompts))]
-    # At temperature 0 the texts are autoregression's, also where they end early.
+    # At temperature 0 the texts equal those of autoregressive decoding, also where they end early.
     plain = SamplingParams(temperature=0.0, max_tokens=24)
     lasts = [out.token_ids[-1] for out in llm.generate(prompts, plain, k=0)]
     for params in (plain, [plain.model_copy(update={"stop_token_ids": (last,)}) for last in lasts]):

@@ -28,7 +28,7 @@ _GROUPS = 6  # groups of tokens, and of noise, that are tested for dependence
 def check_claimed_distribution(kit: DraftKit) -> str:
     """Claimed distributions give drafted tokens mass, and over many seeds the tokens are drawn from them.
 
-    Drawn tokens must have a claimed distribution, and the length of a draft must not depend on them.
+    Drawn tokens must have a claimed distribution, and the length of a draft must not depend on the tokens drawn.
     """
     for p in (p for batch in kit.batches() for p in kit.fresh(*batch)):
         for j, (token, probs_V) in enumerate(zip(p.tokens, () if p.probs_KV is None else p.probs_KV)):
@@ -104,8 +104,8 @@ class _Drawn(NamedTuple):
     """The tokens that were drawn at one position of some proposals."""
 
     tokens_N: Tensor
-    probs_NV: Tensor  # claimed, float64
-    at_N: Tensor  # numbers of the proposals, ascending
+    probs_NV: Tensor  # the claimed distributions, float64
+    at_N: Tensor  # the indices of the proposals, ascending
 
 
 def _drawn_at(proposals: abc.Sequence[Proposal], j: int) -> _Drawn | None:
@@ -119,7 +119,7 @@ def _drawn_at(proposals: abc.Sequence[Proposal], j: int) -> _Drawn | None:
 
 
 def _likely(found: float, what: str, rest: str) -> float:
-    """Return the chance ``found``. Raises ``ConformanceError`` if it is too small for an accident."""
+    """Return the p-value ``found``. Raises ``ConformanceError`` if it is too small to be an accident."""
     require(found >= _CHANCE, f"{what} (chance {found:.0e}){rest}")
     return found
 
@@ -129,13 +129,14 @@ def _least(chances: list[float], of: str = "", none: str = "nothing is drawn") -
 
 
 def _groups(mass_V: Tensor) -> Tensor:
-    """Divide tokens into up to six groups of neighbours with about the same mass: group numbers [V] int64."""
+    """Divide tokens into up to six groups of neighbours with about the same mass. Returns each token's group number,
+    [V] int64."""
     before_V = mass_V.cumsum(0) - mass_V / 2
     return (before_V / mass_V.sum() * _GROUPS).long().clamp(0, _GROUPS - 1)
 
 
 def _dependence(bins_N: Tensor, drawn: _Drawn) -> float:
-    """The p-value of the hypothesis that tokens are independent of the bins (0 to 5) that they fall into."""
+    """Return the p-value of the hypothesis that the tokens are independent of the bins (0 to 5) of their noise."""
     groups_V = _groups(drawn.probs_NV.sum(0))
     probs_NG = drawn.probs_NV.new_zeros(len(bins_N), _GROUPS).index_add_(1, groups_V, drawn.probs_NV)
     expected_GG = drawn.probs_NV.new_zeros(_GROUPS, _GROUPS).index_add_(0, bins_N, probs_NG)
@@ -144,15 +145,15 @@ def _dependence(bins_N: Tensor, drawn: _Drawn) -> float:
 
 
 def p_value(observed_G: Tensor, expected_G: Tensor) -> float:
-    """Return the p-value of counts [G] by Pearson's chi-square test, in which rare outcomes are counted together.
+    """Return the p-value of counts [G] by Pearson's chi-square test. Rare outcomes are counted together.
 
-    The expected counts may be sums over draws with different distributions: the true p-value is then larger.
+    The expected counts may be sums over draws from different distributions. The true p-value is then larger.
     """
     expected, order = expected_G.sort()
     observed = observed_G[order]
     if bool(((expected == 0) & (observed > 0)).any()):
         return 0.0
-    # Each cell expects at least 25 counts: with fewer, the chi-square tail is too thin for such small p-values.
+    # Each cell must expect at least 25 counts. With fewer, the chi-square tail is too thin for such small p-values.
     rare = expected < 25
     together = -1 - (torch.where(rare, expected, 0.0).cumsum(0) / 25).long()
     cells, cell = torch.where(rare, together, torch.arange(len(expected))).unique(return_inverse=True)

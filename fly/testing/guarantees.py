@@ -34,7 +34,8 @@ __all__ = ["check_guarantee", "check_tokens_judged_alone", "check_trees"]
 
 
 def check_guarantee(policy: AcceptancePolicy) -> str:
-    """The policy is lossless or bounded as it declares. For a heuristic, the report says how far it moves the text."""
+    """The policy is lossless or bounded as it declares. For a heuristic policy, the report says how far it moves the
+    distribution of the text."""
     guarantee, bound = policy.guarantee, policy.bound
     worst, where = 0.0, ""
     for divergence in _chains(policy):
@@ -54,8 +55,8 @@ def check_guarantee(policy: AcceptancePolicy) -> str:
 
 
 def check_tokens_judged_alone(policy: AcceptancePolicy) -> str:
-    """The chance of keeping token j depends on position j alone. (It holds given that the tokens before j are kept, and
-    in a tree several tokens may follow j, or none.)"""
+    """The chance of keeping token j depends on position j alone. (This is the chance given that the tokens before j are
+    kept. In a tree, several tokens may follow token j, or none.)"""
     if type(policy).verdict is not AcceptancePolicy.verdict:
         return "judges whole blocks"
     for case in make_cases():
@@ -136,14 +137,15 @@ def _suspicions(policy: AcceptancePolicy) -> list[str]:
 
 
 def _keeps_the_excluded(policy: AcceptancePolicy, case: Case) -> bool:
-    """Return whether a coin of 0 keeps more than the smallest positive coin."""
+    """Return whether a coin of 0 keeps more tokens than the smallest positive coin."""
     coins = (torch.full_like(case.noise.accept_BK, coin) for coin in (0.0, TICK))
     lowest, following = (replace(case, noise=replace(case.noise, accept_BK=coin)).verdict(policy) for coin in coins)
     return bool((lowest.accepted_B > following.accepted_B).any())
 
 
 def _corrects_otherwise(policy: AcceptancePolicy, target: Target, draft: Draft) -> bool:
-    """Return whether a correction's distribution differs from the exact rule's where a token can be rejected."""
+    """Return whether the policy draws corrections from another distribution than the exact rule, at any position where
+    a token can be rejected."""
     rows, longest = draft.shape
     for j in range(longest):
         own_BV, exact_BV = (rule.correction(target, draft, torch.full((rows,), j)) for rule in (policy, Exact()))
@@ -165,7 +167,8 @@ class _Divergence:
 
 
 def _chains(policy: AcceptancePolicy) -> Iterator[_Divergence]:
-    """Compare on chains, small ones first, so that the first failure is a small counterexample."""
+    """Compare the emitted distribution with the target's on chains, small ones first, so that the first failure is a
+    small counterexample."""
     markers = range(len(markers_of(policy)))
     for last in (*markers, -1) if markers else (0,):  # texts with each marker, and one without
         for longest, vocab in ((1, 3), (2, 3), (3, 3), (11, 2)):
@@ -176,7 +179,8 @@ def _chains(policy: AcceptancePolicy) -> Iterator[_Divergence]:
 
 
 class _Drafts:
-    """All drafts of one shape, and where tables have the distributions at their places."""
+    """All drafts of one shape. For each of their places, ``depths`` and ``numbers`` locate its distribution in a table
+    of distributions."""
 
     def __init__(self, parents: list[int], vocab: int) -> None:
         self.tokens_NK = torch.tensor(list(itertools.product(range(vocab), repeat=len(parents))))
@@ -213,8 +217,9 @@ def _greedy(policy: AcceptancePolicy, longest: int, vocab: int, last: int) -> It
 def _sampled(
     policy: AcceptancePolicy, parents: list[int], vocab: int, seed: int, tree: bool = False, last: int = 0
 ) -> Iterator[_Divergence]:
-    """Compare the emitted distribution with the target's for one table, after a text that is the token ``last``: for a
-    drawn draft (siblings independently from one distribution), and for every certain draft with different siblings."""
+    """Compare the emitted distribution with the target's for one table, after the text of one token, ``last``. Do this
+    for a drawn draft (whose siblings are drawn independently from one distribution), and for every deterministic draft
+    without equal siblings."""
     drafts = _Drafts(parents, vocab)
     tokens_NK, longest = drafts.tokens_NK, max(drafts.depths)
     logits, targets, claims = _tables(longest, vocab, seed)
@@ -226,8 +231,8 @@ def _sampled(
     wanted = _continuations(targets, 0, 0)
 
     def emitted(draft: Draft, rows_N: Tensor) -> Tensor:
-        """Return the distribution of D + 1 tokens after some drafts, [rows, V^(D+1)]: the emitted tokens, continued by
-        the target. An exact sum over all noise."""
+        """Return the distribution of D + 1 tokens for each of some drafts, [rows, V^(D+1)]. The target continues the
+        emitted tokens. The sum over all noise is exact."""
         found = torch.zeros(len(rows_N), len(wanted), dtype=torch.float64)
         for b, volume, place, token in _cells(policy, target.rows(rows_N), draft.rows(rows_N)):
             prefix = int(drafts.numbers[place][rows_N[b]]) * vocab + token
@@ -312,8 +317,8 @@ def _axes(draft: Draft) -> range:
 def _evaluate(
     policy: AcceptancePolicy, target: Target, draft: Draft, rows_P: Tensor, noise_PA: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Judge rows that each have a point of noise. Returns the place where the next token follows, and the next token:
-    [P] each."""
+    """Judge rows, each with its own point of noise. Returns the place [P] where the next token follows, and the next
+    token [P]."""
     noise_PA = noise_PA.float().clamp_max(1 - TICK)
     verdict = verify(
         bind_to(policy, target), target.rows(rows_P), draft.rows(rows_P), Noise(noise_PA[:, :-1], noise_PA[:, -1])
@@ -324,10 +329,11 @@ def _evaluate(
 
 
 def _steps(policy: AcceptancePolicy, target: Target, draft: Draft) -> set[tuple[int, int, float]]:
-    """Find where verdicts change, as (row, axis of noise, position on it) to 2^-24: on a grid, refined by bisection.
+    """Find where verdicts change, as (row, axis of noise, position on the axis), to within 2^-24. A grid shows the
+    intervals in which a verdict changes, and bisection refines them.
 
-    Each axis is scanned with the other coins at both ends (accepting and rejecting). This shows every step of a rule
-    whose thresholds do not depend on other coins, which holds for all published rules.
+    Each axis is scanned with the other coins at both ends (accepting and rejecting). This finds every step of a rule
+    whose thresholds do not depend on other coins, as is true of all published rules.
     """
     axes, ends = _axes(draft), [0.0, 1 - TICK]
     lines = [

@@ -216,7 +216,8 @@ def _has_names(data: Any) -> bool:
 
 
 def check_monotone(policy: AcceptancePolicy) -> str:
-    """If the policy claims it (``monotone``), a larger parameter never accepts less (or more, for -1)."""
+    """A larger value of a parameter that the policy lists in ``monotone`` never accepts fewer tokens (or more, if the
+    parameter is listed with -1)."""
     for name, direction in policy.monotone.items():
         variants: list[tuple[float, AcceptancePolicy]] = []
         for value in _around(getattr(policy, name)):
@@ -241,7 +242,8 @@ def _around(value: float | int) -> list[float | int]:
 
 
 def check_gates(policy: AcceptancePolicy) -> str:
-    """How often each clause of a relaxation is asked and holds on random blocks; a clause that never holds is named."""
+    """Count how often each clause of a relaxation is asked and holds on random blocks, and name the clauses that never
+    hold."""
     asked = relaxed = 0
     stats, relaxation = Stats(), policy.relaxation
     for _, verdict in _judged(policy, 15, 6):
@@ -262,7 +264,7 @@ def check_gates(policy: AcceptancePolicy) -> str:
 
 
 def check_cuda_graph(policy: AcceptancePolicy) -> str:
-    """Whether the decision can be captured in a CUDA graph, for drawn drafts and for others."""
+    """Report whether the decision can be captured in a CUDA graph, for drawn drafts and for others."""
     kinds = {"at temperature 0": (False, False), "above it": (True, True), "above it, of copied drafts": (True, False)}
     found = {kind: find_wait(bind_to(policy, Target(torch.zeros(1, 2, 32))), *how) for kind, how in kinds.items()}
     reasons: dict[str, list[str]] = {}
@@ -277,19 +279,19 @@ def check_cuda_graph(policy: AcceptancePolicy) -> str:
 
 
 def check_cost(policy: AcceptancePolicy) -> str:
-    """How long a decision takes, from logits to kept tokens (the least of seven): one row of 15 drafted tokens, at
-    temperature 0 and at 0.8 with top-p 0.95."""
+    """Measure how long a decision takes, from logits to kept tokens (the fastest of seven runs). The block is one row
+    of 15 drafted tokens, at temperature 0 and at 0.8 with top-p 0.95."""
     generator = torch.Generator().manual_seed(0)
-    # To compare with: the output projection of this block, in seconds for each token of the vocabulary.
+    # The decision is compared with the output projection of this block, in seconds per token of the vocabulary.
     head, hidden = torch.randn(32_000, 1024, generator=generator), torch.randn(16, 1024, generator=generator)
     projection = min(timeit.repeat(lambda: hidden @ head.T, number=1, repeat=3)) / len(head)
     nucleus = BatchSampling.of([SamplingParams(temperature=0.8, top_p=0.95)])
     found = []
     for vocab in (32_000, 128_256):
         executor = make_executor(toy_target(vocab))
-        # Normal logits with a deviation above sqrt(2 ln V) are about as undecided as a trained model's.
+        # Normal logits with a standard deviation above sqrt(2 ln V) are about as uncertain as a trained model's.
         logits = torch.randn(1, 16, vocab, generator=generator) * 1.3 * math.sqrt(2 * math.log(vocab))
-        choices = logits.argmax(-1).tolist()  # a forward gives them as well
+        choices = logits.argmax(-1).tolist()  # a forward pass returns them too
         drafted = [(token + (j % 5 == 4)) % vocab for j, token in enumerate(choices[0][:-1])]  # one in five is wrong
         draft, rule = Draft.of([drafted]), bind_to(policy, Target(logits))
 
@@ -307,7 +309,8 @@ def check_cost(policy: AcceptancePolicy) -> str:
 
 
 def _if_a_function(check: Callable[[AcceptancePolicy], str | None]) -> Callable[[AcceptancePolicy], str | None]:
-    """Guard a check that sums over all noise: a verdict that depends on anything else would have endless steps."""
+    """Guard a check that sums over all noise. If a verdict depends on anything but its inputs, the search for its steps
+    would not end."""
 
     @functools.wraps(check)
     def checked(policy: AcceptancePolicy) -> str | None:

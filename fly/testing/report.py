@@ -1,4 +1,4 @@
-"""Run a list of checks and report what they find. Knows nothing of policies or draft strategies."""
+"""Run a list of checks and report what they find. This module knows nothing of policies or draft strategies."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ConformanceError(AssertionError):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check. ``detail`` is a counterexample if it failed, and otherwise what it measured, or the
-    property that holds."""
+    """The result of one check. ``detail`` is a counterexample if the check failed; otherwise it is what the check
+    measured, or the property that holds."""
 
     check: str
     passed: bool
@@ -51,7 +51,8 @@ class Report:
         return "\n".join([head, *rows])
 
     def settle(self, raises: bool) -> Report:
-        """Return the report. Raises ``ConformanceError`` with it if a check failed, unless ``raises`` is False."""
+        """Return this report. If a check failed, raises ``ConformanceError`` with the report, unless ``raises`` is
+        False."""
         require(self.passed or not raises, str(self))
         return self
 
@@ -61,9 +62,9 @@ def run_checks(
 ) -> None:
     """Add the finding of each check on ``subject`` to ``report``. ``advance`` is called after each check.
 
-    A check returns what it measured, or None for the first sentence of its docstring. It raises ``ConformanceError``
-    with a counterexample, or whatever the subject raises. A fault that was found before refers to the earlier check. If
-    the subject raises an error in the first check, the others are not run.
+    A check returns what it measured; None stands for the first sentence of the check's docstring. It raises
+    ``ConformanceError`` with a counterexample, or whatever the subject raises. The finding of a fault that was found
+    before refers to the earlier check. If the subject raises an error in the first check, the others are not run.
     """
     seen: dict[str, str] = {}  # each fault, with the check that found it first
     for check in checks:
@@ -97,14 +98,14 @@ def _promise(check: Callable[..., Any]) -> str:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises ``ConformanceError`` with ``message`` unless ``condition`` holds."""
+    """Raise ``ConformanceError`` with ``message`` unless ``condition`` holds."""
     if not condition:
         raise ConformanceError(message)
 
 
 def seeded(seed: int, run: Callable[[], T]) -> T:
-    """Call ``run`` with the global generators of torch (on the CPU) and Python at ``seed``, and restore their
-    states."""
+    """Seed the global random generators of torch (on the CPU) and Python with ``seed``, call ``run``, and restore the
+    generators' states."""
     state = random.getstate()
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)

@@ -41,7 +41,7 @@ _ids = itertools.count(10**12)  # ids of rows, so large that a strategy has no o
 
 @dataclass(frozen=True)
 class Proposal:
-    """The draft of one row, without padding. ``most`` is how many tokens were allowed."""
+    """The draft of one row, without padding. ``most`` is the number of tokens that it may have."""
 
     row: Sequence
     most: int
@@ -57,12 +57,12 @@ class Proposal:
 
     @property
     def follows(self) -> list[int]:
-        """The number of the token that each token follows, or -1 for the row's last token; also for a chain."""
+        """The index of each token's parent, or -1 for the row's last token. A chain has these indices too."""
         return list(range(-1, len(self.tokens) - 1)) if self.parents is None else self.parents
 
     def drew(self, j: int) -> bool:
-        """Return whether token ``j`` was drawn from its own claimed distribution. In a tree only the first token
-        counts, since distributions do not tell how siblings were drawn."""
+        """Return whether token ``j`` was drawn from its own claimed distribution. In a tree this is known for the first
+        token only, since the claimed distributions do not say how siblings were drawn."""
         return len(self.tokens) > j and self.probs_KV is not None and (self.parents is None or j == 0)
 
     def cut(self, length: int) -> Proposal:
@@ -117,7 +117,7 @@ class Stage:
         self.strategy.observe(rows, draft, target)
 
     def round(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int], kept: int, token: int) -> None:
-        """Draft, and let the target score the draft; keep at most ``kept`` tokens of its first path; add ``token``."""
+        """Draft, let the target score the draft, keep at most ``kept`` tokens of its first path, and add ``token``."""
         draft = self.draft(rows, max_len)
         self.observe(rows, draft)
         for p in split(draft, rows, max_len):
@@ -223,7 +223,7 @@ class _Trial(DraftSetup):
 
 def _target_for(strategy: DraftStrategy, load: LoadOnce) -> Llama:
     """Make a toy target with the strategy's vocabulary, or with the sizes that its draft head needs."""
-    with suppress(ValueError):  # the same error will come with the next target
+    with suppress(ValueError):  # the same error will be raised for the next target
         _Trial(make_runner(make_executor(toy_target(_VOCABULARY))), toy_vocabulary(_VOCABULARY), load).attach(strategy)
     head = next((loaded.executor for loaded in load.loaded if isinstance(loaded.executor, Head)), None)
     if head is None:

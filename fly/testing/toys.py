@@ -1,4 +1,4 @@
-"""Toy models and their runners. Only this file of the kits builds a model, a ``Runner`` or an ``LLM``."""
+"""Toy models and their runners. This is the only file of the kits that builds a model, a ``Runner`` or an ``LLM``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fly.vocabulary import Vocabulary
 
 __all__ = ["LoadOnce", "make_executor", "make_llm", "make_runner", "make_setup", "toy_target"]
 
-_POSITIONS = 128  # of the toy target
+_POSITIONS = 128  # context length of the toy target
 _CONTEXTS = 64  # how many full contexts a runner's cache holds
 
 
 def toy_target(vocab_size: int, config: LlamaConfig | None = None) -> Llama:
-    """Make a random Llama in float32 on the CPU, always the same: two layers of width 16, or of the sizes in
+    """Make a random Llama in float32 on the CPU, the same one each time. It has two layers of width 16, or the sizes in
     ``config``."""
     config = config or LlamaConfig(
         vocab_size=vocab_size,
@@ -47,7 +47,7 @@ def toy_target(vocab_size: int, config: LlamaConfig | None = None) -> Llama:
 
 
 def make_executor(model: object) -> Executor:
-    """Load a model, or the checkpoint of this name, and return its executor."""
+    """Load a model, or the checkpoint with the given name, and return its executor."""
     return load(model).executor
 
 

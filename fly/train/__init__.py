@@ -1,4 +1,4 @@
-"""Training on the target's own answers: EAGLE-3 draft heads, and predictors of early exits."""
+"""Train EAGLE-3 draft heads and predictors of early exits, on the target's own answers."""
 
 from fly.train.answers import Answer, answers, prompts_of
 from fly.train.card import card

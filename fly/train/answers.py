@@ -1,4 +1,4 @@
-"""Training data: prompts, and the target's answers to them. Knows nothing of heads."""
+"""Training data: prompts, and the target's answers to them. This module knows nothing of heads."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ def prompts_of(path: Path | None, task: str | None, count: int | None) -> list[A
     """Read prompts from a file, or from the training split of a bundled task: texts, or lists of messages.
 
     Each line of a ``.jsonl`` file is a text, a list of messages, or an object with ``prompt`` or ``messages``. Each
-    line of any other file is a prompt. ``count`` takes the first ones; None is the whole file, or 2000 prompts of a
-    task.
+    line of any other file is a prompt. ``count`` takes the first prompts; None takes the whole file, or 2000 prompts of
+    a task.
 
-    Raises ``ValueError`` if neither or both are given, for an unknown task, too few prompts, or an invalid line.
+    Raises ``ValueError`` unless exactly one of ``path`` and ``task`` is given, for an unknown task, too few prompts, or
+    an invalid line.
     """
     if (path is None) == (task is None):
         raise ValueError("give either a file of prompts (--prompts) or a bundled task (--task)")
@@ -69,10 +70,10 @@ def answers(
     generate: Callable[[abc.Sequence[tuple[int, list[int]]]], Iterator[Answer]] | None = None,
 ) -> list[Answer]:
     """Generate the target's answers to ``prompts``, with its chat template if it has one. Answers that are in the file
-    at ``path`` are not generated again. Each answer is written there once all before it are.
+    at ``path`` are not generated again. Answers are written to the file in the order of the prompts.
 
-    ``advance`` is called with the number of new answers. ``generate`` answers numbered prompts elsewhere, in order;
-    None: ``llm`` does. A prompt that leaves no room for an answer gets an empty one.
+    ``advance`` is called with the number of new answers. ``generate`` is a function that answers numbered prompts, in
+    order; None lets ``llm`` answer them. A prompt that leaves no room for an answer gets an empty one.
 
     Raises ``ValueError`` if the file is about another target, other prompts or other ``params``.
     """
@@ -97,8 +98,8 @@ def answers(
 def generate_answers(
     llm: LLM, prompts: abc.Sequence[tuple[int, list[int]]], params: SamplingParams
 ) -> Iterator[Answer]:
-    """The answers to numbered prompts, in order; the numbers are the seeds. All requests are submitted at once, so that
-    a row that ends makes room for the next. No file is written."""
+    """Yield the answers to numbered prompts, in order. A prompt's number is its seed. All requests are submitted at
+    once, so that a row that ends makes room for the next. No file is written."""
 
     async def answer(number: int, ids: list[int]) -> Answer:
         if len(ids) >= llm.engine.context - 1:
@@ -109,7 +110,7 @@ def generate_answers(
     async def result(task: asyncio.Task[Answer]) -> Answer:
         return await task
 
-    with asyncio.Runner() as runner:  # its end cancels what is not finished
+    with asyncio.Runner() as runner:  # leaving it cancels unfinished requests
         for task in [runner.get_loop().create_task(answer(*prompt)) for prompt in prompts]:
             yield runner.run(result(task))
 

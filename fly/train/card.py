@@ -1,5 +1,5 @@
-"""The model card of a trained head: what it is, what it was trained on, how well it drafts. Knows nothing of
-training."""
+"""The model card of a trained head says what the head is, what it was trained on, and how well it drafts. This module
+knows nothing of training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ __all__ = ["card"]
 
 
 def card(name: str, target: str, data: str, tokens: int, head: Eagle3Head, plan: Plan, training: Training) -> str:
-    """Write the README.md. ``data`` is a sentence about the training data; ``tokens`` is the answers' token count."""
+    """Write the README.md. ``data`` is a sentence about the training data; ``tokens`` is the number of tokens in the
+    answers."""
     config = head.config
     layer = config.layer
     parameters = sum(p.numel() for p in head.parameters() if not (head.shares and p is _embedding(head)))

@@ -1,7 +1,9 @@
-"""Trains the predictors of an early exit on a target's own answers (SpecEE, arXiv 2504.08850).
+"""Train the predictors of early exits on a target's own answers (SpecEE, arXiv 2504.08850).
 
-Shape legend: N positions of an answer, M positions in all, E candidates, F features, U tokens among which candidates
-are sought, S hidden states concatenated.
+A look is a point after some layer where a predictor decides whether the target exits.
+
+Shape legend: L looks, N positions of an answer, M positions in all, E candidates, F features, C hidden width, U tokens
+among which candidates are sought.
 """
 
 from __future__ import annotations
@@ -26,15 +28,23 @@ from fly.train.head import frequent_tokens
 __all__ = ["ExitPlan", "Look", "exit_card", "looks_of", "train_exits"]
 
 _NEVER = 2.0  # a threshold that no probability reaches
-_FEW = 20  # a share of fewer positions than this is too uncertain
+_FEW = 20  # with fewer positions than this, a share is too uncertain
 
 
 @dataclass(frozen=True)
 class ExitPlan:
-    """Settings of a training. ``layers``: numbers of layers after which predictors look (None: about eight, from a
-    third of the depth on). ``vocabulary``: frequent tokens among which candidates are sought. ``agreement``: of the
-    held-out positions that exit at a look, the share that must have the whole target's choice; this sets the threshold.
-    ``places``: upper limit of positions. One answer in ``held_out`` is not trained on."""
+    """Settings of a training.
+
+    Attributes:
+        layers: numbers of layers after which predictors look; None takes about eight, from a third of the depth on.
+        candidates: how many of the most likely tokens are candidates.
+        vocabulary: number of frequent tokens among which candidates are sought.
+        width: hidden width of a predictor.
+        agreement: of the held-out positions that exit at a look, the share at which the token must be the one that the
+            whole target chooses; this sets the threshold.
+        places: upper limit of positions.
+        held_out: one answer in this many is kept out of the training, to set the thresholds.
+    """
 
     layers: tuple[int, ...] | None = None
     candidates: int = 4
@@ -51,9 +61,14 @@ class ExitPlan:
 
 @dataclass(frozen=True)
 class Look:
-    """The result of a look on held-out answers. ``settled``: the share of all positions whose choice no further layer
-    would change. ``leave``: the share that exits here, of the positions that had not exited before. ``agree``: the
-    share of these whose choice is the whole target's (None if there are none)."""
+    """The result of a look on held-out answers.
+
+    Attributes:
+        settled: the share of all positions whose token no further layer would change.
+        leave: the share of positions that exit here, among those that have not exited before.
+        agree: among the positions that exit here, the share whose token is the one that the whole target chooses; None
+            if no position exits.
+    """
 
     layer: int
     threshold: float
@@ -74,12 +89,14 @@ def train_exits(
     directory: Path,
     advance: Callable[[int], None] = lambda places: None,
 ) -> tuple[Exits, list[Look], float]:
-    """Train early exits for the target that ``executor`` runs, on its ``answers``, and write them to ``directory``.
-    Returns the predictors, the result of each look, and the mean share of layers that held-out positions use.
+    """Train early exits for the target that ``executor`` runs, on the target's ``answers``, and write them to
+    ``directory``. Returns the predictors, the result of each look, and the mean share of layers that held-out positions
+    use.
 
-    ``advance`` is called with the number of positions just read; there are ``plan.places`` at most.
+    ``advance`` is called with the number of positions just read, about ``plan.places`` in all.
 
-    Raises ``ValueError`` for executors other than PyTorch's of a Llama, for missing layers, or too few answers.
+    Raises ``ValueError`` if ``executor`` does not run a Llama on PyTorch, for layers that do not exist, and for too few
+    answers.
     """
     if not isinstance(executor, TorchExecutor) or not isinstance(executor.model, Llama):
         raise ValueError(f"exits are trained on PyTorch's kernels, kernels='torch', not {executor.kernels!r}")
@@ -128,8 +145,8 @@ def train_exits(
 
 @torch.no_grad()
 def _seen(executor: TorchExecutor, exits: Exits, one: Answer) -> tuple[Tensor, Tensor]:
-    """Features [L, N, F] of each look at the positions of an answer, and whether its choice is settled [L, N]: the
-    likeliest token there is the whole target's, and is a candidate."""
+    """Compute the features [L, N, F] of each look at the positions of an answer, and [L, N] whether the token is
+    settled: whether the most likely token at this look is the one that the whole target chooses, and a candidate."""
     model, layers = executor.model, exits.config.layers
     assert isinstance(model, Llama)
     row = [*one.prompt, *one.answer][: executor.config.max_position_embeddings]
@@ -172,8 +189,8 @@ def _learn(exits: Exits, features_LMF: Tensor, settled_LM: Tensor, plan: ExitPla
 
 @torch.no_grad()
 def _calibrate(exits: Exits, features_LMF: Tensor, settled_LM: Tensor, plan: ExitPlan) -> tuple[list[Look], float]:
-    """Set the thresholds, one look after the other: the lowest at which the positions that exit agree often enough.
-    Return the looks' results, and the mean share of layers used."""
+    """Find the thresholds, one look after the other: each is the lowest at which the positions that exit agree often
+    enough with the whole target. Return the results of the looks, and the mean share of layers used."""
     count = settled_LM.shape[1]
     going_M = torch.ones(count, dtype=torch.bool)
     looks, passed = [], 0.0

@@ -1,8 +1,9 @@
-"""Trains a draft head by the training-time test of EAGLE-3 (arXiv 2503.01840, section 3.2): from every token the head
-takes several steps, each on its own features, as in drafting.
+"""Train a draft head by the training-time test of EAGLE-3 (arXiv 2503.01840, section 3.2): from every token the head
+predicts several tokens ahead. Each of these steps reads the head's own features from the step before, as in drafting.
 
-Shape legend: B rows of a batch, L tokens of a row, T packed tokens, S steps, N positions to learn, M those of a step, F
-hidden states concatenated, C hidden width of the head, U draft vocabulary, V the target's vocabulary.
+Shape legend: B rows of a batch, L tokens of a row, T packed tokens, S steps, N positions to learn, M positions to learn
+in one step, F width of the concatenated hidden states, C hidden width of the head, U draft vocabulary, V the target's
+vocabulary.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = ["Plan", "Training", "train_head"]
 _STATE = "state.pt"
 _MAY_CHANGE = "steps", "save_every"  # settings of a plan that may change when a training continues
 _ALIKE = 32  # batches whose answers are drawn together and sorted by length
-_SAMPLED = 8  # answers that the target reads at a time before the training
+_SAMPLED = 8  # how many answers the target reads at a time before the training
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,21 @@ class Plan:
     """Sizes of a head, and how it is trained.
 
     Attributes:
-        width: hidden width. None is the target's, whose embedding is then shared; otherwise the head has its own.
-        intermediate: width of the feed-forward; None is 8/3 of the width, in multiples of 32.
-        states: layers of the target after which hidden states are taken; None is the usual three.
-        draft_vocabulary: number of tokens that the head can draft, the most frequent ones; None is 32,000 at most.
-        steps: optimiser steps. batch: rows per step. length: tokens per row; longer rows are cut.
+        width: hidden width. None takes the target's width and shares its embedding; otherwise the head has its own
+            embedding.
+        intermediate: width of the feed-forward layer; None takes 8/3 of the width, rounded up to a multiple of 32.
+        states: the head reads the target's hidden states after these layers; None takes the usual three.
+        draft_vocabulary: how many tokens the head can draft, taking the most frequent ones; None takes at most 32,000.
+        steps: optimiser steps.
+        batch: rows per step.
+        length: tokens per row; longer rows are cut.
         test_steps: steps of the training-time test, each on the head's own features.
-        decay: weight of each of those steps relative to the one before.
-        learning_rate: peak rate of AdamW, after a warm-up; it falls to a tenth along a cosine.
-        held_out: one answer in this many is not trained on, but measured.
-        precision: of products in training, bfloat16 or float32; weights stay float32 until they are saved.
+        decay: weight of the loss of each of these steps, relative to the step before.
+        learning_rate: peak learning rate of AdamW, after a warm-up; it then falls to a tenth along a cosine.
+        held_out: one answer in this many is kept out of the training, to measure acceptance.
+        precision: dtype of matrix products in training, bfloat16 or float32; weights stay float32 until they are saved.
         save_every: steps between two checkpoints.
-        seed: of the initial values and the order of the answers.
+        seed: seed of the initial weights and of the order of the answers.
     """
 
     width: int | None = None
@@ -144,8 +148,14 @@ class OwnSteps:
 
 @dataclass
 class Training:
-    """The record of a training: ``losses`` by optimiser step; ``held_out`` by depth, the share of positions where the
-    head's likeliest token is the target's, given that all before it were; and the time in seconds."""
+    """The record of a training.
+
+    Attributes:
+        losses: the loss of each optimiser step.
+        held_out: for each depth, the share of positions where the head's most likely token is the target's, among
+            those where this is so at every smaller depth.
+        seconds: how long the training took.
+    """
 
     losses: list[float] = field(default_factory=list)
     held_out: list[float] = field(default_factory=list)
@@ -157,10 +167,11 @@ class Training:
 
 
 class _Lessons(NamedTuple):
-    """A batch of answers as the target sees them, padded to the longest.
+    """A batch of answers with the target's outputs, padded to the longest answer.
 
-    ``number_BL`` numbers the N positions to learn, those after which a token of the answer comes; it is -1 elsewhere.
-    For these positions there are the target's distribution over the draft vocabulary, and its argmax.
+    ``number_BL`` numbers the N positions to learn: those that a token of the answer follows. It is -1 elsewhere. At
+    these positions, ``truth_NU`` is the target's distribution over the draft vocabulary, and ``choice_N`` is the
+    target's most likely token.
     """
 
     tokens_BL: Tensor
@@ -171,9 +182,9 @@ class _Lessons(NamedTuple):
 
 
 class _Reader:
-    """Lets the target read answers when they are needed: hidden states and distributions.
+    """Runs the target on answers when they are needed, to get its hidden states and logits.
 
-    Hidden states are divided by ``scale_F``: a few channels of a real model are a thousand times larger than the
+    Hidden states are divided by ``scale_F``: in a real model, a few channels are a thousand times larger than the
     others, and an optimiser with one learning rate needs channels of similar size.
     """
 
@@ -188,15 +199,15 @@ class _Reader:
 
     @torch.no_grad()
     def read(self, answers: abc.Sequence[Answer], states: abc.Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:
-        """Read packed answers: logits [N, V] at the positions to learn, after which a token of the answer comes; hidden
-        states [T, F]; and those positions."""
+        """Run the target on packed answers. Returns its logits [N, V] at the positions to learn (those that a token of
+        the answer follows), its hidden states [T, F] at all positions, and the positions to learn."""
         rows = [self.cut(one) for one in answers]
         counts = [len(row) for row in rows]
         if self.cache is None or self.cache.allocator.num_free * self.cache.allocator.block_size < sum(counts):
             self.cache = PagedKVCache.for_model(self.executor, len(rows) * (self.length + 256))
         for number, count in enumerate(counts):
             self.cache.resize(number, count)
-        # The last token of a whole answer has none after it.
+        # No token follows the last one of a complete answer, so there is nothing to learn at it.
         learned = [(len(one.prompt) - 1, min(len(one.prompt) + len(one.answer) - 1, self.length)) for one in answers]
         starts = accumulate(counts, initial=0)
         places = [start + n for start, (first, end) in zip(starts, learned) for n in range(first, end)]
@@ -232,14 +243,14 @@ def train_head(
     directory: Path,
     advance: Callable[[int, str], None] = lambda count, text: None,
 ) -> tuple[Eagle3Head, Training]:
-    """Train a head for the target that ``executor`` runs, on its ``answers``, and write it to ``directory`` in the
-    published layout. A training that was begun there with the same plan and answers continues from its last checkpoint.
-    Its number of steps may change; the learning rate then follows the new number.
+    """Train a head for the target that ``executor`` runs, on the target's ``answers``, and write it to ``directory`` in
+    the published layout. A training that was begun there with the same plan and answers continues from its last
+    checkpoint. The number of steps may change; the learning rate then follows the new number.
 
     ``advance`` is called with the number of steps just taken, and a text about them.
 
-    Raises ``ValueError`` if the target gives no hidden states, there are too few answers, or a checkpoint there belongs
-    to another plan.
+    Raises ``ValueError`` if the target gives no hidden states, there are too few answers, or ``directory`` has a
+    checkpoint of another plan.
     """
     # Hold some answers out, and train on the others.
     used = [one for one in answers if one.answer]
@@ -290,7 +301,7 @@ def train_head(
 
 
 def _new_head(executor: Executor, taught: abc.Sequence[Answer], plan: Plan) -> Eagle3Head:
-    """A head of random weights for the target, with the most frequent tokens of the answers."""
+    """Make a head for the target with random weights. It can draft the most frequent tokens of the answers."""
     vocab = executor.config.vocab_size
     ids_U = frequent_tokens(taught, min(plan.draft_vocabulary or 32000, vocab), vocab)
     torch.manual_seed(plan.seed)
@@ -316,7 +327,7 @@ class _Checkpoint:
         self.about = json.loads(json.dumps({name: value for name, value in about.items() if name not in _MAY_CHANGE}))
 
     def load(self) -> Training | None:
-        """Continue from the file; None if there is none. Raises ``ValueError`` if it is of another training."""
+        """Continue from the file; None if there is none. Raises ``ValueError`` if it belongs to another training."""
         if not self.path.exists():
             return None
         kept = torch.load(self.path, weights_only=True)
@@ -346,7 +357,8 @@ class _Checkpoint:
 
 @torch.no_grad()
 def acceptance(head: Eagle3Head, reader: _Reader, tests: abc.Sequence[Answer], plan: Plan) -> list[float]:
-    """For held-out answers, by depth: how often the head's likeliest token is the target's, if all before it were."""
+    """Measure acceptance on held-out answers: for each depth, how often the head's most likely token is the target's,
+    among the positions where this is so at every smaller depth."""
     right = asked = torch.zeros(plan.test_steps)
     for start in range(0, len(tests), plan.batch):
         lessons = reader.lessons(tests[start : start + plan.batch], head.to_target_U)
@@ -356,7 +368,8 @@ def acceptance(head: Eagle3Head, reader: _Reader, tests: abc.Sequence[Answer], p
 
 
 def _test_time(head: Eagle3Head, given: _Lessons, steps: int) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
-    """Return the loss of each step, and for each step how many of the target's choices were found, out of how many."""
+    """Return the loss of each step; and for each step, how many of the target's tokens the head predicted, and how many
+    positions count."""
     tokens_BL, states_BLF, number_BL, truth_NU, choice_N = given
     batch, length = tokens_BL.shape
     kv, losses = OwnSteps(batch, length - 1), []
@@ -381,14 +394,15 @@ def _test_time(head: Eagle3Head, given: _Lessons, steps: int) -> tuple[list[Tens
         stands_M = standing_BL[at_M]
         hit_M = (ids_U[found_MU.detach().argmax(-1)] == own_M) & stands_M
         right_S[step], asked_S[step] = hit_M.sum(), stands_M.sum()
-        # The next step counts only where the token that it is fed is the one that was drafted.
+        # In the next step, acceptance counts only where the head is fed the token that it has just drafted.
         next_M = F.pad(tokens_BL[:, 2 + step :], (0, 1))[at_M] == own_M
         standing_BL = torch.zeros_like(standing_BL).index_put(at_M, hit_M & next_M)
     return losses, (right_S, asked_S)
 
 
 def frequent_tokens(answers: abc.Sequence[Answer], size: int, vocab: int) -> Tensor:
-    """The ids [U] of the most frequent tokens in the answers, ascending, filled up with the first of the vocabulary."""
+    """The ids [U] of the most frequent tokens in the answers, ascending. If the answers have too few different tokens,
+    the first tokens of the vocabulary fill up the rest."""
     counts = Counter(token for one in answers for token in one.answer)
     most = [token for token, _ in counts.most_common(size)]
     rest = (token for token in range(vocab) if token not in counts)
@@ -396,9 +410,10 @@ def frequent_tokens(answers: abc.Sequence[Answer], size: int, vocab: int) -> Ten
 
 
 def _begin_like_the_target(head: Eagle3Head, reader: _Reader, taught: abc.Sequence[Answer]) -> None:
-    """Scale hidden states by their root mean squares. A head of the target's width starts close to the target, which
-    saves hundreds of steps: its feature is the last hidden state, and its output matrix is the target's, found by least
-    squares of logits on normed hidden states, because executors do not show their weights."""
+    """Set the scale of hidden states to their root mean square. A head of the target's width starts close to the
+    target, which saves hundreds of steps: its feature is the target's last hidden state, and its output matrix
+    approximates the target's. Executors do not expose their weights, so a least-squares fit of logits to normalised
+    hidden states gives this matrix."""
     config, width = reader.executor.config, reader.executor.config.hidden_size
     square_F, read, asked = torch.zeros(len(reader.scale_F)), 0, 0
     gram_CC, product_CU = torch.zeros(width, width), torch.zeros(width, head.config.draft_vocab_size)
@@ -415,14 +430,14 @@ def _begin_like_the_target(head: Eagle3Head, reader: _Reader, taught: abc.Sequen
         product_CU += last_NC.T @ logits_NV[:, head.to_target_U]
     reader.scale_F = (square_F / read).sqrt().clamp_min(1e-6)
     if head.config.layer.hidden_size == width:
-        gram_CC += 1e-4 * gram_CC.diagonal().mean() * torch.eye(width)  # for too few answers to solve the equations
+        gram_CC += 1e-4 * gram_CC.diagonal().mean() * torch.eye(width)  # answers may be too few to solve it
         head.lm_head.weight.data.copy_(torch.linalg.solve(gram_CC, product_CU).T)
         scale_C = reader.scale_F[-width:]
         head.fc.weight.data.mul_(0.3)[:, -width:] = torch.diag(scale_C / scale_C.median())
 
 
 def _rate(step: int, steps: int) -> float:
-    """The share of the highest learning rate: up in a straight line, then down to a tenth along a cosine."""
+    """The learning rate of a step, relative to the peak: it rises linearly, then falls to a tenth along a cosine."""
     warm = max(1, min(100, steps // 20))
     if step < warm:
         return (step + 1) / warm
@@ -430,15 +445,16 @@ def _rate(step: int, steps: int) -> float:
 
 
 def _order(lengths: tuple[int, ...], step: int, batch: int, seed: int) -> list[int]:
-    """The answers' numbers for a step: all answers in a new order, again and again (less an incomplete batch)."""
+    """The indices of the answers for a step. Each epoch goes through all answers in a new order, and leaves out those
+    that do not fill a batch."""
     turn, place = divmod(step, max(1, len(lengths) // batch))
     return _turn(lengths, batch, f"{seed}/{turn}")[place]
 
 
 @lru_cache(maxsize=1)
 def _turn(lengths: tuple[int, ...], batch: int, seed: str) -> list[list[int]]:
-    """Batches of answers of similar length, so that there is little padding: some hundred answers are drawn and sorted,
-    and the batches are shuffled."""
+    """Make the batches of one epoch. The answers of a batch have similar lengths, so that there is little padding: some
+    hundred answers at a time are drawn and sorted by length, and the batches are shuffled."""
     random, order = Random(seed), list(range(len(lengths)))
     random.shuffle(order)
     order = order[: max(len(order) // batch, 1) * batch]

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fly.backends.cuda.ops import multiply_int4, widen_int4
+from fly.backends.cuda.ops import multiply_int4, refuse_layers, widen_int4
 from fly.models import Llama
 from fly.models.loading import Loading
 
@@ -64,7 +64,8 @@ class Int4Linear(nn.Module):
         return widen_int4(self.pairs_NP, self.scale_NG, self.zero_NG, self.scale_NG.dtype)
 
     def forward(self, x_TK: Tensor) -> Tensor:
-        if len(x_TK) > _FEW:
+        # Many tokens share the cost of widening; a device that refuses our kernels pays it for few tokens too.
+        if len(x_TK) > _FEW or (x_TK.device.type == "cuda" and refuse_layers(x_TK.device, x_TK.dtype) is not None):
             return F.linear(x_TK, self.weight, self.bias)
         y_TN: Tensor = multiply_int4(x_TK, self.pairs_NP, self.scale_NG, self.zero_NG, self.bias)
         return y_TN

@@ -407,6 +407,8 @@ def _compare_layers(device: torch.device, dtype: torch.dtype) -> str | None:
         return torch.randn(shape, generator=drawn).to(dtype)
 
     weight_NK = torch.randint(-127, 128, (40, 64), generator=drawn).to(torch.int8)
+    pairs_NP = torch.randint(0, 256, (40, 32), generator=drawn).to(torch.uint8)
+    zero_NG = torch.randint(0, 16, (40, 2), generator=drawn).to(torch.uint8)
     cache = [torch.zeros(8, 2, 64, dtype=dtype) for _ in range(2)]
     return (
         _compare(device, add_norm, add_norm, draw(3, 96), draw(3, 96), draw(96), 1e-5)
@@ -415,6 +417,8 @@ def _compare_layers(device: torch.device, dtype: torch.dtype) -> str | None:
                     torch.tensor([5, 0, 2]), *cache)
         or _compare(device, multiply_int8, multiply_int8, draw(3, 64), weight_NK, torch.full((40, 1), 0.01),
                     draw(40))
+        or _compare(device, multiply_int4, multiply_int4, draw(3, 64), pairs_NP,
+                    torch.full((40, 2), 0.1, dtype=dtype), zero_NG, draw(40))
     )  # fmt: skip
 
 
