@@ -245,9 +245,9 @@ class DraftStrategy(ABC):
         """Propose at most ``max_len[b]`` tokens after the last token of each row (in a tree: along any path). Fewer or
         none are always allowed.
 
-        If the tokens are random, ``probs_BKV`` must hold the distribution that each was drawn from. The length of a
-        draft must not depend on the drawn tokens, except that it may end after a token that ends the row. Lossless
-        rules rely on both.
+        If the tokens were drawn at random, ``probs_BKV`` must hold the distribution of each. The length of a draft must
+        not depend on the drawn tokens, except that it may end after a token that ends the row. Lossless rules rely on
+        both.
         """
 
     def attach(self, setup: DraftSetup) -> None:

@@ -22,8 +22,8 @@ class Index:
         self._ends: dict[tuple[int, ...], list[int]] = {}  # positions of each n-gram's last token, in order
 
     def copied(self, text: list[int], most: int) -> list[int]:
-        """Find the longest n-gram at the end of ``text`` that occurred before. Return up to ``most`` tokens after its
-        latest earlier occurrence. A copy that reaches the end of the text continues with its own tokens."""
+        """Find the longest n-gram that ends ``text`` and also occurs earlier in it. Return up to ``most`` tokens after
+        its latest earlier occurrence. A copy that reaches the end of the text continues with its own tokens."""
         if most < 1:
             return []
         self._follow(text)
@@ -68,8 +68,8 @@ def lookup_forwards(index: Index, text: list[int], drafted: list[int], most: int
 
 
 class NGramDraft(DraftStrategy):
-    """Prompt lookup (Saxena 2023; FLy's first level). Find the longest n-gram, of ``longest`` down to ``shortest``
-    tokens, at the end of the text that occurred before. Copy up to ``k`` tokens that followed its latest occurrence.
+    """Prompt lookup (Saxena 2023; FLy's first level). Take the last ``longest`` tokens of the text. If they occur
+    nowhere earlier, take one token less, down to ``shortest``. Copy up to ``k`` tokens after their latest occurrence.
 
     A copy that reaches the end of the text continues with its own tokens, so it can continue a repetition for any
     number of tokens.

@@ -85,10 +85,10 @@ def parse_draft(
     A text that is the path of a directory or GGUF file is a checkpoint. Any other text is an expression of calls,
     parentheses and ``+``, as in Python, in which names may also hold dashes, dots and slashes:
 
-    - A strategy is a registered name (``draft_types``), a call of one, or a checkpoint: a bundled name, the path of a
-      directory or GGUF file, or a name on the Hugging Face hub (``fly.models.hub``), in quotes if it holds spaces,
-      brackets, quotes, commas or one of ``+ = :``. If ``name`` is the directory of a draft head, it means
-      ``eagle3(name)``.
+    - A strategy is a registered name (``draft_types``), a call of one, or a checkpoint. A checkpoint is a bundled name,
+      the path of a directory or GGUF file, or a name on the Hugging Face hub (``fly.models.hub``). Quote it if it
+      contains spaces, brackets, quotes, commas or one of ``+ = :``. If ``name`` is the directory of a draft head, it
+      means ``eagle3(name)``.
     - A checkpoint's bare name means the model with its best settings: it has prompt lookup, and stops by itself
       (``SingleDraft(name, NGramDraft(), reach=None)``). ``model(name)`` is the model alone.
     - ``a+b+c`` is a cascade, cheapest first: each level drafts for the next one, and the first has no draft.

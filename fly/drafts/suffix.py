@@ -58,8 +58,8 @@ class _Places:
 
 
 class SuffixDraft(DraftStrategy):
-    """Suffix decoding (Oliaro et al., arXiv 2411.04975; ArcticInference): find the longest end of the text, up to
-    ``depth`` tokens, that occurred before. Propose, token by token, what most often followed it.
+    """Suffix decoding (Oliaro et al., arXiv 2411.04975; ArcticInference). Find the longest suffix of the text, up to
+    ``depth`` tokens, that also occurs earlier. Propose, token by token, the tokens that most often followed it.
 
     It searches the request's own text, and the outputs of finished requests with the same ``cache_salt``. Each of the
     two searches gives a proposal, and the one with the higher score is used (on a tie, that from the request's own
@@ -203,8 +203,8 @@ class SuffixDraft(DraftStrategy):
 
 
 def _next(place: _Place, text: list[int], drafted: list[int]) -> int | None:
-    """Return the token that follows ``place`` and then as many tokens as ``drafted`` has; None if the place's text ends
-    there."""
+    """Skip as many tokens after ``place`` as ``drafted`` has, and return the next one; None if the text of ``place``
+    ends there."""
     other, end = place
     at = end + 1 + len(drafted)
     if at < len(other):

@@ -1,7 +1,7 @@
 """Model families as data, which adapt the decoder (``fly.models.llama``) to each family. Knows nothing of tensors.
 
-To add a family, add a ``Family`` here; the tests then compare it with transformers like the others. A difference that
-``Family`` cannot express yet becomes a new field, and a branch in the decoder and in the compiled kernels.
+To add a family, add a ``Family`` here; the tests then compare it with transformers like the others. If ``Family``
+cannot express a difference yet, add a field for it, and a branch in the decoder and in the compiled kernels.
 docs/contributing.md has the steps.
 """
 

@@ -50,7 +50,7 @@ class AfterTokens(Condition, Checked):
 class AboveContext(Condition, Checked):
     """The token's position in the whole context, prompt included, is at least ``position``.
 
-    Raises ``ValueError`` if the block does not know how long the rows are.
+    Raises ``ValueError`` if the block does not tell the rows' lengths.
     """
 
     name: ClassVar[str] = "above"
