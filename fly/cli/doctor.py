@@ -140,7 +140,7 @@ def _find_cuda() -> Iterator[Finding]:
 
 def _find_kernels(device: torch.device) -> Iterator[Finding]:
     """What runs a bfloat16 model with heads of 128 numbers on a device; each kernel is tried there."""
-    from fly.backends.cuda.attention import find_flash  # they take seconds to import
+    from fly.backends.cuda.attention import find_flash  # imported here because it takes seconds
     from fly.backends.cuda.ops import refuse_attention, refuse_layers
 
     of = device, torch.bfloat16, 128
