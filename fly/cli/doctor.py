@@ -140,8 +140,8 @@ def _find_cuda() -> Iterator[Finding]:
 
 def _find_kernels(device: torch.device) -> Iterator[Finding]:
     """What runs a bfloat16 model with heads of 128 numbers on a device; each kernel is tried there."""
-    from fly.backends.cuda.attention import find_flash  # imported here because it takes seconds
-    from fly.backends.cuda.ops import refuse_attention, refuse_layers
+    from fly.backends.cuda.attention import find_flash  # they take seconds to import
+    from fly.backends.cuda.ops import refuse_attention, refuse_layers, refuse_steps
 
     of = device, torch.bfloat16, 128
     refused, options = refuse_attention(*of, block_size_for(device)), find_flash(*of)
@@ -151,6 +151,7 @@ def _find_kernels(device: torch.device) -> Iterator[Finding]:
     if refused and options is None:
         yield Finding(f"{device} attention", "PyTorch's, over copies of pages")
     yield Finding(f"{device} layers", "fused by our Triton kernels", refuse_layers(device, torch.bfloat16) or "")
+    yield Finding(f"{device} steps of a round", "fused by our Triton kernels", refuse_steps(device) or "")
 
 
 def _find_memory() -> Iterator[Finding]:
