@@ -1,4 +1,5 @@
-"""A setup as a file: target, draft, policy and how to run them. ``fly.LLM.from_config`` builds it."""
+"""A configuration file: target, draft, policy and how to run them. ``fly.LLM.from_config`` builds an ``LLM`` from
+it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from fly.policies import Exact, PolicyField
 __all__ = ["COLLECTIVE_TIMEOUT", "HEARTBEAT_TIMEOUT", "LONGEST", "SHORTEST", "Config", "read_yaml"]
 
 HEARTBEAT_TIMEOUT, COLLECTIVE_TIMEOUT = 5.0, 60.0  # seconds
-SHORTEST, LONGEST = 0.5, 86400.0  # of either
+SHORTEST, LONGEST = 0.5, 86400.0  # the range of either
 
 
 class _Once(yaml.SafeLoader):
@@ -35,8 +36,8 @@ def read_yaml(text: str) -> Any:
 
 
 class Config(BaseModel):
-    """The arguments of ``fly.LLM`` in a YAML or JSON file, and how long ranks wait for one another (``of_ranks``:
-    arguments of ``fly.parallel.launch``). Unknown fields are errors."""
+    """The arguments of ``fly.LLM`` in a YAML or JSON file. The fields in ``of_ranks`` are arguments of
+    ``fly.parallel.launch`` instead: how long ranks wait for one another. Unknown fields are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -77,7 +78,7 @@ class Config(BaseModel):
     def read(path: str | Path) -> Config:
         """Read a file that the user trusts: its policy may name a ``module:Class``, which is imported.
 
-        Raises ``ValueError`` that names the file and every wrong field, or says why it cannot be read.
+        Raises ``ValueError``, which names the file and every wrong field, or the reason why the file cannot be read.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 __all__ = ["explain", "fault_place", "instead", "meant", "origin", "short"]
 
-# Names of vLLM, transformers and OpenAI, and what they are called here ("speculation" is a field of requests to the
-# server).
+# Names that vLLM, transformers and OpenAI use, and the names here for the same thing ("speculation" is a field of
+# requests to the server).
 _ELSEWHERE = {
     "assistant_model": "draft",
     "do_sample": "temperature",
@@ -60,7 +60,7 @@ def explain(error: ValidationError, fields: Iterable[str] = ()) -> str:
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """Ask whether ``word`` means a similar one of ``known``; an empty text if there is none."""
+    """Return a question whether ``word`` means a similar name in ``known``; an empty text if none is similar."""
     known = list(known)
     same = _ELSEWHERE.get(word)
     like = [same] if same in known else difflib.get_close_matches(word, known, 1)
@@ -68,18 +68,18 @@ def meant(word: str, known: Iterable[str]) -> str:
 
 
 def instead(word: str, known: Iterable[str], title: str = "choices") -> str:
-    """Say what to write instead of an unknown ``word``: a similar name, or all names if none is similar."""
+    """Return a hint what to write instead of an unknown ``word``: a similar name, or all names if none is similar."""
     known = list(known)
     return meant(word, known) or f"; {title}: {known}"
 
 
 def origin(error: BaseException) -> str:
-    """Return the place of an error: the innermost line of a file outside torch and this package, if there is one."""
+    """Return where an error was raised: the innermost line outside torch and this package, if there is one."""
     import torch
 
     frames = traceback.extract_tb(error.__traceback__)
     packages = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
-    # Skip the methods that dataclasses generate, which have no lines, but not a rule typed into an interpreter.
+    # Skip methods that dataclasses generate, since they have no lines, but keep a rule typed into an interpreter.
     written = [frame for frame in frames if not (frame.filename == "<string>" and frame.name.startswith("__"))]
     theirs = [frame for frame in written if not frame.filename.startswith((*packages, "<frozen"))]
     frame = (theirs or frames)[-1]
@@ -87,8 +87,8 @@ def origin(error: BaseException) -> str:
 
 
 def fault_place(error: BaseException) -> str:
-    """Return where the code of a plug-in failed by mistake, such as a rule that unpacks two values into three; an empty
-    text for an error that the plug-in or this package raised on purpose."""
+    """Return where the code of a plug-in failed by mistake, for example in a rule that unpacks two values into three.
+    Return an empty text for an error that the plug-in or this package raised on purpose."""
     import torch
 
     library = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent), "<frozen")

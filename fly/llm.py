@@ -90,10 +90,10 @@ class LLM(Calls):
             free memory after loading, if that is less. A draft model with a cache size of its own is not counted. If
             the caches hold less than a full context, the log says so, with the reason.
         cache_share: the share (up to 1) of the device's free memory that the caches take, in place of a size.
-        memory_share: on a CUDA device, where none of the three is given: the share of its memory that this process
-            takes in all; None is 0.9. Weights, and what rounds and prompts of ``max_rows`` need, are taken off, and the
-            caches get the rest (``fly.runtime.memory.divide_device``). If rounds would need more than a quarter of it,
-            ``max_rows`` is lowered, with a warning.
+        memory_share: the share of a CUDA device's memory that this process takes in all, if none of the three above is
+            given; None is 0.9. Weights take their part, rounds and prompts of ``max_rows`` rows take theirs, and the
+            caches get the rest (``fly.runtime.memory.divide_device``). If rounds would need more than a quarter of what
+            the weights leave, ``max_rows`` is lowered, with a warning.
         max_context: the most tokens of a text (prompt and completion), at most the model's own context. A smaller one
             makes the model's tables and the default caches smaller. It also holds for a draft given as text.
         block_size: tokens in a page of the target's cache; None chooses by the device.

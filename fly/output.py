@@ -53,8 +53,8 @@ class Piece(str):
 
 
 class Reader:
-    """Makes the pieces of an output from its tokens, the same as a stream gives. Copies of an output share it. Pickling
-    leaves the tokenizer out."""
+    """Makes the pieces of an output from its tokens: the same pieces as a stream gives. Copies of an output share its
+    reader. Pickling leaves the tokenizer out."""
 
     def __init__(self, tokenizer: Tokenizer | None = None, thinking: Thinking | None = None) -> None:
         self.tokenizer, self.thinking = tokenizer, thinking
@@ -102,9 +102,9 @@ class Output:
         guarantee: what the policy promises; ``HEURISTIC`` if the target could leave early.
         bound: the bound of a ``BOUNDED`` policy, else None.
         others: the other completions, if ``n`` is more than 1.
-        reasoning: what a model thinks before it answers a conversation; ``text`` is the answer after it (see
+        reasoning: what a model thinks before it answers a conversation; ``text`` is the answer after that (see
             ``fly.models.chat.Splitter``).
-        pieces: the text in the pieces of a stream (``fly.Piece``); empty without a tokenizer.
+        pieces: the text in the same pieces as a stream gives (``fly.Piece``); empty without a tokenizer.
     """
 
     prompt_token_ids: list[int]

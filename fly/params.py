@@ -118,33 +118,34 @@ class SamplingParams(_Params):
     seed. The output ends at the first of these: one of ``stop_token_ids``, end-of-sequence (unless ``ignore_eos``), a
     ``stop`` string, or ``max_tokens``. Before ``min_tokens`` no stop token can be drawn. ``logprobs`` n gives the
     target's log-probabilities of each token and of the n most likely ones (in the unprocessed distribution).
-    ``explain`` notes in the provenance how likely each token was, and how undecided the target was.
+    ``explain`` records in the provenance how likely each token was, and how uncertain the target was (its entropy).
 
-    ``prompt_logprobs`` n gives the same for the prompt's tokens, from ``prompt_logprobs_start`` on (token 0 has none,
-    since nothing comes before it). Only the cache of the tokens before that is shared with other requests. With
-    ``max_tokens`` 0 nothing is generated, and the prompt may be one token longer than the context.
+    ``prompt_logprobs`` n gives log-probabilities in the same way for the prompt's tokens, from
+    ``prompt_logprobs_start`` on (token 0 has none, since nothing comes before it). Only the tokens before this start
+    can come from the cache of other requests. With ``max_tokens`` 0 nothing is generated, and the prompt may be one
+    token longer than the context.
 
     ``repetition_penalty`` (Keskar et al. 2019; 1 is off) divides the positive and multiplies the negative logits of
     tokens that occur in the prompt or the output. ``presence_penalty`` and ``frequency_penalty`` (OpenAI's, in [-2, 2])
-    are subtracted from the logits of tokens that were generated before, the first once, the second for each time.
-    ``logit_bias`` (in [-100, 100]) is added by token id. ``bad_words`` are texts that never appear (unless an unusual
-    split over tokens spells one), and ``bad_words_ids`` are sequences of token ids that never appear. All these apply
-    in this order, which is vLLM's, at every drafted position. No rule excuses a bad word.
+    are subtracted from the logits of tokens that were generated before: the first once, the second once for each
+    occurrence. ``logit_bias`` (in [-100, 100]) is added by token id. ``bad_words`` are texts that never appear (unless
+    an unusual split over tokens spells one), and ``bad_words_ids`` are sequences of token ids that never appear. All
+    these apply in this order, which is vLLM's, at every drafted position. No rule excuses a bad word.
 
     ``skip_special_tokens`` leaves control tokens out of the text. ``include_stop_str_in_output`` keeps the stop string
-    that ended it (and the stop token, if control tokens are shown).
+    that ended the text (and the stop token, if control tokens are shown).
 
-    ``n`` is the number of completions. The seeds of the others are derived from the seed of the first.
+    ``n`` is the number of completions. The seeds of the further ones are derived from the seed of the first.
 
     Requests that begin with the same tokens share their cache pages if they have the same ``cache_salt``. A salt that
     is hard to guess keeps others from finding out, by time or by ``stats.cached``, how this prompt begins.
 
-    ``structured`` gives the output a form, such as ``{"regex": "yes|no"}`` (see ``StructuredOutput``). It holds at
-    every drafted position too, under any policy. End-of-sequence tokens, and stop tokens that are control tokens, are
-    allowed exactly where the form may be complete. If nothing else may follow, the output ends with one of them, even
-    under ``ignore_eos`` and before ``min_tokens``. So an output with the ``finish_reason`` ``"stop"`` has its form,
-    unless it was cut by a stop string or by a stop token that is text. ``max_tokens`` (``"length"``) may cut it too. If
-    bad words forbid everything that the form allows, the form wins.
+    ``structured`` gives the output a form, such as ``{"regex": "yes|no"}`` (see ``StructuredOutput``). The form also
+    applies at every drafted position, under any policy. End-of-sequence tokens, and stop tokens that are control
+    tokens, are allowed exactly where the form may be complete. If nothing else may follow, the output ends with one of
+    them, even under ``ignore_eos`` and before ``min_tokens``. So an output with the ``finish_reason`` ``"stop"`` has
+    its form, unless a stop string or a stop token that is text has cut it. ``max_tokens`` (``"length"``) may cut it
+    too. If bad words forbid everything that the form allows, the form wins.
     """
 
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
@@ -178,7 +179,7 @@ class SamplingParams(_Params):
         def __init__(self, **fields: Unpack[Sampling]) -> None: ...
 
     def changed(self, fields: Mapping[str, Any]) -> Self:
-        """A copy with other ``fields``, all of it checked. Raises ``ValidationError``."""
+        """Return a copy with these ``fields`` changed, and check all fields. Raises ``ValidationError``."""
         return self.model_validate(self.model_dump() | dict(fields))
 
     @property

@@ -15,7 +15,7 @@ from torch import Tensor
 
 __all__ = ["Vocabulary"]
 
-_MASKS = 64  # how many masks are kept, so that ever new predicates do not fill the memory
+_MASKS = 64  # at most this many masks are kept, or new predicates without end would fill the memory
 
 
 class Vocabulary:
@@ -28,7 +28,7 @@ class Vocabulary:
         control_ids: end-of-sequence, turn markers and other ids that are never plain text.
         token_id: a function from a text to the id of its one token; it may raise ``ValueError``. None searches
             ``spelled``.
-        device: the device of masks: the one with the target's logits.
+        device: where masks are: the device of the target's logits.
         encode: a function from a text to its ids; it may raise ``ValueError``. None takes the longest token each time.
     """
 
@@ -66,16 +66,16 @@ class Vocabulary:
         return self._token_id(text)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, for instance of a marker to look for, without a begin token. (Inside a text the
-        first token may differ, if a space comes before it.)
+        """Return the ids of a text without a begin token, for instance of a marker to look for. (Inside a longer text
+        the first token may differ, if a space comes before it.)
 
         Raises ``ValueError`` if the model has no tokenizer.
         """
         return self._encode(text)
 
     def where(self, predicate: Callable[[str], bool]) -> Tensor:
-        """Return for which tokens' texts ``predicate`` is true, bool [V] on ``device``; False for control tokens and
-        ids without text.
+        """Return a mask, bool [V] on ``device``: whether ``predicate`` is true for each token's text. It is False for
+        control tokens and ids without text.
 
         The mask is computed once for each predicate: a named function, or a method of a rule (equal rules share it).
         Raises ``ValueError`` like ``bytes``.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fly.backends import executor_of
 from fly.backends.cuda.graphs import GraphPool, Part
+from fly.backends.cuda.kernels import launch as kernels
 from fly.cache import PagedKVCache
 from fly.drafts import SingleDraft
 from fly.engine import Engine
@@ -99,6 +100,20 @@ def test_a_model_runs_on_another_device_than_the_current_one(temperature: float)
                     engine.step([each])
         assert gpu.device.index == 0 and gpu.graphs >= 6
     assert told(row) == told(want) == told(other)
+
+
+def test_a_triton_kernel_is_launched_where_its_tensors_are() -> None:
+    """Triton itself takes the current device."""
+    found: list[int] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *args: found.append(gpu.device.index)
+
+    with device() as gpu:
+        for where in ("cuda:1", "cuda:0", "cpu"):
+            kernels.launch(Kernel(), (1,), 5, torch.zeros(2, device=where))
+    assert found == [1, 0, 0]
 
 
 def test_the_engines_thread_enters_the_device_of_its_model() -> None:

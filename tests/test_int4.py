@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from fly.backends import load_executor
 from fly.backends.cuda import int4, ops
@@ -81,6 +82,17 @@ def test_texts_are_those_of_the_widened_model(tmp_path: Path, temperature: float
                 assert (target.kernels, target.weight_bytes) == ("torch-int4", 0.53)
         found.append([(row.tokens, row.drafts) for row in rows])
     assert found[0] == found[1] and kernels == {"fly::multiply_int4"}
+
+
+def test_a_device_that_refuses_the_kernel_widens(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = nn.Linear(64, 8)
+    layer, x_TK = int4.Int4Linear(linear), torch.randn(3, 64)
+    want = layer(x_TK)
+    monkeypatch.setattr(int4, "multiply_int4", lambda *_: pytest.fail("launched, though refused"))
+    monkeypatch.setattr(int4, "refuse_layers", lambda *_: "triton is not installed")
+    with device():
+        on_cuda = layer.to("cuda")
+        torch.testing.assert_close(on_cuda(x_TK.to("cuda")).cpu(), want)
 
 
 def test_other_places_refuse_int4(tmp_path: Path) -> None:

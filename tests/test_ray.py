@@ -11,16 +11,19 @@ import signal
 import socket
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 ray = pytest.importorskip("ray")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 from ray import serve  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
+from ray.serve.schema import ServeDeploySchema  # noqa: E402
 
 from fly.ray import Deployed, build  # noqa: E402
 from fly.ray.gateway import conversation, merged  # noqa: E402
@@ -48,6 +51,15 @@ def test_metrics_of_replicas_become_one_text() -> None:
 def test_wrong_fields_are_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Deployed.of(wrong)
+
+
+def test_the_manifest_for_kuberay_is_understood() -> None:
+    """By Ray's own schema, and by ``build``'s."""
+    path = Path(__file__).parent.parent / "docs" / "how-to" / "kubernetes" / "rayservice.yaml"
+    config = yaml.safe_load(yaml.safe_load(path.read_text())["spec"]["serveConfigV2"])
+    (application,) = ServeDeploySchema.model_validate(config).applications
+    assert application.import_path == "fly.ray:build"
+    assert Deployed.of(application.args).bounds == (1, 8)
 
 
 @pytest.fixture(scope="module")

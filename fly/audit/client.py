@@ -20,11 +20,11 @@ _NONE: Mapping[str, Any] = {}
 
 
 class Unreachable(ConnectionError):
-    """Nothing answers at the address, or what answers is no such server: the audit cannot be run."""
+    """No OpenAI-compatible server answers at the address, so the audit cannot run."""
 
 
 class Refused(Exception):
-    """The server refused a request (4xx), as it may refuse a field that it does not support."""
+    """The server refused a request (4xx), perhaps because it does not support a field."""
 
 
 class Failed(Exception):
@@ -92,7 +92,7 @@ class Budget:
         return time.monotonic() - self.started
 
     def take(self) -> None:
-        """Count one request. Raises ``OutOfBudget`` where there is none left."""
+        """Count one request. Raises ``OutOfBudget`` if none is left."""
         with self._lock:
             if self.seconds is not None and self.elapsed > self.seconds:
                 raise OutOfBudget(f"the {self.seconds:g} seconds are spent")
@@ -102,17 +102,17 @@ class Budget:
 
 
 class Server:
-    """A server under one model's name.
+    """A server that is asked for one of its models.
 
     Args:
         url: its address, with or without ``/v1``.
-        name: the model's name; None is the first that ``/v1/models`` lists.
+        name: the model's name; None takes the first that ``/v1/models`` lists.
         key: a bearer token.
-        endpoint: ``completions``, ``chat``, or ``auto`` for completions if the server has them.
+        endpoint: ``completions`` or ``chat``; ``auto`` takes completions if the server has them, otherwise chat.
         parallel: the most requests at the same time.
         timeout: the most seconds for one answer.
 
-    Raises ``Unreachable`` if nothing answers a first small request, and ``ValueError`` for another ``endpoint``.
+    Raises ``Unreachable`` if nothing answers a first small request, and ``ValueError`` for any other ``endpoint``.
     """
 
     def __init__(
@@ -145,8 +145,8 @@ class Server:
     def ask(
         self, prompt: str, fields: Mapping[str, Any] = _NONE, *, top: bool = True, chat: bool | None = None
     ) -> Reply:
-        """The answers to one prompt with these fields. ``top`` asks for log-probabilities, if the server has them.
-        ``chat`` says whether to use the chat endpoint; None takes the endpoint that was found.
+        """Ask one prompt with these fields. ``top`` asks for log-probabilities, if the server has them. ``chat`` says
+        whether to use the chat endpoint; None takes the endpoint that was found at the start.
 
         Raises ``Refused``, ``Failed`` or ``OutOfBudget``.
         """
@@ -175,7 +175,7 @@ class Server:
             return list(pool.map(lambda each: self.ask(*each, top=top, chat=chat), asked))
 
     def fetch(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The contents of another path of the server, as JSON or as text; None if there is no such path."""
+        """Fetch another path of the server, as JSON or as text; None if there is no such path."""
         try:
             answer = self._http.get(path) if body is None else self._http.post(path, json=body)
             if answer.status_code != 200:
@@ -185,7 +185,7 @@ class Server:
             return None
 
     def alive(self) -> bool:
-        """Whether the server still answers a request of one token. Its list of models may outlive its engine."""
+        """Whether the server still answers a request for one token. (It may list its models even without an engine.)"""
         asked = {"messages": [{"role": "user", "content": "Hello"}]} if self.chat else {"prompt": "Hello"}
         path = "/v1/chat/completions" if self.chat else "/v1/completions"
         try:
@@ -228,7 +228,7 @@ class Server:
                 answer = self._http.post(path, json=body)
             except httpx2.HTTPError as error:
                 raise Failed(f"{type(error).__name__}: {error}") from None
-            # A full server asks to come back. Nothing else is tried again, so that faults are seen.
+            # A full server asks clients to come back. Nothing else is tried again, so that no fault is hidden.
             if answer.status_code in _BUSY and attempt < 5:
                 time.sleep(min(2.0**attempt, 10.0))
                 continue
@@ -251,7 +251,7 @@ class Server:
 
 
 def _answer(choice: Mapping[str, Any]) -> Answer:
-    """A choice of either endpoint."""
+    """Read one choice, from either endpoint."""
     text = choice["message"].get("content") if "message" in choice else choice["text"]
     ids = choice.get("token_ids")
     places = tuple(_places(choice.get("logprobs") or {}))

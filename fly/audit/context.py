@@ -54,8 +54,9 @@ def check(name: str, tests: str) -> Callable[[Callable[[Context], Finding]], Cal
 class Context:
     """One audit.
 
-    ``samples`` is the number of answers drawn for the first tokens; others are in proportion. ``p`` is the p-value that
-    a single check must have to fail, by which powers are stated. ``step`` is called with what is being done.
+    ``samples`` is the number of answers drawn for the first tokens; other checks draw in proportion. A single check
+    fails if its p-value is at most ``p``; powers are stated for this ``p``. ``step`` is called with a text about
+    progress.
     """
 
     server: Server
@@ -70,7 +71,7 @@ class Context:
 
     @functools.cached_property
     def neutral(self) -> dict[str, float]:
-        """For each field that the server accepts, the neutral value that it accepts."""
+        """The fields that the server accepts, each with a neutral value that it accepts."""
         taken: dict[str, float] = {}
         for name, values in _NEUTRAL.items():
             for value in values:
@@ -103,7 +104,7 @@ class Context:
 
     @functools.cached_property
     def choices(self) -> int:
-        """How many choices one request of the sampling checks asks for: 1 if the server does not give several."""
+        """How many choices a request of the sampling checks asks for; 1 if the server does not give several."""
         try:
             reply = self.server.ask(self.prompts[0], self.fields({"n": 8, "max_tokens": 1}), top=False)
         except Refused:
@@ -112,8 +113,8 @@ class Context:
 
     @functools.cached_property
     def lively(self) -> list[int]:
-        """The numbers of the prompts, best ones first: those with an entropy near 1 nat, whose next tokens vary and
-        still occur often enough to count. Measured by answers that no check uses."""
+        """The numbers of the prompts, best ones first. The best have an entropy near 1 nat: their next tokens vary, and
+        each still occurs often enough to be counted. No check uses the answers that this is measured on."""
         length = 8
         asked = [(prompt, self.fields({"max_tokens": length})) for prompt in self.prompts]
         score = []
@@ -126,7 +127,7 @@ class Context:
 
     @functools.cached_property
     def as_is(self) -> bool:
-        """Whether log-probabilities are reported after the sampling parameters: then a temperature changes them."""
+        """Whether reported log-probabilities are those after sampling parameters: then a temperature changes them."""
         fields = self.fields({"max_tokens": 1})
         numbers = self.lively[:4]
         plain = self.server.ask_all([(self.prompts[number], fields) for number in numbers])

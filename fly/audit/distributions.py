@@ -1,9 +1,9 @@
-"""The distribution from which a token should be drawn, by the server's own report at its place.
+"""The distribution that each token should be drawn from, according to what the server reports at its place.
 
 A server lists the log-probabilities of the most likely tokens, in most cases *before* sampling parameters act on them
 (this is checked). The effect of a parameter is computed here, so that each drawn token can be compared with the
-distribution that it should come from. All of this is conditional on the text before, so the product over the places of
-an answer is the joint distribution of its tokens.
+distribution that it should come from. Each distribution is conditional on the text before, so the product over the
+places of an answer is the joint distribution of its tokens.
 
 ``H`` is the number of tokens that are listed and known by their text: the *head*. All others are the *rest*.
 """
@@ -28,9 +28,9 @@ Fields = Mapping[str, Any]
 # If a cut falls between two tokens that are this near, in nats or in mass, rounding may decide: the place is left out.
 _NEAR_NATS, _NEAR_MASS = 0.05, 0.01
 _SPECIAL = re.compile(r"<[^<>\s]*>|\[[A-Z_/]+\]")
-_LOOKUP = 6  # characters that a lookup searches for
+_LOOKUP = 6  # length of the ending that a lookup searches for, in characters
 _LEAST_REST = 1e-5  # a smaller rest is lost in the rounding of a sum
-_SAME = 0.01  # nats: a drawn token is the listed token with its text if their log-probabilities agree within this
+_SAME = 0.01  # nats: if the drawn token and a listed one have the same text and are this near, they are the same token
 # A repetition penalty divides logits, which are not reported. A penalty of 2 or more should cost at least one nat.
 _LEAST_COST = 1.0
 
@@ -44,8 +44,8 @@ class Draw:
     - ``rest``: the largest probability that the rest may have; 0 if no token of it is allowed, None if unknown.
     - ``ignored_H``: the distribution if the server ignores the tested field; ``outside`` is the mass that the field
       forbids.
-    - ``earlier_H``, ``lookup``: what faults of speculation would draw: from the distribution of the place before, and
-      the token that followed the last occurrence of the preceding text.
+    - ``earlier_H``, ``lookup``: what faulty speculation would draw from: the distribution of the place before, or the
+      token that followed the last occurrence of the preceding text.
     """
 
     group: tuple[Any, ...]
@@ -66,21 +66,23 @@ def is_plain(token: str) -> bool:
 
 
 def reported(place: Place, asked: int) -> dict[str, float]:
-    """The head: the listed tokens with their probabilities, where ``asked`` were asked for. The last fifth is left out,
-    because the head must not depend on the drawn token, which is always listed, and several tokens may share a text."""
+    """Return the head: the most likely tokens with their probabilities. The last fifth of the ``asked`` tokens is left
+    out. Servers always list the drawn token, and several tokens may share a text, but the head must not depend on the
+    drawn token."""
     return {token: math.exp(value) for token, value in place.top[: max(1, asked - max(1, asked // 5))]}
 
 
 def distance(one: Mapping[str, float], other: Mapping[str, float]) -> float:
-    """The least total variation between two distributions of which only the most likely tokens are known. A token that
-    only one of them lists may be just below the last one that the other lists, so it counts as equal."""
+    """Return the least total variation that two distributions can have, given only their most likely tokens. A token
+    that only one of them lists counts as equally likely in both: the other may just not list it."""
     return 0.5 * sum(abs(share - other[token]) for token, share in one.items() if token in other)
 
 
 def draws_of(answer: Answer, prompt: str, number: int, fields: Fields, top: int, as_is: bool = False) -> Iterator[Draw]:
-    """The draws of an answer to the prompt of this ``number``, in order, without places that prove nothing.
+    """Yield the draws of an answer to the prompt of this ``number``, in order. Places whose distribution is unknown are
+    left out.
 
-    ``as_is``: the server reports what it samples from, so the fields have acted already.
+    ``as_is``: the server reports the distributions that it samples from, so the fields have acted already.
     """
     tokens = answer.tokens
     for at, place in enumerate(answer.places):
@@ -92,8 +94,8 @@ def draws_of(answer: Answer, prompt: str, number: int, fields: Fields, top: int,
 def expected(
     place: Place, fields: Fields, history: tuple[str, ...], prompt: str, top: int, group: tuple[Any, ...] = ()
 ) -> Draw | None:
-    """The draw at a place after ``history``, with the distribution that the fields should give it; None if that is
-    unknown."""
+    """Return the draw at a place after ``history``, with the distribution that the fields should give; None if that
+    distribution is unknown."""
     head = reported(place, top)
     tokens, raw_H = list(head), np.log(np.maximum(list(head.values()), 1e-300))
     if not is_plain(place.token):
@@ -173,7 +175,7 @@ def _allowed(scores_H: np.ndarray, fields: Fields) -> np.ndarray | None:
 
 
 def _with_faults(draw: Draw, before: Place, prompt: str, history: tuple[str, ...], top: int) -> Draw:
-    """The draw with what faults of speculation would draw in its place."""
+    """Add to a draw what faulty speculation would draw from."""
     earlier = reported(before, top)
     earlier_H = np.array([earlier.get(token, 0.0) for token in draw.tokens])
     context = prompt + "".join(history)

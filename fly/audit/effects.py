@@ -1,4 +1,4 @@
-"""The effect of a field when there are no log-probabilities: at an extreme value, answers become the greedy ones."""
+"""Tests whether a field has an effect, without log-probabilities: at an extreme value, answers become greedy ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROUNDING = 0.1  # the share of answers that may differ from greedy ones by roun
 
 
 def effect(context: Context, name: str, value: float) -> Finding:
-    """Whether the field has an effect, by the texts of answers alone."""
+    """Test whether the field has an effect, by the texts of answers alone."""
     greedy = [reply.answer.text for reply in context.greedy]
     prompts = context.prompts[: len(greedy)]
 

@@ -17,7 +17,7 @@ __all__ = ["Difference", "first_difference"]
 _TIE = 0.01  # nats by which a greedy token may be behind the most likely one
 _LEAST, _MOST = 0.02, 0.5  # nats: the least and the most that is attributed to rounding
 _UNKNOWN = 0.25  # nats attributed to rounding if only one server reports numbers: bfloat16 at a logit of 32
-_APART = 0.05  # the mean total variation that two servers of one model may have
+_APART = 0.05  # the largest mean total variation that two servers of one model may have
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def _gap(place: Place, own: str, other: str) -> float | None:
 
 
 def common(mine: Sequence[Reply], theirs: Sequence[Reply]) -> list[tuple[Place, Place]]:
-    """The pairs of places that follow the same text, up to the first difference, which is included."""
+    """Return the pairs of places that follow the same text: up to and including the first difference of two answers."""
     made: list[tuple[Place, Place]] = []
     for one, other in zip(mine, theirs):
         apart = first_difference(one.answer, other.answer)
@@ -65,8 +65,8 @@ def common(mine: Sequence[Reply], theirs: Sequence[Reply]) -> list[tuple[Place, 
 
 
 def _rounding(places: Sequence[tuple[Place, Place]]) -> float:
-    """The effect of rounding in nats: four times the 99 % quantile of how far the gap between the two most likely
-    tokens shifts from one server to the other."""
+    """Estimate the effect of rounding, in nats. Rounding shifts the gap between the two most likely tokens from one
+    server to the other; the estimate is four times the 99 % quantile of these shifts."""
     shifts = []
     for one, other in places:
         if len(one.top) > 1:

@@ -14,7 +14,8 @@ from fly.audit.report import Finding, Verdict
 from fly.audit.statistics import at_least
 
 _LENGTH, _PROMPTS, _SEEDS = 24, 8, (11, 12)
-# A draw by the same random number changes with a probability of a few times the variation between the distributions.
+# If rounding changes a distribution, a draw with the same random number changes with a probability of a few times their
+# total variation.
 _CHANGES, _LEAST, _UNKNOWN = 4.0, 1e-4, 0.02
 
 
@@ -30,7 +31,7 @@ def seed(context: Context) -> Finding:
     together = [reply.answer for reply in context.server.ask_all(asked * 2, 32)]
     pairs = [*zip(first, second), *zip(first * 2, together)]
 
-    # How many of them part, and how many would if only rounding were at work.
+    # Count the pairs that differ, and estimate how many rounding alone would make differ.
     compared, parted, rates, example = 0, 0, [], ""
     for one, other in pairs:
         apart = first_difference(one, other)
@@ -72,7 +73,7 @@ def choices(context: Context) -> Finding:
         for one, other in ((answers[0], answers[1]), (answers[2], answers[3])):
             pairs += 1
             same += one.text == other.text
-            # The odds against the first tokens being the same by chance are one over their chance to be.
+            # If the first tokens are equal with probability ``chance``, a bet that they are equal pays 1 / chance.
             equal = one.tokens[:1] == other.tokens[:1] if one.places else one.text == other.text
             chance = _alike(one, context.server.top)
             log_gains += np.log(1 - shares + shares * (equal / chance))
@@ -85,7 +86,8 @@ def choices(context: Context) -> Finding:
 
 
 def _alike(answer: Answer, top: int) -> float:
-    """The most that the chance of drawing one first token twice can be; a guess where nothing is reported."""
+    """Return the largest possible probability that two draws have the same first token; a guess if nothing is
+    reported."""
     if not answer.places:
         return 0.5
     shares = [*reported(answer.places[0], top).values()]

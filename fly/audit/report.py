@@ -46,7 +46,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """All findings about a server, after the correction for their number."""
+    """All findings about a server, with p-values corrected for the number of tests."""
 
     url: str
     model: str
@@ -59,8 +59,8 @@ class Report:
 
     @classmethod
     def of(cls, findings: list[Finding], alpha: float, **about: Any) -> Report:
-        """Verdicts by Holm's rule over all p-values: an honest server fails one of them with probability ``alpha`` at
-        most."""
+        """Judge the findings by Holm's rule over all p-values, so that an honest server fails any of them with a
+        probability of at most ``alpha``."""
         refuted = holm({each.check: each.p for each in findings if each.p is not None}, alpha)
         judged = [replace(each, verdict=Verdict.FAIL) if each.check in refuted else each for each in findings]
         return cls(alpha=alpha, findings=tuple(judged), **about)

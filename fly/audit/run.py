@@ -1,4 +1,4 @@
-"""Run an audit: one check after another, whatever errors a check meets."""
+"""Run an audit: one check after another, even after errors."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ def audit(
     """Audit an OpenAI-compatible server.
 
     Args:
-        url: its address. ``name`` is the model's (the first that it lists), ``key`` a bearer token, ``endpoint``
-            ``completions``, ``chat`` or ``auto``.
-        beside: the address of a second server with the same model, which is taken to be right; ``beside_name`` and
-            ``beside_key`` likewise.
-        prompts: texts to ask about, four at least.
-        samples: answers drawn for the first tokens; the other sampling checks draw a twentieth, but longer ones.
+        url: the server's address. ``name`` is the model's name (by default the first that the server lists), ``key`` a
+            bearer token, and ``endpoint`` is ``completions``, ``chat`` or ``auto``.
+        beside: the address of a second server with the same model, the reference, which is taken to be right.
+            ``beside_name`` and ``beside_key`` are its ``name`` and ``key``.
+        prompts: at least four texts to ask about.
+        samples: answers drawn for the first tokens. Other sampling checks draw a tenth or a twentieth, but longer ones.
         parallel: the most requests at the same time.
-        alpha: the probability that an honest server fails, at most, over all checks that draw.
-        seconds, requests: what may be spent. A check that is cut short is undecided.
+        alpha: the largest probability that an honest server fails any of the checks that draw.
+        seconds, requests: the most that may be spent. A check that is cut short is undecided.
         only, skip: names of checks (``check_names``).
         timeout: the most seconds for one answer.
-        progress: is called with what is being done, the number of checks that are done, and of all.
+        progress: called with a text about progress, the number of finished checks, and the number of all checks.
 
-    Raises ``Unreachable`` if a server does not answer at all, ``ValueError`` for other checks or too few prompts.
+    Raises ``Unreachable`` if a server does not answer at all, ``ValueError`` for unknown checks or too few prompts.
     """
     wanted = _chosen(only, skip, beside is not None)
     if len(prompts) < 4:

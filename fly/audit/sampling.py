@@ -13,7 +13,7 @@ from fly.audit.statistics import same_source
 
 __all__ = ["FIELDS"]
 
-# The values that are tested: far from neutral, with cuts inside of what a server lists.
+# The values that are tested. They are far from neutral, and cut within the tokens that a server lists.
 FIELDS: dict[str, float] = {
     "temperature": 0.5,
     "top_k": 3,
@@ -25,7 +25,7 @@ FIELDS: dict[str, float] = {
 }
 _VARIATIONS = (0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08, 0.1, 0.12, 0.15, 0.2, 0.3)
 _SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
-_ROUNDING = 0.05  # the total variation by which two reported distributions may differ by rounding
+_ROUNDING = 0.05  # the largest total variation between reported distributions that is attributed to rounding
 
 
 def _drawn(
@@ -43,7 +43,7 @@ def _drawn(
 
 
 def _judged(name: str, draws: Sequence[Draw], found: Evidence, p: float, finds: str, note: str = "") -> Finding:
-    """A finding about draws. Whether its p-value is a failure is decided over all findings."""
+    """Make a finding about draws. Whether it fails is decided later, over the p-values of all findings."""
     detail = f"{found.worst}: {found.example}" if found.p <= p else note
     verdict = Verdict.PASS if finds else Verdict.UNDECIDED
     figures = {"tokens": len(draws), "worst": found.worst if found.p <= p else None}
@@ -81,7 +81,7 @@ def _without(name: str) -> Finding:
 
 
 def _as_the_reference(context: Context) -> Finding:
-    """Without log-probabilities: the first tokens against those that the reference draws."""
+    """Compare the first tokens with those that the reference draws, for a server without log-probabilities."""
     if context.reference is None:
         return _without("first-tokens")
     count = max(1, context.samples // 8)
@@ -101,7 +101,7 @@ def _about_field(name: str) -> None:
     def run(context: Context) -> Finding:
         context.server.ask(
             "Hello", context.fields({name: FIELDS[name], "max_tokens": 1}), top=False
-        )  # or it is refused
+        )  # raises Refused if the server lacks the field
         if not context.server.top or (context.as_is and name.endswith("penalty")):
             return effect(context, name, FIELDS[name])
         return _field(context, name)
@@ -109,14 +109,14 @@ def _about_field(name: str) -> None:
 
 def _field(context: Context, name: str) -> Finding:
     given = {name: FIELDS[name]}
-    only = IGNORED if name == "repetition_penalty" else None  # how much it changes cannot be seen from outside
+    only = IGNORED if name == "repetition_penalty" else None  # it divides logits, which are not reported
     draws, found = _drawn(context, given, context.samples // 20, 12, 12, only)
     if context.as_is and (wrong := _unchanged(context, name)):
         return Finding(name, "", Verdict.FAIL, f"{len(draws):,} tokens", None, "", wrong)
     if context.as_is:
         size: float | None = 1.0
     elif name in ("top_k", "top_p", "min_p"):
-        # Ignored for a share s of the tokens, it stays unseen with probability (1 - s · outside) at each.
+        # If the field is ignored on a share s of the tokens, each token hides that with probability 1 - s · outside.
         mass = sum(draw.outside for draw in draws)
         size = 2.303 / mass if mass > 2.303 else None
     else:
@@ -125,7 +125,8 @@ def _field(context: Context, name: str) -> Finding:
 
 
 def _unchanged(context: Context, name: str) -> str:
-    """For a server that reports what it samples from: how its report differs from what the field should make of it."""
+    """Say how far reported probabilities are from what the field should make of them; empty if they agree. Call this
+    for a server that reports the distributions it samples from."""
     plain = context.firsts({"max_tokens": 1}, 8)
     tested = context.firsts({"max_tokens": 1, name: FIELDS[name]}, 8)
     apart = []

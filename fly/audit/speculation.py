@@ -1,4 +1,4 @@
-"""The counts that a server reports of its speculation, and its speed."""
+"""Checks what a server reports about its speculation, and measures its speed."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def speculation(context: Context) -> Finding:
 
 
 def reported_counts(replies: Sequence[Reply]) -> dict[str, int]:
-    """Drafted and accepted tokens (and drafts, if they are counted) by the answers themselves, under the names of vLLM,
-    OpenAI and llama.cpp; empty if the answers have none."""
+    """Add up the drafted and accepted tokens (and the drafts, if counted) that answers report, under vLLM's, OpenAI's
+    or llama.cpp's names; empty if they report none."""
     made: dict[str, int] = {}
 
     def add(name: str, count: Any) -> None:
@@ -74,7 +74,7 @@ def reported_counts(replies: Sequence[Reply]) -> dict[str, int]:
 
 
 def counters(server: Server) -> dict[str, int]:
-    """The same by the counters of ``/metrics``, under vLLM's names; empty if there are none."""
+    """Read the same counts from ``/metrics``, under vLLM's names; empty if there are none."""
     made: dict[str, int] = {}
     text = server.fetch("/metrics")
     if not isinstance(text, str):
@@ -85,7 +85,7 @@ def counters(server: Server) -> dict[str, int]:
                 if family.name.endswith(f"spec_decode_{ending}"):
                     total = sum(each.value for each in family.samples if each.name.endswith("_total"))
                     made[name] = int(total)
-    except ValueError:  # no text of Prometheus
+    except ValueError:  # the text is not in Prometheus' format
         return {}
     return made if {"drafted", "accepted"} <= made.keys() else {}
 

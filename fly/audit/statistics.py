@@ -14,12 +14,12 @@ __all__ = ["at_least", "holm", "same_source"]
 
 _PERMUTATIONS = 50_000
 _RARE = 5
-_PLENTY = 50  # after so many permutations with a larger statistic, no result can become significant
+_PLENTY = 50  # after this many permutations with a larger statistic, the result cannot become significant
 
 
 def holm(p_values: Mapping[str, float], alpha: float) -> set[str]:
-    """The claims that are refuted. With probability ``1 - alpha`` no true claim is among them, however the claims
-    depend on each other (Holm 1979)."""
+    """Return the claims that are refuted. With a probability of at least ``1 - alpha``, no true claim is among them,
+    however the claims depend on each other (Holm 1979)."""
     refuted: set[str] = set()
     for at, (name, p) in enumerate(sorted(p_values.items(), key=lambda each: each[1])):
         if p > alpha / (len(p_values) - at):
@@ -44,7 +44,7 @@ def at_least(hits: int, n: int, rate: float) -> float:
 
 
 class Compared(NamedTuple):
-    """The p-value of two samples, and the total variation that they would show with a probability of about 0.9."""
+    """The p-value of a comparison, and the total variation that it finds with a probability of about 0.9."""
 
     p: float
     finds: float

@@ -49,7 +49,7 @@ app.command("eval")(evaluate)
 app.command("train-head")(train_head_command)
 app.command("train-exit")(train_exit_command)
 _TO_OTHERS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-app.command(context_settings=_TO_OTHERS)(harness)  # all that comes after it is the harness's, --help too
+app.command(context_settings=_TO_OTHERS)(harness)  # every argument after its name goes to the harness, --help too
 app.command("report")(report_command)
 app.command()(replay)
 app.command()(audit)

@@ -167,14 +167,14 @@ class Conversation:
         finally:
             stream.close()
         console.print()
-        # Keep what there is of it.
+        # Keep the answer, or the part that came before it was stopped.
         kept = not stopped or bool(answer.text or answer.reasoning)
         if kept:
             message = {"role": "assistant", "content": answer.text}
             if answer.reasoning:
                 message["reasoning_content"] = answer.reasoning
             self.turns += [{"role": "user", "content": text}, message]
-        # Say how it ended.
+        # Say how the answer ended.
         ending = []
         if stopped:
             ending.append("stopped" if kept else "stopped before the answer began, so the question is not kept")
@@ -329,5 +329,5 @@ def _read(prompt: str) -> str:
         return line.rstrip("\n")
     with contextlib.suppress(ImportError):  # some systems have none
         import readline  # noqa: F401  (lets input() edit lines and remember them)
-    # input() has to know the width of the prompt: the colour codes, which have none, stand between \x01 and \x02.
+    # input() measures the prompt, so colour codes, which have no width, must stand between \x01 and \x02.
     return input(f"\x01\x1b[1;34m\x02{prompt}\x01\x1b[0m\x02" if console.is_terminal else prompt)

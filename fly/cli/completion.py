@@ -32,7 +32,7 @@ STYLES = {
 }
 
 
-# Options that are fields of ``SamplingParams``, which checks them. None is the checkpoint's value.
+# Options that are fields of ``SamplingParams``, which checks them. None means the checkpoint's value.
 _of_form = functools.partial(option, rich_help_panel="Form of the answer")
 _SAMPLING = {
     "max_tokens": option(int, "The most tokens of the answer. Default: the checkpoint's, or 256."),

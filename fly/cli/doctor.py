@@ -23,7 +23,7 @@ from fly.runtime.memory import free_memory
 
 __all__ = ["Finding", "doctor", "examine"]
 
-# What fly imports always, and what it imports only where it is installed, with what that is good for.
+# The packages that fly always imports, and those that it imports only if they are installed, with their use.
 _NEEDED = [
     "torch", "safetensors", "tokenizers", "pydantic", "llguidance", "gguf", "huggingface-hub", "fastapi", "uvicorn",
 ]  # fmt: skip
@@ -99,7 +99,7 @@ def _find_processor() -> Iterator[Finding]:
     if tiles := [name for name in flags if name.startswith("amx_")]:
         yield Finding("AMX", " ".join(tiles), "fly has no kernels for tiles")
     yield Finding("threads", f"{torch.get_num_threads()} of PyTorch")
-    # The sets of kernels, best first. FLY_KERNELS may name another one than the best.
+    # The kernels in use: the best set for this processor, or the one that FLY_KERNELS names.
     try:
         used = chosen()
         forced = os.environ.get("FLY_KERNELS", "").strip()
@@ -124,7 +124,7 @@ def _find_cuda() -> Iterator[Finding]:
     elif not torch.cuda.is_available():
         reason = f"torch is built for CUDA {built}, but there is no device, or no driver that this build accepts"
     if reason:
-        # What a device would be tried with. The kernels may still be refused there.
+        # Show which kernels would be tried on a device. A device may still refuse them.
         triton = find_spec("triton") is not None
         yield Finding("CUDA", "none", reason)
         attention = "our Triton kernels, FlashAttention for prompts" if triton else "FlashAttention, without Triton"
@@ -141,7 +141,7 @@ def _find_cuda() -> Iterator[Finding]:
 def _find_kernels(device: torch.device) -> Iterator[Finding]:
     """What runs a bfloat16 model with heads of 128 numbers on a device; each kernel is tried there."""
     from fly.backends.cuda.attention import find_flash  # they take seconds to import
-    from fly.backends.cuda.ops import refuse_attention, refuse_layers
+    from fly.backends.cuda.ops import refuse_attention, refuse_layers, refuse_steps
 
     of = device, torch.bfloat16, 128
     refused, options = refuse_attention(*of, block_size_for(device)), find_flash(*of)
@@ -151,6 +151,7 @@ def _find_kernels(device: torch.device) -> Iterator[Finding]:
     if refused and options is None:
         yield Finding(f"{device} attention", "PyTorch's, over copies of pages")
     yield Finding(f"{device} layers", "fused by our Triton kernels", refuse_layers(device, torch.bfloat16) or "")
+    yield Finding(f"{device} steps of a round", "fused by our Triton kernels", refuse_steps(device) or "")
 
 
 def _find_memory() -> Iterator[Finding]:

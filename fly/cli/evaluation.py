@@ -213,7 +213,7 @@ def run_plan(plan: Plan, folder: Path, ranks: Any = None, grid: Any = None) -> R
     if todo:
         if ranks is not None:
             memory_of(ranks)
-        if leads and plan.model not in BUNDLED and not console.is_terminal:  # which may take a minute
+        if leads and plan.model not in BUNDLED and not console.is_terminal:  # loading may take a minute
             tell(f"loading {plan.model}")
         done = len(records.completions)
         with progress(done + len(todo), "decoding", done) as step:

@@ -145,11 +145,11 @@ Split = Annotated[str, typer.Option(help="heldout (in domain), middle or ood (ou
 Turns = Annotated[int, typer.Option(min=1, help="How often everything is measured, in turns.")]
 Json = Annotated[Path | None, output("--json", help="Write all figures to this file.")]
 
-# Groups for ``takes``. How a model runs:
+# Groups for ``takes``. Options of how a model runs:
 RUNNING = {"dtype": (Dtype, "auto"), "device": (Device, "auto"), "kernels": (Kernels, "auto")}
 MODEL = {"model": (Model, "fly-target")}
 LOADING = {**MODEL, **RUNNING}
-# how it decodes, with a configuration file or without;
+# Options of how it decodes, with or without a configuration file:
 SETUP = {
     "draft": (DraftOption, None),
     "policy": (Policy, "exact"),
@@ -161,12 +161,12 @@ SETUP = {
     "exits": (Exits, None),
     "config": (ConfigFile, None),
 }
-# and how long ranks wait for one another.
+# Options of how long ranks wait for one another:
 RANKS = {
     "heartbeat_timeout": (HeartbeatTimeout, HEARTBEAT_TIMEOUT),
     "collective_timeout": (CollectiveTimeout, COLLECTIVE_TIMEOUT),
 }
-# where work is spread over a Ray cluster.
+# Options of work that is spread over a Ray cluster:
 GRID = {
     "ray": option(str, "Spread the work over this Ray cluster; 'auto' is the one at hand.", "--ray", metavar="ADDRESS"),
     "actors": option(int, "Actors on it that hold the model. Default: one a node, or one a GPU.", min=1),

@@ -87,7 +87,7 @@ def _kinds(checkpoint: Checkpoint) -> str:
     """The kinds in which the tensors are stored, and their bytes."""
     try:
         tensors = checkpoint.tensors.values()
-    except CheckpointError as error:  # on the hub, and its weights were not downloaded
+    except CheckpointError as error:  # the checkpoint is on the hub, and its weights were not downloaded
         return f"– ({error})" if checkpoint.path.suffix == ".gguf" else "– (the weights are not here)"
     kinds = dict.fromkeys(stored.kind for stored in sorted(tensors, key=lambda stored: -stored.nbytes))
     return f"{', '.join(kinds)}; {sum(stored.nbytes for stored in tensors) / 1e9:.2f} GB"

@@ -79,7 +79,7 @@ def serve(context: typer.Context, config: Path | None, ray: bool, **_: Any) -> N
     _die_at_once()
     given = {name: value for name, value in options_of(context, Settings.model_fields).items() if value is not None}
     if "api_keys_file" in given:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # while the model is loaded: the file is read after that
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the model is loaded; the file is read after that anyway
     given["api_keys"] = _keys(given.get("api_keys"), given.get("api_keys_file"))
 
     def report(message: str) -> None:
@@ -89,7 +89,7 @@ def serve(context: typer.Context, config: Path | None, ray: bool, **_: Any) -> N
             time.sleep(0.5)
 
     with ranks_of(context, config, report) as ranks:
-        if ranks is not None:  # torchrun kills its processes 30 seconds after it has asked them to end
+        if ranks is not None:  # torchrun kills its processes 30 seconds after it asked them to end
             given["drain_timeout"] = min(given["drain_timeout"], 22.0)
         settings, setup = Settings(**given), setup_of(context, config)
         if ray:
@@ -159,10 +159,10 @@ def _die_at_once() -> None:
     """Write no core file if the process dies: its connections would stay open until the file is written. To get one,
     run ``prlimit --core=unlimited --pid`` while the server runs."""
     with suppress(ImportError, ValueError, OSError):
-        import resource  # of Unix alone
+        import resource  # exists only on Unix
 
         hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
-        # With a limit of 1 byte there is no file. With 0, Linux would still hand the memory to a program that wants it.
+        # A limit of 1 byte prevents the file. With a limit of 0, Linux may still pipe the memory to another program.
         resource.setrlimit(resource.RLIMIT_CORE, (0 if hard == 0 else 1, hard))
 
 

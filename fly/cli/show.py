@@ -149,7 +149,7 @@ class _Lines:
     def __call__(self, text: str = "", n: int = 1) -> None:
         self.done, now = self.done + n, time.monotonic()
         if (spent := now - self.start) < 1:
-            self.before = self.done  # these were done before, or took no time
+            self.before = self.done  # not counted in the speed: done before, or done in no time
         if now < self.due:
             return
         self.due = now + 60

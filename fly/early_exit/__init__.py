@@ -1,5 +1,5 @@
-"""Early exit (SpecEE, arXiv 2504.08850): predictors of whether more layers would change the target's choice, and the
-executor that skips layers where they would not. ``fly.train`` trains the predictors."""
+"""Early exit (SpecEE, arXiv 2504.08850). Predictors estimate whether more layers would change the target's choice, and
+an executor skips the layers where they would not. ``fly.train`` trains the predictors."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ __all__ = ["EarlyExit", "ExitConfig", "Exits", "exit_early", "load_exits", "save
 
 
 def exit_early(executor: Executor, exits: str | Path) -> EarlyExit:
-    """Make a loaded target exit early, by the predictors in the directory ``exits`` (``fly train-exit`` writes them).
+    """Make a loaded target exit early by the predictors in the directory ``exits``, which ``fly train-exit`` writes.
 
-    Raises ``ValueError`` if they cannot be read, or are for another target or other kernels.
+    Raises ``ValueError`` if the predictors cannot be read, or do not fit the target or its kernels.
     """
     return EarlyExit(executor, load_exits(exits))

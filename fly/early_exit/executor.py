@@ -1,12 +1,12 @@
 """A target that skips its last layers where they would not change its choice (SpecEE, arXiv 2504.08850), on PyTorch.
 
-Each row of a batch leaves by itself, with all its new tokens at once. Its logits are computed from the hidden states at
-the exit, and so are the keys and values of the layers that it skips, which later tokens attend over (as in CALM, arXiv
-2207.07061, section 3.4).
+Each row of a batch exits on its own, with all its new tokens at once. The hidden states at the exit give its logits.
+They also give the keys and values of the layers that the row skips, because later tokens attend over these (as in CALM,
+arXiv 2207.07061, section 3.4).
 
-Shape legend: T packed tokens, N tokens of the rows that may still leave, J tokens of one row, U ids of the frequent
-tokens that a look covers, X = U + 1 with the drafted token, E candidates per token, D drafted tokens outside the U, C
-hidden width, V vocabulary, F hidden states side by side.
+Shape legend: T packed tokens, N tokens of the rows that may still exit, J tokens of one row, U frequent tokens among
+which a predictor looks for candidates, X = U + 1 with the drafted token, E candidates per token, D drafted tokens that
+are not among the U, C hidden width, V vocabulary, F hidden states side by side.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ __all__ = ["EarlyExit"]
 
 
 class EarlyExit(Wrapped):
-    """A Llama on PyTorch's kernels that leaves early by ``exits``.
+    """A Llama on PyTorch's kernels that exits early by the predictors ``exits``.
 
-    A row may leave if logits are wanted after all its new tokens, so a prompt goes through all layers. The candidates
-    after a token are the likeliest of some frequent tokens and of the token drafted there. A row leaves if two things
-    hold for each of its tokens: the predictor finds its choice settled, and the likeliest token of the whole
-    vocabulary is a candidate. In a chain only the tokens up to the first mismatch with the draft count; in a tree, all.
+    Only a row whose new tokens all need logits may exit, so a prompt goes through all layers. The candidates after a
+    token are the likeliest among some frequent tokens and the token that was drafted there. A row exits if two things
+    hold for each of its tokens: the predictor estimates that the choice is settled, and the likeliest token of the
+    whole vocabulary is a candidate. In a chain, only the tokens up to the first mismatch with the draft must pass this
+    test; in a tree, all tokens must.
 
-    Raises ``ValueError`` for another model, other kernels, or exits for a target of other sizes.
+    Raises ``ValueError`` for another model, other kernels, or predictors for a target of other sizes.
     """
 
     leaves_early = True
@@ -61,7 +62,7 @@ class EarlyExit(Wrapped):
         tokens_T = torch.tensor(batch.tokens, device=self.device)
         positions_T = torch.tensor(batch.positions, device=self.device)
         hidden_TC = self.model(tokens_T, positions_T, batch.kv, through=forward)
-        # Rows that left have their logits. Compute the others' from the last layer.
+        # The rows that exited have logits already. Compute those of the other rows from the last layer.
         wanted = range(len(batch.tokens)) if places is None else places
         late = [t for t in wanted if t not in forward.logits]
         logits = dict(zip(late, self.model.logits(hidden_TC[late]))) if late else {}
@@ -74,15 +75,15 @@ class EarlyExit(Wrapped):
 
 
 class _Row(NamedTuple):
-    number: int  # in the batch
-    tokens: range  # numbers of its tokens among all packed ones
+    number: int  # its index in the batch
+    tokens: range  # the indices of its tokens among all packed tokens
     may_leave: bool
     chain: bool
 
 
 class _Forward:
-    """One forward, a ``fly.models.llama.LayerLoop``. Its results are the ``logits`` of each token that left, the number
-    of ``layers`` that each row went through, and the hidden ``states`` that are wanted."""
+    """Runs the layers of one forward, as a ``fly.models.llama.LayerLoop``. Its results are the ``logits`` of each token
+    that exited, the number of ``layers`` that each row went through, and the requested hidden ``states``."""
 
     def __init__(
         self, owner: EarlyExit, batch: Batch, places: abc.Sequence[int] | None, states: abc.Sequence[int]
@@ -92,7 +93,7 @@ class _Forward:
         self.states = dict.fromkeys(states, torch.empty(0))
         self.logits: dict[int, Tensor] = {}
         self.layers = [owner.config.num_hidden_layers] * len(batch.kv.counts)
-        self.rows: list[_Row] = []  # the rows that have not left
+        self.rows: list[_Row] = []  # the rows that have not exited
         begin = 0
         for number, count in enumerate(batch.kv.counts):
             tokens = range(begin, begin := begin + count)
@@ -106,15 +107,15 @@ class _Forward:
         looks = {passed: look for look, passed in enumerate(self.exits.config.layers)}
         last_TC = torch.empty_like(x_TC)  # each token's hidden state at its exit, or after the last layer
         self.states = {number: torch.empty_like(x_TC) for number in self.states}
-        # The tokens that have not left: their part of the batch, and their packed numbers. ``x_TC`` and ``rotary``
-        # shrink with them.
+        # Keep track of the tokens that have not exited: their part of the batch, and their indices among all packed
+        # tokens. ``x_TC`` and ``rotary`` shrink with them.
         going, at_T = self.kv, torch.arange(len(x_TC), device=x_TC.device)
         for passed, layer in enumerate(layers):
             if passed in self.states:
                 self.states[passed][at_T] = x_TC
             look = looks.get(passed)
             if look is not None and (left := self._look(look, norm, x_TC, at_T)):
-                # Fill the cache of the layers that are skipped with keys and values of the hidden states at the exit.
+                # Fill the cache of the skipped layers with keys and values computed from the hidden states at the exit.
                 leaves_T = _belongs(at_T, left)
                 out_TC, turned = x_TC[leaves_T], [(cos[leaves_T], sin[leaves_T]) for cos, sin in rotary]
                 leaving = going.rows([b for b, row in enumerate(self.rows) if row in left])
@@ -122,14 +123,14 @@ class _Forward:
                     attention = later.self_attn
                     keys = attention.keys_and_values(later.input_layernorm(out_TC), *turned[later.rope])
                     leaving.store(attention.layer, *keys)
-                # The hidden states at the exit replace those after the skipped layers.
+                # Where hidden states after skipped layers are requested, give the hidden states at the exit.
                 for number, states_TC in self.states.items():
                     if number > passed:
                         states_TC[at_T[leaves_T]] = out_TC
                 last_TC[at_T[leaves_T]] = out_TC
                 for row in left:
                     self.layers[row.number] = passed
-                # Go on with the rows that stay.
+                # Go on with the other rows.
                 going = going.rows([b for b, row in enumerate(self.rows) if row not in left])
                 self.rows = [row for row in self.rows if row not in left]
                 if not self.rows:
@@ -143,7 +144,7 @@ class _Forward:
         return norm(last_TC)
 
     def _look(self, look: int, norm: Norm, x_TC: Tensor, at_T: Tensor) -> list[_Row]:
-        """Return the rows that leave at this look, after noting their logits."""
+        """Store the logits of the rows that exit at this look, and return these rows."""
         asked = [row for row in self.rows if row.may_leave]
         if not asked:
             return []
@@ -160,11 +161,11 @@ class _Forward:
         for row in asked:
             count = len(row.tokens)
             self.earlier[row.number] = logits_NX[n : n + count]
-            # In a chain, tokens after the first mismatch with the draft are dropped anyway.
+            # In a chain, tokens after the first mismatch with the draft do not count, since they are rejected anyway.
             following = self.tokens[row.tokens[1] : row.tokens.stop] if row.chain and count > 1 else []
             differs = (j for j, (token, likeliest) in enumerate(zip(following, best[n:])) if token != likeliest)
             matter = next(differs, count - 1) + 1
-            # If all are settled, compute the whole vocabulary. Its likeliest tokens must be candidates.
+            # If all choices are settled, compute all logits. The likeliest tokens must be candidates.
             if all(settled[n : n + matter]):
                 logits_JV = self.model.logits(hidden_NC[n : n + count])
                 likeliest_J1 = logits_JV[:matter].argmax(-1, keepdim=True)
@@ -175,8 +176,8 @@ class _Forward:
         return left
 
     def _look_through(self, hidden_NC: Tensor, rows: list[_Row]) -> tuple[Tensor, Tensor]:
-        """Return ids and logits [N, X] of the tokens looked through. The last column is the token drafted there; its
-        logit is -inf if there is none, or if it is among the others."""
+        """Return ids and logits [N, X] of the tokens that may be candidates. The last column is the drafted token. Its
+        logit is -inf if no token was drafted there, or if it is one of the other columns too."""
         ids_U = self.exits.ids_U
         logits_NX = F.pad((hidden_NC @ self.weight_UC.T).float(), (0, 1), value=-torch.inf)
         ids_NX = F.pad(ids_U.expand(len(hidden_NC), -1), (0, 1))
@@ -194,5 +195,5 @@ class _Forward:
 
 
 def _belongs(at_T: Tensor, rows: abc.Sequence[_Row]) -> Tensor:
-    """Return which of the tokens numbered ``at_T`` belong to ``rows``, bool [T]."""
+    """Return which of the tokens with the indices ``at_T`` belong to ``rows``, bool [T]."""
     return torch.isin(at_T, torch.tensor([t for row in rows for t in row.tokens], device=at_T.device))

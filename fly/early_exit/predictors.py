@@ -1,9 +1,9 @@
-"""Predictors of an early exit (SpecEE, arXiv 2504.08850): small networks after some of a target's layers. Each looks at
-a few candidates for the next token, and predicts whether more layers would change the target's choice. Knows nothing of
-caches or forwards.
+"""Predictors of an early exit (SpecEE, arXiv 2504.08850). They are small networks after some of a target's layers. Each
+looks at a few candidates for the next token, and predicts whether more layers would change the target's choice. Knows
+nothing of caches or forwards.
 
-Shape legend: N positions, E candidates per position, F features per position (3·E), U tokens looked through for
-candidates, L looks.
+Shape legend: N positions, E candidates per position, F features per position (3·E), U tokens that may be candidates, L
+looks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ARCHITECTURE = "EarlyExits"
 
 
 class ExitConfig(BaseModel):
-    """Sizes of the target, the layers after which predictors look, and how sure they must be."""
+    """The sizes of the target, the layers after which predictors look, and how sure the predictors must be."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -56,7 +56,7 @@ class ExitConfig(BaseModel):
 
 
 class Exits(nn.Module):
-    """A network of two layers for each look. ``ids_U``: the tokens looked through for candidates."""
+    """A network of two layers for each look. ``ids_U`` are the tokens that may be candidates."""
 
     ids_U: Tensor
     mean_LF: Tensor
@@ -70,20 +70,21 @@ class Exits(nn.Module):
             for _ in config.layers
         )
         self.register_buffer("ids_U", torch.arange(config.looked_through))
-        # Mean and scale of the features in training, so that logits and probabilities start with equal weight.
+        # Normalise features by their mean and scale in training, so that logits and probabilities start with equal
+        # weight.
         self.register_buffer("mean_LF", torch.zeros(len(config.layers), features))
         self.register_buffer("scale_LF", torch.ones(len(config.layers), features))
 
     @staticmethod
     def features(logits_NE: Tensor, earlier_NE: Tensor | None) -> Tensor:
-        """Features [N, F] of a look: the candidates' logits, likeliest first; their softmax; and how that changed since
-        the last look, whose logits are ``earlier_NE`` (None at the first look)."""
+        """Return the features [N, F] of a look: the candidates' logits, likeliest first; their softmax; and the change
+        of the softmax since the last look. ``earlier_NE`` are the logits at that look (None at the first look)."""
         probs_NE = logits_NE.softmax(-1)
         before_NE = probs_NE if earlier_NE is None else earlier_NE.softmax(-1)
         return torch.cat([logits_NE, probs_NE, probs_NE - before_NE], -1)
 
     def chance(self, look: int, features_NF: Tensor) -> Tensor:
-        """Probability [N] that the target's choice is settled."""
+        """Return the probability [N] that the target's choice is settled."""
         scaled_NF = (features_NF - self.mean_LF[look]) / self.scale_LF[look]
         found_N1: Tensor = self.looks[look](scaled_NF)
         return found_N1.squeeze(-1).sigmoid()

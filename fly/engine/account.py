@@ -23,20 +23,20 @@ OnToken = Callable[[Sequence, int], bool]  # called with each emitted token in o
 def apply(
     row: Sequence, decisions: abc.Sequence[Decision], most: int, stopped: OnToken | None = None, prompt: bool = False
 ) -> list[Token]:
-    """Extend the row by the kept tokens of its blocks, up to exactly where it ends, and count them.
+    """Extend the row by the tokens that its decided blocks emit, exactly up to where the row ends, and count them.
 
     Args:
         decisions: one for each block, in order; tokens after the row's end are dropped.
         most: the number of tokens that the row may still emit.
         stopped: see ``OnToken``.
-        prompt: the blocks come from the forward that ended the prompt, which does not count as a round.
+        prompt: whether the block comes from the forward that ended the prompt, which does not count as a round.
 
     Returns the emitted tokens. A row that ends gets its ``finish_reason``.
     """
     stats, first = row.stats, len(row.provenance)
     if stopped is None and len(decisions) > 1 and not any(decision.drafted for decision in decisions[:-1]):
-        # Rounds without a draft emit one token each. Only the last round of a call ends a row, so the others' tokens
-        # are appended at once.
+        # Rounds without a draft emit one token each. Only the last round of a call can end a row, so the tokens of the
+        # others are appended together.
         _append_bonuses(row, decisions[:-1])
         most, decisions = most - len(decisions) + 1, decisions[-1:]
     for drafted, path, next_token, bonus, choices, mismatches in decisions:
@@ -84,7 +84,7 @@ def _record_mismatches(
 ) -> None:
     """Mark relaxed tokens of the ``block`` with the clauses that excused them, and count what each clause did.
 
-    If the row ended within the path (not ``whole``), mismatches after its end were never emitted and do not count.
+    If the row ended within the path (not ``whole``), mismatches after its end were not emitted and do not count.
     """
     stats, relaxation = row.stats, row.policy.relaxation
     number = {node: at for at, node in enumerate(kept)}
@@ -126,15 +126,15 @@ def _extend(row: Sequence, ids: list[int], most: int, stopped: OnToken | None) -
 
 
 def logprobs(log_JV: Tensor, ids: abc.Sequence[int], most: int) -> list[dict[int, float]]:
-    """Return, for each position, the log-probabilities of its token in ``ids`` and of the ``most`` likeliest tokens,
-    likeliest first."""
+    """Return for each position the log-probabilities of the ``most`` likeliest tokens, likeliest first, and of its
+    token in ``ids``."""
     own_J1 = log_JV.gather(1, torch.tensor(ids, device=log_JV.device)[:, None])
     return [_entry(token, *values, most) for token, values in zip(ids, _read(log_JV, own_J1, most))]
 
 
 def _read(log_NV: Tensor, own_NX: Tensor, most: int) -> list[tuple[list[float], list[float]]]:
-    """Return two lists for each position: the values ``own_NX``, and the ids of the ``most`` likeliest tokens followed
-    by their log-probabilities. Copies to the host once."""
+    """Return two lists for each position: its values in ``own_NX``; and the ids of the ``most`` likeliest tokens,
+    followed by their log-probabilities. Copies to the host once."""
     top = log_NV.topk(min(most, log_NV.shape[-1]), dim=-1)
     own = own_NX.shape[1]
     values = torch.cat([column.double() for column in (own_NX, top.indices, top.values)], 1).tolist()
@@ -156,7 +156,7 @@ def explain_tokens(
     before: abc.Sequence[int],
     put: Callable[[list[int]], Tensor],
 ) -> None:
-    """Record the log-probabilities and explanations that rows asked for, for the tokens just emitted.
+    """Record log-probabilities and explanations of the tokens just emitted, for the rows that ask for them.
 
     Args:
         raw_BJV: the logits, as the target gave them.

@@ -1,4 +1,4 @@
-"""How a loaded model's memory is divided: how many tokens the caches hold, and how many rows a step may have."""
+"""Divides memory after a model is loaded: how many tokens the caches hold, and how many rows a step may have."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Ranks(Protocol):
 
 
 def find_room(executor: Executor, work: Workload, share: float | None, ranks: Ranks | None) -> tuple[Room | None, int]:
-    """Return what the caches may take of a CUDA device (None: it is none), and how many rows a step may have."""
+    """Return the memory that caches may take on a CUDA device (None on other devices), and how many rows a step may
+    have."""
     if executor.device.type != "cuda":
         if share is not None:
             raise ValueError(f"memory_share {share} is of a CUDA device, not of {executor.device}; give cache_share")
@@ -50,8 +51,8 @@ def make_caches(
     room: Room | None,
     ranks: Ranks | None,
 ) -> None:
-    """Make the caches of the target and of the draft's models, for ``tokens`` tokens each, or as many as memory
-    holds."""
+    """Make the caches of the target and of the draft's models. Each holds ``tokens`` tokens; None: as many as fit in
+    memory."""
     executor, each = target.executor, target.bytes_per_token + setup.bytes_per_token
     if tokens is None:
         tokens = cache_size(executor, each, block_size, max_bytes, share, room)

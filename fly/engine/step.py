@@ -2,8 +2,8 @@
 
 The scheduler calls ``Engine.step`` again and again, always on one thread. If the executor can, a step takes several
 rounds in one call (``_take_several``); otherwise it takes one round here (``_take_round``). An error anywhere leaves
-rows and caches as they were before the round. Another thread ends a call of several rounds early by ``hurry``: no
-further round begins.
+rows and caches as they were before the round. Another thread can end a call of several rounds early with ``hurry``: no
+further round then begins.
 
 Prefill, plain decoding and verification are the same step: a row feeds the tokens that are not cached yet, then its
 draft. Prefill is an empty draft over many new tokens, autoregression an empty draft over one
@@ -64,8 +64,8 @@ class Engine:
     ) -> list[list[Token]]:
         """Take every row through one round, which emits between 1 and K+1 tokens per row. Return the tokens of each.
 
-        If the executor can take several rounds in one call, rows go through several, until ``stretch`` is over or one
-        of them ends. The tokens are the same. Calls made to a policy or to ``stopped`` before an error are not undone.
+        If the executor can take several rounds in one call, rows go through several, until ``stretch`` seconds are over
+        or a row ends. The tokens are the same. Calls made to a policy or to ``stopped`` before an error are not undone.
 
         Args:
             stopped: gets every emitted token in order, and may end the row there (stop strings).
@@ -77,9 +77,9 @@ class Engine:
         Rows that end get their ``finish_reason`` and keep their cache until ``release``.
 
         Raises:
-            OutOfBlocks: the cache cannot hold this round. Rows and caches are as they were before the round; the same
-                holds after any error of a strategy or a policy.
-            ValueError: a strategy proposed something that is not a draft, or a row's outcome depends on a NaN of the
+            OutOfBlocks: the cache cannot hold this round. After this and after any error of a strategy or a policy,
+                rows and caches are as they were before the round.
+            ValueError: a strategy proposed something that is not a draft, or a row's outcome depends on a NaN from the
                 target, the strategy or a policy.
         """
         runner, strategy = self.runner, self.strategy
@@ -92,7 +92,7 @@ class Engine:
             if prefill or any(prompts) or not self._take_several(rows, stopped, seconds):
                 self._take_round(rows, stopped, prefill, prompts)
         finally:
-            # Commit: the emitted tokens are the truth. All caches roll back to them, also after an error.
+            # Commit: roll all caches back to the emitted tokens, also after an error.
             runner.commit([*rows, *(row for row, _ in prefill)])
             if strategy is not None and rows:
                 strategy.commit(rows)
@@ -106,7 +106,7 @@ class Engine:
         prompts: list[bool],
     ) -> None:
         """Propose, verify, decide and emit, once for each row."""
-        # Propose: a cheap draft guesses up to K tokens for each row.
+        # Propose: the strategy drafts up to K tokens for each row.
         draft = self._propose(rows, prompts)
         # Verify: one forward of the target over the last tokens and the drafts scores K + 1 places of each row.
         target, raw_BJV = self.runner.score(rows, draft, prefill, _score_prompt)
@@ -117,7 +117,7 @@ class Engine:
                 row.matcher.check(decision.path[-1] + 1 if len(decision.path) else 0)
         if self.strategy is not None and rows:
             self.strategy.observe(rows, draft, target)
-        # Emit: the rows grow by these tokens, up to where they end. The first new token of each is number ``before``.
+        # Emit: each row grows by its tokens, up to where it ends. Its first new token is number ``before[b]``.
         before = [len(row.provenance) for row in rows]
         for row, decision, prompt in zip(rows, decisions, prompts):
             apply(row, [decision], self.left(row), stopped, prompt)
@@ -128,8 +128,8 @@ class Engine:
 
     def _propose(self, rows: abc.Sequence[Sequence], prompts: list[bool]) -> Draft:
         """Ask the strategy for each row's draft, and check it."""
-        # A forward over a prompt gets no draft, so that its first token comes soon. A round emits one token beyond its
-        # draft, so at most one token fewer is drafted for a row than it may still emit.
+        # A forward over a prompt has no draft, so that the first token comes soon. A round emits one token beyond its
+        # draft, so the draft has at most one token fewer than the row may still emit.
         max_len = [0 if prompt else min(row.k, self.left(row) - 1) for row, prompt in zip(rows, prompts)]
         if self.strategy is None or not any(max_len):
             return Draft.empty(len(rows), self.runner.executor.device)
@@ -150,7 +150,7 @@ class Engine:
             return False
         left = [self.left(row) for row in rows]
         # Plan: describe the rows by plain values, and reserve room in the caches. Run: the executor proposes, verifies
-        # and decides, again and again, until a limit of the plan is reached or a block needs its rule in Python.
+        # and decides, again and again, until it reaches a limit of the plan or a block whose rule runs only in Python.
         plan = runner.plan(rows, left, drafting, min(self.stretch, seconds), self._hurry)
         if plan is None or (ran := runner.executor.rounds(plan)) is None:
             return False
@@ -161,7 +161,7 @@ class Engine:
         report = None if drafting is None else drafting.report
         if report is not None:
             report(ran.spent)
-        # A block that needs its rule in Python came back open, drafted and scored. Decide it as in a single round.
+        # A block whose rule runs only in Python came back open: drafted and scored. Decide it as in a single round.
         if ran.open is not None:
             begin = time.perf_counter()
             self._decide_open(rows, ran.open, stopped)
@@ -170,7 +170,7 @@ class Engine:
         return True
 
     def _decide_open(self, rows: abc.Sequence[Sequence], blocks: OpenBlocks, stopped: OnToken | None) -> None:
-        """Decide the blocks that the executor left open, unless their rows have ended since."""
+        """Decide the blocks that the executor left open, except those of rows that have ended since."""
         going = [i for i, b in enumerate(blocks.rows) if not rows[b].finish_reason]
         if not going:
             return
@@ -185,8 +185,8 @@ class Engine:
         return min(row.params.max_tokens - row.generated, self.context - len(row.tokens))
 
     def hurry(self, now: bool) -> None:
-        """Let every step, also the running one, end after one round, because another thread waits; ``now`` False ends
-        that. May be called from any thread."""
+        """End the running step after its present round, and every later step after one round, because another thread
+        waits. With ``now`` False, steps are no longer cut short. May be called from any thread."""
         self._hurry[0] = now
 
     def enter_thread(self) -> None:

@@ -69,7 +69,7 @@ class _Pieces:
                     self._give(found or [("text", "")] if self._held else found)
 
     def _give(self, found: list[tuple[Kind, str]]) -> None:
-        """Make final text ready to be read. Its first piece takes the tokens that were held back."""
+        """Make final text ready to be read. Its first piece gets the tokens that were held back."""
         for kind, text in found:
             self._ready.append(Piece(text, self._held, kind))
             self._held = ()

@@ -1,4 +1,4 @@
-"""A warm-up: what a device captures or compiles for the first requests of a kind, it does before there are any."""
+"""A warm-up: the device captures and compiles what requests need before the first request comes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fly.types import SamplingParams
 
 __all__ = ["warm_up"]
 
-_PROMPT, _TIMES = 40, 4  # tokens of a prompt, and how often it is decoded at most
+_PROMPT, _TIMES = 40, 4  # tokens of a prompt; decode it at most this many times
 
 
 def warm_up(
@@ -22,8 +22,9 @@ def warm_up(
     generate: Callable[[list[list[int]], list[SamplingParams]], object],
     advance: Callable[[str], None],
 ) -> None:
-    """Decode 1 to 32 alike requests (``WARM_ROWS``) at a time, at temperature 0 and as ``default`` samples (or else at
-    temperature 1), by ``generate``, until nothing new is captured. ``advance`` is called after each kind.
+    """Decode batches of 1 to 32 similar requests (``WARM_ROWS``) with ``generate``, until nothing new is captured. Each
+    batch is decoded at temperature 0 and with the sampling of ``default`` (at temperature 1 if that is greedy).
+    ``advance`` is called after each kind of batch.
     """
     executors = [engine.runner.executor, *(each.executor for each in engine.setup.drafters if each.executor)]
     if executors[0].device.type != "cuda":
@@ -31,12 +32,12 @@ def warm_up(
     context, vocab_size = executors[0].config.max_position_embeddings, executors[0].config.vocab_size
     sampled = default if default.temperature else SamplingParams(temperature=1.0)
     prompt_length = min(_PROMPT, context // 2)
-    # The largest first: what they take is used again by the others.
+    # The largest batch comes first, so that smaller ones use its memory again.
     counts = [count for count in reversed(WARM_ROWS) if count <= max_rows]
     kinds = list(itertools.product(counts, (SamplingParams(temperature=0.0), sampled)))
     for number, (count, params) in enumerate(kinds):
-        # Rows are alike in all but the salt, which keeps them from sharing pages: they grow and end together. With one
-        # token left there is nothing to draft, which is another shape.
+        # Rows differ only in the salt, which keeps them from sharing pages, so they grow and end together. A row with
+        # one token left has no draft, which is another shape to capture.
         prompt, before = [(7 * number + 3 * place) % vocab_size for place in range(prompt_length)], -1
         for _ in range(_TIMES):
             if before == (before := sum(executor.prepared for executor in executors)):

@@ -1,4 +1,4 @@
-"""Chat templates (Jinja), and how an answer is split into thinking and text. No tokens here."""
+"""Chat templates (Jinja), and the splitting of answers into thinking and text. Knows nothing of tokens."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["ChatPrompt", "ChatTemplate", "Kind", "Splitter", "Tags", "Thinking",
 
 Kind = Literal["text", "reasoning"]
 _SPEAKERS = ("system", "developer", "user")  # roles whose messages must have a content
-# Names under which callers and templates give the thinking of a message.
+# The keys under which callers and templates store a message's thinking.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-_BLANKS = 64  # the most whitespace characters before the tag that opens the thinking
+_BLANKS = 64  # the most whitespace characters that may precede the opening tag
 
 
 class Tags(NamedTuple):
@@ -36,13 +36,14 @@ class Tags(NamedTuple):
     close: str
 
 
-# Model families use different tags. A template that mentions one of them belongs to a model that thinks.
+# Model families use different tags. If a template mentions one of them, its model thinks.
 TAGS = (Tags("<think>", "</think>"), Tags("[THINK]", "[/THINK]"))
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """How an answer may begin with thinking. ``begun``: the prompt already ends with the opening tag."""
+    """The tags of a model that may begin an answer with thinking. ``begun`` means that the prompt ends with the opening
+    tag."""
 
     tags: Tags
     begun: bool = False
@@ -52,8 +53,8 @@ class ChatPrompt(list[int]):
     """Token ids of a conversation.
 
     Attributes:
-        thinking: how the answer may begin with thinking; None if the model does not think. The thinking comes before
-            a form (structured output).
+        thinking: the tags with which the answer may begin; None if the model does not think. Thinking comes before
+            structured output.
         shown: special tokens that stay in the text of the answer, such as the tags around tool calls.
     """
 
@@ -63,25 +64,25 @@ class ChatPrompt(list[int]):
 
 
 class Splitter:
-    """Splits a streamed answer into thinking and text. Pieces may have any size.
+    """Splits a streamed answer into thinking and text. The answer may arrive in pieces of any size.
 
-    The thinking stands between the tags, if the answer begins with the opening tag or the prompt ends with it. Newlines
-    around it belong to neither part. An answer that ends before the closing tag is all thinking. No part of a tag is
-    ever given out. If ``thinking`` is None, everything is text.
+    There is thinking if the answer begins with the opening tag, or the prompt ends with it. It ends at the closing tag.
+    Newlines around it belong to neither part. An answer that ends before the closing tag is all thinking. No part of a
+    tag is ever returned. If ``thinking`` is None, everything is text.
     """
 
     def __init__(self, thinking: Thinking | None) -> None:
         self._thinking = thinking
-        self._held = ""  # received, but not given out: it may be the beginning of a tag
-        self._newlines = 0  # newlines held back before ``_held``, which are dropped if no more thinking follows
+        self._held = ""  # received, but not returned, because it may be the beginning of a tag
+        self._newlines = 0  # newlines held back before ``_held``; they are dropped if no more thinking follows
         # "start": thinking may begin; "think": inside it; "answer": after it, before any text; "text": in the text
         self._state = "text" if thinking is None else "think" if thinking.begun else "start"
-        self._fresh = True  # no thinking has been given out yet
+        self._fresh = True  # no thinking has been returned yet
         self._pushed = 0
         self.tokens = 0  # tokens received up to the closing tag, tags included
 
     def push(self, text: str, tokens: int = 1) -> list[tuple[Kind, str]]:
-        """Take in ``text`` (of ``tokens`` tokens). Return the thinking and text that are now final, in order, without
+        """Add ``text``, which has ``tokens`` tokens. Return the thinking and text that are now final, in order, without
         empty pieces."""
         self._pushed += tokens
         self._held += text
@@ -91,7 +92,7 @@ class Splitter:
         return found
 
     def finish(self, rest: str = "") -> list[tuple[Kind, str]]:
-        """Take in the last piece. Return everything that is left, including what was held back."""
+        """Add the last piece. Return everything that is left, including text that was held back."""
         found = self.push(rest, 0)
         kind: Kind = "reasoning" if self._state == "think" else "text"
         left, self._held = self._held, ""
@@ -100,7 +101,8 @@ class Splitter:
         return [*found, (kind, left)] if left else found
 
     def _thought(self, text: str) -> str:
-        """Put the newlines that were held back before ``text``, unless the thinking begins here."""
+        """Return ``text`` with the newlines that were held back before it. They are dropped if the thinking begins
+        here."""
         if not text:
             return ""
         text = text.lstrip("\n") if self._fresh else "\n" * self._newlines + text
@@ -127,7 +129,7 @@ class Splitter:
                 yield "reasoning", self._thought(thought.rstrip("\n"))
                 self._fresh, self._newlines = False, 0
             else:
-                # Hold back an end of the text that may begin the closing tag.
+                # Hold back the end of the text if it may be the beginning of the closing tag.
                 keep = len(thought) - next(n for n in range(len(tag), -1, -1) if thought.endswith(tag[:n]))
                 self._held, settled = thought[keep:], thought[:keep].rstrip("\n")
                 yield "reasoning", self._thought(settled)
@@ -148,8 +150,8 @@ class Splitter:
 
 
 class ChatTemplate:
-    """A template in a sandbox, with transformers' extensions: the functions ``raise_exception`` and ``strftime_now``, a
-    ``tojson`` that writes plain JSON, ``break`` and ``continue``, and ``generation`` blocks."""
+    """A template that runs in a sandbox. It has transformers' extensions: the functions ``raise_exception`` and
+    ``strftime_now``, a ``tojson`` that writes plain JSON, ``break`` and ``continue``, and ``generation`` blocks."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -160,7 +162,7 @@ class ChatTemplate:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """Names of the variables that the template reads, such as ``messages`` and ``tools``. Raises ``ValueError``
+        """The names of the variables that the template reads, such as ``messages`` and ``tools``. Raises ``ValueError``
         if the source is not a valid template."""
         try:
             return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(self.source)))
@@ -174,12 +176,12 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        """The compiled template. Compiling takes a hundred times as long as rendering, so it is kept."""
+        """The compiled template. It is kept, because compiling takes a hundred times as long as rendering."""
         return _environment().from_string(self.source)
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks the model's own text, for training; it renders as its content."""
+    """Supports ``{% generation %}`` blocks. They mark the model's own text for training and render as their content."""
 
     tags = {"generation"}  # noqa: RUF012  (as Jinja has it)
 
@@ -216,8 +218,8 @@ def _environment() -> jinja2.Environment:
 
 
 def pick(templates: Mapping[str, ChatTemplate], name: str | None, tools: bool) -> ChatTemplate:
-    """Choose the template called ``name``. Without a name it is ``tool_use`` if there are ``tools`` and such a
-    template, else ``default``. Raises ``ValueError`` naming the choices."""
+    """Return the template called ``name``. If ``name`` is None, return ``tool_use`` if there are ``tools`` and such a
+    template, otherwise ``default``. Raises ``ValueError`` that names the choices."""
     wanted = name or ("tool_use" if tools and "tool_use" in templates else "default")
     if (found := templates.get(wanted)) is not None:
         return found
@@ -230,8 +232,9 @@ def pick(templates: Mapping[str, ChatTemplate], name: str | None, tools: bool) -
 def conversation(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Convert messages to the form that templates read.
 
-    Thinking under ``reasoning_content``, ``thinking`` or ``reasoning`` is stored under the first two names. The parts
-    of a content (``{"type": "text", ...}``) become one text. Raises ``ValueError`` for anything that is not a message.
+    A message may have its thinking under ``reasoning_content``, ``thinking`` or ``reasoning``; the result has it under
+    the first two. The parts of a content (``{"type": "text", ...}``) become one text. Raises ``ValueError`` for
+    anything that is not a message.
     """
     found = []
     for number, message in enumerate(messages):

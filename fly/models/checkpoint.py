@@ -1,4 +1,4 @@
-"""A checkpoint of any file format: its configuration, tensors (by Hugging Face's names), settings and tokenizer.
+"""A checkpoint of any file format: its configuration, its tensors (by Hugging Face's names), settings and tokenizer.
 
 ``fly.models.directory`` and ``fly.models.gguf`` implement it. Knows nothing of models or devices.
 """
@@ -35,10 +35,10 @@ class Stored:
     nbytes: int
     shape: tuple[int, ...]
     kind: str  # the type of its values, as the file format names it
-    dtype: torch.dtype | None  # of the values, if ``read`` maps them; None if it computes them
+    dtype: torch.dtype | None  # the dtype of its values if ``read`` maps them; None if ``read`` computes them
 
     def bytes(self) -> np.ndarray[Any, Any]:
-        """Map the tensor's bytes, uint8 [nbytes]. Writing to them changes a copy, not the file."""
+        """Map the tensor's bytes, uint8 [nbytes]. Writing to them changes only a copy, not the file."""
         if not self.nbytes:
             return np.zeros(0, dtype=np.uint8)
         return np.memmap(self.path, dtype=np.uint8, mode="c", offset=self.offset, shape=(self.nbytes,))
@@ -60,7 +60,7 @@ class Stored:
 class Checkpoint(ABC):
     """A model on disk. Each part is read when it is needed.
 
-    Every member raises ``CheckpointError`` for parts that are missing, broken or not supported.
+    Every member raises ``CheckpointError`` if a part is missing, broken or not supported.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,7 +70,7 @@ class Checkpoint(ABC):
     @property
     @abstractmethod
     def raw(self) -> dict[str, Any]:
-        """The contents of ``config.json``; formats without that file build the same dictionary."""
+        """The contents of ``config.json``. Formats without this file build the same dictionary."""
 
     @property
     @abstractmethod
@@ -83,25 +83,25 @@ class Checkpoint(ABC):
 
     @property
     def config(self) -> LlamaConfig:
-        """The model's configuration, with its context cut to what ``limit`` allows."""
+        """The model's configuration. Its context is at most the one that ``limit`` sets."""
         most, config = self._context, self._full_config
         if most is None or most >= config.max_position_embeddings:
             return config
         return config.model_copy(update={"max_position_embeddings": most})
 
     def limit(self, context: int | None) -> None:
-        """Use only positions below ``context``; None uses all that the model has."""
+        """Use only positions below ``context``. None uses all positions of the model."""
         if context is not None and context < 1:
             raise ValueError(f"context {context} must be at least 1")
         self._context = context
 
     @abstractmethod
     def settings(self, name: str) -> dict[str, Any]:
-        """Read the JSON file of this name, such as ``generation_config.json``; empty if there is none."""
+        """Read the JSON file of this name, such as ``generation_config.json``. The result is empty if there is none."""
 
     @abstractmethod
     def where(self, name: str) -> str:
-        """Name the place of ``settings(name)``, for errors."""
+        """Return the place where ``settings(name)`` are stored, for error messages."""
 
     @property
     @abstractmethod
@@ -109,21 +109,21 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def raw_tokenizer(self) -> RawTokenizer:
-        """Load the tokenizer of a checkpoint that has one."""
+        """Load the tokenizer. The checkpoint must have one."""
 
     @abstractmethod
     def templates(self) -> dict[str, str]:
-        """Read the chat templates in files of their own, by name; ``default`` is the one for conversations."""
+        """Read the chat templates that have their own files, by name. ``default`` is the template for conversations."""
 
     @property
     def nbytes(self) -> int:
-        """Size of the weights in bytes, as they are stored."""
+        """The size of the stored weights in bytes."""
         return sum(stored.nbytes for stored in self.tensors.values())
 
 
 def check_tensors(source: Path, found: Shapes, expected: Shapes, optional: Shapes = MappingProxyType({})) -> None:
-    """Raise ``CheckpointError`` unless a checkpoint has all ``expected`` tensors, any of the ``optional`` ones and no
-    others, all with the right shapes."""
+    """Raise ``CheckpointError`` unless a checkpoint has all ``expected`` tensors, with the right shapes, and no others
+    except ``optional`` ones."""
     if missing := sorted(expected.keys() - found.keys()):
         raise CheckpointError(f"{source}: tensors are missing: {names(missing)}")
     wanted = {**optional, **expected}
@@ -137,5 +137,5 @@ def check_tensors(source: Path, found: Shapes, expected: Shapes, optional: Shape
 
 
 def names(items: list[str], most: int = 4) -> str:
-    """Join the first names of a list, and say how many more there are."""
+    """Join the first names of a list, and append how many more there are."""
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")

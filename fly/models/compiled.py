@@ -1,8 +1,8 @@
-"""The decoder's layers in few kernels: torch.compile makes one graph of everything between two attentions.
+"""The decoder's layers in few kernels. torch.compile makes one graph of all operations between two attentions.
 
 Attention itself stays a call to the cache (``fly.models.llama.KV``) and is not traced. Between two matrix products, the
-norms, rotation, activation and residuals become one kernel, even across the border of two layers. Knows nothing of
-devices: the caller decides when to use it.
+norms, rotation, activation and residuals become one kernel, even across two layers. Knows nothing of devices: the
+caller decides when to use it.
 
 Shape legend: T packed tokens, H query heads, G key/value heads, D head width, C hidden width.
 """
@@ -20,7 +20,7 @@ from fly.models.llama import KV, Layer, Norm
 
 __all__ = ["CompiledLayers"]
 
-_SHAPES = 256  # distinct numbers of tokens that may be compiled
+_SHAPES = 256  # the most different numbers of tokens to compile for
 
 
 def _first(layer: Layer, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,15 +39,15 @@ def _last(layer: Layer, norm: Norm, x_TC: Tensor, attended_TC: Tensor) -> Tensor
 
 
 class CompiledLayers:
-    """Runs the layers by three compiled functions: up to the first attention, between two attentions, after the last.
-    It is a ``fly.models.llama.LayerLoop``: ``model(tokens, positions, kv, through=CompiledLayers())``.
+    """Runs the layers by three compiled functions: up to the first attention, between two attentions, and after the
+    last. Use it as a ``fly.models.llama.LayerLoop``: ``model(tokens, positions, kv, through=CompiledLayers())``.
 
-    The values are equal to the plain loop's up to rounding. Each new number of tokens is compiled when it first occurs,
-    which takes seconds: use this for numbers that come up often, as in CUDA graphs, not for prompts. Layers of one kind
-    share the compiled code. A graph break is an error (``fullgraph``): nothing runs half compiled.
+    Results are the same as those of the plain loop, up to rounding. Code is compiled for each new number of tokens,
+    which takes seconds. So use this for numbers that occur often, as in CUDA graphs, and not for prompts. Layers of the
+    same kind share the compiled code. A graph break is an error (``fullgraph``), so nothing runs partly compiled.
 
-    Hooks on the model's matrices become part of the graphs, so torch must be able to trace them (it traces all-reduce).
-    Hooks on a whole layer are not called.
+    Hooks on the model's matrices become part of the graphs, so torch must be able to trace them. (It can trace
+    all-reduce.) Hooks on a whole layer are not called.
 
     Args:
         options: options of ``torch.compile``, such as ``mode="max-autotune-no-cudagraphs"`` or ``backend="eager"``.
@@ -72,7 +72,7 @@ class CompiledLayers:
             states[0] = x_TC
         if not len(layers):
             return norm(x_TC)
-        # torch counts one compilation per number of tokens, and refuses more than its limit.
+        # torch counts one compilation for each number of tokens, and refuses more than its limit.
         with torch._dynamo.config.patch(recompile_limit=_SHAPES, accumulated_recompile_limit=8 * _SHAPES):
             layer = layers[0]
             q_THD, k_TGD, v_TGD = self._first(layer, x_TC, *rotary[layer.rope])

@@ -14,7 +14,7 @@ from fly.models.families import FAMILIES, FULL, OPTIONS, SLIDING, Family, family
 
 __all__ = ["CheckpointError", "LlamaConfig", "RopeScaling"]
 
-# For each rope type: the settings that it needs, and further ones that it may have.
+# For each rope type: the settings that it needs, and the optional ones.
 ROPE_TYPES: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
     "linear": ({"factor"}, set()),
@@ -22,7 +22,7 @@ ROPE_TYPES: dict[str, tuple[set[str], set[str]]] = {
     "llama3": ({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, set()),
     "yarn": ({"factor"}, {"original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}),
 }
-# Settings by which a configuration shows a mixture of experts.
+# Settings that reveal a mixture of experts.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 
 
@@ -69,13 +69,13 @@ class RopeScaling(BaseModel):
 
     @property
     def table_scale(self) -> float:
-        """Factor on the cosines and sines: YaRN's attention factor (arXiv 2309.00071, equation 22)."""
+        """The factor on the cosines and sines, which is YaRN's attention factor (arXiv 2309.00071, equation 22)."""
         if self.rope_type != "yarn":
             return 1.0
         return self.attention_factor or 0.1 * math.log(self.factor) + 1.0
 
     def to_hf(self) -> dict[str, Any] | None:
-        """The settings that this rope type uses, as in ``config.json``; None if nothing is scaled."""
+        """Return the settings of this rope type in the form of ``config.json``; None if nothing is scaled."""
         if self.rope_type == "default":
             return None
         needed, optional = ROPE_TYPES[self.rope_type]
@@ -84,10 +84,10 @@ class RopeScaling(BaseModel):
 
 
 class LlamaConfig(BaseModel):
-    """Sizes and options of a decoder; field names are those of Hugging Face's ``config.json``.
+    """Sizes and options of a decoder. Field names are those of Hugging Face's ``config.json``.
 
-    ``family``, one of ``fly.models.families.FAMILIES``, says how else the model differs from a Llama. Options that the
-    family does not have keep their defaults.
+    ``family`` names one of ``fly.models.families.FAMILIES``, which describes the other differences from a Llama.
+    Options that the family does not have keep their defaults.
 
     Raises ``pydantic.ValidationError`` (a ``ValueError``) for sizes that do not fit together.
     """
@@ -125,7 +125,7 @@ class LlamaConfig(BaseModel):
             return values
         hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
         derived = {"num_key_value_heads": heads}
-        # Values that are not positive integers are left to the fields, which refuse them.
+        # Leave values that are not positive integers alone: the fields refuse them.
         if values.get("head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
             if hidden % heads:
                 raise ValueError(
@@ -163,13 +163,13 @@ class LlamaConfig(BaseModel):
 
     @property
     def windows(self) -> list[int | None]:
-        """How many of the last tokens each layer attends over; None is all."""
+        """For each layer, the number of last tokens that it attends over; None means all."""
         types = self.layer_types or (FULL,) * self.num_hidden_layers
         return [self.sliding_window if kind == SLIDING else None for kind in types]
 
     @property
     def fused_rows(self) -> dict[str, dict[str, int]]:
-        """The decoder's fused matrices: for each, the matrices that it joins and their rows, in order."""
+        """For each fused matrix of the decoder, the matrices that it joins and their numbers of rows, in order."""
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         return {
             "qkv_proj": {"q_proj": queries, "k_proj": keys, "v_proj": keys},
@@ -178,19 +178,19 @@ class LlamaConfig(BaseModel):
 
     @property
     def ropes(self) -> list[tuple[float, RopeScaling]]:
-        """Base and scaling of each rotary embedding: the usual one, and another if sliding layers have their own."""
+        """The base and scaling of each rotary embedding: the usual one, and that of sliding layers if it differs."""
         usual = self.rope_theta, self.rope_scaling
         return [usual] if self.rope_local_base_freq is None else [usual, (self.rope_local_base_freq, RopeScaling())]
 
     @property
     def attention_scale(self) -> float:
-        """Factor on the products of queries and keys."""
+        """The factor on the products of queries and keys."""
         if self.attention_multiplier is not None:
             return self.attention_multiplier
         return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
 
     def resized(self, layers: int, **sizes: Any) -> LlamaConfig:
-        """Return a copy with ``layers`` layers and other ``sizes``. Layer kinds repeat this model's."""
+        """Return a copy with ``layers`` layers and other ``sizes``. The kinds of its layers repeat this model's."""
         types = self.layer_types and [self.layer_types[i % self.num_hidden_layers] for i in range(layers)]
         changes = {"num_hidden_layers": layers, "layer_types": types, **sizes}
         return LlamaConfig.model_validate(self.model_dump() | changes)
@@ -200,11 +200,11 @@ class LlamaConfig(BaseModel):
         """Read the dictionary of a ``config.json``, with ``rope_scaling`` or ``rope_parameters``.
 
         With YaRN the context is the stretched one, even if ``max_position_embeddings`` states the trained one. Dynamic
-        scaling changes nothing, since it begins after the context, and no text here is longer than the context.
+        scaling changes nothing, since it begins after the context and no text is longer than the context.
 
         Raises ``CheckpointError`` for an architecture, quantisation, activation or rope type that is not supported.
         """
-        # Absent fields have the defaults of transformers; what the family lacks is refused.
+        # Give absent fields the defaults of transformers. Refuse settings that the family does not support.
         family = _supported(raw, source)
         stated = {**family.defaults, **raw}
         if (activation := stated.get(family.activation_key, family.activation_name)) != family.activation_name:
@@ -234,7 +234,7 @@ class LlamaConfig(BaseModel):
             raise CheckpointError(f"{source}: {explain(error)}") from error
 
     def to_hf(self, dtype: str = "bfloat16", **extra: Any) -> dict[str, Any]:
-        """Return the dictionary of a ``config.json`` that transformers also reads."""
+        """Return the dictionary of a ``config.json``, in a form that transformers can read too."""
         family = self.traits
         unused = {"family", "rope_scaling", "layer_types", *(OPTIONS - family.options)}
         types = list(self.layer_types or (FULL,) * self.num_hidden_layers)
@@ -281,7 +281,7 @@ def _supported(raw: dict[str, Any], source: str) -> Family:
 
 
 def _layers(stated: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the kinds of the layers; both kinds and window are None if no layer slides."""
+    """Return the kinds of the layers. If no layer has sliding attention, kinds and window are None."""
     none = {"layer_types": None, "sliding_window": None}
     count, types = stated.get("num_hidden_layers"), stated.get("layer_types")
     if stated.get("sliding_window") is None or not isinstance(count, int):
@@ -291,8 +291,8 @@ def _layers(stated: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _rope(stated: dict[str, Any], source: str) -> tuple[float, RopeScaling, float | None]:
-    """Return base and scaling of the rotary embedding, and the base for sliding layers if they have their own."""
-    # Newer configurations have rope_parameters, perhaps with settings per kind of layer; older ones rope_scaling.
+    """Return the base and scaling of the rotary embedding, and the base of sliding layers if they have their own."""
+    # Newer configurations have rope_parameters, perhaps with settings per kind of layer. Older ones have rope_scaling.
     rope = json_object(stated, "rope_scaling", source) | json_object(stated, "rope_parameters", source)
     rope, local = rope | json_object(rope, FULL, source), json_object(rope, SLIDING, source)
     rope = {name: value for name, value in rope.items() if value is not None and name not in (FULL, SLIDING)}

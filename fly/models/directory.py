@@ -1,4 +1,4 @@
-"""A checkpoint as Hugging Face lays it out: a directory with ``config.json``, safetensors, tokenizer and settings."""
+"""A checkpoint in Hugging Face's layout: a directory with ``config.json``, safetensors, tokenizer and settings."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Directory"]
 
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Tables that old exporters saved with the weights; this model computes them itself.
+# Tables that old exporters saved with the weights. The decoder computes them itself.
 _DERIVED = (".rotary_emb.inv_freq",)
 
 
 class Directory(Checkpoint):
-    """See ``Checkpoint``."""
+    """A checkpoint in a directory."""
 
     @cached_property
     def raw(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _parts(key: str, stored: Stored, config: LlamaConfig) -> Iterator[tuple[str,
 
 
 def _tensors(file: Path) -> dict[str, Stored]:
-    """List the tensors of a safetensors file. The library has checked that each lies within the file."""
+    """List the tensors of a safetensors file. The library checks that each of them lies within the file."""
     try:
         with safe_open(file, framework="np"), open(file, "rb") as stream:  # torch would map the file once more
             size = int.from_bytes(stream.read(8), "little")

@@ -1,9 +1,9 @@
-"""EAGLE-3 draft heads (arXiv 2503.01840): one decoder layer that drafts from the target's hidden states. This is their
-configuration, module and checkpoints. Knows nothing of caches, sampling or drafting.
+"""EAGLE-3 draft heads (arXiv 2503.01840): one decoder layer that drafts from the target's hidden states. This module
+has their configuration, module and checkpoints. Knows nothing of caches, sampling or drafting.
 
-Two layouts are published. The paper's code has one flat configuration of architecture ``LlamaForCausalLMEagle3`` and
-calls the layer ``midlayer``. The package ``speculators`` keeps the layer's configuration in
-``transformer_layer_config`` and calls the layer ``layers.0``.
+Heads are published in two layouts. The paper's code has one flat configuration of architecture
+``LlamaForCausalLMEagle3``, and calls the layer ``midlayer``. The package ``speculators`` keeps the layer's
+configuration in ``transformer_layer_config``, and calls the layer ``layers.0``.
 
 Shape legend: T packed tokens, F hidden states of the target concatenated, C hidden width of the head, U draft
 vocabulary, V the target's vocabulary.
@@ -36,7 +36,7 @@ ARCHITECTURES = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Specu
 _KIND = "eagle3"  # speculators_model_type
 _FLAGS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
 _STATES = "eagle_aux_hidden_state_layer_ids"
-# Values that a ``transformer_layer_config`` leaves out, because they are the defaults of transformers.
+# Values that a ``transformer_layer_config`` may leave out, because they are the defaults of transformers.
 _SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {**_SIZES, "vocab_size": 32000, "intermediate_size": 11008},
@@ -61,12 +61,13 @@ def _names_a_head(raw: dict[str, Any]) -> bool:
 class HeadConfig(BaseModel):
     """Sizes and options of a head.
 
-    ``layer`` describes the head's decoder layer (``vocab_size`` is the target's). ``states`` are the target's layers
-    after which hidden states are taken; None is the default of ``states_of``. The flags are those of ``speculators``:
+    ``layer`` describes the head's decoder layer; its ``vocab_size`` is the target's. ``states`` lists the target's
+    layers after which the head takes hidden states; None means the default of ``states_of``. The flags are those of
+    ``speculators``:
 
-    - ``norm_before_residual``: the residual stream begins with the normed feature.
-    - ``norm_before_fc``, ``fc_norm``: the hidden states are normed before ``fc``, all at once or each by itself.
-    - ``norm_output``: the feature for the next step is normed.
+    - ``norm_before_residual``: the residual stream begins with the normalised feature.
+    - ``norm_before_fc``, ``fc_norm``: the hidden states are normalised before ``fc``, all at once or each separately.
+    - ``norm_output``: the feature for the next step is normalised.
 
     Raises ``pydantic.ValidationError`` (a ``ValueError``) for sizes that do not fit together.
     """
@@ -92,12 +93,12 @@ class HeadConfig(BaseModel):
 
     @property
     def inputs(self) -> int:
-        """How many hidden states of the target the head takes."""
+        """The number of hidden states that the head takes from the target at each position."""
         return 3 if self.states is None else len(self.states)
 
     def states_of(self, layers: int) -> tuple[int, ...]:
-        """The layers of a target of ``layers`` layers after which hidden states are taken. By default they are the
-        ones of the paper's code. Raises ``ValueError`` for a target that is too small for it."""
+        """Return the layers after which the head takes hidden states, for a target with ``layers`` layers. The default
+        is that of the paper's code. Raises ``ValueError`` if the target is too small for it."""
         usual = 2, layers // 2, layers - 3
         if self.states is None and (min(usual) < 0 or len(set(usual)) < 3):
             raise ValueError(
@@ -125,7 +126,7 @@ class HeadConfig(BaseModel):
                 )
             own = {**_DEFAULTS[kind], **own}
         own = {"num_hidden_layers": 1, **own}
-        # A head has one layer, which is read as a model of its family.
+        # A head has one layer. Read it as a model of its family.
         if (layers := own["num_hidden_layers"]) != 1:
             raise CheckpointError(f"{source}: a head of {layers} layers is not supported; it must have 1")
         layer = LlamaConfig.from_hf({**own, "architectures": [FAMILIES[kind].architecture]}, source)
@@ -152,7 +153,8 @@ class HeadConfig(BaseModel):
 
 
 def _stated(raw: dict[str, Any], source: str) -> tuple[int, ...] | None:
-    """The layers after which hidden states are taken; 1 is added to those of ``eagle_config``, which count from 0."""
+    """Return the layers after which the configuration takes hidden states. Layers in ``eagle_config`` count from 0, so
+    add 1 to them."""
     own, nested = raw.get(_STATES), json_object(raw, "eagle_config", source).get(_STATES)
     if own is None and nested is not None:
         own = [number + 1 for number in nested] if isinstance(nested, list) else nested
@@ -164,7 +166,7 @@ def _stated(raw: dict[str, Any], source: str) -> tuple[int, ...] | None:
 
 
 class HeadLayer(nn.Module):
-    """A decoder layer whose queries, keys and values are computed from embedding and feature, concatenated."""
+    """A decoder layer that computes queries, keys and values from the concatenated embedding and feature."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -190,9 +192,9 @@ class HeadLayer(nn.Module):
 class Eagle3Head(nn.Module):
     """The head. Parameters have the names of ``speculators``, except the fused ``qkv_proj`` and ``gate_up_proj``.
 
-    With the token at position i, the head reads the target's hidden states at position i - 1 (``fuse``) or, if those
-    are not known yet, its own feature there. It computes the feature at position i; its ``logits`` predict the next
-    token.
+    With the token at position i, the head reads the target's hidden states at position i - 1 (``fuse``), or its own
+    feature at i - 1 if those are not known yet. It computes the feature at position i. The ``logits`` of this feature
+    predict the next token.
 
     ``to_target_U`` maps the draft vocabulary to the target's ids. A head without an embedding needs the target's
     (``share``).
@@ -247,7 +249,8 @@ class Eagle3Head(nn.Module):
         return fused_TC
 
     def forward(self, tokens_T: Tensor, x_TC: Tensor, positions_T: Tensor, kv: KV) -> Tensor:
-        """Features [T, C] at packed ``tokens_T`` (int64, the target's ids), from those one token before, ``x_TC``."""
+        """Return the features [T, C] at packed ``tokens_T`` (int64, the target's ids), from the features ``x_TC`` at
+        the token before each."""
         if self.embed_tokens is None:
             raise ValueError("the head has no embedding: call share() with the target's")
         if self._rotary is None or self._rotary[0].dtype != self.dtype or self._rotary[0].device != self.device:
@@ -257,13 +260,14 @@ class Eagle3Head(nn.Module):
         return self.norm(x_TC) if self.config.norm_output else x_TC
 
     def logits(self, x_TC: Tensor) -> Tensor:
-        """Logits [T, U] in float32 over the draft vocabulary."""
+        """Return the logits [T, U] over the draft vocabulary, float32."""
         logits_TU: Tensor = self.lm_head(x_TC if self.config.norm_output else self.norm(x_TC))
         return logits_TU.float()
 
 
 def _pieces(head: Eagle3Head, layer: str) -> dict[str, Tensor]:
-    """The tensors of a head as checkpoints name them, with the name of its layer there; fused matrices are split."""
+    """Return a head's tensors by their names in checkpoints, where its layer is called ``layer``. Fused matrices are
+    split."""
     found = {}
     for name, parameter in head.named_parameters():
         module = name.split(".")[-2]
@@ -274,17 +278,17 @@ def _pieces(head: Eagle3Head, layer: str) -> dict[str, Tensor]:
 
 
 def load_head(path: Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Eagle3Head:
-    """Load a head from a directory, without gradients: its ``config.json``, and ``model.safetensors`` (or an index and
-    its shards) or ``pytorch_model.bin``. ``dtype`` None is the one that its configuration states.
+    """Load a head from a directory, without gradients. The directory has a ``config.json``, and ``model.safetensors``
+    (or an index and its shards) or ``pytorch_model.bin``. If ``dtype`` is None, the configuration states it.
 
-    Raises ``CheckpointError`` naming tensors that are missing, surplus or misshapen, or that contradict each other.
+    Raises ``CheckpointError`` that names the tensors that are missing, surplus, misshapen or contradictory.
     """
     raw = read_json(path / "config.json")
     config = HeadConfig.from_hf(raw, str(path / "config.json"))
     tensors = _read(path)
     head = Eagle3Head(config, embedding="embed_tokens.weight" in tensors)
     head.to(device, dtype or resolve_dtype("auto", raw))
-    # Everything that the head needs must be there, nothing else, and with the right shapes.
+    # Check that the file has every tensor that the head needs, with the right shape, and no others.
     values = _pieces(head, "midlayer." if any(key.startswith("midlayer.") for key in tensors) else "layers.0.")
     expected = {key: tuple(value.shape) for key, value in values.items()}
     mappings = {"d2t": (config.draft_vocab_size,), "t2d": (config.layer.vocab_size,)}
@@ -298,7 +302,7 @@ def load_head(path: Path, dtype: torch.dtype | None = None, device: torch.device
 
 
 def _mapping(path: Path, config: HeadConfig, tensors: dict[str, Tensor]) -> Tensor:
-    """The target's id u + ``d2t[u]`` of each draft id u, [U]. ``t2d`` must mark the same ids."""
+    """Return the target's id u + ``d2t[u]`` for each draft id u, [U]. ``t2d`` must mark the same ids."""
     ids_U = torch.arange(config.draft_vocab_size)
     if (offsets_U := tensors.get("d2t")) is not None:
         ids_U = ids_U + offsets_U.long()

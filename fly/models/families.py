@@ -1,4 +1,4 @@
-"""Model families as data: how the one decoder (``fly.models.llama``) differs for each. Knows nothing of tensors.
+"""Model families as data, which adapt the decoder (``fly.models.llama``) to each family. Knows nothing of tensors.
 
 To add a family, add a ``Family`` here; the tests then compare it with transformers like the others. A difference that
 ``Family`` cannot express yet becomes a new field, and a branch in the decoder and in the compiled kernels.
@@ -27,7 +27,7 @@ def _every(raw: Mapping[str, Any], layers: int) -> list[str]:
 
 
 def _from_max_window_layers(raw: Mapping[str, Any], layers: int) -> list[str]:
-    """Full attention, or with ``use_sliding_window`` sliding attention from layer ``max_window_layers`` on."""
+    """Full attention. With ``use_sliding_window``, sliding attention from layer ``max_window_layers`` on."""
     first = raw["max_window_layers"] if raw["use_sliding_window"] else layers
     return [SLIDING if number >= first else FULL for number in range(layers)]
 
@@ -43,21 +43,21 @@ class Family:
 
     name: str  # config.json: model_type
     architecture: str  # config.json: architectures
-    options: frozenset[str] = frozenset()  # fields of a configuration that not every family has, and this one does
+    options: frozenset[str] = frozenset()  # optional fields of a configuration that this family has (see OPTIONS)
     qkv_bias: bool = False  # query, key and value have a bias, whatever ``attention_bias`` says
     # Whether queries and keys are normalised before the rotary embedding: head by head, or all heads at once.
     query_norm: Literal["none", "heads", "whole"] = "none"
     norm_offset: float = 0.0  # added to the stored weights of norms
     input_norms: bool = True  # the inputs of attention and feed-forward are normalised
     output_norms: bool = False  # the outputs of attention and feed-forward are normalised before they are added
-    fused: bool = False  # files store query, key and value as one tensor, and gate and up as another
+    fused: bool = False  # files store query, key and value as one tensor, and gate and up as another one
     scaled_embedding: bool = False  # embeddings are multiplied by the square root of their width
     activation: Activation = "silu"
     activation_key: str = "hidden_act"  # the field of config.json that names the activation,
     activation_name: str = "silu"  # and the name that it must have there
     layer_types: Callable[[Mapping[str, Any], int], list[str]] = _none  # used if config.json does not list them
     defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults of transformers for absent fields
-    refused: tuple[str, ...] = ()  # fields of config.json that must not be set, since the decoder lacks them
+    refused: tuple[str, ...] = ()  # fields of config.json that must not be set, since the decoder does not support them
 
 
 _WINDOW = frozenset({"sliding_window", "layer_types"})
@@ -132,11 +132,11 @@ _ALL = (
     ),
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in _ALL})
-# Fields of a configuration that only some families have; they keep their defaults in all others.
+# Fields of a configuration that only some families have. In all other families they keep their defaults.
 OPTIONS = frozenset[str]().union(*(family.options for family in _ALL))
 
 
 def family_of(architectures: object) -> Family | None:
-    """Return the family named in a configuration's ``architectures``, or None."""
+    """Return the family that a configuration's ``architectures`` name, or None."""
     names = architectures if isinstance(architectures, list) else []
     return next((family for family in FAMILIES.values() if family.architecture in names), None)

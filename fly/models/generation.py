@@ -1,4 +1,4 @@
-"""Sampling defaults from a checkpoint's ``generation_config.json``; settings without effect are named."""
+"""Sampling defaults from a checkpoint's ``generation_config.json``. A warning names settings without effect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fly.types import SamplingParams
 
 __all__ = ["read_sampling_defaults", "sampling_defaults"]
 
-# transformers' names -> ours. Settings of drawing count only with ``do_sample``.
+# transformers' names -> ours. The settings in ``_DRAWING`` count only with ``do_sample``.
 _DRAWING = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
 _ALWAYS = {
     "repetition_penalty": "repetition_penalty",
@@ -27,8 +27,8 @@ _ALWAYS = {
     "stop_strings": "stop",
 }
 _IDS = ("suppress_tokens", "bad_words_ids")
-# Settings that change no text: file formats, caches, other ways to draft, beams (idle without ``num_beams``), ids
-# that the tokenizer and its template handle, and what ``read_eos_ids`` reads.
+# Settings that do not change the text: file formats, caches, other ways to draft, beams (unused without ``num_beams``),
+# ids that the tokenizer and its template handle, and the ids that ``read_eos_ids`` reads.
 _SILENT = {
     *("_from_model_config", "transformers_version", "generation_kwargs", "trust_remote_code"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
@@ -41,7 +41,7 @@ _SILENT = {
     *("early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"),
     *("renormalize_logits", "remove_invalid_values"),
 }
-# Values without effect, besides None, zero and empty; some are defaults of transformers.
+# Further values without effect, besides None, zero and empty. Some are defaults of transformers.
 _ONES = ("temperature", "top_p", "num_beams", "num_return_sequences", "typical_p", "guidance_scale", "top_h")
 _NEUTRAL = {**dict.fromkeys((*_ONES, "encoder_repetition_penalty"), 1), "top_k": 50, "max_length": 20}
 _WHY = {
@@ -51,10 +51,10 @@ _WHY = {
 
 
 def read_sampling_defaults(checkpoint: str | Path | Checkpoint, vocab_size: int | None = None) -> SamplingParams:
-    """Read the sampling defaults of ``generation_config.json``: greedy unless ``do_sample`` is true.
+    """Read the sampling defaults from ``generation_config.json``. Sampling is greedy unless ``do_sample`` is true.
 
     One warning names all settings that have no effect. Raises ``CheckpointError`` for values out of range, including
-    token ids outside a vocabulary of ``vocab_size``.
+    token ids outside a vocabulary of ``vocab_size`` tokens.
     """
     checkpoint, name = open_checkpoint(checkpoint), "generation_config.json"
     params, ignored = sampling_defaults(checkpoint.settings(name), checkpoint.where(name), vocab_size)
@@ -66,8 +66,8 @@ def read_sampling_defaults(checkpoint: str | Path | Checkpoint, vocab_size: int 
 def sampling_defaults(
     settings: Mapping[str, Any], source: str, vocab_size: int | None = None
 ) -> tuple[SamplingParams, list[str]]:
-    """Convert settings to parameters. Also return a phrase for each kind of setting without effect. ``source`` is for
-    errors."""
+    """Convert settings to sampling parameters. Also return a phrase for each kind of setting without effect. Errors
+    name ``source``."""
     asked = {name: value for name, value in settings.items() if value is not None and name not in _SILENT}
     draws = asked.pop("do_sample", False)
     given: dict[str, Any] = {} if draws else {"temperature": 0.0}
@@ -92,7 +92,7 @@ def sampling_defaults(
 
 
 def _unmet(asked: dict[str, Any]) -> list[str]:
-    """Describe the remaining settings that would have an effect in transformers."""
+    """Describe the remaining settings that have an effect in transformers, but none here."""
     words: dict[str, list[str]] = {}
     for name, value in asked.items():
         if value and value != _NEUTRAL.get(name):

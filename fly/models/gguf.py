@@ -1,7 +1,7 @@
-"""A checkpoint in llama.cpp's GGUF format, by the names of a Hugging Face directory.
+"""A checkpoint in llama.cpp's GGUF format, with the names of a Hugging Face directory.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The ``gguf`` library decodes quantised blocks;
-its reader is not used, because it takes seconds to read a vocabulary."""
+The format is described at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The ``gguf`` library decodes
+quantised blocks. Its reader is not used, because it takes seconds to read a vocabulary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fly.models.gguf_tokenizer import end_ids, has_vocabulary, make_tokenizer
 
 __all__ = ["GGUF", "TYPES"]
 
-# Types of stored values, as the library names them: first those that torch reads, then quantised blocks.
+# Types of stored values, by the library's names: first those that torch reads, then quantised blocks.
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TYPES = (*_PLAIN, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
@@ -50,7 +50,7 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Gemma normalises before and after attention and feed-forward, so these names mean other tensors there.
+# Gemma normalises before and after attention and feed-forward, so these names mean other tensors in its files.
 _AROUND = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -63,7 +63,7 @@ _SIZES = {
     "num_attention_heads": "attention.head_count",
     "max_position_embeddings": "context_length",
 }
-# Settings that would change the computation in ways that the decoder lacks.
+# Settings that would change the computation in ways that the decoder does not implement.
 _REFUSED = (
     "attention.clamp_kqv",
     "attention.scale",
@@ -76,10 +76,10 @@ _REFUSED = (
 # struct's letters for the types of values in the metadata, by their numbers.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
-_F32 = 0  # the number of this type
+_F32 = 0  # the number of the type float32
 _ROPE = "rope_freqs.weight"  # the divisors of the rotary frequencies
-_CHUNK = 1 << 20  # values computed at once
-_WIDE = 1 << 14  # values that are given to the library as one row: it decodes 16 rows at a time
+_CHUNK = 1 << 20  # values to compute at once
+_WIDE = 1 << 14  # values to pass to the library as one row; it decodes 16 rows at a time
 
 
 class Listed(NamedTuple):
@@ -95,7 +95,7 @@ Header = tuple[dict[str, Any], dict[str, Listed]]  # metadata and tensors, by th
 
 
 def _read_header(path: Path) -> Header:
-    """Read a file's header. Raises ``CheckpointError`` for a file that is not a GGUF file, or is broken."""
+    """Read a file's header. Raises ``CheckpointError`` if the file is not a GGUF file, or is broken."""
     try:
         return _Reader(np.memmap(path, dtype=np.uint8, mode="r").data).header(path)
     except (OSError, struct.error, ValueError, TypeError, IndexError, KeyError, RecursionError) as error:
@@ -144,7 +144,7 @@ class _Reader:
         for _ in range(tensors):
             name, dimensions = self.text(), self.number("I")
             listed[name] = Listed(path, self.numbers("Q", dimensions)[::-1], self.number("I"), self.number("Q"))
-        # Offsets count from the end of the header, rounded up.
+        # Offsets count from the end of the header, rounded up to the alignment.
         align = found.get("general.alignment", 32)
         if not isinstance(align, int) or align < 1:
             raise ValueError(f"general.alignment is {align!r}")
@@ -154,7 +154,8 @@ class _Reader:
 
 @dataclass(frozen=True)
 class Converted(Stored):
-    """A tensor whose values are computed on reading: decoded from blocks, with rows reordered, or shifted."""
+    """A tensor whose values are computed when it is read: they are decoded from blocks, shifted, or their rows are
+    reordered."""
 
     plain: torch.dtype | None = None  # dtype of the values in the file; None: quantised blocks of ``kind``
     head_dim: int = 0  # > 0: reorder each head's rows from llama.cpp's interleaved pairs to two halves
@@ -169,7 +170,7 @@ class Converted(Stored):
         return whole[cut] if cut else whole
 
     def copy_to(self, to: Tensor, cut: Cut = ()) -> None:
-        """Convert in chunks, so that there is never a float32 copy of the whole tensor."""
+        """Convert the tensor in chunks, so that memory never holds a float32 copy of all of it."""
         if cut:
             to.copy_(self.read(cut))
             return
@@ -201,7 +202,7 @@ class Converted(Stored):
 
 
 class GGUF(Checkpoint):
-    """See ``Checkpoint``."""
+    """A checkpoint in one GGUF file, or split into several."""
 
     @cached_property
     def _header(self) -> Header:
@@ -242,7 +243,7 @@ class GGUF(Checkpoint):
     @cached_property
     def raw(self) -> dict[str, Any]:
         found, architecture, sizes = self._listed, self.architecture, self._sizes()
-        # The settings that all architectures have, by Hugging Face's names.
+        # Collect the settings that all architectures have, by Hugging Face's names.
         config = {
             "architectures": [_ARCHITECTURES[architecture]],
             **sizes,
@@ -257,7 +258,7 @@ class GGUF(Checkpoint):
             "bos_token_id": self.fields.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self.fields.get("tokenizer.ggml.eos_token_id"),
         }
-        # And those of single architectures. Mistral's files call themselves llama.
+        # Add the settings of single architectures. Mistral's files name the architecture llama.
         window = self._of("attention.sliding_window")
         if architecture == "llama" and window:
             config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
@@ -276,7 +277,8 @@ class GGUF(Checkpoint):
         return config
 
     def _sizes(self) -> dict[str, int]:
-        """Read the model's sizes. Refuse what is missing, or would change the computation."""
+        """Read the model's sizes. Raises ``CheckpointError`` if a size is missing, or a setting would change the
+        computation."""
         path, found, architecture = self.path, self._listed, self.architecture
         if missing := [key for key in (*_SIZES.values(), "attention.layer_norm_rms_epsilon") if self._of(key) is None]:
             raise CheckpointError(f"{path}: {architecture}.{missing[0]} is missing")
@@ -302,7 +304,7 @@ class GGUF(Checkpoint):
         return _short(self._of("rope.freq_base", 10000.0))
 
     def _rope(self) -> dict[str, Any] | None:
-        """The scaling of the rotary frequencies, as in ``config.json``."""
+        """Return the scaling of the rotary frequencies in the form of ``config.json``."""
         path, kind, factor = self.path, self._of("rope.scaling.type", "none"), self._of("rope.scaling.factor", 1.0)
         if (listed := self._listed.get(_ROPE)) is not None:
             return _llama3(path, self._stored(_ROPE, listed).read().double().numpy(), self._base, self.head_dim)
@@ -326,7 +328,8 @@ class GGUF(Checkpoint):
         return scaling | {name: v for name, key in keys.items() if (v := self._of(f"rope.scaling.{key}")) is not None}
 
     def _name(self, name: str) -> str:
-        """Hugging Face's name of a tensor. A tensor without one keeps its own, and ``check_tensors`` refuses it."""
+        """Return Hugging Face's name of a tensor. A tensor that has none keeps its own, and ``check_tensors`` refuses
+        it."""
         part, _, leaf = name.rpartition(".")
         if part in _TOP:
             return f"{_TOP[part]}.{leaf}"
@@ -349,7 +352,7 @@ class GGUF(Checkpoint):
         if at + nbytes > file.stat().st_size:
             raise CheckpointError(f"{file}: not a readable GGUF file ({name} ends after the file does)")
         plain = _PLAIN.get(kind)
-        # llama.cpp rotates interleaved pairs in models of architecture "llama", halves in all others.
+        # llama.cpp rotates interleaved pairs in models of the architecture "llama", and halves in all others.
         paired = self.architecture == "llama" and re.search(r"\.attn_[qk]\.", name)
         shift = -1.0 if self.architecture == "gemma3" and "norm" in name else 0.0  # GGUF stores 1 + weight
         if plain is not None and not paired and not shift:
@@ -368,7 +371,7 @@ class GGUF(Checkpoint):
         return self._tokenizer_settings() if name == "tokenizer_config.json" else {}
 
     def _tokenizer_settings(self) -> dict[str, Any]:
-        """The texts of the named special tokens, and the chat templates."""
+        """Return the texts of the named special tokens, and the chat templates."""
         tokens = self.fields.get("tokenizer.ggml.tokens") or []
         named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
         ids = {f"{of}_token": self.fields.get(f"tokenizer.ggml.{key}_token_id") for of, key in named.items()}
@@ -408,7 +411,7 @@ def _other_parts(path: Path, count: int) -> list[Path]:
 
 
 def _short(value: float) -> float:
-    """Convert a float32 value to the float with the same shortest decimal form."""
+    """Convert a float32 value to the float whose shortest decimal form is the same."""
     return float(str(np.float32(value)))
 
 
@@ -416,8 +419,8 @@ def _llama3(path: Path, divided: np.ndarray[Any, Any], theta: float, head_dim: i
     """Find the settings of ``llama3`` scaling (``fly.models.llama.rotary_frequencies``) that divide the frequencies by
     ``divided``.
 
-    In the blended band, the kept fraction is linear in the frequency. ``low_freq_factor`` can be chosen freely if the
-    other settings are chosen to match, so it is 1.
+    Within the blended frequencies, the kept fraction is linear in the frequency. ``low_freq_factor`` can have any value
+    if the other settings match it, so it is 1.
     """
     factor = float(divided.max())
     if factor <= 1.0:

@@ -1,8 +1,8 @@
 """The tokenizer in a GGUF file's metadata. Knows nothing of tensors.
 
-There are two kinds of vocabulary. ``gpt2`` is byte-level BPE with its merges; texts are first split into words by the
-rules that ``tokenizer.ggml.pre`` names. ``llama`` is SentencePiece's, with a score for each token: BPE on whole texts
-that merges better scores first (as transformers converts it).
+There are two kinds of vocabulary. ``gpt2`` is byte-level BPE with a list of merges. Texts are first split into words by
+the rules that ``tokenizer.ggml.pre`` names. ``llama`` is a SentencePiece vocabulary with a score for each token. It is
+converted to BPE on whole texts that merges better scores first, as in transformers.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _LEAD = r"[^\r\n\p{L}\p{N}]?"
 
 @dataclass(frozen=True)
 class Pre:
-    """How a text is split into words before merging: by each expression in turn, within the pieces of those before."""
+    """How a text is split into words before merging. Each expression splits the pieces that the ones before leave."""
 
     splits: tuple[str, ...]
     whole_words: bool = False  # a word that is a token stays one token, whatever the merges are
     composed: bool = False  # characters are composed first (Unicode's NFC)
-    begins: bool = False  # texts begin with the begin token, unless the metadata decide
+    begins: bool = False  # texts begin with the begin token, unless the metadata say otherwise
 
 
 _LLAMA3_PRE = Pre((_LLAMA3,), whole_words=True, begins=True)
@@ -77,14 +77,14 @@ PRE: Mapping[str, Pre] = {
 
 
 def has_vocabulary(fields: Mapping[str, Any]) -> bool:
-    """Whether the metadata have a vocabulary, of any kind."""
+    """Whether the metadata contain a vocabulary of any kind."""
     return fields.get("tokenizer.ggml.model", "no_vocab") not in ("no_vocab", "none")
 
 
 def make_tokenizer(fields: Mapping[str, Any], source: str) -> RawTokenizer:
     """Build the tokenizer that the metadata describe.
 
-    Raises ``CheckpointError`` for an unknown kind of vocabulary or an unknown way to split texts.
+    Raises ``CheckpointError`` for an unknown kind of vocabulary or unknown rules for splitting texts.
     """
     kind, tokens = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.tokens")
     if kind not in ("gpt2", "llama"):
@@ -97,7 +97,7 @@ def make_tokenizer(fields: Mapping[str, Any], source: str) -> RawTokenizer:
     ids = {text: number for number, text in enumerate(tokens)}
     if len(ids) != len(tokens):
         ids = {text: tokens.index(text) for text in ids}  # of tokens with the same text, the first counts
-    # Build the BPE of the kind, then add the special tokens and the tokens at both ends of a text.
+    # Build the BPE model. Then add the special tokens, and the tokens at both ends of a text.
     begins = kind == "llama"
     if kind == "gpt2":
         name = fields.get("tokenizer.ggml.pre")
@@ -151,7 +151,7 @@ def _sentence_piece(
     if (scores := fields.get("tokenizer.ggml.scores")) is None or len(scores) != len(tokens):
         raise CheckpointError(f"{source}: tokenizer.ggml.scores are missing, or not one for each token")
     mergeable = {text for text, number in ids.items() if types[number] in (_NORMAL, _USER_DEFINED, _UNUSED)}
-    # Every split of a token into two tokens is a merge. Better scores merge first; the rest of the key breaks ties.
+    # Every way to split a token into two tokens is a merge. Better scores merge first; the rest of the key breaks ties.
     merges = []
     for text in mergeable:
         score = scores[ids[text]]
@@ -169,7 +169,7 @@ def _sentence_piece(
         byte_fallback=_BYTE in types,
     )
     tokenizer = RawTokenizer(model)
-    # Spaces are stored as ▁, and may be put before a text.
+    # Spaces are stored as ▁. A text may get a space before it.
     steps: list[Any] = [normalizers.Replace(" ", "▁")]
     undo: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if fields.get("tokenizer.ggml.add_space_prefix", True):
@@ -180,7 +180,7 @@ def _sentence_piece(
 
 
 def _add_ends(tokenizer: RawTokenizer, fields: Mapping[str, Any], tokens: list[str], begins: bool) -> None:
-    """Make texts begin and end with the tokens that the metadata ask for."""
+    """Make encoded texts begin and end with the tokens that the metadata require."""
     parts, used = ["$A"], []
     for key, first in (("bos", True), ("eos", False)):
         number = fields.get(f"tokenizer.ggml.{key}_token_id")

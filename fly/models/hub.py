@@ -1,9 +1,9 @@
 """Checkpoints on the Hugging Face hub, downloaded to the cache of the hub library.
 
-A name is ``owner/name``. ``@revision`` after it picks a revision other than ``main``, and ``/file.gguf`` after that
-picks a GGUF file: ``Qwen/Qwen2.5-Coder-1.5B-Instruct``, ``owner/name@v1.0``, ``owner/name-GGUF/model-q8_0.gguf``. The
-library's environment variables apply: ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE`` and the others.
-The library is imported only when something has to be fetched.
+A name is ``owner/name``. ``@revision`` after it selects a revision other than ``main``, and ``/file.gguf`` at the end
+selects a GGUF file: ``Qwen/Qwen2.5-Coder-1.5B-Instruct``, ``owner/name@v1.0``, ``owner/name-GGUF/model-q8_0.gguf``. The
+library's environment variables apply: ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE`` and others. The
+library is imported only when something has to be fetched.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class HubName:
 
 
 def hub_name(text: str) -> HubName | None:
-    """Parse a hub name, judging by its form alone; return None if the text is not one."""
+    """Parse a hub name. Return None if the text does not have the form of one; the hub is not asked."""
     match = _NAME.fullmatch(text)
     if match is None or text.split("/")[1].endswith(".gguf"):  # owner/file.gguf is a path
         return None
@@ -51,10 +51,10 @@ def hub_name(text: str) -> HubName | None:
 
 
 def fetch(name: HubName, weights: bool = True) -> Path:
-    """Download what is not in the cache yet, and return the path of the directory or GGUF file. Without ``weights`` a
-    directory may lack them.
+    """Download the files that are not in the cache yet, and return the path of the directory or GGUF file. If
+    ``weights`` is False, a directory may lack the weights.
 
-    Raises ``CheckpointError`` naming the repository, why it cannot be downloaded, and what to do.
+    Raises ``CheckpointError`` that names the repository, the reason and the remedy if it cannot be downloaded.
     """
     from httpx2 import HTTPError
     from huggingface_hub import constants, errors, snapshot_download
@@ -108,12 +108,12 @@ def _patterns(name: HubName, weights: bool) -> list[str]:
 
 
 def _literal(text: str) -> str:
-    """Return a glob pattern that matches this text alone."""
+    """Return a glob pattern that matches only this text."""
     return re.sub(r"([*?\[])", r"[\1]", text)
 
 
 def _instead(name: HubName) -> str:
-    """List a repository's GGUF files, as the end of a sentence."""
+    """Return the end of an error message, which lists a repository's GGUF files."""
     from httpx2 import HTTPError
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError

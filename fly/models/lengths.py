@@ -1,4 +1,4 @@
-"""A lower bound of a text's number of tokens, from its length alone. No tensors here."""
+"""A lower bound of a text's number of tokens, computed from its length alone. Knows nothing of tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tokenizers import Tokenizer as RawTokenizer
 
 __all__ = ["Lengths", "byte_alphabet", "byte_level"]
 
-# NFC shortens nine bytes to three at most (Hangul, Greek with its marks), and three to one (the kelvin sign).
+# NFC shrinks a text at most by a factor of 3: nine bytes to three (Hangul, Greek with its marks), or three to one (the
+# kelvin sign).
 _NFC = 3
 _HARMLESS = ("ByteLevel", "Digits", "Metaspace")  # pre-tokenizers that drop nothing
 _PIECEWISE = ("Split", "Punctuation")  # pre-tokenizers that drop nothing unless their behaviour is "Removed"
@@ -19,8 +20,8 @@ _PIECEWISE = ("Split", "Punctuation")  # pre-tokenizers that drop nothing unless
 class Lengths:
     """Computes the least number of tokens that a text may have.
 
-    In byte-level BPE, or BPE that falls back to bytes, no token covers more bytes of a text than the longest token has.
-    The result is 0 for other tokenizers, and for those that may drop parts of a text.
+    In BPE that is byte-level or falls back to bytes, no token covers more bytes of a text than the longest token has.
+    For other tokenizers, and for those that may drop parts of a text, the result is 0.
     """
 
     def __init__(self, raw: RawTokenizer) -> None:
@@ -39,7 +40,7 @@ class Lengths:
             longest = max((len(token.encode()) for token in vocabulary), default=0)
         else:
             return
-        if not (self._dropped and shrink > 1):  # normalising may produce characters that are dropped
+        if not (self._dropped and shrink > 1):  # otherwise normalising may produce characters that are dropped
             self._widest = shrink * max([longest, *(len(token.content.encode()) for token in added), 1])
 
     def least(self, text: str) -> int:
@@ -52,8 +53,8 @@ class Lengths:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Map each character of a byte-level vocabulary to its byte (GPT-2's ``bytes_to_unicode``): printable bytes stand
-    for themselves, the characters from 256 on for the others, in order."""
+    """Map each character of a byte-level vocabulary to its byte (GPT-2's ``bytes_to_unicode``). A printable byte has
+    its own character; the other bytes have the characters from 256 on, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -70,7 +71,7 @@ def byte_level(piece: str) -> bytes:
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, as the library's JSON; a sequence is taken apart."""
+    """Return the steps of a normalizer or pre-tokenizer in the library's JSON form. A sequence is flattened."""
 
     def flat(state: dict[str, Any]) -> list[dict[str, Any]]:
         parts = state.get("normalizers", state.get("pretokenizers"))
@@ -80,7 +81,7 @@ def _steps(part: Any) -> list[dict[str, Any]]:
 
 
 def _shrink_factor(step: dict[str, Any]) -> int:
-    """Return by what factor a normalizer may shrink a text, in bytes; 0 if there is no bound."""
+    """Return the factor by which a normalizer may shrink a text in bytes; 0 if there is no bound."""
     if step["type"] == "Replace" and (pattern := step["pattern"].get("String")) and step["content"]:
         return -(-len(pattern.encode()) // len(step["content"].encode()))
     return {"NFC": _NFC, "Prepend": 1}.get(step["type"], 0)

@@ -1,10 +1,10 @@
-"""The decoder as a plain ``nn.Module``: a Llama, or another family that its configuration names. Knows nothing of
+"""The decoder as a plain ``nn.Module``: a Llama, or another family if the configuration names one. Knows nothing of
 caches, batching, policies or ranks.
 
 Shape legend: T packed tokens, P positions, H query heads, G key/value heads, D head width, C hidden width,
 V vocabulary.
 
-The model sees one flat list of tokens with their positions. Tokens meet only in ``kv.attend(layer, q, k, v)``; the
+The model reads one flat list of tokens with their positions. Tokens interact only in ``kv.attend(layer, q, k, v)``. The
 ``kv`` object knows which tokens form a sequence and what came before them.
 """
 
@@ -26,7 +26,7 @@ __all__ = ["KV", "DenseCausal", "LayerLoop", "LayerOps", "Llama", "allocate", "s
 
 
 class KV(Protocol):
-    """A cache as a forward uses it."""
+    """The part of a KV cache that a forward uses."""
 
     def attend(
         self,
@@ -38,13 +38,14 @@ class KV(Protocol):
         scale: float | None = None,
     ) -> Tensor:
         """Store a layer's keys and values. Return the attention [T, H, D] of each packed token over its own sequence up
-        to itself, or over the last ``window`` tokens of that. ``scale`` multiplies the products of queries and keys;
-        None is D ** -0.5."""
+        to and including itself, or over the last ``window`` tokens of this. ``scale`` multiplies the products of
+        queries and keys; None means D ** -0.5."""
         ...
 
 
 class DenseCausal:
-    """``batch`` new sequences of ``length`` tokens each, without a cache, for training and reference checks."""
+    """Attention over ``batch`` new sequences of ``length`` tokens each, without a cache, for training and reference
+    checks."""
 
     def __init__(self, batch: int, length: int) -> None:
         self.batch, self.length = batch, length
@@ -69,12 +70,12 @@ class DenseCausal:
 
 
 def rotary_frequencies(config: LlamaConfig, which: int = 0) -> Tensor:
-    """Angular frequencies [D/2] in radians per position, float32, of one of ``config.ropes``.
+    """Return the angular frequencies [D/2] of one of ``config.ropes``, float32, in radians per position.
 
-    ``linear`` divides all of them by the factor. ``llama3`` divides those with wavelengths beyond the original context
-    and blends near it (Llama 3.1 release, ``rope_scaling``). ``yarn`` blends by the number of turns of a wave within
-    the original context (arXiv 2309.00071, section 3.2). ``dynamic`` begins after the context, so it changes nothing
-    here.
+    ``linear`` divides all frequencies by the factor. ``llama3`` divides those with wavelengths beyond the original
+    context, and blends those near it (Llama 3.1 release, ``rope_scaling``). ``yarn`` blends by the number of turns of a
+    wave within the original context (arXiv 2309.00071, section 3.2). ``dynamic`` begins after the context, so it
+    changes nothing here.
     """
     theta, scaling = config.ropes[which]
     # RoFormer (arXiv 2104.09864), section 3.2.2: wave i turns by theta^(-2i/D) radians per position.
@@ -86,7 +87,7 @@ def rotary_frequencies(config: LlamaConfig, which: int = 0) -> Tensor:
     if scaling.rope_type == "linear":
         return frequency / scaling.factor
     if scaling.rope_type == "yarn":
-        # Waves with more than beta_fast turns keep their frequency, those with fewer than beta_slow are divided.
+        # Keep the frequency of waves with more than beta_fast turns, and divide it for fewer than beta_slow turns.
 
         def place(turns: float) -> float:  # index of the wave that makes so many turns within the original context
             length = scaling.original_max_position_embeddings / (2 * math.pi * turns)
@@ -97,7 +98,7 @@ def rotary_frequencies(config: LlamaConfig, which: int = 0) -> Tensor:
         stretched = (torch.arange(width // 2).float() - low) / (high - low or 0.001)
         keep = 1 - stretched.clamp(0, 1)
     else:
-        # llama3: the kept fraction falls linearly with the number of turns within the original context.
+        # llama3: the kept fraction is linear in the number of turns within the original context.
         turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         keep = ((turns - low) / (high - low)).clamp(0, 1)
@@ -106,7 +107,7 @@ def rotary_frequencies(config: LlamaConfig, which: int = 0) -> Tensor:
 
 
 def rotary_tables(config: LlamaConfig) -> list[tuple[Tensor, Tensor]]:
-    """Cosines and sines [P, D/2] of the angles of every position, float32, for each of ``config.ropes``."""
+    """Return the cosines and sines [P, D/2] of the angles of every position, float32, for each of ``config.ropes``."""
     found = []
     for which, (_, scaling) in enumerate(config.ropes):
         positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
@@ -116,7 +117,7 @@ def rotary_tables(config: LlamaConfig) -> list[tuple[Tensor, Tensor]]:
 
 
 def signed_tables(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Cosines and sines [P, 1, D] as ``rotate`` takes them, for each of ``config.ropes``."""
+    """Return the cosines and sines [P, 1, D] that ``rotate`` takes, for each of ``config.ropes``."""
     found = []
     for cos, sin in rotary_tables(config):
         whole = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
@@ -126,15 +127,15 @@ def signed_tables(config: LlamaConfig, dtype: torch.dtype, device: torch.device)
 
 
 class Norm(nn.RMSNorm):
-    """Root mean square norm (arXiv 1910.07467). The weights are ``offset`` plus what the checkpoint stores. ``scale``
-    multiplies the result; the last norm scales the logits by it."""
+    """Root mean square norm (arXiv 1910.07467). Its factors are ``offset`` plus the weights in the checkpoint.
+    ``scale`` multiplies the result. The last norm uses it to scale the logits."""
 
     def __init__(self, width: int, config: LlamaConfig, scale: float = 1.0) -> None:
         super().__init__(width, eps=config.rms_norm_eps)
         self.offset, self.scale = config.traits.norm_offset, scale
 
     def factors(self) -> Tensor:
-        """The factors on the normed values, float32 [C]."""
+        """Return the factors that multiply the normalised values, float32 [C]."""
         factors = self.weight.float() + self.offset
         return factors if self.scale == 1 else factors * self.scale
 
@@ -145,36 +146,36 @@ class Norm(nn.RMSNorm):
 
 
 def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotary embedding (RoFormer) in the half-split layout of the published checkpoints.
+    """Apply the rotary embedding (RoFormer) in the half-split layout of the published checkpoints.
 
-    The sign is in ``sin``: its first half is negated, so that swapping the halves needs no negation.
+    The first half of ``sin`` is negated, so that swapping the halves of ``x`` needs no negation.
     """
     half = x_THD.shape[-1] // 2
     return torch.addcmul(x_THD * cos_T1D, x_THD.roll(half, -1), sin_T1D)
 
 
 class LayerOps:
-    """What a layer computes between its matrix products, one operation after the other. A backend that fuses several
-    into one kernel replaces ``ops`` of the layers (``fly.backends.cuda.fused``)."""
+    """The operations of a layer between its matrix products, one after the other. A backend that fuses several of them
+    into one kernel replaces the layers' ``ops`` (``fly.backends.cuda.fused``)."""
 
     def attend(self, attention: Attention, kv: KV, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-        """Attention output [T, H * D] of a layer's normed input."""
+        """Return the attention output [T, H * D] for a layer's normalised input."""
         return attention.attend(kv, *attention.project(x_TC, cos_T1D, sin_T1D))
 
     def add_norm(self, norm: Any, x_TC: Tensor, out_TC: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of ``x`` and ``out``, and its norm."""
+        """Return the sum of ``x`` and ``out``, and its norm."""
         x_TC = x_TC + out_TC
         return x_TC, norm(x_TC)
 
     def gate(self, both_TX: Tensor, activation: str) -> Tensor:
-        """The activated gate times up, which are the two halves of the last dimension."""
+        """Return activation(gate) * up. Gate and up are the two halves of the last dimension."""
         gate, up = both_TX.chunk(2, dim=-1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. The query, key and value projections are one matrix (rows q, then k, then v), applied by
-    ``project`` before the cache attends (``KV``); the output projection comes after."""
+    """Grouped-query attention. The query, key and value projections are one matrix (rows q, then k, then v).
+    ``project`` applies it before the cache attends (``KV``). The output projection comes after."""
 
     def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
@@ -192,7 +193,7 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (Norm(count * width, config) for count in each)
 
     def project(self, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute queries [T, H, D], keys and values [T, G, D]; queries and keys are rotated."""
+        """Return rotated queries [T, H, D], rotated keys [T, G, D] and values [T, G, D]."""
         qkv = self.qkv_proj(x_TC).unflatten(-1, (-1, self.head_dim))
         rotated = self.heads + self.kv_heads
         qk = qkv[:, :rotated]
@@ -202,7 +203,7 @@ class Attention(nn.Module):
         return qk[:, : self.heads], qk[:, self.heads :], qkv[:, rotated:]
 
     def keys_and_values(self, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute only the keys and values, [T, G, D] each, that ``project`` computes."""
+        """Return the same keys and values as ``project``, [T, G, D] each, without computing queries."""
         first, linear = self.heads * self.head_dim, self.qkv_proj
         kv = F.linear(x_TC, linear.weight[first:], None if linear.bias is None else linear.bias[first:])
         k_TGD, v_TGD = kv.unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(1)
@@ -215,7 +216,7 @@ class Attention(nn.Module):
         if self.whole or not torch.compiler.is_compiling():
             parts = qk[:, : self.heads], qk[:, self.heads :]
             return torch.cat([self._normed(norm, part) for norm, part in zip((self.q_norm, self.k_norm), parts)], 1)
-        # When compiled, one norm over all heads is one kernel instead of two. Nothing is rounded in between.
+        # When compiled, normalise queries and keys together, in one kernel instead of two, without rounding in between.
         query_H1 = (torch.arange(qk.shape[1], device=qk.device) < self.heads).unsqueeze(1)
         weight_HD = torch.where(query_H1, self.q_norm.weight, self.k_norm.weight).float() + self.q_norm.offset
         return (F.rms_norm(qk.float(), (self.head_dim,), eps=self.q_norm.eps) * weight_HD).to(qk.dtype)
@@ -224,7 +225,7 @@ class Attention(nn.Module):
         return norm(x_THD.flatten(1)).view_as(x_THD) if self.whole else norm(x_THD)
 
     def attend(self, kv: KV, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-        """Attention output [T, H * D] over all that ``kv`` stores for this layer."""
+        """Return the attention output [T, H * D] over all keys and values that ``kv`` stores for this layer."""
         return kv.attend(self.layer, q_THD, k_TGD, v_TGD, self.window, self.scale).flatten(1)
 
 
@@ -244,9 +245,9 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each after a norm, unless the family has no ``input_norms``. With ``output_norms``
-    another norm follows each. The names are those of checkpoints: ``post_attention_layernorm`` follows the attention
-    with ``output_norms``, and precedes the feed-forward without."""
+    """Attention and feed-forward. A norm precedes each, unless the family has no ``input_norms``. With ``output_norms``
+    a norm also follows each. Names are those of checkpoints, so ``post_attention_layernorm`` follows the attention if
+    there are ``output_norms``, and otherwise precedes the feed-forward."""
 
     ops = LayerOps()
 
@@ -265,15 +266,15 @@ class Layer(nn.Module):
         self.mlp = FeedForward(config)
 
     def norms(self) -> list[Any]:
-        """The norms before attention and feed-forward (identities without ``input_norms``), then the norms after each,
-        if the family has them."""
+        """Return the norms before attention and feed-forward (identities without ``input_norms``), then the norms after
+        attention and feed-forward, if the family has them."""
         if not self.output_norms:
             return [self.input_layernorm, self.post_attention_layernorm]
         after = [self.post_attention_layernorm, self.post_feedforward_layernorm]
         return [self.input_layernorm, self.pre_feedforward_layernorm, *after]
 
     def before(self, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute what attention needs: queries [T, H, D], keys and values [T, G, D]."""
+        """Return the inputs of the attention: queries [T, H, D], keys and values [T, G, D]."""
         return self.self_attn.project(self.input_layernorm(x_TC), cos_T1D, sin_T1D)
 
     def after(self, x_TC: Tensor, attended_TC: Tensor) -> Tensor:
@@ -325,7 +326,8 @@ def record_states(states: dict[int, Tensor]) -> LayerLoop:
 
 
 def embedding_scale(config: LlamaConfig, dtype: torch.dtype) -> float:
-    """Factor on the embeddings. The square root of their width is rounded to the dtype of the weights."""
+    """Return the factor on the embeddings. If it is the square root of their width, it is rounded to the dtype of the
+    weights."""
     if not config.traits.scaled_embedding:
         return config.embedding_multiplier
     return torch.tensor(config.hidden_size**0.5, dtype=dtype).item()
@@ -335,7 +337,7 @@ class Llama(nn.Module):
     """The decoder. Parameters have Hugging Face's names, except the fused ``qkv_proj`` and ``gate_up_proj``."""
 
     rounded = False  # whether its matrices are int8 weights (fly.backends.int8)
-    kept: list[int] | None = None  # the tokens that the head has rows for (fly.models.trimmed); None: all
+    kept: list[int] | None = None  # the tokens for which the head has rows (fly.models.trimmed); None: all
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -358,18 +360,18 @@ class Llama(nn.Module):
         return self.embed_tokens.weight.device
 
     def rotary(self) -> list[tuple[Tensor, Tensor]]:
-        """Tables ``(cos, sin)`` [P, 1, D] in the model's dtype, for each of ``config.ropes``. They are built on first
-        use and never saved."""
+        """Return tables ``(cos, sin)`` [P, 1, D] in the model's dtype, for each of ``config.ropes``. The first call
+        builds them. They are never saved."""
         found = self._rotary
         if not found or found[0][0].dtype != self.dtype or found[0][0].device != self.device:
             found = self._rotary = signed_tables(self.config, self.dtype, self.device)
         return found
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, kv: KV, through: LayerLoop = run_layers) -> Tensor:
-        """Final hidden states [T, C] of packed ``tokens_T`` (int64 [T]) at ``positions_T`` (int64 [T]). ``through``
-        runs the layers; ``fly.models.compiled`` has another one.
+        """Return the final hidden states [T, C] of packed ``tokens_T`` (int64 [T]) at ``positions_T`` (int64 [T]).
+        ``through`` runs the layers; ``fly.models.compiled`` has a faster one.
 
-        Positions must be below ``config.max_position_embeddings``; otherwise the table lookup raises ``IndexError``.
+        Positions must be below ``config.max_position_embeddings``. Otherwise the table lookup raises ``IndexError``.
         """
         rotary = [(cos[positions_T], sin[positions_T]) for cos, sin in self.rotary()]
         x_TC = self.embed_tokens(tokens_T)
@@ -379,7 +381,7 @@ class Llama(nn.Module):
         return through(layers, self.norm, x_TC, rotary, kv)
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
-        """Logits [T, V] in float32 over the full vocabulary; minus infinity for tokens that are not ``kept``."""
+        """Return the logits [T, V] over the full vocabulary, float32; -inf for tokens that are not ``kept``."""
         logits_TU = self.lm_head(hidden_TC).float()
         return logits_TU if self.kept is None else self.spread(logits_TU)
 
@@ -391,7 +393,7 @@ class Llama(nn.Module):
 
 
 class _Uninitialised(TorchFunctionMode):
-    """While active, the functions of ``torch.nn.init`` do nothing."""
+    """Makes the functions of ``torch.nn.init`` do nothing while it is active."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -401,27 +403,27 @@ class _Uninitialised(TorchFunctionMode):
 
 
 def skeleton(config: LlamaConfig) -> Llama:
-    """Build a model without memory, on torch's meta device. Initial values are not drawn: on the meta device that would
-    import torch's compiler, which takes longer than loading a small model."""
+    """Build a model without memory, on torch's meta device. Draw no initial values: on the meta device, torch would
+    import its compiler for this, which takes longer than loading a small model."""
     with torch.device("meta"), _Uninitialised():
         return Llama(config)
 
 
 def weight_bytes(config: LlamaConfig, itemsize: int, narrow: bool = False) -> int:
-    """Bytes of a model's weights in memory. ``narrow``: its matrices are rounded to 8 bits; an embedding that is not
-    the head as well stays as it is."""
+    """Return the size of a model's weights in memory, in bytes. With ``narrow`` its matrices are rounded to 8 bits,
+    except an embedding that is not also the head."""
     count = sum(parameter.numel() for parameter in skeleton(config).parameters())
     if not narrow:
         return count * itemsize
     return count + (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * (itemsize - 1))
 
 
-Replaced = list[tuple[nn.Module, str, nn.Parameter]]  # a module, the name of a parameter of its own, the parameter
+Replaced = list[tuple[nn.Module, str, nn.Parameter]]  # a module, the name of its parameter, and the old parameter
 
 
 def replace_parameters(model: nn.Module, values: Callable[[nn.Parameter], Tensor | None]) -> Replaced:
-    """Replace each parameter by one with the ``values`` for it; None leaves it out. A parameter with two names stays
-    one parameter. Return what was replaced."""
+    """Replace each parameter by a new one with the values that ``values`` returns for it. None keeps the old parameter.
+    A parameter with two names stays one parameter. Return the replaced parameters."""
     made: dict[nn.Parameter, Tensor | None] = {}
     replaced = []
     for module in model.modules():
@@ -436,6 +438,6 @@ def replace_parameters(model: nn.Module, values: Callable[[nn.Parameter], Tensor
 
 
 def allocate(model: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Give a skeleton's parameters memory, without values. ``Module.to_empty`` would import torch's compiler, and
-    allocate before the dtype is known."""
+    """Allocate memory for a skeleton's parameters, without setting values. ``Module.to_empty`` would import torch's
+    compiler, and allocate before the dtype is known."""
     replace_parameters(model, lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device))

@@ -1,4 +1,4 @@
-"""Load checkpoints into models, and save models. Every tensor is accounted for before anything runs."""
+"""Load checkpoints into models, and save models. The list of tensors is checked before any value is read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "f
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of the checkpoint, and the rows of our parameter that it, or a ``cut`` of it, fills."""
+    """One tensor of the checkpoint, and the rows of a parameter that the tensor or a ``cut`` of it fills."""
 
     key: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class ModelPart(Protocol):
 
     @property
     def pieces(self) -> Mapping[str, list[Piece]]:
-        """For each parameter, the checkpoint tensors that it consists of, in row order."""
+        """Return, for each parameter, the checkpoint tensors that it consists of, in row order."""
         ...
 
     def build(self) -> Llama:
@@ -63,7 +63,7 @@ class ModelPart(Protocol):
 
 
 def layout(config: LlamaConfig, parameters: dict[str, nn.Parameter]) -> dict[str, list[Piece]]:
-    """For each parameter of ``Llama(config)``, the checkpoint tensors that it consists of, in row order."""
+    """Return, for each parameter of ``Llama(config)``, the checkpoint tensors that it consists of, in row order."""
     plan: dict[str, list[Piece]] = {}
     for name, parameter in parameters.items():
         key = name if name.startswith("lm_head") else f"model.{name}"
@@ -78,7 +78,7 @@ def layout(config: LlamaConfig, parameters: dict[str, nn.Parameter]) -> dict[str
 
 
 def resolve_dtype(dtype: str | torch.dtype, raw: dict[str, Any]) -> torch.dtype:
-    """Convert ``dtype`` to a torch dtype. ``"auto"`` is the one that the checkpoint's config states, else float32."""
+    """Convert ``dtype`` to a torch dtype. ``"auto"`` means the dtype in the checkpoint's config, or else float32."""
     stated = raw.get("torch_dtype") or raw.get("dtype") or "float32" if dtype == "auto" else dtype
     name = str(stated).removeprefix("torch.")
     if (name := _ALIASES.get(name, name)) not in DTYPES:
@@ -89,7 +89,7 @@ def resolve_dtype(dtype: str | torch.dtype, raw: dict[str, Any]) -> torch.dtype:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Convert ``device`` to a torch device. ``"auto"`` is the current CUDA device if there is one, else the CPU."""
+    """Convert ``device`` to a torch device. ``"auto"`` means the current CUDA device if there is one, else the CPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -102,9 +102,9 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 class Loading:
-    """A checkpoint that is being loaded: a model on torch's meta device, which gets its values all at once or module by
-    module. The list of tensors is checked before any value is read. Arguments and errors are those of ``load_model``.
-    """
+    """A checkpoint that is being loaded into a model. The model is built on torch's meta device, and gets its values
+    all at once or module by module. The list of tensors is checked before any value is read. Arguments and errors are
+    those of ``load_model``."""
 
     def __init__(
         self,
@@ -125,7 +125,8 @@ class Loading:
             self.model, self._plan = held.build(), held.pieces
         self.model.to(self.dtype).requires_grad_(False)
         self._names = {parameter: name for name, parameter in self.model.named_parameters()}
-        # Compare the list of tensors with what the model needs. A head tied to the embedding may be stored once more.
+        # Compare the list of tensors with what the model needs. A head that is tied to the embedding may be in the file
+        # as well.
         tensors, head = checkpoint.tensors, "lm_head.weight"
         expected = {piece.key: piece.shape for pieces in self._plan.values() for piece in pieces}
         (embedding,) = self._plan["embed_tokens.weight"]
@@ -138,8 +139,9 @@ class Loading:
             )
 
     def whole(self, finish: Callable[[nn.Module], None] | None = None) -> Llama:
-        """Return the loaded model, without gradients. ``finish``, if given, is called for each layer as soon as it has
-        its values, and for a head that is not the embedding. It may change the module before the next one is loaded."""
+        """Return the loaded model, without gradients. If ``finish`` is given, it is called with each layer as soon as
+        the layer has its values, and with a head that is not the embedding. It may change this module before the next
+        one is loaded."""
         model = self.model
         if finish is not None:
             for module in (*model.layers, *([] if model.config.tie_word_embeddings else [model.lm_head])):
@@ -150,8 +152,8 @@ class Loading:
 
     @contextmanager
     def filled(self, module: nn.Module, but: frozenset[nn.Parameter] = frozenset()) -> Iterator[None]:
-        """While active, a module of the model has its values, except the parameters ``but``. On the CPU, values that
-        need no conversion are the mapped memory of the file."""
+        """Give a module of the model its values while this context is active, except the parameters ``but``. On the
+        CPU, values that need no conversion are read from the mapped file, without a copy."""
         before = self._fill(module, borrow=self.device.type == "cpu", but=but)
         try:
             yield
@@ -160,9 +162,9 @@ class Loading:
                 setattr(owner, name, parameter)
 
     def stored(self, parameter: nn.Parameter) -> list[Stored]:
-        """The checkpoint's tensors that a parameter consists of, in row order.
+        """Return the checkpoint tensors that a parameter consists of, in row order.
 
-        Raises ``ValueError`` for a part of a model that holds only some of their rows.
+        Raises ``ValueError`` if this is a part of a model that holds only some of their rows.
         """
         pieces = self._plan[self._names[parameter]]
         if any(piece.cut or not piece.stored for piece in pieces):
@@ -170,7 +172,7 @@ class Loading:
         return [self.checkpoint.tensors[piece.key] for piece in pieces]
 
     def _fill(self, module: nn.Module, borrow: bool, but: frozenset[nn.Parameter] = frozenset()) -> Replaced:
-        """Give values to a module's parameters that have none."""
+        """Give values to the parameters of a module that have none."""
 
         def values(parameter: nn.Parameter) -> torch.Tensor | None:
             if parameter not in self._names or parameter in but:
@@ -205,11 +207,11 @@ def load_model(
     Args:
         path: a Hugging Face directory (``config.json`` and ``model.safetensors``, or an index and its shards), a GGUF
             file, or an open ``Checkpoint``.
-        dtype: ``"auto"`` (as the config states; bfloat16 for a GGUF file that is not all float32), or one of bfloat16,
-            float16, float32.
+        dtype: bfloat16, float16, float32, or ``"auto"``. ``"auto"`` means the dtype in the config, and bfloat16 for a
+            GGUF file that is not all float32.
         device: ``"auto"``, or any torch device.
-        part: given the configuration, returns the part of the model to load; nothing else is read. None is the whole
-            model.
+        part: a function from the configuration to the part of the model to load; nothing else is read. None loads the
+            whole model.
 
     Raises:
         CheckpointError: unknown architecture or rope type; missing, surplus or misshapen tensors; broken files.
@@ -219,8 +221,8 @@ def load_model(
 
 
 def checkpoint_tensors(model: Llama) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a checkpoint of ``model``, by Hugging Face's names. A head that is the embedding is left
-    out."""
+    """Yield the tensors of ``model`` under Hugging Face's names, for a checkpoint. Leave out a head that is the
+    embedding."""
     parameters = dict(model.named_parameters())
     for name, pieces in layout(model.config, parameters).items():
         if model.config.traits.fused and len(pieces) > 1:
@@ -231,7 +233,7 @@ def checkpoint_tensors(model: Llama) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def save_model(model: Llama, directory: str | Path, dtype: torch.dtype = torch.bfloat16, **extra: Any) -> None:
-    """Write ``config.json`` and ``model.safetensors`` in Hugging Face's layout; ``extra`` goes into the config."""
+    """Write ``config.json`` and ``model.safetensors`` in Hugging Face's layout. ``extra`` is added to the config."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {key: value.to("cpu", dtype).contiguous() for key, value in checkpoint_tensors(model)}

@@ -13,11 +13,11 @@ __all__ = ["open_checkpoint"]
 
 
 def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
-    """Open the checkpoint at ``path``, a Hugging Face directory or a GGUF file. An open checkpoint is returned as it
-    is.
+    """Open the checkpoint at ``path``, which is a Hugging Face directory or a GGUF file. Return an open checkpoint as
+    it is.
 
-    Reads the configuration and the list of tensors when they are needed, but no values. Raises ``CheckpointError`` for
-    what is missing, broken or not supported."""
+    The checkpoint reads its configuration and its list of tensors when they are needed, but no values. Raises
+    ``CheckpointError`` if a part is missing, broken or not supported."""
     if isinstance(path, Checkpoint):
         return path
     path = Path(path)

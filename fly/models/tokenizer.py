@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer: from text to tokens and back, chat templates, end-of-sequence ids. No tensors here."""
+"""A checkpoint's tokenizer: encoding, decoding, chat templates, end-of-sequence ids. Knows nothing of tensors."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TextStream", "Tokenizer", "TooLong", "read_eos_ids"]
 
-_LONG = 2**14  # characters that take about ten milliseconds to encode
-_TOGETHER = 1024  # texts encoded per call: their encodings take a hundred times the memory of the texts
-# Special tokens that chat templates know by these names.
+_LONG = 2**14  # this many characters take about ten milliseconds to encode
+_TOGETHER = 1024  # texts to encode per call; their encodings take a hundred times the memory of the texts
+# Names by which chat templates refer to special tokens.
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token for a single byte, in vocabularies that fall back to bytes
 
@@ -50,14 +50,14 @@ def read_eos_ids(checkpoint: str | Path | Checkpoint, vocab_size: int) -> frozen
 
 
 class TooLong(ValueError):
-    """A text certainly has more tokens than allowed."""
+    """A text has more tokens than allowed, whatever they are."""
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer, ``raw``, with the chat template of ``tokenizer_config.json`` (or
-    ``chat_template.jinja``).
+    """A checkpoint's tokenizer, ``raw``, with the chat template from ``tokenizer_config.json`` or
+    ``chat_template.jinja``.
 
-    Raises ``CheckpointError`` if there is none, or a file is broken.
+    Raises ``CheckpointError`` if the checkpoint has no tokenizer, or a file is broken.
     """
 
     def __init__(self, checkpoint: str | Path | Checkpoint) -> None:
@@ -84,12 +84,12 @@ class Tokenizer:
             }
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"{checkpoint.where('tokenizer_config.json')}: {error!r}") from error
-        # Templates in files of their own come first.
+        # Templates in files of their own replace those in the settings.
         self.templates = {name: ChatTemplate(source) for name, source in (checkpoint.templates() or sources).items()}
 
     @staticmethod
     def load(checkpoint: str | Path | Checkpoint) -> Tokenizer | None:
-        """The checkpoint's tokenizer, or None if it has none."""
+        """Return the checkpoint's tokenizer, or None if it has none."""
         checkpoint = open_checkpoint(checkpoint)
         return Tokenizer(checkpoint) if checkpoint.has_tokenizer else None
 
@@ -101,11 +101,11 @@ class Tokenizer:
 
     @cached_property
     def control_ids(self) -> frozenset[int]:
-        """Ids of the special tokens, such as ends and turn markers. They are never plain text."""
+        """Ids of the special tokens, such as end-of-sequence and turn markers. They are never plain text."""
         return frozenset(i for i, token in self.raw.get_added_tokens_decoder().items() if token.special)
 
     def token_id(self, text: str) -> int:
-        """Return the id of the one token whose text is ``text``. Raises ``ValueError`` if there is none, or several."""
+        """Return the id of the token that spells ``text``. Raises ``ValueError`` unless ``text`` is a single token."""
         ids = self.encode(text, add_special_tokens=False)
         if len(ids) != 1:
             raise ValueError(f"{text!r} is {len(ids)} tokens of this vocabulary; a marker must be exactly one")
@@ -122,7 +122,7 @@ class Tokenizer:
         return Vocabulary(size, self._spelled, self.control_ids, self.token_id, device, plain)
 
     def _spelled(self) -> list[bytes]:
-        """The bytes that each id adds to a text."""
+        """Return the bytes that each id adds to a text."""
         pieces = {i: piece for piece, i in self.raw.get_vocab().items()}
         ids = range(max(pieces, default=-1) + 1)
         if isinstance(self.raw.decoder, ByteLevel):
@@ -139,7 +139,7 @@ class Tokenizer:
         return spelled
 
     def check_fits(self, vocab_size: int) -> None:
-        """Raise ``CheckpointError`` if a token has an id that a model of ``vocab_size`` tokens has no row for."""
+        """Raise ``CheckpointError`` if a token's id is too large for a model with ``vocab_size`` tokens."""
         if (largest := max(self.raw.get_vocab().values(), default=-1)) >= vocab_size:
             raise CheckpointError(f"{self._source}: has token id {largest}, but the model has only {vocab_size} tokens")
 
@@ -148,7 +148,7 @@ class Tokenizer:
         return self.raw.get_vocab() == other.raw.get_vocab()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode plain text; the tokenizer adds its begin token if it has one."""
+        """Encode plain text. By default the tokenizer adds its begin token, if it has one."""
         [found] = _encoded(self.raw, [text], add_special_tokens)
         return found.ids
 
@@ -174,8 +174,8 @@ class Tokenizer:
         return begins
 
     def check_length(self, text: str, most: int) -> None:
-        """Raise ``TooLong`` if ``text`` certainly has more than ``most`` tokens. Only its length is looked at, since
-        encoding takes time."""
+        """Raise ``TooLong`` if ``text`` is so long that it must have more than ``most`` tokens. This looks only at its
+        length, since encoding takes time."""
         if (least := self._lengths.least(text)) > most:
             raise TooLong(f"{len(text)} characters are {least} tokens or more; at most {most} fit")
 
@@ -203,26 +203,26 @@ class Tokenizer:
     ) -> ChatPrompt:
         """Render a conversation with the checkpoint's template, in a sandbox, and encode it.
 
-        Control tokens come from the template alone. Text in a message or variable that spells one stays plain text.
+        Only the template can produce control tokens. A message or variable that spells one stays plain text.
 
         Args:
             messages: dictionaries with a role and a content, and whatever else the template reads.
             add_generation_prompt: whether to open the answer's turn.
             tools: JSON schemas of functions that the model may call.
             documents: documents for templates that answer from them.
-            chat_template: the name of a template, if there are several. None is ``tool_use`` if there are tools (and
-                such a template), else ``default``.
+            chat_template: the name of a template, if there are several. None means ``tool_use`` if there are tools and
+                such a template, otherwise ``default``.
             continue_final_message: whether the last message's turn stays open, so that the answer continues it.
-            at_most: the most tokens, which are checked before anything is encoded.
+            at_most: the most tokens allowed. This limit is checked before anything is encoded.
             variables: other variables of the template, such as ``enable_thinking``.
 
-        Raises ``ValueError`` if the checkpoint has no template, or the template refuses the messages or does not read
-        a variable; ``TooLong`` if there are certainly more than ``at_most`` tokens.
+        Raises ``ValueError`` if the checkpoint has no template, the template refuses the messages, or it does not read
+        a variable; ``TooLong`` if there must be more than ``at_most`` tokens.
         """
         template = pick(self.templates, chat_template, bool(tools))
         lists = {"tools": tools, "documents": documents}
         given = {**{name: value for name, value in lists.items() if value is not None}, **variables}
-        # Marks enclose what must stay plain text. They are unpredictable, so a message can neither set nor end one.
+        # Enclose text that must stay plain in two marks. A message cannot contain them, since they are unpredictable.
         marks = (nonce := secrets.token_hex(8)) + "(", ")" + nonce
         listed = conversation(messages)
         if continue_final_message:
@@ -231,7 +231,7 @@ class Tokenizer:
             if not listed or not isinstance(content := listed[-1].get("content"), str) or not content:
                 raise ValueError("continue_final_message: the last message has no text to continue")
             listed[-1]["content"] = content + (end := secrets.token_hex(8))  # the rendered text is cut there
-        # Render. A variable that the template does not read would have no effect, so it is refused.
+        # Render. Refuse a variable that the template does not read, since it would have no effect.
         try:
             if unread := sorted(given.keys() - template.variables):
                 known = sorted(template.variables - {"messages", "add_generation_prompt", *self.special_names})
@@ -244,7 +244,7 @@ class Tokenizer:
                 text, open_turn, _ = text.rpartition(end)
                 if not open_turn:
                     raise ValueError("it does not show the last message, which the answer would continue")
-        except Exception as error:  # a template is a program: it fails as it likes
+        except Exception as error:  # a template is a program, so it may raise any error
             raise ValueError(f"the chat template refused the messages: {error}") from error
         # Encode, and note how the answer may begin.
         ids = self._encode_marked(text, marks, at_most)
@@ -252,9 +252,9 @@ class Tokenizer:
         return ChatPrompt(ids, None if template.tags is None else Thinking(template.tags, begun))
 
     def render(self, messages: Iterable[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Render a conversation as text, for callers without token ids. Control tokens that are spelled in a message
-        become real ones when the text is encoded: use ``apply_chat_template`` for messages that you do not trust.
-        Raises as ``apply_chat_template`` does."""
+        """Render a conversation as text, for callers that cannot use token ids. If a message spells a control token, it
+        becomes a real one when the text is encoded: use ``apply_chat_template`` for messages that you do not trust.
+        Raises the same errors as ``apply_chat_template``."""
         template = pick(self.templates, None, False)
         given = {"messages": conversation(messages), "add_generation_prompt": add_generation_prompt}
         try:
@@ -263,7 +263,7 @@ class Tokenizer:
             raise ValueError(f"the chat template refused the messages: {error}") from error
 
     def _encode_marked(self, text: str, marks: tuple[str, str], at_most: int | None) -> list[int]:
-        """Encode a rendered template. Text between marks came from messages and is read as plain text."""
+        """Encode a rendered template. Text between marks comes from messages, and is encoded as plain text."""
         if at_most is not None:
             self.check_length(text.replace(marks[0], "").replace(marks[1], ""), at_most)
         parts, last = [], 0
@@ -273,14 +273,14 @@ class Tokenizer:
         parts.append(text[last:])
         found: list[list[int]] = [[] for _ in parts]
         for first, tokenizer in enumerate((self.raw, self._plain)):
-            texts = list(dict.fromkeys(parts[first::2]))  # each once: special tokens are few, and may stand there often
+            texts = list(dict.fromkeys(parts[first::2]))  # encode each text once: a few special tokens occur often
             ids = dict(zip(texts, (encoding.ids for encoding in _encoded(tokenizer, texts))))
             found[first::2] = [ids[text] for text in parts[first::2]]
         return [i for ids_of_part in found for i in ids_of_part]
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
-        """Variables that the chat templates read, such as ``messages`` and ``tools``; empty without templates."""
+        """The variables that the chat templates read, such as ``messages`` and ``tools``; empty without templates."""
         return frozenset[str]().union(*(template.variables for template in self.templates.values()))
 
     @cached_property
@@ -292,8 +292,8 @@ class Tokenizer:
 
     @cached_property
     def _spelled_special(self) -> re.Pattern[str] | None:
-        """A pattern of the texts that are read as special tokens, longest first like the tokenizer. None if other
-        spellings or unknown texts are read as special tokens too, so that a pattern is not enough."""
+        """A pattern that matches the texts of special tokens, longest first like the tokenizer. None if the tokenizer
+        also reads other spellings or unknown text as special tokens, so that a pattern is not enough."""
         tokens = [token for token in self.raw.get_added_tokens_decoder().values() if token.special]
         unknown = self.special_names.get("unk_token"), getattr(self.raw.model, "unk_token", None)
         if any(token.normalized or token.single_word or token.content in unknown for token in tokens) or not tokens:
@@ -301,7 +301,7 @@ class Tokenizer:
         return re.compile("|".join(sorted((re.escape(token.content) for token in tokens), key=len, reverse=True)))
 
     def _marked(self, value: Any, marks: tuple[str, str]) -> Any:
-        """Put marks around every part of the texts in ``value`` that would be read as a special token."""
+        """Put marks around every part of the texts in ``value`` that the tokenizer would read as a special token."""
         if isinstance(value, str):
             if self._spelled_special is not None:
                 return self._spelled_special.sub(lambda found: f"{marks[0]}{found[0]}{marks[1]}", value)
@@ -322,8 +322,8 @@ class Tokenizer:
 def _encoded(
     tokenizer: RawTokenizer, texts: list[str], add_special_tokens: bool = False, offsets: bool = False
 ) -> Iterator[Encoding]:
-    """Encode each text. Only the library's batch calls release the interpreter lock, so long texts use those; short
-    texts do not, because the library warns at every fork after a batch call."""
+    """Encode each text. Long texts use the library's batch calls, which alone release the interpreter lock. Short texts
+    do not, because the library warns at every fork after a batch call."""
     if sum(map(len, texts)) < _LONG:
         for text in texts:
             yield tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -334,11 +334,11 @@ def _encoded(
 
 
 class TextStream:
-    """Turns tokens into text as they come: whole characters only, up to a stop string.
+    """Turns tokens into text as they arrive. It returns only whole characters, up to a stop string.
 
-    ``push`` takes one token and returns the text that is final: characters that cannot begin a stop string. ``finish``
-    returns the rest. Special tokens are left out, except those in ``shown``. With ``keep_stop`` the text ends after the
-    stop string instead of before it.
+    ``push`` takes one token and returns the text that is final, which means that no stop string can begin in it.
+    ``finish`` returns the rest. Special tokens are left out, except those in ``shown``. With ``keep_stop`` the text
+    ends after the stop string instead of before it.
     """
 
     def __init__(
@@ -348,14 +348,14 @@ class TextStream:
         ids = {tokenizer.raw.token_to_id(text): text for text in shown}
         self._shown = {i: text for i, text in ids.items() if i in tokenizer.control_ids}
         self._decoder = DecodeStream(skip_special_tokens=True)
-        self._ids: list[int] = []  # tokens that the decoder has seen
-        self._decoded = 0  # number of characters of their text that are final
+        self._ids: list[int] = []  # tokens that the decoder has read
+        self._decoded = 0  # number of final characters in their text
         self._held = ""  # decoded, but perhaps the beginning of a stop string
         self.text = ""  # all text given out so far
         self.stopped = False
 
     def push(self, token: int, stoppable: bool = True) -> str:
-        """Take in a token and return the text that is final. Set ``stopped`` if a stop string is complete, unless the
+        """Add a token and return the text that is now final. Set ``stopped`` if a stop string is complete, unless the
         text is not ``stoppable`` yet."""
         self._held += self._decode(token)
         return self._settle(stoppable)
@@ -390,11 +390,11 @@ class TextStream:
         self._decoder, self._ids, self._decoded = DecodeStream(skip_special_tokens=True), [], 0
 
     def _unfinished(self) -> str:
-        """Characters whose last bytes are missing, as replacement marks."""
+        """Return the characters whose last bytes are missing, as replacement marks."""
         return self._tokenizer.decode(self._ids)[self._decoded :]
 
     def _settle(self, stoppable: bool, keep: bool = True) -> str:
-        """Give out the held text up to a stop string, or with ``keep`` up to what may be the beginning of one."""
+        """Return the held text up to a stop string. With ``keep``, also hold back what may be the beginning of one."""
         stops = self._stop if stoppable else ()
         if found := [(at, len(stop)) for stop in stops if (at := self._held.find(stop)) >= 0]:
             at, length = min(found)
@@ -406,5 +406,5 @@ class TextStream:
         return settled
 
     def _overlap(self, stop: str) -> int:
-        """Length of the longest suffix of the held text that is a prefix of ``stop``."""
+        """Return the length of the longest suffix of the held text that is a prefix of ``stop``."""
         return next((n for n in range(len(stop) - 1, 0, -1) if self._held.endswith(stop[:n])), 0)

@@ -1,9 +1,10 @@
-"""A trimmed model: its head has rows for some tokens of the vocabulary only. It reads all tokens and writes those.
+"""A trimmed model, whose head has rows only for some tokens of the vocabulary. The model can read all tokens, but emits
+only these.
 
 The head is a large part of the weights that a small model reads for each token (28 % of Qwen2.5-Coder-0.5B in 8 bits),
-and most of its rows are for rare tokens (FR-Spec, arXiv 2502.14856). The distribution of a trimmed draft sums to 1 over
-the tokens that are kept, and is 0 for the others. Drafts are drawn from it and carry it, so a lossless rule stays
-lossless.
+and most of its rows are for rare tokens (FR-Spec, arXiv 2502.14856). The distribution of a trimmed draft model sums to
+1 over the kept tokens, and is 0 for the others. Drafted tokens are drawn from this distribution, and drafts carry it,
+so a lossless rule stays lossless.
 
 Shape legend: U kept tokens.
 """
@@ -25,12 +26,12 @@ __all__ = ["TrimmedHead", "kept_tokens"]
 
 
 def kept_tokens(vocabulary: int | str | Path | Collection[int], size: int, always: Collection[int] = ()) -> list[int]:
-    """The ids to keep of a vocabulary of ``size`` tokens, ascending.
+    """Return the ids to keep from a vocabulary of ``size`` tokens, in ascending order.
 
     Args:
         vocabulary: how many of the lowest ids to keep (tokenizers that merge pairs of bytes number frequent tokens
-            first); or the ids themselves; or a JSON file with a list of them.
-        always: further ids, such as those of control tokens, without which a draft would never end.
+            first), the ids themselves, or a JSON file with a list of them.
+        always: further ids to keep, such as those of control tokens. Without control tokens a draft would never end.
 
     Raises:
         ValueError: a number below 1, or ids outside the vocabulary.
@@ -56,13 +57,14 @@ def kept_tokens(vocabulary: int | str | Path | Collection[int], size: int, alway
 
 
 class TrimmedHead:
-    """All layers, and the head's rows for the ``kept`` tokens (ascending), as a ``fly.models.loading.ModelPart``."""
+    """The ``fly.models.loading.ModelPart`` of a trimmed model: all layers, and the head's rows for the ``kept`` tokens
+    (in ascending order)."""
 
     def __init__(self, config: LlamaConfig, kept: list[int]) -> None:
         self.config, self.kept = config, kept
 
     def build(self) -> Llama:
-        """Build the module without memory. The head is not the embedding, even where the checkpoint ties them."""
+        """Build the module without memory. Head and embedding are separate, even if the checkpoint ties them."""
         model = skeleton(self.config)
         model.lm_head.weight = nn.Parameter(torch.empty(len(self.kept), self.config.hidden_size, device="meta"))
         model.lm_head.out_features, model.kept = len(self.kept), self.kept
@@ -70,7 +72,7 @@ class TrimmedHead:
 
     @property
     def pieces(self) -> Mapping[str, list[Piece]]:
-        """The pieces of the whole model, with one piece of the head for each run of consecutive ids."""
+        """Return the pieces of the model. The head has one piece for each run of consecutive ids."""
         plan = layout(self.config, dict(skeleton(self.config).named_parameters()))
         name = "embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
         (stored,) = plan[name]
@@ -84,6 +86,6 @@ class TrimmedHead:
 
 
 def _runs(ids: list[int]) -> list[tuple[int, int]]:
-    """First and end of each run of consecutive ids."""
+    """Return the first id and the end of each run of consecutive ids."""
     starts = [n for n in range(len(ids)) if n == 0 or ids[n] != ids[n - 1] + 1]
     return [(ids[start], ids[end - 1] + 1) for start, end in zip(starts, [*starts[1:], len(ids)])]

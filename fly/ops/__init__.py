@@ -1,4 +1,5 @@
-"""Pure functions of tensors and token lists, one place per formula. Knows nothing of policies, models or caches."""
+"""Pure functions of tensors and token lists. Each formula is written once. Knows nothing of policies, models or
+caches."""
 
 from fly.ops.divergence import entropy, jensen_shannon, kl, total_variation
 from fly.ops.prefix import common_prefix

@@ -1,5 +1,5 @@
-"""Helpers for tensor-like objects [..., V] that hold only some of their values (``__torch_function__``): which
-attributes need no values, and how to index them."""
+"""Helpers for tensor-like objects [..., V] that hold only some of their values (``__torch_function__``). They tell
+which attributes need no values, and index such objects."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ATTRIBUTES = {
 def at_index(
     dims: int, index: Any, like: Callable[[Callable[[Tensor], Tensor]], Any], pick: Callable[[Any, Tensor], Tensor]
 ) -> Any:
-    """Compute ``x[index]`` for such an object x of ``dims`` dimensions, where ``index`` selects positions with the
-    whole vocabulary, or one token at each position. Returns ``NotImplemented`` for other indices.
+    """Compute ``x[index]`` for such an object x of ``dims`` dimensions. ``index`` selects positions with the whole
+    vocabulary, or one token at each position. Returns ``NotImplemented`` for any other index.
 
-    ``like`` applies a function to every part of x; ``pick`` takes one token per position.
+    ``like`` applies a function to every part of x. ``pick`` selects one token per position.
     """
     parts = index if isinstance(index, tuple) else (index,)
     if len(parts) == dims and all(isinstance(part, Tensor) and part.dtype == torch.int64 for part in parts):

@@ -1,7 +1,8 @@
-"""Randomness as data, and drawing with it.
+"""Random numbers as data, and drawing tokens with them.
 
-Every random number is a hash of (seed of the request, start of its round, stream, index). So a row's output depends
-only on its own seed and text, never on the batch, and a round that is computed again draws the same numbers.
+Every random number is a hash of the request's seed, the position where its round starts, a stream and an index. So a
+row's output depends only on its own seed and text, never on the batch. A round that is computed again draws the same
+numbers.
 
 Shape legend: B rows, V vocabulary, C chunks of the vocabulary, N uniforms or tokens of a chunk.
 """
@@ -29,7 +30,7 @@ _UNSIGNED = tuple(mix % 2**64 for mix in _MIX)
 
 
 def _scramble(x: Tensor) -> Tensor:
-    """splitmix64's finaliser (Steele, Lea, Flood 2014) on int64 with wrap-around."""
+    """Apply splitmix64's finaliser (Steele, Lea, Flood 2014) to int64 with wrap-around."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX[1]
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX[2]
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
@@ -53,8 +54,8 @@ def _scramble_one(x: int) -> int:
 
 
 def derive(seed: int, position: int) -> int:
-    """Return the seed for a strategy that drafts after ``position`` tokens. It is independent of the row's own random
-    numbers and of the strategy's seeds in other rounds."""
+    """Return the seed of a strategy that drafts after ``position`` tokens. This seed is independent of the row's own
+    random numbers, and of the strategy's seeds in other rounds."""
     mixed = _scramble_one((seed % 2**64) ^ _UNSIGNED[2]) + position * _UNSIGNED[0]
     found = _scramble_one(mixed % 2**64)
     return found - 2**64 if found >= 2**63 else found
@@ -70,8 +71,8 @@ def draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
     ``probs_BV`` need not be normalised. A token of mass zero is never drawn. A row without any mass gives token 0.
 
-    A large vocabulary is summed by chunks, and only the chunk with the token is summed token by token. This scans
-    V / 512 + 512 numbers instead of V, and makes no copy of the distribution in float64.
+    A large vocabulary is summed in chunks. Then only the chunk that contains the token is summed token by token. This
+    scans V / 512 + 512 numbers instead of V, and makes no copy of the distribution in float64.
     """
     width = probs_BV.shape[1]
     if width <= _CHUNK:
@@ -93,8 +94,8 @@ def draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def _find(cumulative_BN: Tensor, sought_B1: Tensor) -> Tensor:
-    """Find the first index whose cumulative mass is above ``sought``, [B, 1]; the last one with any mass if rounding
-    put ``sought`` at the end."""
+    """Return the first index whose cumulative mass is above ``sought``, [B, 1]. If rounding put ``sought`` at the end,
+    return the last index with any mass."""
     at_B1 = torch.searchsorted(cumulative_BN, sought_B1, right=True)
     last_B1 = torch.searchsorted(cumulative_BN, cumulative_BN[:, -1:].contiguous())
     return torch.minimum(at_B1, last_B1)

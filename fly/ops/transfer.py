@@ -11,7 +11,7 @@ __all__ = ["sent", "upload"]
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to ``device``. A copy to CUDA goes through pinned memory, so that the host does not wait."""
+    """Copy a tensor from the host to ``device``. A copy to CUDA uses pinned memory, so that the host does not wait."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,5 @@
-"""Token trees as lists of parents: for each token the number of the token that it follows, or -1 for the row's last.
+"""Token trees as lists of parents. Each token's parent is the number of the token that it follows, or -1 if it follows
+the row's last token.
 
 Shape legend: N new tokens of a row, S tokens of a row.
 """
@@ -12,7 +13,7 @@ __all__ = ["depths", "descend", "first_branch", "leaf_paths", "tree_mask"]
 
 
 def depths(parents: list[int]) -> list[int]:
-    """Return the depth of each token: 0 for those that follow the row's last token."""
+    """Return the depth of each token. A token that follows the row's last token has depth 0."""
     found: list[int] = []
     for parent in parents:
         found.append(0 if parent < 0 else found[parent] + 1)
@@ -32,7 +33,7 @@ def descend(tokens: list[int], parents: list[int], text: list[int]) -> list[int]
 
 
 def first_branch(parents: list[int]) -> list[int]:
-    """Return the numbers of the tokens along the branch that is tried first at every fork."""
+    """Return the numbers of the tokens along the path that takes the first child at every fork."""
     branch: list[int] = []
     for node, parent in enumerate(parents):
         if parent == (branch[-1] if branch else -1):
@@ -52,10 +53,11 @@ def leaf_paths(parents: list[int]) -> list[list[int]]:
 
 
 def tree_mask(start: int, root: int, parents: list[int]) -> Tensor:
-    """Build the attention mask, bool [N, S], for the new tokens of a row with ``root`` tokens, ``start`` of them
-    cached, and a tree after them. Each token sees all tokens before it in the row, and its ancestors in the tree."""
+    """Build the attention mask, bool [N, S], for the new tokens of a row. The row has ``root`` tokens, the first
+    ``start`` of which are cached, and then a tree. Each token sees all tokens before it in the row, and its ancestors
+    in the tree."""
     count, total = len(parents), root + len(parents)
-    # Start with each token and its parent. Squaring doubles the number of hops, until they lead to the root.
+    # Start with one hop, from each token to its parent. Squaring doubles the number of hops, until they reach the root.
     within_NN = torch.eye(count)
     within_NN[[node for node, parent in enumerate(parents) if parent >= 0], [p for p in parents if p >= 0]] = 1
     hops, longest = 1, max(depths(parents), default=0)

@@ -3,11 +3,11 @@
 Shape legend: R positions, N used positions, V vocabulary, U known tokens, "..." any leading dimensions.
 
 On a CPU, allocating memory of the size of the logits costs more than the arithmetic on them, and a top-k over the
-vocabulary costs more than ten plain passes. So top-k works by chunks, and sums use a small buffer. Accelerators have
-neither problem, and reading intermediate results would make the host wait, so torch's own kernels are used there.
+vocabulary costs more than ten plain passes. So top-k works in chunks, and sums use a small buffer. Accelerators have
+neither problem, and would make the host wait for intermediate results, so they use torch's own kernels.
 
-A tensor-like object whose vocabulary is divided among ranks overrides these functions like torch's own, by
-``__torch_function__``.
+A tensor-like object may divide the vocabulary among ranks. It overrides these functions by ``__torch_function__``, as
+it does torch's own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FEW = 1 << 15  # below this number of values, chunks do not pay
 
 
 def argmax(values: Tensor) -> Tensor:
-    """Return the index of the largest value in the last dimension, int64 [...]; the lowest index among equal values."""
+    """Return the index of the largest value in the last dimension, int64 [...]; on a tie, the lowest index."""
     if has_torch_function_unary(values):
         return handle_torch_function(argmax, (values,), values)
     if values.device.type != "cpu" or values.dtype != torch.float32:
@@ -50,8 +50,8 @@ def one_hot(like: Tensor, tokens: Tensor) -> Tensor:
 
 
 def nan_at(values: Tensor, index: Tensor) -> Tensor:
-    """Return whether the element at ``index`` [...] of each vector [..., V] of ``values`` is NaN, bool [...]. Always
-    False if ranks share the vocabulary, because they would have to communicate."""
+    """Return whether the element at ``index`` [...] of each vector [..., V] of ``values`` is NaN, bool [...]. If the
+    vocabulary is divided among ranks, the result is always False, because the ranks would have to communicate."""
     if has_torch_function_unary(values):
         return handle_torch_function(nan_at, (values,), values, index)
     return pick(values, index).isnan()
@@ -67,8 +67,8 @@ class Top(NamedTuple):
 def top(values: Tensor, n: int) -> Top:
     """Return the min(n, V) largest values of each vector [..., V] and their indices (int64).
 
-    The n largest values lie in the n chunks with the largest maxima. So only these chunks are searched, and what is
-    left over at the end.
+    The n largest values lie in the n chunks with the largest maxima. So only these chunks are searched, and the
+    incomplete chunk at the end.
     """
     if has_torch_function_unary(values):
         return handle_torch_function(top, (values,), values, n)
@@ -93,8 +93,8 @@ def log_mass(
 ) -> Tensor:
     """Return ln of the sum of exp((logits - peak) / temperature) over logits of at least ``least``, [N].
 
-    ``at_N`` (int64) selects N of the R positions; None selects all. ``peak_N`` is the largest logit at each.
-    ``temperature_N`` None means 1; ``least_N`` None leaves no logit out.
+    ``at_N`` (int64) selects N of the R positions; None selects all. ``peak_N`` is the largest logit at each of them. If
+    ``temperature_N`` is None, it is 1. If ``least_N`` is None, all logits count.
     """
     if has_torch_function_unary(logits_RV):
         return handle_torch_function(log_mass, (logits_RV,), logits_RV, peak_N, temperature_N, least_N, at_N)
@@ -128,12 +128,13 @@ def log_mass(
         rows = slice(start, min(start + step, positions))
         scaled_NV, probs_NV = buffers[:, : rows.stop - start]
         scale(torch.index_select(logits_RV, 0, at_N[rows], out=scaled_NV), rows)
-        # softmax is torch's fastest fused sum: the peak's probability is exp(0) / sum.
+        # softmax is torch's fastest fused sum. The probability of the peak is exp(0) / sum.
         totals.append(-torch.softmax(scaled_NV, -1, out=probs_NV).amax(-1).log())
     return torch.cat(totals)
 
 
 def spread(logits_NU: Tensor, ids_U: Tensor, size: int) -> Tensor:
-    """Spread the logits [..., U] of tokens ``ids_U`` over a vocabulary of ``size``, [..., V]. Other tokens get -inf."""
+    """Spread the logits [..., U] of the tokens ``ids_U`` over a vocabulary of ``size`` tokens, [..., V]. All other
+    tokens get -inf."""
     spread_NV = logits_NU.new_full((*logits_NU.shape[:-1], size), -torch.inf)
     return spread_NV.index_copy_(-1, ids_U, logits_NU)

@@ -27,7 +27,7 @@ class CompiledPart(PackedLlama):
     """A loaded ``part`` of a model. Its compiled forward calls back for each sum over ranks, so all ranks must make the
     same calls.
 
-    Forward and logits are separate calls, since one call for both would return this rank's logits alone. They are
+    Forward and logits are separate calls, since one call for both would return this rank's logits alone. The logits are
     ``VocabularyShards``. Before each forward, its tokens and positions are added to the rank's checksum
     (``Ranks.note``).
     """
@@ -41,7 +41,8 @@ class CompiledPart(PackedLlama):
         self.library.fly_share(self.handle, self._sum, part.config.vocab_size, first)
 
     def _sum_over_ranks(self, address: int, count: int) -> None:
-        """Called within the C++ forward. An error cannot pass through C++, so it is raised after the forward."""
+        """Sum over ranks; the C++ forward calls this. An error cannot pass through C++, so it is raised after the
+        forward."""
         if self._error is None:
             try:
                 values = torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
@@ -58,7 +59,7 @@ class CompiledPart(PackedLlama):
         return hidden_TC
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
-        """Shards [T, ranks * W] of the logits, in float32."""
+        """Return the logits [T, ranks * W], in float32, as ``VocabularyShards``."""
         return VocabularyShards(super().logits(hidden_TC), self.ranks)
 
 

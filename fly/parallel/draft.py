@@ -1,4 +1,4 @@
-"""Place the draft: whole on every rank, divided among all like the target, or whole on the first rank alone.
+"""Place the draft: whole on every rank, divided among all ranks like the target, or whole on the first rank alone.
 
 Knows nothing of policies or HTTP.
 """
@@ -29,7 +29,7 @@ from fly.types import Draft, Target
 __all__ = ["FirstDraft", "Placement", "place_draft"]
 
 Placement = Literal["auto", "replicated", "sharded", "first"]
-_STEPS = 9  # number of decode steps by which a placement is timed
+_STEPS = 9  # number of decode steps to time for a placement
 
 
 def place_draft(
@@ -59,7 +59,7 @@ def place_draft(
     strategy = ranks.together(make, "the draft")
     if strategy is None:
         return None
-    setup.clock = ranks.clock  # so that strategies that decide by time decide alike on all ranks
+    setup.clock = ranks.clock  # a strategy that decides by time then decides the same on all ranks
     if placement == "replicated" or ranks.size == 1:
         return ranks.together(lambda: setup.attach(strategy), "the draft")
 
@@ -83,7 +83,7 @@ def place_draft(
 
 @torch.inference_mode()
 def _decode_seconds(executor: Executor) -> float:
-    """Return the median of the seconds that ``executor`` takes for one token."""
+    """Return the median time that ``executor`` takes for one token, in seconds."""
     cache = PagedKVCache.for_model(executor, 1)
     cache.resize(0, 1)
     times = []
@@ -95,7 +95,7 @@ def _decode_seconds(executor: Executor) -> float:
 
 
 class _Mirror:
-    """Stands, on every rank, for a drafter's cache that only the first rank has. Its pages hold nothing, but are
+    """Represents on every rank a drafter's cache that only the first rank has. Its pages hold nothing, but are
     allocated in the same way, so that all ranks admit the same requests."""
 
     executor = None
@@ -195,7 +195,7 @@ class FirstDraft(DraftStrategy):
             self.strategy.release(row)
 
     def _resize(self, lengths: Iterable[tuple[Sequence, int]]) -> None:
-        """Allocate pages for each row as the first rank does, which raises an error if there are too few."""
+        """Allocate pages for each row as the first rank does. If there are too few, only the first rank raises."""
         for row, length in lengths:
             for mirror in self.mirrors:
                 with suppress(OutOfBlocks):

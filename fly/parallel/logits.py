@@ -1,8 +1,8 @@
 """Logits that are divided among ranks by vocabulary, and gathered only if an operation needs all of them.
 
-Selecting positions exchanges nothing. The reductions of ``fly.ops`` (argmax, the n largest, one token's logit, the mass
-of all) exchange a few numbers for each position. Every other operation first gathers the positions that are selected by
-then. Knows nothing of policies.
+To select positions, ranks exchange nothing. For the reductions of ``fly.ops`` (argmax, the n largest, one token's
+logit, the mass of all) they exchange a few numbers per position. Every other operation first gathers the positions
+selected so far. Knows nothing of policies.
 
 Shape legend: N positions, V vocabulary, W a rank's part of it, M the largest of all ranks, "..." any leading
 dimensions.
@@ -27,7 +27,8 @@ __all__ = ["VocabularyShards"]
 class VocabularyShards(Tensor):
     """A tensor [..., V] whose last dimension is divided evenly among ranks; this rank holds ``shard`` [..., W].
 
-    It has no memory of its own. So an operation that this class does not know gathers, or fails, but is never wrong.
+    It has no memory of its own. So an operation that this class does not know gathers or fails, but never gives a wrong
+    result.
     """
 
     shard: Tensor
@@ -86,7 +87,7 @@ def _at(x: VocabularyShards, index: Any) -> Any:
     return at_index(x.dim(), index, x.like, _pick)
 
 
-# Views that leave the vocabulary alone are views of each part.
+# A view that does not change the vocabulary's dimension is taken of each rank's part.
 
 
 def _unless_last(x: VocabularyShards, dim: int, change: Callable[[Tensor], Tensor]) -> Any:
@@ -115,7 +116,7 @@ def _unbind(x: VocabularyShards, dim: int = 0) -> Any:
     return tuple(VocabularyShards(shard, x.ranks) for shard in x.shard.unbind(dim))
 
 
-# Reductions over the vocabulary exchange their results.
+# For a reduction over the vocabulary, ranks exchange the results for their parts.
 
 
 def _amax(x: VocabularyShards, dim: Any = (), keepdim: bool = False) -> Any:
@@ -125,8 +126,8 @@ def _amax(x: VocabularyShards, dim: Any = (), keepdim: bool = False) -> Any:
 
 
 def _top(x: VocabularyShards, n: int) -> Top:
-    """The n largest of all are among the n largest of each rank. Of equal values, the lowest index is first if n is 1.
-    Values and indices are gathered as one tensor of float64, which holds both exactly.
+    """Return the n largest values, which are among the n largest of each rank. If n is 1, the lowest index is first
+    among equal values. Values and indices are gathered as one tensor of float64, which holds both exactly.
     """
     if n == 1:  # topk does not say which of equal values comes first; argmax does
         at = vocabulary.argmax(x.shard).unsqueeze(-1)
@@ -143,7 +144,7 @@ def _top(x: VocabularyShards, n: int) -> Top:
 
 
 def _pick(x: VocabularyShards, index: Tensor) -> Tensor:
-    """Sum over ranks: the rank that holds the token gives its logit, the others 0. So the sum is exact."""
+    """Sum over ranks: the rank that holds the token adds its logit, the others add 0. So the sum is exact."""
     local = index - x.start
     there = (local >= 0) & (local < x.shard.shape[-1])
     own = vocabulary.pick(x.shard, local.masked_fill(~there, 0))

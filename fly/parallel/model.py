@@ -1,8 +1,8 @@
-"""Load a rank's part of a Llama, and add what ranks exchange around its modules.
+"""Load a rank's part of a Llama, and add the exchange with other ranks to its modules.
 
-Hooks on the modules do that, as in torch's own tensor parallelism: a sum after every row-parallel projection and after
-the embedding, a join before and after projections that gather. The logits stay divided. Knows nothing of policies,
-caches or HTTP.
+Hooks on the modules run the collectives, as in torch's own tensor parallelism: a sum after every row-parallel
+projection and after the embedding, a join before and after projections that gather. The logits stay divided. Knows
+nothing of policies, caches or HTTP.
 
 Shape legend: T packed tokens, C hidden width, W a rank's part of the vocabulary.
 """
@@ -47,7 +47,7 @@ def load(
     The plan is checked before anything is read, and no rank goes on unless all have loaded the same checkpoint.
 
     Args:
-        kernels: what runs the part, as for ``fly.LLM``. Only PyTorch runs plans that gather.
+        kernels: what computes the part, as for ``fly.LLM``. Only PyTorch runs plans that gather.
 
     Raises:
         PlanError: the plan cannot divide the model among this number of ranks.
@@ -80,7 +80,7 @@ def load(
 
 
 def _variant(model: Llama, kernels: str, plan: Sequence[Rule]) -> str:
-    """Return the kernels that this rank would take by itself."""
+    """Return the kernels that this rank would choose by itself."""
     reason = "only PyTorch runs a plan that gathers" if any(rule.style == "gather" for rule in plan) else refusal(model)
     variant = chosen(kernels)
     if variant != TORCH and reason is not None:
@@ -114,7 +114,7 @@ def parallelise(model: Llama, part: Part, ranks: Ranks) -> Llama:
 
 
 def _divide_embedding(module: nn.Embedding, start: int, ranks: Ranks) -> None:
-    """Make an embedding sum over ranks. The rank that holds a token gives its row, the others zeros, so the sum is
+    """Make an embedding sum over ranks. The rank that holds a token adds its row, the others add zeros, so the sum is
     exact."""
 
     def forward(input: Tensor) -> Tensor:  # torch's name for the tokens [T]

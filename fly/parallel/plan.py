@@ -42,7 +42,8 @@ class Rule:
 
     Args:
         names: patterns of checkpoint names (as in a shell), separated by spaces.
-        of: the size of the configuration that is divided. With ``num_attention_heads``, a rank holds whole heads.
+        of: the name of the size that is divided, a field of the configuration. With ``num_attention_heads``, a rank
+            holds whole heads.
     """
 
     names: str
@@ -73,10 +74,10 @@ LLAMA_WHOLE_SUMS: tuple[Rule, ...] = tuple(
 
 
 class Part:
-    """The part of a model with ``config`` that rank ``rank`` of ``size`` holds by ``plan``.
+    """The part of a model with ``config`` that rank ``rank`` of ``size`` holds under ``plan``.
 
-    ``sizes`` is the configuration of the part, from which its ``Llama`` and its cache are made. Only its vocabulary is
-    that of the whole model.
+    ``sizes`` is the configuration of this part; its ``Llama`` and its cache are made from it. Of the sizes that are
+    divided, only the vocabulary is still the whole model's there.
 
     Raises:
         PlanError: a rule matches no tensor, a tensor is matched by no rule or by several, a size is not divisible by
@@ -113,7 +114,7 @@ class Part:
         """The range of heads, tokens or other units (``of``) that this rank holds."""
         total = int(getattr(self.config, of))
         first, end = (rank * total // self.size for rank in (self.rank, self.rank + 1))
-        return slice(first, max(end, first + 1))  # if there are fewer heads than ranks, neighbouring ranks share one
+        return slice(first, max(end, first + 1))  # with fewer heads than ranks, neighbouring ranks share one
 
     def build(self) -> Llama:
         """Make this rank's module, without memory (on torch's meta device). Its ``config`` is ``sizes``."""

@@ -1,8 +1,8 @@
 """Watch a group of processes: if one is killed, stopped or stuck, all end, with one message.
 
-Every rank has a thread that writes to the rendezvous store, again and again, how many collectives the rank has entered,
-and reads what the others write. A collective that waits for a lost rank cannot be interrupted, so the thread ends the
-process. torchrun sees that, and starts the group again if it was asked to. Knows nothing of models or tensors.
+Every rank has a watching thread. Again and again it writes to the rendezvous store how many collectives the rank has
+entered, and reads what the others wrote. A collective that waits for a lost rank cannot be interrupted, so the thread
+ends the process. torchrun sees that, and starts the group again if it was asked to. Knows nothing of models or tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 __all__ = ["PREPARING", "CollectiveError", "Progress", "RankError", "Watch"]
 
 PREPARING = 10  # factor by which ranks wait longer for one another while new code is compiled
-_LEAVE = 2.0  # seconds within which ranks that end for the same reason should all have ended
+_LEAVE = 2.0  # if ranks end for the same reason, all should have ended within these seconds
 
 
 class RankError(RuntimeError):
@@ -40,8 +40,9 @@ class Progress:
 
     def __init__(self) -> None:
         self.entered = 0  # the number of collectives it has entered
-        self.since: float | None = None  # when it entered the one that it is in; None: it is in none
-        # On CUDA a collective is only queued: whether the device has finished the last one. None: none was queued.
+        self.since: float | None = None  # when it entered the present collective; None: it is in none
+        # On CUDA a collective is only queued. This tells whether the device has finished the last one; None: there is
+        # none.
         self.over: Callable[[], bool] | None = None
         self.lengths = 0  # a checksum of the lengths of its forwards
         self.preparing = False  # whether ranks may come late: see ``Ranks.preparing``
@@ -77,7 +78,8 @@ class Watch:
         self._who = [json.loads(self._store.get(_key("who", other))) for other in range(size)]
         self._handles = self._open_handles()
         self._left: set[int] = set()
-        # Numbers of collectives, and when each was first seen: waiting in the device's queue, and entered by all ranks.
+        # The last collective seen waiting in the device's queue, and the last that all ranks have entered: its number,
+        # and when it was first seen so.
         self._queued = self._complete = (0, 0.0)
         self._beats = {other: b"" for other in range(size) if other != rank}  # what each last wrote, and when
         self._heard, self._last = dict.fromkeys(self._beats, time.monotonic()), time.monotonic()
@@ -91,8 +93,8 @@ class Watch:
         self._thread.start()
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Wait until every rank has left, then stop watching. If a rank leaves with an ``error`` that the others do not
-        have, all ranks end, and this does not return."""
+        """Wait until every rank has left, then stop watching. If one rank leaves with an ``error`` that the others do
+        not have, all ranks end, and this does not return."""
         with contextlib.suppress(Exception):
             self._store.set(_key("left", self.rank), repr(error) if error else "")
         # After a failed collective, give the watching thread time to name the rank that caused it.
@@ -148,8 +150,8 @@ class Watch:
         os._exit(1)
 
     def _open_handles(self) -> dict[int, int]:
-        """Open a process handle, which shows when the process ends, for each other rank on the same machine and in the
-        same space of process ids."""
+        """Open a process handle for each other rank on the same machine and in the same namespace of process ids. The
+        handle shows when the process ends."""
         handles: dict[int, int] = {}
         if hasattr(os, "pidfd_open"):
             for other, who in enumerate(self._who):
@@ -175,7 +177,7 @@ class Watch:
         if self._store.check([_key("fault")]):
             self._end(self._store.get(_key("fault")).decode())
         now = time.monotonic()
-        if now - self._last > self.heartbeat_timeout / 2:  # this process itself was asleep, so the others get new time
+        if now - self._last > self.heartbeat_timeout / 2:  # this process itself was asleep, so start waiting anew
             self._heard = dict.fromkeys(self._beats, now)
         self._last = now
         for other, last_beat in self._beats.items():
@@ -196,8 +198,8 @@ class Watch:
             self._left.add(other)
 
     def _waiting(self, now: float) -> tuple[int, float] | None:
-        """Return the number of the collective that this rank, or its device, waits for, and since when. None if it
-        waits for none."""
+        """Return the number of the collective that this rank (or its device) waits for, and since when; None if it does
+        not wait."""
         entered, since, over = self.progress.entered, self.progress.since, self.progress.over
         if since is not None:
             return entered, since
@@ -210,8 +212,8 @@ class Watch:
         return self._queued
 
     def _look_for_stuck(self, now: float) -> None:
-        """Blame a rank if this one has waited too long in a collective: a rank that has not entered it, or, if all have
-        entered it, this rank."""
+        """If this rank has waited too long in a collective, blame a rank that has not entered it. If all have entered
+        it, blame a rank with other tokens, or else this rank."""
         timeout = self.collective_timeout * (PREPARING if self.progress.preparing else 1)
         if (waiting := self._waiting(now)) is None or now - waiting[1] < timeout:
             return

@@ -1,4 +1,4 @@
-"""Acceptance policies, which decide which drafted tokens to keep, and the conditions that they are composed of."""
+"""Acceptance policies, which decide which drafted tokens to keep, and the conditions that they consist of."""
 
 from fly.policies.base import (
     AcceptancePolicy,

@@ -14,9 +14,9 @@ B = TypeVar("B", bound="Bindable")
 
 
 class Bindable:
-    """A frozen dataclass that may look up the meaning of tokens: ``bind`` gives it a ``vocabulary``.
+    """A frozen dataclass that may look up the meaning of tokens in the ``vocabulary`` that ``bind`` gives it.
 
-    The vocabulary is not a parameter: a bound rule prints like the unbound one, equals it and has the same hash. A
+    The vocabulary is not a parameter. So a bound rule prints like the unbound one, equals it and has the same hash. A
     pickled or copied rule is unbound.
     """
 
@@ -33,9 +33,9 @@ class Bindable:
         return self._vocabulary
 
     def bind(self: B, vocabulary: Vocabulary) -> B:
-        """Return a copy bound to ``vocabulary``, parts included. ``LLM`` calls this for each request.
+        """Return a copy that is bound to ``vocabulary``, with all its parts. ``LLM`` calls this for each request.
 
-        Override it to find missing tokens early: a ``ValueError`` raised here becomes the request's error.
+        Override it to find missing tokens early. A ``ValueError`` raised here becomes the request's error.
         """
         if self._vocabulary is vocabulary:
             return self

@@ -1,11 +1,11 @@
 """Formulas that the rules of the literature and of other engines share.
 
-- A token without mass in the target is never kept, whatever the rule's formula: bans, top-k and top-p bind every rule.
-  "Without mass" means probability 0 in the processed distribution, or a logit of -inf at temperature 0.
-- At temperature 0 the processed distribution is one-hot. Rules that *reshape or bound* it use it unchanged. Rules that
-  *gate* on a token's probability use the raw distribution softmax(logits) there, and always keep the target's argmax.
-  A correction at temperature 0 is always the target's argmax.
-- A deterministic draft (without distributions) counts as one-hot on its token.
+- No rule keeps a token without mass in the target, so bans, top-k and top-p bind every rule. "Without mass" means
+  probability 0 in the processed distribution, or a logit of -inf at temperature 0.
+- At temperature 0 the processed distribution is one-hot. Rules that *reshape or bound* a distribution use this one.
+  Rules that *gate* on a token's probability use the raw distribution softmax(logits) instead, and always keep the
+  target's argmax. A correction at temperature 0 is always the target's argmax.
+- A deterministic draft, which has no distributions, counts as one-hot on its tokens.
 
 Shape legend: B rows, K longest draft, V vocabulary, N any leading shape. Positions count from 0 here, from 1 in papers.
 """
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def drafted(chance_BK: Tensor, draft: Draft) -> Tensor:
-    """Return the chances as float, with 0 on padding, even where they are NaN."""
+    """Return the chances as float, with 0 on padding, even where the padding is NaN."""
     return torch.where(draft.mask_BK(), chance_BK.float(), 0.0)
 
 
@@ -78,7 +78,7 @@ def gate_probs(target: Target, draft: Draft) -> tuple[Tensor, Tensor]:
 
 def raw_log_probs(target: Target, draft: Draft, rows_N: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities of the drafted token and of the likeliest token, [N] each, in the raw distribution
-    at these positions. Needs no softmax over the vocabulary."""
+    at these positions, without a softmax over the vocabulary."""
     peak_N = -target.log_mass(rows_N, positions_N)
     at = rows_N, positions_N
     gap_N = target.logits_BKV[(*at, draft.tokens_BK[at])] - target.logits_BKV[(*at, target.argmax_BK[at])]
@@ -86,8 +86,8 @@ def raw_log_probs(target: Target, draft: Draft, rows_N: Tensor, positions_N: Ten
 
 
 def binary(token_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge all tokens but the drafted one into one, which changes no divergence from a one-hot draft. Returns the
-    target's distribution, given its probability ``token_N`` of the token, and the draft's: [N, 2] each."""
+    """Return the target's and the one-hot draft's distribution, [N, 2] each, with all tokens but the drafted one merged
+    into one. This changes no divergence between them. ``token_N`` is the target's probability of the drafted token."""
     target_N2 = torch.stack([token_N, (1 - token_N).clamp_min(0)], -1)
     draft_N2 = torch.zeros_like(target_N2)
     draft_N2[..., 0] = 1.0

@@ -1,4 +1,4 @@
-"""Gates: rules and conditions that look at how probable the target finds a token, and how certain the target is.
+"""Gates: rules and conditions that look at the target's probability of a token and at the target's certainty.
 ``fly.policies.formulas`` describes what all rules share.
 
 Shape legend: B rows, K longest draft, V vocabulary, N any leading shape. Positions count from 0 here, from 1 in papers.
@@ -34,7 +34,7 @@ class _Gate(AcceptancePolicy, Checked):
         """Return whether the gate keeps each token, bool [B, K]."""
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        """1 where the gate opens and, at temperature 0, for the target's argmax; 0 elsewhere."""
+        """Return 1 where the gate opens, and at temperature 0 also for the target's argmax; 0 elsewhere."""
         own_BK = target.greedy_B.unsqueeze(1) & matches(target, draft)
         return drafted(self.opens(target, draft) | own_BK, draft)
 
@@ -89,9 +89,9 @@ class BiLD(_Gate):
     """BiLD's rollback (Kim et al., arXiv 2302.07863): reject x if -ln target(x) > r and x is not the target's most
     likely token; otherwise keep it. After a rejection, draw from the target.
 
-    ``r`` >= 0, usually 2 to 5; 0 keeps only tokens that the target is certain of, and its argmax. At temperature 0 it
-    uses the raw distribution. (BiLD's fallback policy, which decides when the draft model stops, belongs to the draft
-    strategy.)
+    ``r`` >= 0, usually 2 to 5. 0 keeps only the target's argmax, and tokens of which the target is certain. At
+    temperature 0 the rule uses the raw distribution. (BiLD's fallback policy decides when the draft model stops, so it
+    belongs to the draft strategy.)
     """
 
     name: ClassVar[str] = "bild"
@@ -115,8 +115,8 @@ class Fuzzy(_Gate):
     propose a token that the target excludes) in nats, or ``"tv"`` (total variation). ``threshold`` is tuned per pair.
 
     Above temperature 0 each token comes from the draft's distribution if the two are close, and from the target's
-    otherwise, so it stays within the threshold. At temperature 0 the raw distribution is compared, which bounds nothing
-    (so the rule is HEURISTIC), and the argmax is always kept.
+    otherwise, so the emitted distribution stays within the threshold. At temperature 0 the rule compares the raw
+    distribution, which bounds nothing (so it is HEURISTIC), and always keeps the argmax.
     """
 
     name: ClassVar[str] = "fuzzy"
@@ -136,8 +136,8 @@ class Fuzzy(_Gate):
 class LogMargin(Condition, Checked):
     """The target barely prefers another token: its largest logit exceeds the drafted token's by less than ``tau``.
 
-    This is the gate of llama.cpp's FLy (0.3 nats there: at least 74 % as likely as the first choice). It uses raw
-    logits; a banned token never passes. ``Exact() | LogMargin(0.3)`` is a policy.
+    This is the gate of llama.cpp's FLy, which uses 0.3 nats: the token is at least 74 % as likely as the first choice.
+    The condition uses raw logits; a banned token never passes. ``Exact() | LogMargin(0.3)`` is a policy.
     """
 
     name: ClassVar[str] = "margin"
@@ -151,13 +151,13 @@ class LogMargin(Condition, Checked):
 
 @dataclass(frozen=True)
 class Regret(Condition, Checked):
-    """The draft costs little over a window: ``window`` more tokens were drafted after the mismatch, and for all of
-    these positions together the target finds its own choices at most ``nats`` likelier than the drafted tokens.
+    """The draft costs little over a window: ``window`` more tokens were drafted after the mismatch, and at all of these
+    positions together, the target's own choices are at most ``nats`` likelier than the drafted tokens.
 
-    First described here (docs/results/real-pair.md). A margin asks how much the target prefers another token, a window
-    whether the target agrees with what follows. This condition measures both in nats, as the difference of the logits.
-    So a window may contain a second small mismatch, and a close mismatch needs less agreement after it than a distant
-    one. It uses raw logits; a banned token never passes.
+    This condition is new in this project (docs/results/real-pair.md). A margin measures how much the target prefers
+    another token. A window tests whether the target agrees with the tokens that follow. This condition measures both in
+    nats, by the difference of the logits. So a window may contain a second small mismatch, and a small mismatch needs
+    less agreement after it than a large one. The condition uses raw logits; a banned token never passes.
     """
 
     name: ClassVar[str] = "regret"
@@ -177,8 +177,8 @@ class TopRatio(Condition, Checked):
     """MARS's margin (arXiv 2601.15498): the drafted token is the target's first choice, or its second choice with a
     logit above ``theta`` times the first.
 
-    ``theta`` in [0, 1], usually 0.9. Adding a constant to all logits changes their ratio (``LogMargin`` is the safer
-    gate). The ratio means nothing unless the largest logit is positive; otherwise only the first choice passes. Tokens
+    ``theta`` in [0, 1], usually 0.9. A constant added to all logits changes their ratio, so ``LogMargin`` is the safer
+    gate. The ratio has a meaning only if the largest logit is positive; otherwise only the first choice passes. Tokens
     that tie for second place count as second.
     """
 

@@ -24,9 +24,9 @@ class ExactSample(AcceptancePolicy):
     """Lossless by construction: keep x if it equals the target's own sample at that position. The first sample that
     differs is the correction. (llama.cpp and many engines with n-gram drafts use this rule.)
 
-    Whatever the draft proposes, the emitted text is what sampling without a draft gives with the same coins. Coin j
-    draws the sample at position j by inverting the cumulative distribution; the bonus has a coin of its own. At
-    temperature 0 this is exact match. A token is kept with probability target(x), so less often than by ``Exact``
+    Whatever the draft proposes, the emitted text is the same as that of sampling without a draft with the same coins.
+    Coin j draws the sample at position j by inverting the cumulative distribution; the bonus has its own coin. At
+    temperature 0 this is exact match. A token is kept with probability target(x), so ``Exact`` keeps tokens more often
     unless the draft is deterministic. Sampling at all K positions takes K passes over the vocabulary.
     """
 
@@ -34,15 +34,15 @@ class ExactSample(AcceptancePolicy):
     guarantee = Guarantee.LOSSLESS
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        """The probability that the target's sample is x too: target(x)."""
+        """Return the probability that the target's sample is also x, which is target(x)."""
         return drafted(target.probs_of(draft.tokens_BK), draft)
 
     def correction(self, target: Target, draft: Draft, at_B: Tensor) -> Tensor:
-        """The target without the rejected token: the distribution of a sample that is known to differ from it."""
+        """Return the target's distribution without the rejected token, from which the sample is known to differ."""
         return super().correction(target, Draft(draft.tokens_BK, draft.lengths_B), at_B)
 
     def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
-        """Draw a token by each coin, and emit the first that differs from the draft."""
+        """Draw a token with each coin, and emit the first one that differs from the draft."""
         longest = draft.tokens_BK.shape[1]
         if target.all_greedy or not longest:
             return super().verdict(target, draft, noise)
@@ -56,12 +56,13 @@ class ExactSample(AcceptancePolicy):
 
 @dataclass(frozen=True)
 class BlockVerification(AcceptancePolicy):
-    """Block verification (Sun et al., arXiv 2403.10444, alg. 2): lossless, and it accepts at least as many tokens in
-    expectation as ``Exact``, since a late token may rescue an early one.
+    """Block verification (Sun et al., arXiv 2403.10444, alg. 2). It is lossless, and in expectation it accepts at least
+    as many tokens as ``Exact``, since a late token may rescue an early one.
 
-    With p_0 = 1 and p_i = min(1, p_{i-1}·target(x_i)/draft(x_i)), the first i tokens are kept if a coin j >= i falls
-    below h_j. S_j is the sum over v of max(p_j·target_{j+1}(v) - draft_{j+1}(v), 0), h_j = S_j / (S_j + 1 - p_j), and
-    h = p at the row's last token. After n tokens the correction is drawn from max(p_n·target - draft, 0).
+    Let p_0 = 1 and p_i = min(1, p_{i-1}·target(x_i)/draft(x_i)). Let S_j be the sum over v of
+    max(p_j·target_{j+1}(v) - draft_{j+1}(v), 0), and h_j = S_j / (S_j + 1 - p_j), but h = p at the last drafted token.
+    The first i tokens are kept if some coin j >= i falls below h_j. If n tokens are kept, the correction is drawn from
+    max(p_n·target - draft, 0).
 
     A deterministic draft is one-hot. At temperature 0 this is exact match.
     """
@@ -70,7 +71,7 @@ class BlockVerification(AcceptancePolicy):
     guarantee = Guarantee.LOSSLESS
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        """The chances of ``Exact``: a block has no chances of single tokens."""
+        """Return the chances of ``Exact``, since block verification has no chances for single tokens."""
         return drafted(exact_accept_probs(target, draft), draft)
 
     def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
@@ -81,23 +82,23 @@ class BlockVerification(AcceptancePolicy):
         rows_B = torch.arange(rows, device=mask_BK.device)
         counts_K = torch.arange(1, longest + 1, device=mask_BK.device)
         target_BK = target.probs_of(draft.tokens_BK)
-        # p_1 .. p_K, as running sums of logarithms that are lowered to 0 wherever they would rise above.
+        # Compute p_1 .. p_K as running sums of logarithms, lowered to 0 wherever they would rise above it.
         log_BK = torch.where(mask_BK, (target_BK / draft.own_probs_BK()).double().log(), 0.0).cumsum(-1)
         reach_BK = (log_BK - log_BK.cummax(-1).values.clamp_min(0)).exp().to(target_BK.dtype)
 
-        # h_1 .. h_{K-1} from S_1 .. S_{K-1}; h = p at each row's last token.
+        # Compute h_1 .. h_{K-1} from S_1 .. S_{K-1}. At each row's last drafted token, h = p.
         before_BK = reach_BK[:, :-1]
         if draft.probs_BKV is None:
             spare_BK = before_BK * (1 - target_BK[:, 1:]).clamp_min(0)
         else:
             spare_BK = (before_BK[..., None] * target.probs_BKV[:, 1:-1] - draft.probs_BKV[:, 1:]).clamp_min(0).sum(-1)
         below_BK = spare_BK + (1 - before_BK)
-        # 0/0 means that the distributions are equal from here on, so keep the tokens.
+        # 0/0 means that both distributions are equal from here on, so keep the tokens.
         early_BK = torch.where(below_BK <= 0, 1.0, spare_BK / below_BK.clamp_min(torch.finfo(below_BK.dtype).tiny))
         last_BK = counts_K == draft.lengths_B.unsqueeze(1)
         chance_BK = torch.where(last_BK, reach_BK, torch.nn.functional.pad(early_BK, (0, 1)))
 
-        # The last coin below its chance keeps every token up to its own.
+        # The last coin that is below its chance keeps its own token and all tokens before it.
         accepted_B = (counts_K * ((noise.accept_BK < chance_BK) & mask_BK)).amax(-1)
         at_B = accepted_B.clamp_max(longest - 1)
         reach_B = torch.where(accepted_B > 0, pick(reach_BK, (accepted_B - 1).clamp_min(0)), 1.0)

@@ -1,7 +1,7 @@
-"""Policies by name, in every form in which people write them: text, YAML or JSON, configuration fields, plug-ins.
+"""Policies by name, in every form in which users write them: text, YAML or JSON, configuration fields, plug-ins.
 
 ``load_policy`` reads a text such as ``fly(theta=0.3) & after(2)``, a mapping such as ``{"name": "fly", "theta": 0.3}``,
-or a policy. ``str(policy)`` and ``dump_policy(policy)`` write what it reads. Nothing in a text is executed;
+or a policy. ``str(policy)`` and ``dump_policy(policy)`` write what it reads. Reading a text executes nothing, and
 ``module:Class`` imports only if the caller trusts the source.
 """
 
@@ -74,7 +74,7 @@ RULES = Registry(
 
 
 def policy_types() -> dict[str, type[AcceptancePolicy]]:
-    """Every policy class by name: built-in ones, and those installed under the entry-point group ``fly.policies``.
+    """Return every policy class by name: built-in ones, and plug-ins of the entry-point group ``fly.policies``.
 
     Raises ``ValueError`` if two packages use the same name, or a plug-in is not a policy.
     """
@@ -82,7 +82,7 @@ def policy_types() -> dict[str, type[AcceptancePolicy]]:
 
 
 def condition_types() -> dict[str, type[Condition]]:
-    """Every condition class by name, likewise (group ``fly.conditions``)."""
+    """Return every condition class by name: built-in ones, and plug-ins of the group ``fly.conditions``."""
     return {name: rule for name, rule in RULES.types.items() if issubclass(rule, Condition)}
 
 
@@ -94,7 +94,7 @@ def parse_policy(text: str, *, trusted: bool = False) -> AcceptancePolicy:
         exact | entropy(0.3) & window(6) & ~control  my_rules:MyRule(alpha=2)
 
     Args:
-        trusted: whether ``module:Class`` may import. Never true for texts from the network.
+        trusted: whether ``module:Class`` may import. Pass False for texts from the network.
 
     Raises ``ValueError`` that names the wrong part and the choices.
     """
@@ -110,8 +110,8 @@ def load_policy(value: object, *, trusted: bool = False) -> AcceptancePolicy:
 
 
 def read_policy(value: object, *, trusted: bool = False) -> tuple[AcceptancePolicy, set[str]]:
-    """Read a policy; also return the rules that the text or mapping names. (The policy itself does not show them:
-    ``fly & after(2)`` becomes a composition of conditions.)"""
+    """Read a policy. Also return the rules that the text or mapping names, which the policy itself does not show:
+    ``fly & after(2)`` becomes a composition of conditions."""
     source = Text(RULES, value, trusted) if isinstance(value, str) else Source(RULES, value, trusted)
     if isinstance(source, Text):
         rule = source.read(functools.partial(_from_text, source))
@@ -178,7 +178,7 @@ def _from_text(text: Text, node: ast.expr) -> Any:
         try:
             return left & right if both else left | right
         except TypeError as error:
-            # Python's own message ("unsupported operand") would explain nothing.
+            # Leave out Python's own message ("unsupported operand"), which explains nothing.
             reason = "" if "operand" in str(error) else f": {error}"
             raise text.error(f"cannot combine '{left}' {'&' if both else '|'} '{right}'{reason}") from None
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):

@@ -78,8 +78,9 @@ class FLy(ExactCore):
     ``entropy``: ``"top3"`` (nats, over the three likeliest tokens) or ``"normalized"`` (full entropy over ln V).
     ``processed``: use the processed distribution (at temperature 0 it is always the raw logits).
 
-    Presets: ``FLy()`` is ``FLy.vllm()``; ``FLy.reference()`` is the authors' code; ``FLy.paper()`` is the formula in
-    their paper, whose gate of 0.3 almost never opens on large vocabularies (3.5 nats at 128k): watch the pass rate.
+    Presets: ``FLy()`` is ``FLy.vllm()``; ``FLy.reference()`` follows the authors' code; ``FLy.paper()`` follows the
+    formula in their paper. The paper's gate of 0.3 means 3.5 nats for a vocabulary of 128k, so it almost never opens on
+    large vocabularies: watch its pass rate.
 
     FLy *is* ``Exact() | (EntropyGate(theta) & AgreeingWindow(window) & Room(hold) & ~ControlToken())``.
     docs/explanation/fly.md explains what it does and where it fails.

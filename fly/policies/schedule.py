@@ -2,8 +2,8 @@
 
 Shape legend: B rows, K longest draft, V vocabulary. Positions count from 0 here.
 
-What a condition needs of the past comes with the block (``Target.generated_B`` and others). Within the block, a
-position matters only if every mismatch before it was excused, so the mismatches before it *are* the relaxed tokens.
+The block tells a condition what it needs to know about the past (``Target.generated_B`` and others). Within the block,
+a position matters only if every mismatch before it was excused. So the mismatches before it *are* the relaxed tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ __all__ = ["AboveContext", "AfterTokens", "AtMost", "Budget", "CostBudget", "Nat
 
 
 def _relaxed_so_far(block: Block) -> Tensor:
-    """Tokens of the output that are relaxed at each position, if all mismatches up to it are excused: int64 [B, K]."""
+    """Return how many tokens of the output are relaxed up to each position, int64 [B, K], if all mismatches up to it
+    are excused."""
     return block.target.relaxed_B.unsqueeze(1) + (~block.agree_BK).long().cumsum(-1)
 
 
@@ -35,7 +36,7 @@ def _relaxed_so_far(block: Block) -> Tensor:
 class AfterTokens(Condition, Checked):
     """At least ``count`` tokens were generated before this one, so the first ``count`` tokens stay exact.
 
-    This restores most refusals and other safety behaviour that relaxed rules lose.
+    This restores most refusals and other safety behaviour that relaxation removes.
     """
 
     name: ClassVar[str] = "after"
@@ -62,7 +63,7 @@ class AboveContext(Condition, Checked):
 
 @dataclass(frozen=True)
 class Budget(Condition, Checked):
-    """Relaxed tokens are at most this ``share`` of all generated tokens, this one included."""
+    """Relaxed tokens are at most this ``share`` of all generated tokens, including this token."""
 
     name: ClassVar[str] = "budget"
     share: Share = 0.1
@@ -92,9 +93,9 @@ class AtMost(Condition, Checked):
 
 
 class CostBudget(Condition):
-    """A budget of any quantity: the relaxed tokens of a request cost at most ``most`` in all; the rest is exact.
+    """A budget of any quantity. The relaxed tokens of a request cost at most ``most`` in all; the rest is exact.
 
-    A subclass gives ``most`` (a parameter) and ``cost``. The engine keeps account for each request in
+    A subclass defines ``most`` (a parameter) and ``cost``. The engine adds up the costs of each request in
     ``out.stats.spent``, under the condition's text.
     """
 
@@ -102,11 +103,11 @@ class CostBudget(Condition):
 
     @abstractmethod
     def cost(self, target: Target, draft: Draft, rows_N: Tensor, positions_N: Tensor) -> Tensor:
-        """Return what it costs to excuse the drafted token at each of these positions, float [N]. It must not depend on
-        tokens that follow: the engine asks again for the accepted path alone."""
+        """Return what it costs to excuse the drafted token at each of these positions, float [N]. The cost must not
+        depend on tokens that follow, because the engine calls this again with the accepted path alone."""
 
     def spent(self, target: Target) -> Tensor:
-        """Return what the relaxed tokens before the block cost, [B]."""
+        """Return the cost of each row's relaxed tokens before the block, [B]."""
         return target.spent(self.label)
 
     @property
@@ -123,8 +124,8 @@ class CostBudget(Condition):
 class NatsBudget(CostBudget, Checked):
     """The divergence spent on relaxed tokens stays within ``nats`` over the whole output; the rest is exact.
 
-    A relaxed token x replaces the target's raw distribution by certainty, which costs KL(x || target) = -ln target(x).
-    Costs add up over the output (chain rule of the KL divergence).
+    A relaxed token x replaces the target's raw distribution by one that is certain of x, which costs
+    KL(x || target) = -ln target(x). Costs add up over the output (chain rule of the KL divergence).
     """
 
     name: ClassVar[str] = "nats"
@@ -154,10 +155,11 @@ class Phase(Condition):
     """The token is inside a phase of the text: after a ``start`` marker and before the next ``end`` marker.
 
     Markers are token ids, or texts of single tokens. In a shell: ``--policy "fly & phase('<think>', '</think>')"``. The
-    last marker before the token decides, including those in the prompt. Before any marker the text is outside, unless
+    last marker before the token decides; it may be in the prompt. Before any marker the text is outside, unless
     ``inside_first``. Markers themselves are outside.
 
-    Raises ``ValueError`` if the condition is not bound and has a text, or the block does not know what came before.
+    Raises ``ValueError`` if a marker is a text and the condition is not bound, or if the block does not know the text
+    before it.
     """
 
     name: ClassVar[str] = "phase"
@@ -192,7 +194,7 @@ class Phase(Condition):
         before = [self._inside_after(tokens) for tokens in _history(block, self)]
         before_B1 = sent(torch.tensor(before), tokens_BK.device).unsqueeze(1)
         marker_BK = opens_BK | closes_BK
-        # After each token, the last marker in the block decides; before any, the text so far.
+        # After each token, the last marker in the block decides. Without one, the text before the block decides.
         last_BK = torch.where(marker_BK, columns_K, -1).cummax(-1).values
         after_BK = torch.where(last_BK < 0, before_B1, opens_BK.gather(1, last_BK.clamp_min(0)))
         return torch.cat([before_B1, after_BK], dim=1)[:, :-1] & ~marker_BK

@@ -1,4 +1,4 @@
-"""Conditions on the text of the drafted token, which they look up in the vocabulary.
+"""Conditions on the text of the drafted token. They look this text up in the vocabulary.
 
 Shape legend: B rows, K longest draft, V vocabulary.
 """
@@ -21,15 +21,15 @@ __all__ = ["TextCondition", "TokenText"]
 
 class TextCondition(Condition):
     """A condition on the drafted token's text alone. A subclass implements ``holds_for``, which is called once for each
-    token of the vocabulary. Control tokens, and ids without a text, never hold.
+    token of the vocabulary. The condition never holds for control tokens and for ids without a text.
 
     ``bind`` raises ``ValueError`` if the model has no tokenizer.
     """
 
     @abstractmethod
     def holds_for(self, text: str) -> bool:
-        """Return whether the condition holds for a token with this text, which includes a leading space. A token that
-        is only part of a character has a replacement mark as its text."""
+        """Return whether the condition holds for a token with this text, which may begin with a space. The text of a
+        token that is only part of a character is a replacement mark."""
 
     def bind(self, vocabulary: Vocabulary) -> TextCondition:
         vocabulary.where(self.holds_for)  # build the mask now, not between two forwards
@@ -41,9 +41,10 @@ class TextCondition(Condition):
 
 @dataclass(frozen=True)
 class TokenText(TextCondition, Checked):
-    """The drafted token's text is of a kind. ``token(digits)`` contains a digit, ``token(capitals)`` begins with a
-    capital letter (after an optional space), ``token(newlines)`` contains a newline. ``token(letters)``,
-    ``token(punctuation)`` and ``token(blanks)`` consist of nothing else (apart from spaces around them).
+    """The drafted token's text is of a certain kind. ``token(digits)`` holds if it contains a digit,
+    ``token(capitals)`` if it begins with a capital letter (after an optional space), and ``token(newlines)`` if it
+    contains a newline. ``token(letters)``, ``token(punctuation)`` and ``token(blanks)`` hold if it consists of nothing
+    else, apart from spaces around it.
 
     ``fly & ~token(digits)`` never excuses a token with a digit.
     """

@@ -20,24 +20,25 @@ from fly.serve import Settings
 
 __all__ = ["NAME", "Deployed", "build"]
 
-NAME = "fly"  # of the application
+NAME = "fly"  # the application's name
 # Ray's classes that choose a replica. Each asks how many requests a replica has, and passes over one that is full.
 _ROUTERS = {
     "conversation": "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter",
     "load": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
 }
-_FALLBACKS = 1000  # replicas that are tried after the one of the conversation: all
-_READING = 5.0  # seconds beyond drain_timeout for clients to take what is written
+_FALLBACKS = 1000  # how many replicas are tried after the conversation's own: all of them
+_READING = 5.0  # seconds beyond drain_timeout for clients to read the last of their answers
 
 
 class Deployed(BaseModel):
-    """What ``build`` takes (``args`` in a file of Ray's). Unknown fields are errors.
+    """The arguments of ``build`` (``args`` in Ray's configuration file). Unknown fields are errors.
 
-    ``setup`` is the model as ``fly.LLM`` takes it, ``settings`` the server's. ``replicas`` is a number or a range
-    (``"1-8"``): within it, their number follows the open requests, ``target_open`` for each. A replica has ``ranks``
-    processes with ``cpus`` and ``gpus`` each, and at most ``max_ongoing`` requests at a time. ``route``: requests of
-    one conversation go to one replica, or all by ``load`` alone. ``gateways``: how many processes pass requests on; one
-    is beside the head's proxy, several are on nodes of their own.
+    ``setup`` is the model as ``fly.LLM`` takes it; ``settings`` are the server's. ``replicas`` is a number or a range
+    (``"1-8"``). In a range, there is one replica for every ``target_open`` open requests. A replica has ``ranks``
+    processes with ``cpus`` and ``gpus`` each, and at most ``max_ongoing`` requests at a time. ``route`` says how
+    requests are given to replicas: those of one ``conversation`` to the same replica, or all of them by ``load`` alone.
+    ``gateways`` processes pass requests on. A single one runs on the head node, beside Ray's proxy; several run on
+    different nodes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -70,7 +71,8 @@ class Deployed(BaseModel):
 
     @staticmethod
     def of(fields: Mapping[str, Any], where: str = "") -> Deployed:
-        """Check the fields of a user's file. Raises ``ValueError`` naming ``where`` it is and all that is wrong."""
+        """Check the fields of a user's file. Raises ``ValueError``; its message begins with ``where`` and names
+        everything that is wrong."""
         try:
             return Deployed.model_validate(dict(fields), context={"trusted": True})
         except ValidationError as error:
@@ -78,7 +80,7 @@ class Deployed(BaseModel):
 
 
 def build(args: Mapping[str, Any] | Deployed) -> Application:
-    """The application, for ``serve.run`` and for ``import_path: fly.ray:build`` in a file of Ray's.
+    """Build the application, for ``serve.run`` and for ``import_path: fly.ray:build`` in Ray's configuration file.
 
     Raises ``ValueError`` for fields that are unknown or wrong.
     """
@@ -87,7 +89,7 @@ def build(args: Mapping[str, Any] | Deployed) -> Application:
     least, most = wanted.bounds
     cpus, gpus = share(most * wanted.ranks, wanted.cpus, wanted.gpus)
 
-    # The replicas: one actor each, or a placement group of as many as there are ranks, on one node if that has room.
+    # A replica is one actor or, with several ranks, a placement group of one actor per rank, on one node if they fit.
     actor = {"num_cpus": cpus, "num_gpus": gpus}
     options: dict[str, Any] = {"ray_actor_options": actor}
     if wanted.ranks > 1:
@@ -107,17 +109,17 @@ def build(args: Mapping[str, Any] | Deployed) -> Application:
         request_router_config=RequestRouterConfig(
             request_router_class=_ROUTERS[wanted.route], request_router_kwargs=kwargs
         ),
-        # /health, as Ray asks it: a replica whose engine has stopped is replaced.
+        # Ray checks the health of replicas, and replaces one whose engine has stopped.
         health_check_period_s=5,
         health_check_timeout_s=30,
-        # --drain-timeout: a replica that is taken away has so long to finish what it has.
+        # A replica that is removed has --drain-timeout seconds to finish its requests.
         graceful_shutdown_timeout_s=settings.drain_timeout + _READING,
         graceful_shutdown_wait_loop_s=0.5,
         **options,
     )
 
-    # The gateway holds no model. A single one is where Ray's proxy on the head is: what can be lost without the whole
-    # cluster is then behind it.
+    # The gateway holds no model. A single one runs on the head node, beside Ray's proxy. Without this node there is no
+    # cluster, so the gateway survives every other loss.
     place: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}}
     if wanted.gateways > 1:
         place = {"ray_actor_options": {"num_cpus": 0}, "max_replicas_per_node": 1}

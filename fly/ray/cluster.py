@@ -1,4 +1,4 @@
-"""The cluster: how this process joins it, and which share of it a process of ours gets by default."""
+"""Joins a Ray cluster, and chooses the CPUs and GPUs that each process gets by default."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["join", "nodes", "set_threads", "share"]
 
 
 def join(address: str | None) -> None:
-    """Connect to the cluster at ``address``; to the one at hand (``ray start``, ``RAY_ADDRESS``) for ``"auto"``; for
-    None to the one at hand, or else to a new one on this machine, which ends with this process.
+    """Connect to the cluster at ``address``. ``"auto"`` is the running one (``ray start``, ``RAY_ADDRESS``). None is
+    the running one too or, if there is none, a new one on this machine, which ends with this process.
 
     Raises ``ValueError`` if there is none.
     """
-    # A new cluster reports nothing to Ray's makers; whoever wants that sets the variable.
+    # A new cluster reports nothing to Ray's makers, unless the user sets this variable.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if ray.is_initialized():
         return
@@ -31,13 +31,13 @@ def join(address: str | None) -> None:
 
 
 def nodes() -> list[Mapping[str, float]]:
-    """What each living node has: ``CPU``, ``GPU`` and other resources."""
+    """Return the resources of each living node: ``CPU``, ``GPU`` and others."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def share(count: int | None, cpus: float | None, gpus: float | None) -> tuple[float, float]:
-    """CPUs and GPUs for each of ``count`` processes (None: one a node, or one a GPU), where the user named none: one
-    GPU if the cluster has any, and an equal part of its CPUs that still fits on the smallest node."""
+    """Return the CPUs and GPUs for each of ``count`` processes (None: one per node, or one per GPU). If the user named
+    none, a process gets one GPU if the cluster has any, and an equal part of the smallest node's CPUs."""
     have = [each for each in nodes() if each.get("CPU")]
     if not have:
         raise ValueError("the Ray cluster has no node with CPUs")
@@ -52,9 +52,9 @@ def share(count: int | None, cpus: float | None, gpus: float | None) -> tuple[fl
 
 
 def set_threads() -> int:
-    """Let PyTorch and the compiled kernels use as many threads as Ray gave CPUs to this actor; returns how many."""
+    """Use one thread for each CPU that Ray gave this actor, in PyTorch and compiled kernels. Return their number."""
     given: dict[str, Any] = ray.get_runtime_context().get_assigned_resources()
-    # In a placement group the names have its id behind them: CPU_group_0_3fa85...
+    # In a placement group, names of resources end with the group's id: CPU_group_0_3fa85...
     cpus = max((value for name, value in given.items() if name == "CPU" or name.startswith("CPU_group")), default=1)
     torch.set_num_threads(max(1, int(cpus)))
     return torch.get_num_threads()

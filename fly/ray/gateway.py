@@ -1,7 +1,8 @@
-"""The gateway: passes each HTTP request to a replica, and to another one if that is lost before anything was sent.
+"""The gateway: passes each HTTP request to a replica. If the replica is lost before anything was sent, another one gets
+the request.
 
-It knows no endpoint but ``/metrics`` and ``/ready``. Errors, keys and limits are the replica's, whose application is
-that of ``fly serve``.
+Of the endpoints, the gateway answers only ``/metrics`` itself. Replicas run the application of ``fly serve``, which
+checks keys and limits and words errors.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ from fly.serve.errors import ApiError
 __all__ = ["Gateway", "conversation", "merged"]
 
 _SCOPE = ("client", "headers", "http_version", "method", "path", "query_string", "raw_path", "root_path", "scheme")
-_LOST = (RayActorError, NodeDiedError, ObjectLostError, WorkerCrashedError)  # a replica that is gone, and its node
-_BEGINNING = 1024  # characters of a prompt, or tokens of one, that say which replica has it cached
+_LOST = (RayActorError, NodeDiedError, ObjectLostError, WorkerCrashedError)  # a replica or its node is gone
+_BEGINNING = 1024  # prompts with the same first characters (or tokens) go to the replica that may have them cached
 _PROBE = 5.0  # seconds for which a probe waits for a replica
 _BEYOND = 30.0  # seconds that the gateway waits after the replica's own time limit before it ends a request
 
 
 def conversation(headers: dict[bytes, bytes], body: bytes) -> str:
-    """What requests have in common that should share a replica: the header ``x-session-id``, or else how they begin (a
-    conversation up to the user's first message, or the first 1,024 characters of a prompt) and whose key they bear,
-    since caches are shared among requests of one key. Empty for what is no such request."""
+    """Return a name for a request's conversation: requests with the same name should go to the same replica. It is the
+    header ``x-session-id`` or, without one, a hash of how the request begins (a conversation up to the user's first
+    message, or the first 1,024 characters of a prompt) and of its API key, since caches are shared among requests of
+    one key. Empty for any other request."""
     if session := headers.get(b"x-session-id"):
         return session.decode("latin-1")
     try:
@@ -56,7 +58,7 @@ def conversation(headers: dict[bytes, bytes], body: bytes) -> str:
 
 
 def merged(texts: dict[str, bytes]) -> bytes:
-    """Metrics of several replicas as one text, each sample labelled with its replica."""
+    """Merge the metrics of several replicas into one text. Each sample is labelled with its replica."""
     families: dict[str, Metric] = {}
     for replica, text in texts.items():
         for family in text_string_to_metric_families(text.decode()):
@@ -77,9 +79,9 @@ class Gateway:
     """An ASGI application in an actor.
 
     Args:
-        settings: of the server, for its limits of size and time.
-        retries: how many further replicas a request is given to, each time that one is lost.
-        replicas: the handle of the replicas.
+        settings: the server's settings; its limits of size and time hold here too.
+        retries: how many more replicas may get a request whose replica is lost.
+        replicas: Ray's handle to the replicas.
     """
 
     def __init__(self, settings: Settings, retries: int, replicas: DeploymentHandle[Any]) -> None:
@@ -113,7 +115,7 @@ class Gateway:
         return self._open
 
     async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application: answer one request, whatever becomes of replicas."""
+        """Answer one request, even if replicas are lost. This is the ASGI application."""
         begun = False
 
         async def sent(message: Message) -> None:
@@ -134,7 +136,7 @@ class Gateway:
                     self._open -= 1
         except ApiError as error:
             if begun:
-                raise  # an answer in parts cannot be ended in any other way than by its connection
+                raise  # an answer that has begun can only be ended by closing its connection
             response = error.response()
             await send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
             await send({"type": "http.response.body", "body": response.body, "more_body": False})
@@ -162,7 +164,7 @@ class Gateway:
             raise
 
     async def _body(self, receive: Receive) -> bytes | None:
-        """The body, or as much of it as shows that it is too long, which the replica says; None if the client left."""
+        """Read the body; None if the client left. Reading stops once the body is too long; the replica refuses it."""
         parts, size, more = list[bytes](), 0, True
         try:
             async with asyncio.timeout(self.settings.read_timeout):
@@ -178,9 +180,9 @@ class Gateway:
         return b"".join(parts)
 
     async def _relay(self, scope: Scope, body: bytes, send: Send) -> bool:
-        """Send the client what a replica answers. While nothing was sent, another replica can still answer; after
-        that a second answer would contradict the first, so the stream ends with an error. Returns whether the answer is
-        whole."""
+        """Send the client what a replica answers. If the replica is lost before anything was sent, another one answers.
+        After that, a second answer would contradict the first, so the stream ends with an error. Return whether the
+        answer is whole."""
         plain = {name: scope[name] for name in _SCOPE if name in scope}
         headers = dict(scope["headers"])
         if b"transfer-encoding" in headers:  # the body has been read, and its length is known
@@ -190,7 +192,7 @@ class Gateway:
             method_name="answer", stream=True, session_id=conversation(headers, body) if body else ""
         )
         for attempt in range(1 + self.retries):
-            start: Message | None = None  # the answer's head, kept back until there is something behind it
+            start: Message | None = None  # the answer's head, held back until the body begins
             begun = False
             stream = replicas.remote(plain, body)
             try:
@@ -217,13 +219,13 @@ class Gateway:
             except RayServeException as error:
                 raise ApiError(503, f"no replica can answer: {error}", code="not_ready", retry_after=1) from None
             finally:
-                stream.cancel()  # if the client has left; nothing, if the answer is whole
+                stream.cancel()  # stops the replica if the client has left; does nothing after a whole answer
         message = f"{1 + self.retries} replicas were lost while they worked on this request; try again"
         raise ApiError(503, message, code="replica_lost", retry_after=1)
 
     async def _break_off(self, start: Message, send: Send) -> None:
-        """End an answer that has begun and whose replica is lost: a stream by an event with the error, anything else by
-        closing the connection before its end."""
+        """End an answer whose replica was lost after it had begun. A stream gets an event with the error; for any other
+        answer the connection is closed early."""
         error = ApiError(503, "the replica that wrote this answer was lost; ask again", code="replica_lost")
         if not any(value.startswith(b"text/event-stream") for _, value in start["headers"]):
             raise error
@@ -231,7 +233,7 @@ class Gateway:
         await send({"type": "http.response.body", "body": said, "more_body": False})
 
     async def _metrics(self) -> bytes:
-        """The metrics of all replicas, and this gateway's own."""
+        """Return the metrics of all replicas and of this gateway."""
         found: dict[str, bytes] = {}
         with contextlib.suppress(RayServeException, TimeoutError, *_LOST):
             answers = self.replicas.broadcast("metrics")

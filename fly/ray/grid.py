@@ -1,5 +1,5 @@
 """``fly eval --ray`` and ``fly train-head --ray``: actors that hold the models make completions. Nothing is written
-here: whoever takes the completions writes them."""
+here; the caller writes the completions."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from fly.types import SamplingParams
 
 __all__ = ["Grid"]
 
-_PROMPTS = 64  # that an actor answers at a time
+_PROMPTS = 64  # prompts in one piece of work
 
 
 class _Actor:
-    """What all actors of a grid begin with."""
+    """The base class of a grid's actors."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
 
     def begin(self) -> None:
-        """Take the threads that Ray gave, and the working directory of the command, where it exists."""
+        """Use the threads that Ray gave and, if it exists here, the command's working directory."""
         set_threads()
         with suppress(OSError):
             os.chdir(self._folder)
@@ -76,8 +76,8 @@ class Grid:
     """Actors on a Ray cluster.
 
     Args:
-        address: of the cluster; ``auto`` is the one at hand.
-        actors: how many; None for one a node, or one a GPU if there are any.
+        address: the cluster's address; ``auto`` is the running one.
+        actors: the number of actors; None means one per node, or one per GPU if there are any.
 
     Raises ``ValueError`` if there is no cluster.
     """
@@ -106,13 +106,13 @@ class Grid:
         pieces: Mapping[str, Sequence[Any]],
         context: Callable[[list[Any]], Any] = lambda items: None,
     ) -> Iterator[Any]:
-        """The results of ``pieces`` by actors of a kind. All are made with what is ``given``, which is sent once."""
+        """Yield the results of ``pieces`` by actors of a kind. The arguments ``given`` to all of them are sent once."""
         shared, actor = [ray.put(each) for each in given], ray.remote(kind).options(**self._resources)
         return self._pool.run(lambda: actor.remote(os.getcwd(), *shared), pieces, context)
 
     def decode(self, plan: Plan, todo: Sequence[Turn], texts: Mapping[Key, str]) -> Iterator[Finished]:
-        """Decode the completions ``todo`` of a plan. All of a problem are decoded by one actor in turns, so that their
-        speeds compare; records name it as ``actor``. ``texts`` are the answers that were there before.
+        """Decode the completions ``todo`` of a plan. One actor decodes all completions of a problem in turns, so that
+        their speeds can be compared; their records name it as ``actor``. ``texts`` are the answers made before.
 
         Raises ``ValueError`` as ``Decoder`` and ``Pool`` do.
         """
@@ -123,7 +123,7 @@ class Grid:
         known = dict(texts)
 
         def earlier(numbers: list[int]) -> dict[Key, str]:
-            """The answers to the turns before those of a piece."""
+            """Return the answers to earlier turns, which the turns of a piece follow."""
             keys = {todo[number].key for number in numbers}
             before = {key._replace(turn=n) for key in keys for n in range(key.turn)}
             return {key: known[key] for key in before - keys}
@@ -135,8 +135,8 @@ class Grid:
     def answer(
         self, options: dict[str, Any], params: SamplingParams, prompts: Sequence[tuple[int, list[int]]]
     ) -> Iterator[Answer]:
-        """The answers to numbered prompts, in order, as ``generate_answers`` gives them on one machine. ``options`` are
-        those of ``LLM``."""
+        """Yield the answers to numbered prompts, in order, as ``generate_answers`` does on one machine. ``options`` go
+        to ``LLM``."""
         starts = range(0, len(prompts), _PROMPTS)
         pieces = {f"prompts from number {prompts[n][0]}": prompts[n : n + _PROMPTS] for n in starts}
         done: dict[int, Answer] = {}

@@ -12,18 +12,18 @@ from ray.exceptions import RayError, RayTaskError
 
 __all__ = ["Pool"]
 
-_TRIES = 3  # actors that may be lost with the same piece
+_TRIES = 3  # give up after this many actors were lost with the same piece
 
 
 @dataclass
 class _Piece:
     name: str
     items: list[Any]  # what is still to be done
-    lost: int = 0  # actors that were lost with it
+    lost: int = 0  # actors that were lost while they worked on it
 
 
 class Pool:
-    """Up to ``count`` actors. A lost one is replaced, where the cluster has room for it.
+    """Up to ``count`` actors. A lost one is replaced if the cluster has room for another.
 
     An actor has two methods: ``load()`` makes it ready, and ``work(items, context)`` is a generator that yields the
     result of each item, in order.
@@ -42,8 +42,8 @@ class Pool:
     def run(
         self, make: Callable[[], Any], pieces: Mapping[str, Sequence[Any]], context: Callable[[list[Any]], Any]
     ) -> Iterator[Any]:
-        """Yields the results of all items of ``pieces``, in order within a piece. ``make`` gives a new actor. A piece
-        stays with one actor as long as that lives. ``context(items)`` is asked for when an actor gets these items.
+        """Yield the results of all items of ``pieces``, in order within a piece. ``make`` creates an actor. A piece
+        stays with one actor as long as the actor lives. ``context(items)`` is called when an actor gets these items.
 
         Raises ``ValueError`` for an error in an actor's own code, and if actors are lost again and again.
         """
@@ -95,7 +95,7 @@ class Pool:
                 ray.kill(actor)
 
     def _lose(self, piece: _Piece | None, error: RayError) -> None:
-        """Count a lost actor. Raises ``ValueError`` if this goes on and on."""
+        """Count a lost actor. Raises ``ValueError`` if too many are lost."""
         self.lost += 1
         self._barren += 1
         if piece is not None:

@@ -1,4 +1,5 @@
-"""A replica: the HTTP application of ``fly serve`` in an actor, with its model, or as the first of several ranks."""
+"""A replica: the HTTP application of ``fly serve`` in an actor, which runs its model alone or as the first of several
+ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ __all__ = ["Replica"]
 
 
 def _launched(stack: ExitStack, setup: Config, rank: int, size: int, address: str, port: int) -> Ranks:
-    """Join the ranks of this replica, as if torchrun had started this actor. A rank that is lost ends them all."""
-    # Ray shows an actor its own devices alone, so each is the first there.
+    """Join the ranks of this replica, as if torchrun had started this actor. If one rank is lost, all of them end."""
+    # Ray shows an actor only its own devices, so every rank uses the first one.
     variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "MASTER_ADDR": address, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()})
     timeouts = {name: getattr(setup, name) for name in Config.of_ranks}
@@ -38,7 +39,7 @@ class Rank:
     """An actor that is one of a replica's ranks, but not the first."""
 
     def follow(self, setup: Config, rank: int, size: int, address: str, port: int) -> None:
-        """Do what the first rank says until it ends."""
+        """Follow the first rank's commands until it ends."""
         set_threads()
         with ExitStack() as stack:
             LLM.from_config(setup, _launched(stack, setup, rank, size, address, port)).follow()
@@ -49,13 +50,13 @@ class Replica:
 
     Args:
         setup: the model, its draft and its policy.
-        settings: of the server.
+        settings: the server's settings.
         ranks: how many processes share the model; this actor starts the others in its placement group.
     """
 
     def __init__(self, setup: Config, settings: Settings, ranks: int = 1) -> None:
         set_threads()
-        warnings.simplefilter("always")  # else each is remembered for ever
+        warnings.simplefilter("always")  # otherwise Python would remember each warning for ever
         self._stack, self._others = ExitStack(), list[Any]()
         llm = LLM.from_config(setup) if ranks == 1 else self._lead(setup, ranks)
         self.service = Service(llm, settings, draft=setup.draft, name=setup.model)
@@ -85,8 +86,8 @@ class Replica:
         return llm
 
     async def answer(self, scope: Scope, body: bytes) -> AsyncIterator[list[Message]]:
-        """Answer a request: yields ASGI messages, all that there are at a time. A gateway that stops reading has lost
-        its client."""
+        """Answer a request. Yield lists of ASGI messages, each with all messages that are ready. If the gateway stops
+        reading, its client has left."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue(64)
         left, given = asyncio.Event(), [body]
 
@@ -124,7 +125,8 @@ class Replica:
         return self.id, self.service.metrics.text(self.service.llm.worker.load)
 
     def check_health(self) -> None:
-        """Ray asks every few seconds, and replaces a replica that raises. Keys that have changed are read again."""
+        """Raise an error if the engine has stopped. Ray calls this every few seconds, and replaces a replica that
+        raises. If the file of keys has changed, read it again."""
         if not (worker := self.service.llm.worker).alive:
             raise RuntimeError(f"the engine has stopped: {worker.failure!r}")
         if (now := _changed(self.service.settings)) != self._keys:

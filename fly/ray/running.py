@@ -38,7 +38,7 @@ def run(wanted: Deployed, address: str | None = None) -> int:
         raise ValueError(f"the application does not start on Ray: {error}") from None
     over.wait()
 
-    # Draining: the gateways first, which clients reach, and then all that is behind them.
+    # Drain the gateways first, since clients connect to them. Then end everything behind them.
     deadline, left = time.monotonic() + settings.drain_timeout, 0
     with suppress(RayServeException, TimeoutError):
         while left := sum(handle.broadcast("drain").results(timeout_s=10)):

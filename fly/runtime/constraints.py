@@ -33,14 +33,15 @@ def constrain(
     parents: abc.Sequence[list[int]] | None = None,
     numbers: Numbers | None = None,
 ) -> Tensor:
-    """Return the logits after each row's penalties, biases and bans (-inf), in this order; a copy if there are any.
+    """Apply each row's penalties, biases and bans (-inf) to the logits, in this order. Return the result: a copy if
+    anything applies.
 
-    Banned are stop tokens before ``min_tokens``, the last token of a bad sequence, and last of all the tokens that a
-    row's form does not allow (``fly.runtime.structured.Matcher``).
+    These tokens are banned: stop tokens before ``min_tokens``, the token that would complete a bad sequence, and last
+    of all the tokens that a row's form does not allow (``fly.runtime.structured.Matcher``).
 
-    Position 0 follows the row's last token, and position j + 1 the drafted token j with all tokens on the path to it
-    (``parents`` as in ``Draft``; None for chains). Positions beyond a row's draft are padding and stay as they are.
-    ``numbers`` puts whole numbers on the logits' device (``Executor.numbers``).
+    Position 0 follows the row's last token. Position j + 1 follows the drafted token j and the path to it (``parents``
+    is as in ``Draft``; None for chains). Positions beyond a row's draft are padding and stay as they are. ``numbers``
+    puts whole numbers on the logits' device (``Executor.numbers``).
     """
     constrained, numbers = logits_BJV, numbers or partial(torch.as_tensor, device=logits_BJV.device)
     for b, (row, draft) in enumerate(zip(rows, drafts)):
@@ -76,7 +77,7 @@ def _penalise(logits_V: Tensor, row: Sequence, text: list[int], numbers: Numbers
         ids, times = numbers([*counts, *counts.values()]).chunk(2)
         logits_V[ids] -= params.frequency_penalty * times.to(logits_V.dtype) + params.presence_penalty
     if biases := params.logit_bias:
-        # Their bits travel as whole numbers, in one copy with the ids.
+        # Copy the biases' bits as whole numbers, in one copy with the ids.
         bits = struct.unpack(f"{len(biases)}q", struct.pack(f"{len(biases)}d", *biases.values()))
         ids, values = numbers([*biases, *bits]).chunk(2)
         logits_V[ids] += values.view(torch.float64).to(logits_V.dtype)

@@ -17,21 +17,21 @@ __all__ = ["Continuation", "Drafter"]
 
 
 class Drafter(Protocol):
-    """What drafts in rounds that run in one call: a draft model with its cache, or a head of the target."""
+    """Drafts in rounds that run in one call: a draft model with its cache, or a draft head."""
 
     @property
     def executor(self) -> Executor: ...
 
     @property
     def states(self) -> HiddenStates | None:
-        """The target's hidden states that it drafts by; None if it needs none."""
+        """The target's hidden states that it drafts from; None if it needs none."""
 
     def fits(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> bool:
         """Whether its cache has pages for ``rooms[b]`` tokens of each row."""
 
     def prepare(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
-        """Make the batch of the tokens of ``rows`` that are not cached, with room for ``rooms[b]`` tokens of each row
-        in all. Raises ``OutOfBlocks`` and changes nothing if there is no room."""
+        """Make a batch of the uncached tokens of ``rows``, and reserve room for ``rooms[b]`` tokens of each row in all.
+        Raises ``OutOfBlocks``, and changes nothing, if there is no room."""
 
     def read_states(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given | None:
         """Return the target's hidden states before the tokens of that batch; None if it needs none."""
@@ -41,9 +41,9 @@ class Drafter(Protocol):
 
 
 class Continuation(NamedTuple):
-    """What a strategy proposes if it only continues each row with one model: the model's most likely or drawn tokens,
-    one after another, up to the first that it is not sure of (``spec``). Without a model, the tokens that
-    ``spec.lookup`` copies."""
+    """How a strategy drafts if it only continues each row with one model. The model proposes its most likely (or drawn)
+    tokens, one after another, up to the first that it is not sure of (``spec``). Without a model, ``spec.lookup``
+    proposes."""
 
     runner: Drafter | None
     most: list[int]  # the most tokens to draft in a round, for each row

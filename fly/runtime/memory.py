@@ -1,4 +1,4 @@
-"""How much memory a machine has free, what an error says when it runs out, and the default size of caches."""
+"""Free memory of a machine, the error when it runs out, and the default size of caches."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _CONTEXTS = 8  # number of whole contexts that caches hold by default, if there 
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free bytes of ``device``. On the CPU this is what the system could give without swapping, cached files
-    included, within the limits of this process and its control group."""
+    """Return the free bytes of ``device``. On the CPU these are the bytes that the system could give without swapping
+    (cached files count as free), within the limits of this process and its control group."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -37,7 +37,8 @@ def free_memory(device: torch.device) -> int:
 
 
 def _free_in_group(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes below the limit of a container, if there is one (cgroup v2); cached files count as free."""
+    """Return how many bytes are left below the container's limit (cgroup v2), if it has one; cached files count as
+    free."""
     try:
         limit = (root / "memory.max").read_text().strip()
         used = int((root / "memory.current").read_text())
@@ -48,7 +49,7 @@ def _free_in_group(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def _free_in_process() -> int:
-    """Return the bytes of addresses below this process's own limit (``ulimit -v``), if it has one."""
+    """Return how many bytes of addresses are left below this process's limit (``ulimit -v``), if it has one."""
     with suppress(ImportError, OSError, ValueError):
         import resource  # of Unix alone
 
@@ -60,10 +61,11 @@ def _free_in_process() -> int:
 
 @contextmanager
 def room_for(what: str, needed: int, device: torch.device, advice: str, mapped: int = 0) -> Iterator[None]:
-    """Within this context, any library's error that memory ran out becomes a ``MemoryError``, which says how many bytes
-    ``what`` needs, how many were free, and what to do.
+    """Turn any library's error that memory ran out, within this context, into a ``MemoryError``. Its message has the
+    bytes that ``what`` needs, the bytes that were free, and ``advice``.
 
-    ``mapped`` is the size of files that are mapped meanwhile. They count where addresses are limited (``ulimit -v``).
+    ``mapped`` is the size of files that are mapped within the context. They count if addresses are limited
+    (``ulimit -v``).
     """
     free, limited = free_memory(device), _free_in_process() < sys.maxsize
     try:
@@ -80,8 +82,8 @@ def room_for(what: str, needed: int, device: torch.device, advice: str, mapped: 
 
 @dataclass(frozen=True)
 class Room:
-    """What caches may take of a CUDA device: ``budget`` bytes, for ``tokens`` at most. ``reason`` says in words where
-    the bytes come from."""
+    """The memory that caches may take on a CUDA device: ``budget`` bytes, for at most ``tokens`` tokens. ``reason``
+    says in words how the bytes were computed."""
 
     budget: int
     tokens: int
@@ -94,10 +96,10 @@ def divide_device(
     """Divide the memory of a CUDA device between work and caches, after the weights are loaded.
 
     Args:
-        share: of the whole device's memory, what weights, work and caches may take together; None is 0.9.
-        reserve: given the most bytes that work may take (a quarter of what is left), returns how many it takes, and how
-            many rows that is for (``Executor.reserve``).
-        context: tokens that a row has at most.
+        share: the share of the whole device's memory that weights, work and caches may take together; None is 0.9.
+        reserve: a function from the most bytes that work may take (a quarter of what the weights leave) to the bytes
+            that it takes, and the number of rows that these are for (``Executor.reserve``).
+        context: the most tokens of a row.
 
     Returns the room for caches, and the number of rows. Raises ``ValueError`` if nothing is left.
     """
@@ -124,9 +126,10 @@ def cache_size(
     """Return how many tokens the caches of a loaded model and its draft will hold.
 
     Args:
-        each: bytes that a token takes in all of them.
-        given: bytes that they may take; None is ``room``, or else 4 GiB, or half of the free memory if that is less.
-        share: instead of ``given``, the share of the free memory.
+        each: bytes that a token takes in all caches together.
+        given: bytes that the caches may take; None is ``room``, or else 4 GiB, or half of the free memory if that is
+            less.
+        share: the share of the free memory that they may take, instead of ``given``.
 
     Raises ``ValueError`` for a share outside (0, 1], and if not even one page fits.
     """

@@ -1,4 +1,4 @@
-"""Hidden states of cached tokens, for draft heads that draft by them. Knows nothing of models.
+"""Hidden states of cached tokens, for draft heads that draft from them. Knows nothing of models.
 
 Shape legend: N consecutive tokens of a row, F hidden states concatenated.
 """
@@ -21,11 +21,11 @@ _MOST = 8192  # tokens per row whose states are kept while no draft head reads t
 
 class HiddenStates:
     """A model's hidden states for the cached tokens of each row: the residual stream after each of ``layers``,
-    concatenated [n, F], for a run of consecutive tokens that ends with the last cached one.
+    concatenated [N, F]. A row has them for a run of consecutive tokens that ends with the last cached one.
 
     If a row's first tokens were not fed, because their pages came from another row, the run begins after them.
-    ``begin`` returns how many of a new row's first tokens the draft head needs no states for; at most these are taken
-    from other rows. ``end`` is called when a row is finished.
+    ``begin`` returns how many of a new row's first tokens the draft head needs no states for; no more tokens than these
+    are taken from other rows. ``end`` is called when a row is finished.
     """
 
     def __init__(self, layers: abc.Sequence[int]) -> None:
@@ -61,7 +61,8 @@ class HiddenStates:
         )
 
     def keep(self, row: Sequence, start: int, path: list[int]) -> None:
-        """Of a tree's tokens, which begin at ``start``, keep those numbered in ``path``."""
+        """Keep the tokens of a tree that ``path`` names by their numbers, and drop the rest. The tree begins at
+        ``start``."""
         first, states_NF = self._runs.get(row.id, (start, None))
         if states_NF is not None and first <= start:
             kept = [*range(start - first), *(start - first + node for node in path)]

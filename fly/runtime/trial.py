@@ -1,5 +1,5 @@
-"""Trying a new grammar: it is compiled and followed for a few tokens. If other requests must not wait for that, a
-process of its own does it first, with limited time and memory. The library's own limits do not cover everything
+"""Try a new grammar: compile it, and follow it for a few tokens. If other requests must not wait for that, a separate
+process tries it first, with limited time and memory, because the library's own limits do not cover everything
 (``{"multipleOf": 999983}`` takes ten seconds and 400 MB). Knows nothing of requests.
 
 The process runs this file by itself, so that it needs neither torch nor the rest of this package.
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Trial", "follow"]
 
-SECONDS, BYTES = 1.0, 256 << 20  # of processor time, and of memory, that one grammar may take
-_AHEAD = 3  # how many tokens a new grammar is followed: some grammars take long only there
+SECONDS, BYTES = 1.0, 256 << 20  # the processor time and the memory that one grammar may take
+_AHEAD = 3  # follow a new grammar for this many tokens: some grammars take long only there
 _PATIENCE = 30.0  # seconds after which a process that gives no answer is ended, even on a busy machine
 
 
 def follow(matcher: LLMatcher) -> bool:
-    """Follow a grammar for a few tokens, as far as it goes: if it is too large, it usually fails there. Return whether
-    any text can begin it."""
+    """Follow a grammar for a few tokens, or until it ends or fails; one that is too large usually fails here. Return
+    whether it allows any first token."""
     begins = False
     for _ in range(_AHEAD):
         mask = matcher.compute_bitmask()
@@ -46,7 +46,7 @@ def follow(matcher: LLMatcher) -> bool:
 
 
 class Trial:
-    """Tries grammars in a process of its own, which starts with the first grammar, and anew after one that ended it.
+    """Tries grammars in a separate process. It starts with the first grammar, and again after a grammar that ended it.
 
     Args:
         vocabulary: keyword arguments of ``llguidance.LLTokenizer``.

@@ -14,7 +14,7 @@ __all__ = ["Server", "Service", "Settings", "create_app"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what serves only when it is used: FastAPI takes a moment, and commands import ``Settings`` alone."""
+    """Import the server only when it is used: FastAPI takes a moment to import, and commands need only ``Settings``."""
     if name in __all__:
         return getattr(import_module(f"fly.serve.{name.removeprefix('create_').lower()}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

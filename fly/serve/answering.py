@@ -37,7 +37,7 @@ class Answering:
         timeout: seconds from now on.
         job: the job.
         request: the HTTP request; it shows when the client leaves.
-        form: the field of the request that asks for structured output, for errors.
+        form: the field of the request that asks for structured output, for error messages.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Answering:
         self.worker, self.timeout, self.job, self.form = worker, timeout, job, form
         self._turns, self._client = turns, request.state.client.name
         self.left = False  # whether the client has left
-        self._pending: deque[News | BaseException | None] = deque()  # news off the queue; None: the client left
+        self._pending: deque[News | BaseException | None] = deque()  # taken from the queue; None: the client left
         self._deadline = asyncio.get_running_loop().time() + self.timeout
         self._watch = asyncio.create_task(self._watch_client(request.receive))
 

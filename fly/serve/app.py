@@ -54,7 +54,7 @@ class Parts(Response):
 
 
 class EventStream(Response):
-    """Server-sent events. ``close`` is called in any case at the end."""
+    """Server-sent events. ``close`` is always called at the end."""
 
     media_type = "text/event-stream"
 
@@ -148,7 +148,7 @@ def create_app(service: Service) -> ASGIApp:
     @asynccontextmanager
     async def live(app: FastAPI) -> AsyncIterator[None]:
         await asyncio.to_thread(service.warm)
-        app.openapi()  # kept by FastAPI; else the first request would build it on the event loop
+        app.openapi()  # FastAPI keeps it; otherwise the first request would build it on the event loop
         yield
         await asyncio.to_thread(service.close)
 
@@ -338,7 +338,7 @@ def _model(service: Service) -> dict[str, Any]:
     }
 
 
-# OpenAI's endpoints that are not here, with what there is instead.
+# OpenAI's endpoints that this server lacks, each with a hint for the error message.
 _ABSENT = {
     "responses": " (this server has no Responses API; /v1/chat/completions answers conversations, tools included)",
     "embeddings": " (this server generates text, and gives no embeddings)",

@@ -53,11 +53,12 @@ def read(kind: type[Model], data: bytes, content_type: str) -> Model:
 def _wrong(error: ValidationError, body: Any) -> ApiError:
     """Word the error of a body that does not validate.
 
-    Unknown fields come first. A value that may have several types yields one error per type. The error shown is
-    about the value's own type or else the one that pydantic found deepest: that type is most likely what was meant.
+    Unknown fields come first. If a value may have several types, pydantic reports one error per type. Then an error
+    about the value's own type is shown or, if there is none, the one deepest in the body: the client most likely meant
+    that type.
     """
 
-    # The location of a problem in the body; pydantic's also has names of types.
+    # The location of a problem in the body. pydantic's own location also has the names of types.
     def path(problem: Any) -> list[str | int]:
         found, value = [], body
         for part in problem["loc"]:

@@ -2,8 +2,8 @@
 
 uvicorn waits for headers without a time limit, reads any number of them, and accepts connections until no file
 descriptor is left. Here a request has a time limit from its first byte (for a new connection: from its start), and a
-limit of bytes besides its body. Requests that take several reads take turns. If too many connections are open, the one
-that has waited longest for its request is closed in favour of the new one.
+limit of bytes besides its body. Requests that need several reads are read in turns. If too many connections are open,
+the one that has waited longest for its request is closed in favour of the new one.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["HOLD", "Connection", "Crowd", "room_for"]
 _SPARE = 16  # connections reserved for health checks and metrics
 # Bytes per read: small for headers and chunks, which may be many and small; large for a body with a length.
 _AT_ONCE, _IN_ONE = 2**10, 2**16
-_READERS = 8  # of the connections in the middle of a request, how many are read in one turn of the event loop
-_HEAD, _HEADERS = 2**15, 128  # limits of a request's headers: bytes and number,
-_BETWEEN = 2**12  # and bytes besides body and headers: sizes and extensions of chunks, and what follows them
+_READERS = 8  # connections in the middle of a request that are read in one turn of the event loop
+_HEAD, _HEADERS = 2**15, 128  # limits of a request's headers: bytes and number
+_BETWEEN = 2**12  # limit of bytes besides headers and body: sizes and extensions of chunks, and trailers
 # After a refusal, the rest of the request is read and thrown away, once in _PAUSE seconds, which slows down senders of
 # bad requests. The connection stays open for _AFTER seconds, so that no reset destroys the answer.
 _PAUSE, _AFTER = 0.05, 2.0
-HOLD = 0.5  # seconds before a refused body in chunks is answered, so that sending it again and again does not pay
+HOLD = 0.5  # seconds to wait before refusing a body in chunks, so that sending it again and again does not pay
 
 
 def room_for(wanted: int) -> tuple[int, int]:
@@ -130,15 +130,15 @@ class Connection(HttpToolsProtocol):
         self.app_state = {**self.app_state, "full": crowd.full}  # for the guard
         self._crowd = crowd
         self._begun = False  # whether a byte of the awaited request has come in
-        self._headed = False  # whether all of its headers have
-        self._whole = True  # whether all of it has
+        self._headed = False  # whether all headers of that request have come in
+        self._whole = True  # whether the whole request has come in
         self._chunked = False  # whether its body comes in chunks
         self._left = 0  # bytes of a body of known length that have not come yet
-        self._wanted = False  # whether the application is to ask for them
-        self._refused = False  # whether nothing more is read
+        self._wanted = False  # whether reading a body in chunks waits until the application asks for it
+        self._refused = False  # whether the request was refused, so that the rest is dropped
         self._around, self._most = 0, _HEAD  # bytes so far besides the body, and their limit
         self._parts: list[bytes] = []  # parts of a body from one read: there may be many chunks
-        self._cycles: list[RequestResponseCycle] = []  # requests that are being answered or wait for it
+        self._cycles: list[RequestResponseCycle] = []  # requests that are being answered or wait for their turn
         self._clock: asyncio.TimerHandle | None = None
 
     flow: _Flow
@@ -190,12 +190,12 @@ class Connection(HttpToolsProtocol):
             self._stop_clock()
         elif self._chunked and self._headed and not self._wanted:
             self._wanted = True
-            self.flow.pause_reading()  # until the application asks for the body, and has found nothing wrong
+            self.flow.pause_reading()  # until the application has found nothing wrong and asks for the body
         else:
             self._crowd.rest(self)
 
     def _is_unwanted(self) -> bool:
-        """Whether more of a body in chunks comes in after the answer began: the request was refused earlier."""
+        """Whether a body in chunks goes on after its answer began, because the request was refused."""
         return self._chunked and not self._whole and self.cycle is not None and self.cycle.response_started
 
     def _feed(self, data: bytes) -> None:
@@ -284,7 +284,7 @@ class Connection(HttpToolsProtocol):
         # Otherwise the guard waits for the body, and reports that it is late.
 
     def _refuse(self, status: int, phrase: str, message: str, after: float = 0.0) -> None:
-        """Answer with an error, unless an answer has begun, and close the connection ``after`` some seconds."""
+        """Answer with an error, unless an answer has begun. Close the connection ``after`` this many seconds."""
         if self.transport.is_closing():
             return
         if not self.pipeline and not any(each.response_started for each in self._cycles if not each.response_complete):

@@ -1,4 +1,4 @@
-"""Errors of requests and their form for clients. Knows nothing of engines."""
+"""Errors of requests, in the form that clients get. Knows nothing of engines."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Reads untrusted JSON within limits, and writes large JSON in pieces. Knows nothing of bodies or answers.
 
-Parsing JSON blocks all other threads. So its entries are counted before, and large JSON is written a little at a time.
+Parsing and writing JSON block all other threads. So entries are counted before JSON is parsed, and large JSON is
+written a little at a time.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any
 
 __all__ = ["TooMuch", "Twice", "loads", "write_json"]
 
-ENTRIES, MEMBERS = 2**18, 2**16  # of all lists, of all objects: about 50 ms to parse
-DEEPEST = 100  # nesting of lists and objects
+ENTRIES, MEMBERS = 2**18, 2**16  # limits over all lists and over all objects (about 50 ms to parse)
+DEEPEST = 100  # limit of the nesting of lists and objects
 _TEXT = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-_TOGETHER, _LONG = 64, 2**16  # entries of a long list, characters of a text, per piece
+_TOGETHER, _LONG = 64, 2**16  # written in one piece: entries of a long list, characters of a long text
 
 
 class TooMuch(ValueError):
@@ -25,12 +26,12 @@ class TooMuch(ValueError):
 
 
 class Twice(ValueError):
-    """An object has two members of the same name, which is the argument."""
+    """An object has two members of the same name. The argument is that name."""
 
 
 def loads(text: bytes | str, once: bool = True) -> Any:
-    """Parse JSON. Raises ``ValueError``: ``TooMuch`` beyond the limits; ``Twice`` with ``once``, if an object repeats a
-    name, because it would be unclear which value is meant."""
+    """Parse JSON. Raises ``ValueError`` if it is invalid, and ``TooMuch`` if it exceeds the limits. With ``once``, also
+    raises ``Twice`` if an object repeats a name, because it would be unclear which value is meant."""
     if isinstance(text, bytes):
         text = text.decode()  # UTF-8 only: in other encodings the count below would be wrong
     entries, members = _counted(text)
@@ -50,8 +51,8 @@ def loads(text: bytes | str, once: bool = True) -> Any:
 
 
 def write_json(value: Any) -> Iterator[bytes]:
-    """Write ``value`` as JSON in small pieces. An iterator in an object is written as a
-    list; its entries are built when they are written."""
+    """Write ``value`` as JSON in small pieces. An iterator in an object is written as a list; its entries are built
+    when they are written."""
     if isinstance(value, dict):
         before = b"{"
         for name, each in value.items():
@@ -92,8 +93,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _counted(data: str) -> tuple[int, int]:
-    """Upper bounds of the numbers of entries and members. They are exact if punctuation inside texts would exceed the
-    limits."""
+    """Return upper bounds of the numbers of entries and members. Punctuation within texts counts too, unless the limits
+    would be exceeded; then texts are left out, and the numbers are exact."""
 
     def punctuation(start: int = 0, end: int | None = None) -> tuple[int, int]:
         return sum(data.count(each, start, end) for each in ",[{"), data.count(":", start, end)

@@ -30,11 +30,11 @@ __all__ = [
     "known_fields",
 ]
 
-MOST = 1024  # entries of a small list or mapping
+MOST = 1024  # most entries of a small list or mapping
 
 
 class Body(BaseModel):
-    """Values are not converted: a number in quotes is not a number."""
+    """A body, or an object within one. Values are not converted: a number in quotes is not a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -43,7 +43,7 @@ class Body(BaseModel):
     def _only_known_fields(cls, data: Any) -> Any:
         """Refuse unknown fields, all in one error, before anything else is checked."""
         known = known_fields(cls)
-        if isinstance(data, dict) and not data.keys() <= known.keys():  # quick, as a body may have 100,000 messages
+        if isinstance(data, dict) and not data.keys() <= known.keys():  # must be quick: there may be 100,000 messages
             unknown = [name for name in data if name not in known]
             shown = ", ".join(map(short, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
             shown += meant(unknown[0], known) if len(unknown) == 1 and len(unknown[0]) < 100 else ""
@@ -121,8 +121,8 @@ def _read_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class Function(Body):
-    """A function that the model may call, with a JSON schema of its arguments. With ``strict``, voluntary calls must
-    match the schema; calls that are required must match it in any case."""
+    """A function that the model may call, with a JSON schema of its arguments. If the request requires a call, the call
+    always matches the schema. Other calls match it only with ``strict``."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: str | None = None
@@ -132,7 +132,7 @@ class Function(Body):
 
     @property
     def schema_(self) -> dict[str, Any]:
-        """The schema of the arguments; without ``parameters`` there are none."""
+        """The schema of the arguments. A function without ``parameters`` has no arguments."""
         if self.parameters is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
         return {"type": "object", **self.parameters}

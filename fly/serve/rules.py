@@ -16,19 +16,19 @@ from fly.types import Guarantee
 
 __all__ = ["Rules", "Speculation"]
 
-_LONGEST = 2000  # characters of a policy in a request: about a hundred conditions
+_LONGEST = 2000  # most characters of a policy in a request (about a hundred conditions)
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """The speculation that a request runs with."""
+    """How one request speculates."""
 
     policy: AcceptancePolicy
     k: int
     draft: str  # "none" without a draft
 
     def as_dict(self) -> dict[str, Any]:
-        """The form in answers. ``guarantee`` says what the policy promises about the distribution of the text."""
+        """The form that answers show. ``guarantee`` is what the policy promises about the distribution of the text."""
         bound = self.policy.bound
         return {
             "policy": str(self.policy),
@@ -45,7 +45,7 @@ class Rules:
     Args:
         policy, k, draft: defaults of requests. ``draft`` is the draft's text, "none" if there is none.
         among: names of the drafts if several are loaded (``choose(...)``). Requests choose one of them; the first is
-            the one that ``draft`` stands for.
+            the default.
         enabled: policies that requests may use. A rule's name (``fly``, ``entropy``) enables it with any parameters; a
             whole policy (``fly(theta=0.3) & after(2)``, ``my_rules:Mine``) or a preset (``fly.paper``) enables just
             that. None enables every installed rule. ``exact`` and the default policy are always enabled.
@@ -96,8 +96,8 @@ class Rules:
         draft: str | None = None,
         off: bool = False,
     ) -> Speculation:
-        """Return the speculation of a request that asks for this. Raises ``ValueError`` naming what is not allowed and
-        the choices; its message starts with the field's name."""
+        """Return the speculation that a request asks for; None takes the default. Raises ``ValueError`` if something is
+        not allowed. The message starts with the field's name, and lists the choices."""
         if draft is not None and draft not in self.drafts:
             raise ValueError(f"draft: {draft!r} is not enabled here; choices: {self.drafts}")
         if k is not None and not 0 <= k <= self.max_k:

@@ -28,7 +28,7 @@ __all__ = ["Server"]
 log = logging.getLogger(__name__)
 _SPARING = Sparing()  # for warnings that clients can cause at will
 _SWITCH = 0.001  # sys.setswitchinterval: seconds after which a thread lets others run Python (default 0.005)
-_LAST = 2.0  # seconds for which a server whose engine stopped still reports that to clients and probes
+_LAST = 2.0  # seconds for which the server still tells clients and probes that its engine has stopped
 
 
 def _log_config() -> dict[str, Any]:
@@ -41,12 +41,12 @@ def _log_config() -> dict[str, Any]:
 
 
 class Server(uvicorn.Server):
-    """Serves until a signal. The first SIGTERM or SIGINT makes it refuse new requests (503) and finish those it has; it
-    exits when they are answered or ``drain_timeout`` is over. A second signal exits at once, with status 1 if requests
-    were ``lost``, else 0. SIGHUP makes it read the file of keys again.
+    """Serves until a signal. After the first SIGTERM or SIGINT, it refuses new requests (503) and finishes the open
+    ones. It exits when they are answered or ``drain_timeout`` is over. After a second signal it exits at once, with
+    status 1 if requests were ``lost``, else 0. SIGHUP makes it read the file of keys again.
 
-    It also exits when the engine has stopped (``failed``), a moment after open requests got their errors, so that a
-    supervisor can start it again."""
+    It also exits when the engine has stopped (``failed``), so that a supervisor can start it again. Open requests get
+    their errors a moment before."""
 
     def __init__(self, service: Service, log_level: str = "info") -> None:
         self.service, settings = service, service.settings

@@ -46,12 +46,12 @@ class Turns:
         self._used: dict[str, float] = {}  # seconds used by clients with work in the queue or running
 
     async def run(self, client: str, work: Callable[[], T], limited: bool = True) -> T:
-        """Run ``work`` in a thread when it is the client's turn, and return its result. If cancelled before that, it
-        never begins. Raises ``Busy`` if ``limited`` and the client has too much in the queue."""
+        """Run ``work`` in a thread when it is the client's turn, and return its result. If the caller is cancelled
+        before that, the work never begins. Raises ``Busy`` if ``limited`` and the client has too much in the queue."""
         queue = self._waiting.setdefault(client, deque())
         if limited and len(queue) >= self.most:
             raise Busy
-        self._used.setdefault(client, min(self._used.values(), default=0.0))  # new clients start even
+        self._used.setdefault(client, min(self._used.values(), default=0.0))  # as much as the client that used least
         entry = work, asyncio.get_running_loop().create_future()
         queue.append(entry)
         self._begin()
@@ -63,7 +63,7 @@ class Turns:
             self._forget(client)
 
     async def collect(self, client: str, made: Iterator[bytes], left: Callable[[], bool]) -> list[bytes]:
-        """Collect what an iterator yields, working one slice of time per turn, until ``left()`` is true."""
+        """Collect what ``made`` yields, for one slice of time per turn. Stop early once ``left()`` is true."""
         parts: list[bytes] = []
 
         def some() -> bool:

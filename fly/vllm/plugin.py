@@ -1,11 +1,13 @@
 """The plug-in: carries each request's rule to vLLM's rejection sampler, and lets the rule decide there.
 
-vLLM calls ``register`` in each of its processes (entry point group ``vllm.general_plugins``). It wraps four functions:
-requests are checked where they come in, a request's rule is kept beside its row, the rows' rules are put on the batch's
-metadata, and the rejection sampler asks them. Rows without a rule keep what vLLM decided.
+vLLM calls ``register`` in each of its processes (entry point group ``vllm.general_plugins``). It wraps four functions.
+The first checks requests when they come in, the second keeps a request's rule beside its row, the third adds the rows'
+rules to the batch's metadata, and the fourth, the rejection sampler, asks the rules. Rows without a rule keep vLLM's
+decision.
 
-On CPUs without triton-cpu it replaces one more: vLLM 0.32's ``expand_batch_to_tokens`` fills a copy of its result there
-and drops it, so drafted rows are divided by temperatures from memory that nothing wrote, in every batch that samples.
+On CPUs without triton-cpu, ``register`` also replaces ``expand_batch_to_tokens``. There vLLM 0.32 fills a copy of the
+result and drops it. So in every batch that samples, the logits of drafted tokens are divided by temperatures from
+uninitialized memory.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def register() -> None:
     version = vllm.__version__.partition("+")[0]
 
     def check(processor: Any, params: Any) -> None:
-        """Refuse what cannot be decided rightly here: an error of the request, 400 over HTTP."""
+        """Refuse a request whose rule cannot be applied rightly here, with an error of the request (400 over HTTP)."""
         config = processor.vllm_config
         try:
             rule = read_rule(getattr(params, "extra_args", None), processor.model_config.get_vocab_size())
@@ -84,13 +86,14 @@ def register() -> None:
 def expand_batch_to_tokens(
     x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0
 ) -> Tensor:
-    """Repeat each row's value for its drafted tokens: [B] and the running sums of their counts [B] to [T]."""
+    """Repeat each row's value for its drafted tokens: ``x`` [B] becomes [T]. ``cu_num_tokens`` [B] has the running sums
+    of the rows' counts."""
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)).long()
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 
 
 def _adding(original: Callable[..., int]) -> Callable[..., int]:
-    """Keep a request's rule beside its row; it stays with the request if that is preempted and comes back."""
+    """Keep a request's rule beside its row. The rule stays with a request that is preempted and comes back."""
 
     @functools.wraps(original)
     def add_request(self: Any, request: Any) -> int:
@@ -118,7 +121,7 @@ def _carrying(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def deciding(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """vLLM's ``rejection_sample``, after which the rules decide their rows anew."""
+    """Wrap vLLM's ``rejection_sample``: after it, each rule decides its row again."""
 
     @functools.wraps(original)
     def rejection_sample(

@@ -1,4 +1,4 @@
-"""One row of vLLM's batch under a rule of fly: what it asked for, and the decision on its block. Knows nothing of vLLM.
+"""One row of vLLM's batch with a rule of fly, and the decision on its block. Knows nothing of vLLM.
 
 Shape legend: K drafted tokens of the row, J = K + 1 places, V vocabulary.
 """
@@ -24,10 +24,10 @@ _LONGEST = 2000  # characters of a rule in a request
 
 
 def read_rule(extra_args: Mapping[str, Any] | None, size: int) -> AcceptancePolicy | None:
-    """The rule that ``extra_args["fly"]`` names: its text, or ``{"policy": text}``; None if there is no such entry.
+    """Read the rule in ``extra_args["fly"]``: its text, or ``{"policy": text}``. None if there is no such entry.
 
-    ``size`` is V. Nothing that a request says is imported. Raises ``ValueError`` naming what is wrong: what is no
-    rule, what is longer than 2000 characters, and rules that need the text of tokens, which vLLM's sampler lacks.
+    ``size`` is V. A request can never import code. Raises ``ValueError`` if the text is no rule or is longer than 2000
+    characters, or if the rule needs the text of tokens, which vLLM's sampler lacks.
     """
     if not extra_args or "fly" not in extra_args:
         return None
@@ -49,7 +49,7 @@ class Row:
     """A request while it is generated: its rule, and what its relaxed tokens cost so far."""
 
     rule: AcceptancePolicy
-    stop_ids: frozenset[int] = frozenset()  # tokens that end it: never excused by '~control'
+    stop_ids: frozenset[int] = frozenset()  # tokens that end the text; '~control' never excuses them
     relaxed: int = 0
     nats: float = 0.0
     spent: dict[str, float] = field(default_factory=dict)
@@ -65,18 +65,18 @@ class Row:
         output: list[int],
         coins_J: Tensor,
     ) -> list[int]:
-        """The tokens that the block emits: the accepted ones, and a correction or the bonus.
+        """Decide on the block. Return the tokens that it emits: the accepted ones, then a correction or the bonus.
 
         Args:
             tokens_K: the draft. logits_KV: the target's processed logits, already divided by the temperature.
-            draft_KV: the distributions it was drawn from; None if it is deterministic.
-            bonus: vLLM's own sample after the whole draft. temperature: of the row; 0 is greedy.
+            draft_KV: the distributions that the draft was drawn from; None if it is deterministic.
+            bonus: vLLM's own sample after the whole draft. temperature: the row's; 0 is greedy.
             prompt, output: the tokens before the block. coins_J: uniforms in [0, 1).
 
         Raises ``ValueError`` if a NaN leaves open which token follows.
         """
         count, size = logits_KV.shape
-        # vLLM has drawn the bonus already: for the place after the draft, a distribution that is certain of it.
+        # vLLM has drawn the bonus already, so the distribution after the draft gives the bonus all the probability.
         last_1V = torch.full((1, size), -torch.inf, device=logits_KV.device)
         last_1V[0, bonus] = 0.0
         processed_1JV = torch.cat([logits_KV.float(), last_1V]).unsqueeze(0)
@@ -99,7 +99,7 @@ class Row:
         decision = decide(self.rule, target, draft, Noise(coins_J[:count].unsqueeze(0), coins_J[count:]))[0]
         if decision.next_token == UNDECIDED:
             raise ValueError(f"{self.rule}: a NaN leaves open which token follows")
-        # Keep account for budgets: what this block's relaxed tokens cost.
+        # For budgets, add up what this block's relaxed tokens cost.
         relaxation = self.rule.relaxation
         if relaxation is not None and relaxation.budgets:
             decision = priced(relaxation.budgets, target, draft, 0, decision)

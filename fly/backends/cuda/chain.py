@@ -174,7 +174,7 @@ class Chain:
         if copies:  # this forward also verifies tokens that prompt lookup copies
             assert self.shape.spec.lookup is not None
             copied_RW, found_R = look_up(table.text_RS, length_R, self.shape.spec.lookup, copies)
-            room_R = torch.where(found_R & self.drafting_R, self.most_R - self.count_R - 1, 0)  # one token is its own
+            room_R = torch.where(found_R & self.drafting_R, self.most_R - self.count_R - 1, 0)  # 1: its own token
             fed_RW = torch.arange(copies, device=device) < room_R.unsqueeze(1)
             new_RN, stored_RN = torch.cat([new_RN, copied_RW], 1), torch.cat([stored_RN, fed_RW], 1)
         hidden_RJC = self.drafter.forward(new_RN, start_R, stored_RN, first)[:, -copies - 1 :]

@@ -148,7 +148,7 @@ class DeviceRound:
         states = dict.fromkeys(self.shape.states, start_R)
         hidden_TC = self.target.hidden(tokens_RJ.flatten(), positions_T, kv, states, self.shape.compiled)
         logits_RJV = self.target.logits(hidden_TC, exact=False).unflatten(0, tokens_RJ.shape)
-        if type(logits_RJV) is Tensor:  # else a graph would keep a copy; parts of a vocabulary are smaller
+        if type(logits_RJV) is Tensor:  # each graph would keep its own; parts of a vocabulary are small
             shared_RJV = self.shared.lend("target", logits_RJV.shape, logits_RJV.dtype, logits_RJV.device)
             logits_RJV = shared_RJV.copy_(logits_RJV)
         states_RJF: Tensor | None = None

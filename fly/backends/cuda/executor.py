@@ -27,7 +27,7 @@ from fly.backends.cuda.footprint import measure_prompt, measure_round
 from fly.backends.cuda.fused import fuse
 from fly.backends.cuda.graphs import GraphPool
 from fly.backends.cuda.int4 import Int4Linear
-from fly.backends.cuda.ops import refuse_attention, refuse_layers
+from fly.backends.cuda.ops import refuse_attention, refuse_layers, refuse_steps
 from fly.backends.cuda.rounds import LONGEST, note_plain_way, take_rounds
 from fly.backends.cuda.sampling import DeviceDistribution
 from fly.backends.cuda.shapes import DeviceRounds, TooLarge, add_up
@@ -139,6 +139,8 @@ class CudaExecutor(TorchExecutor):
             found.append(f"attention by {way} (not by our Triton kernels: {refused})")
         refused = refuse_layers(self.device, self.dtype)
         found.append("fused layers" if refused is None else f"layers operation by operation ({refused})")
+        refused = refuse_steps(self.device)
+        found.append("fused steps" if refused is None else f"steps of a round operation by operation ({refused})")
         shapes = sum(key[0] for rounds in self._rounds.values() for key in rounds.made)
         found.append(f"{len(self.pool.captured)} CUDA graphs for {shapes} shapes of rounds")
         return found

@@ -1,4 +1,4 @@
-"""A Llama's layers in few kernels: our Triton kernels take the place of the small steps between products.
+"""A Llama's layers in few kernels: our Triton kernels replace the small steps between matrix products.
 
 Shape legend: T packed tokens, H query heads, D head width, C hidden width, X outputs side by side, N outputs, K inputs.
 """
@@ -16,13 +16,13 @@ from fly.models.llama import KV, Attention, LayerOps, Llama, Norm
 
 __all__ = ["FusedOps", "fuse"]
 
-_FEW = 16  # tokens whose products with int8 weights are our own
-_WIDEST = 16384  # numbers of a token that one program norms
+_FEW = 16  # up to so many tokens, our kernel multiplies with int8 weights
+_WIDEST = 16384  # the most numbers of a token that one program normalises
 
 
 class FusedOps(LayerOps):
-    """What has no kernel of its own (other norms and activations, norms of queries and keys) goes operation by
-    operation, and so does what is compiled."""
+    """Small steps of a layer by our kernels. Steps without a kernel (other norms and activations, norms of queries and
+    keys) run operation by operation, and so do compiled layers."""
 
     def attend(self, attention: Attention, kv: KV, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
         if isinstance(kv, PagedAttention) and not attention.normalised and kv.cache.keys.dtype == x_TC.dtype:
@@ -47,7 +47,7 @@ class FusedOps(LayerOps):
 
 
 def fuse(model: Llama) -> None:
-    """Let a model on a CUDA device compute by our kernels, unless the device refuses them (``refuse_layers``)."""
+    """Make a model on a CUDA device use our kernels, unless they fail on the device (``refuse_layers``)."""
     if refuse_layers(model.device, model.dtype) is not None:
         return
     ops = FusedOps()
@@ -61,7 +61,7 @@ def fuse(model: Llama) -> None:
 
 
 class Int8Linear(nn.Linear):
-    """A matrix that torchao has rounded. Products of a few tokens read its int8 weights by a kernel of our own."""
+    """A matrix that torchao has rounded. Our own kernel multiplies a few tokens with its int8 weights."""
 
     def forward(self, x_TK: Tensor) -> Tensor:
         if len(x_TK) > _FEW:

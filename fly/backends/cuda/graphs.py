@@ -1,4 +1,4 @@
-"""What runs on the device without a wait of the host: captured graphs, copies through pinned memory, events.
+"""Work on the device for which the host does not wait: captured graphs, copies through pinned memory, events.
 
 Every event and graph of this backend is made here. A ``DeviceRound`` (device_round.py) is made of ``Part``s; the host
 (rounds.py) reads their results by a ``Download`` and a ``Watch``.
@@ -27,22 +27,22 @@ _T = TypeVar("_T")
 
 
 class GraphPool:
-    """The memory that graphs of one device share, which run one after the other.
+    """The memory shared by the graphs of one device, which run one after the other.
 
     Args:
-        awaited: entered around each wait for the result of a graph: with ranks, other processes have to do their part.
-        preparing: entered around the first rounds of a shape, which may compile code, so that ranks come late.
+        awaited: entered around each wait for the result of a graph, during which other ranks have to do their part.
+        preparing: entered around the first rounds of a shape, which may compile code and so make ranks late.
     """
 
     def __init__(self, device: torch.device, awaited: Awaited = nullcontext, preparing: Awaited = nullcontext) -> None:
         self.device, self.awaited, self.preparing = device, awaited, preparing
         self.among_ranks = awaited is not nullcontext
         self.captured: weakref.WeakSet[Part[Any]] = weakref.WeakSet()
-        self.prepared = 0  # runs that prepared a capture, and captures
+        self.prepared = 0  # number of captures, and of the runs that prepared them
         _pools.add(self)
 
     def current(self) -> AbstractContextManager[Any]:
-        """While this is entered, the pool's device is the current one. Events and captures belong to that one."""
+        """Within this context, the pool's device is the current one, to which events and captures belong."""
         return torch.cuda.device(self.device)
 
     @cached_property
@@ -51,7 +51,8 @@ class GraphPool:
 
     @cached_property
     def stream(self) -> torch.cuda.Stream:
-        """What graphs are captured on. Torch's default is a stream of the device that was first captured on."""
+        """The stream that graphs are captured on. Torch's default would be a stream of the first device that captured a
+        graph."""
         return torch.cuda.Stream(self.device)
 
 
@@ -59,31 +60,31 @@ _pools: weakref.WeakSet[GraphPool] = weakref.WeakSet()
 
 
 def drop_graphs() -> None:
-    """Drop every graph of this process. Those that hold collectives must be gone before their process group is."""
+    """Drop every graph of this process. Graphs that hold collectives must go before their process group does."""
     for pool in _pools:
         for part in list(pool.captured):
             part.drop()
 
 
 class Part(Generic[_T]):
-    """A piece of work on memory that stays where it is.
+    """A piece of work whose inputs and outputs keep their addresses.
 
-    The first time it runs operation by operation, so that libraries prepare what they need. The second time it is
-    captured as a CUDA graph. From then on it is one launch, which returns the same tensors each time. After a failed
-    capture, the next attempt comes when the work has run as often again.
+    The first run goes operation by operation, so that libraries can prepare. The second run is captured as a CUDA
+    graph. Each later run is one launch, which returns the same tensors. After a failed capture, the next attempt comes
+    once the number of runs has doubled.
 
     Args:
         run: the work.
-        reads: the part that runs before this one, and whose results it reads. If that part cannot be captured, its
-            results are other tensors each time, so this one cannot be captured either.
-        refusal: why it cannot be captured, if that is known. Then it always runs operation by operation.
+        reads: the part that runs before this one, and whose results this one reads. If that part cannot be captured, it
+            returns new tensors each time, so this one cannot be captured either.
+        refusal: the reason why the work cannot be captured, if known. Then it always runs operation by operation.
     """
 
     def __init__(
         self, run: Callable[[], _T], pool: GraphPool, reads: Part[Any] | None = None, refusal: str | None = None
     ) -> None:
         self.run, self.pool, self.reads, self.refusal = run, pool, reads, refusal
-        self._runs, self._capture_at = 0, 1  # runs so far, operation by operation; how many come before a capture
+        self._runs, self._capture_at = 0, 1  # runs without a graph so far; how many come before a capture
         self._graph: torch.cuda.CUDAGraph | None = None
         self._results: _T | None = None
 
@@ -93,7 +94,7 @@ class Part(Generic[_T]):
             return self._results  # type: ignore[return-value]
         if self.reads is not None:
             self.refusal = self.refusal or self.reads.refusal
-        # The results of a part without a graph are other tensors each time.
+        # A part without a graph returns new tensors each time.
         late = self.reads is not None and self.reads._graph is None
         if self._runs < self._capture_at or self.refusal is not None or late:
             self._runs += 1
@@ -127,13 +128,14 @@ class Part(Generic[_T]):
 
 
 class Shared:
-    """Memory that rounds of all shapes use in turn, each until its own end: what the next one writes goes over it."""
+    """Memory that the rounds of all shapes share. A round owns it until it ends; the next one overwrites it."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def lend(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of this shape. If there was less, more is taken; who was lent the old keeps it."""
+        """Return memory of this shape. If there is too little, new memory is allocated; earlier borrowers keep the
+        old."""
         size, found = math.prod(shape), self._found.get((name, dtype))
         if found is None or len(found) < size:
             found = self._found[name, dtype] = torch.zeros(size, dtype=dtype, device=device)
@@ -156,12 +158,12 @@ class Download:
         self.host = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def begin(self, values: Tensor) -> None:
-        """Queue the copy of ``values``; it has arrived when a later event is over."""
+        """Queue the copy of ``values``. It has arrived once a later event has passed."""
         self.host.copy_(values, non_blocking=True)
 
 
 class Watch:
-    """Numbers of the device that the host reads while the device goes on.
+    """Numbers on the device that the host reads while the device goes on working.
 
     Args:
         count: how many numbers there are at a time.
@@ -177,7 +179,7 @@ class Watch:
         self.events[at].record()
 
     def read(self, at: int) -> int:
-        """Number ``at``, once it has arrived. The device should still have other work meanwhile."""
+        """Wait for number ``at`` and return it. Meanwhile the device should have other work."""
         while not self.events[at].query():
             time.sleep(_NAP)  # other threads of the process go on
         return int(self.host[at])
@@ -190,6 +192,6 @@ class Timer:
         self.start, self.drafted, self.done = (torch.cuda.Event(enable_timing=True) for _ in range(3))
 
     def seconds(self) -> tuple[float, float]:
-        """How long the draft took, and everything after it, of a round that is done."""
+        """Return how long the draft of a finished round took, and how long everything after it."""
         whole, draft = (self.start.elapsed_time(end) / 1e3 for end in (self.done, self.drafted))
         return draft, whole - draft

@@ -1,9 +1,9 @@
 """Int4 weights on CUDA: the matrices of a Llama's layers, rounded as they are loaded.
 
 A weight is (number - zero) · scale, with numbers and zeros from 0 to 15, and a scale and a zero for each group of 128
-inputs (64 or 32, where 128 do not divide them). That is the arithmetic of AWQ (arXiv 2306.00978) and GPTQ
-(arXiv 2210.17323) checkpoints; rounding is to the nearest, without calibration. Products of up to 16 tokens read the
-numbers as they are (``ops.multiply_int4``). Those of more tokens widen a matrix for the while of the product.
+inputs (64 or 32, where 128 do not divide them). That is the arithmetic of AWQ (arXiv 2306.00978) and GPTQ (arXiv
+2210.17323) checkpoints; rounding is to the nearest, without calibration. Products of up to 16 tokens read the numbers
+as they are (``ops.multiply_int4``). Products of more tokens widen the matrix for the duration of the product.
 
 Shape legend: T packed tokens, N outputs, K inputs, P = K / 2 pairs of inputs, G groups, X inputs of a group.
 """
@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fly.backends.cuda.ops import multiply_int4, widen_int4
+from fly.backends.cuda.ops import multiply_int4, refuse_layers, widen_int4
 from fly.models import Llama
 from fly.models.loading import Loading
 
 __all__ = ["Int4Linear", "round_int4", "with_int4_weights"]
 
-_FEW = 16  # tokens whose products read int4 weights as they are
+_FEW = 16  # the most tokens whose products read int4 weights as they are
 _GROUPS = 128, 64, 32
 
 
@@ -45,7 +45,7 @@ def round_int4(weight_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Int4Linear(nn.Module):
-    """A matrix of int4 weights, with the ``bias`` of the one that it takes the place of."""
+    """A matrix of int4 weights, with the ``bias`` of the matrix that it replaces."""
 
     pairs_NP: Tensor
     scale_NG: Tensor
@@ -64,7 +64,8 @@ class Int4Linear(nn.Module):
         return widen_int4(self.pairs_NP, self.scale_NG, self.zero_NG, self.scale_NG.dtype)
 
     def forward(self, x_TK: Tensor) -> Tensor:
-        if len(x_TK) > _FEW:
+        # Many tokens share the cost of widening; a device that refuses our kernels pays it for few tokens too.
+        if len(x_TK) > _FEW or (x_TK.device.type == "cuda" and refuse_layers(x_TK.device, x_TK.dtype) is not None):
             return F.linear(x_TK, self.weight, self.bias)
         y_TN: Tensor = multiply_int4(x_TK, self.pairs_NP, self.scale_NG, self.zero_NG, self.bias)
         return y_TN
@@ -74,7 +75,7 @@ def with_int4_weights(model: Llama | Loading) -> Llama:
     """Round the matrices of a model's layers to int4 weights. Embedding and head stay as they are. A model that is
     being loaded is rounded layer by layer, a loaded one is copied."""
     if isinstance(model, Loading):
-        return model.whole(_round)  # a head of its own has no matrices below it
+        return model.whole(_round)  # an untied head has no matrices below it
     made = deepcopy(model)
     for layer in made.layers:
         _round(layer)

@@ -1,7 +1,7 @@
-"""What the kernels of ``kernels/`` compute, as operators of PyTorch: Triton on a CUDA device, plain PyTorch elsewhere.
+"""The kernels of ``kernels/`` as operators of PyTorch: Triton runs them on a CUDA device, plain PyTorch elsewhere.
 
-Graphs, ``torch.compile`` and tensors without values see one operator each. The plain way is the reference that the
-kernels are checked against: in the tests by Triton's interpreter, and once on each device before they are used.
+Graphs, ``torch.compile`` and tensors without values see each kernel as one operator. Plain PyTorch is the reference for
+the kernels: the tests compare them in Triton's interpreter, and each device compares them once before their first use.
 
 Shape legend: T packed new tokens, N new tokens of a row, B rows, W pages of a row's table, S slots of the cache or keys
 of a row, H query heads, G key/value heads, D head width, C hidden width, I width of the feed-forward layer,
@@ -63,7 +63,7 @@ def attend_plainly(
     start_B: Tensor | None = None,
     seen_TN: Tensor | None = None,
 ) -> Tensor:
-    """The reference of ``attend_pages``: one row after the other, over a copy of its pages."""
+    """The reference of ``attend_pages``: it attends row by row, over a copy of each row's pages."""
     out_THD, ends = torch.zeros_like(q_THD, memory_format=torch.contiguous_format), ends_B1.tolist()
     for b, (begin, end) in enumerate(itertools.pairwise(ends)):
         last_N1, place_N1 = (x[begin:end].unsqueeze(1) for x in (last_T, place_T))
@@ -161,8 +161,8 @@ def _(both_TX: Tensor) -> Tensor:
 def rotate_store(
     qkv_TX: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, slots_T: Tensor, k_SGD: Tensor, v_SGD: Tensor
 ) -> Tensor:
-    """Rotated queries [T, H, D] of a projection (queries, keys, values); its rotated keys and its values are stored in
-    ``slots_T`` of a layer's cache."""
+    """Return the rotated queries [T, H, D] of a projection (queries, keys, values). Store its rotated keys and its
+    values in ``slots_T`` of a layer's cache."""
     if qkv_TX.is_cuda:
         from fly.backends.cuda.kernels import layer
 
@@ -215,13 +215,13 @@ def _(x_TK: Tensor, pairs_NP: Tensor, *rest: object) -> Tensor:
 
 
 def widen_int4(pairs_NP: Tensor, scale_NG: Tensor, zero_NG: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N, K] the weights of ``multiply_int4``."""
+    """Return the weights [N, K] of ``multiply_int4``."""
     number_NK = torch.stack([pairs_NP & 15, pairs_NP >> 4], 2).flatten(1)
     number_NGX = number_NK.unflatten(1, (scale_NG.shape[1], -1)).float()
     return ((number_NGX - zero_NG.unsqueeze(2)) * scale_NG.unsqueeze(2).float()).to(dtype).flatten(1)
 
 
-# The steps of a round outside of its layers. Where the kernels are refused, they are PyTorch's on every device.
+# The steps of a round outside of its layers. If the kernels are refused, PyTorch computes them on every device.
 
 
 def _own(x: Tensor) -> bool:
@@ -232,9 +232,10 @@ def _own(x: Tensor) -> bool:
 def place(
     table_BW: Tensor, start_B: Tensor, stored_BN: Tensor, page: int, nobody: int, context: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Where N new tokens of every row stand, from ``start_B`` on: their positions and slots [T], int64; for attention,
-    in int32, the tokens of each row with them, where each row's tokens end among the packed ones, after a 0, the place
-    that each token sees up to, and its own. What is not ``stored_BN`` takes slots of the page ``nobody``."""
+    """Place N new tokens of every row, from ``start_B`` on. Return their positions and slots [T], int64. For attention,
+    return in int32: the number of tokens of each row, the new ones included; where each row's tokens end among the
+    packed ones, after a 0; the position before which each token sees keys; and its own position. Tokens that are not
+    ``stored_BN`` take slots of the page ``nobody``."""
     if _own(start_B):
         from fly.backends.cuda.kernels import steps
 
@@ -246,7 +247,7 @@ def place(
     slots_T = (page_BN * page + at_BN % page).flatten()
     used_B = (start_B + count).to(torch.int32)
     ends_B1 = torch.arange(0, rows * count + 1, count, dtype=torch.int32, device=start_B.device)
-    # What lies behind a row's last token that is no padding may be left from another row.
+    # Slots after a row's last real token may hold data of another row.
     number_N = torch.arange(1, count + 1, device=start_B.device)
     filled_B1 = start_B.unsqueeze(1) + (stored_BN * number_N).amax(1, keepdim=True)
     last_T = torch.minimum(at_BN + 1, filled_B1).flatten().to(torch.int32)
@@ -295,8 +296,9 @@ def _(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
 def find_kept(
     logits_NV: Tensor, temperature_N: Tensor, least_N: Tensor | None, top_p_N: Tensor | None, min_p_N: Tensor | None
 ) -> Tensor:
-    """``fly.runtime.sampling.find_kept``. The kernel sorts nothing: it narrows down the least logit of a nucleus. Where
-    a token's likelier ones have ``top_p`` of the mass but for rounding, the two may differ about that token."""
+    """``fly.runtime.sampling.find_kept``. The kernel does not sort: it narrows down the least logit of the nucleus. If
+    the tokens likelier than one token have ``top_p`` of the mass up to rounding, the kernel and the reference may
+    disagree about that token."""
     if _own(logits_NV):
         from fly.backends.cuda.kernels import steps
 
@@ -311,7 +313,7 @@ def _(logits_NV: Tensor, *rest: object) -> Tensor:
 
 @torch.library.custom_op("fly::share_mass", mutates_args=())
 def share_mass(logits_NV: Tensor, found_3N: Tensor, temperature_N: Tensor) -> Tensor:
-    """[N, V] float32, the share of the mass that each logit has, by what ``find_kept`` found."""
+    """Return the share of the mass that each logit has, [N, V] float32, from the results of ``find_kept``."""
     if _own(logits_NV):
         from fly.backends.cuda.kernels import steps
 
@@ -328,8 +330,9 @@ def _(logits_NV: Tensor, *rest: Tensor) -> Tensor:
 
 @cache
 def refuse_attention(device: torch.device, dtype: torch.dtype, width: int, page: int) -> str | None:
-    """Why ``attend_pages`` is not used for such a cache; None if it is. The first call on a device compiles the kernels
-    and compares them with the reference, on a row of two splits; a refusal is logged once, as a warning."""
+    """Return why ``attend_pages`` is not used for such a cache, or None if it is used. The first call on a device
+    compiles the kernels and compares them with the reference, on a row of two splits. A refusal is logged once, as a
+    warning."""
     reason = _probe(device, dtype, width, page)
     if reason is not None:
         _log.warning("PyTorch's attention is used on %s, not our Triton kernels: %s", device, reason)
@@ -338,8 +341,8 @@ def refuse_attention(device: torch.device, dtype: torch.dtype, width: int, page:
 
 @cache
 def refuse_layers(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the small steps of a layer are not fused; None if they are. The first call on a device compares each kernel
-    with the reference; a refusal is logged once, as a warning."""
+    """Return why the small steps of a layer are not fused, or None if they are. The first call on a device compares
+    each kernel with its reference. A refusal is logged once, as a warning."""
     reason = _refuse_device(device)
     if reason is None:
         try:
@@ -354,7 +357,8 @@ def refuse_layers(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @cache
 def refuse_steps(device: torch.device) -> str | None:
-    """Why the steps of a round outside of its layers are not by our kernels; None if they are. As ``refuse_layers``."""
+    """Return why our kernels do not compute the steps of a round outside of its layers, or None if they do. They are
+    compared as in ``refuse_layers``."""
     reason = _refuse_device(device)
     if reason is None:
         try:
@@ -370,7 +374,7 @@ def refuse_steps(device: torch.device) -> str | None:
 
 
 def _compare(device: torch.device, run: Any, kernel: Callable[..., Any], *given: Any) -> str | None:
-    """Compare ``kernel`` on the device with ``run`` on the host, in what they return and what they write."""
+    """Compare what ``kernel`` on the device returns and writes with what ``run`` on the host returns and writes."""
     there = [x.to(device) if isinstance(x, Tensor) else x for x in given]
     here = [x.clone() if isinstance(x, Tensor) else x for x in given]
     ours, theirs = kernel(*there), run(*here)
@@ -403,6 +407,8 @@ def _compare_layers(device: torch.device, dtype: torch.dtype) -> str | None:
         return torch.randn(shape, generator=drawn).to(dtype)
 
     weight_NK = torch.randint(-127, 128, (40, 64), generator=drawn).to(torch.int8)
+    pairs_NP = torch.randint(0, 256, (40, 32), generator=drawn).to(torch.uint8)
+    zero_NG = torch.randint(0, 16, (40, 2), generator=drawn).to(torch.uint8)
     cache = [torch.zeros(8, 2, 64, dtype=dtype) for _ in range(2)]
     return (
         _compare(device, add_norm, add_norm, draw(3, 96), draw(3, 96), draw(96), 1e-5)
@@ -411,6 +417,8 @@ def _compare_layers(device: torch.device, dtype: torch.dtype) -> str | None:
                     torch.tensor([5, 0, 2]), *cache)
         or _compare(device, multiply_int8, multiply_int8, draw(3, 64), weight_NK, torch.full((40, 1), 0.01),
                     draw(40))
+        or _compare(device, multiply_int4, multiply_int4, draw(3, 64), pairs_NP,
+                    torch.full((40, 2), 0.1, dtype=dtype), zero_NG, draw(40))
     )  # fmt: skip
 
 

@@ -1,16 +1,16 @@
-"""Whole rounds on the device, as the host sees them: launch, wait once, read, decide whether to go on.
+"""The host's side of whole rounds on the device: launch, wait once, read, decide whether to go on.
 
 ``CudaExecutor.rounds`` calls ``take_rounds`` with a plan. In order:
 
-1. Rows are grouped by rule, and memory and graphs for a batch of this shape are found or made (shapes.py).
-2. The drafter is fed what it lacks, and the table of the rows goes up (table.py).
-3. Round after round is launched (device_round.py). While the device works, the host unpacks the decisions of the round
+1. Group the rows by rule, and find or make memory and graphs for a batch of this shape (shapes.py).
+2. Feed the drafter the tokens that it lacks, and upload the table of the rows (table.py).
+3. Launch round after round (device_round.py). While the device works, the host unpacks the decisions of the round
    before. Then it waits for the device, once, and reads how many tokens each row got.
-4. All decisions go back as plain values, with the number of tokens that the drafter has cached.
+4. Return all decisions as plain values, with the number of tokens that the drafter has cached.
 
 A call ends after a round in which a row ended, when pages or time run out, or when another thread makes the engine
-hurry. A round is void if a rule that runs between graphs raises an error, or if a NaN leaves a row undecided. Rounds
-before it count.
+hurry. A round is void if a rule that runs between graphs raises an error, or if a NaN leaves a row undecided. The
+rounds before it count.
 
 Shape legend: R rows with padding, J places of a round, F hidden states side by side.
 """
@@ -40,8 +40,8 @@ __all__ = ["LONGEST", "note_plain_way", "take_rounds"]
 
 _log = logging.getLogger("fly")
 LONGEST = 128  # the most drafted tokens of a row in one graph
-_ROUNDS_AMONG_RANKS = 4  # rounds of a call among ranks, however long they take, because the ranks' clocks differ
-_SHORTEST_TEXT = 1024  # the device has room for at least so many tokens of a row's text
+_ROUNDS_AMONG_RANKS = 4  # rounds of each call among ranks; a time limit would not do, as the ranks' clocks differ
+_SHORTEST_TEXT = 1024  # the least room, in tokens, for a row's text on the device
 _RIDGE = 256  # a forward over at most so many tokens takes no longer than reading the weights
 
 
@@ -64,12 +64,12 @@ def take_rounds(target: Model, plan: RoundPlan, made: DeviceRounds) -> Rounds | 
     call.load()
     goes_on = True
     while goes_on:
-        # Launch a round. While the device works on it, unpack the decisions of the one before. Then wait, once.
+        # Launch a round. While the device works on it, unpack the decisions of the round before. Then wait, once.
         with call.round.prepared():
             call.launch()
             call.unpack()
             call.wait()
-        # What each row got says whether there is another round.
+        # Whether there is another round depends on what each row got.
         goes_on = call.read() and call.may_go_on()
     return call.result()
 
@@ -81,8 +81,8 @@ def note_plain_way(reason: str, level: int = logging.INFO) -> None:
 
 
 def _group_rows(rows: Sequence[RoundRow]) -> tuple[tuple[Group, ...], list[int]]:
-    """Group the rows by their rule and by whether they are above temperature 0; those groups come first. Each group is
-    padded to one of a few sizes. Also return the number of the row in each line of the table; -1 is padding."""
+    """Group the rows by their rule and by whether they are above temperature 0, and put the groups above 0 first. Pad
+    each group to one of a few sizes. Also return the number of the row in each line of the table; -1 is padding."""
     numbers: dict[tuple[bool, AcceptancePolicy], list[int]] = {}
     for b, row in enumerate(rows):
         numbers.setdefault((row.greedy, row.policy), []).append(b)
@@ -103,7 +103,7 @@ def _choose_shape(plan: RoundPlan, groups: Sequence[Group]) -> Shape:
     if plan.drafter is None:
         spec = DraftSpec(lookup=lookup)
     else:
-        # Lookup pays only while a forward that is fed the copied tokens too takes no longer than one without them.
+        # Lookup pays only as long as the copied tokens do not make a forward slower.
         pays = lookup is not None and rows * min(lookup.k + 1, k) <= _RIDGE
         spec = replace(spec, reach=(1.0,) if any(spec.reach) else (), lookup=lookup if pays else None)
     shape = Shape(
@@ -132,14 +132,14 @@ class _Row:
     plan: RoundRow
     line: int  # of the table
     group: int
-    room: int  # tokens that its pages hold
-    context: int  # tokens of the longest text that the drafter drafts for
+    room: int  # tokens that its pages have room for
+    context: int  # the longest text that the drafter drafts for
     text: list[int]
     left: int  # tokens it may still emit
     fed: int  # length of the text when the target was last fed
     drafted: list[int]  # the draft that it was fed then
     in_drafter: int  # tokens that the drafter has cached
-    emitted: list[int] = field(default_factory=list)  # how many tokens, of each round
+    emitted: list[int] = field(default_factory=list)  # how many tokens each round emitted
     decisions: list[Decision] = field(default_factory=list)
 
     def wanted(self) -> int:
@@ -147,7 +147,7 @@ class _Row:
         return min(self.plan.k, self.left - 1, self.context - len(self.text))
 
     def read(self, line: list[int]) -> None:
-        """Note the tokens that the row got, on which the next round depends."""
+        """Note the tokens that the row got, because the next round depends on them."""
         count, accepted, next_token = line[:3]
         self.fed, self.drafted = len(self.text), line[3 : 3 + count]
         new = [*self.drafted[:accepted], next_token]
@@ -195,7 +195,8 @@ class _Call:
         table.load_texts(self.texts())
 
     def describe(self, b: int, lacks: int) -> dict[Column, float]:
-        """The values of row ``b`` that go up. ``lacks``: tokens before its last one that the drafter has not cached."""
+        """Return the values of row ``b`` to upload. ``lacks``: tokens before its last one that the drafter has not
+        cached."""
         plan, row = self.plan, self.plan.rows[b]
         values: dict[Column, float] = {
             Column.BEFORE: row.tokens[-2],
@@ -224,8 +225,8 @@ class _Call:
         return [self.rows[b].text if b >= 0 else [0, 0] for b in self.order]
 
     def launch(self) -> None:
-        """Launch a round. A rule that no graph can hold may raise an error, which only the first round passes on. In a
-        later one the round is void, and the next call asks the rule again."""
+        """Launch a round. A rule that no graph can hold may raise an error. Only the first round passes it on; a later
+        round is void, and the next call asks the rule again."""
         try:
             if self.stage.needs_texts:
                 self.stage.texts = self.texts()
@@ -240,7 +241,7 @@ class _Call:
                 self.states.append(states_RJF.clone())  # the next round overwrites them
 
     def unpack(self) -> None:
-        """Turn the lines that were read last into decisions."""
+        """Turn the last lines that were read into decisions."""
         for row in self.rows if self.unread else ():
             relaxes, conditions = self.stage.relaxes[row.group], self.stage.conditions[row.group]
             row.decisions.append(unpack(self.unread[row.line], self.round.shape.k, relaxes, conditions))
@@ -260,7 +261,8 @@ class _Call:
             drafts, length = row.wanted() > 0, len(row.text)
             row.read(lines[row.line])
             if drafts and self.plan.draft_kv is not None:
-                # Of the draft a model has cached all but the last token, a head none: it fed them its own features.
+                # A draft model has cached all of its draft but the last token. A head has cached none that counts,
+                # since it was fed its own features.
                 row.in_drafter = length + (min(len(row.drafted), row.emitted[-1]) - 1 if self.plan.given is None else 0)
         self.unread = lines
         now, (draft, rest) = time.perf_counter(), self.timer.seconds()

@@ -1,4 +1,5 @@
-"""The processed distribution of logits on a CUDA device: found and spread by one kernel each, at all positions at once.
+"""The processed distribution of logits on a CUDA device: one kernel finds the kept logits, one computes the shares of
+the mass, each at all positions at once.
 
 Shape legend: B rows, J positions of a row, N = B·J, V vocabulary.
 """
@@ -17,7 +18,7 @@ __all__ = ["DeviceDistribution"]
 
 
 class DeviceDistribution(ProcessedDistribution):
-    """Logits that ranks share go operation by operation."""
+    """Logits that ranks share are processed operation by operation."""
 
     def dense(self) -> Tensor:
         if not _is_whole(self.logits_BJV) or self.sampling.some_greedy:
@@ -35,5 +36,5 @@ class DeviceDistribution(ProcessedDistribution):
 
 
 def _is_whole(logits: Tensor) -> bool:
-    """Whether it is a plain tensor, none that ranks share (``fly.ops.vocabulary``)."""
+    """Whether the logits are a plain tensor, not divided among ranks (``fly.ops.vocabulary``)."""
     return type(logits).__torch_function__ in (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)

@@ -1,4 +1,4 @@
-"""Which shapes of rounds are kept for a cache, and whether a new one fits into the memory that was left free for it."""
+"""Keep rounds of several shapes for a cache, and check whether a new one fits into the memory that was left free."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["DeviceRounds", "TooLarge", "add_up"]
 
 _log = logging.getLogger("fly")
 _MOST = 64  # shapes kept for a cache
-_Key = tuple[bool, Shape, "weakref.ref[PagedKVCache] | None"]  # whether it decides; its shape; the drafter's cache
+_Key = tuple[bool, Shape, "weakref.ref[PagedKVCache] | None"]  # (whether it decides, shape, drafter's cache)
 
 
 class TooLarge(MemoryError):
@@ -29,11 +29,12 @@ class TooLarge(MemoryError):
 
 
 class DeviceRounds:
-    """The rounds made so far for batches of one cache, and the forwards that only score. Where memory is short, those
-    unused for longest are dropped.
+    """The rounds made so far for batches of one cache, and the forwards that only score. If memory is short, the least
+    recently used ones are dropped.
 
     Args:
-        budget: bytes that all of them may take, graphs included; None is a quarter of what is free at the first one.
+        budget: bytes that all of them may take, graphs included. None means a quarter of the memory that is free when
+            the first one is made.
     """
 
     def __init__(self, pool: GraphPool, budget: int | None = None) -> None:
@@ -50,10 +51,10 @@ class DeviceRounds:
         drafter: Model | TorchHead | None = None,
         draft_cache: PagedKVCache | None = None,
     ) -> DeviceRound:
-        """The round for batches of this shape, whose rules will decide in these ``groups``; without any it only scores.
-        One that was launched ``Model.often`` times is made anew, with compiled layers.
+        """Return the round for batches of this shape, whose rules will decide in these ``groups``. Without groups it
+        only scores. A round that was launched ``Model.often`` times is made anew, with compiled layers.
 
-        Raises ``TooLarge`` where it does not fit, even alone.
+        Raises ``TooLarge`` if the round does not fit even alone.
         """
         key = bool(groups), shape, None if draft_cache is None else weakref.ref(draft_cache)
         found = self.made.get(key)
@@ -70,7 +71,7 @@ class DeviceRounds:
         return found
 
     def _make_room(self, key: _Key, needs: Needs) -> None:
-        """Drop others until this one fits."""
+        """Drop other rounds until this one fits."""
         if self.budget is None:
             self.budget = torch.cuda.mem_get_info(self.pool.device)[0] // 4
         shape, alone = key[1], add_up([needs])
@@ -92,7 +93,7 @@ class DeviceRounds:
 
 
 def add_up(needs: Sequence[Needs]) -> int:
-    """Bytes of several rounds, which run one after the other. Graphs take their memory from one pool, and what runs
-    operation by operation, as each does at first, from another."""
+    """Add up the bytes of several rounds, which run one after the other. Graphs share one memory pool. Work that runs
+    operation by operation, as each round does at first, shares another."""
     shared, peak = (max(getattr(each, name) for each in needs) for name in ("shared", "peak"))
     return 2 * (WORKSPACE + peak) + shared + sum(each.kept + each.graph for each in needs)

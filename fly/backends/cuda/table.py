@@ -1,7 +1,8 @@
-"""What passes between host and device: one line a row goes up, and one line a row comes down.
+"""The exchange between host and device: one line a row goes up, and one line a row comes down.
 
-Up goes what a round must know of each row (``make_line``, ``Table.load``), once for all rounds of a call, since each
-round updates the table by itself. Down comes each round's decision (``pack`` on the device, ``unpack`` on the host).
+The lines that go up hold what a round needs about each row (``make_line``, ``Table.load``). They go up once a call,
+since each round updates the table by itself. The lines that come down hold each round's decision (``pack`` on the
+device, ``unpack`` on the host).
 
 Shape legend: R rows (padding included), W pages of a row, C columns of the state, S tokens of the longest text,
 K longest draft, J = K + 1 positions, N tokens of a row.
@@ -30,17 +31,17 @@ __all__ = ["FEW", "PADDING", "Column", "Shape", "Table", "count_pages", "make_li
 
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 _ANY_SPEC = DraftSpec()
-FEW = 8192  # tokens that any row's table has room for
+FEW = 8192  # every row's table has room for so many tokens
 
 
 def round_up(n: int) -> int:
-    """The next of a few sizes, so that few graphs serve all batches; 0 stays 0."""
+    """Round up to the next of a few sizes, so that few graphs serve all batches; 0 stays 0."""
     return next((size for size in _SIZES if size >= n), n) if n else 0
 
 
 class Column(IntEnum):
-    """The columns of a row's state, int64. Those from ``NATS`` to ``REACH`` hold the bits of a float64. From ``STOPS``
-    on follow the token ids that end the row, and -1 if it has fewer."""
+    """The columns of a row's state, int64. Columns ``NATS`` to ``REACH`` hold the bits of a float64. Columns from
+    ``STOPS`` on hold the token ids that end the row, padded with -1."""
 
     BEFORE = 0  # the last token but one
     LAST = 1
@@ -63,7 +64,8 @@ class Column(IntEnum):
 
 
 def make_line(values: Mapping[Column, float], stop_ids: Collection[int] = (), stops: int = 0) -> list[int]:
-    """A row's state as integers. Columns that are not given are 0; temperature and top-p are 1, which is neutral."""
+    """Return a row's state as integers. Columns that are not given are 0, except temperature and top-p, which are a
+    neutral 1."""
     values = {Column.TEMPERATURE: 1.0, Column.TOP_P: 1.0, **values}
     numbers = [values.get(column, 0) for column in Column if column < Column.STOPS]
     floats = numbers[Column.NATS :]
@@ -71,12 +73,12 @@ def make_line(values: Mapping[Column, float], stop_ids: Collection[int] = (), st
     return [*map(int, numbers[: Column.NATS]), *bits, *stop_ids, *[-1] * (stops - len(stop_ids))]
 
 
-PADDING = {Column.LENGTH: 2}  # the state of no row: nothing is left to emit
+PADDING = {Column.LENGTH: 2}  # the state of a line without a row: nothing is left to emit
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that the memory and the graphs of a round are made for. Batches of one shape share them."""
+    """The sizes for which the memory and the graphs of a round are made. Batches of one shape share both."""
 
     rows: int  # padding included
     drawn: int  # those above temperature 0, which stand first
@@ -85,7 +87,7 @@ class Shape:
     draft_pages: int = 0
     stops: int = 0  # ids that end a row
     spec: DraftSpec = _ANY_SPEC  # its ``reach`` only says whether rows have one
-    top_k: int = 0  # the largest that a row asks for; 0 is none
+    top_k: int = 0  # the largest top-k of a row; 0: none
     top_p: bool = False
     min_p: bool = False
     text: int = 0  # tokens of a row's text that the device has room for
@@ -94,7 +96,8 @@ class Shape:
 
     @property
     def copies(self) -> int:
-        """Tokens that prompt lookup copies for each forward of a drafter, which predicts the one after them."""
+        """How many tokens prompt lookup copies for each forward of a drafter. The forward predicts the token after
+        them."""
         return min(self.spec.lookup.k, self.k - 1) if self.spec.lookup is not None and self.draft_pages else 0
 
     @property
@@ -104,8 +107,8 @@ class Shape:
 
 
 class Table:
-    """The state of each row (``Column``); its pages in the target's cache, and then in the drafter's; and its text, if
-    prompt lookup reads it."""
+    """The state of each row (``Column``), its pages in the target's and the drafter's cache, and its text if prompt
+    lookup reads it."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -117,8 +120,8 @@ class Table:
         self._known_texts: list[list[int]] = [[] for _ in range(shape.rows)]
 
     def load(self, lines: list[list[int]], kv: PagedBatch, draft_kv: PagedBatch | None, order: list[int]) -> None:
-        """Upload the state of each row, and the pages if they have changed. ``order`` says which row of ``kv`` each
-        line is; -1 is padding."""
+        """Upload the state of each row, and the pages if they have changed. ``order`` is the number in ``kv`` of each
+        line's row; -1 is padding."""
         upload_into(self.state_RC, torch.tensor(lines))
         pages: list[list[int]] = [[] for _ in order]
         for batch, width in ((kv, self.shape.pages), (draft_kv, self.shape.draft_pages)):
@@ -131,7 +134,7 @@ class Table:
             self._loaded_pages = pages
 
     def load_texts(self, texts: Sequence[list[int]]) -> None:
-        """Upload what the device does not know yet of the text in each line."""
+        """Upload the part of each line's text that the device does not know yet."""
         if not self.shape.text:
             return
         for text_S, text, known in zip(self.text_RS, texts, self._known_texts):
@@ -140,7 +143,7 @@ class Table:
         self.note_texts(texts)
 
     def note_texts(self, texts: Sequence[list[int]]) -> None:
-        """The device knows these texts: rounds write what they emit."""
+        """Note that the device knows these texts, because rounds write what they emit."""
         self._known_texts = [list(text) for text in texts] if self.shape.text else []
 
     def write_text(self, start_R: Tensor, tokens_RN: Tensor) -> None:
@@ -171,10 +174,10 @@ class Table:
 
 
 def count_pages(kv: PagedBatch, k: int) -> int:
-    """Pages that a row's table has room for. Padding may stand beyond.
+    """Return how many pages a row's table has room for. Padding may lie beyond them.
 
-    If pages are read in place, unused ones cost little: there are enough for 8,192 tokens, or for a whole context that
-    is shorter. Beyond that, and if pages are copied, there are as many as are reserved, in powers of two.
+    If pages are read in place, unused ones cost little, so there is room for 8,192 tokens, or for the whole context if
+    that is shorter. Longer texts, and pages that are copied, get as many as are reserved, rounded up to a power of two.
     """
     allocator, longest = kv.cache.allocator, max(map(kv.cache.allocator.length, kv.seqs))
     if reads_pages(kv.cache) and longest <= (few := min(kv.cache.context, FEW)):
@@ -183,11 +186,12 @@ def count_pages(kv: PagedBatch, k: int) -> int:
 
 
 def pack(draft: Draft, choices_RJ: Tensor, verdict: Verdict, cost_RK: Tensor | None) -> Tensor:
-    """Decisions as [R, columns] int32, so that one download brings them all.
+    """Pack decisions into [R, columns] int32, so that one download brings them all.
 
-    A line is: how many tokens were drafted, how many are accepted, and the token after them; the K drafted tokens; the
-    target's J likeliest ones. Under a rule that excuses mismatches there follow, for each drafted token, why it stands,
-    whether conditions were asked about it, the cost of keeping it (float32), and whether each condition held.
+    A line holds the number of drafted tokens, the number of accepted ones, and the token after them; then the K drafted
+    tokens; then the target's J likeliest tokens. If the rule excuses mismatches, four things follow for each drafted
+    token: why it is kept, whether conditions were asked about it, the cost of keeping it (float32), and whether each
+    condition held.
 
     Args:
         cost_RK: -ln target(token), or None for a rule that excuses nothing.
@@ -200,7 +204,7 @@ def pack(draft: Draft, choices_RJ: Tensor, verdict: Verdict, cost_RK: Tensor | N
 
 
 def unpack(line: Sequence[int], k: int, relaxes: bool, conditions: Sequence[str]) -> Decision:
-    """The decision about one row from its ``line``; ``conditions`` are the names of its rule's."""
+    """Return the decision about one row from its ``line``. ``conditions`` are the names of its rule's conditions."""
     count, accepted, next_token, *rest = line
     drafted, choices, rest = rest[:count], rest[k : k + count + 1], rest[2 * k + 1 :]
     mismatches = list[Mismatch]()

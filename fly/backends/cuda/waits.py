@@ -1,8 +1,9 @@
-"""Whether a rule's decision can be part of a CUDA graph: found on any machine, with tensors that have no values.
+"""Find out whether a rule's decision can be part of a CUDA graph. This works on any machine, by tensors without values.
 
-A graph cannot hold what makes the host wait for the device: a tensor's value that Python looks at (``.item()``,
-``bool(t)``, ``.tolist()``), a shape that depends on values (a mask as an index, ``nonzero``), and an upload
-(``torch.tensor(list, device=...)``). ``fly check`` asks here, and a ``DeviceRound`` before it captures a decision.
+A graph cannot hold anything that makes the host wait for the device: reading a tensor's value in Python (``.item()``,
+``bool(t)``, ``.tolist()``), a shape that depends on values (a mask as an index, ``nonzero``), or an upload
+(``torch.tensor(list, device=...)``). ``fly check`` calls ``find_wait``, and so does a ``DeviceRound`` before it
+captures a decision.
 
 Shape legend: B rows, K longest draft, V vocabulary.
 """
@@ -61,12 +62,12 @@ class _RefuseWaits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func._schema.name.split("::")[1]
-        with self:  # one that is made of others is looked at by those
+        with self:  # the parts of a composite operation are checked instead
             if (made := func.decompose(*args, **kwargs)) is not NotImplemented:
                 return made
         if torch.Tag.data_dependent_output in func.tags:
             raise HostWait("Python looks at a tensor's value")
-        if name in _INDEXING:  # by numbers its shape is known
+        if name in _INDEXING:  # an index of numbers gives a known shape
             if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
                 raise HostWait("a mask as an index gives a shape that depends on values")
         elif torch.Tag.dynamic_output_shape in func.tags:
@@ -78,7 +79,7 @@ class _RefuseWaits(TorchDispatchMode):
             if torch.device(to).type != source.device.type and not fills:
                 raise HostWait("a tensor is copied between host and device")
         if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, kwargs))):
-            args, kwargs = tree_map(_drop_values, (args, kwargs))  # such as what a rule knows of the vocabulary
+            args, kwargs = tree_map(_drop_values, (args, kwargs))  # e.g. a rule's own tensors over the vocabulary
         return func(*args, **kwargs)
 
 
@@ -87,11 +88,11 @@ def _drop_values(x: Any) -> Any:
 
 
 def find_wait(policy: AcceptancePolicy, drawn: bool = False, sampled: bool = False) -> str | None:
-    """Why a graph cannot hold how ``policy`` decides on chains, and at which line; None if it can.
+    """Return why a graph cannot hold the decision of ``policy`` on chains, and at which line, or None if it can.
 
     Args:
-        drawn: of rows above temperature 0.
-        sampled: of drafts that were drawn from a distribution.
+        drawn: whether rows are above temperature 0.
+        sampled: whether drafts were drawn from a distribution.
     """
     rows, longest, width, device = 2, 9, 32, torch.device("meta")  # not the CPU, and without values
     with torch.inference_mode():
@@ -120,7 +121,7 @@ def find_wait(policy: AcceptancePolicy, drawn: bool = False, sampled: bool = Fal
 
 
 def _find_line(frames: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost line that is neither torch's nor of this file."""
+    """Return the innermost line that is neither in torch nor in this file."""
     skipped = os.path.dirname(torch.__file__), __file__
     own = [frame for frame in frames if not frame.filename.startswith(skipped)]
     frame = own[-1] if own else frames[-1]

@@ -1,22 +1,25 @@
-// How large a product may be for the registers, and which weights it fetches before they are needed. Each variant includes this
-// file, and the headers that follow, in a namespace of its own. Knows nothing of the arithmetic.
+// How many rows and panels of a product fit into the registers, and which weights it fetches before they are needed.
+// Each variant includes this file, and the headers that follow, in a namespace of its own. Knows nothing of the
+// arithmetic.
 
-// The rows that a product has registers for; of up to ``four`` rows with four panels at once, of up to ``two`` with two.
+// How many rows a product has registers for. Up to ``four`` rows are multiplied with four panels at once, up to ``two``
+// with two.
 struct Room {
     int rows, four, two;
 
     constexpr int panels(int count) const { return count <= four ? 4 : count <= two ? 2 : 1; }
 };
 
-// Panels to come: the first of them, and how far apart they lie.
+// The panels that come next: the first one, and how far apart they lie.
 struct Place {
     const char* at;
     long panel;
 };
 
-// Fetches weights while a product multiplies others, since a core by itself waits for too few cache lines at a time: those
-// ``from`` bytes ahead in each of its panels, and after the end of these those at ``then``. ALL goes to the first level of
-// caches; HALF, for a product of several blocks, fetches half of a step's bytes in each step to the second level.
+// Fetches weights while a product multiplies others, since a core by itself waits for too few cache lines at a time. It
+// fetches the bytes ``from`` ahead in each panel and, beyond a panel's end, those at ``then``. ALL goes to the first
+// level of caches; HALF, for a product of several blocks, fetches half of a step's bytes in each step to the second
+// level.
 enum class Asked { NONE, ALL, HALF };
 
 template <Asked ASKED>

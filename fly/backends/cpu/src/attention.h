@@ -1,11 +1,11 @@
-// Attention over the paged cache. ``attention`` (at the end of this file) stores the new keys and values; then ``attend``
-// computes scores, weights and weighted sums of values for all queries that share a pass. Knows nothing of matrices, nor of what
-// else a layer does.
+// Attention over the paged cache. ``attention`` (at the end of this file) stores the new keys and values; then
+// ``attend`` computes scores, weights and weighted sums of values for all queries that share a pass. Knows nothing of
+// matrices, nor of the rest of a layer.
 //
-// A token's sum goes over all stored tokens in ascending order; tokens that it does not see add exact zeros.
+// A token's sum runs over all stored tokens in ascending order. Tokens that it does not see add exact zeros.
 
 constexpr int QUERIES = 32;             // queries whose scores are held at once
-constexpr int OWN_NORMS = 4;            // up to so many tokens, every thread normalises all by itself, which saves a barrier
+constexpr int OWN_NORMS = 4;            // up to so many tokens, every thread normalises all of them, which saves a barrier
 constexpr int GROUP = W == 16 ? 4 : 2;  // queries whose sums are in registers at once
 constexpr int BLOCK = 16;               // stored tokens that are scored at once
 constexpr int TURNED = 6;               // from so many queries of a head on, it pays to transpose its keys
@@ -17,7 +17,7 @@ inline int query_groups(int queries) { return most_of(QUERIES / queries, 1); }
 // A thread's own buffers.
 struct Scratch {
     long stride;                         // of scores, from one query to the next
-    float *scores, *out, *sums, *block;  // of the last: keys transposed, or values widened
+    float *scores, *out, *sums, *block;  // block: transposed keys, or widened values
     char* queries;
     void* normed;
     uint8_t* narrow;
@@ -45,7 +45,7 @@ inline Scratch scratch_of(const Model* model, int thread) {
     return Scratch(from, model->shape, model->work.longest);
 }
 
-// Normalises (if the layer has a norm for it) and rotates the vector of one head.
+// Normalises one head's vector, if the layer has a norm for it, and rotates it.
 inline void rotate(const Model* model, const Layer& layer, Norm which, const float* from, int64_t position, float* to) {
     const int d = model->shape.head_dim, half = d / 2;
     const long at = (layer.rope * (long)model->shape.positions + position) * half;
@@ -72,7 +72,7 @@ inline K* slot(const Call* call, void* base, int layer, const Row& row, int numb
     return (K*)base + layer * call->layer_stride + (at * shape.kv_heads + group) * shape.head_dim;
 }
 
-// Finds where a block's tokens are cached, each at head ``group``. Places after the end repeat the last slot.
+// Finds where a block's tokens are cached, each at head ``group``. Entries after the end repeat the last slot.
 template <class K>
 inline void locate(const Call* call, void* base, int layer, const Row& row, int group, int from, int end,
                    const K* found[BLOCK]) {
@@ -90,8 +90,8 @@ inline void locate(const Call* call, void* base, int layer, const Row& row, int 
     }
 }
 
-// Fetches the cache lines of 2·W keys (or values) from ``p`` on, each line once. They go to the second level of the caches: the
-// first waits for too few lines at once to keep memory busy.
+// Fetches the cache lines of 2·W numbers of keys (or values) from ``p`` on, each line once. They go to the second-level
+// cache, because the first level waits for too few lines at once to keep memory busy.
 template <class K>
 ALWAYS_INLINE void soon(const K* p) {
     constexpr int BYTES = 2 * W * (int)sizeof(K);
@@ -99,14 +99,14 @@ ALWAYS_INLINE void soon(const K* p) {
     UNROLL for (int i = 0; i < BYTES; i += 64) fetch((const char*)p + i);
 }
 
-// The same for place ``i`` of ``then``, ``from`` values on. Null: nothing is fetched.
+// The same from value ``from`` on of slot ``i`` in ``then``. Null: nothing is fetched.
 template <class K>
 ALWAYS_INLINE void soon(const K* const* then, int i, long from) { soon(then[i] + from); }
 ALWAYS_INLINE void soon(decltype(nullptr), int, long) {}
 
-// Walks over the keys (or values) of tokens ``begin`` to ``end``, block by block: calls ``use(first, slots, then)`` with the
-// slots of the block's tokens, where all of ``groups`` lie side by side, and those of a later block, to be fetched meanwhile.
-// After the last keys come the first values, so that the walk over values finds them fetched.
+// Walks over the keys (or values) of tokens ``begin`` to ``end``, block by block: calls ``use(first, slots, then)``
+// with the slots of the block's tokens, in which all of ``groups`` lie side by side, and the slots of a later block, to
+// be fetched meanwhile. After the last keys it fetches the first values, for the walk over values that follows.
 template <class K, class Use>
 inline void walk(const Call* call, bool keys, int layer, const Row& row, Range groups, int begin, int end, Use use) {
     constexpr int RING = 5;
@@ -151,7 +151,7 @@ void store(const Call* call, const Piece& piece, int layer, int group) {
     }
 }
 
-// Queries, and where their scores go; rows are ``width`` and ``stride`` values apart.
+// Queries and their scores. Rows of queries are ``width`` values apart, rows of scores ``stride``.
 template <class K>
 struct Asking {
     const typename Stored<K>::Query* query;
@@ -160,9 +160,9 @@ struct Asking {
     long stride;
 };
 
-// Scores of NQ queries with the same W / NQ keys each, of the head ``offset[i]`` values on: W products at a time, each summed
-// lane by lane over the head's width, then by one tree over the lanes. Fetches the keys at ``then`` (or null), once for each
-// head.
+// Scores of NQ queries, each with the same W / NQ keys, of the head that begins ``offset[i]`` values on. It computes W
+// products at a time; each is summed lane by lane over the head's width, then by one tree over the lanes. Fetches the
+// keys at ``then`` (or null), once for each head.
 template <class K, int NQ, class Then>
 inline void score(Asking<K> who, const int offset[NQ], const K* const* key, Then then, int d) {
     constexpr int NK = W / NQ;
@@ -185,9 +185,9 @@ inline void score(Asking<K> who, const int offset[NQ], const K* const* key, Then
         fours(all, who.out, who.stride);
 }
 
-// Adds up NV vectors of each of ``count`` values, by the weights of NQ queries. SUM adds up the weights as well, in the same
-// order, so that zeros between them (tokens of other branches) change nothing. If NV is 2, only ``rest`` values may be there.
-// Fetches the values at ``then`` (or null).
+// Adds up ``count`` tokens' values, NV vectors of each, weighted for NQ queries. SUM adds up the weights as well, in
+// the same order, so that zeros between them (tokens of other branches) change nothing. If NV is 2, there may be only
+// ``rest`` numbers left. Fetches the values at ``then`` (or null).
 template <int NQ, int NV, bool SUM, class K, class Then>
 ALWAYS_INLINE void weigh(const Scratch& s, long width, int query, int key, int count, const K* const* value, Then then,
                   int offset, int at, int rest) {
@@ -218,7 +218,7 @@ ALWAYS_INLINE void weigh(const Scratch& s, long width, int query, int key, int c
     }
 }
 
-// The same for the whole width of a head. It is called, not inlined, since its sums need all registers.
+// The same for the whole width of a head. It is not inlined, because its sums need all registers.
 template <int NQ, class K, class Then>
 NOINLINE void weigh(const Scratch& s, int d, int query, int key, int count, const K* const* value, Then then, int offset) {
     const long width = padded(d);
@@ -232,7 +232,8 @@ NOINLINE void weigh(const Scratch& s, int d, int query, int key, int count, cons
     for (; at < d; at += 2 * W) weigh<NQ, 2, false>(s, width, query, key, count, value, then, offset, at, d - at);
 }
 
-// Converts up to BLOCK tokens' values of the head ``offset`` values on to float32, ``room`` apart. Fetches those at ``then``.
+// Converts up to BLOCK tokens' values to float32, ``room`` apart, for the head that begins ``offset`` numbers on.
+// Fetches the values at ``then``.
 template <class K>
 inline void widen(const K* const* value, const K* const* then, int count, int offset, int d, float* to, int room) {
     for (int j = 0; j < count; j++, to += room)
@@ -244,10 +245,11 @@ inline void widen(const K* const* value, const K* const* then, int count, int of
         }
 }
 
-// Transposes W keys of the head ``offset`` values on: of each 2·W values lane after lane, each with the W keys side by side.
+// Transposes W keys of the head that begins ``offset`` values on. For each 2·W values it writes lane after lane, each
+// with the W keys side by side.
 template <class K>
 inline void turn(const K* const* key, const K* const* then, int offset, int d, float* to) {
-    constexpr int PART = W * 4 / (int)sizeof(K);  // of a key, that is a vector
+    constexpr int PART = W * 4 / (int)sizeof(K);  // values of a key in a vector
     for (int at = 0; at < d; at += 2 * W, to += W * W * Stored<K>::DEEP)
         for (int half = 0; half < 2 * W / PART; half++) {
             const int from = at + half * PART, left = d - from;
@@ -279,7 +281,8 @@ ALWAYS_INLINE void add_step(const Asking<K>& who, const float* keys, int step, S
         all.of[i] = Stored<K>::times(who.query + i * who.width + step * 2 * W, LANE, mine, all.of[i]);
 }
 
-// Adds up these products over COUNT lanes, in the order of ``sums``. STEPS: how many 2·W values a head has, if known; else 0.
+// Adds up these products over COUNT lanes, in the order of ``sums``. STEPS: how many steps of 2·W values a head has, if
+// known; else 0.
 template <class K, int NQ, int STEPS, int COUNT = W, int AT = 0>
 ALWAYS_INLINE Several<NQ> over_lanes(const Asking<K>& who, const float* keys, int steps) {
     Several<NQ> all;
@@ -310,10 +313,10 @@ inline void score_turned(Asking<K> who, const float* keys, int d) {
     give(over_lanes<K, NQ, 0>(who, keys, steps));
 }
 
-// Turns scores into weights, exp(score - largest): zeros where ``mask`` hides a token (null: nowhere) and from ``sees`` to
-// ``end``.
+// Turns scores into weights, exp(score - largest). Weights are 0 where ``mask`` hides a token (null: nowhere), and from
+// ``sees`` to ``end``.
 inline void weights_of(float* score, int sees, int end, const uint8_t* mask, Vec scale) {
-    alignas(64) uint8_t last[W] = {};  // the mask's last bytes, since no memory after it may be read
+    alignas(64) uint8_t last[W] = {};  // a copy of the mask's last bytes, since memory after the mask must not be read
     const int whole = sees / W * W;
     for (int j = whole; j < sees; j++) last[j - whole] = mask ? mask[j] : 1;
     const Vec none = set1(-__builtin_inff());
@@ -328,12 +331,12 @@ inline void weights_of(float* score, int sees, int end, const uint8_t* mask, Vec
     for (int j = padded(sees, W); j < end; j++) score[j] = 0;
 }
 
-// The mask of new token ``n`` of a row over the tokens up to itself; null: it sees all.
+// The mask of a row's new token ``n`` over the tokens up to itself. Null: it sees all.
 inline const uint8_t* mask_of(const Row& row, int n) {
     return row.mask ? row.mask + (long)n * (row.start + row.count) : nullptr;
 }
 
-// The first token that new token ``n`` of a row sees, within a window of the last ``window`` tokens that it could see (0: all).
+// The first token that a row's new token ``n`` sees, if it sees only the last ``window`` of its tokens (0: all).
 inline int first_seen(const Row& row, int n, int window) {
     const int sees = row.start + n + 1;
     if (!window || sees <= window) return 0;
@@ -344,8 +347,8 @@ inline int first_seen(const Row& row, int n, int window) {
     return at;
 }
 
-// Attention of tokens ``from`` to ``to`` of a piece's row, for the queries of some key/value heads: at most QUERIES queries, or
-// those of a single token and head.
+// Attention of tokens ``from`` to ``to`` of a piece's row, for the queries of some key/value heads. There are at most
+// QUERIES queries, unless a single token and head has more.
 template <class K, class Act>
 void attend(const Call* call, const Piece& piece, int layer, Range groups, int from, int to, const Scratch& s) {
     typedef typename Stored<K>::Query Query;
@@ -353,10 +356,10 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     const Shape& shape = model->shape;
     const Row& row = call->row[piece.row];
     const int d = shape.head_dim, per = shape.heads / shape.kv_heads, end = row.start + to;
-    const int each = (to - from) * per, queries = each * (groups.to - groups.from);  // of a key/value head, of all
+    const int each = (to - from) * per, queries = each * (groups.to - groups.from);  // queries of each key/value head; in total
     const long width = padded(d), ld_qkv = (long)model->layers[0].qkv.panels * PANEL;
     const long ld_out = padded(shape.heads * d);
-    // Query q is of key/value head q / each, of token (q % each) / per.
+    // Query q belongs to key/value head q / each, and to token (q % each) / per.
     auto token = [&](int q) { return from + q % each / per; };
     auto head = [&](int q) { return (groups.from + q / each) * per + q % per; };
     // Queries, rotated.
@@ -368,8 +371,9 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
         rotate(model, model->layers[layer], QUERY, query, call->position[call->tile_at + at], vector);
         for (int i = 0; i < width; i += 2 * W) Stored<K>::query(vector + i, (Query*)s.queries + q * width + i);
     }
-    // Scores. Heads with few queries are scored side by side, a few tokens at a time, as they lie in memory. If a head has more
-    // queries, its keys are transposed once for all of them, and its values converted to float32.
+    // Scores. Heads with few queries are scored side by side, a few tokens at a time, with keys as they lie in memory.
+    // If a head has more queries, its keys are transposed once for all of them, and its values are converted to
+    // float32.
     constexpr int FEW = 4, SIDE = W / FEW;
     const bool together = each < SIDE && queries >= SIDE;
     const bool turns = each >= TURNED, widens = Stored<K>::WIDENS && each > GROUP;
@@ -399,7 +403,7 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
                 for (int n = 1; n < each; n++) score<K, 1>(asking(q + n, on), &offset, keys + on, nullptr, d);
             }
     });
-    // Weights; tokens before the window get none.
+    // Weights. Tokens before the window get a weight of 0.
     const Vec scale = set1(shape.scale);
     for (int q = 0; q < queries; q++) {
         const uint8_t* mask = mask_of(row, token(q));
@@ -435,7 +439,7 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
             q += left == each ? some(values, then, d, offset, q, left) : some(values, nullptr, d, offset, q, left);
         }
     });
-    // Divided by the sum of the weights.
+    // Divide by the sum of the weights.
     for (int q = 0; q < queries; q++) {
         const float* out = s.out + q * width;
         const Vec all = set1(s.sums[q]);
@@ -456,7 +460,7 @@ void attention(Call* call, int layer, int thread, const Scratch& s) {
     const Range range = part(call->piece_count * groups, thread, call->threads);
     int longest = 0;
     for (int i = 0; i < call->piece_count; i++) longest = most_of(longest, call->pieces[i].to - call->pieces[i].from);
-    if (longest <= per_pass) {  // the thread that attends has stored the new keys and values itself
+    if (longest <= per_pass) {  // each thread stores the new keys and values that it attends to
         for (int task = range.from, most; task < range.to; task += most) {
             const Piece& piece = call->pieces[task / groups];
             const int first = task % groups;
@@ -469,7 +473,7 @@ void attention(Call* call, int layer, int thread, const Scratch& s) {
     }
     for (int task = range.from; task < range.to; task++) store<K>(call, call->pieces[task / groups], layer, task % groups);
     wait(call);
-    // A later pass over a row takes longer, so the threads take passes in turn.
+    // Later passes over a row take longer, so threads take passes in turn.
     int task = 0;
     for (int i = 0; i < call->piece_count; i++) {
         const Piece& piece = call->pieces[i];

@@ -34,7 +34,7 @@ inline Vec ld(const uint16_t* p) {
 inline Vec where_above(Vec a, Vec b, Vec x) { return _mm256_and_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ), x); }
 inline Vec where_from(Vec a, Vec b, Vec x) { return _mm256_and_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ), x); }
 inline unsigned equal(Vec a, Vec b) { return (unsigned)_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ)); }
-inline void st(uint8_t* p, Vec x) {  // to nearest, and 128 above it
+inline void st(uint8_t* p, Vec x) {  // to nearest, plus 128
     const __m256i whole = _mm256_add_epi32(_mm256_cvtps_epi32(x), _mm256_set1_epi32(128));
     const __m128i half = _mm_packus_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
     _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(half, half));
@@ -47,7 +47,7 @@ inline void st(int8_t* p, Vec x) {
 inline Vec ld_half(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 inline Vec ld_int8(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
 inline Vec nearest(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline Vec scale2(Vec x, Vec n) {  // x · 2ⁿ in two halves, as 2ⁿ alone may not be a number
+inline Vec scale2(Vec x, Vec n) {  // x · 2ⁿ in two steps, as 2ⁿ alone may overflow
     n = _mm256_min_ps(_mm256_max_ps(n, set1(-252.0f)), set1(254.0f));
     const Ints whole = (Ints)_mm256_cvtps_epi32(n), half = whole >> 1, rest = whole - half;
     return x * (Vec)((half + 127) << 23) * (Vec)((rest + 127) << 23);
@@ -61,8 +61,8 @@ inline void st(uint16_t* p, Vec x) {
     _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(bits, bits), 0x08)));
 }
 
-// Products of M rows with P panels, a step of inputs at a time. The type ``Wt`` says how weights and inputs are read, and how
-// they are multiplied.
+// Products of M rows with P panels, one step of inputs at a time. The type ``Wt`` defines how weights and inputs are
+// read and multiplied.
 template <class Wt, int M, int P, class Ask>
 NOINLINE void multiply(const typename Wt::In* a, long lda, const char* w, long panel, int steps, Ask ahead,
                        typename Wt::Sum* out) {
@@ -81,7 +81,7 @@ NOINLINE void multiply(const typename Wt::In* a, long lda, const char* w, long p
         UNROLL for (int j = 0; j < P; j++) Wt::store(acc[m] + j * V, out + (m * P + j) * PANEL);
 }
 
-// The weights' types, and the values they are multiplied with.
+// The types of weights, and of the values that they are multiplied with.
 struct Floats {
     typedef float Act, In, Sum;
     typedef Vec Sums;
@@ -99,7 +99,7 @@ struct Float32 : Floats {
     static ALWAYS_INLINE void add(Vec& acc, const float* a, Vec b) { acc = fma(set1(*a), b, acc); }
 };
 
-// Two inputs at a time, whose weights are widened.
+// Two inputs at a time. Their weights are widened.
 struct Widened : Floats {
     static ALWAYS_INLINE void add(Vec& acc, const float* a, Pair b) {
         acc = fma(set1(a[1]), b.second, fma(set1(a[0]), b.first, acc));
@@ -130,7 +130,7 @@ struct Whole8 {
     typedef float Act;
     typedef uint8_t In;
     typedef int32_t Sum;
-    typedef __m256i Sums;  // of 4 outputs each, the first two inputs and the last
+    typedef __m256i Sums;  // of 4 outputs each: for the first two inputs and for the last two
     static constexpr int TYPE = W8A8;
     static constexpr Room MOST = Floats::MOST;
     static constexpr int VECTORS = 8;
@@ -156,8 +156,8 @@ inline __m256i fours(const void* from) {
     return _mm256_set1_epi32(four);
 }
 
-// Products of whole numbers within a group: unsigned weights of 8 outputs by 4 inputs, and signed inputs. Of 8 bits, those at
-// even and at odd places are widened to 16 bits first, as products of bytes would not fit.
+// Products of whole numbers within a group: unsigned weights of 8 outputs by 4 inputs, and signed inputs. With 8 bits,
+// both are widened to 16 bits first, even and odd places apart, because products of bytes would not fit.
 template <int BITS>
 struct Dots {
     typedef __m256i Sums;
@@ -174,7 +174,7 @@ struct TwoSteps {
     __m256i first, second;
 };
 
-// Of 4 bits, the pairs of a whole group fit into 16 bits: at most 8 · 2 · 15 · 127 = 30,480.
+// With weights of 4 bits, the pairs of a whole group fit into 16 bits: at most 8 · 2 · 15 · 127 = 30,480.
 template <>
 struct Dots<4> {
     typedef __m256i Sums;
@@ -189,7 +189,7 @@ struct Dots<4> {
     static ALWAYS_INLINE Vec total(__m256i acc) { return _mm256_cvtepi32_ps(_mm256_madd_epi16(acc, _mm256_set1_epi16(1))); }
 };
 
-// Matrices of groups. Rows at once: 16 registers hold two sums of all of each row, and one of a group.
+// Matrices in groups. The number of rows at once: 16 registers hold, for each row, two total sums and one of a group.
 struct Grouped {
     typedef uint8_t Weight;
     typedef float Act;
@@ -207,10 +207,10 @@ ALWAYS_INLINE Vec sums(Vec r[8]) {
     return _mm256_permute2f128_ps(four[0], four[1], 0x20) + _mm256_permute2f128_ps(four[0], four[1], 0x31);
 }
 
-// The order of that tree: pairs of these, pairs of pairs, and so on.
+// The order of that tree: pairs of lanes, then pairs of pairs, and so on.
 constexpr int LANES[8] = {0, 1, 2, 3, 4, 5, 6, 7};
 
-// Rows to columns.
+// Transposes rows to columns.
 ALWAYS_INLINE void transpose(Vec r[8]) {
     UNROLL for (int i = 0; i < 8; i += 4) {
         const auto low = [](Vec a, Vec b) { return _mm256_castps_pd(_mm256_unpacklo_ps(a, b)); };
@@ -226,7 +226,7 @@ ALWAYS_INLINE void transpose(Vec r[8]) {
     }
 }
 
-// Four values to each of two places.
+// Copies four values to each half.
 inline void fours(Vec x, float* to, long apart) {
     _mm_storeu_ps(to, _mm256_castps256_ps128(x));
     _mm_storeu_ps(to + apart, _mm256_extractf128_ps(x, 1));

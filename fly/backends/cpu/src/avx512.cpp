@@ -13,7 +13,7 @@ using namespace fly;
 
 inline void st(uint16_t* p, Vec x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)rounded(x))); }
 
-// Two inputs at a time, whose weights are widened.
+// Two inputs at a time. Their weights are widened.
 struct Widened {
     typedef float Act, In, Sum;
     typedef Vec Sums;

@@ -1,5 +1,5 @@
-// What the variants with AVX-512 share: all but their arithmetic on bfloat16. They also need its integer dot products (VNNI).
-// Knows nothing of models.
+// Shared by the variants with AVX-512: all but their arithmetic on bfloat16. They also need its integer dot products
+// (VNNI). Knows nothing of models.
 
 constexpr int W = 16;
 typedef __m512 Vec;
@@ -21,7 +21,7 @@ inline Vec where_above(Vec a, Vec b, Vec x) { return _mm512_maskz_mov_ps(_mm512_
 inline Vec where_from(Vec a, Vec b, Vec x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), x); }
 inline unsigned equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 inline Vec scale2(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
-inline void st(uint8_t* p, Vec x) {  // to nearest, and 128 above it
+inline void st(uint8_t* p, Vec x) {  // to nearest, plus 128
     const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(x), _mm512_set1_epi32(128));
     _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(whole));
 }
@@ -45,8 +45,8 @@ inline __m512i fours(const void* from) {
 // 32 registers: the sums of rows times panels, two each, and the operands, which are two a panel.
 constexpr Room ROOM = {14, 3, 6};
 
-// Products of M rows with P panels, a step of inputs at a time. The type ``Wt`` says how weights and inputs are read, and how
-// they are multiplied.
+// Products of M rows with P panels, one step of inputs at a time. The type ``Wt`` defines how weights and inputs are
+// read and multiplied.
 template <class Wt, int M, int P, class Ask>
 NOINLINE void multiply(const typename Wt::In* a, long lda, const char* w, long panel, int steps, Ask ahead,
                        typename Wt::Sum* out) {
@@ -67,7 +67,7 @@ NOINLINE void multiply(const typename Wt::In* a, long lda, const char* w, long p
         UNROLL for (int j = 0; j < 2 * P; j++) st(out + m * 32 * P + j * 16, acc[m][j]);
 }
 
-// The weights' types, and the values they are multiplied with.
+// The types of weights, and of the values that they are multiplied with.
 struct Float32 {
     typedef float Weight, Act, In, Sum;
     typedef Vec Sums;
@@ -78,7 +78,7 @@ struct Float32 {
     static ALWAYS_INLINE void add(Vec& acc, Vec x, Vec b) { acc = fma(x, b, acc); }
 };
 
-// Four whole numbers of each side at once, which is exact.
+// Four pairs of whole numbers at once, which is exact.
 struct Whole8 {
     typedef int8_t Weight;
     typedef uint16_t Act;
@@ -90,7 +90,7 @@ struct Whole8 {
     static ALWAYS_INLINE __m512i weights(const char* w) { return _mm512_loadu_si512(w); }
     static ALWAYS_INLINE __m512i inputs(const In* a) { return fours(a); }
     static ALWAYS_INLINE void add(__m512i& acc, __m512i x, __m512i b) {
-        // not by the intrinsic, for which GCC keeps the sums in memory
+        // not the intrinsic, with which GCC keeps the sums in memory
         asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(x), "v"(b));
     }
 };
@@ -122,7 +122,7 @@ struct Dots<4> : DotsOf8 {
     }
 };
 
-// Matrices of groups. Rows at once: 32 registers hold two sums of each row, of the group and of all.
+// Matrices in groups. The number of rows at once: 32 registers hold two sums of each row, for the group and in total.
 struct Grouped {
     typedef uint8_t Weight;
     typedef uint16_t Act;
@@ -143,10 +143,10 @@ ALWAYS_INLINE Vec sums(Vec r[16]) {
     return add_halves(add_halves(r[0], r[4]), add_halves(r[8], r[12]));
 }
 
-// The order of that tree: pairs of these, pairs of pairs, and so on.
+// The order of that tree: pairs of lanes, then pairs of pairs, and so on.
 constexpr int LANES[16] = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
 
-// Rows to columns.
+// Transposes rows to columns.
 ALWAYS_INLINE void transpose(Vec r[16]) {
     UNROLL for (int i = 0; i < 16; i += 4) {
         const auto low = [](Vec a, Vec b) { return _mm512_castps_pd(_mm512_unpacklo_ps(a, b)); };
@@ -167,7 +167,7 @@ ALWAYS_INLINE void transpose(Vec r[16]) {
     }
 }
 
-// Four values to each of four places.
+// Copies four values to each quarter.
 inline void fours(Vec x, float* to, long apart) {
     _mm_storeu_ps(to, _mm512_castps512_ps128(x));
     _mm_storeu_ps(to + apart, _mm512_extractf32x4_ps(x, 1));

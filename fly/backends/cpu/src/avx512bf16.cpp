@@ -29,7 +29,7 @@ struct BFloat16 : Paired {
     static ALWAYS_INLINE __m512bh weights(const char* w) { return (__m512bh)_mm512_loadu_si512(w); }
 };
 
-// Whole numbers up to 127 are bfloat16 as they are, so int8 takes part in the same products once widened.
+// bfloat16 represents whole numbers up to 127 exactly, so widened int8 weights use the same products.
 struct Int8 : Paired {
     typedef int8_t Weight;
     static constexpr int TYPE = INT8;

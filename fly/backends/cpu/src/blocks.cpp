@@ -1,9 +1,11 @@
-// Matrices in the blocks of a GGUF file: what the blocks of each type hold, and how they are packed into strips (fly.h: Strip).
+// Matrices in the blocks of a GGUF file: the layout of each type's blocks, and how they are packed into strips (fly.h:
+// Strip).
 //
-// While a model is packed (fly/backends/cpu/packed.py), ``fly_set_stored`` is called once for each matrix, from several threads
-// for different ones. It checks all parts, takes memory, and packs strip by strip; packing moves numbers and scales and changes
-// none. A matrix that fails leaves the one before in place. Nothing interrupts it. While the model runs, only ``read_row`` is
-// called, for embeddings (layers.h: embed). Knows nothing of the arithmetic.
+// While a model is packed (fly/backends/cpu/packed.py), ``fly_set_stored`` is called once for each matrix; several
+// threads may pack different matrices at once. It checks all parts, takes memory, and packs strip by strip. Packing
+// moves numbers and scales but changes none. If it fails, the matrix that was set before stays in place. Nothing
+// interrupts it. While the model runs, only ``read_row`` is called, for embeddings (layers.h: embed). Knows nothing of
+// the arithmetic.
 //
 // Formats: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h and ggml-quants.c (dequantize_row_*). All numbers have
 // the lowest byte first.
@@ -50,14 +52,15 @@ void read_32(const uint8_t* block, int group, Numbers* to) {
     }
 }
 
-// A scale, and 32 signed numbers.
+// Blocks of 32: a scale and 32 signed numbers.
 void read_q8_0(const uint8_t* block, int group, Numbers* to) {
     to->scale[group] = half_at(block);
     for (int i = 0; i < GROUP; i++) to->number[group * GROUP + i] = (uint8_t)(block[2 + i] ^ 128);  // 128 more
 }
 
-// Blocks of 256: two factors; 8 scales and 8 minima of 6 bits, in 12 bytes; fifth bits if the numbers have 5; and the lower four
-// bits of numbers, two groups of 32 in each 32 bytes. Minima are subtracted in this format, so their factor changes its sign.
+// Blocks of 256: two factors; 8 scales and 8 minima of 6 bits, in 12 bytes; fifth bits if the numbers have 5; and the
+// lower four bits of numbers, two groups of 32 in each 32 bytes. This format subtracts minima, so the sign of their
+// factor is flipped.
 template <bool FIFTH>
 void read_k(const uint8_t* block, int, Numbers* to) {
     to->factor[0] = half_at(block), to->factor[1] = half_at(block + 2) ^ 0x8000;
@@ -152,7 +155,7 @@ void pack_strip(const Kind& kind, const char* const* rows, int inputs, char* to)
                     else
                         put(which ? row.least[g] : row.scale[g]);
                 }
-        // The numbers, of 4 bits two steps in a byte.
+        // The numbers; with 4 bits, a byte holds numbers of two steps.
         to = numbers;
         for (int i = 0; i < groups * format.group; i += format.bits == 4 ? 8 : 4)
             for (const Numbers& row : read_of) {
@@ -194,9 +197,9 @@ void fly::read_row(int number, const char* blocks, int width, float* to) {
     }
 }
 
-// Sets matrix ``which`` of a layer (qkv, o, gate_up, down), or the head (4), of a model of GROUPED weights. ``parts`` are its
-// rows in order, each part in blocks of its own kind. Each begins at a multiple of 16 rows; in gate_up, one begins at the first
-// up.
+// Sets matrix ``which`` of a layer (qkv, o, gate_up, down), or the head (4), of a model of GROUPED weights. ``parts``
+// are its rows in order, each part in blocks of one kind. Each part begins at a multiple of 16 rows, and in gate_up one
+// begins at the first up.
 EXPORT int fly_set_stored(Model* model, int number, int which, Span<const Stored> parts, Span<const float> bias) {
     MatrixPlace place;
     if (const int error = place_of(model, number, which, &place) ?:

@@ -1,15 +1,16 @@
-// Calls of a packed model: forwards, logits, drafts. Called from Python (packed.py, executor.py, drafting.py, head.py) and by
-// rounds (rounds.cpp, trees.h). A call checks what it is given before anything is written, makes room in the model's workspace,
-// which it holds alone until it ends, and runs on the pool's threads (threads.cpp). Nothing interrupts it. Knows nothing of the
-// arithmetic.
+// Calls of a packed model: forwards, logits, drafts. Called from Python (packed.py, executor.py, drafting.py, head.py)
+// and by rounds (rounds.cpp, trees.h). A call checks its arguments before it writes anything, and makes room in the
+// model's workspace, which it holds alone until it ends. It runs on the pool's threads (threads.cpp). Nothing
+// interrupts it. Knows nothing of the arithmetic.
 #include "library.h"
 
 using namespace fly;
 
 namespace {
 
-// Checks a batch: tokens of the vocabulary, positions of the context, pages of the cache, and room in these for the new tokens,
-// and (unless ``limit`` is null) for ``limit[b]`` - 1 drafted ones after them. An error or OK.
+// Checks that a batch's tokens are in the vocabulary, its positions in the context, and its pages in the cache. The
+// pages must have room for the new tokens and, unless ``limit`` is null, for ``limit[b]`` - 1 drafted ones after them.
+// An error or OK.
 int check(const Model* model, const Batch* batch, const int32_t* limit) {
     const Shape& shape = model->shape;
     const int rows = batch->rows, page = batch->page;
@@ -33,7 +34,7 @@ int check(const Model* model, const Batch* batch, const int32_t* limit) {
                               within("tokens that a row stores", ends, 1, MOST) ?:
                               holds("the table of a row", table, (ends + page - 1) / page))
             return error;
-        uint32_t last = 0;  // the largest number; one below 0 is larger than any
+        uint32_t last = 0;  // the largest number; one below 0 counts as larger than all
         for (const int32_t number : table) last = (uint32_t)number > last ? (uint32_t)number : last;
         if (const int error = within("a page of a row", last, 0, pages - 1)) return error;
         if (batch->masks.there() && batch->masks[b])
@@ -48,8 +49,8 @@ int check(const Model* model, const Batch* batch, const int32_t* limit) {
     return OK;
 }
 
-// Prepares a call whose forwards have at most ``tokens``. ``deal`` takes the memory that only this job needs; ``limit`` is as
-// for ``check``. An error or OK.
+// Prepares a call whose forwards have at most ``tokens`` tokens. ``deal`` takes the memory that only this job needs.
+// ``limit`` is as in ``check``. An error or OK.
 template <class Deal>
 int prepare(Call* call, Job job, Model* model, const Batch* batch, Arena* arena, int64_t tokens, int64_t last_rows,
             const int32_t* limit, Deal deal) {
@@ -86,8 +87,8 @@ int prepare(Call* call, Job job, Model* model, const void* hidden, int rows, int
     return make_room(model, rows, 0, 1, threads_for(threads));
 }
 
-// Runs a call of so many tokens in so many forwards. Waits for workers for an eighth of the time that the call should take, by
-// a rough guess at the processor's speed, divided by ``share``; a millisecond at most.
+// Runs a call of so many tokens in so many forwards. It waits for workers for an eighth of the call's estimated time
+// (from a rough guess at the processor's speed), divided by ``share``, and at most a millisecond.
 void start(Call* call, int threads, double tokens, double forwards, int share = 1) {
     const Shape& shape = call->model->shape;
     const double layer = (double)shape.width * (shape.heads + shape.kv_heads) * 2 * shape.head_dim +
@@ -141,9 +142,9 @@ EXPORT int fly_embedding(Model* model, Span<char> embedding, int threads) {
     return OK;
 }
 
-// A forward and its logits: ``logits`` [N, V], float32, after the tokens with the numbers ``kept`` [N] (none: all), and the most
-// likely token of each (``choice``; the lowest id among equals). ``read`` [T, states · C] gets the residual stream of all tokens
-// after each number of layers in ``state``, in the type of hidden states.
+// Runs a forward and computes ``logits`` [N, V], float32, after the tokens with the numbers ``kept`` [N] (none: all).
+// ``choice`` gets the most likely token of each, and the lowest id among equals. ``read`` [T, states · C] gets the
+// residual stream of all tokens after each number of layers in ``state``, in the type of hidden states.
 EXPORT int fly_score(Model* model, const Batch* batch, Span<const int32_t> kept, Span<float> logits, Span<int32_t> choice,
                      Span<const int32_t> state, Span<char> read) {
     const Shape& shape = model->shape;
@@ -171,9 +172,9 @@ EXPORT int fly_score(Model* model, const Batch* batch, Span<const int32_t> kept,
     return OK;
 }
 
-// A step of a draft head. Each token of the batch is fed with the target's hidden states ``given`` [T, F], in the type of the
-// head's own, or (none) with a feature ``x`` [T, C], float32. ``logits`` [N, U] follow the tokens with the numbers ``kept``
-// [N]; ``features`` [T, C], in the type of hidden states, follow all tokens.
+// A step of a draft head. Each token of the batch is fed with the target's hidden states ``given`` [T, F], in the type
+// of the head's hidden states, or (if none) with a feature ``x`` [T, C], float32. It writes ``logits`` [N, U] after the
+// tokens with the numbers ``kept`` [N], and ``features`` [T, C], in the type of hidden states, after all tokens.
 EXPORT int fly_step(Model* model, const Batch* batch, Span<const char> given, Span<const float> x, Span<const int32_t> kept,
                     Span<float> logits, Span<char> features) {
     constexpr int32_t after[] = {1};
@@ -206,16 +207,17 @@ EXPORT int fly_step(Model* model, const Batch* batch, Span<const char> given, Sp
     return OK;
 }
 
-// Drafts chains (drafting.h). Row b drafts ``limit[b]`` tokens (1 to ``most``), or fewer: it ends after one of its ``stop`` ids,
-// or where ``stops[b]`` says. All but the last are stored then, so its pages must have room for count[b] + limit[b] - 1 tokens.
+// Drafts chains (drafting.h). Row b drafts at most ``limit[b]`` tokens (1 to ``most``). It ends earlier after one of
+// its ``stop`` ids, or where ``stops[b]`` says. All drafted tokens but the last are stored, so its pages must have room
+// for count[b] + limit[b] - 1 tokens.
 //
-// Without ``sampling`` tokens are the most likely ones. Otherwise they are drawn by ``uniform`` [B, most] from distributions,
-// which come out in ``distributions`` [B, most, V] with zeros after a row's last token. A temperature below 0 chooses the most
-// likely tokens, and ``distributions`` are the logits. A ``lookup`` (or null) changes no token; it copies from ``texts``, the
-// start[b] stored tokens of each row.
+// Without ``sampling``, tokens are the most likely ones. Otherwise they are drawn by ``uniform`` [B, most] from the
+// processed distributions, which are written to ``distributions`` [B, most, V], with zeros after a row's last token. A
+// temperature below 0 chooses the most likely tokens, and ``distributions`` are the logits. A ``lookup`` (or null)
+// changes no token; it copies from ``texts``, which hold the start[b] stored tokens of each row.
 //
-// A draft head is ``given`` the target's hidden states [T, F] before each token of the batch, in the type of the head's own. It
-// has no lookup, and its distributions are over the target's vocabulary.
+// A draft head is ``given`` the target's hidden states [T, F] before each token of the batch, in the type of the head's
+// hidden states. It has no lookup, and its distributions are over the target's vocabulary.
 EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int32_t> limit,
                      Span<const Span<const int64_t>> stop, Span<int64_t> drafted, Span<int32_t> drafted_count,
                      Span<const Sampling> sampling, Span<const float> uniform, Span<float> distributions, Lookup* lookup,

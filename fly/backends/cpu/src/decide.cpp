@@ -1,15 +1,16 @@
-// The decision on one row's drafted block, as fly/policies/verification.py makes it in tensors.
+// The decision on one row's drafted block. fly/policies/verification.py makes the same decision in tensors.
 //
-// ``Decider::decide`` is called for each row: by every round that is taken in one call (rounds.cpp), and by ``fly_decide`` at
-// the end of this file, for blocks whose logits Python holds (fly/backends/cpu/host.py). In order:
+// Rounds in one call (rounds.cpp) call ``Decider::decide`` for each row. So does ``fly_decide``, at the end of this
+// file, for blocks whose logits Python holds (fly/backends/cpu/host.py). In order:
 //
-// 1. The exact rule decides which drafted tokens it keeps: at temperature 0 the target's choices, above it by the row's coins.
+// 1. The exact rule decides which drafted tokens it keeps: at temperature 0 those that equal the target's choices,
+//    above it by the row's coins.
 // 2. A token that it rejects is a mismatch. If all clauses of the row's rule hold for it, it is excused and kept.
 // 3. The longest prefix of a chain is kept, or one path of a tree.
-// 4. A token of the target's own follows: the correction of the first rejected token or, after a whole draft, the bonus.
+// 4. The target's own token follows: the correction of the first rejected token or, after a whole draft, the bonus.
 //
-// A decision is not interrupted. Where it would depend on a NaN, or on a rule that only Python knows, the block stays open:
-// nothing of it is kept here, and Python decides it. Knows nothing of models, caches or rounds.
+// Nothing interrupts a decision. If it depends on a NaN, or on a rule that only Python knows, the block stays open: no
+// token is kept here, and Python decides. Knows nothing of models, caches or rounds.
 #include "decide.h"
 
 #include <math.h>
@@ -18,7 +19,7 @@ using namespace fly;
 
 namespace {
 
-constexpr int LEFT_OPEN = -1;  // instead of the number of tokens that are kept
+constexpr int LEFT_OPEN = -1;  // returned in place of the number of kept tokens
 
 }  // namespace
 
@@ -87,7 +88,7 @@ void Decider::decide(int b, int round, int64_t length, const float* logits, cons
     blocks.following[at] = open ? NO_NUMBER : block.following;
 }
 
-// Whether the target's logits at a place are numbers. A NaN among them would be the choice.
+// Whether the target's logits at a place are numbers. A NaN among them would show in the choice.
 bool Decider::is_number(const Block& block, int place) const {
     const int32_t own = block.own[place];
     return own >= 0 && !isnan(block.logits[(long)place * rules.vocab + own]);
@@ -97,8 +98,8 @@ bool Decider::is_number(const Block& block, int place) const {
 int Decider::keep_prefix(Block& block) {
     const int vocab = rules.vocab, count = block.count;
     const int64_t* drafted = block.drafted;
-    // The exact rule keeps tokens up to the first mismatch (Leviathan et al. 2023, algorithm 1). Clauses may ask whether the
-    // tokens after that agree, so these are compared too.
+    // The exact rule keeps tokens up to the first mismatch (Leviathan et al. 2023, algorithm 1). Clauses may ask
+    // whether later tokens agree, so all tokens are compared.
     int n = 0;
     if (block.how) {
         uniforms(block.rule.seed, block.length, ACCEPT, count, coins);
@@ -115,18 +116,18 @@ int Decider::keep_prefix(Block& block) {
         for (int i = 0; i < count; i++) agrees[i] = drafted[i] == block.own[i];
         while (n < count && agrees[n]) n++;
     }
-    // The clauses excuse one mismatch after another, up to the first for which one of them does not hold.
+    // The clauses excuse one mismatch after another, up to the first for which a clause fails.
     while (n < count) {
         if (block.rule.in_python || !is_number(block, n)) return LEFT_OPEN;
         if (!block.rule.clauses) break;
-        int agreeing = 0;  // how many of the tokens right after it agree
+        int agreeing = 0;  // how many tokens right after it agree
         while (n + 1 + agreeing < count && agrees[n + 1 + agreeing]) agreeing++;
         const Place at = look(block, n);
         const uint32_t held = clauses_held(block, at, n, count - 1 - n, agreeing);
         if (!note(block, at, n, held, held == (1u << block.rule.clauses) - 1)) break;
         n += 1 + agreeing;
     }
-    // A token of the target's own follows: the correction, or the bonus after a whole draft.
+    // The target's own token follows: the correction, or the bonus after a whole draft.
     if (!is_number(block, n)) return LEFT_OPEN;
     if (!block.how) {
         block.following = block.own[n];
@@ -140,8 +141,8 @@ int Decider::keep_prefix(Block& block) {
     return n;
 }
 
-// Returns how many tokens of a tree are kept, or LEFT_OPEN. After each kept token comes the first of those that follow it which
-// the exact rule keeps (SpecInfer, arXiv 2305.09781, algorithm 2), or else the first that is excused.
+// Returns how many tokens of a tree are kept, or LEFT_OPEN. After each kept token, the next is its first child that the
+// exact rule keeps (SpecInfer, arXiv 2305.09781, algorithm 2) or else its first child that is excused.
 int Decider::keep_path(Block& block) {
     float uniform = 0;
     if (block.how) uniforms(block.rule.seed, block.length, SAMPLE, 1, &uniform);
@@ -162,13 +163,13 @@ int Decider::keep_path(Block& block) {
             next = kept < 0 ? -1 : nodes[kept];
         }
         if (next < 0 && count) {
-            // Above temperature 0, only Python says which tokens of a tree agree after a mismatch.
+            // Above temperature 0, only Python knows which tokens of a tree agree after a mismatch.
             if (block.rule.in_python || (block.rule.clauses && block.how)) return LEFT_OPEN;
             const Place place = look(block, at + 1);
             const int noted_before = blocks.mismatches;
             for (int i = 0; block.rule.clauses && i < count && next < 0; i++)
                 if (excuse_node(block, place, nodes[i])) next = nodes[i];
-            // If one is excused, only that one is noted, as if the others had not been tried.
+            // If a child is excused, note that one alone, as if the others had not been tried.
             if (next >= 0) {
                 blocks.mismatch[noted_before] = blocks.mismatch[blocks.mismatches - 1];
                 blocks.mismatches = noted_before + 1;
@@ -179,8 +180,8 @@ int Decider::keep_path(Block& block) {
     }
 }
 
-// Whether the clauses excuse a mismatch in a tree: along one of the paths from it to the tree's leaves, all must hold as if
-// that path were a chain. Notes for each clause whether it holds along any path.
+// Whether the clauses excuse a mismatch in a tree. Each path from it to a leaf counts as a chain, and all clauses must
+// hold along one path. Notes for each clause whether it holds along any path.
 bool Decider::excuse_node(const Block& block, const Place& at, int node) {
     uint32_t anywhere = 0;
     bool excused = false;
@@ -190,7 +191,7 @@ bool Decider::excuse_node(const Block& block, const Place& at, int node) {
         int after = 0, t = leaf;  // tokens of the path after this node
         for (; last && t > node; after++) t = block.parents[t];
         if (!last || t != node) continue;
-        int agreeing = after;     // how many of those right after it agree
+        int agreeing = after;     // how many tokens right after it agree
         for (int to = leaf, n = after; to > node; n--, to = block.parents[to])
             if (block.drafted[to] != block.own[block.parents[to] + 1]) agreeing = n - 1;
         const uint32_t held = clauses_held(block, at, node, after, agreeing);
@@ -206,8 +207,8 @@ Decider::Place Decider::look(const Block& block, int place) const {
     return found;
 }
 
-// The entropy in nats of the three likeliest tokens, not renormalised (fly/policies/conditions.py: EntropyGate). Their
-// probabilities are the softmax of the logits or, if ``processed``, those of the distribution that the row draws from.
+// The entropy in nats of the three likeliest tokens, not renormalised (fly/policies/conditions.py: EntropyGate). The
+// probabilities are the softmax of the logits or, if ``processed``, those of the processed distribution.
 double Decider::entropy(const Block& block, const Place& at, bool processed) {
     double entropy = 0, peak = 0, temperature = 1, total = at.total();
     float least = -__builtin_inff();
@@ -224,8 +225,8 @@ double Decider::entropy(const Block& block, const Place& at, bool processed) {
     return entropy;
 }
 
-// Whether a clause, not negated, holds for a mismatch at ``node``, which has so many tokens ``after`` it, the first
-// ``agreeing`` of which agree.
+// Whether a clause, before its negation, holds for a mismatch at ``node``. ``after`` tokens follow the mismatch, and
+// the first ``agreeing`` of them agree.
 bool Decider::clause_holds(const Clause& clause, const Block& block, const Place& at, int node, int after, int agreeing) {
     if (clause.kind == ENTROPY) return entropy(block, at, clause.processed) >= clause.theta;
     if (clause.kind == WINDOW) return agreeing >= clause.count;
@@ -233,7 +234,7 @@ bool Decider::clause_holds(const Clause& clause, const Block& block, const Place
     return rules.control[block.drafted[node]];
 }
 
-// A bit for each of the row's clauses, set if it holds.
+// One bit for each clause of the row, set if the clause holds.
 uint32_t Decider::clauses_held(const Block& block, const Place& at, int node, int after, int agreeing) {
     uint32_t held = 0;
     for (int c = 0; c < block.rule.clauses; c++) {
@@ -251,8 +252,8 @@ bool Decider::note(const Block& block, const Place& at, int node, uint32_t held,
     return excused;
 }
 
-// Decides a block of each row by ``logits`` [B, k + 1, V] that Python holds: after a row's ``length`` [B] tokens, and after each
-// drafted one. ``distributions`` [B, k, V] are as in ``Decider::decide``, or none.
+// Decides one block of each row from ``logits`` [B, k + 1, V] that Python holds. They follow a row's ``length`` [B]
+// tokens, and each drafted one. ``distributions`` [B, k, V] are as in ``Decider::decide``, or none.
 EXPORT int fly_decide(const Rules* rules, Blocks* blocks, Span<const int64_t> length, Span<const float> logits,
                       Span<const float> distributions) {
     const int rows = (int)length.count(), vocab = rules->vocab, k = blocks->k;

@@ -1,6 +1,6 @@
 // The decision on drafted blocks from the target's logits: how many tokens are kept, and which token follows.
 //
-// Rounds that are taken in one call (rounds.cpp) and blocks whose logits Python holds (``fly_decide``) both come here.
+// Used by rounds in one call (rounds.cpp), and for blocks whose logits Python holds (``fly_decide``).
 #pragma once
 #include "library.h"
 
@@ -13,7 +13,7 @@ class Decider {
     Arena arena;
     Span<float> coins, spread;
     Span<uint8_t> agrees;   // whether the exact rule keeps each drafted token
-    Span<int64_t> tokens;   // the tokens that follow one token of a tree, and their numbers
+    Span<int64_t> tokens;   // the children of one token of a tree, and their numbers
     Span<int32_t> nodes;
 
     struct Block;
@@ -35,10 +35,10 @@ public:
     // Checks the arguments, and makes room for a block of each of ``rows``. An error or OK.
     int begin(int rows);
 
-    // Decides the block of row ``b`` in a ``round``. ``logits`` [1 + its tokens, V] follow the row's last token, which is
-    // token ``length``, and each drafted one. ``distributions`` [its tokens, V] are what those were drawn from; null: the
-    // draft is deterministic. The block stays open if only Python knows what its rule excuses, or if a value that decides
-    // is NaN.
+    // Decides the block of row ``b`` in a ``round``. ``logits`` [1 + its tokens, V] follow the row's last token, which
+    // is token ``length``, and each drafted one. ``distributions`` [its tokens, V] are those that the tokens were drawn
+    // from; null: the draft is deterministic. The block stays open if only Python knows what its rule excuses, or if
+    // the decision depends on a NaN.
     void decide(int b, int round, int64_t length, const float* logits, const float* distributions);
 
     // The number of a row's block of a round.

@@ -13,7 +13,7 @@
 #include "lookup.h"
 #include "drafting.h"
 
-// Logits of hidden states that lie in order: of all tokens, or of those that are kept; and the most likely token of each.
+// Logits of all tokens or of the kept ones, whose hidden states lie in order, and the most likely token of each.
 template <class Wt, class H>
 void project_all(Call* call, int thread) {
     typedef typename Wt::Act Act;

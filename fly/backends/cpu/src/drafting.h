@@ -35,12 +35,12 @@ inline int64_t next_token(Call* call, int b, const float* logits, bool& goes_on)
     return target ? target[token] : token;
 }
 
-// Packs the next forward: of each live row the tokens that are not stored, and copies of what a lookup found after them. As many
-// are copied as promise the most drafted tokens a second: if each copy is right with chance a, a forward drafts
-// 1 + a + a·a + ... tokens, and ``time_of`` says how long it takes.
+// Packs the next forward: for each live row, the tokens that are not stored, then copies of the tokens that a lookup
+// found. The number of copies is the one that promises the most drafted tokens a second: if each copy is right with
+// probability a, a forward drafts 1 + a + a·a + ... tokens, and ``time_of`` says how long it takes.
 inline void pack(Call* call) {
     Lookup* lookup = call->lookup;
-    int tokens = 0, kept = 0, room = MAX_COPIES, forward = 0;  // forward: the tokens that it has so far
+    int tokens = 0, kept = 0, room = MAX_COPIES, forward = 0;  // forward: its tokens so far
     float expected = call->live_rows;
     for (int i = 0; i < call->live_rows; i++) forward += call->row[i].count;
     for (int i = 0; i < call->live_rows; i++) {
@@ -50,7 +50,7 @@ inline void pack(Call* call) {
         int copies = 0;
         if (lookup) {
             int most = least_of(call->limit[b] - call->drafted_count[b] - 1, lookup->most);
-            // at least one, so that its share is learned
+            // at least one, to learn the share of right copies
             const int matched = call->matched[i] = look_up(*lookup, text, row.start + row.count, most_of(most, 1));
             most = matched ? least_of(most, room) : 0;
             float stands = 1, reached = expected, best = expected / time_of(*lookup, forward);
@@ -77,7 +77,7 @@ inline void pack(Call* call) {
     if (tokens) next_tile(call);
 }
 
-// Drafts for each live row: the next token and, as long as that is the copied one, the token after it.
+// Drafts for each live row: the next token and, as long as it equals the copied one, the token after it.
 inline void advance(Call* call) {
     const Model* model = call->model;
     int live = 0;

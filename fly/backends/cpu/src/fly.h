@@ -1,5 +1,5 @@
-// What all sources share: a packed model, a call of it, and the table of a variant's code. Knows nothing of instructions, nor of
-// where memory and threads come from.
+// Shared by all sources: a packed model, a call of it, and the table of a variant's code. Knows nothing of
+// instructions, nor of where memory and threads come from.
 //
 // Plain C++17, without exceptions and without the standard library: variants are compiled for processors that may not be this
 // one, and the linker could choose a variant's copy of a library template for all sources.
@@ -25,14 +25,14 @@
 
 namespace fly {
 
-constexpr int PANEL = 32;       // outputs of a matrix that lie together
+constexpr int PANEL = 32;       // outputs of a matrix that are stored together
 constexpr int MAX_TILE = 256;   // packed tokens that go through all layers at once
-constexpr int MAX_COPIES = 256; // tokens of a drafter's forward that a lookup copied
+constexpr int MAX_COPIES = 256; // the most copied tokens in a drafter's forward
 constexpr int MAX_THREADS = 64;
-constexpr int MOST = 1 << 30;          // the most of anything that is counted, so that two can be added
+constexpr int MOST = 1 << 30;          // the upper bound of any count, so that two can be added
 constexpr int64_t BEYOND = 1LL << 62;  // more bytes than there can be
 
-// The order of values in a panel: ``step`` inputs at a time, output by output; or ``together`` outputs at a time, input by input.
+// The order of values in a panel. ``step`` inputs of each output lie together, and ``together`` outputs side by side.
 struct Layout {
     int step, together;
 };
@@ -45,33 +45,33 @@ static constexpr Layout layout_of(int type) {
 // How a strip of a GROUPED matrix stores its weights. A weight is scale · number + minimum, with the scale and minimum of its
 // group. Numbers are unsigned.
 struct Format {
-    int8_t bits;     // of a number: 4 or 8
+    int8_t bits;     // bits of a number: 4 or 8
     int8_t group;    // inputs of a group: 16 or 32
     uint8_t centre;  // the minimum is -centre · scale; 0: each group has a minimum of its own
-    bool parts;      // scales (and minima) are whole numbers times a factor of the superblock; else they are float16
+    bool parts;      // scales (and minima) are whole numbers times the superblock's factor; else float16
 };
 
 // 16 outputs of a GROUPED matrix, half a panel: superblocks of SUPER inputs, the last of which may be shorter. A superblock is a
 // head, padded to 64 bytes, and then its numbers:
 // - head: float16 factor [16], and of minima [16] (``parts`` only); scale [groups, 16]; minimum [groups, 16] (none with a
 //   centre). Scales and minima are int8 with ``parts``, else float16.
-// - numbers: [steps of 4 inputs, 16 outputs, 4 inputs], one byte each. With 4 bits, a byte's upper half belongs to the next
-//   step, so that 64 bytes are two steps. (4 inputs by 16 outputs are what both a vector and a tile instruction take.)
+// - numbers: [steps of 4 inputs, 16 outputs, 4 inputs], one byte each. With 4 bits, a byte's upper half belongs to the
+//   next step, so that 64 bytes hold two steps. (Vector and tile instructions both take 4 inputs by 16 outputs.)
 struct Strip {
     const char* data;
     Format format;
 };
-constexpr int STRIP = PANEL / 2, SUPER = 256, GROUP = 32;  // GROUP: inputs that are rounded together, on either side
+constexpr int STRIP = PANEL / 2, SUPER = 256, GROUP = 32;  // GROUP: inputs that share a scale, in a matrix and in activations
 
 static inline int groups_of(Format format, int inputs) { return (inputs + format.group - 1) / format.group; }
 
-// Bytes of the head of a superblock of so many groups.
+// Bytes of the head of a superblock with ``groups`` groups.
 static inline long head_bytes(Format format, int groups) {
     const long kinds = format.centre ? 1 : 2, factors = format.parts ? kinds * STRIP * 2 : 0;
     return (factors + kinds * groups * STRIP * (format.parts ? 1 : 2) + 63) / 64 * 64;
 }
 
-// W of x·Wᵀ, in panels of 32 outputs; within a panel, all outputs of one step of inputs lie together.
+// The matrix W of x·Wᵀ, in panels of 32 outputs. Within a panel, all outputs of one step of inputs lie together.
 struct Matrix {
     char* data;
     long panel_bytes;
@@ -82,18 +82,18 @@ struct Matrix {
     Strip* strips;    // [2 · panels], GROUPED; they lie in ``data`` one after another, ``panel_bytes`` on average
 };
 
-// Norms of a layer: before attention and feed-forward, after each (or null), of queries and of keys (or null).
-// FEATURE is a draft head's, whose attention takes an embedding and a feature.
+// Norms of a layer: before attention and feed-forward, after each (or null), of queries and of keys (or null). FEATURE
+// is a draft head's norm of its feature, since its attention takes an embedding and a feature.
 enum Norm { ATTENTION_IN, MLP_IN, ATTENTION_OUT, MLP_OUT, QUERY, KEY, FEATURE, NORMS };
 
 struct Layer {
     float* norm[NORMS];            // [C padded], of queries and of keys [D padded]
     Matrix qkv, o, gate_up, down;  // the panels of gate_up hold 16 gates and their 16 ups
-    int32_t window;                // stored tokens that a token sees, the last ones up to itself; 0 is all
-    int32_t rope;                  // which of the tables
+    int32_t window;                // how many tokens a token sees, counted back from itself; 0: all
+    int32_t rope;                  // number of its rotary table
 };
 
-// The bytes of an array of these sizes; -1 if a size is below 0, or if the product is BEYOND.
+// The bytes of an array of these sizes, or -1 if a size is below 0 or the product reaches BEYOND.
 template <class T, class... Sizes>
 static ALWAYS_INLINE int64_t bytes_of(Sizes... sizes) {
     const int64_t all[] = {(int64_t)sizes..., sizeof(T)};
@@ -134,7 +134,7 @@ struct Workspace {
     Block of_tile;
     int tile;         // tokens they are for
     float* x;         // [T, C] the residual stream
-    float* part;      // [T, C] what is added to it, if that is first summed over processes or normalised
+    float* part;      // [T, C] what is added to x, if it is summed over processes or normalised first
     float* qkv;       // [T, (H + 2G)·D]
     void* normed;     // [T, C], in the type of activations; [T, 2C] of a head
     float* embedded;  // [T, C] of a head
@@ -142,14 +142,14 @@ struct Workspace {
     void* attended;   // [T, H·D]
     void* gated;      // [T, intermediate]
     uint8_t* narrow;  // [T, the most inputs of a matrix, padded to 64] inputs of 8 bits; W8A8: plus 128
-    float* steps;     // W8A8: [T] what 1 stands for; GROUPED: [T, ``steps_of``]
+    float* steps;     // W8A8: [T] the value of a step; GROUPED: [T, ``steps_of``]
     Block of_last;
-    int last_rows;    // how many rows the following have
+    int last_rows;    // how many rows the following buffers have
     void* last;       // [rows, C] hidden states before the logits of a drafter's step
     float* logits;    // [rows, V]
     float* spread;    // [2, V padded] for one row's distribution
     float* carried;   // [rows, C] draft heads: the features of a step's last tokens
-    int longest;      // how many stored tokens of a row the following are for
+    int longest;      // how many stored tokens of a row the scratch buffers are for
     Block scratch[MAX_THREADS];  // one for each thread
 };
 
@@ -163,10 +163,11 @@ struct Model {
     Matrix head;
     Matrix fuse;             // draft heads: from hidden states of the target to a feature
     const int64_t* target;   // draft heads: the target's id of each output; memory of the owner
-    Span<const char> embedding;  // [V, C] memory of the owner; null: the head's panels are the embedding
+    Span<const char> embedding;  // [V, C] memory of the owner; null: the embedding is tied to the head's panels
     int32_t embedding_kind;      // the kind of blocks of the embedding (interface.h: Stored); 0: plain numbers
-    // If several processes share a model, each holds a part of every matrix, and ``shape.vocab`` of all ``tokens`` from
-    // ``first_token`` on. ``sum`` adds up ``count`` values over the processes, in place. Null: one process.
+    // If several processes share a model, each holds a part of every matrix. Of all ``tokens`` of the vocabulary it
+    // holds ``shape.vocab``, from ``first_token`` on. ``sum`` adds ``count`` values over the processes, in place. Null:
+    // one process.
     void (*sum)(float* values, int64_t count);
     int32_t tokens, first_token;
     float *cos, *sin;  // [ropes, positions, D/2]
@@ -177,7 +178,7 @@ struct Model {
 // One sequence of a call: ``count`` new tokens after ``start`` stored ones.
 struct Row {
     const int32_t* table;  // its pages
-    const uint8_t* mask;   // [count, start + count] what each new token sees; null: causal
+    const uint8_t* mask;   // [count, start + count] which tokens each new one sees; null: causal
     int32_t start, count;
 };
 
@@ -191,11 +192,11 @@ struct Barrier {
     alignas(64) int32_t phase;
 };
 
-// Tokens to hidden states; hidden states to logits; both; a drafter's loop; the embeddings of all tokens.
+// From tokens to hidden states; from hidden states to logits; both; a drafter's loop; the embeddings of all tokens.
 enum Job { FORWARD, LOGITS, SCORE, DRAFT, EMBED };
 
-// A call of a model, shared by its threads. A drafter's loop replaces rows and tokens of the batch in each step. ``threads`` is
-// how many threads came.
+// A call of a model, shared by its threads. A drafter's loop replaces the batch's rows and tokens in each step.
+// ``threads`` is how many threads take part.
 struct Call : Batch {
     Job job;
     Model* model;
@@ -215,7 +216,7 @@ struct Call : Batch {
     const Span<const int64_t>* stop;  // [B] token ids that end a row
     int64_t* drafted;       // [B, most] out
     int32_t* drafted_count; // [B] out
-    float* reached;         // [B] product of the largest probabilities so far
+    float* reached;         // [B] the product of the largest probabilities so far
     const Sampling* sampling;  // [B]; null: every row takes the most likely token
     const float* uniform;      // [B, most] in [0, 1)
     float* distributions;      // [B, most, V] out: what each token was drawn from
@@ -230,7 +231,7 @@ struct Call : Batch {
     int32_t** text;      // [B] each row's tokens, with room for the draft (without a lookup only the new ones are set)
     int32_t* matched;    // [B] live rows: how many tokens the lookup matched; copies of what followed are after the text
     int32_t* carried_at; // [B] live rows: their number in the forward before
-    int32_t* kept_at;    // [B + 1] where the logits of each live row begin: after its last token, and after each copy
+    int32_t* kept_at;    // [B + 1] where each live row's logits begin: one after its last token, one after each copy
     alignas(64) int32_t taken;  // how many panels of the current product threads have taken
     alignas(64) int64_t stalled;  // nanoseconds of long waits at barriers
     Barrier barrier;
@@ -270,7 +271,7 @@ static inline int most_inputs(const Shape& shape) {
     return most_of(most_of(shape.width, shape.heads * shape.head_dim), shape.intermediate);
 }
 
-// Whether inputs of matrices are rounded to 8 bits, and how many floats each row of them needs then.
+// Whether inputs of matrices are rounded to 8 bits, and how many floats each rounded row needs.
 static inline bool narrows(const Shape& shape) { return shape.weights == W8A8 || shape.weights == GROUPED; }
 static inline int steps_of(const Shape& shape) {
     return shape.weights == GROUPED ? 4 * (padded(most_inputs(shape), GROUP) / GROUP) : 1;  // groups.h: GroupedRow
@@ -278,7 +279,7 @@ static inline int steps_of(const Shape& shape) {
 
 static inline int bytes_of_type(int type) { return type == FLOAT32 ? 4 : type == BFLOAT16 ? 2 : 1; }
 
-// Whether what a layer adds to the residual stream is put apart first (Workspace: part).
+// Whether a layer's additions to the residual stream are stored apart first (Workspace: part).
 static inline bool adds_apart(const Model* model) { return model->sum || model->layers[0].norm[ATTENTION_OUT]; }
 
 static inline int64_t nanoseconds() {
@@ -289,8 +290,8 @@ static inline int64_t nanoseconds() {
 
 static inline void pause() { __builtin_ia32_pause(); }
 
-// Fetches a cache line into the second level of the caches, or into the first. Not by the builtin: GCC thinks that a function
-// which only calls that has no effect, and drops it.
+// Fetches a cache line into the second-level cache, or into the first. This is not the builtin, because GCC drops a
+// function that only calls the builtin, as if it had no effect.
 static inline void fetch(const void* at) { asm volatile("prefetcht1 (%0)" ::"r"(at)); }
 static inline void fetch_close(const void* at) { asm volatile("prefetcht0 (%0)" ::"r"(at)); }
 

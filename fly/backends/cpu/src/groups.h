@@ -1,15 +1,15 @@
 // Products with GROUPED matrices (fly.h: Strip), whose groups along the input have a scale and a minimum each. Each variant
 // defines ``Dots``, the products of whole numbers within a group. Knows nothing of layers, nor of where matrices come from.
 //
-// With weights w = s·n + m for a group's numbers n, and inputs x = t·a for its whole numbers a, the group adds to a sum
-//     Σ w·x = s · t · Σ n·a + m · t · Σ a,
-// so that the minimum costs one product a group: ``t · Σ a`` is known once the inputs are rounded. Σ n·a is a sum of whole
-// numbers, and exact. (The same split as in ggml's dot products of Q4_1 and Q8_1.)
+// A group's weights are w = s·n + m with numbers n, and its inputs x = t·a with whole numbers a. It adds to a sum Σ w·x
+// = s · t · Σ n·a + m · t · Σ a, so the minimum costs one product a group: ``t · Σ a`` is computed once, when the
+// inputs are rounded. Σ n·a is a sum of whole numbers, and exact. (The same split as in ggml's dot products of Q4_1 and
+// Q8_1.)
 
-// A row of inputs, rounded in groups of 32 to 127 steps on either side of 0.
+// A row of inputs, rounded in groups of 32 to whole numbers from -127 to 127 times the group's step.
 struct GroupedRow {
     int8_t* numbers;  // [K padded to 32]
-    float *step, *sum, *halves;  // [groups] t; [groups] t · Σ a; [2 · groups] the same of each half of a group
+    float *step, *sum, *halves;  // [groups] t; [groups] t · Σ a; [2 · groups] the same for each half of a group
 
     GroupedRow(int8_t* row, float* steps, int inputs) : numbers(row), step(steps) {
         const int groups = padded(inputs, GROUP) / GROUP;
@@ -61,8 +61,8 @@ inline const char* unpack_head(const char* at, Format format, int groups, float*
     return numbers;
 }
 
-// Products of M rows with a strip: writes its 16 outputs of [M, PANEL]. A group's numbers are unpacked once for all rows. The
-// bytes at ``soon``, which the thread needs after this strip, are fetched meanwhile; null: nothing is.
+// Products of M rows with a strip: writes its 16 outputs of [M, PANEL]. A group's numbers are unpacked once for all
+// rows. Meanwhile it fetches the bytes at ``soon`` (or null), which the thread needs after this strip.
 template <int BITS, int EACH, int M>
 NOINLINE void multiply_strip(const int8_t* a, long lda, const float* steps, long lds, const Strip& strip, int inputs,
                              const char* soon, float* out) {

@@ -1,18 +1,18 @@
-// What Python hands over, with the same layout as in fly/backends/cpu/library.py. After a change of anything here, change
-// ``fly_abi`` too. Knows nothing of how a model is packed or run.
+// Structures that Python hands over, with the same layout as in fly/backends/cpu/library.py. After any change here,
+// change ``fly_abi`` too. Knows nothing of how a model is packed or run.
 //
 // Shapes, here and in all other sources: T packed tokens, C hidden width, N outputs and K inputs of a matrix, H query
 // heads, G key/value heads, D head width, S stored tokens of a row, Z tokens a page, B rows, V vocabulary.
 #pragma once
 #include <stdint.h>
 
-// For functions that would otherwise pass vectors through memory, or be linked once for all variants.
+// For functions that must not pass vectors through memory, and must not be linked once for all variants.
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
 namespace fly {
 
-// Memory that a caller hands over: its address and its bytes, which are below 0 if there is none. The function that is called
-// checks that it is large enough (library.h: holds).
+// Memory that a caller hands over: its address and its size in bytes, which is below 0 if there is no memory. The
+// function that is called checks that it is large enough (library.h: holds).
 template <class T>
 struct Span {
     T* at = nullptr;
@@ -31,9 +31,9 @@ struct Span {
     ALWAYS_INLINE Span first(int64_t n) const { return {at, n < count() ? n * (int64_t)sizeof(T) : bytes}; }
 };
 
-// W8A8 matrices hold int8 too, and their inputs are rounded to 8 bits row by row, so that products are of whole numbers.
-// GROUPED matrices hold unsigned numbers of 4 or 8 bits in groups along the input, each with a scale and a minimum; their
-// inputs are rounded to 8 bits in groups of 32.
+// W8A8 matrices hold int8 too. Their inputs are rounded to 8 bits row by row, so that products multiply whole numbers.
+// GROUPED matrices hold unsigned numbers of 4 or 8 bits in groups along the input, each with a scale and a minimum;
+// their inputs are rounded to 8 bits in groups of 32.
 enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, W8A8 = 3, GROUPED = 4 };
 
 // Rows of a matrix in the blocks of a GGUF file. ``kind`` is the file format's number for their type (blocks.cpp lists them).
@@ -46,8 +46,8 @@ struct Stored {
 struct Shape {
     int32_t width, intermediate, layers, heads, kv_heads, head_dim, vocab, positions;
     int32_t weights;  // Type of the matrices
-    int32_t hidden;   // Type of the hidden states that go in and out, and of an embedding that is not the head's
-    int32_t gelu;     // the activation is GELU by tanh, not SiLU
+    int32_t hidden;   // Type of the hidden states that go in and out, and of an untied embedding
+    int32_t gelu;     // 1: the activation is GELU by tanh; 0: SiLU
     int32_t ropes;    // tables of cosines and sines
     int32_t features; // draft heads (fly/models/eagle.py): values of the target's hidden states; 0 for a whole model
     int32_t normed;   // draft heads: the residual is the normed feature
@@ -62,14 +62,15 @@ struct Batch {
     Span<const int64_t> token, position;     // [T]
     Span<const int32_t> start, count;        // [B]
     Span<const Span<const int32_t>> tables;  // [B] each row's pages
-    Span<const Span<const uint8_t>> masks;   // [B] [count, start + count] what each new token sees; none: causal
+    Span<const Span<const uint8_t>> masks;   // [B] [count, start + count] which tokens each new one sees; none: causal
     Span<char> keys, values;                 // [layers, slots, G, D]
     int64_t layer_stride;                    // in values
     int32_t cache_type, page;
     int32_t threads;
 };
 
-// How a row draws (fly/runtime/sampling.py: ProcessedDistribution). At temperature 0 it takes the most likely token.
+// How a row draws tokens (fly/runtime/sampling.py: ProcessedDistribution). At temperature 0 it takes the most likely
+// one.
 struct Sampling {
     float temperature, top_p, floor;  // floor: temperature · ln min_p; -inf: off
     int32_t top_k;                    // 0: off
@@ -83,8 +84,8 @@ struct Stops {
     bool any() const { return confidence > 0 || reach > 0; }
 };
 
-// Prompt lookup for a drafter (fly/drafts/ngram.py). It changes no token: the drafter checks copies by its own logits, and
-// saves forwards where they are right. How many tokens are copied depends on how well that went so far.
+// Prompt lookup for a drafter (fly/drafts/ngram.py). It changes no token: the drafter verifies copied tokens by its own
+// logits, and saves forwards if they are right. The share of right copies so far decides how many tokens are copied.
 constexpr int MATCHES = 16, TIMES = 64;
 
 struct Lookup {
@@ -94,15 +95,15 @@ struct Lookup {
     float time[TIMES];     // nanoseconds of a forward of 1, 2, ... tokens; 0: not seen yet
 };
 
-// How a drafter grows a tree (fly/runtime/drafting.py: Growth). After each token that is followed come ``width`` candidates;
-// the ``follow`` likeliest of a level are followed, and the ``nodes`` likeliest of all are proposed.
+// How a drafter grows a tree (fly/runtime/drafting.py: Growth). Each token that is expanded gets ``width`` candidates.
+// The ``follow`` likeliest of a level are expanded, and the ``nodes`` likeliest of all are proposed.
 struct Growth {
     int32_t nodes, follow;
     Span<const int32_t> width;  // [levels]
 };
 
-// One of the conditions that all have to hold for a mismatch to be excused (fly/policies/conditions.py: Clause). A mismatch is a
-// drafted token that the exact rule does not keep.
+// A condition on a mismatch (fly/policies/conditions.py: Clause). A mismatch is a drafted token that the exact rule
+// rejects. It is excused if all clauses hold.
 struct Clause {
     int32_t kind, negated, processed, count;
     double theta;
@@ -115,14 +116,14 @@ struct Mismatch {
     int32_t row, round, node;  // node: its number in the draft
     uint32_t held;             // a bit for each clause
     int32_t excused;
-    double nats;               // -ln of the target's probability of an excused token, else 0
+    double nats;               // excused tokens: -ln of the target's probability; else 0
 };
 
 // The rule of a row: the exact rule, with coins from the row's seed, and the clauses that excuse a mismatch.
 struct Rule {
     int64_t seed;
-    int32_t clause_at, clauses;  // the first of them among all, and how many
-    int32_t in_python;           // only Python knows whether the rule excuses a mismatch, so one leaves the block open
+    int32_t clause_at, clauses;  // the number of the first clause, and how many clauses
+    int32_t in_python;           // only Python knows what the rule excuses, so a mismatch leaves the block open
 };
 
 // The rules of some rows.
@@ -134,27 +135,27 @@ struct Rules {
     Span<const uint8_t> control;    // [V] which tokens are control tokens; needed if there are clauses
 };
 
-// Drafted blocks of some rows, round after round, and what is decided about them.
+// Drafted blocks of some rows, round after round, and the decisions about them.
 struct Blocks {
     int32_t k, most;              // the most tokens of a block, and the most rounds
     Span<int64_t> drafted;        // [B, most, k]
     Span<int32_t> drafted_count;  // [B, most]
-    Span<int32_t> parent;         // [B, most, k] the number of the token that each follows, -1: the row's last one; none: chains
+    Span<int32_t> parent;         // [B, most, k] each token's parent by its number, -1: the row's last token; none: chains
     Span<int32_t> choice;         // [B, most, k + 1] the target's most likely tokens, NO_NUMBER where logits are NaN
     Span<int32_t> accepted;       // [B, most] out: how many drafted tokens are kept; 0 if the block is open
     Span<int32_t> path;           // [B, most, k] out: their numbers; none: chains
-    Span<int64_t> following;      // [B, most] out: the token after them; NO_NUMBER if the block is open
+    Span<int64_t> following;      // [B, most] out: the token after the kept ones; NO_NUMBER if the block is open
     Span<Mismatch> mismatch;      // [at least B · (k + 1)] out; needed if there are clauses
     int32_t mismatches;           // out: how many there are
 };
 
 // A row in several rounds.
 struct RoundRow {
-    int32_t length, room;      // tokens of the row; how many its pages have room for
+    int32_t length, room;      // tokens of the row; tokens that its pages have room for
     int32_t left;              // tokens it may still emit
     int32_t k, context;        // the most tokens (of a tree, levels) of a draft, and the longest text to draft for
     int32_t draft_start;       // tokens that the drafter has stored, in and out
-    int32_t first;             // draft heads: number of the first token that it holds
+    int32_t first;             // draft heads: number of the first token that the head has cached
     Span<int64_t> text;        // [room + 1] the row's tokens, in and out
     Span<int32_t> copied;      // [room + 1] the same for a lookup, or none
     Span<const int64_t> stop;  // token ids that end the row
@@ -162,12 +163,12 @@ struct RoundRow {
 
 // The arguments and results of ``fly_rounds`` (rounds.cpp).
 struct Rounds {
-    Span<RoundRow> row;         // [B]; ``length`` and ``left`` come out as they were before the last round
+    Span<RoundRow> row;         // [B]; ``length`` and ``left`` come out with their values before the last round
     const Rules* rules;
     Blocks* blocks;             // out; k is the most tokens that any row drafts in a round, or the nodes of a tree
-    Span<const int32_t> hurry;  // no further round begins while this is not 0; or none
+    Span<const int32_t> hurry;  // no further round begins unless this is 0; may be none
     int64_t nanoseconds;        // no further round begins after this time
-    Span<float> logits;         // [B · (k + 1), V] out: of the last round, row after row
+    Span<float> logits;         // [B · (k + 1), V] out: the last round's, row after row
     Span<float> distributions;  // [B, k, V] out: what the last round's drafts were drawn from, ``longest`` for each row that
                                 // drafted; none if drafts are not drawn
     int32_t longest, rounds;    // out: the most tokens that a row could draft in the last round; how many rounds
@@ -176,7 +177,7 @@ struct Rounds {
     Span<const Stops> stops;    // [B] where the drafter stops
     Span<const int32_t> state;  // the numbers of layers after which hidden states are wanted, for draft heads
     int32_t read_before;        // out: tokens fed in the rounds before the last
-    Span<const char> given;     // [tokens, F] the hidden states before the tokens that a head has not stored, row by row
+    Span<const char> given;     // [tokens, F] the hidden states before each token that a head has not stored, row by row
     Span<char> read;            // [most · B · (k + 1), F] out: hidden states of every round's tokens, row after row; in a
                                 // decided tree those of the accepted path come first
     const Growth* growth;       // how the drafter grows trees; null: drafts are chains

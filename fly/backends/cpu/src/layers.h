@@ -1,7 +1,7 @@
 // Takes a tile's tokens through the layers, from embeddings to final hidden states and logits. All threads of a call run
 // ``tiles`` side by side (decoder.h: work), and meet at ``wait``. Knows nothing of what the logits are used for.
 
-// Writes a token's embedding, which may be a row of the head.
+// Writes a token's embedding, which is a row of the head if the two are tied.
 template <class Wt>
 inline void embed(const Model* model, int64_t token, float* x) {
     typedef typename Wt::Weight Weight;
@@ -44,7 +44,8 @@ inline void embed(const Model* model, int64_t token, float* x) {
     scaled();
 }
 
-// Normalises the residual stream of the tile's tokens. Each thread does all of a few tokens, or its part of many.
+// Normalises the residual stream of the tile's tokens. If they are few, each thread normalises all of them; else each
+// takes its part.
 template <class Wt>
 inline const typename Wt::Act* normalised(Call* call, const float* weight, int thread, const Scratch& s) {
     const Shape& shape = call->model->shape;
@@ -56,12 +57,12 @@ inline const typename Wt::Act* normalised(Call* call, const float* weight, int t
     const Range mine = own ? Range{0, tokens} : part(tokens, thread, call->threads);
     for (int t = mine.from; t < mine.to; t++)
         normalise(work.x + t * ldx, weight, shape.width, shape.eps, normed + t * ldx);
-    if (!own && !WHOLE<Wt>) wait(call);  // rows that are narrowed next are the same thread's
+    if (!own && !WHOLE<Wt>) wait(call);  // each thread narrows the same rows next
     return normed;
 }
 
-// Multiplies rows of activations with a matrix: as they are or, for WHOLE weights, rounded to 8 bits first. Each thread rounds
-// all of a few rows, or its part of many.
+// Multiplies rows of activations with a matrix. For WHOLE weights, rows are rounded to 8 bits first. If they are few,
+// each thread rounds all of them; else each takes its part.
 template <class Wt, class Finish>
 inline void product(Call* call, int thread, const Scratch& s, const typename Wt::Act* a, long lda, int rows,
                     const Matrix& matrix, const Matrix& next, Finish finish) {
@@ -84,14 +85,14 @@ inline void product(Call* call, int thread, const Scratch& s, const typename Wt:
     }
 }
 
-// Adds up the values of the tile's tokens over the processes that share the model, while all threads wait.
+// Sums the values of the tile's tokens over the processes that share the model, while all threads wait.
 inline void sum_over_processes(Call* call, float* values, int thread) {
     if (!thread) call->model->sum(values, call->tile_tokens * (int64_t)padded(call->model->shape.width));
     wait(call, false);
 }
 
-// The inputs of a draft head's first matrix: each token's embedding and a feature, both normalised. The feature is made from the
-// target's hidden states, or is the head's own, carried over from the step before.
+// Prepares the inputs of a draft head's first matrix: each token's embedding and a feature, both normalised. The
+// feature is made from the target's hidden states, or is the head's own feature of the step before.
 template <class Wt, class H>
 inline void combine(Call* call, int thread, const Scratch& s, Range mine) {
     typedef typename Wt::Act Act;
@@ -144,12 +145,12 @@ void decode(Call* call, int thread, const Scratch& s) {
         const int64_t token = call->token[call->tile_at + t] - model->first_token;
         if (token >= 0 && token < embedded)
             embed<Wt>(model, token, work.x + t * ldx);
-        else  // another process has it, and the sum brings it
+        else  // another process holds the embedding, and the sum adds it
             memset(work.x + t * ldx, 0, ldx * sizeof(float));
     }
     if (!drafts) wait(call);
     if (model->sum) sum_over_processes(call, work.x, thread);
-    // Copies the residual stream after ``passed`` layers if it is asked for. No thread changes it before the next barrier.
+    // Copies the residual stream after ``passed`` layers if it is wanted. No thread changes it before the next barrier.
     const auto show = [&](int passed) {
         for (int i = 0; i < call->states; i++)
             for (int t = mine.from; t < mine.to && call->state[i] == passed; t++)
@@ -221,7 +222,7 @@ void project(Call* call, const typename Wt::Act* a, int rows, float* logits, int
     const int vocab = model->shape.vocab;
     const long ldx = padded(model->shape.width);
     const Scratch s = scratch_of(model, thread);
-    for (int from = 0; from < rows; from += MAX_TILE) {  // there is room to round so many rows at once
+    for (int from = 0; from < rows; from += MAX_TILE) {  // there is room for rounding so many rows at once
         if (from) wait(call);
         const int some = least_of(rows - from, MAX_TILE);
         const bool drafts = from + some == rows && call->job != LOGITS;  // the next product may be that of a drafted token
@@ -232,8 +233,9 @@ void project(Call* call, const typename Wt::Act* a, int rows, float* logits, int
     }
 }
 
-// Writes final hidden states of the tile's tokens: all, for the caller, or (into ``last``) those that a draft needs logits of, as
-// inputs of the head. Both are rounded to the type of hidden states, so that logits do not depend on which it is.
+// Writes final hidden states of the tile's tokens: for the caller those of all tokens, for a draft (into ``last``)
+// those of the tokens that need logits. Both are rounded to the type of hidden states, so that logits are the same
+// either way.
 template <class H, class Act>
 void finish(Call* call, int thread, const Scratch& s, Act* last) {
     const Model* model = call->model;

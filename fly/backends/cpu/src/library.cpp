@@ -1,5 +1,5 @@
-// What belongs to no model: the variants, memory, errors, sums over logits, and random numbers. Knows nothing of models, calls or
-// caches.
+// Code that belongs to no model: the variants, memory, errors, sums over logits, and random numbers. Knows nothing of
+// models, calls or caches.
 #include <sys/mman.h>
 
 #include "library.h"
@@ -8,14 +8,14 @@ using namespace fly;
 
 const Variant* const fly::variants[] = {&avx512bf16, &avx512, &avx2};
 
-// A forward reads every weight, and small pages cost time.
+// A forward reads every weight, and small memory pages would slow it down.
 void* fly::allocate(int64_t bytes, bool zero) {
     constexpr int64_t large = 2 << 20;
     void* memory = nullptr;
     if (bytes <= 0) bytes = 64;
     if (posix_memalign(&memory, bytes >= large ? large : 64, bytes)) return nullptr;
 #ifdef MADV_HUGEPAGE
-    if (bytes >= large) madvise(memory, bytes / large * large, MADV_HUGEPAGE);  // the rest would take a whole one
+    if (bytes >= large) madvise(memory, bytes / large * large, MADV_HUGEPAGE);  // the rest would take a whole large page
 #endif
     return zero ? memset(memory, 0, bytes) : memory;
 }
@@ -56,7 +56,7 @@ thread_local struct {
     int64_t has, least, most;
 } refusal;
 
-// [2, V padded] for what is drawn from one row's logits.
+// Scratch memory [2, V padded] for drawing from one row's logits.
 int spread_of(Arena* arena, int vocab, Span<float>* spread) {
     return lay_out(arena, "a distribution", false, [&](Dealer& from) { *spread = from.take<float>(2, padded(vocab)); });
 }
@@ -72,7 +72,7 @@ int fly::known(int variant) { return within("variant", variant, 0, sizeof(varian
 
 EXPORT int fly_abi() { return 33; }
 
-// What the last error of this thread was about; and ``has`` [3]: the value, and the least and most that it may be.
+// What this thread's last error was about. ``has`` [3] gets the value, and the least and most that it may be.
 EXPORT const char* fly_refusal(int64_t* has) {
     has[0] = refusal.has, has[1] = refusal.least, has[2] = refusal.most;
     return refusal.what;
@@ -85,8 +85,8 @@ EXPORT const char* fly_variant(int number, int32_t* runs) {
     return variants[number]->name;
 }
 
-// What sampling keeps of ``logits`` [B, J, V] (fly/runtime/sampling.py: ProcessedDistribution). ``found`` [3, B, J]: at each
-// position the largest logit, the least that is kept, and ln of the mass that is kept. Temperature 0 counts as 1.
+// Finds which of ``logits`` [B, J, V] sampling keeps (fly/runtime/sampling.py: ProcessedDistribution). ``found`` [3, B,
+// J] gets, at each position, the largest logit, the least kept one, and ln of the kept mass. Temperature 0 counts as 1.
 EXPORT int fly_kept(int variant, Span<const float> logits, int each, int vocab, Span<const Sampling> how, Span<float> found) {
     const int64_t rows = how.count(), places = rows * each;
     if (const int error = known(variant) ?: within("vocab", vocab, 1, MOST) ?: within("positions", places, 0, MOST) ?:

@@ -1,5 +1,5 @@
-// Shared by the sources that are compiled without a variant's flags, and so run on any processor: memory, threads, a model's
-// workspace, random numbers. Knows nothing of what is computed.
+// Shared by the sources that are compiled without a variant's flags, and so run on any processor: memory, threads, a
+// model's workspace, random numbers. Knows nothing of the arithmetic.
 #pragma once
 #include <stdlib.h>
 #include <string.h>
@@ -10,17 +10,17 @@
 
 namespace fly {
 
-enum Error { OK = 0, NO_MEMORY = -11, OUTSIDE = -12, REFUSED = -13 };  // no call has one of these numbers as its result
+enum Error { OK = 0, NO_MEMORY = -11, OUTSIDE = -12, REFUSED = -13 };  // no result of a call is one of these numbers
 
 // Notes why this thread's call fails, for ``fly_refusal``: ``what`` is ``has``, but must be from ``least`` to ``most``.
 int refuse(Error error, const char* what, int64_t has, int64_t least, int64_t most = BEYOND);
 
-// OK, or the same if the value is not within these bounds.
+// OK if the value is within these bounds, else a noted error.
 inline int within(const char* what, int64_t has, int64_t least, int64_t most, Error error = REFUSED) {
     return has >= least && has <= most ? OK : refuse(error, what, has, least, most);
 }
 
-// OK, or the same if a span holds fewer values than the product of ``sizes``.
+// OK if a span holds as many values as the product of ``sizes``, else a noted error.
 template <class T, class... Sizes>
 int holds(const char* what, const Span<T>& span, Sizes... sizes) {
     const int64_t needed = bytes_of<T>(sizes...);
@@ -35,17 +35,18 @@ int holds_or_none(const char* what, const Span<T>& span, Sizes... sizes) {
 extern const Variant* const variants[];
 int known(int variant);
 
-// A memcpy that allows null if there is nothing to copy.
+// memcpy, but null is allowed if there is nothing to copy.
 template <class T>
 inline void copy(T* to, const T* from, int64_t count) {
     if (count > 0) memcpy(to, from, count * sizeof(T));
 }
 
-// Memory on large pages, if the system has any; zeros if ``zero``. Freed by ``free``. Null if there is too little memory.
+// Returns memory, on large pages if the system has any, filled with zeros if ``zero``. Free it by ``free``. Null if
+// there is too little memory.
 void* allocate(int64_t bytes, bool zero = true);
 
-// Replaces a block's memory. ``deal`` takes the fields from a dealer: once to count their bytes, and again from memory of that
-// size. An error or OK.
+// Replaces a block's memory. ``deal`` takes the fields from a dealer twice: first to count their bytes, then from
+// memory of that size. An error or OK.
 template <class Deal>
 int lay_out(Block* block, const char* what, bool zero, Deal deal) {
     Dealer sizes = {nullptr, BEYOND, 0, false};
@@ -72,7 +73,8 @@ struct Locked {
     ~Locked() { pthread_mutex_unlock(&model->lock); }
 };
 
-// Runs ``work`` on this thread and up to ``threads`` - 1 workers. It waits for these at most ``patience`` nanoseconds.
+// Runs ``work`` on this thread and up to ``threads`` - 1 workers. It waits at most ``patience`` nanoseconds for workers
+// to come.
 void run(Call* call, void (*work)(Call*, int), int threads, int64_t patience);
 
 static inline int threads_for(int wanted) { return wanted < 1 ? 1 : least_of(wanted, MAX_THREADS); }
@@ -97,7 +99,7 @@ inline int source_row(int panel, int lane, int n, bool pairs) {
 }
 inline int panels_of(int n, bool pairs) { return pairs ? padded(n / 2, PANEL / 2) / (PANEL / 2) : padded(n) / PANEL; }
 
-// Frees a matrix's memory; gives it a bias [N], false without memory.
+// ``free_matrix`` frees a matrix's memory. The other gives a matrix a bias [N], and returns false if memory runs out.
 void drop(const Matrix& matrix);
 bool bias_of(Matrix* matrix, const float* bias, bool pairs);
 

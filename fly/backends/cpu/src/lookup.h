@@ -1,8 +1,8 @@
-// Prompt lookup: what followed the last time the text ended like this, and how many tokens it pays to copy. Knows nothing of
-// models or calls.
+// Prompt lookup: find what followed the last time the text ended like this, and how many tokens it pays to copy. Knows
+// nothing of models or calls.
 
-// The nanoseconds that a forward of so many tokens should take. If that many were not seen yet: somewhat more than the largest
-// number below it that was.
+// The expected nanoseconds of a forward of so many tokens. If that number was not seen yet, it is somewhat more than
+// for the largest smaller number that was.
 inline float time_of(const Lookup& lookup, int tokens) {
     int seen = least_of(tokens, TIMES);
     while (seen > 1 && !lookup.time[seen - 1]) seen--;
@@ -10,12 +10,12 @@ inline float time_of(const Lookup& lookup, int tokens) {
     return tokens > TIMES ? time * tokens / TIMES : time * (1 + 0.1f * (tokens - seen));
 }
 
-// Learns that a forward of so many tokens took so long. A forward that lost the processor meanwhile counts for at most twice the
-// expected time. All is forgotten every 1024 forwards, so that sizes which seemed slow are tried again.
+// Learns that a forward of so many tokens took so long. A forward that lost the processor meanwhile counts for at most
+// twice the expected time. Every 1024 forwards it forgets all times, so that sizes which seemed slow are tried again.
 inline void learn_time(Lookup* lookup, int tokens, float nanoseconds) {
     if (lookup->forwards++ % 1024 == 0) memset(lookup->time, 0, sizeof(lookup->time));
     const float most = 2 * time_of(*lookup, tokens);
-    if (nanoseconds > most && most > 1000) nanoseconds = most;  // below 1000 nothing is known yet
+    if (nanoseconds > most && most > 1000) nanoseconds = most;  // below 1000, no time is known yet
     if (tokens > TIMES) nanoseconds *= (float)TIMES / tokens;
     float& time = lookup->time[least_of(tokens, TIMES) - 1];
     time += time ? 0.25f * (nanoseconds - time) : nanoseconds;
@@ -29,7 +29,7 @@ int look_up(const Lookup& lookup, int32_t* text, int length, int most) {
     int matched = 0, follows = 0;
     for (int to = length - 1; to > 0 && matched < lookup.longest; to -= SOME) {
         const int from = most_of(to - SOME, 0);
-        if (to >= SOME) {  // most of a text is passed over at the speed of vectors
+        if (to >= SOME) {  // vectors skip most of a text quickly
             int any = 0;
             for (int i = 0; i < SOME; i++) any |= text[from + i] == last;
             if (!any) continue;
@@ -47,7 +47,8 @@ int look_up(const Lookup& lookup, int32_t* text, int length, int most) {
     return matched;
 }
 
-// How many of the tokens that were copied ``copied`` places after such a match were right (interface.h: Lookup).
+// The share of right tokens among those copied ``copied`` places after a match of ``matched`` tokens (interface.h:
+// Lookup).
 inline float& share_of(Lookup* lookup, int matched, int copied) {
     return lookup->share[least_of(matched + copied, MATCHES) - 1];
 }

@@ -18,7 +18,7 @@ void pack(Matrix* matrix, const T* from, Layout layout, bool pairs) {
     const int k = matrix->k, step = layout.step, together = layout.together, steps = (k + step - 1) / step;
     for (int panel = 0; panel < matrix->panels; panel++) {
         const T* rows[PANEL];
-        bool full = step * sizeof(T) == 4;  // an output's step is 4 bytes, and all outputs lie together
+        bool full = step * sizeof(T) == 4;  // each output's step has 4 bytes, and all outputs lie together
         for (int lane = 0; lane < PANEL; lane++) {
             const int row = source_row(panel, lane, matrix->n, pairs);
             rows[lane] = row < 0 ? nullptr : from + (long)row * k;
@@ -36,7 +36,8 @@ void pack(Matrix* matrix, const T* from, Layout layout, bool pairs) {
     }
 }
 
-// Makes an array with a value for each output of a matrix: ``of`` its row, or 0 for padding. False without memory.
+// Makes an array with one value for each output of a matrix: ``of`` its row, or 0 for padding. False if memory runs
+// out.
 template <class T, class Of>
 bool by_output(const Matrix& matrix, bool pairs, T** to, Of of) {
     if (!(*to = (T*)allocate(matrix.panels * PANEL * (long)sizeof(T)))) return false;
@@ -97,7 +98,7 @@ bool fly::bias_of(Matrix* matrix, const float* bias, bool pairs) {
 
 namespace {
 
-// Whether there is code for a model of these sizes, none of whose products is beyond the numbers it is counted in.
+// Whether there is code for a model of these sizes, and no product of sizes overflows the type that it is counted in.
 int check(const Shape& s) {
     constexpr int WIDE = 1 << 24, HEADS = 1 << 16, WIDEST_HEAD = 1024, EXACT = 1 << 16;
     return within("width", s.width, 1, WIDE) ?: within("intermediate", s.intermediate, 1, WIDE) ?:
@@ -202,16 +203,17 @@ EXPORT int fly_new(Model** made, int variant, const Shape* shape, Span<const flo
     return refuse(NO_MEMORY, "a packed model", 0, 2 * cos.bytes);
 }
 
-// Makes the model a part of one that several processes share. Of all ``tokens`` it holds those from ``first`` on. Called before
-// the model's first call.
+// Makes the model one process's part of a shared model. Of all ``tokens`` of the vocabulary it holds those from
+// ``first`` on. Must be called before the model's first call.
 EXPORT int fly_share(Model* model, void (*sum)(float*, int64_t), int tokens, int first) {
     if (const int error = within("first", first, 0, tokens - (int64_t)model->shape.vocab)) return error;
     model->sum = sum, model->tokens = tokens, model->first_token = first;
     return OK;
 }
 
-// Makes a draft head, or a model with a trimmed head, draft ids of a target with so many ``tokens``: output u of its head is
-// token ``target[u]`` there. ``target`` [U] must outlive the model. Called before the model's first call.
+// Makes a draft head, or a model with a trimmed head, draft token ids of a target with ``tokens`` ids: output u of the
+// head is the target's token ``target[u]``. ``target`` [U] must outlive the model. Must be called before the model's
+// first call.
 EXPORT int fly_draft_for(Model* model, int tokens, Span<const int64_t> target) {
     const Shape& shape = model->shape;
     if (const int error = within("tokens", tokens, shape.vocab, MOST) ?: holds("target", target, shape.vocab) ?:
@@ -223,7 +225,7 @@ EXPORT int fly_draft_for(Model* model, int tokens, Span<const int64_t> target) {
     return OK;
 }
 
-// The norms of a layer [NORMS], float32 [C] or [D], or none; its window, and which of the tables it rotates by.
+// Sets the norms of a layer [NORMS], float32 [C] or [D], or none; its window; and the number of its rotary table.
 EXPORT int fly_set_layer(Model* model, int number, Span<const Span<const float>> norms, int window, int rope) {
     const Shape& shape = model->shape;
     if (const int error = within("layer", number, 0, shape.layers - 1) ?: holds("norms", norms, NORMS) ?:
@@ -242,8 +244,8 @@ EXPORT int fly_set_layer(Model* model, int number, Span<const Span<const float>>
     return OK;
 }
 
-// Matrix ``which`` of a layer (qkv, o, gate_up, down), the head (4), or what fuses a draft head's inputs (5): [N, K] in the
-// type of the weights, with ``bias`` and ``scale`` [N] or none.
+// Sets matrix ``which``: one of a layer (0 to 3: qkv, o, gate_up, down), the head (4), or the matrix that fuses a draft
+// head's inputs (5). It is [N, K] in the type of the weights, with ``bias`` and ``scale`` [N] or none.
 EXPORT int fly_set_matrix(Model* model, int number, int which, Span<const char> data, Span<const float> bias,
                           Span<const float> scale) {
     const Shape& s = model->shape;

@@ -1,13 +1,13 @@
-// Products of activations with packed matrices, divided among the threads of a call, and the barrier at which these meet. Knows
-// nothing of layers: the caller says what becomes of the sums.
+// Products of activations with packed matrices, divided among the threads of a call, and the barrier at which these
+// meet. Knows nothing of layers: the caller decides what happens with the sums.
 
-constexpr long LONG = 1 << 20;     // from so many bytes on, a matrix is divided into turns; it does not stay in the caches
+constexpr long LONG = 1 << 20;     // from so many bytes on, a matrix does not stay in the caches, and threads take turns
 constexpr int SHARES = 12;         // turns for each thread, about
 constexpr int AHEAD = 8192;        // how many bytes ahead weights are fetched, over all panels that are multiplied at once
-constexpr int64_t STALL = 500000;  // nanoseconds: who waits longer at a barrier waits for a thread that lost its processor
+constexpr int64_t STALL = 500000;  // nanoseconds: a longer wait at a barrier means that some thread lost its processor
 
-// The barrier: a thread goes on when all have come, and then sees all that they wrote. ``counts``: a long wait is noted
-// (threads.cpp: run).
+// The barrier: a thread goes on when all threads have come, and then sees everything that they wrote. ``counts``: a
+// long wait is noted (threads.cpp: run).
 inline void wait(Call* call, bool counts = true) {
     if (call->threads == 1) return;
     Barrier* barrier = &call->barrier;
@@ -53,7 +53,8 @@ inline void run(int rows, int panels, const typename Wt::In* a, long lda, const 
     __builtin_unreachable();
 }
 
-// Rows of activations as products take them. ``steps``: of W8A8, what 1 stands for in each row; of GROUPED, see GroupedRow.
+// Rows of activations as products take them. ``steps``: for W8A8, the value of a step in each row; for GROUPED, see
+// GroupedRow.
 template <class Wt>
 struct Inputs {
     typename Wt::In* a;
@@ -93,7 +94,8 @@ inline void product_of(const Inputs<Wt>& x, const Matrix& matrix, Range range, P
             const auto multiply = [&](auto ahead) {
                 run<Wt>(count, panels, x.a + some.from * x.lda, x.lda, w, bytes, steps, ahead, sums);
             };
-            // The next panels are fetched meanwhile: by the only block, or half each by the last two, to keep memory busy.
+            // The next panels are fetched meanwhile, to keep memory busy: by the only block, or half each by the last
+            // two.
             if (block < blocks - 2)
                 multiply(Ahead<Asked::NONE>{});
             else if (blocks > 1)
@@ -118,8 +120,8 @@ inline void product_of(const Inputs<Wt>& x, const Matrix& matrix, Range range, P
     }
 }
 
-// How many panels a thread takes in a turn of a long product, so that others can go on if it loses its processor. 0: the product
-// is short, and each thread takes its part at once.
+// How many panels a thread takes in one turn of a long product. Turns let other threads go on if one loses its
+// processor. 0: the product is short, and each thread takes its whole part at once.
 inline int panels_a_turn(const Call* call, const Matrix& matrix, Room most, int rows) {
     const long work = matrix.panel_bytes * matrix.panels * (rows < 4 ? 1 : rows / 4);
     if (call->threads == 1 || work < LONG) return 0;
@@ -127,8 +129,8 @@ inline int panels_a_turn(const Call* call, const Matrix& matrix, Room most, int 
     return share >= least ? share / least * least : share > 0 ? share : 1;
 }
 
-// Multiplies all panels, by all threads: each takes its part, or turn after turn. There must be a barrier between two products.
-// ``next`` is the matrix that will probably be multiplied after this one.
+// Multiplies all panels on all threads. Each thread takes its part, or turn after turn. There must be a barrier between
+// two products. ``next`` is the matrix that will probably be multiplied after this one.
 template <class Wt, class Finish>
 inline void product(Call* call, int thread, const Inputs<Wt>& x, const Matrix& matrix, const Matrix& next, Finish finish) {
     const int size = panels_a_turn(call, matrix, Wt::MOST, x.rows), after = panels_a_turn(call, next, Wt::MOST, x.rows);

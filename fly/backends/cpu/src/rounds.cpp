@@ -1,23 +1,24 @@
-// Several rounds of speculative decoding in one call: propose, verify, decide, commit, as Engine._take_round (fly/engine/step.py)
-// does it one round at a time.
+// Several rounds of speculative decoding in one call: propose, verify, decide, commit. Engine._take_round
+// (fly/engine/step.py) takes the same steps, one round at a time.
 //
-// Called by fly/backends/cpu/rounds.py (``fly_rounds``, at the end of this file), once in a step of the engine. The Python
-// interpreter is free meanwhile. A round does, in this order:
+// fly/backends/cpu/rounds.py calls ``fly_rounds`` (at the end of this file) once in a step of the engine. The Python
+// interpreter is free meanwhile. A round consists of, in this order:
 //
 // 1. ``propose``: the drafter drafts for all rows in one call (calls.cpp: fly_draft, or trees.h), or a lookup copies.
 // 2. ``score``: one forward of the target over each row's last token and its draft (calls.cpp: fly_score).
 // 3. ``decide``: each row's rule decides on its block (decide.cpp), and ``emit`` appends the result to its text.
-// 4. ``commit``: lengths grow to the emitted tokens, which rolls both caches back to them.
+// 4. ``commit``: each row's length grows by the emitted tokens, which rolls both KV caches back to them.
 //
-// Nothing interrupts a round. After a round ``is_over`` says whether another may follow; ``decide`` ends the series if a row
-// ends, or if a block stays open. An error of a forward ends the call, and then no round of it counts.
+// Nothing interrupts a round. After a round, ``is_over`` says whether another may follow, and ``decide`` ends the
+// series if a row ends or a block stays open. An error in a forward ends the call, and then none of its rounds counts.
 //
 // Knows nothing of how a model computes its logits.
 #include "rounds.h"
 
 using namespace fly;
 
-// Chooses how many tokens each row drafts: the drafter's next forward, or what a lookup copies if there is no drafter.
+// Chooses how many tokens each row drafts. Prepares the drafter's first forward or, without a drafter, copies what a
+// lookup finds.
 void Series::choose_drafts() {
     args->longest = 0;
     draft.clear(drafter ? *draft_batch : *batch);
@@ -27,7 +28,8 @@ void Series::choose_drafts() {
         drafts[b] = 0;
         if (most <= 0) continue;
         if (drafter) {
-            // The drafter is fed all tokens that it has not stored; a head also the target's hidden states before them.
+            // Feed the drafter all tokens that it has not stored. A head is also fed the target's hidden states before
+            // them.
             const int i = draft.batch.rows;
             const long known = draft.batch.tokens * state_bytes;
             if (heads) copy(given + known, states[b], (row.length - row.draft_start) * state_bytes);
@@ -68,7 +70,8 @@ int Series::propose() {
         const int b = draft.row[i], n = drafts[b] = proposed[i];
         RoundRow& row = args->row[b];
         const int64_t* tokens = chain + i * args->longest;
-        // The drafter has stored all but its last token. What a head stored of its own features is never used again.
+        // The drafter has stored all drafted tokens but the last. What a head stored for its own features is never used
+        // again.
         row.draft_start = row.length + (heads ? 0 : n - 1);
         copy(drafted_of(b), tokens, n);
         copy(row.text + row.length, tokens, n);
@@ -88,8 +91,8 @@ int Series::propose_trees() {
     return OK;
 }
 
-// Feeds the target each row's last token and its draft: logits, the most likely tokens, and hidden states if they are asked
-// for. An error or OK.
+// Feeds the target each row's last token and its draft. Writes logits, the most likely tokens, and hidden states if
+// they are asked for. An error or OK.
 int Series::score() {
     scored.clear(*batch);
     uint8_t* sees = mask;
@@ -109,8 +112,8 @@ int Series::score() {
     return fly_score(target, &scored.batch, {}, args->logits, choice, args->state, read());
 }
 
-// Decides on each row's block, and emits what was decided. Whether no further round may follow: a row has ended or has no room
-// for the next round, or a block is open, which then stays as it was drafted.
+// Decides on each row's block, and emits the decided tokens. Returns whether the series ends: a row has ended or has no
+// room for another round, or a block is open. An open block stays as it was drafted.
 bool Series::decide() {
     bool over = false;
     for (int b = 0, at = 0, i = 0; b < rows; at += drafts[b] + 1, b++) {
@@ -136,9 +139,9 @@ bool Series::decide() {
     return over;
 }
 
-// Writes the ``n`` accepted tokens and the next one after the text of row ``b``. In a tree, what both models have stored of the
-// accepted path moves up to follow the text; its first token is number ``at`` of the target's forward, and it is number ``tree``
-// of the drafter's (-1: nothing was drafted).
+// Writes the ``n`` accepted tokens and the next one after the text of row ``b``. In a tree, both models' stored tokens
+// of the accepted path move up to follow the text. The row's first token is number ``at`` in the target's forward, and
+// its tree is number ``tree`` of the drafter's (-1: nothing was drafted).
 void Series::emit(int b, int at, int tree, int n) {
     RoundRow& row = args->row[b];
     row.text[row.length + n] = blocks->following[block_of(b)];
@@ -152,18 +155,18 @@ void Series::emit(int b, int at, int tree, int n) {
         if (state_bytes && path[t] != t)
             memcpy(hidden + (at + 1 + t) * state_bytes, hidden + (at + 1 + path[t]) * state_bytes, state_bytes);
     }
-    // What a head stored of its own features is never used again.
+    // What a head stored for its own features is never used again.
     if (tree >= 0 && !heads) row.draft_start += forest.keep(tree, draft.batch, path, n, row.length);
 }
 
-// Whether the time is over, there is no room for the results of another round, or somebody is in a hurry.
+// Whether the time is over, there is no room for the results of another round, or the engine has to hurry.
 bool Series::is_over(int64_t elapsed) const {
     return args->rounds == blocks->most || elapsed >= args->nanoseconds ||
            (args->rules->clause.there() && blocks->mismatches + new_tokens > blocks->mismatch.count()) ||
            (args->hurry.there() && __atomic_load_n(args->hurry.at, __ATOMIC_RELAXED));
 }
 
-// Makes the emitted tokens part of the rows. Slots of rejected tokens are behind a row's end then, and are written again.
+// Makes the emitted tokens part of the rows. Slots of rejected tokens then lie after a row's end, and are overwritten.
 void Series::commit() {
     args->read_before += scored.batch.tokens;
     for (int b = 0; b < rows; b++) {
@@ -175,15 +178,16 @@ void Series::commit() {
     }
 }
 
-// Rounds for the rows of ``batch``, whose tokens the target has stored but for the last. With neither ``drafter`` nor
-// ``lookup`` rounds draft nothing. ``args`` has the other arguments, and takes the results (interface.h: Rounds).
+// Takes rounds for the rows of ``batch``. The target has stored all their tokens but the last. Without a ``drafter``
+// and a ``lookup``, rounds draft nothing. ``args`` has the other arguments and receives the results (interface.h:
+// Rounds).
 EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const Batch* draft_batch, Lookup* lookup,
                       Rounds* args) {
     const int64_t begin = nanoseconds();
     Series series(args, target, batch, drafter, draft_batch, lookup);
     if (const int error = series.begin()) return error;
     for (int64_t from = begin;;) {
-        const bool later = args->rounds > 0;  // times of the first round are kept apart
+        const bool later = args->rounds > 0;  // the first round's times are counted separately
         // Propose: a draft for each row.
         if (const int error = series.propose()) return error;
         const int64_t proposed = nanoseconds();
@@ -198,7 +202,7 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
         args->elapsed[later] += now - from;
         from = now;
         if (over || series.is_over(now - begin)) return OK;
-        // Commit: lengths grow. After the last round Python does this.
+        // Commit: lengths grow. After the last round, Python does this.
         series.commit();
     }
 }

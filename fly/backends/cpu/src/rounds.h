@@ -1,5 +1,5 @@
-// What several rounds in one call work on (rounds.cpp): the arguments, which are checked once, and memory for everything that
-// a round writes. Knows nothing of the order in which things happen.
+// The data of several rounds in one call (rounds.cpp): the arguments, which are checked once, and memory for everything
+// that a round writes. Knows nothing of the order of the stages.
 #pragma once
 #include "decide.h"
 #include "trees.h"
@@ -19,7 +19,7 @@ struct Packed {
         token = from.take<int64_t>(tokens), position = from.take<int64_t>(tokens);
     }
 
-    // Drops all rows. The next ones are in the cache of ``of``.
+    // Drops all rows. The rows added next are in the KV cache of the batch ``of``.
     void clear(const Batch& of) {
         batch = of;
         batch.start = start, batch.count = count, batch.tables = tables, batch.token = token, batch.position = position;
@@ -43,7 +43,7 @@ struct Series {
     const Batch *batch, *draft_batch;
     Lookup* lookup;
     const int rows, vocab, k;
-    const bool heads;      // the drafter is a draft head, which drafts by hidden states
+    const bool heads;      // the drafter is a draft head, which needs hidden states
     int new_tokens = 0;    // the most tokens that the target is fed in a round
     long state_bytes = 0;  // bytes of the hidden states of one token; 0 if none are asked for
     int64_t spare = 0;     // slots that a round of trees needs after a row's tokens
@@ -51,8 +51,8 @@ struct Series {
     Packed scored, draft;         // the forwards of the target, and of the drafter
     Span<int32_t> drafts;         // [B] how many tokens each row has drafted in this round
     Span<int32_t> choice;         // the target's most likely tokens
-    // For the i-th row that the drafter drafts for: the most tokens, and how many it drafted, which follow one another in
-    // ``chain``; its coins, and what ends its draft.
+    // For the i-th row that the drafter drafts for: the most tokens to draft, how many it drafted, its coins, and what
+    // ends its draft. Drafted tokens of all these rows follow one another in ``chain``.
     Span<int32_t> limit, proposed;
     Span<int64_t> chain;
     Span<float> coins;
@@ -60,8 +60,8 @@ struct Series {
     Span<Stops> stops;
     Span<Span<const int64_t>> stop;
     Span<Span<const int32_t>> texts;
-    Span<char> given;          // hidden states that a draft head is fed
-    Span<const char*> states;  // [B] where the hidden states of the tokens are that it has not stored
+    Span<char> given;          // hidden states to feed a draft head
+    Span<const char*> states;  // [B] the hidden states of each row's tokens that the head has not stored
     Forest forest;             // of trees
     Span<uint8_t> mask;
     Span<Span<const uint8_t>> masks;
@@ -121,7 +121,8 @@ struct Series {
         state_bytes = args->state.count() * target->shape.width * bytes_of_type(target->shape.hidden);
         new_tokens = rows * (k + 1);
         spare = growth ? most_of<int64_t>(growth->nodes, extent.followed) : 0;
-        // Of all rows: the tokens of the drafter's first forward, the most in any, and all that a mask covers. Of one: the most.
+        // Over all rows: the tokens of the drafter's first forward, the most in any forward, and the size of the masks.
+        // Then the longest row.
         int64_t behind = 0, fed = 0, seen = 0, room = 0;
         for (int b = 0; b < rows; b++) {
             const RoundRow& row = args->row[b];
@@ -154,7 +155,7 @@ struct Series {
         return OK;
     }
 
-    // Slots that a row's next round needs after its tokens, if it may still emit ``left``.
+    // Slots that a row's next round needs after its tokens, if the row may still emit ``left`` tokens.
     int64_t slots_needed(const RoundRow& row, int64_t left) const {
         return args->growth ? spare : least_of<int64_t>(row.k, left - 1);
     }

@@ -1,7 +1,7 @@
-// From logits to distributions, draws from these, and the exact rule that keeps a drafted token. Knows nothing of models or
+// From logits to distributions, draws from these, and the exact rule for drafted tokens. Knows nothing of models or
 // calls.
 
-// The lowest id of the largest logit.
+// The id of the largest logit, the lowest among equals.
 inline int64_t best(const float* logits, int vocab) {
     Vec most = set1(-__builtin_inff());
     float peak = -__builtin_inff();
@@ -31,7 +31,7 @@ inline float of_rank(int32_t rank) {
     return x;
 }
 
-// The least x for which the ``mass`` of all logits above it (null: their count) is less than ``limit``.
+// The least x such that the ``mass`` of all logits above x (null: their count) is less than ``limit``.
 inline float least_kept(const float* logits, const float* mass, int room, float peak, float limit) {
     int64_t low = rank_of(-__builtin_inff()), high = rank_of(peak);
     while (low < high) {
@@ -47,14 +47,14 @@ inline float least_kept(const float* logits, const float* mass, int room, float 
     return of_rank((int32_t)high);
 }
 
-// The logits that sampling keeps (fly/runtime/sampling.py: ProcessedDistribution): the largest, the least, and their mass, which
-// is the sum of exp((logit - peak) / temperature).
+// The logits that sampling keeps (fly/runtime/sampling.py: ProcessedDistribution): the largest (the peak), the least,
+// and their mass, the sum of exp((logit - peak) / temperature).
 struct Kept {
     float peak, least, total;
 };
 
-// Applies top-k, top-p and min-p as ``how`` says. Leaves in ``spread`` [2, room] the logits, and the mass of each that is kept,
-// with zeros for the others. (top-k counts in floats, which are exact up to 2^24.)
+// Applies top-k, top-p and min-p as ``how`` says. Leaves the logits in ``spread`` [2, room], and the mass of each kept
+// one, with zeros for the others. (top-k counts in floats, which are exact up to 2^24.)
 inline Kept keep(const Sampling& how, const float* given, int vocab, float* spread) {
     const int room = padded(vocab);
     float *logits = spread, *mass = spread + room;
@@ -65,7 +65,7 @@ inline Kept keep(const Sampling& how, const float* given, int vocab, float* spre
     const float peak = largest(most);
     float least = -__builtin_inff();
     if (how.top_k) least = least_kept(logits, nullptr, room, peak, (float)least_of(how.top_k, vocab));
-    const auto keep_from = [&](float from, auto mass_of) {  // returns the mass of the logits from there on
+    const auto keep_from = [&](float from, auto mass_of) {  // returns the mass of all logits from ``from`` up
         const Vec cut = set1(from);
         Vec all = zero();
         for (int v = 0; v < room; v += W) {
@@ -89,7 +89,7 @@ void kept(const float* logits, int rows, int each, int vocab, const Sampling* ho
           float* least, float* total) {
     for (int at = 0; at < rows * each; at++) {
         Sampling mine = how[at / each];
-        if (!mine.temperature) mine.temperature = 1;  // not used, but a division by 0 would disturb the rows beside it
+        if (!mine.temperature) mine.temperature = 1;  // not used, but avoids a division by 0
         const Kept found = keep(mine, logits + (long)at * vocab, vocab, spread);
         peak[at] = found.peak, least[at] = found.least, total[at] = __builtin_logf(found.total);
     }
@@ -142,9 +142,9 @@ int accepts(const float* logits, int vocab, const Sampling* how, const int64_t* 
     return first;
 }
 
-// Draws the token after those that are kept: from the target's distribution or, if a drafted token was ``rejected`` there (else
-// -1), from the residual max(0, target - draft), where the draft's ``distribution`` [V] may be null for that one token.
-// NO_NUMBER if the residual holds a NaN.
+// Draws the token after the kept ones: from the target's distribution or, if a drafted token was ``rejected`` there
+// (else -1), from the residual max(0, target - draft). The draft's ``distribution`` [V] is null if it was that one
+// token for certain. NO_NUMBER if the residual holds a NaN.
 int64_t follow(const float* logits, int vocab, const Sampling* how, int64_t rejected, const float* distribution, float uniform,
                float* spread) {
     if (!(how->temperature > 0)) return best(logits, vocab);
@@ -157,16 +157,16 @@ int64_t follow(const float* logits, int vocab, const Sampling* how, int64_t reje
             numbers &= rest == rest;
         }
         if (!numbers) return NO_NUMBER;
-        // A residual without mass: the distributions are equal but for rounding, so the target's is right.
+        // The residual has no mass. Then the distributions are equal but for rounding, so draw from the target's.
         if (const int64_t token = pick(left, vocab, uniform); token >= 0) return token;
     }
     const int64_t token = pick(target, vocab, uniform);
     return token < 0 ? 0 : token;
 }
 
-// Tries ``tokens`` [count] that all follow the same token of a tree, in order: each by its coin against the distribution that is
-// left once those before it are rejected (fly/policies/verification.py: _try_siblings). Returns the number of the first that
-// the exact rule keeps. If it keeps none, returns -1, and draws ``next`` from what is left.
+// Tries the siblings ``tokens`` [count] of a tree in order: each by its coin against the distribution that remains once
+// those before it are rejected (fly/policies/verification.py: _try_siblings). Returns the number of the first that the
+// exact rule keeps. If it keeps none, returns -1 and draws ``next`` from the remaining distribution.
 int siblings(const float* logits, int vocab, const Sampling* how, const int64_t* tokens, const float* coins, int count,
              float uniform, float* spread, int64_t* next) {
     float* target = distribution_of(*how, logits, vocab, spread);
@@ -179,7 +179,7 @@ int siblings(const float* logits, int vocab, const Sampling* how, const int64_t*
         Vec all = zero();
         for (int v = 0; v < room; v += W) all += ld(target + v);
         const float left = sum(all);
-        if (!(left > 0)) own = before;  // nothing else has mass, so the token was rejected by rounding
+        if (!(left > 0)) own = before;  // nothing else has mass: only rounding rejected the token
         for (int v = 0; left > 0 && v < room; v += W) st(target + v, ld(target + v) / set1(left));
     }
     const int64_t token = pick(target, vocab, uniform);

@@ -1,8 +1,9 @@
 // The worker threads that calls share, and how fast this machine reads memory with them. Knows nothing of what a call computes.
 //
-// ``run`` is called by every call of a model (calls.cpp: start). Workers look for work for a while after each call, then sleep.
-// A call starts without those that do not come in time, because they sleep or have no processor: the result is the same with
-// any number of threads. One call at a time has the workers; another that comes meanwhile runs on its caller's thread alone.
+// ``run`` is called by every call of a model (calls.cpp: start). Workers look for work for a while after each call,
+// then sleep. A call starts without workers that do not come in time because they sleep or have no processor. The
+// result is the same with any number of threads. One call at a time has the workers; a second call runs on its caller's
+// thread alone.
 #include "library.h"
 
 using namespace fly;
@@ -80,7 +81,7 @@ void* worker(void*) {
     return nullptr;
 }
 
-// Starts threads up to the number wanted, or as many as the system allows.
+// Starts threads up to the wanted number, or as many as the system allows.
 void hire(int wanted) {
     while (pool.workers < wanted) {
         pthread_t thread;
@@ -153,7 +154,7 @@ struct Reading : Call {
 };
 
 void read_part(Call* call, int thread) {
-    constexpr int STREAMS = 4, SOON = 32;  // as a product takes panels at once, and lines asked for ahead in each
+    constexpr int STREAMS = 4, SOON = 32;  // panels that a product reads at once; lines fetched ahead in each
     Reading* reading = (Reading*)call;
     const int64_t lines = reading->lines / (call->threads * STREAMS);
     const uint64_t* from = reading->from + thread * STREAMS * lines * 8;

@@ -1,12 +1,13 @@
-// Draft trees in rounds (rounds.cpp calls ``grow``, ``propose`` and ``keep``, in this order): how they grow, what their tokens
-// see, and how the accepted path moves up in the cache. Knows nothing of how a model computes its logits, nor of what decides.
+// Draft trees in rounds (rounds.cpp calls ``grow``, ``propose`` and ``keep``, in this order): how they grow, which
+// tokens theirs see, and how the accepted path moves up in the KV cache. Knows nothing of how a model computes its
+// logits, nor of decisions.
 #pragma once
 #include "library.h"
 
 namespace fly {
 
-// Writes what a token of a tree sees: all tokens ``before`` the tree, and of the ``after`` tokens in it the token itself and
-// those it follows, each at its ``place`` (null: at its number).
+// Writes the mask of a token of a tree. The token sees all tokens ``before`` the tree and, of the ``after`` tokens in
+// it, its ancestors and itself. Each is at its ``place`` in the mask (null: at its number).
 inline void see(uint8_t* mask, int before, int after, const int32_t* parent, int node, const int32_t* place = nullptr) {
     memset(mask, 1, before);
     memset(mask + before, 0, after);
@@ -27,7 +28,8 @@ inline void move_stored(const Batch& batch, const Shape& shape, const int32_t* t
     }
 }
 
-// The largest sizes of a tree: candidates, tokens that are followed in one level and in all, and candidates after one token.
+// The largest sizes of a tree: candidates, tokens that are expanded in one level and in total, and candidates after one
+// token.
 struct Extent {
     int64_t candidates = 0, lines = 1, followed = 0, width = 1;
 
@@ -49,12 +51,12 @@ struct Extent {
 // The trees of all rows that the drafter drafts for in a round. Each level is one forward over all of them.
 class Forest {
     struct Tree {
-        int32_t count, fed;  // how many candidates there are, and how many of them the drafter was fed
+        int32_t count, fed;  // how many candidates there are; how many the drafter was fed
         int64_t* token;      // of each candidate
         double* score;       // ln of the probability of the path to it
         int32_t *parent, *depth;
-        int32_t* place;      // its number among those that were fed, or -1
-        int32_t* line;       // the number, in the last forward, of the token that it follows
+        int32_t* place;      // its number among the tokens that were fed, or -1
+        int32_t* line;       // its parent's number in the last forward
         int32_t* proposed;   // the numbers of the candidates that are proposed
     };
 
@@ -71,7 +73,7 @@ class Forest {
     Span<Span<const int32_t>> tables;
     Span<Span<const uint8_t>> masks;
 
-    // Adds the ``n`` likeliest tokens after ``node`` by its logits, the lowest id first among equals.
+    // Adds the ``n`` likeliest tokens after ``node`` by its logits. Among equals, the lowest id comes first.
     void add(Tree& tree, int node, const float* line, int token_of_line, int n) {
         const int vocab = drafter->shape.vocab;
         n = least_of(n, vocab);
@@ -94,7 +96,7 @@ class Forest {
         }
     }
 
-    // Puts the ``n`` likeliest of ``count`` candidates first, the likeliest first of all. Returns how many they are.
+    // Moves the ``n`` likeliest of ``count`` candidates to the front, in descending order. Returns how many there are.
     static int likeliest(const Tree& tree, int32_t* of, int count, int n) {
         n = least_of(n, count);
         for (int i = 0; i < n; i++) {
@@ -123,8 +125,8 @@ class Forest {
     }
 
 public:
-    // Takes memory for trees after ``rows`` of at most ``longest`` stored tokens, whose first forward has at most ``late``
-    // tokens. An error or OK.
+    // Takes memory for trees after ``rows`` of at most ``longest`` stored tokens. Their first forward has at most
+    // ``late`` tokens. An error or OK.
     int make_room(const Growth* how, const Extent& extent, Model* who, const Variant* variant, int rows, int64_t longest,
                   int64_t late) {
         growth = how, drafter = who, judge = variant;
@@ -167,7 +169,7 @@ public:
         }
         const int levels = (int)growth->width.count(), vocab = drafter->shape.vocab;
         for (int level = 0; asked; level++) {
-            // One forward over the tokens that are followed, and candidates after each.
+            // Run one forward over the tokens to expand, and add candidates after each.
             const int error = drafter->shape.features
                                   ? fly_step(drafter, &batch, level ? Span<const char>() : given, carried, kept.first(asked),
                                              logits, features)
@@ -175,7 +177,7 @@ public:
             if (error) return error;
             for (int line = 0; line < asked; line++)
                 add(trees[line_row[line]], line_node[line], logits + (long)line * vocab, kept[line], growth->width[level]);
-            // Of each tree, the likeliest of the new candidates are followed: they are the next forward.
+            // The likeliest new candidates of each tree are expanded in the next forward.
             asked = batch.rows = 0;
             uint8_t* sees = mask;
             for (int i = 0; i < known.rows && level + 1 < levels; i++) {
@@ -223,8 +225,8 @@ public:
         return n;
     }
 
-    // Moves what the drafter stored of the accepted path of tree ``i``, ``n`` proposed tokens, to slot ``to`` of the row and on.
-    // Returns how many of them it had stored.
+    // Moves what the drafter stored for the accepted path of tree ``i``, of ``n`` proposed tokens, to the row's slots
+    // from ``to`` on. Returns how many of these tokens it had stored.
     int keep(int i, const Batch& known, const int32_t* path, int n, int to) {
         const Tree& tree = trees[i];
         int kept = 0;

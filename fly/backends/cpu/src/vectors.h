@@ -1,10 +1,9 @@
-// What all variants do in the same way with vectors of any width: ``Vec`` of ``W`` floats, ``Bits`` and ``Ints`` of as many whole
-// numbers. A variant defines set1, ld, st, fma and others before it includes this. Knows nothing of models.
+// Code that is the same in all variants, for vectors of any width: ``Vec`` of ``W`` floats, ``Bits`` and ``Ints`` of as
+// many whole numbers. A variant defines set1, ld, st, fma and others before it includes this. Knows nothing of models.
 
 inline Vec zero() { return Vec{}; }
 inline Vec size_of(Vec x) { return (Vec)((Bits)x & 0x7fffffff); }
-// Converts sums of integer products to floats. The inputs were stored with 128 added; ``offset`` is what that added to each
-// sum.
+// Converts sums of integer products to floats. The inputs were stored plus 128, which added ``offset`` to each sum.
 inline Vec whole(const float* sums, const int32_t* offset) {
     return __builtin_convertvector((Ints)ld(sums) - (Ints)ld((const float*)offset), Vec);
 }
@@ -16,8 +15,8 @@ inline Bits rounded(Vec x) {
     return x == x ? (bits + (bits >> 16 & 1) + 0x7fff) >> 16 : Bits{} + 0x7fc0;
 }
 
-// Two vectors. Of float32 values the first half and the second; of bfloat16 values those at even and those at odd places, which
-// is cheaper; of weights and their inputs those of two inputs.
+// Two vectors. For float32 they hold the first and the second half of the values. For bfloat16 they hold the values at
+// even and at odd places, which is cheaper. For weights and their inputs they hold those of two inputs.
 struct Pair {
     Vec first, second;
 };
@@ -25,13 +24,14 @@ struct Pair {
 inline Pair halves(Vec two) { return {(Vec)((Bits)two << 16), (Vec)((Bits)two & 0xffff0000)}; }
 inline Pair pair(const float* p) { return {ld(p), ld(p + W)}; }
 inline Pair pair(const uint16_t* p) { return halves(ld((const float*)p)); }
-inline Pair pair(const float* p, int count);  // only so many of them, zeros for the others
+inline Pair pair(const float* p, int count);  // only ``count`` values, then zeros
 inline Pair pair(const uint16_t* p, int count);
-inline void interleave(Pair x, float* to);  // values at even and at odd places to one after the other
+inline void interleave(Pair x, float* to);  // from even and odd places to consecutive ones
 
-// How keys and values of a type are read, and how queries are laid out for them: 2·W values at a time (as a Pair), or as many as
-// are ``left``. ``dot`` multiplies a query with one key. ``lay`` and ``times`` do the same for W transposed keys, lane by lane: a
-// lane has a dword of each key, in DEEP vectors (of float32 the first half of the 2·W values, then the second).
+// How keys and values of a type are read, and how queries are laid out for them: 2·W values at a time (as a Pair), or
+// as many as are ``left``. ``dot`` multiplies a query with one key. ``lay`` and ``times`` do the same for W transposed
+// keys, lane by lane. A lane has 32 bits of each key, in DEEP vectors (for float32, the first half of the 2·W values,
+// then the second).
 template <class K>
 struct InFloats {
     typedef float Query;
@@ -63,7 +63,7 @@ template <class K>
 struct Stored : InFloats<K> {};
 
 inline Vec exponential(Vec x) {
-    x = larger(set1(-104.0f), x);  // in this order a nan stays one
+    x = larger(set1(-104.0f), x);  // in this order a NaN stays a NaN
     const Vec n = nearest(x * set1(1.44269504f));
     const Vec r = fma(n, set1(2.12194440e-4f), fma(n, set1(-0.693359375f), x));
     Vec sum = set1(1.9875691500e-4f);
@@ -101,7 +101,8 @@ inline void normalise(const float* x, const float* weight, int width, float eps,
     for (int i = 0; i < room; i += W) st(out + i, ld(x + i) * factor * ld(weight + i));
 }
 
-// Rounds ``count`` values, padded to 16, to steps of 1/127 of the largest, and stores the numbers plus 128. Returns the step.
+// Rounds ``count`` values, padded to 16, to multiples of a step, which is 1/127 of the largest absolute value. Stores
+// the multiples plus 128, and returns the step.
 template <class Act>
 inline float narrowed(const Act* from, int count, uint8_t* to) {
     Vec most = zero();

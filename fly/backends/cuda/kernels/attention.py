@@ -1,4 +1,4 @@
-"""Attention of a few new tokens over pages in place, as two Triton kernels: for chains and for trees.
+"""Attention of a few new tokens, in chains or trees, over pages in place. Two Triton kernels compute it.
 
 Shape legend: T packed new tokens, N new tokens of a row, B rows, W pages of a row's table, Z tokens a page, S slots of
 the cache or keys of a row, H query heads, G key/value heads, D head width, M queries of a program, X splits.
@@ -17,15 +17,15 @@ from fly.backends.cuda.kernels.launch import launch
 
 __all__ = ["attend", "attend_split", "combine_splits", "count_splits"]
 
-SPLIT, EQUAL = 256, 32  # keys of the first splits, and how many splits there are of each size
-MOST = 128  # new tokens of a row that are attended by splits
-_PARTIAL = 1 << 30  # bytes of what splits find; so many tokens occupy the device without splits
+SPLIT, EQUAL = 256, 32  # keys of the first splits; how many splits have each size
+MOST = 128  # rows with more new tokens are attended without splits
+_PARTIAL = 1 << 30  # the most bytes for results of splits; more tokens than that fill the device without splits
 _LOG2E = 1.4426950408889634
 
 
 def count_splits(keys: int) -> int:
-    """Splits that a row of so many keys takes: 32 of 256 keys, then 32 of 1,024, and so on, each size four times the
-    last. Where one ends depends on nothing but its number."""
+    """Return how many splits a row of so many keys takes: 32 splits of 256 keys, then 32 of 1,024, and so on, each size
+    four times the last. Where a split ends depends on its number alone."""
     splits, size = 0, SPLIT
     while keys > EQUAL * size:
         keys, splits, size = keys - EQUAL * size, splits + EQUAL, 4 * size
@@ -52,8 +52,8 @@ def attend_split(
     A split begins and ends at keys that depend on its number alone. So a row's sums are the same whatever else is in
     the batch, and one row of a long text occupies the whole device. WHOLE: one split of all keys (prompts).
 
-    A token sees keys before its ``last``. Those beyond the last of all are never read, and others are left out by
-    selection, so that a NaN in a page that was used before reaches nobody.
+    A token sees the keys before its ``last``. Keys beyond the largest ``last`` are never read. Other hidden keys are
+    masked by selection, so that a NaN left in a reused page cannot spread.
     """
     split, head = tl.program_id(0), tl.program_id(1)
     row, block = tl.program_id(2) // blocks, tl.program_id(2) % blocks
@@ -66,7 +66,7 @@ def attend_split(
     last_M = tl.load(last_ptr + token_M, mask=real_M, other=0)
     place_M = tl.load(place_ptr + token_M, mask=real_M, other=2147483647)
 
-    # The keys of this split, as far as some query sees them.
+    # The keys of this split that some query sees.
     if WHOLE:
         first, high = begin * 0, tl.max(last_M, 0)
     else:
@@ -95,7 +95,7 @@ def attend_split(
             k_ND = tl.load(k_ptr + at_ND, mask=there_ND, other=0.0)
             v_ND = tl.load(v_ptr + at_ND, mask=there_ND, other=0.0)
 
-            # Which query sees which key. Of the tree's own tokens ``seen`` says it, with the window.
+            # Which query sees which key. For keys of the tree's own tokens, ``seen`` says so, the window included.
             seen_MN = key_N[None, :] < last_M[:, None]
             near_MN = seen_MN
             if WINDOW > 0:
@@ -106,7 +106,7 @@ def attend_split(
                 tree_MN = token_M[:, None] * seen_stride + new_N[None, :]
                 near_MN = tl.where(own_MN, tl.load(seen_ptr + tree_MN, mask=own_MN, other=0) != 0, near_MN)
 
-            # Softmax as it goes (Milakov and Gimelshein, arXiv 1805.02867), in powers of two.
+            # Online softmax (Milakov and Gimelshein, arXiv 1805.02867), in powers of two.
             x_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * scale
             x_MN = tl.where(near_MN, x_MN, float("-inf"))
             higher_M = tl.maximum(peak_M, tl.max(x_MN, 1))
@@ -136,10 +136,10 @@ def combine_splits(
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_X: tl.constexpr,
     SPLIT: tl.constexpr, EQUAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The sum of what ``attend_split`` found in each split.
+    """Combine the results of ``attend_split`` for all splits.
 
     Grid: token × query head. A program reads BLOCK_X splits at a time, in their order, each with its peak, its mass and
-    D sums. Only splits with a key that the token may see are read: no other was written.
+    D sums. Only splits with a key that the token may see are read, since no others were written.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     high = tl.load(last_ptr + token)
@@ -197,9 +197,9 @@ def attend(
         longest: new tokens of a row, at most.
         page: tokens a page.
         window: positions that a token sees, counted from itself; 0 is all.
-        scale: what products of queries and keys are multiplied by.
+        scale: factor of the products of queries and keys.
         start_B: int32, the place of the first token of each row's tree.
-        seen_TN: uint8, which of its row's new tokens each token sees, with the window; None is all before ``last``.
+        seen_TN: uint8, which new tokens of its row each token sees, the window included; None: all before ``last``.
     """
     tokens, heads, width = q_THD.shape
     kv_heads, rows = k_SGD.shape[1], len(table_BW)
@@ -229,8 +229,8 @@ def attend(
 
 
 def choose_blocks(queries: int, width: int, dtype: torch.dtype) -> tuple[int, int, dict[str, Any]]:
-    """How many of a row's queries a program takes, how many programs that are, and how it goes on: what fits into
-    registers and shared memory, by compilation (``tests/test_triton.py``)."""
+    """Return how many of a row's queries a program takes, how many programs there are, and the sizes of its loop. The
+    sizes fit into registers and shared memory, as compilation shows (``tests/test_triton.py``)."""
     exact = dtype == torch.float32
     most, keys = (16, 16) if exact else (32, 64) if width <= 128 else (32, 32)
     block = max(16, min(most, triton.next_power_of_2(queries)))

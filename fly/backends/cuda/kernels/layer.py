@@ -20,7 +20,7 @@ __all__ = ["add_norm", "add_norm_kernel", "gate", "gate_kernel", "rotate_store",
 def add_norm_kernel(
     x_ptr, out_ptr, weight_ptr, sum_ptr, normed_ptr, eps, x_stride, out_stride, C: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The residual stream with a layer's output, and the norm (arXiv 1910.07467) of the sum.
+    """Add a layer's output to the residual stream, and normalise the sum (arXiv 1910.07467).
 
     Grid: token. A program reads the C numbers of its token once, in their order, and writes the sum and its norm. The
     sum is rounded to the dtype of the stream before it is normed, as without this kernel.

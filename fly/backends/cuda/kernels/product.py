@@ -1,4 +1,5 @@
-"""Products of a few tokens with int8 and int4 weights, which are read as they are: nothing is dequantised in memory.
+"""Products of a few tokens with int8 and int4 weights. The weights are read as they are and never dequantised in
+memory.
 
 Shape legend: T packed tokens, N outputs, K inputs, P = K / 2 pairs of inputs, G groups of inputs.
 """
@@ -23,9 +24,9 @@ def multiply_int8_kernel(
     """``x @ (weight * scale).T + bias`` for at most 16 tokens.
 
     Grid: block of BLOCK_N outputs. A program reads the whole rows of its outputs, BLOCK_K numbers of each at a time, in
-    their order: every weight is read once. They become 16-bit numbers in registers, which holds each int8 exactly; sums
-    are float32, and are multiplied by the output's scale at the end. No split of K: an output's sum depends on nothing
-    but its own token.
+    their order: every weight is read once. In registers, weights become 16-bit numbers, which hold each int8 exactly.
+    Sums are float32, and are multiplied by the output's scale at the end. K is not split, so an output depends on
+    nothing but its own token.
     """
     n_N, t_T, k_K = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, 16), tl.arange(0, BLOCK_K)
     sum_TN = tl.zeros([16, BLOCK_N], tl.float32)
@@ -50,7 +51,7 @@ def multiply_int8_kernel(
 
 
 def multiply_int8(x_TK: Tensor, weight_NK: Tensor, scale_N1: Tensor, bias_N: Tensor | None) -> Tensor:
-    """[T, N], for T up to 16; ``weight_NK`` is int8, ``scale_N1`` what its rows are multiplied by."""
+    """[T, N], for T up to 16; ``weight_NK`` is int8, and ``scale_N1`` has a factor for each of its rows."""
     (tokens, inputs), outputs, exact = x_TK.shape, len(weight_NK), x_TK.dtype == torch.float32
     y_TN = torch.empty((tokens, outputs), dtype=x_TK.dtype, device=x_TK.device)
     launch(
@@ -72,8 +73,8 @@ def multiply_int4_kernel(
 
     Grid: block of BLOCK_N outputs. A program reads the whole rows of its outputs, GROUPS groups of SIZE numbers at a
     time, in their order: every weight is read once. A byte holds two inputs side by side, the first in its lower half,
-    so inputs with even numbers are multiplied with one half, odd ones with the other. Weights become numbers of the
-    dtype of ``x`` in registers; sums are float32.
+    so inputs with even numbers are multiplied with one half, odd ones with the other. In registers, weights become
+    numbers of the dtype of ``x``. Sums are float32.
     """
     half: tl.constexpr = SIZE // 2
     n_N, t_T = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, 16)

@@ -21,14 +21,14 @@ def place_kernel(
     table_stride, start_stride, pages, nobody, context,
     N: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Where the new tokens of a row stand, and what each of them sees. Grid: row."""
+    """Compute the positions and slots of a row's new tokens, and what each of them sees. Grid: row."""
     row = tl.program_id(0)
     n_N = tl.arange(0, BLOCK)
     there_N = n_N < N
     start = tl.load(start_ptr + row * start_stride)
     stored_N = tl.load(stored_ptr + row * N + n_N, mask=there_N, other=0) != 0
     at_N = start + n_N
-    # A token that is not stored, which may stand anywhere, takes a slot of the page that no row owns.
+    # A token that is not stored takes a slot of the page that no row owns, whatever its position.
     number_N = tl.minimum(tl.maximum(at_N // PAGE, 0), pages - 1)
     page_N = tl.load(table_ptr + row * table_stride + number_N, mask=there_N & stored_N, other=0).to(tl.int64)
     slot_N = tl.where(stored_N, page_N, nobody) * PAGE + (at_N % PAGE + PAGE) % PAGE
@@ -94,7 +94,7 @@ def uniforms(seed_B: Tensor, round_B: Tensor, stream: int, n: int) -> Tensor:
 
 @triton.jit
 def _key(x):
-    """Whole numbers in the order of the floats ``x``."""
+    """Return whole numbers that sort like the floats ``x``."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -107,9 +107,9 @@ def find_kept_kernel(
     """The largest logit of a position, the least that is kept, and ln of the mass that is kept.
 
     Grid: position. A program reads the logits again and again, in their order: for the peak, for the mass, eight times
-    for a nucleus, for the mass that is kept. The least logit of the nucleus is the least whose likelier ones have less
-    than ``top_p`` of the mass. It is found by its order among all floats, 32 bits, four at a time: 15 thresholds divide
-    what is left of the range, and the mass above each says which part goes on.
+    for a nucleus, for the mass that is kept. The nucleus ends at the least logit above which the logits have less than
+    ``top_p`` of the mass. It is searched among the 32-bit keys of all floats, four bits at a time: 15 thresholds divide
+    the remaining range into 16 parts, and the mass above each threshold says in which part to go on.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
@@ -130,7 +130,8 @@ def find_kept_kernel(
             for start in range(0, V, BLOCK):
                 x_X = tl.load(logits_ptr + start + at_X, mask=start + at_X < V, other=float("-inf"))
                 total += tl.sum(tl.where(x_X >= least, tl.exp((x_X - peak) / temperature), 0.0), 0)
-            # The least key whose likelier ones have less than ``top_p`` of the mass is one of 16 parts from ``low`` on.
+            # The least key above which there is less than ``top_p`` of the mass lies in one of 16 parts from ``low``
+            # on.
             low, part, step_S = zero.to(tl.int32) + -2147483648, zero.to(tl.int32) + 268435456, tl.arange(0, 16)
             for _ in range(8):
                 border_S = low + step_S * part + (part - 1)  # the last key of each part
@@ -142,7 +143,7 @@ def find_kept_kernel(
                 low += tl.sum((above_S >= top_p * total).to(tl.int32), 0) * part
                 part = part >> 4
             found = (low ^ ((low >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-            # All are kept where rounding leaves too little mass; nothing is cut of what is no number.
+            # Keep all logits if rounding leaves too little mass, and cut nothing if there is a NaN.
             found = tl.where(found == found, found, -infinity)
             least = tl.maximum(least, tl.minimum(found, peak))
     if min_p_ptr is not None:
@@ -196,9 +197,9 @@ def share_mass(logits_NV: Tensor, found_3N: Tensor, temperature_N: Tensor) -> Te
 
 @triton.jit
 def draw_kernel(probs_ptr, uniform_ptr, token_ptr, row_stride, V: tl.constexpr, BLOCK: tl.constexpr):
-    """The token at which the cumulative mass exceeds ``uniform`` times all of it. Grid: row.
+    """Draw the token at which the cumulative mass exceeds ``uniform`` times the total. Grid: row.
 
-    A program reads its distribution twice, in its order: for all the mass, and for the block in which the token is.
+    A program reads its distribution twice, in order: first for the total mass, then for the block that holds the token.
     Sums are float64.
     """
     row, at_X = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
