@@ -18,7 +18,7 @@ from fly.types import Draft, Target
 __all__ = ["AdaptiveDraft"]
 
 _PLAIN, _DRAFTING = 0, 1  # decode without a draft, or with one
-_FIRST = 2, 8  # rounds of each at the start
+_FIRST = 2, 8  # rounds to measure of each at the start
 _TRIED = 2  # rounds of a later trial; in the first of them, the drafter may have to catch up with the text
 _GUESS = 0.3  # while costs are unknown, draft a token if its chance to be kept is at least this
 _SHORT = 4  # while costs are unknown, ask a strategy without probabilities for this many tokens
@@ -52,11 +52,11 @@ class _Round:
     late: bool  # whether the strategy may first have to read text that it has missed
     places: list[tuple[int, int]]  # the id of each row, and its number of tokens
     begin: float
-    # Of a single round:
+    # For a single round:
     drafting: float = 0.0  # seconds
     drafted: list[int] = field(default_factory=list)  # tokens of each row, along a path
     verified: int = 0  # tokens of all rows
-    # Of several rounds in one call:
+    # For several rounds in one call:
     before: list[tuple[int, int]] = field(default_factory=list)  # each row's numbers of rounds and drafts at the start
     spent: list[Spent] = field(default_factory=list)  # seconds of the first round, and of the others
     most: list[int] = field(default_factory=list)  # the most tokens to draft for each row, along a path
@@ -88,7 +88,7 @@ class AdaptiveDraft(Wrapper):
         super().__init__([strategy])
         self.clock = clock
         self._loads: dict[tuple[int, bool], _Load] = {}
-        self._last, self._rows = _PLAIN, set[int]()  # how the last round ran, and the ids of its rows
+        self._last, self._rows = _PLAIN, set[int]()  # whether the last round drafted, and its rows' ids
         self._round: _Round | None = None
 
     def attach(self, setup: DraftSetup) -> None:
@@ -173,7 +173,7 @@ class AdaptiveDraft(Wrapper):
         return self._round, rounds
 
     def _lengths(self, load: _Load, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[int]:
-        """The most tokens to ask for in each row."""
+        """Return the most tokens to ask the strategy for in each row."""
         strategy = self.strategy
         if isinstance(strategy, StopsByChance) and strategy.worth is not None:
             strategy.worth = load.worth
@@ -194,10 +194,10 @@ class AdaptiveDraft(Wrapper):
         rows = [after[id_] for id_, _ in this.places]
         grown = [len(row.tokens) - tokens for row, (_, tokens) in zip(rows, this.places)]
         if not all(grown) or any(row.generated == n for row, n in zip(rows, grown)):
-            return  # the round was given up, or read a prompt
-        # Collect the rounds, their seconds, and what was drafted and kept.
+            return  # the round was abandoned, or it read a prompt
+        # Collect the number of rounds, their seconds, and each row's drafted and kept tokens.
         load, ways = this.load, this.load.ways
-        if this.spent:  # the executor measured it
+        if this.spent:  # the executor measured the time
             rounds = max(row.stats.rounds - before for row, (before, _) in zip(rows, this.before))
             drafts = [row.drafts[before:] for row, (_, before) in zip(rows, this.before)]
             seconds, drafting = (sum(part) for part in zip(*((spent.whole, spent.draft) for spent in this.spent)))

@@ -1,4 +1,4 @@
-"""The interface of draft strategies (``DraftStrategy``), and what they are attached to (``DraftSetup``)."""
+"""The interface of draft strategies (``DraftStrategy``), and the setup that they get (``DraftSetup``)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class Loaded(NamedTuple):
     control_ids: frozenset[int] = frozenset()
 
 
-# Loads a model by its path or name (options: ``dtype``, ``device``, ``kernels``), or returns a loaded one as it is.
+# A function that loads a model by its path or name (options: ``dtype``, ``device``, ``kernels``), or returns a loaded
+# model unchanged.
 Load = Callable[..., Loaded]
 
 
@@ -188,7 +189,7 @@ class DraftSetup:
         return strategy
 
     def below(self, runner: Runner) -> DraftSetup:
-        """The setup for a strategy that drafts for ``runner``, a draft model that was loaded here."""
+        """Return the setup for a strategy that drafts for ``runner``, a draft model that this setup has loaded."""
         setup, config = copy(self), runner.executor.config
         setup.target, setup.tokenizer = runner, runner.tokenizer
         if runner.tokenizer is not None:
@@ -236,7 +237,7 @@ class DraftStrategy(ABC):
 
     vocab_size: int | None = None  # it proposes ids below this; None: only ids that occur in the row's text
     context: int | None = None  # the longest row, in tokens, that it drafts for; None: no limit
-    learns: bool = False  # whether its proposals depend on past texts or other rows, on purpose
+    learns: bool = False  # whether its proposals depend, on purpose, on past texts or other rows
     spare: int = 0  # cache slots that its trees need beyond a row's longest path
 
     @abstractmethod

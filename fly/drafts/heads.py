@@ -1,8 +1,9 @@
-"""A draft head with its own paged cache. The runner knows which tokens of each row the head has read, and which hidden
-states of the target belong to them. It knows nothing of how a draft is chosen.
+"""A draft head with its own paged KV cache. The runner knows which tokens of each row the head has read, and which
+hidden states of the target belong to them. It knows nothing of how tokens are chosen.
 
-The head reads token i together with the target's hidden states at token i - 1, so it never reads token 0, and may
-start even later in a row. Its positions count from its first token: rotary attention depends on distances alone.
+The head reads token i together with the target's hidden states at token i - 1. So it never reads token 0, and may start
+even later in a row. Its positions count from the first token that it reads. This changes nothing, because rotary
+attention depends only on distances.
 
 Shape legend: N places, S cached tokens of a row, F hidden states side by side, C hidden width of the head, U draft
 vocabulary.
@@ -30,7 +31,7 @@ _KEPT = 64  # hidden states to keep in case a row is rolled back; more than a dr
 
 @dataclass
 class _Held:
-    """A row's tokens up to the last one that the head has read. The head has read them from token ``first`` on."""
+    """A row's tokens up to the last one that the head has read. It has read those from index ``first`` on."""
 
     first: int
     text: list[int]

@@ -27,7 +27,7 @@ class Line:
         self.start = self.slope = 0.0
         self._off = 0  # how many measurements in a row were far above the line, or (negative) below it
         self._zero, self._flat = 8.0 * through_zero, float(not through_zero)
-        self._sums = [0.0] * 5  # sums of 1, x, y, x² and x·y, in which old measurements fade
+        self._sums = [0.0] * 5  # decaying sums of 1, x, y, x² and x·y
 
     def __call__(self, size: float) -> float:
         return self.start + self.slope * size

@@ -189,7 +189,7 @@ class SingleDraft(StopsByChance):
         assert self.draft is not None
         while active:
             going = [scratch[b] for b in active]
-            # Propose and verify. A round emits one token beyond its draft.
+            # Propose and verify. A round emits at most one token more than its draft.
             below = self.draft.propose(going, [ends[b] - len(row.tokens) - 1 for b, row in zip(active, going)])
             target, _ = self.runner.score(going, below)
             self.draft.observe(going, below, target)
@@ -212,7 +212,7 @@ class SingleDraft(StopsByChance):
             self.runner.commit(going)
             self.draft.commit(going)
             active = goes_on
-        # Return the chains, with their distributions if they were drawn.
+        # Return the chains. If their tokens were drawn, add the distributions.
         chains = [made.tokens[len(row.tokens) :] for made, row in zip(scratch, rows)]
         if greedy and not self.with_logits:
             return Drafted(chains)

@@ -170,7 +170,7 @@ class _Reader(Text):
 
 def _of_checkpoint(name: str, loading: abc.Mapping[str, Any], level: bool = False) -> DraftStrategy:
     """Return the strategy that drafts with a checkpoint: a head or a model (on the hub always a model). Prompt lookup
-    drafts for a model, unless it is a ``level`` of a cascade, whose text names what drafts for it."""
+    drafts for a model, unless it is a ``level`` of a cascade: there the level before drafts for it."""
     found = find_checkpoint(name)
     if isinstance(found, Path) and is_head(found):
         return Eagle3Draft(name, reach=None, **loading)

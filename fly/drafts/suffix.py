@@ -110,7 +110,7 @@ class SuffixDraft(DraftStrategy):
             raise ValueError(f"min_prob {min_prob} must lie in 0..1")
         self.depth, self.factor, self.offset, self.min_prob = depth, factor, offset, min_prob
         self.lookback, self.shared_tokens, self.k = lookback, shared_tokens, k
-        # Each request's own text, indexed up to the last token but one: nothing follows the last yet.
+        # Each request's own text. It is indexed up to the last token but one, since no token follows the last one yet.
         self._own: dict[int, tuple[list[int], _Places]] = {}
         self._shared: dict[str, _Places] = {}  # by ``cache_salt``
         # The shared outputs: tokens, the first indexed position, salt.

@@ -148,8 +148,8 @@ class Vocabularies:
     def joined(self, a: int, b: int) -> bool:
         """Whether the adjacent target ids ``a`` and ``b`` are converted together, as one text.
 
-        Between byte-level vocabularies a word after a space is converted by itself, which saves time and changes
-        nothing: byte-level pre-tokenizers begin a new word there too.
+        Between byte-level vocabularies a word after a space is converted separately. This saves time and changes no id,
+        because byte-level pre-tokenizers begin a new word there too.
         """
         if a not in self._spelled or b not in self._spelled:
             return False
@@ -176,8 +176,8 @@ class Vocabularies:
 class _Context:
     """A row's tokens, converted to draft ids segment by segment.
 
-    Two neighbouring tokens decide alone whether a segment ends between them, and a segment's ids depend only on its own
-    tokens. So the ids are a function of the tokens, whatever the history, and new tokens change only the last segment.
+    Whether a segment ends between two tokens depends only on these two, and a segment's ids depend only on its tokens.
+    So the ids are a function of the tokens, whatever the history, and new tokens change only the last segment.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -282,7 +282,7 @@ class TranslatedDraft(StopsByChance):
     def _commit(self, own: abc.Sequence[Sequence]) -> None:
         self.draft.commit([mine for mine in own if mine.tokens])
         for mine in own:
-            if not mine.tokens:  # the draft model can read nothing of this row
+            if not mine.tokens:  # no token of this row has a draft id
                 self.draft.release(mine)
 
     def _own(self, row: Sequence) -> Sequence:

@@ -17,7 +17,7 @@ class _Average:
     """Exponential averages over a strategy's proposals; the newest has the weight ``rate``."""
 
     rate: float
-    acceptance: float  # how often a token is accepted if all before it were
+    acceptance: float  # how often a token is accepted if all tokens before it are
     length: float = float("inf")  # of a proposal; infinite until a proposal is shorter than the most tokens asked for
 
     def expected(self, length: float) -> float:
@@ -31,7 +31,7 @@ class _Average:
         at least one token."""
         # Count an empty proposal as half a token, so that the strategy is tried again.
         length = max(float(len(proposed)), 0.5)
-        if len(proposed) == asked:  # it might have proposed more
+        if len(proposed) == asked:  # the strategy might have proposed more
             length = max(length, self.length)
         if self.length != float("inf"):
             length = self.length + self.rate * (length - self.length)
@@ -82,8 +82,8 @@ class UnionDraft(Wrapper):
             if not 0 < value <= 1:
                 raise ValueError(f"{name} {value} must be above 0 and at most 1")
         self._overall = [_Average(rate, prior) for _ in strategies]
-        self._averages: dict[int, list[_Average]] = {}  # by row
-        self._rounds: dict[int, _Round] = {}  # by row
+        self._averages: dict[int, list[_Average]] = {}  # by row id
+        self._rounds: dict[int, _Round] = {}  # by row id
         self._draws = [False] * len(strategies)  # whether a strategy has ever given a distribution
 
     def _follow_members(self) -> None:
@@ -118,7 +118,7 @@ class UnionDraft(Wrapper):
     def commit(self, rows: abc.Sequence[Sequence]) -> None:
         for row in rows:
             done = self._rounds.pop(row.id, None)
-            if done is None or len(row.tokens) <= done.start:  # the round was given up
+            if done is None or len(row.tokens) <= done.start:  # the round was abandoned
                 continue
             emitted = row.tokens[done.start :]
             for averages in (self._averages[row.id], self._overall):

@@ -57,7 +57,7 @@ class EarlyExit(Wrapped):
         return self.inner.embedding()
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
-        """As ``Executor.score``; ``Scores.layers`` says how many layers each row went through."""
+        """Like ``Executor.score``, but ``Scores.layers`` also tells how many layers each row went through."""
         forward = _Forward(self, batch, places, states)
         tokens_T = torch.tensor(batch.tokens, device=self.device)
         positions_T = torch.tensor(batch.positions, device=self.device)

@@ -110,7 +110,7 @@ class Splitter:
         return text
 
     def _settle(self) -> Iterator[tuple[Kind, str]]:
-        # Each state may hand over to the next, so that one piece of text can pass through several.
+        # A piece of text can pass through several states, so do not stop after one.
         if self._state == "start":
             assert self._thinking is not None
             begins, tag = self._held.lstrip(), self._thinking.tags.open
@@ -119,7 +119,7 @@ class Splitter:
             elif begins.startswith(tag):
                 self._state, self._held = "think", begins[len(tag) :]
                 self.tokens = self._pushed
-            elif not tag.startswith(begins):  # this cannot become the tag
+            elif not tag.startswith(begins):  # the text cannot become the tag any more
                 self._state = "text"
         if self._state == "think":
             assert self._thinking is not None

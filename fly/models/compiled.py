@@ -66,7 +66,7 @@ class CompiledLayers:
         kv: KV,
         states: dict[int, Tensor] | None = None,
     ) -> Tensor:
-        """``states``: see ``fly.models.llama.record_states``."""
+        """Run the layers. Hidden states are stored in ``states``, as ``fly.models.llama.record_states`` does."""
         states = {} if states is None else states
         if 0 in states:
             states[0] = x_TC

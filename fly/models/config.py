@@ -44,7 +44,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class RopeScaling(BaseModel):
-    """How rotary frequencies are stretched beyond the trained context (``rope_scaling``/``rope_parameters``)."""
+    """Settings that stretch rotary frequencies beyond the trained context (``rope_scaling``/``rope_parameters``)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -304,7 +304,7 @@ def _rope(stated: dict[str, Any], source: str) -> tuple[float, RopeScaling, floa
     partial = rope.pop("partial_rotary_factor", None), stated.get("partial_rotary_factor")
     if any(factor not in (None, 1.0) for factor in partial):
         raise CheckpointError(f"{source}: partial_rotary_factor is not supported; the whole of every head is rotated")
-    # Check the settings against those that the type takes.
+    # Check that the settings are those of the rope type.
     if rope_type not in ROPE_TYPES:
         raise CheckpointError(f"{source}: rope type {rope_type!r} is not supported; choices: {list(ROPE_TYPES)}")
     needed, optional = ROPE_TYPES[rope_type]

@@ -49,7 +49,7 @@ def is_head(path: Path) -> bool:
     try:
         return _names_a_head(read_json(path / "config.json"))
     except CheckpointError:
-        return False  # loading it reports what is wrong
+        return False  # loading it reports the error
 
 
 def _names_a_head(raw: dict[str, Any]) -> bool:
@@ -97,8 +97,9 @@ class HeadConfig(BaseModel):
         return 3 if self.states is None else len(self.states)
 
     def states_of(self, layers: int) -> tuple[int, ...]:
-        """Return the layers after which the head takes hidden states, for a target with ``layers`` layers. The default
-        is that of the paper's code. Raises ``ValueError`` if the target is too small for it."""
+        """Return the layers after which the head takes hidden states, for a target with ``layers`` layers. If the head
+        does not state them, they are the layers that the paper's code uses. Raises ``ValueError`` if the target has too
+        few layers for these."""
         usual = 2, layers // 2, layers - 3
         if self.states is None and (min(usual) < 0 or len(set(usual)) < 3):
             raise ValueError(

@@ -83,7 +83,7 @@ _WIDE = 1 << 14  # values to pass to the library as one row; it decodes 16 rows 
 
 
 class Listed(NamedTuple):
-    """A tensor as a file's header lists it."""
+    """The entry of a tensor in a file's header."""
 
     file: Path
     shape: tuple[int, ...]
@@ -258,7 +258,7 @@ class GGUF(Checkpoint):
             "bos_token_id": self.fields.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self.fields.get("tokenizer.ggml.eos_token_id"),
         }
-        # Add the settings of single architectures. Mistral's files name the architecture llama.
+        # Add the settings that only some architectures have. Mistral's files name the architecture llama.
         window = self._of("attention.sliding_window")
         if architecture == "llama" and window:
             config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}

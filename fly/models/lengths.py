@@ -88,5 +88,5 @@ def _shrink_factor(step: dict[str, Any]) -> int:
 
 
 def _keeps_all(step: dict[str, Any]) -> bool:
-    """Whether a pre-tokenizer drops nothing."""
+    """Whether a pre-tokenizer keeps all parts of a text."""
     return step["type"] in _HARMLESS or (step["type"] in _PIECEWISE and step["behavior"] != "Removed")

@@ -89,7 +89,7 @@ def rotary_frequencies(config: LlamaConfig, which: int = 0) -> Tensor:
     if scaling.rope_type == "yarn":
         # Keep the frequency of waves with more than beta_fast turns, and divide it for fewer than beta_slow turns.
 
-        def place(turns: float) -> float:  # index of the wave that makes so many turns within the original context
+        def place(turns: float) -> float:  # index of the wave with this many turns in the original context
             length = scaling.original_max_position_embeddings / (2 * math.pi * turns)
             return width * math.log(length) / (2 * math.log(theta))
 

@@ -1,5 +1,5 @@
-"""A trimmed model, whose head has rows only for some tokens of the vocabulary. The model can read all tokens, but emits
-only these.
+"""A trimmed model. Its head has rows only for some tokens of the vocabulary, so it reads all tokens but emits only
+these.
 
 The head is a large part of the weights that a small model reads for each token (28 % of Qwen2.5-Coder-0.5B in 8 bits),
 and most of its rows are for rare tokens (FR-Spec, arXiv 2502.14856). The distribution of a trimmed draft model sums to

@@ -159,7 +159,7 @@ class AcceptancePolicy(Bindable, ABC):
     def bind(self: P, vocabulary: Vocabulary) -> P:
         bound = super().bind(vocabulary)
         if (relaxation := bound.relaxation) is not None:
-            vars(bound)["relaxation"] = relaxation.bind(vocabulary)  # unknown tokens raise now
+            vars(bound)["relaxation"] = relaxation.bind(vocabulary)  # raise for unknown tokens now
         return bound
 
     def __or__(self, condition: Condition) -> AcceptancePolicy:
@@ -267,7 +267,7 @@ class Relaxed(AcceptancePolicy):
 
 def _check_by_token(policy: AcceptancePolicy, symbol: str, condition: Condition) -> None:
     """Raise ``TypeError`` for a policy that does more than keep or excuse tokens one by one. A composition would
-    silently drop the rest of what it does."""
+    silently ignore its other methods."""
     kind, plain = type(policy), AcceptancePolicy
     if kind.verdict is not plain.verdict:
         raise TypeError(
@@ -296,7 +296,7 @@ def accepts_exactly(policy: AcceptancePolicy) -> bool:
 
 
 def draws_exactly(policy: AcceptancePolicy) -> bool:
-    """Whether a policy that ``accepts_exactly`` also draws its corrections as the exact rule does."""
+    """Whether a policy that ``accepts_exactly`` also draws corrections from the same distribution as the exact rule."""
     kind, plain = type(policy.base if type(policy) is Relaxed else policy), AcceptancePolicy
     return kind.residual is plain.residual and kind.correction is plain.correction
 

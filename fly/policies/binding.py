@@ -46,7 +46,7 @@ class Bindable:
         return bound
 
     def __getstate__(self) -> dict[str, Any]:
-        """The parameters, without the vocabulary and cached values."""
+        """Return the parameters, without the vocabulary and cached values."""
         kinds = type(self).__mro__
         cached = {name for kind in kinds for name, part in vars(kind).items() if isinstance(part, cached_property)}
         return {name: value for name, value in vars(self).items() if name not in {"_vocabulary", *cached}}

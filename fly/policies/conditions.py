@@ -36,7 +36,7 @@ class Block:
 
     target: Target
     draft: Draft
-    agree_BK: Tensor  # bool, where the lossless core keeps the token; False on padding
+    agree_BK: Tensor  # bool; True where the lossless core keeps the token, False on padding
     clauses: dict[str, Tensor] = field(default_factory=dict)  # for each clause's label, where it held
 
     @property

@@ -39,7 +39,7 @@ class _Gate(AcceptancePolicy, Checked):
         return drafted(self.opens(target, draft) | own_BK, draft)
 
     def residual(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
-        """The target's own distribution."""
+        """Return the target's distribution unchanged."""
         return target_BV
 
 
@@ -79,7 +79,7 @@ class RelaxedTopN(_Gate):
 
     def opens(self, target: Target, draft: Draft) -> Tensor:
         token_BK, peak_BK = gate_probs(target, draft)
-        logits_BKV = target.logits_BKV[:, :-1]  # logits have the order of the distribution: no softmax needed
+        logits_BKV = target.logits_BKV[:, :-1]  # logits are in the same order as probabilities
         among_BK = pick(logits_BKV, draft.tokens_BK) >= top(logits_BKV, self.n).values[..., -1]
         return among_BK & (token_BK >= peak_BK - self.delta) & (token_BK > 0)
 

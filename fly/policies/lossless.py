@@ -24,7 +24,7 @@ class ExactSample(AcceptancePolicy):
     """Lossless by construction: keep x if it equals the target's own sample at that position. The first sample that
     differs is the correction. (llama.cpp and many engines with n-gram drafts use this rule.)
 
-    Whatever the draft proposes, the emitted text is the same as that of sampling without a draft with the same coins.
+    Whatever the draft proposes, the emitted text is the same as if sampling without a draft used the same coins.
     Coin j draws the sample at position j by inverting the cumulative distribution; the bonus has its own coin. At
     temperature 0 this is exact match. A token is kept with probability target(x), so ``Exact`` keeps tokens more often
     unless the draft is deterministic. Sampling at all K positions takes K passes over the vocabulary.

@@ -99,17 +99,19 @@ class FLy(ExactCore):
 
     @classmethod
     def reference(cls) -> FLy:
-        """AMD-AGI/FLy's code: top-3 entropy of the raw distribution, five agreeing tokens, room for six."""
+        """Return the preset for AMD-AGI/FLy's code: top-3 entropy of the raw distribution, five agreeing tokens, and
+        room for six."""
         return cls("top3", 0.3, window=5, hold=6, processed=False)
 
     @classmethod
     def paper(cls) -> FLy:
-        """The formula in the paper's text: entropy normalised by ln V."""
+        """Return the preset for the formula in the paper: entropy divided by ln V."""
         return cls("normalized", 0.3, window=6, hold=6, processed=False)
 
     @classmethod
     def vllm(cls) -> FLy:
-        """AMD's port in vLLM: top-3 entropy of the processed distribution, six agreeing tokens."""
+        """Return the preset for AMD's port in vLLM: top-3 entropy of the processed distribution, and six agreeing
+        tokens."""
         return cls()
 
     @property
@@ -121,6 +123,6 @@ class FLy(ExactCore):
         return Exact()
 
     @cached_property
-    def relaxation(self) -> Condition:  # worked out once
+    def relaxation(self) -> Condition:  # computed once
         gate = EntropyGate(self.theta, self.entropy, self.processed)
         return gate & AgreeingWindow(self.window) & Room(self.hold) & ~ControlToken()

@@ -176,7 +176,7 @@ class Phase(Condition):
 
     def bind(self, vocabulary: Vocabulary) -> Phase:
         bound = super().bind(vocabulary)
-        _ = bound._markers  # unknown texts raise now
+        _ = bound._markers  # raise for unknown texts now
         return bound
 
     @cached_property
