@@ -259,7 +259,7 @@ def _answer(choice: Mapping[str, Any]) -> Answer:
 
 
 def _places(listed: Mapping[str, Any]) -> list[Place]:
-    if "content" in listed:  # of a chat
+    if "content" in listed:  # from the chat endpoint
         return [
             _place(each["token"], each["logprob"], [(top["token"], top["logprob"]) for top in each["top_logprobs"]])
             for each in listed["content"] or ()

@@ -161,7 +161,7 @@ class Context:
             yield draws
 
     def firsts(self, given: Mapping[str, Any], count: int) -> list[tuple[int, Answer]]:
-        """One answer to each of the best prompts under these fields, with the number of the prompt."""
+        """Ask each of the best prompts once with these fields. Return its number and the answer."""
         numbers = self.lively[:count]
         replies = self.server.ask_all([(self.prompts[number], self.fields(given)) for number in numbers])
         return [(number, reply.answer) for number, reply in zip(numbers, replies)]

@@ -29,7 +29,7 @@ Fields = Mapping[str, Any]
 _NEAR_NATS, _NEAR_MASS = 0.05, 0.01
 _SPECIAL = re.compile(r"<[^<>\s]*>|\[[A-Z_/]+\]")
 _LOOKUP = 6  # length of the ending that a lookup searches for, in characters
-_LEAST_REST = 1e-5  # a smaller rest is lost in the rounding of a sum
+_LEAST_REST = 1e-5  # a smaller rest cannot be told from rounding
 _SAME = 0.01  # nats: if the drawn token and a listed one have the same text and are this near, they are the same token
 # A repetition penalty divides logits, which are not reported. A penalty of 2 or more should cost at least one nat.
 _LEAST_COST = 1.0
@@ -37,11 +37,11 @@ _LEAST_COST = 1.0
 
 @dataclass(frozen=True)
 class Draw:
-    """One drawn token, ``text``, with the distribution that it should follow after the text of its ``group``.
+    """One drawn token, ``text``, with the distribution that it should be drawn from after the text of its ``group``.
 
-    - ``tokens`` and ``probs_H``: that distribution given that the token is in the head (it adds up to 1).
-    - ``drawn``: the index of the token in ``tokens``; None for a token of the rest.
-    - ``rest``: the largest probability that the rest may have; 0 if no token of it is allowed, None if unknown.
+    - ``tokens`` and ``probs_H``: this distribution, given that the token is in the head (so it adds up to 1).
+    - ``drawn``: the index of the drawn token in ``tokens``; None if it is not in the head.
+    - ``rest``: the largest probability that the rest may have; 0 if the fields allow none of it, None if unknown.
     - ``ignored_H``: the distribution if the server ignores the tested field; ``outside`` is the mass that the field
       forbids.
     - ``earlier_H``, ``lookup``: what faulty speculation would draw from: the distribution of the place before, or the

@@ -26,9 +26,9 @@ class Verdict(Enum):
 class Finding:
     """The result of one check.
 
-    ``seen`` is how much it looked at, ``p`` the p-value of the claim that the server is right (None for facts, which
-    need none), ``finds`` the smallest fault that it would have found with probability 0.9, ``detail`` what is wrong or
-    was noticed, and ``figures`` numbers for programs.
+    ``seen`` says how much the check looked at. ``p`` is the p-value of the claim that the server is right (None for
+    facts, which need none). ``finds`` is the smallest fault that the check would have found with probability 0.9.
+    ``detail`` says what is wrong or was noticed, and ``figures`` are numbers for programs.
     """
 
     check: str
@@ -46,7 +46,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """All findings about a server, with p-values corrected for the number of tests."""
+    """All findings about a server. Their verdicts allow for the number of tests."""
 
     url: str
     model: str

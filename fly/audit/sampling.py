@@ -1,4 +1,4 @@
-"""Checks of what is drawn: each token against the distribution that it should come from."""
+"""Checks of drawn tokens: each is compared with the distribution that it should come from."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ROUNDING = 0.05  # the largest total variation between reported distributions t
 def _drawn(
     context: Context, given: Mapping[str, float], count: int, length: int, prompts: int, only: str | None = None
 ) -> tuple[list[Draw], Evidence]:
-    """Draw samples until the evidence is overwhelming, or there are ``count``."""
+    """Draw up to ``count`` answers. Stop early if the evidence is overwhelming."""
     draws: list[Draw] = []
     found = evidence(draws)
     for draws in context.sample(given, count, length, prompts):

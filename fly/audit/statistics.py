@@ -1,4 +1,4 @@
-"""Tests besides the bets of ``fly.audit.evidence``, and the rule that decides over all p-values."""
+"""Statistical tests other than the bets of ``fly.audit.evidence``, and the rule that decides over all p-values."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Compared(NamedTuple):
 
 
 def same_source(one: Sequence[Hashable], other: Sequence[Hashable], strata: Sequence[int], p: float = 1e-3) -> Compared:
-    """Test whether two samples of the same size have the same distribution in every stratum: a permutation test, exact
-    for any number of kinds, with Pearson's chi-squared as its statistic. ``finds`` is for a p-value of ``p``.
+    """Test whether two samples of the same size have the same distribution in every stratum. This is a permutation
+    test, exact for any number of kinds; its statistic is Pearson's chi-squared. ``finds`` holds for a p-value of ``p``.
 
     ``strata`` has the stratum of each outcome, for both samples; permutations stay within a stratum. Kinds with fewer
     than five outcomes are counted together in their stratum.

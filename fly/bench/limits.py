@@ -75,7 +75,7 @@ class Limits:
         )
 
     def rows(self) -> Iterator[tuple[str, float, float, str]]:
-        """Name, best, median and unit of each limit."""
+        """Yield the name, best rate, median rate and unit of each limit."""
         for size, rate in self.reading.items():
             yield f"read {size >> 20} MB", rate, self.typical[size], "B/s"
         for dtype, rate in self.matmul.items():

@@ -138,14 +138,15 @@ class Machines:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is to run: a target, a draft (None: none), lengths and distributions.
+    """What is to run: the models (``draft`` may be None), and how many tokens are drafted, emitted and cached.
 
     Args:
         k: tokens drafted per round; the mean, if drafts stop by themselves.
         tau: tokens emitted per round, as measured elsewhere.
         draft_tau: tokens proposed per forward pass of the draft model; above 1 if a cheaper level drafts for it.
-        rows, context: sequences in a batch, and cached tokens of each.
-        itemsize: bytes per weight and per cached number.
+        rows: sequences in a batch.
+        context: cached tokens of each sequence.
+        itemsize: bytes of a weight, and of a cached number.
     """
 
     target: LlamaConfig

@@ -96,7 +96,7 @@ class Forward:
 
     @property
     def _forwards(self) -> list[tuple[int, int]]:
-        """The numbers of cached and of new tokens, for each forward pass that this one consists of."""
+        """The numbers of cached and of new tokens of each forward pass. Decoding consists of several."""
         if self.drafting:
             return [(self.context + n, 1) for n in range(self.tokens)]
         return [(self.context, self.tokens)]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _COLOURS = {"pass": "green", "fail": "bold red", "undecided": "yellow", "not supported": "dim"}
 
 
-# Options that ``fly.audit.audit`` takes as they are.
+# Options that go to ``fly.audit.audit`` unchanged.
 _ASKED = {
     "name": option(str, "The model's name on the server. Default: the first it lists."),
     "beside_name": option(str, "The model's name on the second server."),

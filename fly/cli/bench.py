@@ -110,7 +110,7 @@ def drafts_table(rows: Sequence[Drafted], title: str) -> Table:
 def promise_table(found: Sequence[Promise], title: str) -> Table:
     """Speeds where nothing can be predicted."""
 
-    def interval(over: Ratio) -> str:  # two runs have no spread
+    def interval(over: Ratio) -> str:  # there is no interval for fewer than three pairs
         return f"{over.median:.3f}" + (f" ({over.low:.3f}–{over.high:.3f})" if over.pairs >= 3 else "")
 
     return table(

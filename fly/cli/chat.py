@@ -327,7 +327,7 @@ def _read(prompt: str) -> str:
         if not (line := sys.stdin.readline()):
             raise EOFError
         return line.rstrip("\n")
-    with contextlib.suppress(ImportError):  # some systems have none
+    with contextlib.suppress(ImportError):  # some systems have no readline
         import readline  # noqa: F401  (lets input() edit lines and remember them)
     # input() measures the prompt, so colour codes, which have no width, must stand between \x01 and \x02.
     return input(f"\x01\x1b[1;34m\x02{prompt}\x01\x1b[0m\x02" if console.is_terminal else prompt)

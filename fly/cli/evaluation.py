@@ -102,7 +102,7 @@ def _score_references(asked: Task, run_code: bool) -> None:
         raise typer.Exit(1)
 
 
-# Options that are fields of ``Plan``, which checks them. None is the plan's value.
+# Options that are fields of ``Plan``, which checks them. None means the plan's value.
 _PLANNED = {
     "tasks": option(
         list[str], "A task ('fly tasks'), NAME=PATH with its data, or your .yaml file; repeatable. Default: "

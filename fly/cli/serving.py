@@ -140,7 +140,7 @@ def _follow(setup: Config, ranks: Any) -> None:
     llm = LLM.from_config(setup, ranks)
     memory_of(ranks)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # this rank ends after the first one has
+        signal.signal(number, signal.SIG_IGN)  # this rank ends after the first rank
     llm.follow()
 
 

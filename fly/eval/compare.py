@@ -36,7 +36,7 @@ class Result:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second, prompts included."""
+        """Tokens per second, the time of prompts included."""
         return self.stats.generated / self.seconds
 
     @property

@@ -115,7 +115,7 @@ class Recording:
         try:
             with safe_open(path, "pt") as file:
                 about = json.loads((file.metadata() or {}).get("about", "{}"))
-                columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
+                columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{path} holds no recorded blocks: {error}") from None
         if about.pop("format", None) != _FORMAT:

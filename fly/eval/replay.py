@@ -75,7 +75,7 @@ class Replay:
         relaxed: share of emitted tokens that were relaxed.
         nats: cost of the relaxed tokens per thousand emitted tokens: the sum of -ln target(token).
         beyond: share of emitted tokens that were kept beyond the end of a recorded block.
-        curve: for each token of a draft, the share of drafts that were kept up to it, among drafts of that length.
+        curve: for each token of a draft, the share of drafts that were kept up to it, among those that are long enough.
         speed: relative to autoregressive decoding, if decisions took no time (``neutral_speed``); None if costs are
             unknown.
         seconds: how long the replay took.
@@ -374,7 +374,7 @@ class _Walk:
         self.indices = [Index(lookup.longest, lookup.shortest) for _ in range(count)] if lookup else []
 
     def take_round(self, row_B: Tensor) -> None:
-        """One round of the completions ``row_B``."""
+        """Take one round of each completion in ``row_B``."""
         blocks, at_B, columns_K = self.blocks, self.at_C[row_B], torch.arange(self.k)
         # Draft and verify.
         chain = blocks.chain(row_B, at_B, self.k, self.confidence, self.reach)
@@ -486,7 +486,7 @@ def replay(
     cases: int = 0,
     costs: Costs | None = None,
 ) -> dict[tuple[str, str], Replay]:
-    """What ``policy`` would have done in a recorded run, by task and recorded way. Arguments and errors are those of
-    ``Blocks.replay`` and ``load_blocks``."""
+    """Compute what ``policy`` would have done in a recorded run, by task and recorded way. Arguments and errors are
+    those of ``Blocks.replay`` and ``load_blocks``."""
     rule = load_policy(policy, trusted=True)
     return {name: blocks.replay(rule, k, confidence, reach, cases) for name, blocks in load_blocks(run, costs).items()}

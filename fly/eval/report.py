@@ -45,14 +45,14 @@ def measured_costs(speculative: Sequence[Record], autoregressive: Sequence[Recor
         total(speculative, "drafted"),
         total(autoregressive, "rounds"),
     )
-    base = total(autoregressive, "target") / max(forwards, 1)  # seconds of a forward of one token
+    base = total(autoregressive, "target") / max(forwards, 1)  # seconds of a forward pass of one token
     if not (rounds and drafted and base):
         return None
     return Costs(total(speculative, "draft") / drafted / base, total(speculative, "target") / rounds / base)
 
 
 def neutral_speed(tau: float, drafted: float, costs: Costs) -> float:
-    """The speed over autoregressive decoding that a rule would have if decisions took no time:
+    """The speed, relative to autoregressive decoding, that a rule would have if decisions took no time:
 
         S = τ / (K̄·c + v)
 
@@ -78,14 +78,14 @@ class Row:
     seconds: float
     tau: float
     kept: float | None  # share of drafted tokens that were emitted
-    relaxed: float  # share of emitted tokens
+    relaxed: float  # share of emitted tokens that were relaxed
     python: float | None  # share of rounds that were decided in Python
     recorded: bool  # whether its blocks were recorded; rounds are then taken one by one
     layers: float | None  # layers of the target that a round runs on average, with early exits
     cut: int  # completions that ended at the limit of tokens
     reach: float | None  # drafts stop below this chance of being kept (``fly.drafts.stops``)
     accuracy: Estimate | None = None
-    recovery: Estimate | None = None  # accuracy over that of autoregressive decoding (AR)
+    recovery: Estimate | None = None  # accuracy relative to autoregressive decoding (AR)
     lost: int = 0  # problems that AR answers right more often
     won: int = 0  # problems that this way answers right more often
     p: float | None = None
@@ -109,7 +109,7 @@ class Row:
 
     @property
     def speed(self) -> float:
-        """Tokens a second, prompts included."""
+        """Tokens per second, the time of prompts included."""
         return self.tokens / self.seconds
 
 
@@ -373,7 +373,7 @@ class _Comparison:
 
 
 def _maker(record: Record) -> str:
-    """The actor that made a record. A record without one is told apart by its machine and software."""
+    """The actor that made a record or, if the record names none, the id of the machine and software."""
     return str(record.get("actor", record["environment"]))
 
 
@@ -421,7 +421,8 @@ def _cases(plan: Plan, records: Records, problems: list[list[Unit]], count: int)
 
 
 def pieces_of(record: Record) -> list[tuple[str, str]]:
-    """The text of a completion in pieces: each relaxed token with the clause that excused it, the rest with ""."""
+    """Split the text of a completion into pieces. Each relaxed token comes with the clause that excused it, and the
+    text between them with ""."""
     text, ends = record["text"], record["ends"]
     pieces, at = [], 0
     for place, clause, _, choice in record["excused"]:

@@ -302,7 +302,8 @@ KINDS = ("none", "exact", "number", "regex", "choice", "code", "refusal", "bundl
 
 
 def _spelled_out(value: object) -> object:
-    """Expand the short forms: ``number`` means ``{kind: number}``, and ``module:function`` a function of your own."""
+    """Expand the short forms: ``number`` means ``{kind: number}``, and ``module:function`` means a function of your
+    own."""
     if value is None:
         return {"kind": "none"}
     if not isinstance(value, str):

@@ -18,7 +18,7 @@ def join(address: str | None) -> None:
     """Connect to the cluster at ``address``. ``"auto"`` is the running one (``ray start``, ``RAY_ADDRESS``). None is
     the running one too or, if there is none, a new one on this machine, which ends with this process.
 
-    Raises ``ValueError`` if there is none.
+    Raises ``ValueError`` if there is no cluster.
     """
     # A new cluster reports nothing to Ray's makers, unless the user sets this variable.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

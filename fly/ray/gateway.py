@@ -50,7 +50,7 @@ def conversation(headers: dict[bytes, bytes], body: bytes) -> str:
         elif (beginning := asked.get("prompt")) is not None:
             beginning = beginning[:_BEGINNING]
     except (ValueError, AttributeError, TypeError, RecursionError):
-        return ""  # the replica says what is wrong with it
+        return ""  # the replica says what is wrong with the body
     if beginning is None:
         return ""
     said = headers.get(b"authorization", b"") + json.dumps(beginning).encode()
@@ -110,7 +110,7 @@ class Gateway:
         return application
 
     def drain(self) -> int:
-        """Refuse new requests from now on. Returns how many are open."""
+        """Refuse new requests from now on. Return the number of open ones."""
         self.draining = True
         return self._open
 

@@ -19,10 +19,10 @@ _TAKEN = 2.0  # seconds after which the gateway is asked again how many requests
 
 
 def run(wanted: Deployed, address: str | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; then refuse new requests (503), as ``fly serve`` does, and finish those that are
-    open for at most ``drain_timeout``. Returns how many were lost.
+    """Serve until SIGTERM or SIGINT. Then refuse new requests (503), as ``fly serve`` does, and wait for the open ones
+    for at most ``drain_timeout``. Return how many were lost.
 
-    Raises ``ValueError`` if there is no cluster, or the application does not start there.
+    Raises ``ValueError`` if there is no cluster, or if the application does not start there.
     """
     settings = wanted.settings
     if not settings.port:

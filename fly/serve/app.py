@@ -183,7 +183,7 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def _build_route(service: Service) -> type[APIRoute]:
-    """Build the route class that has the service read bodies, in a thread if they are large."""
+    """Build a route class. With it the service reads the bodies of requests, in a thread if they are large."""
 
     class Reading(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -79,7 +79,7 @@ def _wrong(error: ValidationError, body: Any) -> ApiError:
     first: Any = next((p for p in problems if p["type"] in _UNKNOWN), problems[0])
     if first["type"] not in _UNKNOWN:
         first = max((p for p in problems if path(p)[:1] == path(first)[:1]), key=rank)
-    # Word the problem, with the field that it is about.
+    # Describe the problem, and name its field.
     where, message = list(map(str, path(first))), first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error" and not where:
         where = [name] if (name := message.partition(":")[0]).isidentifier() else []

@@ -115,7 +115,7 @@ class Shares:
     less than an equal part."""
 
     def __init__(self, total: int) -> None:
-        self.total, self.sum = total, 0  # what exists, and what all clients use together
+        self.total, self.sum = total, 0  # all that may be used, and what the clients use together
         self.held: Counter[str] = Counter()
 
     def has_room(self, client: str, amount: int) -> bool:

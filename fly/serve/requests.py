@@ -29,7 +29,7 @@ __all__ = [
 # With a length limit, pydantic checks that the text is valid Unicode; half a surrogate pair is not.
 Word = Annotated[str, Field(min_length=0)]
 Stop = Annotated[str, Field(min_length=0, max_length=1024)]
-_LONGEST = 64 << 10  # characters of all bad words
+_LONGEST = 64 << 10  # most characters of all bad words together
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # One error is enough: a list of a million wrong entries would yield a million errors.

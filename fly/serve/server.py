@@ -125,7 +125,7 @@ class Server(uvicorn.Server):
             self.failed = True
             log.error("the engine has stopped; the server ends", exc_info=worker.failure)
             asyncio.get_running_loop().call_later(_LAST, setattr, self, "should_exit", True)
-        # SIGTERM: exit when all requests are answered, or when the time for that is over.
+        # SIGTERM: exit when all requests are answered, or when drain_timeout is over.
         if self.service.draining and not self.should_exit:
             self._deadline = self._deadline or now + self.service.settings.drain_timeout
             if now > self._deadline:

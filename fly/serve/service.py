@@ -79,7 +79,8 @@ class Service:
         self.metrics = Metrics(self.name)
         self.vocabulary = Vocabulary(self.tokenizer)
         self.clients = Clients(settings)
-        # Two pools of threads, so that short work need not wait for long work.
+        # Two pools of threads, so that short work need not wait for long work. A client may have as much short work in
+        # the queue as it may have requests.
         processors = os.cpu_count() or 2
         self.short = Turns("fly-short", max(2, min(8, processors)), settings.max_connections)
         self.long = Turns("fly-long", max(2, min(4, processors)), _WAITING)
@@ -189,7 +190,7 @@ class Service:
         return Prepared(body, requests, sum(map(len, prompts)), chosen, echoes, client, form, calls)
 
     def _check_count(self, body: Generation) -> None:
-        """Refuse more completions than may run at once. The error is final: trying again would not help."""
+        """Refuse a request for more completions than may run at once. To try again would not help, so this is final."""
         each = body.n or 1
         count = each * (len(body.prompts) if isinstance(body, CompletionRequest) else 1)
         at_once = min(self.settings.max_n, self.settings.max_open or self.settings.max_n)

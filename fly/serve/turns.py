@@ -27,7 +27,7 @@ class Busy(Exception):
 
 class Turns:
     """Threads that work for clients. The next piece of work is taken from the client with the fewest running pieces
-    and, among equals, from the client that has used the least time. No client gets the last free thread.
+    and, among equals, from the client that has used the least time. No client may use all threads.
 
     Call all methods on the same event loop.
 
@@ -90,7 +90,7 @@ class Turns:
                 return
             client = min(ready, key=lambda each: (self._working[each], self._used[each]))
             work, future = self._waiting[client].popleft()
-            self._waiting[client] = self._waiting.pop(client)  # last among equals next time
+            self._waiting[client] = self._waiting.pop(client)  # this client is the last among equals next time
             self._free -= 1
             self._working[client] += 1
             loop = asyncio.get_running_loop()

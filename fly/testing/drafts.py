@@ -55,8 +55,8 @@ def check_draft(
     Args:
         strategy: a class or function that makes a fresh strategy, or an unused strategy, which is copied (the copies
             share its models). Models should be in float32: in coarser dtypes, rounding depends on the batch.
-        learns: whether its drafts may depend on past texts and other rows, because it remembers them on purpose. The
-            drafts must be valid all the same. None takes the strategy's attribute ``learns``.
+        learns: whether drafts may depend on past texts and other rows, because the strategy remembers these on purpose.
+            The drafts must be valid all the same. None takes the strategy's attribute ``learns``.
         target: the target; None makes a random Llama of two layers with the strategy's vocabulary, or with the sizes
             that its draft head needs.
 
@@ -235,7 +235,7 @@ def check_rolled_back_equals_fresh(kit: DraftKit) -> str:
 def _play(
     kit: DraftKit, stage: Stage, event: str, rows: list[Sequence], max_len: list[int], rng: random.Random
 ) -> None:
-    """Let one event happen to ``rows``."""
+    """Apply one event to ``rows``."""
     if event == "give up":  # the engine gives a draft up when a step fails
         stage.draft(rows, max_len)
     elif event == "fork":  # a level above tries two continuations

@@ -76,8 +76,8 @@ def check_tokens_judged_alone(policy: AcceptancePolicy) -> str:
 
 
 def check_trees(policy: AcceptancePolicy) -> str:
-    """On trees: a chain written as a tree is judged like the chain, and a lossless rule stays lossless with several
-    siblings, certain or drawn (an exact sum, as for chains)."""
+    """A chain written as a tree is judged like the chain. A lossless rule stays lossless on trees with siblings,
+    deterministic or drawn (an exact sum, as for chains)."""
     check_tokens_judged_alone(policy)
     for case in make_cases() if type(policy).verdict is AcceptancePolicy.verdict else []:
         parents_BK = torch.arange(-1, case.draft.shape[1] - 1).expand(case.draft.shape)
@@ -184,7 +184,7 @@ class _Drafts:
 
     def __init__(self, parents: list[int], vocab: int) -> None:
         self.tokens_NK = torch.tensor(list(itertools.product(range(vocab), repeat=len(parents))))
-        self.depths = [0, *(depth + 1 for depth in depths(parents))]  # of each place
+        self.depths = [0, *(depth + 1 for depth in depths(parents))]  # the depth of each place
         self.numbers = [torch.zeros(len(self.tokens_NK), dtype=torch.int64)]  # the number of the prefix at each place
         for parent, tokens_N in zip(parents, self.tokens_NK.unbind(1)):
             self.numbers.append(self.numbers[parent + 1] * vocab + tokens_N)

@@ -40,9 +40,9 @@ class ExitPlan:
         candidates: how many of the most likely tokens are candidates.
         vocabulary: number of frequent tokens among which candidates are sought.
         width: hidden width of a predictor.
-        agreement: of the held-out positions that exit at a look, the share at which the token must be the one that the
-            whole target chooses; this sets the threshold.
-        places: upper limit of positions.
+        agreement: of the held-out positions that exit at a look, at least this share must have the token that the whole
+            target chooses. This sets the threshold.
+        places: no more answers are read after this many positions.
         held_out: one answer in this many is kept out of the training, to set the thresholds.
     """
 

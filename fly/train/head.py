@@ -36,7 +36,7 @@ __all__ = ["Plan", "Training", "train_head"]
 
 _STATE = "state.pt"
 _MAY_CHANGE = "steps", "save_every"  # settings of a plan that may change when a training continues
-_ALIKE = 32  # batches whose answers are drawn together and sorted by length
+_ALIKE = 32  # the answers of this many batches are drawn together and sorted by length
 _SAMPLED = 8  # how many answers the target reads at a time before the training
 
 
@@ -115,8 +115,8 @@ class Plan:
 
 
 class OwnSteps:
-    """The keys and values that the head attends to in the training-time test. In the first step a token attends to all
-    tokens up to itself; in later steps also to its own earlier steps."""
+    """The keys and values that the head attends to in the training-time test. In every step a token attends to the
+    first step of all tokens up to itself. In later steps it also attends to its own later steps so far."""
 
     def __init__(self, batch: int, length: int) -> None:
         self.batch, self.length = batch, length
@@ -430,7 +430,7 @@ def _begin_like_the_target(head: Eagle3Head, reader: _Reader, taught: abc.Sequen
         product_CU += last_NC.T @ logits_NV[:, head.to_target_U]
     reader.scale_F = (square_F / read).sqrt().clamp_min(1e-6)
     if head.config.layer.hidden_size == width:
-        gram_CC += 1e-4 * gram_CC.diagonal().mean() * torch.eye(width)  # answers may be too few to solve it
+        gram_CC += 1e-4 * gram_CC.diagonal().mean() * torch.eye(width)  # in case of too few answers
         head.lm_head.weight.data.copy_(torch.linalg.solve(gram_CC, product_CU).T)
         scale_C = reader.scale_F[-width:]
         head.fc.weight.data.mul_(0.3)[:, -width:] = torch.diag(scale_C / scale_C.median())

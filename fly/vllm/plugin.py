@@ -141,7 +141,7 @@ def deciding(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         ends = torch.tensor(num_draft_tokens).cumsum(0).tolist()
         for b, request in getattr(sampling_metadata, "fly", {}).items():
             if b >= len(ends) or not (count := num_draft_tokens[b]):
-                continue  # nothing was drafted for it: vLLM's own sample stands
+                continue  # nothing was drafted for this row, so vLLM's own sample stands
             rows = slice(ends[b] - count, ends[b])
             temperature = 0.0 if sampling_metadata.all_greedy else float(sampling_metadata.temperature[b])
             generator = sampling_metadata.generators.get(b)

@@ -20,7 +20,7 @@ from fly.vocabulary import Vocabulary
 
 __all__ = ["Row", "read_rule"]
 
-_LONGEST = 2000  # characters of a rule in a request
+_LONGEST = 2000  # most characters of a rule in a request
 
 
 def read_rule(extra_args: Mapping[str, Any] | None, size: int) -> AcceptancePolicy | None:

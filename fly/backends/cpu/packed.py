@@ -90,7 +90,7 @@ def new(owner: object, variant: str, shape: Shape, *weights: Tensor | None) -> c
 
 
 def shape_of(config: LlamaConfig, **others: float) -> Shape:
-    """The sizes of a model as the library takes them. ``others`` are the sizes that ``config`` does not have."""
+    """Lay out the sizes of a model for the library. ``others`` are the sizes that ``config`` does not have."""
     return Shape(
         width=config.hidden_size,
         intermediate=config.intermediate_size,

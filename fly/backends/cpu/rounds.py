@@ -144,8 +144,8 @@ def _lay_rows(plan: RoundPlan, texts: list[array[int]], copied: bool) -> ctypes.
 
 
 def _states(plan: RoundPlan, results: _Results, last: int, fed: list[int]) -> list[tuple[int, Tensor]]:
-    """For each row, return the position of its last token before the call, and hidden states: of the tokens kept in
-    each round, but in the last round of all cached tokens."""
+    """For each row, return the position of its last token before the call, and hidden states. They are those of the
+    kept tokens, round after round, but in the last round those of all cached tokens."""
     if results.states_NF is None:
         return []
     blocks = results.blocks

@@ -107,7 +107,7 @@ class DeviceRound:
         """Launch a round with drafts of up to ``longest`` tokens. Its result has arrived once the event ``timer.done``
         has passed.
 
-        An error of a rule that no graph can hold is raised, and makes the round void.
+        If a rule that no graph can hold raises an error, the error is passed on, and the round is void.
         """
         self.rounds += 1
         timer.start.record()

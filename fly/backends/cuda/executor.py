@@ -92,7 +92,7 @@ class CudaExecutor(TorchExecutor):
             if any(isinstance(part, Int4Linear) for part in model.modules()):
                 self.kernels = "torch-int4"
         self.budget: int | None = None  # bytes for a cache's rounds (``DeviceRounds``), once counted
-        self._plain = ""  # why the last rows go the plain way; empty if ``rounds`` decides that
+        self._plain = ""  # why the last rows take the plain way; empty: ``rounds`` decides
         self._compiled_layers = cache(CompiledLayers)  # made on first use, as this imports torch's compiler
         self._rounds: WeakKeyDictionary[PagedKVCache, DeviceRounds] = WeakKeyDictionary()
 

@@ -264,7 +264,7 @@ def _(table_BW: Tensor, start_B: Tensor, stored_BN: Tensor, *rest: int) -> tuple
 
 @torch.library.custom_op("fly::uniforms", mutates_args=())
 def uniforms(seed_B: Tensor, round_B: Tensor, stream: int, n: int) -> Tensor:
-    """``fly.ops.uniforms``"""
+    """Compute ``fly.ops.uniforms``."""
     if _own(seed_B):
         from fly.backends.cuda.kernels import steps
 
@@ -279,7 +279,7 @@ def _(seed_B: Tensor, round_B: Tensor, stream: int, n: int) -> Tensor:
 
 @torch.library.custom_op("fly::draw", mutates_args=())
 def draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """``fly.ops.draw``"""
+    """Compute ``fly.ops.draw``."""
     if _own(probs_BV):
         from fly.backends.cuda.kernels import steps
 

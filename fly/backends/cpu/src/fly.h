@@ -1,8 +1,8 @@
 // Shared by all sources: a packed model, a call of it, and the table of a variant's code. Knows nothing of
 // instructions, nor of where memory and threads come from.
 //
-// Plain C++17, without exceptions and without the standard library: variants are compiled for processors that may not be this
-// one, and the linker could choose a variant's copy of a library template for all sources.
+// Plain C++17, without exceptions and without the standard library. Variants are compiled for processors that may not
+// be this one, and the linker could pick a variant's copy of a library template for all sources.
 #pragma once
 #include <pthread.h>
 #include <sched.h>
@@ -51,10 +51,10 @@ struct Format {
     bool parts;      // scales (and minima) are whole numbers times the superblock's factor; else float16
 };
 
-// 16 outputs of a GROUPED matrix, half a panel: superblocks of SUPER inputs, the last of which may be shorter. A superblock is a
-// head, padded to 64 bytes, and then its numbers:
-// - head: float16 factor [16], and of minima [16] (``parts`` only); scale [groups, 16]; minimum [groups, 16] (none with a
-//   centre). Scales and minima are int8 with ``parts``, else float16.
+// 16 outputs of a GROUPED matrix, half a panel. They are stored in superblocks of SUPER inputs; the last one may be
+// shorter. A superblock is a head, padded to 64 bytes, and then its numbers:
+// - head: float16 factors of scales [16] and of minima [16] (``parts`` only); scales [groups, 16]; minima [groups, 16]
+//   (none with a centre). Scales and minima are int8 with ``parts``, else float16.
 // - numbers: [steps of 4 inputs, 16 outputs, 4 inputs], one byte each. With 4 bits, a byte's upper half belongs to the
 //   next step, so that 64 bytes hold two steps. (Vector and tile instructions both take 4 inputs by 16 outputs.)
 struct Strip {

@@ -65,7 +65,7 @@ struct Arena : Block {
     ~Arena() { free(memory); }
 };
 
-// Holds the model's workspace alone, to the end of a scope.
+// Holds the model's workspace exclusively until the end of a scope.
 struct Locked {
     Model* model;
 
@@ -90,8 +90,8 @@ struct MatrixPlace {
 };
 int place_of(Model* model, int number, int which, MatrixPlace* place);
 
-// The row of the checkpoint's matrix that is output ``lane`` of a panel; -1: padding. ``pairs``: a panel holds 16 rows of the
-// first half and the same 16 of the second (gates and ups).
+// The row of the checkpoint's matrix that is stored as output ``lane`` of a panel; -1: padding. ``pairs``: a panel
+// holds 16 rows of the first half and the same 16 of the second (gates and ups).
 inline int source_row(int panel, int lane, int n, bool pairs) {
     if (!pairs) return panel * PANEL + lane < n ? panel * PANEL + lane : -1;
     const int half = n / 2, at = panel * (PANEL / 2) + lane % (PANEL / 2);
@@ -99,7 +99,7 @@ inline int source_row(int panel, int lane, int n, bool pairs) {
 }
 inline int panels_of(int n, bool pairs) { return pairs ? padded(n / 2, PANEL / 2) / (PANEL / 2) : padded(n) / PANEL; }
 
-// ``free_matrix`` frees a matrix's memory. The other gives a matrix a bias [N], and returns false if memory runs out.
+// ``drop`` frees a matrix's memory. ``bias_of`` gives a matrix a bias [N], and returns false if memory runs out.
 void drop(const Matrix& matrix);
 bool bias_of(Matrix* matrix, const float* bias, bool pairs);
 

@@ -151,7 +151,7 @@ int fly::make_room(Model* model, int tokens, int last_rows, int longest, int thr
         work.last_rows = last_rows;
     }
     if (longest > work.longest) {
-        work.longest = padded(longest + longest / 4, 256);  // more than is needed now, so that not every token enlarges it
+        work.longest = padded(longest + longest / 4, 256);  // more than is needed now, lest every token enlarge it
         for (Block& scratch : work.scratch) free(scratch.memory), scratch = {};
     }
     for (int i = 0; i < threads; i++)

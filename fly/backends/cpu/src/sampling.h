@@ -118,9 +118,10 @@ inline float* distribution_of(const Sampling& how, const float* given, int vocab
     return mass;
 }
 
-// Decides by coins whether the exact rule keeps each drafted token (fly/policies/base.py: exact_accept_probs): up to the first
-// mismatch, or ``all``. ``distributions`` [count, V] are what the tokens were drawn from; null: a deterministic draft. Returns
-// the number of the first mismatch, or ``count``, or NO_NUMBER if the chance of one is NaN. ``keeps`` [count] is out, or null.
+// Decides by coins whether the exact rule keeps each drafted token (fly/policies/base.py: exact_accept_probs), for the
+// tokens up to the first mismatch or for ``all``. Tokens were drawn from ``distributions`` [count, V]; null: a
+// deterministic draft. Returns the number of the first mismatch, ``count`` if there is none, or NO_NUMBER if a chance
+// is NaN. ``keeps`` [count] is out, or null.
 int accepts(const float* logits, int vocab, const Sampling* how, const int64_t* drafted, int count, const float* distributions,
             const float* coins, bool all, float* spread, uint8_t* keeps) {
     int first = count;
@@ -143,8 +144,8 @@ int accepts(const float* logits, int vocab, const Sampling* how, const int64_t* 
 }
 
 // Draws the token after the kept ones: from the target's distribution or, if a drafted token was ``rejected`` there
-// (else -1), from the residual max(0, target - draft). The draft's ``distribution`` [V] is null if it was that one
-// token for certain. NO_NUMBER if the residual holds a NaN.
+// (else -1), from the residual max(0, target - draft). The draft's ``distribution`` [V] is null if the draft proposed
+// that token with certainty. Returns NO_NUMBER if the residual holds a NaN.
 int64_t follow(const float* logits, int vocab, const Sampling* how, int64_t rejected, const float* distribution, float uniform,
                float* spread) {
     if (!(how->temperature > 0)) return best(logits, vocab);

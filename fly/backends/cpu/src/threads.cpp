@@ -14,7 +14,7 @@ struct Pool {
     pthread_mutex_t in_use, lock;
     pthread_cond_t wake;
     int32_t workers;
-    int32_t alone, patience;     // after a stall: how many more calls run without workers, and how many the next time
+    int32_t alone, patience;     // calls that still run without workers; such calls after the next stall
     alignas(64) int32_t gate;    // workers that joined the next call; -1 is closed
     int32_t places;              // how many workers that call takes
     alignas(64) int32_t started;
@@ -26,7 +26,7 @@ struct Pool {
 
 Pool pool;
 
-constexpr int64_t LOOK_OUT = 2000000, SPIN = 20000;  // nanoseconds a worker waits for a call, and spins of them
+constexpr int64_t LOOK_OUT = 2000000, SPIN = 20000;  // nanoseconds that a worker waits, and at first spins, for a call
 constexpr int32_t SHORTEST = 4, LONGEST = 64;       // calls to run alone after a stall
 
 void reset_pool() {

@@ -1,6 +1,6 @@
 // Draft trees in rounds (rounds.cpp calls ``grow``, ``propose`` and ``keep``, in this order): how they grow, which
-// tokens theirs see, and how the accepted path moves up in the KV cache. Knows nothing of how a model computes its
-// logits, nor of decisions.
+// tokens a token of a tree sees, and how the accepted path moves up in the KV cache. Knows nothing of how a model
+// computes its logits, nor of decisions.
 #pragma once
 #include "library.h"
 
@@ -157,8 +157,9 @@ public:
         return OK;
     }
 
-    // Grows a tree of at most ``limit[i]`` levels (1 or more) after each row of ``known``. A draft head is ``given`` the target's
-    // hidden states. Nothing follows a token that ends a row (``stop``, as for ``fly_draft``). An error or OK.
+    // Grows a tree of at most ``limit[i]`` levels (1 or more) after each row of ``known``. A draft head is ``given``
+    // the target's hidden states. A token that ends a row (``stop``, as for ``fly_draft``) has no children. An error or
+    // OK.
     int grow(const Batch& known, const int32_t* limit, const Span<const int64_t>* stop, Span<const char> given) {
         Batch batch = known;
         int asked = known.rows;
