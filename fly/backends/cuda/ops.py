@@ -333,7 +333,7 @@ def refuse_attention(device: torch.device, dtype: torch.dtype, width: int, page:
     """Return why ``attend_pages`` is not used for such a cache, or None if it is used. The first call on a device
     compiles the kernels and compares them with the reference, on a row of two splits. A refusal is logged once, as a
     warning."""
-    reason = _probe(device, dtype, width, page)
+    reason = _try(device, lambda: _compare_attention(device, dtype, width, page))
     if reason is not None:
         _log.warning("PyTorch's attention is used on %s, not our Triton kernels: %s", device, reason)
     return reason
@@ -343,13 +343,7 @@ def refuse_attention(device: torch.device, dtype: torch.dtype, width: int, page:
 def refuse_layers(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why the small steps of a layer are not fused, or None if they are. The first call on a device compares
     each kernel with its reference. A refusal is logged once, as a warning."""
-    reason = _refuse_device(device)
-    if reason is None:
-        try:
-            with torch.cuda.device(device):
-                reason = _compare_layers(device, dtype)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    reason = _try(device, lambda: _compare_layers(device, dtype))
     if reason is not None:
         _log.warning("layers on %s run operation by operation, not by our Triton kernels: %s", device, reason)
     return reason
@@ -359,18 +353,23 @@ def refuse_layers(device: torch.device, dtype: torch.dtype) -> str | None:
 def refuse_steps(device: torch.device) -> str | None:
     """Return why our kernels do not compute the steps of a round outside of its layers, or None if they do. They are
     compared as in ``refuse_layers``."""
-    reason = _refuse_device(device)
-    if reason is None:
-        try:
-            with torch.cuda.device(device):
-                reason = _compare_steps(device)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    reason = _try(device, lambda: _compare_steps(device))
     if reason is not None:
         _log.warning(
             "the steps of a round on %s run operation by operation, not by our Triton kernels: %s", device, reason
         )
     return reason
+
+
+def _try(device: torch.device, compare: Callable[[], str | None]) -> str | None:
+    """Return why kernels are not used on a device: the device itself, what ``compare`` finds there, or its error."""
+    if (reason := _refuse_device(device)) is not None:
+        return reason
+    try:
+        with torch.cuda.device(device):
+            return compare()
+    except Exception as error:  # no C compiler, an unknown device, a driver that is too old
+        return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _compare(device: torch.device, run: Any, kernel: Callable[..., Any], *given: Any) -> str | None:
@@ -430,24 +429,18 @@ def _refuse_device(device: torch.device) -> str | None:
     return None
 
 
-def _probe(device: torch.device, dtype: torch.dtype, width: int, page: int) -> str | None:
-    if (reason := _refuse_device(device)) is not None:
-        return reason
+def _compare_attention(device: torch.device, dtype: torch.dtype, width: int, page: int) -> str | None:
     if not (width <= 256 and dtype in (torch.bfloat16, torch.float16, torch.float32)):
         return f"they take heads of up to 256 numbers in bfloat16, float16 or float32, not {width} in {dtype}"
-    try:
-        keys, pages = 300, -(-300 // page)
-        drawn = torch.Generator().manual_seed(0)
-        q, k, v = (
-            torch.randn(count, heads, width, generator=drawn).to(device, dtype)
-            for count, heads in ((3, 8), (pages * page, 2), (pages * page, 2))
-        )
-        last_T = torch.arange(keys - 2, keys + 1, dtype=torch.int32, device=device)
-        ends_B1 = torch.tensor([0, 3], dtype=torch.int32).to(device)
-        table_BW = torch.arange(pages - 1, -1, -1, dtype=torch.int32, device=device).unsqueeze(0)
-        given = q, k, v, ends_B1, last_T, last_T - 1, table_BW, 3, page, 0, width**-0.5
-        with torch.cuda.device(device):
-            wrong = float((attend_pages(*given).float() - attend_plainly(*given).float()).abs().max())
-    except Exception as error:  # no C compiler, an unknown device, a driver that is too old
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+    keys, pages = 300, -(-300 // page)
+    drawn = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(count, heads, width, generator=drawn).to(device, dtype)
+        for count, heads in ((3, 8), (pages * page, 2), (pages * page, 2))
+    )
+    last_T = torch.arange(keys - 2, keys + 1, dtype=torch.int32, device=device)
+    ends_B1 = torch.tensor([0, 3], dtype=torch.int32).to(device)
+    table_BW = torch.arange(pages - 1, -1, -1, dtype=torch.int32, device=device).unsqueeze(0)
+    given = q, k, v, ends_B1, last_T, last_T - 1, table_BW, 3, page, 0, width**-0.5
+    wrong = float((attend_pages(*given).float() - attend_plainly(*given).float()).abs().max())
     return None if wrong < 0.02 else f"their values differ from the reference by {wrong:.3g}"
