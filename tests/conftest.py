@@ -13,7 +13,11 @@ from hypothesis import HealthCheck, settings
 from fly.backends.cpu import library
 
 if TYPE_CHECKING:
+    from openai import OpenAI
+
+    from fly import LLM
     from tests.pool import Pool
+    from tests.serving import Running
 
 # Forwards of tiny models take milliseconds, but their time is no property: no deadline anywhere.
 _QUIET = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
@@ -74,3 +78,34 @@ def pool() -> Iterator[Pool]:
 def _seed() -> None:
     """No test depends on what ran before it."""
     torch.manual_seed(0)
+
+
+# For the tests of a server, which import what they need when they run: others need none of it.
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Running]:
+    """A server of the smallest model, which must have forgotten all requests at the end."""
+    from tests.serving import eventually, running
+
+    with running() as server:
+        yield server
+        assert eventually(lambda: server.all_free and server.service.open == 0 and not server.service.llm.worker.jobs)
+
+
+@pytest.fixture(scope="module")
+def client(here: Running) -> Iterator[OpenAI]:
+    from openai import OpenAI
+
+    with OpenAI(base_url=f"{here.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def alone() -> LLM:
+    """The same model, for what the answers should be."""
+    from fly import LLM
+    from fly.drafts import NGramDraft
+    from tests.serving import MODEL
+
+    return LLM(MODEL, draft=NGramDraft(), dtype="float32", k=6)

@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +16,9 @@ from openai import AsyncOpenAI, OpenAI
 
 import fly.serve
 from fly import LLM, SamplingParams
-from fly.drafts import NGramDraft
 from fly.serve.answers import Vocabulary
 from fly.serve.metrics import Metrics
 from tests.serving import CHAT, MODEL, QUESTION, Running, eventually, reference, running
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[Running]:
-    with running() as server:
-        yield server
-        assert eventually(lambda: server.all_free and server.service.open == 0 and not server.service.llm.worker.jobs)
-
-
-@pytest.fixture(scope="module")
-def client(here: Running) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{here.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def alone() -> LLM:
-    """The same model, for what the answers should be."""
-    return LLM(MODEL, draft=NGramDraft(), dtype="float32", k=6)
 
 
 def test_chat(client: OpenAI, alone: LLM) -> None:

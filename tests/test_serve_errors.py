@@ -18,30 +18,10 @@ import pytest
 from openai import OpenAI
 
 from fly import LLM
-from fly.drafts import NGramDraft
 from fly.policies import Exact
 from fly.serve import Service, Settings
 from fly.serve.service import _param_of
 from tests.serving import CHAT, MODEL, Running, eventually, running
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[Running]:
-    with running() as server:
-        yield server
-        assert eventually(lambda: server.all_free and server.service.open == 0 and not server.service.llm.worker.jobs)
-
-
-@pytest.fixture(scope="module")
-def client(here: Running) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{here.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def alone() -> LLM:
-    """The same model, for what the answers should be."""
-    return LLM(MODEL, draft=NGramDraft(), dtype="float32", k=6)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,31 +16,10 @@ import pytest
 from openai import OpenAI
 
 from fly import LLM, SamplingParams
-from fly.drafts import NGramDraft
 from fly.engine.job import Job
 from fly.policies import Exact, FLy
 from fly.serve.rules import Rules
-from tests.serving import CHAT, MODEL, Running, eventually, running
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[Running]:
-    with running() as server:
-        yield server
-        assert eventually(lambda: server.all_free and server.service.open == 0 and not server.service.llm.worker.jobs)
-
-
-@pytest.fixture(scope="module")
-def client(here: Running) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{here.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def alone() -> LLM:
-    """The same model, for what the answers should be."""
-    return LLM(MODEL, draft=NGramDraft(), dtype="float32", k=6)
-
+from tests.serving import CHAT, MODEL, running
 
 FORM = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 
