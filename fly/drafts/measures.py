@@ -6,11 +6,12 @@ with the forward of the same round."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import abc, defaultdict, deque
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from statistics import median
+from statistics import median, median_low
 
 from fly.runtime.request import common_prefix
 
@@ -28,6 +29,9 @@ class Costs:
     ``start + slope · tokens``, a line through the last 16 by the Theil-Sen estimator: its slope is the median of the
     slopes between pairs, weighted by their distance, so that a few slow rounds do not move it. A drafted token takes
     ``step`` forwards of the target over the same rows; this ratio hardly depends on how many rows there are.
+
+    A neighbour slows down everything. So seconds are divided by the pace before they are kept: the median of how much
+    longer the last 5 rounds took than expected. Only kinds of rounds that have been measured before set the pace.
     """
 
     def __init__(self) -> None:
@@ -36,15 +40,17 @@ class Costs:
         self._forwards: deque[tuple[float, float]] = deque(maxlen=_MANY)  # tokens and seconds of forwards over drafts
         self._steps: deque[float] = deque(maxlen=_FEW + _FEW)
         self._beyond: deque[float] = deque(maxlen=_FEW)
+        self._paces: deque[float] = deque(maxlen=_FEW)
 
     def plain(self, rows: int) -> float:
-        """Seconds of a forward without drafts; 0 if nothing is known."""
+        """Seconds of a forward without drafts, which takes no longer than one over drafts; 0 if nothing is known."""
         if rows in self._plain:
-            return median(self._plain[rows])
+            limit = self.forward(rows + 1) if self._forwards else math.inf
+            return min(median_low(self._plain[rows]), limit)
         if not self._plain:
             return self.forward(rows)
         near = min(self._plain, key=lambda known: abs(known - rows))
-        there = median(self._plain[near])
+        there = self.plain(near)
         return max(there + self.slope * (rows - near), there * min(rows / near, 1.0))
 
     def forward(self, tokens: float) -> float:
@@ -64,15 +70,23 @@ class Costs:
         return median(self._beyond) if self._beyond else 0.0
 
     def add_plain(self, rows: int, seconds: float) -> None:
-        self._plain[rows].append(seconds)
+        known = self._plain[rows]
+        known.append(self._at_usual_pace(seconds, median(known) if len(known) > 2 else 0.0))
         self._fit(rows)
 
     def add_forward(self, rows: int, tokens: float, seconds: float) -> None:
-        self._forwards.append((tokens, seconds))
+        known = self.forward(tokens) if len(self._forwards) > 2 else 0.0
+        self._forwards.append((tokens, self._at_usual_pace(seconds, known)))
         self._fit(rows)
 
     def add_lookup(self, tokens: float, seconds: float) -> None:
-        self._beyond.append(seconds - self.forward(tokens))
+        known = self.forward(tokens) + self.beyond if len(self._beyond) > 2 else 0.0
+        self._beyond.append(self._at_usual_pace(seconds, known) - self.forward(tokens))
+
+    def _at_usual_pace(self, seconds: float, expected: float) -> float:
+        if expected > 0:
+            self._paces.append(seconds / expected)
+        return seconds / (median(self._paces) or 1.0) if self._paces else seconds
 
     def add_step(self, rows: int, seconds: float, tokens: float, forward: float) -> None:
         """Learn from a drafted token for each of ``rows`` rows. It took ``seconds``, in a round in which the target's
