@@ -6,7 +6,6 @@ Skipped as a whole where the library was not built.
 from __future__ import annotations
 
 import gc
-import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -38,8 +38,8 @@ class Costs:
         self.start = self.slope = 0.0
         self._plain: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_FEW))  # seconds, by rows
         self._forwards: deque[tuple[float, float]] = deque(maxlen=_MANY)  # tokens and seconds of forwards over drafts
-        self._steps: deque[float] = deque(maxlen=_FEW + _FEW)
-        self._beyond: deque[float] = deque(maxlen=_FEW)
+        self._steps: deque[float] = deque(maxlen=2 * _FEW)
+        self._lookups: deque[tuple[float, float]] = deque(maxlen=_FEW)
         self._paces: deque[float] = deque(maxlen=_FEW)
 
     def plain(self, rows: int) -> float:
@@ -67,7 +67,7 @@ class Costs:
     @property
     def beyond(self) -> float:
         """Seconds of a round by lookup beyond its forward. Such rounds are not run by compiled code."""
-        return median(self._beyond) if self._beyond else 0.0
+        return median([seconds - self.forward(tokens) for tokens, seconds in self._lookups] or [0.0])
 
     def add_plain(self, rows: int, seconds: float) -> None:
         known = self._plain[rows]
@@ -80,8 +80,8 @@ class Costs:
         self._fit(rows)
 
     def add_lookup(self, tokens: float, seconds: float) -> None:
-        known = self.forward(tokens) + self.beyond if len(self._beyond) > 2 else 0.0
-        self._beyond.append(self._at_usual_pace(seconds, known) - self.forward(tokens))
+        known = self.forward(tokens) + self.beyond if len(self._lookups) > 2 else 0.0
+        self._lookups.append((tokens, self._at_usual_pace(seconds, known)))
 
     def _at_usual_pace(self, seconds: float, expected: float) -> float:
         if expected > 0:
