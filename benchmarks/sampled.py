@@ -247,7 +247,7 @@ def _by_coins(blocks: Sampled, policy: AcceptancePolicy, length_N: Tensor, copie
         # What the relaxed tokens spent.
         relaxed[:, of] += loose_RK.sum(1).view(copies, n)
         nats[:, of] += (loose_RK * pick(nats_NKU[each], blocks.token[each])).sum(1).view(copies, n)
-        for budget in policy.relaxation.budgets if policy.relaxation else ():
+        for budget in () if policy.relaxation is None else policy.relaxation.budgets:
             cost_RK = torch.zeros(loose_RK.shape)
             cost_RK[loose_RK] = budget.cost(target, draft, *loose_RK.nonzero().unbind(1)).float()
             spent.setdefault(budget.label, torch.zeros(copies, problems))[:, of] += cost_RK.sum(1).view(copies, n)
