@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections import abc, defaultdict
+from collections import abc, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import itemgetter
 
 from fly.drafts.base import Continuation, DraftSetup, DraftStrategy, StopsByChance, Wrapper, pad, pieces_of
-from fly.drafts.measures import Average, Costs, Rates
+from fly.drafts.measures import Costs, Rates
 from fly.drafts.suffix import SuffixDraft
 from fly.runtime.executor import Spent
-from fly.runtime.request import Sequence
+from fly.runtime.request import Sequence, common_prefix
 from fly.types import Draft, Target
 
 __all__ = ["AdaptiveDraft"]
@@ -59,7 +59,7 @@ class _Row:
     """What is known of a row."""
 
     drafting: _Yield
-    lookup: Average
+    copied: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_LATEST))  # the lookup's, and kept
     read: int = 0  # how many of its tokens the strategy has read
 
 
@@ -153,7 +153,7 @@ class AdaptiveDraft(Wrapper):
 
     tokens a second. F and c, the cost of a drafted token, are measured (``Costs``). How many of the strategy's tokens
     are drafted and kept are averages over recent rounds of the row. A lookup is judged by how long its proposal is, and
-    by how often its earlier proposals were right, whether they were used or not.
+    by how often its earlier proposals were right at each position, whether they were used or not.
 
     The strategy drafts a token if
 
@@ -190,7 +190,7 @@ class AdaptiveDraft(Wrapper):
         super().__init__([strategy] if lookup is None else [strategy, lookup])
         self.clock = clock
         self._loads: defaultdict[bool, _Load] = defaultdict(_Load)  # by whether all rows are at temperature 0
-        self._average = Average(0.1, 0.9)  # of the lookup, over all rows
+        self._copied = Rates()  # how often the lookup's tokens are right
         self._rows: dict[int, _Row] = {}
         self._last = _PLAIN
         self._round: _Round | None = None
@@ -279,7 +279,7 @@ class AdaptiveDraft(Wrapper):
 
     def _row(self, row: Sequence) -> _Row:
         if row.id not in self._rows:
-            self._rows[row.id] = _Row(self._loads[row.greedy].drafting.copy(), self._average)
+            self._rows[row.id] = _Row(self._loads[row.greedy].drafting.copy())
         return self._rows[row.id]
 
     def _begin(self, rows: abc.Sequence[Sequence], most: abc.Sequence[int]) -> _Round:
@@ -292,20 +292,21 @@ class AdaptiveDraft(Wrapper):
         speeds = {_PLAIN: load.plain(count)}
         speeds[_DRAFTING] = load.drafting_for(count, [own.drafting for own, n in zip(known, most) if n], behind)
         worth = load.costs.slope * max(speeds.values())
-        lengths = [_worthwhile(own.lookup.acceptance, worth, len(tokens)) for own, tokens in zip(known, looked)]
+        chances = [self._copied.chances(len(tokens), own.copied) for own, tokens in zip(known, looked)]
+        chances = [[chance for chance in each if chance >= worth] for each in chances]
+        lengths = list(map(len, chances))
         if any(lengths):
-            copied = sum(own.lookup.expected(n) for own, n in zip(known, lengths))
-            speeds[_LOOKUP] = load.looking_up(count, sum(lengths), copied)
+            speeds[_LOOKUP] = load.looking_up(count, sum(lengths), sum(map(sum, chances)))
         way, speed = max(speeds.items(), key=itemgetter(1))
         # Now and then, try what seems slower. In a batch a trial drafts for one row, the one that needs least reading.
         other = _DRAFTING if way == _PLAIN else _PLAIN
-        trial, asked = load.trials[other], list(most)
-        wait = trial.wait if load.costs.step is not None else _TRIED
-        if trial.left or (trial.waited >= wait and (other == _DRAFTING or speeds[_PLAIN] * _DOUBT > speed)):
-            way, rounds, first = other, trial.begin(), missed.index(min(missed))
+        next_trial, trial, asked = load.trials[other], None, list(most)
+        wait = next_trial.wait if load.costs.step is not None else _TRIED
+        rounds = wait - next_trial.waited if next_trial.waited < wait else _FIRST_WAIT
+        due = next_trial.waited >= wait and (other == _DRAFTING or speeds[_PLAIN] * _DOUBT > speed)
+        if next_trial.left or due:
+            way, trial, rounds, first = other, next_trial, next_trial.begin(), missed.index(min(missed))
             asked = [n * (b == first) for b, n in enumerate(most)]
-        else:
-            trial, rounds = None, wait - trial.waited if trial.waited < wait else _FIRST_WAIT
         if way != _DRAFTING:
             asked = lengths if way == _LOOKUP else [0] * count
         worth = load.worth(sum(map(bool, asked)), speed)
@@ -335,7 +336,8 @@ class AdaptiveDraft(Wrapper):
             return [min(most, _SHORT) for most in this.asked]
         worth = this.worth * max(load.drafting.verified, 1e-9) / max(load.drafting.steps, 1e-9)
         return [
-            load.rates.longest(most, worth, row.drafts[-_LATEST:]) or min(most, row.stats.rounds % _AGAIN == 0)
+            sum(chance >= worth for chance in load.rates.chances(most, row.drafts[-_LATEST:]))
+            or min(most, row.stats.rounds % _AGAIN == 0)
             for row, most in zip(rows, this.asked)
         ]
 
@@ -366,9 +368,9 @@ class AdaptiveDraft(Wrapper):
             return
         # Judge the lookup by its proposals, used or not.
         for own, looked, new in zip(map(self._row, rows), this.looked, emitted):
-            if looked:
-                own.lookup = own.lookup.after(looked, len(looked), new)
-                self._average = self._average.after(looked, len(looked), new)
+            if told := min(len(looked), len(new)):
+                own.copied.append((told, common_prefix(looked, new)))
+                self._copied.add(*own.copied[-1])
         # Learn what forwards and drafted tokens cost.
         load, verified, forward = this.load, sum(n for some in took for n, _, _ in some), (seconds - drafting) / rounds
         size = len(rows) + verified / rounds
@@ -406,10 +408,3 @@ class AdaptiveDraft(Wrapper):
 
 def _places(rows: abc.Sequence[Sequence]) -> list[tuple[int, int]]:
     return [(row.id, len(row.tokens)) for row in rows]
-
-
-def _worthwhile(acceptance: float, worth: float, most: int) -> int:
-    """Return how many tokens, at most ``most``, are each kept with a chance of at least ``worth``."""
-    if worth >= 1 or acceptance <= 0:
-        return 0
-    return most if acceptance >= 1 or worth <= 0 else min(most, int(math.log(worth) / math.log(acceptance)))

@@ -1,5 +1,5 @@
 """Recent measurements: seconds of forwards and of drafting (``Costs``), how often drafted tokens are kept at each
-position (``Rates``), and by one strategy (``Average``). Knows nothing of strategies or clocks.
+position (``Rates``). Knows nothing of strategies or clocks.
 
 A neighbour on the machine makes single rounds many times as long. So costs are medians, and a drafted token is compared
 with the forward of the same round."""
@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import abc, defaultdict, deque
-from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import mul
 from statistics import median, median_low
 
-from fly.runtime.request import common_prefix
-
-__all__ = ["Average", "Costs", "Rates"]
+__all__ = ["Costs", "Rates"]
 
 _FEW, _MANY = 5, 16  # how many measurements a median is taken of, and a line is laid through
 _TOKENS = 400.0  # rates remember about this many drafted tokens
@@ -112,36 +110,6 @@ class Costs:
         self.start = max(median(seconds - self.slope * tokens for tokens, seconds in points), 0.0)
 
 
-@dataclass(frozen=True)
-class Average:
-    """Exponential averages over a strategy's proposals; the newest has the weight ``rate``."""
-
-    rate: float
-    acceptance: float  # how often a token is accepted if all tokens before it are
-    length: float = float("inf")  # of a proposal; infinite until a proposal is shorter than the most tokens asked for
-
-    def expected(self, length: float) -> float:
-        """Return the expected number of accepted tokens if ``length`` tokens are proposed: the sum of acceptance^j over
-        j = 1…length."""
-        length, a = min(length, self.length), self.acceptance
-        return length if a == 1 else a * (1 - a**length) / (1 - a)
-
-    def after(self, proposed: list[int], asked: int, emitted: list[int]) -> Average:
-        """Return the averages after one more proposal, for which at most ``asked`` tokens were asked. ``emitted`` has
-        at least one token."""
-        # Count an empty proposal as half a token, so that the strategy is tried again.
-        length = max(float(len(proposed)), 0.5)
-        if len(proposed) == asked:  # the strategy might have proposed more
-            length = max(length, self.length)
-        if self.length != float("inf"):
-            length = self.length + self.rate * (length - self.length)
-        accepted = common_prefix(proposed, emitted)
-        acceptance = 1 - (1 - self.acceptance) * (1 - self.rate) ** accepted
-        if accepted < min(len(proposed), len(emitted)):  # a mismatch; without one, later tokens say nothing
-            acceptance *= 1 - self.rate
-        return replace(self, acceptance=acceptance, length=length)
-
-
 class Rates:
     """For each position of a draft, how often a token is kept if all tokens before it are. Old measurements fade."""
 
@@ -164,20 +132,16 @@ class Rates:
             self.tried[position] += 1
             self.kept[position] += position < accepted
 
-    def longest(self, most: int, worth: float, drafts: abc.Iterable[tuple[int, int]]) -> int:
-        """Return how many tokens to draft, at most ``most``. A token is drafted if it and all tokens before it are kept
-        with a chance of at least ``worth``. ``drafts`` lists the numbers of drafted and kept tokens of the row's latest
-        drafts, since a row may be easier or harder than others."""
+    def chances(self, most: int, drafts: abc.Iterable[tuple[int, int]]) -> list[float]:
+        """Return, for each of ``most`` positions, the chance that the token there and all before it are kept.
+        ``drafts`` lists the numbers of drafted and kept tokens of the row's latest drafts, since a row may be easier or
+        harder than others."""
         common = self.overall
         counts = [(min(drafted, accepted + 1), accepted) for drafted, accepted in drafts]
         tried, kept = sum(n for n, _ in counts), sum(n for _, n in counts)
         own = (kept + _PRIOR * common) / (tried + _PRIOR) / common  # the row's rate, as a multiple of the common one
-        chance = 1.0
-        for position in range(most):
-            here = common
-            if position < len(self.tried):
-                here = (self.kept[position] + _PRIOR * common) / (self.tried[position] + _PRIOR)
-            chance *= min(own * here, 1.0)
-            if chance < worth:
-                return position
-        return most
+        rates = [
+            (self.kept[at] + _PRIOR * common) / (self.tried[at] + _PRIOR) if at < len(self.tried) else common
+            for at in range(most)
+        ]
+        return list(accumulate((min(own * rate, 1.0) for rate in rates), mul))

@@ -6,11 +6,40 @@ from collections import abc
 from dataclasses import dataclass, field, replace
 
 from fly.drafts.base import DraftStrategy, Piece, Wrapper, pieces_of, together
-from fly.drafts.measures import Average
-from fly.runtime.request import Sequence
+from fly.runtime.request import Sequence, common_prefix
 from fly.types import Draft
 
 __all__ = ["UnionDraft"]
+
+
+@dataclass(frozen=True)
+class _Average:
+    """Exponential averages over a strategy's proposals; the newest has the weight ``rate``."""
+
+    rate: float
+    acceptance: float  # how often a token is accepted if all tokens before it are
+    length: float = float("inf")  # of a proposal; infinite until a proposal is shorter than the most tokens asked for
+
+    def expected(self, length: float) -> float:
+        """Return the expected number of accepted tokens if ``length`` tokens are proposed: the sum of acceptance^j over
+        j = 1…length."""
+        length, a = min(length, self.length), self.acceptance
+        return length if a == 1 else a * (1 - a**length) / (1 - a)
+
+    def after(self, proposed: list[int], asked: int, emitted: list[int]) -> _Average:
+        """Return the averages after one more proposal, for which at most ``asked`` tokens were asked. ``emitted`` has
+        at least one token."""
+        # Count an empty proposal as half a token, so that the strategy is tried again.
+        length = max(float(len(proposed)), 0.5)
+        if len(proposed) == asked:  # the strategy might have proposed more
+            length = max(length, self.length)
+        if self.length != float("inf"):
+            length = self.length + self.rate * (length - self.length)
+        accepted = common_prefix(proposed, emitted)
+        acceptance = 1 - (1 - self.acceptance) * (1 - self.rate) ** accepted
+        if accepted < min(len(proposed), len(emitted)):  # a mismatch; without one, later tokens say nothing
+            acceptance *= 1 - self.rate
+        return replace(self, acceptance=acceptance, length=length)
 
 
 @dataclass
@@ -52,8 +81,8 @@ class UnionDraft(Wrapper):
         for name, value in (("rate", rate), ("prior", prior)):
             if not 0 < value <= 1:
                 raise ValueError(f"{name} {value} must be above 0 and at most 1")
-        self._overall = [Average(rate, prior) for _ in strategies]
-        self._averages: dict[int, list[Average]] = {}  # by row id
+        self._overall = [_Average(rate, prior) for _ in strategies]
+        self._averages: dict[int, list[_Average]] = {}  # by row id
         self._rounds: dict[int, _Round] = {}  # by row id
         self._draws = [False] * len(strategies)  # whether a strategy has ever given a distribution
 
