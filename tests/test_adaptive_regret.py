@@ -73,12 +73,14 @@ class Machine:
             seconds *= self.rng.uniform(1.3, 2.5)
         self.now += seconds + 5 * (self.noise == "pauses" and self.rng.random() < 0.03 * seconds)
 
-    def run(self, strategy: DraftStrategy | None, texts: abc.Sequence[Text], first: int) -> float:
-        """Seconds of requests that run together. ``first`` is the first one's number."""
-        start, rows = self.now, [make_row(text.tokens[: PROMPT + 1]) for text in texts]
-        for number, (row, text) in enumerate(zip(rows, texts), start=first):
+    def run(self, strategy: DraftStrategy | None, texts: abc.Sequence[Text], together: int) -> float:
+        """Seconds of all requests. Up to ``together`` run at a time."""
+        start, waiting, rows = self.now, [make_row(text.tokens[: PROMPT + 1]) for text in texts], list[Sequence]()
+        for number, (row, text) in enumerate(zip(waiting, texts)):
             row.prompt_length, row.id, self.texts[number] = PROMPT, number, text
-        while rows:
+        while rows or waiting:
+            while waiting and len(rows) < together:
+                rows.append(waiting.pop(0))
             left = [len(self.texts[row.id].tokens) - len(row.tokens) for row in rows]
             most = [min(15, n - 1) for n in left]
             drafts = strategy.propose(rows, most).chains if strategy and any(most) else [[] for _ in rows]
@@ -151,8 +153,7 @@ def total(arm: str, kind: str, step: float, seed: int, together: int = 1, **cost
         "adaptive": AdaptiveDraft(Model(machine), Lookup(machine), machine.clock),
     }
     texts = [Text.of(kind, 1000 * seed + n) for n in range(REQUESTS * together)]
-    starts = range(0, len(texts), together)
-    return sum(machine.run(arms[arm], texts[first : first + together], first) for first in starts)
+    return machine.run(arms[arm], texts, together)
 
 
 @pytest.mark.parametrize("noise", ["quiet", "neighbour", "pauses"])
