@@ -9,6 +9,7 @@ from collections import abc, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import itemgetter
+from statistics import median
 
 from fly.drafts.base import Continuation, DraftSetup, DraftStrategy, StopsByChance, Wrapper, pad, pieces_of
 from fly.drafts.measures import Costs, Rates
@@ -31,6 +32,7 @@ _AGAIN = 16  # after this many rounds, draft again for a row that seemed too har
 _BEHIND = 32  # a strategy that has missed more tokens of a row must catch up, which is no cost of drafting
 _CATCH_UP = 1.1  # let it catch up only if drafting is this many times as fast as anything else
 _DOUBT = 2.0  # an estimate may be wrong by this factor; decoding without drafts is tried only where that would decide
+_ASKING = 0.05  # ask the lookup only if that takes at most this share of a forward
 _TRIED = 2  # rounds of a trial
 _KEEP = 0.95  # each round multiplies the weight of earlier ones
 _FIRST_WAIT, _LONGEST_WAIT = 8, 512  # rounds until the next trial
@@ -172,8 +174,9 @@ class AdaptiveDraft(Wrapper):
 
     Args:
         strategy: proposes the drafts.
-        lookup: proposes by copying. It must be cheap, and give chains without distributions. None means suffix decoding
-            (``SuffixDraft``) if the strategy drafts by a model's probabilities, otherwise no lookup.
+        lookup: proposes by copying, in chains without distributions. It is asked only while that takes less than a
+            twentieth of a forward. None means suffix decoding (``SuffixDraft``) if the strategy drafts by a model's
+            probabilities, otherwise no lookup.
         clock: returns the time in seconds. The default is the setup's clock, which ranks share.
     """
 
@@ -191,6 +194,7 @@ class AdaptiveDraft(Wrapper):
         self.clock = clock
         self._loads: defaultdict[bool, _Load] = defaultdict(_Load)  # by whether all rows are at temperature 0
         self._copied = Rates()  # how often the lookup's tokens are right
+        self._asking: deque[float] = deque(maxlen=5)  # seconds that the lookup took to propose
         self._rows: dict[int, _Row] = {}
         self._last = _PLAIN
         self._round: _Round | None = None
@@ -302,9 +306,9 @@ class AdaptiveDraft(Wrapper):
         other = _DRAFTING if way == _PLAIN else _PLAIN
         next_trial, trial, asked = load.trials[other], None, list(most)
         wait = next_trial.wait if load.costs.step is not None else _TRIED
-        rounds = wait - next_trial.waited if next_trial.waited < wait else _FIRST_WAIT
-        due = next_trial.waited >= wait and (other == _DRAFTING or speeds[_PLAIN] * _DOUBT > speed)
-        if next_trial.left or due:
+        plausible = other == _DRAFTING or speeds[_PLAIN] * _DOUBT > speed
+        rounds = max(wait - next_trial.waited, 1) if plausible else _FIRST_WAIT
+        if next_trial.left or (plausible and next_trial.waited >= wait):
             way, trial, rounds, first = other, next_trial, next_trial.begin(), missed.index(min(missed))
             asked = [n * (b == first) for b, n in enumerate(most)]
         if way != _DRAFTING:
@@ -316,10 +320,13 @@ class AdaptiveDraft(Wrapper):
         return self._round
 
     def _look_up(self, rows: abc.Sequence[Sequence], most: abc.Sequence[int]) -> list[list[int]]:
-        """Return what the lookup proposes for each row."""
-        if self.lookup is None:
+        """Return what the lookup proposes for each row. If asking it takes too long, it proposes nothing."""
+        forward = self._loads[all(row.greedy for row in rows)].costs.plain(len(rows))
+        if self.lookup is None or (forward and median(self._asking or [0.0]) > _ASKING * forward):
             return [[] for _ in rows]
+        begin = self.clock()
         pieces = pieces_of(self.lookup.propose(rows, most))
+        self._asking.append(self.clock() - begin)
         if any(piece.parents is not None or piece.probs_NV is not None for piece in pieces):
             raise ValueError(f"{type(self.lookup).__name__} cannot be the lookup: it proposes trees or draws tokens")
         return [piece.tokens for piece in pieces]

@@ -15,7 +15,7 @@ from statistics import median, median_low
 
 __all__ = ["Costs", "Rates"]
 
-_FEW, _MANY = 5, 16  # how many measurements a median is taken of, and a line is laid through
+_FEW, _MANY = 5, 12  # how many measurements a median is taken of, and a line is laid through
 _TOKENS = 400.0  # rates remember about this many drafted tokens
 _HOPE, _PRIOR = 0.9, 4.0  # the rate to assume at first, and its weight in tokens
 
@@ -24,7 +24,7 @@ class Costs:
     """What a forward of the target takes, by the number of its tokens, and what drafting takes.
 
     A forward without drafts takes the median of the last 5, for each number of rows. A forward over drafts takes
-    ``start + slope · tokens``, a line through the last 16 by the Theil-Sen estimator: its slope is the median of the
+    ``start + slope · tokens``, a line through the last 12 by the Theil-Sen estimator: its slope is the median of the
     slopes between pairs, weighted by their distance, so that a few slow rounds do not move it. A drafted token takes
     ``step`` forwards of the target over the same rows; this ratio hardly depends on how many rows there are.
 
