@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import gguf
 import torch
+import typer
 from safetensors.torch import load_file, save_file
 
 
@@ -74,5 +74,9 @@ def write_w8a8(source: str, path: str) -> None:
     (out / "config.json").write_text(json.dumps(config, indent=2))
 
 
+app = typer.Typer(add_completion=False)
+app.command("gguf")(write_gguf)
+app.command("w8a8")(write_w8a8)
+
 if __name__ == "__main__":
-    {"gguf": write_gguf, "w8a8": write_w8a8}[sys.argv[1]](*sys.argv[2:])
+    app()
