@@ -9,15 +9,15 @@ Costs are by emitted token, in the distribution of the temperature before trunca
 is emitted and the target, and the surprise, the mean of -ln target(emitted token) less the target's own mean (its
 entropy). Truncation lowers the surprise, relaxed rules raise it.
 
-Shape legend: N blocks, R rows (a block for each drawn set of coins), K longest draft, J = K + 1 places, U reduced
-vocabulary. The reduced vocabulary of a place is ``CONTROL`` (all control tokens), ``OTHER``, and the likeliest tokens
-of both models; it differs from place to place, so rules that read texts or histories cannot be tried here.
+Shape legend: N blocks, R rows (a block for each drawn set of coins), n some places, K longest draft, J = K + 1 places,
+U reduced vocabulary. That of a place is ``CONTROL`` (all control tokens), ``OTHER``, and the likeliest tokens of both
+models; it differs from place to place, so rules that read texts or histories cannot be tried here.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -127,13 +127,25 @@ class Outcome(NamedTuple):
     surprise: Tensor  # nats
 
 
-def outcome(blocks: Sampled, policy: AcceptancePolicy, reach: float = 0.0, copies: int = 16) -> Outcome:
+def outcome(
+    blocks: Sampled,
+    policy: AcceptancePolicy,
+    reach: float = 0.0,
+    copies: int = 16,
+    costs: tuple[Tensor, Tensor] | None = None,
+) -> Outcome:
     """What ``policy`` does, with drafts that stop at ``reach`` (as in ``SingleDraft``). Rules that excuse mismatches
-    take ``copies`` sets of coins, since what they excuse depends on the tokens that follow; others are exact sums."""
+    take ``copies`` sets of coins, since what they excuse depends on the tokens that follow; others are exact sums, with
+    ``place_costs`` at every ``reach``."""
     length_N = _stops(blocks, blocks.draft, reach)
-    if policy.relaxation is None:
-        return _by_token(blocks, policy, length_N)
-    return _by_coins(blocks, policy, length_N, copies)
+    if policy.relaxation is not None:
+        return _by_coins(blocks, policy, length_N, copies)
+    tv_NK, surprise_NK = place_costs(blocks, policy) if costs is None else costs
+    chance_NK = policy.chances(*_pair(blocks.temperature, blocks.target, blocks.draft, blocks.token, length_N))
+    visited_NJ = _visited(chance_NK, length_N)
+    drafted_NK = visited_NJ[:, :-1] * (torch.arange(tv_NK.shape[1]) < length_N.unsqueeze(1))
+    sums = ((drafted_NK * cost_NK).sum(1) for cost_NK in (tv_NK, surprise_NK))
+    return Outcome(visited_NJ.sum(1), length_N.float(), *sums)
 
 
 def truncated(blocks: Sampled, reach: float = 0.0, top_p: float = 1.0, min_p: float = 0.0) -> Outcome:
@@ -180,29 +192,32 @@ def _pair(
     return Target(logits_NJU, target_NJU, control_V=control_U, **state), Draft(token_NK, length_N, draft_NKU)
 
 
-def _by_token(blocks: Sampled, policy: AcceptancePolicy, length_N: Tensor) -> Outcome:
-    """The outcome of a rule that judges each token alone: sums over the tokens that might have been drafted."""
-    heat = blocks.temperature
-    chance_NK = policy.chances(*_pair(heat, blocks.target, blocks.draft, blocks.token, length_N))
-    visited_NJ = _visited(chance_NK, length_N)
-    tv_N, surprise_N = torch.zeros_like(visited_NJ[:, 0]), torch.zeros_like(visited_NJ[:, 0])
-    for j in range(blocks.token.shape[1]):
-        for part in (visited_NJ[:, j] * (length_N > j)).nonzero().flatten().split(128):
-            target_NU, draft_NU, token_N1 = blocks.target[part, j], blocks.draft[part, j], blocks.token[part, j : j + 1]
-            n, size = target_NU.shape
-            # One place for each token of the vocabulary: the same distributions, another drafted token.
-            tokens_NU, sizes_N = torch.arange(size).expand(n, -1), torch.full((n,), size)
-            places = target_NU.unsqueeze(1).expand(-1, size + 1, -1), draft_NU.unsqueeze(1).expand(-1, size, -1)
-            keep_NU = policy.chances(*_pair(heat, *places, tokens_NU, sizes_N)).masked_fill(draft_NU <= 0, 0.0)
-            pair = _pair(heat, places[0][:, :2], places[1][:, :1], token_N1, torch.ones(n, dtype=torch.int64))
-            rest_NU = policy.correction(*pair, torch.zeros(n, dtype=torch.int64))
-            mass_N1 = rest_NU.sum(-1, keepdim=True)
-            rest_NU = torch.where(mass_N1 > 0, rest_NU / mass_N1.clamp_min(_TINY), target_NU)
-            kept_NU = draft_NU * keep_NU
-            moved_NU = kept_NU + (draft_NU - kept_NU).sum(-1, keepdim=True) * rest_NU - target_NU
-            tv_N[part] += visited_NJ[part, j] * moved_NU.abs().sum(-1) / 2
-            surprise_N[part] += visited_NJ[part, j] * (moved_NU * -target_NU.clamp_min(_TINY).log()).sum(-1)
-    return Outcome(visited_NJ.sum(1), length_N.float(), tv_N, surprise_N)
+def place_costs(blocks: Sampled, policy: AcceptancePolicy) -> tuple[Tensor, Tensor]:
+    """The total variation and the surprise [N, K] of the token that a rule emits at each place, if it judges tokens
+    alone: sums over the tokens that might have been drafted there."""
+    tv_NK, surprise_NK = torch.zeros(blocks.token.shape), torch.zeros(blocks.token.shape)
+    chance_NK = policy.chances(*_pair(blocks.temperature, blocks.target, blocks.draft, blocks.token, blocks.length))
+    reached_NK = _visited(chance_NK, blocks.length)[:, :-1] * (
+        torch.arange(tv_NK.shape[1]) < blocks.length.unsqueeze(1)
+    )
+    for part_n2 in (reached_NK > 1e-6).nonzero().split(128):
+        at = part_n2.unbind(1)  # rows and places
+        target_nU, draft_nU, token_n1 = blocks.target[at], blocks.draft[at], blocks.token[at].unsqueeze(1)
+        n, size = target_nU.shape
+        # One place for each token of the vocabulary: the same distributions, another drafted token.
+        tokens_nU, sizes_n = torch.arange(size).expand(n, -1), torch.full((n,), size)
+        every = target_nU.unsqueeze(1).expand(-1, size + 1, -1), draft_nU.unsqueeze(1).expand(-1, size, -1)
+        keep_nU = policy.chances(*_pair(blocks.temperature, *every, tokens_nU, sizes_n)).masked_fill(draft_nU <= 0, 0.0)
+        ones_n = torch.ones(n, dtype=torch.int64)
+        pair = _pair(blocks.temperature, every[0][:, :2], every[1][:, :1], token_n1, ones_n)
+        rest_nU = policy.correction(*pair, ones_n - 1)
+        mass_n1 = rest_nU.sum(-1, keepdim=True)
+        rest_nU = torch.where(mass_n1 > 0, rest_nU / mass_n1.clamp_min(_TINY), target_nU)
+        kept_nU = draft_nU * keep_nU
+        moved_nU = kept_nU + (draft_nU - kept_nU).sum(-1, keepdim=True) * rest_nU - target_nU
+        tv_NK[at] = moved_nU.abs().sum(-1) / 2
+        surprise_NK[at] = (moved_nU * -target_nU.clamp_min(_TINY).log()).sum(-1)
+    return tv_NK, surprise_NK
 
 
 def _by_coins(blocks: Sampled, policy: AcceptancePolicy, length_N: Tensor, copies: int) -> Outcome:
@@ -338,15 +353,20 @@ def main(
                 found[each.name] = record(llm, prompts, k, temperature, max_tokens, advance)
         save(blocks, found)
     for name, known in load(blocks).items():
-        ways: dict[str, Any] = {"exact": lambda r: outcome(known, Exact(), r)}  # noqa: B023
-        ways |= {f"exact, top-p {p:g}": lambda r, p=p: truncated(known, r, top_p=p) for p in top_p or ()}  # noqa: B023
-        ways |= {f"exact, min-p {p:g}": lambda r, p=p: truncated(known, r, min_p=p) for p in min_p or ()}  # noqa: B023
-        ways |= {str(rule): lambda r, rule=rule: outcome(known, rule, r) for rule in rules}  # noqa: B023
-        lines = []
-        with progress(len(ways), name) as advance:
-            for label, way in ways.items():
-                lines.append(line(label, known, {r: way(r) for r in reach or [0.0]}, Costs(c, v)))
-                advance()
+        stops, lines = reach or [0.0], list[Line]()
+
+        def add(label: str, found: Callable[[float], Outcome]) -> None:
+            lines.append(line(label, known, {r: found(r) for r in stops}, Costs(c, v)))  # noqa: B023
+            advance()
+
+        with progress(1 + len(rules) + len(top_p or ()) + len(min_p or ()), name) as advance:
+            for p in top_p or ():
+                add(f"exact, top-p {p:g}", lambda r, p=p: truncated(known, r, top_p=p))  # type: ignore[misc]  # noqa: B023
+            for p in min_p or ():
+                add(f"exact, min-p {p:g}", lambda r, p=p: truncated(known, r, min_p=p))  # type: ignore[misc]  # noqa: B023
+            for rule in (Exact(), *rules):
+                costs = place_costs(known, rule) if rule.relaxation is None else None
+                add(str(rule), lambda r, rule=rule, costs=costs: outcome(known, rule, r, costs=costs))  # type: ignore[misc]  # noqa: B023
         texts = int(known.problem.max()) + 1
         print_list(
             [

@@ -172,7 +172,7 @@ class Regret(Condition, Checked):
     """The draft costs little over a window: ``window`` more tokens were drafted after the mismatch, and at all of these
     positions together, the target's own choices are at most ``nats`` likelier than the drafted tokens.
 
-    This condition is new in this project (docs/results/real-pair.md). A margin measures how much the target prefers
+    This condition is new in this project (docs/results/rules.md). A margin measures how much the target prefers
     another token. A window tests whether the target agrees with the tokens that follow. This condition measures both in
     nats, by the difference of the logits. So a window may contain a second small mismatch, and a small mismatch needs
     less agreement after it than a large one. The condition uses raw logits; a banned token never passes.
