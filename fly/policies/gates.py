@@ -91,8 +91,8 @@ class Near(_Gate):
     arXiv 2607.26627 calls the rule truncation-based.
 
     ``share`` in [0, 1], usually 0.5. The kept tokens are those of a target truncated by min-p = share, but among them
-    the draft's distribution decides, not the target's. The truncated target itself costs less
-    (docs/results/rules.md). At temperature 0 the rule uses the raw distribution, and always keeps the argmax.
+    the draft's distribution decides, not the target's. ``Regret`` is as fast for less (docs/results/rules.md). At
+    temperature 0 the rule uses the raw distribution, and always keeps the argmax.
     """
 
     name: ClassVar[str] = "near"
