@@ -75,7 +75,7 @@ class Worker:
         threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
         self.process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **threads},
-            start_new_session=True,
+            process_group=0,
         )  # fmt: skip
         self._read()
 
