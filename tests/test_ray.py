@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 from collections import Counter
@@ -29,6 +30,7 @@ from fly.ray import Deployed, build  # noqa: E402
 from fly.ray.gateway import conversation, merged  # noqa: E402
 
 ASKED = {"model": "fly-target", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+FULL = 8  # as many requests as a replica takes at a time
 
 
 def test_requests_of_one_conversation_have_one_name() -> None:
@@ -72,7 +74,7 @@ def cluster() -> Iterator[tuple[Any, Any, str]]:
         port = free.getsockname()[1]
     ray.init(found.address)
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-    serve.run(build({"setup": {"draft": "fly-draft"}, "replicas": 2, "cpus": 1}), name="fly")
+    serve.run(build({"setup": {"draft": "fly-draft"}, "replicas": 2, "cpus": 1, "max_ongoing": FULL}), name="fly")
     yield found, second, f"http://127.0.0.1:{port}"
     serve.shutdown()
     ray.shutdown()
@@ -126,17 +128,50 @@ async def load(url: str, count: int, stop: Any) -> Counter[str]:
     return kinds
 
 
+def by_replica(text: str, *names: str) -> Counter[str]:
+    """The sums of some metrics, by replica."""
+    found: Counter[str] = Counter()
+    for name, labels, number in re.findall(r"^([\w:]+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+        if name in names and (replica := re.search(r'replica="(\w+)"', labels)):
+            found[replica[1]] += int(float(number))
+    return found
+
+
+def finished(url: str) -> Counter[str]:
+    """How many completions each replica has finished."""
+    return by_replica(httpx.get(f"{url}/metrics").text, "vllm:request_success_total")
+
+
+def test_a_full_replica_gets_no_request_although_it_has_the_cache(cluster: tuple[Any, Any, str]) -> None:
+    """Twelve requests of one conversation at once: its replica takes eight of them, the other one the rest. Of twenty,
+    four wait until one has room."""
+    _, _, url = cluster
+
+    async def at_once(count: int) -> tuple[set[int], set[tuple[int, ...]]]:
+        seen: set[tuple[int, ...]] = set()
+        async with httpx.AsyncClient(timeout=120, headers={"x-session-id": "one"}) as client:
+            asked = {**ASKED, "prompt": "one beginning", "max_tokens": 200}
+            asking = [asyncio.create_task(client.post(f"{url}/v1/completions", json=asked)) for _ in range(count)]
+            while not all(each.done() for each in asking):
+                metrics = (await client.get(f"{url}/metrics")).text
+                found = by_replica(metrics, "vllm:num_requests_running", "vllm:num_requests_waiting")
+                seen.add(tuple(sorted(found.values())))
+            return {each.result().status_code for each in asking}, seen
+
+    for count, busiest in ((12, (12 - FULL, FULL)), (20, (FULL, FULL))):
+        statuses, seen = asyncio.run(at_once(count))
+        assert statuses == {200} and busiest in seen, (statuses, seen)
+        assert max(max(each, default=0) for each in seen) == FULL, seen
+
+
 def test_a_replica_and_a_node_are_killed_under_load(cluster: tuple[Any, Any, str]) -> None:
     found, second, url = cluster
     assert httpx.get(f"{url}/ready").status_code == 200
+    done = finished(url)
     same = [httpx.post(f"{url}/v1/completions", json={**ASKED, "prompt": "one beginning"}) for _ in range(4)]
     assert len({each.json()["choices"][0]["text"] for each in same}) == 1
-    done = [
-        line
-        for line in httpx.get(f"{url}/metrics").text.splitlines()
-        if 'success_total{finished_reason="length"' in line
-    ]
-    assert sorted(float(line.split()[-1]) for line in done) == [0, 4]  # one replica had them all
+    served = [after - done[replica] for replica, after in finished(url).items()]
+    assert sorted(served) == [0, 4]  # one replica had them all
 
     head = ray.get_runtime_context().get_node_id()
     victim = replicas()[head]
