@@ -57,6 +57,7 @@ FAULTS = {
     "schema": "response_format is ignored",
     "unknown": "unknown fields are ignored",
     "log-probabilities": "all log-probabilities are 0",
+    "some log-probabilities": "tokens have none after the first one",
     "counts": "more accepted tokens are reported than were drafted",
 }
 _KNOWN = {
@@ -317,7 +318,9 @@ class Application:
             logprobs, top = listed(tuple((prompt + ids[:at])[-2:]), self.toy.rounding)
             scale = 0.0 if "log-probabilities" in self.toy.faults else 1.0
             values.append(float(logprobs[token]) * scale)
-            tops.append({VOCABULARY[other]: float(logprobs[other]) * scale for other in [*top, token]})
+            if at and "some log-probabilities" in self.toy.faults:
+                values[-1], top = 0.0, []
+            tops.append({VOCABULARY[other]: float(logprobs[other]) * scale for other in [*top, token] if top})
         return {"tokens": [VOCABULARY[token] for token in ids], "token_logprobs": values, "top_logprobs": tops}
 
 

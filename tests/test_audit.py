@@ -49,6 +49,7 @@ FOUND_BY = {
     "schema": ("response_format", 400),
     "unknown": ("unknown-field", 400),
     "log-probabilities": ("log-probabilities", 400),
+    "some log-probabilities": ("log-probabilities", 400),
     "counts": ("speculation", 400),
 }
 
@@ -302,6 +303,16 @@ def test_without_log_probabilities_texts_are_compared() -> None:
     with serving("top_k", "inverted", log_probabilities=False) as url, serving() as beside:
         report = audit(url, beside=beside, only=["first-tokens", "top_k"], samples=2400)
     assert verdicts(report) == {"first-tokens": "fail", "top_k": "fail"}, report.findings
+
+
+def test_log_probabilities_of_some_tokens_are_a_fault_and_no_others_are_invented() -> None:
+    """llama.cpp's server gives none for the tokens of a round with a draft. Texts are compared then."""
+    names = ["log-probabilities", "identity", "reference", "first-tokens", "later-tokens", "top_k", "batch"]
+    with serving("some log-probabilities") as url, serving() as beside:
+        report = audit(url, beside=beside, only=names, samples=400)
+    others = dict.fromkeys(["reference", "later-tokens"], "not supported") | {"log-probabilities": "fail"}
+    assert verdicts(report) == dict.fromkeys(names, "pass") | others, report.findings
+    assert "7 of 8 tokens have none" in finding(report, "log-probabilities").detail
 
 
 def test_what_is_cut_short_is_undecided() -> None:

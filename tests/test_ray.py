@@ -151,7 +151,7 @@ def test_a_full_replica_gets_no_request_although_it_has_the_cache(cluster: tuple
     async def at_once(count: int) -> tuple[set[int], set[tuple[int, ...]]]:
         seen: set[tuple[int, ...]] = set()
         async with httpx.AsyncClient(timeout=120, headers={"x-session-id": "one"}) as client:
-            asked = {**ASKED, "prompt": "one beginning", "max_tokens": 200}
+            asked = {**ASKED, "prompt": "one beginning", "max_tokens": 900}
             asking = [asyncio.create_task(client.post(f"{url}/v1/completions", json=asked)) for _ in range(count)]
             while not all(each.done() for each in asking):
                 metrics = (await client.get(f"{url}/metrics")).text

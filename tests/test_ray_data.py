@@ -40,7 +40,8 @@ def recipe(url: str, folder: Path) -> str:
 
 
 def twin() -> dict[str, Any]:
-    """Modules with the names of Ray's, which read, ask and write rows one after another."""
+    """Modules with the names of Ray's, which read, ask and write rows one after another. As in Arrow's tables, every
+    answer has the fields of all answers."""
 
     class Rows(list[dict[str, Any]]):
         def write_json(self, folder: str) -> None:
@@ -53,12 +54,14 @@ def twin() -> dict[str, Any]:
         postprocess: Callable[[dict[str, Any]], dict[str, Any]],
     ) -> Callable[[Rows], Rows]:
         def process(rows: Rows) -> Rows:
-            found = Rows()
-            for row in rows:
-                asked = {**row, **preprocess(row)}
-                answer = httpx.post(config.url, headers=config.headers, json=asked["payload"], timeout=60)
-                found.append(postprocess({**asked, "http_response": answer.json()}))
-            return found
+            asked = [{**row, **preprocess(row)} for row in rows]
+            answers = [
+                httpx.post(config.url, headers=config.headers, json=row["payload"], timeout=60).json() for row in asked
+            ]
+            fields = dict.fromkeys(name for answer in answers for name in answer)
+            return Rows(
+                postprocess({**row, "http_response": {**fields, **answer}}) for row, answer in zip(asked, answers)
+            )
 
         return process
 

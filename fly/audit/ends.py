@@ -58,6 +58,8 @@ def unknown_field(context: Context) -> Finding:
 
 @check("log-probabilities", "Reported log-probabilities are those of a distribution, for every token of the answer.")
 def log_probabilities(context: Context) -> Finding:
+    if context.server.partly:
+        return Finding("log-probabilities", "", Verdict.FAIL, "1 answer", detail=context.server.partly)
     if not context.server.top:
         return Finding("log-probabilities", "", Verdict.UNSUPPORTED, detail="the server gives none")
     wrong, count = [], 0

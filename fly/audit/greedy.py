@@ -50,7 +50,7 @@ def first_difference(mine: Answer, theirs: Answer) -> Difference | None:
 
 def _gap(place: Place, own: str, other: str) -> float | None:
     """By how many nats the first token is more likely than the second; None if one of them is not listed."""
-    listed = dict(place.top) | {place.token: place.logprob}
+    listed = dict(place.top) | ({place.token: place.logprob} if place.top else {})
     return listed[own] - listed[other] if own in listed and other in listed else None
 
 
@@ -110,7 +110,7 @@ def greedy(context: Context) -> Finding:
     count, worst, where = 0, 0.0, ""
     for number, reply in enumerate(context.greedy):
         for at, place in enumerate(reply.answer.places):
-            count += 1
+            count += bool(place.top)
             if place.top and (behind := place.top[0][1] - place.logprob) > worst:
                 best = place.top[0][0]
                 worst, where = (
@@ -120,7 +120,8 @@ def greedy(context: Context) -> Finding:
     finds = f"1 other token in {max(1, count / 2.303):,.0f}"
     if worst > _TIE:
         return Finding("greedy", "", Verdict.FAIL, f"{count:,} tokens", None, finds, f"{where} by {worst:.2g} nats")
-    return Finding("greedy", "", Verdict.PASS, f"{count:,} tokens", None, finds)
+    verdict = Verdict.PASS if count else Verdict.UNDECIDED
+    return Finding("greedy", "", verdict, f"{count:,} tokens", None, finds)
 
 
 @check("identity", "Greedy answers are those of the reference, but for rounding.")
@@ -135,7 +136,7 @@ def reference(context: Context) -> Finding:
         detail = "needs log-probabilities of both servers"
         return Finding("reference", "", Verdict.UNSUPPORTED, detail=detail)
     asked = min(context.server.top, context.reference.top)
-    places = common(context.greedy, context.greedy_beside)
+    places = [pair for pair in common(context.greedy, context.greedy_beside) if all(place.top for place in pair)]
     apart = [distance(reported(one, asked), reported(other, asked)) for one, other in places]
     if not apart:
         return Finding("reference", "", Verdict.UNDECIDED, detail="no answers begin alike")
