@@ -231,7 +231,8 @@ def listed(context: tuple[int, ...], rounding: float) -> tuple[np.ndarray, list[
 class Application:
     """The HTTP side: completions or ``chat``, with log-probabilities of the unprocessed distribution or without any.
     ``refuses`` are fields that it does not support; ``breaks`` are fields that end in an error of its own; after one of
-    ``ends`` there are only errors, though the list of models is still served."""
+    ``ends`` there are only errors, though the list of models is still served. ``tokenizes`` is the field of the text to
+    tokenize; without it there are no tokens."""
 
     def __init__(
         self,
@@ -241,9 +242,11 @@ class Application:
         refuses: tuple[str, ...] = (),
         breaks: tuple[str, ...] = (),
         ends: tuple[str, ...] = (),
+        tokenizes: str = "prompt",
     ) -> None:
         self.toy, self.log_probabilities, self.chat = toy, log_probabilities, chat
         self.refuses, self.breaks, self.ends, self.ended = {*refuses}, {*breaks}, {*ends}, False
+        self.tokenizes = tokenizes
         path = "/v1/chat/completions" if chat else "/v1/completions"
         self.app = Starlette(
             routes=[
@@ -257,7 +260,8 @@ class Application:
         return JSONResponse({"object": "list", "data": [{"id": "toy", "object": "model"}]})
 
     async def tokenize(self, request: Request) -> JSONResponse:
-        return JSONResponse({"tokens": read((await request.json())["prompt"])})
+        text = (await request.json()).get(self.tokenizes)
+        return JSONResponse({"tokens": [] if text is None else read(text)})
 
     async def complete(self, request: Request) -> JSONResponse:
         body = await request.json()

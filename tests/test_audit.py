@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -233,6 +234,9 @@ def test_how_near_two_answers_were() -> None:
     assert first_difference(mine, mine) is None
     shorter = first_difference(answer(("a", {"a": -0.1})), theirs)
     assert shorter is not None and shorter.at == 1 and shorter.gap is None
+    ended = replace(answer(("a", {"a": -0.1}), ("<|end|>", {"<|end|>": -0.1})), text="a")
+    assert first_difference(answer(("a", {"a": -0.1})), ended) is None
+    assert first_difference(ended, replace(ended, text="a<|end|>")) is not None
 
 
 # Servers
@@ -285,6 +289,12 @@ def test_fields_that_are_refused_are_not_supported() -> None:
         report = audit(url, only=["min_p", "logit_bias", "n", "seed", "top_k"], samples=160)
     assert verdicts(report) == dict.fromkeys(["logit_bias", "seed", "n", "min_p"], "not supported") | {"top_k": "pass"}
     assert report.status == 0 and "min_p is not supported" in finding(report, "min_p").detail
+
+
+def test_token_ids_are_asked_for_as_llama_cpp_wants_it() -> None:
+    with serving(tokenizes="content") as url:
+        report = audit(url, only=["logit_bias"])
+    assert verdicts(report) == {"logit_bias": "pass"} and "of tokens" in finding(report, "logit_bias").finds
 
 
 def test_an_error_of_the_server_is_a_fault() -> None:

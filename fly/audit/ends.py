@@ -253,6 +253,7 @@ def _tokenized(context: Context, text: str) -> list[int]:
         ("/tokenize", {"content": text}),
     ):
         found = context.server.fetch(path, body)
-        if isinstance(found, dict) and isinstance(ids := found.get("tokens"), list):
+        # A server that does not know this form of the body may answer it with an empty list.
+        if isinstance(found, dict) and isinstance(ids := found.get("tokens"), list) and ids:
             return [each for each in ids if isinstance(each, int)]
     return []

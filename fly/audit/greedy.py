@@ -9,7 +9,7 @@ import numpy as np
 
 from fly.audit.client import Answer, Place, Reply
 from fly.audit.context import Context, check
-from fly.audit.distributions import distance, reported
+from fly.audit.distributions import distance, is_plain, reported
 from fly.audit.report import Finding, Verdict
 
 __all__ = ["Difference", "first_difference"]
@@ -32,7 +32,8 @@ class Difference:
 
 
 def first_difference(mine: Answer, theirs: Answer) -> Difference | None:
-    """The first difference of two answers; None if they are equal."""
+    """The first difference of two answers; None if they are equal. Some servers list the token that ends an answer, and
+    others do not: that is no difference."""
     if not (mine.places and theirs.places):
         if mine.text == theirs.text:
             return None
@@ -40,7 +41,7 @@ def first_difference(mine: Answer, theirs: Answer) -> Difference | None:
         return Difference(len(mine.text[:at].split()), mine.text[at : at + 12], theirs.text[at : at + 12], None)
     pairs = enumerate(zip(mine.tokens, theirs.tokens))
     at = next((at for at, (one, other) in pairs if one != other), min(len(mine.tokens), len(theirs.tokens)))
-    if at == len(mine.tokens) == len(theirs.tokens):
+    if mine.text == theirs.text and not any(map(is_plain, mine.tokens[at:] + theirs.tokens[at:])):
         return None
     one, other = (answer.tokens[at] if at < len(answer.tokens) else "" for answer in (mine, theirs))
     gaps = [_gap(mine.places[at], one, other) if one else None, _gap(theirs.places[at], other, one) if other else None]
