@@ -1,0 +1,156 @@
+"""The libraries that ``beside.py`` compares, one class each. Each runs as a process in its own environment:
+``python -m benchmarks.workers NAME FOLDER TARGET DRAFT ROWS LENGTH``.
+
+A worker prints a line when it is ready. It then reads requests, one JSON object a line, and answers each with a line:
+the new token ids of every prompt, and the seconds that they took. Requests hold ``prompts`` (token ids), ``tokens``
+(the most of an answer), ``ends`` (ids that end one), ``temperature``, ``seed``, and ``draft``, whether to speculate. A
+worker imports nothing of fly but for fly's own, since most run in an environment without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from typing import Any
+
+Asked = dict[str, Any]
+
+
+class Fly:
+    """fly, with its default draft strategy on the draft. ``kernels`` of the name after the colon, as ``fly:w8a8``."""
+
+    def __init__(self, kernels: str, folder: str, target: str, draft: str, rows: int, length: int) -> None:
+        fly = self.library = importlib.import_module("fly")
+        options = {"kernels": kernels or "auto", "device": "cpu"}
+        self.draft, self.options, self.fast = draft, options, None
+        self.plain = fly.LLM(target, cache_tokens=max(length, rows * 512), **options)
+
+    def decode(self, asked: Asked) -> list[list[int]]:
+        if asked["draft"] and self.fast is None:  # it shares the target's weights
+            self.fast = self.library.LLM(self.plain, self.draft, **self.options)
+        llm = self.fast if asked["draft"] else self.plain
+        for allocator in llm.scheduler.allocators():
+            allocator.forget()  # no peer keeps prompts here
+        params = self.library.SamplingParams(
+            temperature=asked["temperature"], max_tokens=asked["tokens"], seed=asked["seed"],
+            ignore_eos=not asked["ends"], stop_token_ids=tuple(asked["ends"]), logprobs=asked.get("logprobs"),
+        )  # fmt: skip
+        outputs = llm.generate(asked["prompts"], params)
+        self.logprobs = outputs[0].logprobs
+        return [output.token_ids for output in outputs]
+
+
+class Transformers:
+    """transformers' ``generate``, plain or assisted, with its own settings of assistance (20 tokens at most, while one
+    has a probability of 0.4)."""
+
+    def __init__(self, dtype: str, folder: str, target: str, draft: str, rows: int, length: int) -> None:
+        self.torch, library = importlib.import_module("torch"), importlib.import_module("transformers")
+        library.utils.logging.set_verbosity_error()
+        library.utils.logging.disable_progress_bar()
+        self.load = lambda path: library.AutoModelForCausalLM.from_pretrained(path, dtype=self.torch.bfloat16).eval()
+        self.draft, self.helper, self.model = draft, None, self.load(target)
+
+    def decode(self, asked: Asked) -> list[list[int]]:
+        if asked["draft"] and self.helper is None:
+            self.helper = self.load(self.draft)
+        prompts, ends, torch = asked["prompts"], asked["ends"], self.torch
+        longest, pad = max(map(len, prompts)), min(ends, default=0)
+        ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        warm = asked["temperature"] > 0
+        torch.manual_seed(asked["seed"])
+        with torch.inference_mode():
+            output = self.model.generate(
+                ids, attention_mask=mask, max_new_tokens=asked["tokens"], pad_token_id=pad, eos_token_id=ends or None,
+                do_sample=warm, **({"temperature": asked["temperature"], "top_k": 0, "top_p": 1.0} if warm else {}),
+                **({"assistant_model": self.helper} if asked["draft"] else {}),
+            )  # fmt: skip
+        return [cut(row, ends) for row in output[:, longest:].tolist()]
+
+
+class VLLM:
+    """vLLM's CPU build. A process speculates always or never (``vllm:draft``), as the library decides it at start.
+    ``vllm:eager`` leaves out ``torch.compile``, which takes minutes at the first start."""
+
+    K = 5
+
+    def __init__(self, kind: str, folder: str, target: str, draft: str, rows: int, length: int) -> None:
+        os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": ""}
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        options: dict[str, Any] = {"enforce_eager": kind == "eager"}
+        if kind == "draft":
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+            options["speculative_config"] = {"method": "draft_model", "model": draft, "num_speculative_tokens": self.K}
+            options["async_scheduling"] = False
+        self.library = importlib.import_module("vllm")
+        self.model = self.library.LLM(
+            target, dtype="bfloat16", max_model_len=length, max_num_seqs=rows, enable_prefix_caching=False,
+            disable_log_stats=True, **options,
+        )  # fmt: skip
+
+    def decode(self, asked: Asked) -> list[list[int]]:
+        params = self.library.SamplingParams(
+            temperature=asked["temperature"], max_tokens=asked["tokens"], seed=asked["seed"], detokenize=False,
+            ignore_eos=not asked["ends"], stop_token_ids=asked["ends"],
+        )  # fmt: skip
+        prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
+        return [list(one.outputs[0].token_ids) for one in self.model.generate(prompts, params, use_tqdm=False)]
+
+
+class OpenVINO:
+    """OpenVINO GenAI's continuous batching, on directories that ``optimum-cli export openvino`` wrote. A process
+    speculates always or never (``openvino:draft``)."""
+
+    K = 5
+
+    def __init__(self, kind: str, folder: str, target: str, draft: str, rows: int, length: int) -> None:
+        self.numpy, self.core = importlib.import_module("numpy"), importlib.import_module("openvino")
+        library = self.library = importlib.import_module("openvino_genai")
+        scheduler = library.SchedulerConfig()
+        scheduler.cache_size, scheduler.max_num_seqs, scheduler.enable_prefix_caching = 1, rows, False
+        options = {"draft_model": library.draft_model(draft, "CPU")} if kind == "draft" else {}
+        self.speculates = kind == "draft"
+        self.model = library.ContinuousBatchingPipeline(target, scheduler, "CPU", {**options})
+
+    def decode(self, asked: Asked) -> list[list[int]]:
+        config = self.library.GenerationConfig()
+        config.max_new_tokens, config.rng_seed = asked["tokens"], asked["seed"]
+        config.stop_token_ids, config.ignore_eos = set(asked["ends"]), not asked["ends"]
+        config.eos_token_id = asked["ends"][0] if asked["ends"] else -1
+        if asked["temperature"]:
+            config.do_sample, config.temperature = True, asked["temperature"]
+        if self.speculates:
+            config.num_assistant_tokens = self.K
+        inputs = [self.core.Tensor(self.numpy.array([prompt], dtype=self.numpy.int64)) for prompt in asked["prompts"]]
+        results = self.model.generate(inputs, [config] * len(inputs))
+        return [cut(list(result.m_generation_ids[0]), asked["ends"]) for result in results]
+
+
+def cut(ids: list[int], ends: list[int]) -> list[int]:
+    """``ids`` up to the first of ``ends``."""
+    return ids[: next((at + 1 for at, token in enumerate(ids) if token in ends), len(ids))]
+
+
+def main(name: str, folder: str, target: str, draft: str, rows: str, length: str) -> None:
+    """Serve requests from standard input. What the library prints goes to standard error."""
+    answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
+    os.dup2(2, 1)
+    kind, _, precision = name.partition(":")
+    kinds = {"fly": Fly, "transformers": Transformers, "vllm": VLLM, "openvino": OpenVINO}
+    worker = kinds[kind](precision, folder, target, draft, int(rows), int(length))
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        start = time.perf_counter()
+        answer: dict[str, Any] = {"ids": worker.decode(asked), "seconds": time.perf_counter() - start}
+        if asked.get("logprobs"):
+            answer["logprobs"] = [sorted(one.values(), reverse=True) for one in worker.logprobs]
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
