@@ -17,7 +17,8 @@ AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"]
 AVX512 += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 SRC = "fly/backends/cpu/src"
-SOURCES = {f"{SRC}/{name}.cpp": [] for name in ("library", "threads", "models", "blocks", "calls", "decide", "rounds")}
+PLAIN = "library", "threads", "models", "blocks", "rounding", "calls", "decide", "rounds"
+SOURCES = {f"{SRC}/{name}.cpp": [] for name in PLAIN}
 SOURCES |= {
     f"{SRC}/avx2.cpp": AVX2,
     f"{SRC}/avx512.cpp": AVX512,

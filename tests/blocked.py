@@ -8,6 +8,7 @@ from __future__ import annotations
 from copy import deepcopy
 
 import gguf
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -15,13 +16,43 @@ from torch.nn.functional import pad
 from fly.backends.cpu.blocks import eight_bits, four_bits
 from fly.models import Llama
 
-__all__ = ["bound_of_groups", "decoded", "in_groups", "rounded_to_w4a8", "with_rounded_inputs"]
+__all__ = ["best_lines", "bound_of_groups", "decoded", "in_groups", "rounded_to_w4a8", "with_rounded_inputs"]
+
+STEPS = 14.2, 14.6, 15.0, 15.4  # src/rounding.cpp: line_of
 
 
 def decoded(blocks_NB: Tensor, kind: str, inputs: int) -> Tensor:
     """What blocks stand for, float32 [N, K]."""
     values = gguf.dequantize(blocks_NB.numpy(), gguf.GGMLQuantizationType[kind])
     return torch.from_numpy(values)[:, :inputs]
+
+
+def best_lines(weight_NK: np.ndarray) -> np.ndarray:
+    """What ``four_bits`` makes of weights, by a plain search in float64."""
+    n, k = weight_NK.shape
+    padded = np.pad(weight_NK.astype(np.float64), ((0, 0), (0, -k % 256))).reshape(-1, 8, 32)
+    whole = np.zeros_like(padded)
+    for superblock, out in zip(padded, whole):
+        lines = np.array([_best_line(group) for group in superblock])
+        factors = (lines.max(0) / 63).clip(0).astype(np.float16).astype(np.float64)
+        parts = np.round(lines / np.where(factors > 0, factors, 1)).clip(0, 63) * factors
+        for g, (scale, minus) in enumerate(parts):
+            number = np.round((superblock[g] + minus) / scale).clip(0, 15) if scale > 0 else 0
+            out[g] = number * scale - minus
+    return whole.reshape(n, -1)[:, :k].astype(np.float32)
+
+
+def _best_line(group: np.ndarray) -> tuple[float, float]:
+    """The scale, and the minimum with its sign turned."""
+    least, most = min(group.min(), 0.0), group.max()
+    found = [(float(((group - least) ** 2).sum()), 0.0, -least)]
+    for steps in STEPS if most > least else ():
+        number = np.round((group - least) * (steps / (most - least))).clip(max=15)
+        scale, minimum = np.polyfit(number, group, 1) if len(set(number)) > 1 else (0.0, least)
+        if minimum > 0:
+            scale, minimum = (number @ group) / (number @ number), 0.0
+        found.append((float(((number * scale + minimum - group) ** 2).sum()), scale, -minimum))
+    return min(found)[1:]
 
 
 def in_groups(values_TK: Tensor) -> Tensor:

@@ -20,14 +20,17 @@ from fly.policies import (
     Cactus,
     Cascade,
     Ears,
+    Ensemble,
     Exact,
     ExactSample,
     Fuzzy,
     LogMargin,
     Mentored,
+    Near,
     Regret,
     Relaxed,
     RelaxedTopN,
+    SuffixRegret,
     Thresholds,
     TopRatio,
     Typical,
@@ -39,14 +42,16 @@ CLOSE = 2e-5  # what float32 sums cannot tell apart
 
 POLICIES: list[AcceptancePolicy] = [
     *(ExactSample(), BlockVerification()),
-    *(AdditiveSlack(), AdditiveSlack(0.5), Ears(), Ears(1.0)),
+    *(AdditiveSlack(), AdditiveSlack(0.5), Ears(), Ears(1.0), Ensemble(), Ensemble(0.25)),
     *(Thresholds(), Thresholds(0.6), Thresholds(0.8, 0.4)),
     *(Typical(), Typical(0.3, 0.9), RelaxedTopN(), RelaxedTopN(2, 0.3), BiLD(), BiLD(1.0)),
+    *(Near(), Near(0.1)),
     *(Fuzzy(), Fuzzy("kl", 0.5), Fuzzy("tv", 0.3), Fuzzy("tv", 0.7)),
     *(Cascade(), Cascade("chow", 0.4), Cascade("diff", 0.6)),
     *(Cactus(), Cactus(0.01), Mentored(), Mentored(1.0)),
     *(Exact() | LogMargin(), Exact() | LogMargin(1.5), Exact() | TopRatio(), Exact() | TopRatio(0.3)),
     *(Exact() | Regret(), Exact() | Regret(1.5, 0), Exact() | Regret(3.0, 1), Exact() | Regret(8.0, 2)),
+    *(Exact() | SuffixRegret(), Exact() | SuffixRegret(1.0), Exact() | SuffixRegret(0.0)),
 ]
 
 
@@ -225,6 +230,9 @@ def chance(policy: AcceptancePolicy, row: Row, j: int) -> float:
             return row.target[j][x]
         case AdditiveSlack(eps=eps):
             return min(1.0, ratio(row, j) + eps)
+        case Ensemble(weight=weight):
+            exact = exact_chance(row, j)
+            return exact if row.greedy else weight * exact + 1 - weight
         case Ears(beta=beta):
             return min(1.0, ratio(row, j) + beta * (1 - max(row.target[j])))
         case Thresholds(threshold_acc=acc, threshold_single=single):
@@ -235,6 +243,8 @@ def chance(policy: AcceptancePolicy, row: Row, j: int) -> float:
         case RelaxedTopN(n=n, delta=delta):
             among = sum(p > gate[x] for p in gate) < n
             return float(own_choice or (among and not over(max(gate) - delta, gate[x])))
+        case Near(share=share):
+            return float(own_choice or not over(share * max(gate), gate[x]))
         case BiLD(r=r):
             return float(x == row.best(j) or not over(-math.log(gate[x]), r))
         case Fuzzy(divergence=kind, threshold=threshold):
@@ -261,7 +271,7 @@ def correction(policy: AcceptancePolicy, row: Row, j: int) -> Distribution:
     match policy:
         case ExactSample():
             return [p if v != x else 0.0 for v, p in enumerate(target)]
-        case Typical() | RelaxedTopN() | BiLD() | Fuzzy():
+        case Typical() | RelaxedTopN() | Near() | BiLD() | Fuzzy():
             return target
         case Cascade():
             if cascade_defers(policy, row, j):
@@ -319,6 +329,8 @@ def excused(policy: AcceptancePolicy, row: Row, j: int) -> bool:
             own = [max(row.logits[i]) for i in range(j, len(row.tokens))][: window + 1]
             said = [row.logits[i][row.tokens[i]] for i in range(j, len(row.tokens))][: window + 1]
             return len(said) == window + 1 and not over(sum(own) - sum(said), nats)
+        case SuffixRegret(nats=nats):
+            return nats > 0 and not over(z[best] - z[x], nats * (len(row.tokens) - j))
         case TopRatio(theta=theta):
             second = sorted(z)[-2]
             return x == best or (z[x] >= second and z[best] > 0 and over(z[x], theta * z[best]))

@@ -24,7 +24,7 @@ from fly.backends.cpu import CpuExecutor, PackedLlama, available, why_not
 from fly.backends.cpu.blocks import KINDS, eight_bits, four_bits
 from fly.models import LlamaConfig, load_model, save_model
 from fly.models.loading import Loading
-from tests.blocked import bound_of_groups, decoded, in_groups, with_rounded_inputs
+from tests.blocked import best_lines, bound_of_groups, decoded, in_groups, with_rounded_inputs
 from tests.ggufs import write_gguf
 from tests.kernels import close, paged, text
 from tests.toys import build_llama, dense_logits, random_llama
@@ -59,6 +59,26 @@ def test_four_bits_are_closer_than_plain_rounding(n: int, k: int, seed: int, sca
     assert float(error_NK.norm()) <= 1.05 * plain
     if centre == 0 and n * k > 20:
         assert float(error_NK.norm()) < 0.98 * plain
+
+
+@given(n=st.integers(1, 5), k=st.integers(24, 300), seed=st.integers(0, 99), centre=st.integers(-3, 3))
+def test_four_bits_are_the_best_line_of_several(n: int, k: int, seed: int, centre: int) -> None:
+    """As a plain search finds it, group by group. Where two lines are nearly as good, rounding may choose the other."""
+    weight_NK = (drawn(n, k, seed, 0.1) + 0.1 * centre).bfloat16()
+    got = decoded(four_bits(weight_NK), "Q4_K", k) - weight_NK.float()
+    twin = torch.from_numpy(best_lines(weight_NK.float().numpy())) - weight_NK.float()
+    assert torch.equal(four_bits(weight_NK), four_bits(weight_NK.float()))
+    assert abs(float(got.norm()) - float(twin.norm())) <= 5e-4 * float(weight_NK.float().norm())
+
+
+@pytest.mark.filterwarnings("ignore:.*value encountered")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_so(bad: float) -> None:
+    weight_NK = drawn(3, 600, 0, 0.1)
+    weight_NK[1, 300] = bad
+    for blocks_NB, kind, size in ((four_bits(weight_NK), "Q4_K", 256), (eight_bits(weight_NK), "Q8_0", 32)):
+        lost_NK = decoded(blocks_NB, kind, 600).isnan()
+        assert lost_NK[1, 300 // size * size : (300 // size + 1) * size].all() and int(lost_NK.sum()) == size
 
 
 @given(n=st.integers(1, 40), k=st.integers(1, 300), seed=st.integers(0, 99))

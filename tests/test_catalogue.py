@@ -23,13 +23,16 @@ from fly.policies import (
     Cascade,
     Condition,
     Ears,
+    Ensemble,
     Exact,
     ExactSample,
     Fuzzy,
     LogMargin,
     Mentored,
+    Near,
     Regret,
     RelaxedTopN,
+    SuffixRegret,
     Thresholds,
     TopRatio,
     Typical,
@@ -125,7 +128,9 @@ def test_accept_probs_are_monotone_in_the_parameters_that_say_so(policy):
             assert bool((less.accept_probs(target, draft) <= more.accept_probs(target, draft) + 1e-6).all())
 
 
-@pytest.mark.parametrize(("gate", "name"), [(LogMargin, "tau"), (Regret, "nats"), (TopRatio, "theta")])
+@pytest.mark.parametrize(
+    ("gate", "name"), [(LogMargin, "tau"), (Regret, "nats"), (SuffixRegret, "nats"), (TopRatio, "theta")]
+)
 def test_gates_open_wider_with_their_parameter(gate, name):
     direction = {"tau": 1, "nats": 1, "theta": -1}[name]
     target, draft, noise = tensors(random_rows(random.Random(1), "positive", False, [5] * 20, 4))
@@ -144,6 +149,9 @@ def bad(make: Callable[..., Any], *cases: tuple[str, object]) -> list[Any]:
     [
         *bad(AdditiveSlack, ("eps", -0.1), ("eps", 1.1), ("eps", math.nan), ("eps", "0.1"), ("eps", True)),
         *bad(Ears, ("beta", -1), ("beta", 2), ("beta", None)),
+        *bad(Ensemble, ("weight", -0.1), ("weight", 1.5)),
+        *bad(Near, ("share", 2), ("share", math.nan)),
+        *bad(SuffixRegret, ("nats", -0.25), ("nats", math.inf)),
         *bad(Thresholds, ("threshold_acc", 0), ("threshold_acc", 1.5), ("threshold_single", 0.0)),
         *bad(Typical, ("eps", -1), ("delta", 2.5)),
         *bad(RelaxedTopN, ("n", 0), ("n", 2.5), ("n", math.inf), ("delta", -0.5)),
@@ -186,7 +194,9 @@ def test_thresholds_promise_depends_on_their_values():
     assert Thresholds(1.0, 0.9).guarantee is Guarantee.HEURISTIC
 
 
-@pytest.mark.parametrize("policy", [ExactSample(), BlockVerification(), Ears(), Cactus(), Mentored()], ids=str)
+@pytest.mark.parametrize(
+    "policy", [ExactSample(), BlockVerification(), Ears(), Ensemble(0.1), Cactus(), Mentored()], ids=str
+)
 def test_rules_that_are_exact_at_temperature_0(policy):
     rows = random_rows(random.Random(9), "zero", False, [5, 3, 4, 0], 4)
     exact, found = (verify(rule, *tensors(rows)) for rule in (Exact(), policy))

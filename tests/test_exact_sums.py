@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fly.policies import (
@@ -20,14 +20,17 @@ from fly.policies import (
     Cactus,
     Cascade,
     Ears,
+    Ensemble,
     Exact,
     ExactSample,
     Fuzzy,
     Mentored,
+    Near,
     Thresholds,
     verify,
 )
-from fly.types import Draft, Guarantee, Target
+from fly.runtime.sampling import BatchSampling
+from fly.types import Draft, Guarantee, SamplingParams, Target
 from tests.rule_twins import (
     POLICIES,
     Distribution,
@@ -248,6 +251,26 @@ def test_fuzzy_stays_within_its_threshold_above_temperature_0(kind, measure, see
     row = random_row(random.Random(seed), vocab, 1, False, True)
     distribution = emitted_distribution(Fuzzy(kind, threshold), row.target[0], row.distribution(0))
     assert apart(measure, distribution, row.target[0]) <= threshold + 1e-4
+
+
+@given(seed=st.integers(0, 2**32), vocab=st.integers(2, 6), weight=st.floats(0, 1))
+def test_ensemble_emits_the_mixture(seed, vocab, weight):
+    row = random_row(random.Random(seed), vocab, 1, False, True)
+    target, draft = row.target[0], row.distribution(0)
+    assume(all(p > 0 or q == 0 for p, q in zip(target, draft)))  # no drafted token is excluded
+    mixture = [weight * p + (1 - weight) * q for p, q in zip(target, draft)]
+    assert emitted_distribution(Ensemble(weight), target, draft) == pytest.approx(mixture, abs=1e-5)
+
+
+@given(seed=st.integers(0, 2**32), vocab=st.integers(2, 6), share=st.sampled_from([0.1, 0.5, 0.9]))
+def test_near_keeps_the_tokens_of_min_p_and_the_drafts_own_mass_on_them(seed, vocab, share):
+    row = random_row(random.Random(seed), vocab, 1, False, True)
+    target, draft = row.target[0], row.distribution(0)
+    assume(all(abs(p - share * max(target)) > 1e-5 for p in target))
+    cut = BatchSampling.of([SamplingParams(temperature=1.0, min_p=share)]).probs(torch.tensor([[target]]).log())[0, 0]
+    kept = [q if p > 0 else 0.0 for p, q in zip(cut.tolist(), draft)]
+    expected = [a + (1 - sum(kept)) * p for a, p in zip(kept, target)]
+    assert emitted_distribution(Near(share), target, draft) == pytest.approx(expected, abs=1e-5)
 
 
 def test_cactus_has_no_bound_on_the_emitted_distribution():

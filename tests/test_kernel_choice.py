@@ -70,6 +70,23 @@ def test_the_choice_reaches_target_and_draft(name: str) -> None:
 
 
 @built
+@pytest.mark.parametrize("kernels", ["auto", "w8a8"])
+def test_a_large_draft_has_four_bits_unless_it_is_told_otherwise(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_LARGE", 0)
+    prompt, params = [[1, 2, 3]], SamplingParams(max_tokens=12, temperature=0.0)
+    plain = LLM("fly-tiny", device="cpu", kernels=kernels)
+    texts = [plain.generate(prompt, params)[0].token_ids]
+    for draft, expected in (("fly-tiny", "w4a8"), ("ngram+model(fly-tiny, kernels=int8)", "int8")):
+        llm = LLM(plain, draft)
+        assert isinstance(llm.draft, SingleDraft)
+        assert llm.draft.runner.executor.kernels == chosen(expected)
+        texts.append(llm.generate(prompt, params)[0].token_ids)
+    assert texts[0] == texts[1] == texts[2]
+    on_torch = LLM("fly-tiny", "fly-tiny", device="cpu", kernels="torch").draft
+    assert isinstance(on_torch, SingleDraft) and on_torch.runner.executor.kernels == "torch"
+
+
+@built
 def test_the_draft_alone_may_have_int8_weights() -> None:
     llm = LLM("fly-tiny", "model(fly-tiny, kernels=int8)", device="cpu")
     assert isinstance(llm.draft, SingleDraft)

@@ -26,12 +26,15 @@ from fly.policies import (
     Exact,
     NatsBudget,
     Phase,
+    RegretBudget,
+    SuffixRegret,
+    asd,
     raw_log_probs,
     verify,
 )
 from fly.testing.blocks import toy_vocabulary
 from fly.testing.policies import check_row_alone_equals_row_in_batch
-from fly.types import Draft, Noise, Target, Why
+from fly.types import Draft, Guarantee, Noise, Target, Why
 from tests.toys import random_llama
 
 VOCAB = 5
@@ -62,7 +65,8 @@ def blocks(draw: st.DrawFn) -> tuple[Target, Draft]:
         logits,
         generated_B=torch.tensor([draw(st.integers(0, 20)) for _ in range(rows)]),
         relaxed_B=torch.tensor([draw(st.integers(0, 4)) for _ in range(rows)]),
-        nats_B=torch.tensor([draw(st.floats(0, 4, width=32)) for _ in range(rows)]),
+        nats_B=(spent_B := torch.tensor([draw(st.floats(0, 4, width=32)) for _ in range(rows)])),
+        spent=lambda _: spent_B,
         history=history,
     )
     return target, Draft(tokens, lengths)
@@ -85,7 +89,10 @@ def twin(condition: Condition, target: Target, draft: Draft, b: int) -> tuple[in
             elif isinstance(condition, Budget):
                 holds = relaxed + 1 <= condition.share * (generated + 1)
             elif isinstance(condition, AtMost):
-                holds = relaxed + 1 <= condition.count
+                holds = (len(positions) if condition.per == "block" else relaxed) + 1 <= condition.count
+            elif isinstance(condition, RegretBudget):
+                cost = float(logits.max() - logits[token])
+                holds = nats + cost <= condition.nats
             elif isinstance(condition, NatsBudget):
                 holds = nats + cost <= condition.nats
             else:
@@ -107,8 +114,9 @@ schedules = st.one_of(
     st.builds(AfterTokens, st.integers(0, 25)),
     st.builds(AboveContext, st.integers(0, 14)),
     st.builds(Budget, st.sampled_from([0.0, 0.05, 0.125, 0.25, 0.5, 1.0])),
-    st.builds(AtMost, st.integers(0, 7)),
+    st.builds(AtMost, st.integers(0, 7), st.sampled_from(["output", "block"])),
     st.builds(NatsBudget, st.floats(0, 12)),
+    st.builds(RegretBudget, st.floats(0, 12)),
     st.builds(Phase, st.just(1), st.just(2), st.booleans()),
 )
 
@@ -145,11 +153,44 @@ def test_schedules_equal_a_stateful_twin(block: tuple[Target, Draft], condition:
         (Budget, -0.1),
         (NatsBudget, -1.0),
         (NatsBudget, math.inf),
+        (RegretBudget, -1.0),
     ],
 )
 def test_bad_parameters_are_named(make: type, bad: object) -> None:
     with pytest.raises(ValueError, match=str(bad)):
         make(bad)
+
+
+@pytest.mark.parametrize("per", ["request", 2, None])
+def test_a_cap_is_per_output_or_per_block(per: object) -> None:
+    with pytest.raises(ValueError, match="per"):
+        AtMost(2, per)  # type: ignore[arg-type]
+
+
+@given(blocks(), st.floats(0, 3), st.integers(0, 4), st.floats(0, 12))
+def test_asd_is_the_longest_prefix_of_its_three_budgets(
+    block: tuple[Target, Draft], gate: float, most: int, budget: float
+) -> None:
+    """The loop of the paper's reference code, token by token, at temperature 0."""
+    target, draft = block
+    rows, longest = draft.tokens_BK.shape
+    policy = Exact() | (SuffixRegret(gate) & AtMost(most, "block") & RegretBudget(budget))
+    verdict = verify(policy, target, draft, Noise(torch.zeros(rows, longest), torch.zeros(rows)))
+    for b, length in enumerate(draft.lengths_B.tolist()):
+        risk, count, accepted, close = float(target.nats_B[b]), 0, 0, False
+        for j in range(length):
+            logits, token = target.logits_BKV[b, j].double(), int(draft.tokens_BK[b, j])
+            if token != int(logits.argmax()):
+                regret = float(logits.max() - logits[token])
+                risk, count = risk + regret, count + 1
+                close |= abs(regret - gate * (length - j)) < 1e-4 or abs(risk - budget) < 1e-4
+                strict = budget == 0 or gate == 0 or most == 0
+                if strict or regret / (length - j) > gate or risk > budget or count > most:
+                    break
+            accepted = j + 1
+        assert close or int(verdict.accepted_B[b]) == accepted
+        if not close:
+            assert int((verdict.why_BK[b] == Why.RELAXED).sum()) <= most
 
 
 def test_phase_needs_markers_it_can_find() -> None:
@@ -243,6 +284,11 @@ def test_budgets_hold_over_a_whole_generation() -> None:
     assert 5 <= relaxed <= 15
     spent = run(Exact() | (Always() & NatsBudget(9.0))).stats
     assert 0 < spent.nats <= 9.0 + 1e-3 < free.stats.nats
+    loose = run(asd()).stats
+    assert loose.relaxed > 0 and 0 < loose.spent["regret_budget(8.0)"] <= 8.0 + 1e-3
+    for strict in (SuffixRegret(0.0), AtMost(0, "block"), RegretBudget(0.0)):
+        rule = Exact() | (Always() & strict)
+        assert run(rule).stats.relaxed == 0 and rule.guarantee is Guarantee.LOSSLESS
     late = run(Exact() | (Always() & AfterTokens(30)))
     assert all(token.why != Why.RELAXED for token in late.provenance[:30]) and late.stats.relaxed > 0
     plain = run(Exact())

@@ -40,7 +40,6 @@ STRATEGIES = (
     "union(suffix, fly-draft)",
     "adaptive(ngram)",
     "adaptive(fly-draft)",
-    "adaptive(union(suffix, fly-draft))",
 )
 """The strategies that ``fly bench drafts`` measures by default. The others are compared with the first."""
 

@@ -1,46 +1,123 @@
-"""Adaptive draft length: draft a token only if it saves time by measured costs and acceptance, and draft nothing where
-none does. Knows nothing of how a draft is made."""
+"""Choose, before each round, between a draft, a lookup and no draft, by measured costs and acceptance. Knows nothing of
+how a draft is made."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections import abc
+from collections import abc, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import itemgetter
+from statistics import median
 
-from fly.drafts.base import Continuation, DraftSetup, DraftStrategy, StopsByChance, Wrapper
-from fly.drafts.measures import Line, Rates
-from fly.drafts.ways import Ways
+from fly.drafts.base import Continuation, DraftSetup, DraftStrategy, StopsByChance, Wrapper, pad, pieces_of
+from fly.drafts.measures import Costs, Rates
+from fly.drafts.suffix import SuffixDraft
 from fly.runtime.executor import Spent
-from fly.runtime.request import Sequence
+from fly.runtime.request import Sequence, common_prefix
 from fly.types import Draft, Target
 
 __all__ = ["AdaptiveDraft"]
 
-_PLAIN, _DRAFTING = 0, 1  # decode without a draft, or with one
-_FIRST = 2, 8  # rounds to measure of each at the start
-_TRIED = 2  # rounds of a later trial; in the first of them, the drafter may have to catch up with the text
-_GUESS = 0.3  # while costs are unknown, draft a token if its chance to be kept is at least this
+_PLAIN, _LOOKUP, _DRAFTING = (
+    "plain",
+    "lookup",
+    "drafting",
+)  # what proposes in a round: nothing, the lookup, the strategy
 _SHORT = 4  # while costs are unknown, ask a strategy without probabilities for this many tokens
+_LEAST, _MOST = 0.05, 0.9  # limits of the chance at which a model drafts a token
 _LATEST = 8  # judge how easy a row is by this many of its latest drafts
 _AGAIN = 16  # after this many rounds, draft again for a row that seemed too hard
+_BEHIND = 32  # a strategy that has missed more tokens of a row must catch up, which is no cost of drafting
+_CATCH_UP = 1.1  # let it catch up only if drafting is this many times as fast as anything else
+_DOUBT = 2.0  # an estimate may be wrong by this factor; decoding without drafts is tried only where that would decide
+_ASKING = 0.05  # ask the lookup only if that takes at most this share of a forward
+_TRIED = 2  # rounds of a trial
+_KEEP = 0.95  # each round multiplies the weight of earlier ones
+_FIRST_WAIT, _LONGEST_WAIT = 8, 512  # rounds until the next trial
+
+
+@dataclass
+class _Yield:
+    """What a round of drafting gives a row: exponential averages over recent rounds, and over a guess at first."""
+
+    kept: float = 3.0
+    verified: float = 4.0
+    steps: float = 4.0  # tokens along a path; fewer than ``verified`` in a tree
+    weight: float = 0.5
+
+    def add(self, kept: float, verified: float, steps: float) -> None:
+        old, self.weight = _KEEP * self.weight, _KEEP * self.weight + 1
+        for name, new in (("kept", kept), ("verified", verified), ("steps", steps)):
+            setattr(self, name, (old * getattr(self, name) + new) / self.weight)
+
+    def copy(self) -> _Yield:
+        return _Yield(self.kept, self.verified, self.steps, min(self.weight, 3.0))
+
+
+@dataclass
+class _Row:
+    """What is known of a row."""
+
+    drafting: _Yield
+    copied: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_LATEST))  # the lookup's, and kept
+    read: int = 0  # how many of its tokens the strategy has read
+
+
+@dataclass
+class _Trial:
+    """When to try what seems to be slower."""
+
+    wait: int = _FIRST_WAIT  # rounds until the next trial
+    waited: int = 0
+    left: int = 0  # rounds until a running trial ends
+
+    def begin(self) -> int:
+        self.left = self.left or _TRIED
+        return self.left
+
+    def end(self, rounds: int) -> None:
+        self.left = max(self.left - rounds, 0)
+        if not self.left:
+            self.waited, self.wait = 0, min(2 * self.wait, _LONGEST_WAIT)
 
 
 @dataclass
 class _Load:
-    """Measurements for one load, which is a number of rows, and whether all of them are at temperature 0."""
+    """Measurements of rows at temperature 0, or of others."""
 
-    ways: Ways = field(default_factory=lambda: Ways(_FIRST, _TRIED))
-    drafting: Line = field(default_factory=Line)  # seconds of drafting in a round, by tokens drafted
-    scoring: Line = field(default_factory=lambda: Line(through_zero=False))  # further seconds of a round, by tokens
+    costs: Costs = field(default_factory=Costs)
     rates: Rates = field(default_factory=Rates)
-    share: float = 1.0  # verified tokens for each drafted position; above 1 in trees
+    drafting: _Yield = field(default_factory=_Yield)  # over all rows
+    trials: dict[str, _Trial] = field(default_factory=lambda: {_PLAIN: _Trial(), _DRAFTING: _Trial()})
 
-    @property
-    def worth(self) -> float:
-        """The least chance to be kept at which drafting a token saves time."""
-        slope = self.drafting.slope + self.scoring.slope
-        return slope / min(self.ways.seconds) if slope else _GUESS
+    def plain(self, rows: int) -> float:
+        """Tokens a second without drafts. While no cost is known, the unit of time is such a round."""
+        return rows / (self.costs.plain(rows) or 1.0)
+
+    def looking_up(self, rows: int, proposed: int, kept: float) -> float:
+        """Tokens a second by lookup."""
+        seconds = (self.costs.forward(rows + proposed) or 1.0) + self.costs.beyond
+        return (rows + kept) / max(seconds, 1e-9)
+
+    def drafting_for(self, rows: int, yields: list[_Yield], behind: bool) -> float:
+        """Tokens a second by the strategy, which drafts for as many rows as there are ``yields``."""
+        if not yields or (rows > 1 and self.costs.step is None):
+            return 0.0  # in a batch, first try it for one row
+        kept, verified = sum(each.kept for each in yields), sum(each.verified for each in yields)
+        drafting = (
+            max(each.steps for each in yields) * (self.costs.step or 0.0) * (self.costs.plain(len(yields)) or 1.0)
+        )
+        seconds = (self.costs.forward(rows + verified) or 1.0) + drafting
+        return (rows + kept) / seconds / (_CATCH_UP if behind else 1.0)
+
+    def worth(self, active: int, speed: float) -> float:
+        """The least chance to be kept at which the strategy should draft a token; 0: unknown."""
+        if self.costs.step is None or not active:
+            return 0.0
+        seconds = self.costs.step * self.costs.plain(active) / active + self.costs.slope
+        return seconds * speed
 
 
 @dataclass
@@ -48,14 +125,19 @@ class _Round:
     """A running round, or several that run in one call."""
 
     load: _Load
-    way: int
-    late: bool  # whether the strategy may first have to read text that it has missed
-    places: list[tuple[int, int]]  # the id of each row, and its number of tokens
+    way: str
     begin: float
+    places: list[tuple[int, int]]  # the id of each row, and its number of tokens
+    asked: list[int]  # the most tokens to propose for each row
+    worth: float  # the least chance to be kept at which the strategy drafts a token; 0: unknown
+    looked: list[list[int]]  # what the lookup proposes for each row
+    trial: _Trial | None = None
+    rounds: int = 1  # the most rounds to run before choosing again
+    behind: bool = False  # whether the strategy has to catch up with a text
     # For a single round:
     drafting: float = 0.0  # seconds
-    drafted: list[int] = field(default_factory=list)  # tokens of each row, along a path
-    verified: int = 0  # tokens of all rows
+    steps: list[int] = field(default_factory=list)  # tokens of each row, along a path
+    verified: list[int] = field(default_factory=list)  # tokens of each row
     # For several rounds in one call:
     before: list[tuple[int, int]] = field(default_factory=list)  # each row's numbers of rounds and drafts at the start
     spent: list[Spent] = field(default_factory=list)  # seconds of the first round, and of the others
@@ -63,32 +145,58 @@ class _Round:
 
 
 class AdaptiveDraft(Wrapper):
-    """Drafts each token that saves time, and drafts nothing while no draft does.
+    """Proposes, in each round, what emits the most tokens a second: the strategy's draft, a lookup, or nothing.
 
-    Decoding is fastest if the last drafted token just pays for itself. So the strategy drafts a token if
+    Let F be the seconds of the target's forward, by the number of its tokens. Then B rows get
 
-        chance to be kept > (seconds to draft one more + seconds to verify one more) / seconds per emitted token.
+        nothing:   B / F(B)
+        lookup:    (B + tokens it is expected to have kept) / F(B + tokens it proposes)
+        strategy:  (B + tokens kept) / (F(B + tokens drafted) + steps · c · F(B))
 
-    The right side is measured for each number of rows that decode together, since drafts are shorter on a busy machine.
-    The chance on the left is the draft model's own estimate: the product of its probabilities so far
-    (``SingleDraft.reach``), or its square root under a rule that excuses mismatches. For a strategy without
-    probabilities, the chance is how often recent drafts were kept up to that position, in all rows and in this row.
+    tokens a second. F and c, the cost of a drafted token, are measured (``Costs``). How many of the strategy's tokens
+    are drafted and kept are averages over recent rounds of the row. A lookup is judged by how long its proposal is, and
+    by how often its earlier proposals were right at each position, whether they were used or not.
 
-    Trials decide whether to draft at all. Rounds with and without drafts are timed, and the faster kind is used. The
-    slower kind is tried again for two rounds, after 8 rounds, then 16, and so on up to 512.
+    The strategy drafts a token if
+
+        chance to be kept > (seconds to draft one more + seconds to verify one more) · tokens a second.
+
+    The chance is the draft model's own estimate: the product of its probabilities so far (``SingleDraft.reach``), or
+    its square root under a rule that excuses mismatches. For a strategy without probabilities, the chance is how often
+    recent drafts were kept up to that position, in all rows and in this row.
+
+    Every round improves the estimates for all choices. What seems slower is tried for two rounds, after 8 rounds, then
+    16, and so on up to 512; no draft, only if it might be faster. In a batch, a trial drafts for one row. What a
+    strategy takes to catch up with a prompt does not count.
+
+    Choices depend on estimates and on the lookup, which draws nothing, and never on drawn tokens. So a lossless rule
+    stays lossless.
 
     Args:
         strategy: proposes the drafts.
+        lookup: proposes by copying, in chains without distributions. It is asked only while that takes less than a
+            twentieth of a forward. None means suffix decoding (``SuffixDraft``) if the strategy drafts by a model's
+            probabilities, otherwise no lookup.
         clock: returns the time in seconds. The default is the setup's clock, which ranks share.
     """
 
     learns = True
 
-    def __init__(self, strategy: DraftStrategy, clock: Callable[[], float] = time.perf_counter) -> None:
-        super().__init__([strategy])
+    def __init__(
+        self,
+        strategy: DraftStrategy,
+        lookup: DraftStrategy | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if lookup is None and isinstance(strategy, StopsByChance):
+            lookup = SuffixDraft()
+        super().__init__([strategy] if lookup is None else [strategy, lookup])
         self.clock = clock
-        self._loads: dict[tuple[int, bool], _Load] = {}
-        self._last, self._rows = _PLAIN, set[int]()  # whether the last round drafted, and its rows' ids
+        self._loads: defaultdict[bool, _Load] = defaultdict(_Load)  # by whether all rows are at temperature 0
+        self._copied = Rates()  # how often the lookup's tokens are right
+        self._asking: deque[float] = deque(maxlen=5)  # seconds that the lookup took to propose
+        self._rows: dict[int, _Row] = {}
+        self._last = _PLAIN
         self._round: _Round | None = None
 
     def attach(self, setup: DraftSetup) -> None:
@@ -101,89 +209,143 @@ class AdaptiveDraft(Wrapper):
         """The strategy that proposes the drafts."""
         return self.members[0]
 
+    @property
+    def lookup(self) -> DraftStrategy | None:
+        """The lookup that proposes in its place."""
+        return self.members[1] if len(self.members) > 1 else None
+
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         this = self._round
         if this is None or this.places != _places(rows):  # otherwise ``continuation`` has started this round
-            this, _ = self._begin(rows)
-        lengths = self._lengths(this.load, rows, max_len) if this.way == _DRAFTING else []
-        if not any(lengths):
+            this = self._begin(rows, max_len)
+        most = list(map(min, self._lengths(this, rows), max_len))
+        if not any(most):
             return Draft.empty(len(rows))
-        draft = self.strategy.propose(rows, lengths)
-        tokens = list(map(len, draft.chains))
-        this.drafted = [min(n, asked) for n, asked in zip(tokens, lengths)]
-        this.verified = sum(tokens)
-        this.drafting = self.clock() - this.begin
+        begin = self.clock()
+        if this.way == _LOOKUP:
+            draft = pad([tokens[:n] for tokens, n in zip(this.looked, most)])
+        else:
+            draft = self.strategy.propose(rows, most)
+        this.verified = list(map(len, draft.chains))
+        this.steps = list(map(min, this.verified, most))
+        this.drafting = self.clock() - begin if this.way == _DRAFTING else 0.0
         return draft
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
-        """Describe rounds without a draft until the next trial of drafts, or else rounds in which the strategy
-        continues the rows by itself."""
+        """Describe rounds without a draft, or rounds in which the strategy continues the rows by itself, until another
+        choice may be better. For a round by lookup return None, so that ``propose`` is called."""
         none = [0] * len(rows)
         if not any(row.k for row in rows):
             return Continuation(None, none)
-        this, rounds = self._begin(rows)
+        this = self._begin(rows, [row.k for row in rows])
         this.before = [(row.stats.rounds, len(row.drafts)) for row in rows]
         if this.way == _PLAIN:
-            return Continuation(None, none, rounds=rounds, report=this.spent.extend)
-        lengths = self._lengths(this.load, rows, [row.k for row in rows])
-        if (inner := self.strategy.continuation(rows)) is None:
+            return Continuation(None, none, rounds=this.rounds, report=this.spent.extend)
+        lengths = self._lengths(this, rows)
+        if this.way == _LOOKUP or (inner := self.strategy.continuation(rows)) is None:
             return None
         if not any(lengths):
             return Continuation(None, none, rounds=1, report=this.spent.extend)
-        this.most, rounds = list(map(min, lengths, inner.most)), min(rounds, inner.rounds)
+        this.most, rounds = list(map(min, lengths, inner.most)), min(this.rounds, inner.rounds)
         return inner._replace(most=this.most, rounds=rounds, report=this.spent.extend)
 
     def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
         if self._last == _DRAFTING:  # otherwise the strategy may never draft for these rows
             super().prefill(parts)
+            for row, end in parts:
+                self._row(row).read = end
 
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
-        if self._drafts:
-            super().observe(rows, draft, target)
+        if (member := self._proposing) is not None:
+            member.observe(rows, draft, target)
 
     def commit(self, rows: abc.Sequence[Sequence]) -> None:
-        this, drafts, now = self._round, self._drafts, self.clock()
+        this, member, now = self._round, self._proposing, self.clock()
         self._round = None
-        if drafts:
-            super().commit(rows)
+        if member is not None:
+            member.commit(rows)
         if this is not None:
             self._learn(this, rows, now)
 
     def release(self, row: Sequence) -> None:
-        self._rows.discard(row.id)
+        self._rows.pop(row.id, None)
         if self._round is not None and any(id_ == row.id for id_, _ in self._round.places):
             self._round = None
         super().release(row)
 
     @property
-    def _drafts(self) -> bool:
-        """Whether the strategy takes part in the current round. If not, no method of it is called, since even
-        ``observe`` takes time."""
-        return self._round is None or self._round.way == _DRAFTING
+    def _proposing(self) -> DraftStrategy | None:
+        """What takes part in the current round. No method of the others is called, since even ``observe`` takes
+        time."""
+        if self._round is None or self._round.way == _DRAFTING:
+            return self.strategy
+        return self.lookup if self._round.way == _LOOKUP else None
 
-    def _begin(self, rows: abc.Sequence[Sequence]) -> tuple[_Round, int]:
-        """Start a round. Return it, and how many rounds to run with, or without, drafts."""
-        about = 1 << (len(rows) - 1).bit_length()
-        load = self._loads.setdefault((about, all(row.greedy for row in rows)), _Load())
-        way, rounds = load.ways.choose()
-        ids = {row.id for row in rows}
-        late = self._last != way or not ids <= self._rows
-        self._last, self._rows = way, ids
-        self._round = _Round(load, way, late, _places(rows), self.clock())
-        return self._round, rounds
+    def _row(self, row: Sequence) -> _Row:
+        if row.id not in self._rows:
+            self._rows[row.id] = _Row(self._loads[row.greedy].drafting.copy())
+        return self._rows[row.id]
 
-    def _lengths(self, load: _Load, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[int]:
-        """Return the most tokens to ask the strategy for in each row."""
-        strategy = self.strategy
+    def _begin(self, rows: abc.Sequence[Sequence], most: abc.Sequence[int]) -> _Round:
+        """Choose what proposes for ``rows``, and start a round."""
+        begin, count, known = self.clock(), len(rows), list(map(self._row, rows))
+        load, looked = self._loads[all(row.greedy for row in rows)], self._look_up(rows, most)
+        missed = [len(row.tokens) - own.read if n else math.inf for row, own, n in zip(rows, known, most)]
+        behind = any(_BEHIND < each < math.inf for each in missed)
+        # Estimate how fast each choice is. Cut the lookup's proposals before tokens that do not pay.
+        speeds = {_PLAIN: load.plain(count)}
+        speeds[_DRAFTING] = load.drafting_for(count, [own.drafting for own, n in zip(known, most) if n], behind)
+        worth = load.costs.slope * max(speeds.values())
+        chances = [self._copied.chances(len(tokens), own.copied) for own, tokens in zip(known, looked)]
+        chances = [[chance for chance in each if chance >= worth] for each in chances]
+        lengths = list(map(len, chances))
+        if any(lengths):
+            speeds[_LOOKUP] = load.looking_up(count, sum(lengths), sum(map(sum, chances)))
+        way, speed = max(speeds.items(), key=itemgetter(1))
+        # Now and then, try what seems slower. In a batch a trial drafts for one row, the one that needs least reading.
+        other = _DRAFTING if way == _PLAIN else _PLAIN
+        next_trial, trial, asked = load.trials[other], None, list(most)
+        wait = next_trial.wait if load.costs.step is not None else _TRIED
+        plausible = other == _DRAFTING or speeds[_PLAIN] * _DOUBT > speed
+        rounds = max(wait - next_trial.waited, 1) if plausible else _FIRST_WAIT
+        if next_trial.left or (plausible and next_trial.waited >= wait):
+            way, trial, rounds, first = other, next_trial, next_trial.begin(), missed.index(min(missed))
+            asked = [n * (b == first) for b, n in enumerate(most)]
+        if way != _DRAFTING:
+            asked = lengths if way == _LOOKUP else [0] * count
+        worth = load.worth(sum(map(bool, asked)), speed)
+        behind = any(each > _BEHIND for each, n in zip(missed, asked) if n)
+        self._last = way
+        self._round = _Round(load, way, begin, _places(rows), asked, worth, looked, trial, rounds, behind)
+        return self._round
+
+    def _look_up(self, rows: abc.Sequence[Sequence], most: abc.Sequence[int]) -> list[list[int]]:
+        """Return what the lookup proposes for each row. If asking it takes too long, it proposes nothing."""
+        forward = self._loads[all(row.greedy for row in rows)].costs.plain(len(rows))
+        if self.lookup is None or (forward and median(self._asking or [0.0]) > _ASKING * forward):
+            return [[] for _ in rows]
+        begin = self.clock()
+        pieces = pieces_of(self.lookup.propose(rows, most))
+        self._asking.append(self.clock() - begin)
+        if any(piece.parents is not None or piece.probs_NV is not None for piece in pieces):
+            raise ValueError(f"{type(self.lookup).__name__} cannot be the lookup: it proposes trees or draws tokens")
+        return [piece.tokens for piece in pieces]
+
+    def _lengths(self, this: _Round, rows: abc.Sequence[Sequence]) -> list[int]:
+        """Return the most tokens to propose for each row."""
+        strategy, load = self.strategy, this.load
+        if this.way != _DRAFTING:
+            return this.asked
         if isinstance(strategy, StopsByChance) and strategy.worth is not None:
-            strategy.worth = load.worth
-            return list(max_len)
-        if load.drafting.slope == load.scoring.slope == 0:
-            return [min(most, _SHORT) for most in max_len]
+            strategy.worth = this.worth and min(max(this.worth, _LEAST), _MOST)
+            return this.asked
+        if not this.worth:
+            return [min(most, _SHORT) for most in this.asked]
+        worth = this.worth * max(load.drafting.verified, 1e-9) / max(load.drafting.steps, 1e-9)
         return [
-            load.rates.longest(most, load.worth * load.share, row.drafts[-_LATEST:])
+            sum(chance >= worth for chance in load.rates.chances(most, row.drafts[-_LATEST:]))
             or min(most, row.stats.rounds % _AGAIN == 0)
-            for row, most in zip(rows, max_len)
+            for row, most in zip(rows, this.asked)
         ]
 
     def _learn(self, this: _Round, rows: abc.Sequence[Sequence], now: float) -> None:
@@ -192,38 +354,63 @@ class AdaptiveDraft(Wrapper):
         if any(id_ not in after for id_, _ in this.places):
             return
         rows = [after[id_] for id_, _ in this.places]
-        grown = [len(row.tokens) - tokens for row, (_, tokens) in zip(rows, this.places)]
-        if not all(grown) or any(row.generated == n for row, n in zip(rows, grown)):
+        emitted = [row.tokens[tokens:] for row, (_, tokens) in zip(rows, this.places)]
+        if not all(emitted) or any(row.generated == len(new) for row, new in zip(rows, emitted)):
             return  # the round was abandoned, or it read a prompt
-        # Collect the number of rounds, their seconds, and each row's drafted and kept tokens.
-        load, ways = this.load, this.load.ways
+        # Collect the number of rounds, their seconds, and each row's drafts: verified tokens, steps and kept tokens.
+        # ``draft`` is the time of drafting without catching up.
         if this.spent:  # the executor measured the time
             rounds = max(row.stats.rounds - before for row, (before, _) in zip(rows, this.before))
-            drafts = [row.drafts[before:] for row, (_, before) in zip(rows, this.before)]
             seconds, drafting = (sum(part) for part in zip(*((spent.whole, spent.draft) for spent in this.spent)))
-            verified = sum(n for some in drafts for n, _ in some)
-            drafts = [[(min(n, most), stood) for n, stood in some] for some, most in zip(drafts, this.most)] or drafts
+            most = this.most or this.asked
+            drafts = [row.drafts[before:] for row, (_, before) in zip(rows, this.before)]
+            took = [[(n, min(n, limit), kept) for n, kept in some] for some, limit in zip(drafts, most)]
+            draft = drafting - this.spent[0].draft * this.behind
         else:
-            rounds, seconds, drafting, verified = 1, now - this.begin, this.drafting, this.verified
-            drafts = [[(n, min(more - 1, n))] if n else [] for n, more in zip(this.drafted, grown)]
+            rounds, seconds, drafting = 1, now - this.begin, this.drafting
+            sizes = zip(this.verified or [0] * len(rows), this.steps or [0] * len(rows), emitted)
+            took = [[(n, steps, min(len(new) - 1, steps))] if n else [] for n, steps, new in sizes]
+            draft = drafting * (not this.behind)
         if not rounds:
             return
-        # Update the costs, the rates, and the speed of this way. Leave out the time to catch up with a text.
-        size, plain = verified / rounds, ways.seconds[_PLAIN] * len(rows)
+        # Judge the lookup by its proposals, used or not.
+        for own, looked, new in zip(map(self._row, rows), this.looked, emitted):
+            if told := min(len(looked), len(new)):
+                own.copied.append((told, common_prefix(looked, new)))
+                self._copied.add(*own.copied[-1])
+        # Learn what forwards and drafted tokens cost.
+        load, verified, forward = this.load, sum(n for some in took for n, _, _ in some), (seconds - drafting) / rounds
+        size = len(rows) + verified / rounds
+        if this.way == _LOOKUP and verified:
+            load.costs.add_lookup(size, forward)
+        elif verified:
+            load.costs.add_forward(len(rows), size, forward)
+        else:
+            load.costs.add_plain(len(rows), forward)
+        active = [some[this.behind :] for some in took if some]
+        if this.way == _DRAFTING and (steps := max((sum(n for _, n, _ in some) for some in active), default=0)):
+            load.costs.add_step(len(active), draft / steps, size, forward)
+        # Learn what drafts yield. A row that ends cuts off tokens that would have been kept, so its last draft says
+        # nothing.
         if this.way == _DRAFTING:
-            scoring = (seconds - drafting) / rounds - plain
-            if this.late and load.drafting.slope:
-                seconds -= max(drafting - load.drafting(size) * rounds, 0.0)
-            else:
-                load.drafting.add(size, drafting / rounds, plain)
-            load.scoring.add(size, scoring, plain)
-            for row, some in zip(rows, drafts):
-                # A row that ends cuts off tokens that would have been kept, so its last draft says nothing.
-                for drafted, accepted in some[:-1] if row.finish_reason else some:
-                    load.rates.add(drafted, accepted)
-            if total := sum(n for some in drafts for n, _ in some):
-                load.share += (verified / total - load.share) / _LATEST
-        ways.add(this.way, seconds, sum(grown), rounds)
+            for row, n, some in zip(rows, this.asked, took):
+                own = self._row(row)
+                own.read = len(row.tokens) if some else own.read
+                some += [(0, 0, 0)] * (rounds - len(some)) * bool(n)
+                for verified, steps, kept in some[:-1] if row.finish_reason else some:
+                    if steps:
+                        load.rates.add(steps, kept)
+                    load.drafting.add(kept, verified, steps)
+                    own.drafting.add(kept, verified, steps)
+        # Note when to try the other choices again.
+        if this.trial is not None:
+            this.trial.end(rounds)
+        else:
+            for way, trial in load.trials.items():
+                if way == this.way:
+                    trial.wait = _FIRST_WAIT
+                elif way == _PLAIN or this.way == _PLAIN:
+                    trial.waited += rounds
 
 
 def _places(rows: abc.Sequence[Sequence]) -> list[tuple[int, int]]:

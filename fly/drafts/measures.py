@@ -1,56 +1,113 @@
-"""Recent measurements: seconds as a straight line (``Line``), and how often drafted tokens are kept (``Rates``).
-Knows nothing of strategies or clocks."""
+"""Recent measurements: seconds of forwards and of drafting (``Costs``), how often drafted tokens are kept at each
+position (``Rates``). Knows nothing of strategies or clocks.
+
+A neighbour on the machine makes single rounds many times as long. So costs are medians, and a drafted token is compared
+with the forward of the same round."""
 
 from __future__ import annotations
 
-from collections import abc
+import math
+from bisect import bisect_left
+from collections import abc, defaultdict, deque
+from itertools import accumulate
+from operator import mul
+from statistics import median, median_low
 
-__all__ = ["Line", "Rates"]
+__all__ = ["Costs", "Rates"]
 
-_COSTS = 32.0  # a line remembers about this many measurements
-_PAUSE = 3.0  # cut a measurement to this many times the expected one, since the machine may have paused
+_FEW, _MANY = 5, 12  # how many measurements a median is taken of, and a line is laid through
 _TOKENS = 400.0  # rates remember about this many drafted tokens
 _HOPE, _PRIOR = 0.9, 4.0  # the rate to assume at first, and its weight in tokens
 
 
-class Line:
-    """Seconds as a function of size: the straight line ``start + slope · size`` through recent measurements, by least
-    squares.
+class Costs:
+    """What a forward of the target takes, by the number of its tokens, and what drafting takes.
 
-    Measurements of a single size do not determine the slope, so an assumption must. With ``through_zero`` the line
-    assumes a few measurements of 0 seconds at size 0, and the slope explains all seconds. This suits a model that
-    drafts token by token. Otherwise a penalty keeps the slope small, and the start explains the seconds. This suits a
-    forward, which reads all weights for any size.
+    A forward without drafts takes the median of the last 5, for each number of rows. A forward over drafts takes
+    ``start + slope · tokens``, a line through the last 12 by the Theil-Sen estimator: its slope is the median of the
+    slopes between pairs, weighted by their distance, so that a few slow rounds do not move it. A drafted token takes
+    ``step`` forwards of the target over the same rows; this ratio hardly depends on how many rows there are.
+
+    A neighbour slows down everything. So seconds are divided by the pace before they are kept: the median of how much
+    longer the last 5 rounds took than expected. Only kinds of rounds that have been measured before set the pace.
     """
 
-    def __init__(self, through_zero: bool = True) -> None:
+    def __init__(self) -> None:
         self.start = self.slope = 0.0
-        self._off = 0  # how many measurements in a row were far above the line, or (negative) below it
-        self._zero, self._flat = 8.0 * through_zero, float(not through_zero)
-        self._sums = [0.0] * 5  # decaying sums of 1, x, y, x² and x·y
+        self._plain: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_FEW))  # seconds, by rows
+        self._forwards: deque[tuple[float, float]] = deque(maxlen=_MANY)  # tokens and seconds of forwards over drafts
+        self._steps: deque[float] = deque(maxlen=2 * _FEW)
+        self._lookups: deque[tuple[float, float]] = deque(maxlen=_FEW)
+        self._paces: deque[float] = deque(maxlen=_FEW)
 
-    def __call__(self, size: float) -> float:
-        return self.start + self.slope * size
+    def plain(self, rows: int) -> float:
+        """Seconds of a forward without drafts, which takes no longer than one over drafts; 0 if nothing is known."""
+        if rows in self._plain:
+            limit = self.forward(rows + 1) if self._forwards else math.inf
+            return min(median_low(self._plain[rows]), limit)
+        if not self._plain:
+            return self.forward(rows)
+        near = min(self._plain, key=lambda known: abs(known - rows))
+        there = self.plain(near)
+        return max(there + self.slope * (rows - near), there * min(rows / near, 1.0))
 
-    def add(self, size: float, seconds: float, beside: float) -> None:
-        """Learn from a measurement. ``beside`` is the time in seconds of other work in the same round. Three
-        measurements in a row that miss the line on the same side mean that the cost has changed. Then all older
-        measurements lose half their weight."""
-        expected = self(size)
-        if self._sums[0]:
-            seconds = min(seconds, _PAUSE * (expected + beside) - beside)
-        ratio = (seconds + beside) / (expected + beside) if expected + beside > 0 else 1.0
-        self._off = max(self._off, 0) + 1 if ratio > 1.5 else min(self._off, 0) - 1 if ratio < 1 / 1.5 else 0
-        keep = 0.5 if abs(self._off) >= 3 else 1 - 1 / _COSTS
-        here = 1.0, size, seconds, size * size, size * seconds
-        self._sums = [keep * old + new for old, new in zip(self._sums, here)]
-        weight, x, y, xx, xy = self._sums
-        weight += self._zero
-        spread = weight * (xx + self._flat) - x * x
-        self.slope = max((weight * xy - x * y) / spread, 0.0) if spread > 0 else 0.0
-        self.start = (y - self.slope * x) / weight
-        if self.start < 0:
-            self.start, self.slope = 0.0, max(xy / xx, 0.0) if xx else 0.0
+    def forward(self, tokens: float) -> float:
+        """Seconds of a forward over drafts, ``tokens`` in all rows; 0 if nothing is known."""
+        if self._forwards:
+            return self.start + self.slope * tokens
+        return max((median(times) for times in self._plain.values()), default=0.0)
+
+    @property
+    def step(self) -> float | None:
+        """The seconds of a drafted token, in forwards of the target without drafts; None: unknown."""
+        return median(self._steps) if self._steps else None
+
+    @property
+    def beyond(self) -> float:
+        """Seconds of a round by lookup beyond its forward. Such rounds are not run by compiled code."""
+        return median([seconds - self.forward(tokens) for tokens, seconds in self._lookups] or [0.0])
+
+    def add_plain(self, rows: int, seconds: float) -> None:
+        known = self._plain[rows]
+        known.append(self._at_usual_pace(seconds, median(known) if len(known) > 2 else 0.0))
+        self._fit(rows)
+
+    def add_forward(self, rows: int, tokens: float, seconds: float) -> None:
+        known = self.forward(tokens) if len(self._forwards) > 2 else 0.0
+        self._forwards.append((tokens, self._at_usual_pace(seconds, known)))
+        self._fit(rows)
+
+    def add_lookup(self, tokens: float, seconds: float) -> None:
+        known = self.forward(tokens) + self.beyond if len(self._lookups) > 2 else 0.0
+        self._lookups.append((tokens, self._at_usual_pace(seconds, known)))
+
+    def _at_usual_pace(self, seconds: float, expected: float) -> float:
+        if expected > 0:
+            self._paces.append(seconds / expected)
+        return seconds / (median(self._paces) or 1.0) if self._paces else seconds
+
+    def add_step(self, rows: int, seconds: float, tokens: float, forward: float) -> None:
+        """Learn from a drafted token for each of ``rows`` rows. It took ``seconds``, in a round in which the target's
+        forward over ``tokens`` tokens took ``forward`` seconds. A slow machine slows down both."""
+        if forward > 0 and (usual := self.plain(rows)) > 0:
+            self._steps.append(seconds / forward * self.forward(tokens) / usual)
+
+    def _fit(self, rows: int) -> None:
+        if not self._forwards:
+            return
+        points = list(self._forwards)
+        beside = [(float(rows), median(self._plain[rows]))] if rows in self._plain else []
+        pairs = sorted(
+            ((second[1] - first[1]) / (second[0] - first[0]), abs(second[0] - first[0]))
+            for at, first in enumerate(points)
+            for second in points[at + 1 :] + beside
+            if abs(second[0] - first[0]) >= 0.5
+        )
+        x, y = median(tokens for tokens, _ in points), median(seconds for _, seconds in points)
+        reached = list(accumulate(weight for _, weight in pairs))
+        slope = pairs[bisect_left(reached, reached[-1] / 2)][0] if pairs else 0.0  # the weighted median
+        self.slope = min(max(slope, 0.0), y / x)  # no forward costs less than nothing
+        self.start = max(median(seconds - self.slope * tokens for tokens, seconds in points), 0.0)
 
 
 class Rates:
@@ -75,20 +132,16 @@ class Rates:
             self.tried[position] += 1
             self.kept[position] += position < accepted
 
-    def longest(self, most: int, worth: float, drafts: abc.Iterable[tuple[int, int]]) -> int:
-        """Return how many tokens to draft, at most ``most``. A token is drafted if it and all tokens before it are kept
-        with a chance of at least ``worth``. ``drafts`` lists the numbers of drafted and kept tokens of the row's latest
-        drafts, since a row may be easier or harder than others."""
+    def chances(self, most: int, drafts: abc.Iterable[tuple[int, int]]) -> list[float]:
+        """Return, for each of ``most`` positions, the chance that the token there and all before it are kept.
+        ``drafts`` lists the numbers of drafted and kept tokens of the row's latest drafts, since a row may be easier or
+        harder than others."""
         common = self.overall
         counts = [(min(drafted, accepted + 1), accepted) for drafted, accepted in drafts]
         tried, kept = sum(n for n, _ in counts), sum(n for _, n in counts)
         own = (kept + _PRIOR * common) / (tried + _PRIOR) / common  # the row's rate, as a multiple of the common one
-        chance = 1.0
-        for position in range(most):
-            here = common
-            if position < len(self.tried):
-                here = (self.kept[position] + _PRIOR * common) / (self.tried[position] + _PRIOR)
-            chance *= min(own * here, 1.0)
-            if chance < worth:
-                return position
-        return most
+        rates = [
+            (self.kept[at] + _PRIOR * common) / (self.tried[at] + _PRIOR) if at < len(self.tried) else common
+            for at in range(most)
+        ]
+        return list(accumulate((min(own * rate, 1.0) for rate in rates), mul))

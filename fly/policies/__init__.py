@@ -11,8 +11,18 @@ from fly.policies.base import (
 )
 from fly.policies.conditions import AgreeingWindow, Block, Condition, ControlToken, EntropyGate, Room
 from fly.policies.formulas import drafted, gate_distribution, gate_probs, matches, possible, raw_log_probs
-from fly.policies.gates import BiLD, Fuzzy, LogMargin, Regret, RelaxedTopN, TopRatio, Typical
-from fly.policies.loosened import AdditiveSlack, Cactus, Cascade, Ears, Mentored, Thresholds
+from fly.policies.gates import (
+    BiLD,
+    Fuzzy,
+    LogMargin,
+    Near,
+    Regret,
+    RelaxedTopN,
+    SuffixRegret,
+    TopRatio,
+    Typical,
+)
+from fly.policies.loosened import AdditiveSlack, Cactus, Cascade, Ears, Ensemble, Mentored, Thresholds
 from fly.policies.lossless import BlockVerification, ExactSample
 from fly.policies.registry import (
     PolicyField,
@@ -22,8 +32,8 @@ from fly.policies.registry import (
     parse_policy,
     policy_types,
 )
-from fly.policies.rules import Exact, FLy, LossySampling
-from fly.policies.schedule import AboveContext, AfterTokens, AtMost, Budget, CostBudget, NatsBudget, Phase
+from fly.policies.rules import Exact, FLy, LossySampling, asd
+from fly.policies.schedule import AboveContext, AfterTokens, AtMost, Budget, CostBudget, NatsBudget, Phase, RegretBudget
 from fly.policies.texts import TextCondition, TokenText
 from fly.policies.verification import verify
 
@@ -45,6 +55,7 @@ __all__ = [
     "ControlToken",
     "CostBudget",
     "Ears",
+    "Ensemble",
     "EntropyGate",
     "Exact",
     "ExactCore",
@@ -55,17 +66,21 @@ __all__ = [
     "LossySampling",
     "Mentored",
     "NatsBudget",
+    "Near",
     "Phase",
     "PolicyField",
     "Regret",
+    "RegretBudget",
     "Relaxed",
     "RelaxedTopN",
     "Room",
+    "SuffixRegret",
     "TextCondition",
     "Thresholds",
     "TokenText",
     "TopRatio",
     "Typical",
+    "asd",
     "condition_types",
     "drafted",
     "dump_policy",

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fly.ops import pick
 from fly.types import Draft, Target
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "matches",
     "possible",
     "raw_log_probs",
+    "raw_regret",
 ]
 
 
@@ -83,6 +85,12 @@ def raw_log_probs(target: Target, draft: Draft, rows_N: Tensor, positions_N: Ten
     at = rows_N, positions_N
     gap_N = target.logits_BKV[(*at, draft.tokens_BK[at])] - target.logits_BKV[(*at, target.argmax_BK[at])]
     return gap_N + peak_N, peak_N
+
+
+def raw_regret(target: Target, draft: Draft) -> Tensor:
+    """Return how much the target's largest logit exceeds the drafted token's, in nats, [B, K]."""
+    logits_BKV = target.logits_BKV[:, :-1]
+    return pick(logits_BKV, target.argmax_BK[:, :-1]) - pick(logits_BKV, draft.tokens_BK)
 
 
 def binary(token_N: Tensor) -> tuple[Tensor, Tensor]:

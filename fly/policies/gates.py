@@ -20,10 +20,10 @@ from fly.expressions import Amount, Checked, Count, Share
 from fly.ops import entropy, jensen_shannon, kl, pick, top, total_variation
 from fly.policies.base import AcceptancePolicy
 from fly.policies.conditions import Block, Condition
-from fly.policies.formulas import binary, drafted, gate_distribution, gate_probs, matches, possible
+from fly.policies.formulas import binary, drafted, gate_distribution, gate_probs, matches, possible, raw_regret
 from fly.types import Draft, Target
 
-__all__ = ["BiLD", "Fuzzy", "LogMargin", "Regret", "RelaxedTopN", "TopRatio", "Typical"]
+__all__ = ["BiLD", "Fuzzy", "LogMargin", "Near", "Regret", "RelaxedTopN", "SuffixRegret", "TopRatio", "Typical"]
 
 
 class _Gate(AcceptancePolicy, Checked):
@@ -82,6 +82,26 @@ class RelaxedTopN(_Gate):
         logits_BKV = target.logits_BKV[:, :-1]  # logits are in the same order as probabilities
         among_BK = pick(logits_BKV, draft.tokens_BK) >= top(logits_BKV, self.n).values[..., -1]
         return among_BK & (token_BK >= peak_BK - self.delta) & (token_BK > 0)
+
+
+@dataclass(frozen=True)
+class Near(_Gate):
+    """Token-specific cascade (Narasimhan et al., arXiv 2405.19261): keep x if target(x) >= share·max target; otherwise
+    draw from the target. vLLM's relaxed acceptance for thinking models (pull request 45229) uses the same test, and
+    arXiv 2607.26627 calls the rule truncation-based.
+
+    ``share`` in [0, 1], usually 0.5. The kept tokens are those of a target truncated by min-p = share, but among them
+    the draft's distribution decides, not the target's. The truncated target itself costs less
+    (docs/results/rules.md). At temperature 0 the rule uses the raw distribution, and always keeps the argmax.
+    """
+
+    name: ClassVar[str] = "near"
+    monotone: ClassVar[Mapping[str, int]] = {"share": -1}
+    share: Share = 0.5
+
+    def opens(self, target: Target, draft: Draft) -> Tensor:
+        token_BK, peak_BK = gate_probs(target, draft)
+        return (token_BK >= self.share * peak_BK) & (token_BK > 0)
 
 
 @dataclass(frozen=True)
@@ -144,9 +164,7 @@ class LogMargin(Condition, Checked):
     tau: Amount = 0.3
 
     def evaluate(self, block: Block) -> Tensor:
-        logits_BKV = block.target.logits_BKV[:, :-1]
-        peak_BK = pick(logits_BKV, block.target.argmax_BK[:, :-1])
-        return peak_BK - pick(logits_BKV, block.draft.tokens_BK) < self.tau
+        return raw_regret(block.target, block.draft) < self.tau
 
 
 @dataclass(frozen=True)
@@ -154,7 +172,7 @@ class Regret(Condition, Checked):
     """The draft costs little over a window: ``window`` more tokens were drafted after the mismatch, and at all of these
     positions together, the target's own choices are at most ``nats`` likelier than the drafted tokens.
 
-    This condition is new in this project (docs/results/real-pair.md). A margin measures how much the target prefers
+    This condition is new in this project (docs/results/rules.md). A margin measures how much the target prefers
     another token. A window tests whether the target agrees with the tokens that follow. This condition measures both in
     nats, by the difference of the logits. So a window may contain a second small mismatch, and a small mismatch needs
     less agreement after it than a large one. The condition uses raw logits; a banned token never passes.
@@ -165,11 +183,30 @@ class Regret(Condition, Checked):
     window: Count = 4
 
     def evaluate(self, block: Block) -> Tensor:
-        logits_BKV = block.target.logits_BKV[:, :-1]
-        regret_BK = pick(logits_BKV, block.target.argmax_BK[:, :-1]) - pick(logits_BKV, block.draft.tokens_BK)
-        regret_BK = regret_BK.masked_fill(~block.draft.mask_BK(), math.inf)
+        regret_BK = raw_regret(block.target, block.draft).masked_fill(~block.draft.mask_BK(), math.inf)
         padded_BJ = torch.nn.functional.pad(regret_BK, (0, self.window), value=math.inf)
         return padded_BJ.unfold(1, self.window + 1, 1).sum(-1) <= self.nats
+
+
+@dataclass(frozen=True)
+class SuffixRegret(Condition, Checked):
+    """The mismatch costs little for what it may save: the largest logit exceeds the drafted token's by at most ``nats``
+    for each drafted token from here to the end of the draft (ASD, arXiv 2608.03447, with ``nats`` as its g).
+
+    The authors' usual value is 0.25, so the first of 8 tokens may cost 2 nats and the last one 0.25. With 0 the
+    condition never holds. It uses raw logits; a banned token never passes.
+    """
+
+    name: ClassVar[str] = "suffix_regret"
+    nats: Amount = 0.25
+
+    @property
+    def possible(self) -> bool:
+        return self.nats > 0
+
+    def evaluate(self, block: Block) -> Tensor:
+        left_BK = block.draft.lengths_B.unsqueeze(1) - block.columns_K
+        return (raw_regret(block.target, block.draft) <= self.nats * left_BK) & self.possible
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from fly.policies.base import AcceptancePolicy, Bound, exact_accept_probs
 from fly.policies.formulas import binary, drafted, gate_probs, possible
 from fly.types import Draft, Guarantee, Target
 
-__all__ = ["AdditiveSlack", "Cactus", "Cascade", "Ears", "Mentored", "Thresholds"]
+__all__ = ["AdditiveSlack", "Cactus", "Cascade", "Ears", "Ensemble", "Mentored", "Thresholds"]
 
 
 def _with_slack(target: Target, draft: Draft, slack: Tensor | float) -> Tensor:
@@ -75,6 +75,34 @@ class Ears(AcceptancePolicy, Checked):
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
         return _with_slack(target, draft, self.beta * (1 - target.probs_of(target.argmax_BK[:, :-1])).clamp_min(0))
+
+
+@dataclass(frozen=True)
+class Ensemble(AcceptancePolicy, Checked):
+    """Static ensemble (DIVERSED, arXiv 2604.07622; ``assistant_ensemble_weight`` of transformers): speculative sampling
+    against the mixture weight·target + (1 - weight)·draft instead of the target.
+
+    Keep x with probability min(1, mixture(x)/draft(x)), which is weight times the exact chance plus 1 - weight; a token
+    that the target excludes is rejected. Otherwise draw from the exact residual, as mixture - draft is
+    weight·(target - draft). ``weight`` in [0, 1]; 1 is ``Exact``. At temperature 0 this is exact match.
+
+    Bounded: with a chance of ``weight`` the rule does as ``Exact``, so TV(emitted, target) <= 1 - weight per token. (It
+    is (1 - weight)·TV(draft, target) if the target excludes no token that the draft may propose.)
+    """
+
+    name: ClassVar[str] = "ensemble"
+    monotone: ClassVar[Mapping[str, int]] = {"weight": -1}
+    guarantee = Guarantee.BOUNDED
+    weight: Share = 0.8
+
+    @property
+    def bound(self) -> Bound:
+        return Bound("tv", 1 - float(self.weight))
+
+    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+        exact_BK = exact_accept_probs(target, draft)
+        kept_BK = (possible(target, draft) & ~target.greedy_B.unsqueeze(1)) | (exact_BK >= 1)
+        return drafted(self.weight * exact_BK + (1 - self.weight) * kept_BK, draft)
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,21 @@ from pydantic import BeforeValidator, InstanceOf, PlainSerializer, ValidationInf
 from fly.expressions import CLASS_PATH, Registry, Source, Text
 from fly.policies.base import AcceptancePolicy, Relaxed
 from fly.policies.conditions import AgreeingWindow, All, AnyOf, Condition, ControlToken, EntropyGate, Not, Room
-from fly.policies.gates import BiLD, Fuzzy, LogMargin, Regret, RelaxedTopN, TopRatio, Typical
-from fly.policies.loosened import AdditiveSlack, Cactus, Cascade, Ears, Mentored, Thresholds
+from fly.policies.gates import (
+    BiLD,
+    Fuzzy,
+    LogMargin,
+    Near,
+    Regret,
+    RelaxedTopN,
+    SuffixRegret,
+    TopRatio,
+    Typical,
+)
+from fly.policies.loosened import AdditiveSlack, Cactus, Cascade, Ears, Ensemble, Mentored, Thresholds
 from fly.policies.lossless import BlockVerification, ExactSample
-from fly.policies.rules import Exact, FLy, LossySampling
-from fly.policies.schedule import AboveContext, AfterTokens, AtMost, Budget, NatsBudget, Phase
+from fly.policies.rules import Exact, FLy, LossySampling, asd
+from fly.policies.schedule import AboveContext, AfterTokens, AtMost, Budget, NatsBudget, Phase, RegretBudget
 from fly.policies.texts import TokenText
 
 __all__ = [
@@ -43,20 +53,21 @@ PRESETS: dict[str, Callable[[], AcceptancePolicy]] = {
     "fly.reference": FLy.reference,
     "fly.paper": FLy.paper,
     "fly.vllm": FLy.vllm,
+    "asd": asd,
 }
 _COMPOSITES: dict[str, type[Rule]] = {rule.name: rule for rule in (Relaxed, All, AnyOf, Not)}
 # Rules of the literature and of other engines, besides ``Exact``, ``LossySampling`` and ``FLy``. All have defaults.
 CATALOGUE: tuple[type[AcceptancePolicy], ...] = (
-    *(ExactSample, BlockVerification, AdditiveSlack, Ears, Thresholds, Typical),
-    *(RelaxedTopN, BiLD, Fuzzy, Cascade, Cactus, Mentored),
+    *(ExactSample, BlockVerification, AdditiveSlack, Ears, Ensemble, Thresholds, Typical),
+    *(RelaxedTopN, Near, BiLD, Fuzzy, Cascade, Cactus, Mentored),
 )
-GATES: tuple[type[Condition], ...] = (LogMargin, Regret, TopRatio)
+GATES: tuple[type[Condition], ...] = (LogMargin, Regret, SuffixRegret, TopRatio)
 _OURS: tuple[type[Rule], ...] = (
     *(Exact, LossySampling, FLy),
     *(EntropyGate, AgreeingWindow, Room, ControlToken),
     *CATALOGUE,
     *GATES,
-    *(AfterTokens, AboveContext, Budget, AtMost, NatsBudget, Phase, TokenText),
+    *(AfterTokens, AboveContext, Budget, AtMost, NatsBudget, RegretBudget, Phase, TokenText),
 )
 RULES = Registry(
     kind="policy",

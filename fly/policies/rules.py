@@ -19,9 +19,11 @@ from fly.ops import pick
 from fly.policies.base import AcceptancePolicy, ExactCore
 from fly.policies.conditions import AgreeingWindow, Condition, ControlToken, Entropy, EntropyGate, Room
 from fly.policies.formulas import by_temperature, matches
+from fly.policies.gates import SuffixRegret
+from fly.policies.schedule import AtMost, RegretBudget
 from fly.types import Draft, Guarantee, Target
 
-__all__ = ["Exact", "FLy", "LossySampling"]
+__all__ = ["Exact", "FLy", "LossySampling", "asd"]
 
 
 @dataclass(frozen=True)
@@ -126,3 +128,15 @@ class FLy(ExactCore):
     def relaxation(self) -> Condition:  # computed once
         gate = EntropyGate(self.theta, self.entropy, self.processed)
         return gate & AgreeingWindow(self.window) & Room(self.hold) & ~ControlToken()
+
+
+def asd() -> AcceptancePolicy:
+    """Return approximate speculative decoding (ASD, arXiv 2608.03447, the authors' code) with the authors' values:
+    ``exact | suffix_regret(0.25) & at_most(2, per=block) & regret_budget(8) & ~control``. A mismatch is kept if its
+    regret is small for the drafted tokens that it may save, a block has at most two, and a request spends at most 8
+    nats of regret. (The protection of control tokens is not in the paper.)
+
+    HEURISTIC: the budget limits logits of the target, not its distribution. At temperature 0, for which it was made,
+    the relaxed tokens of a request have at most 8 nats of regret in all.
+    """
+    return Exact() | (SuffixRegret() & AtMost(2, "block") & RegretBudget() & ~ControlToken())

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from fly.policies.formulas import raw_log_probs
 from fly.types import Draft, Target
 from fly.vocabulary import Vocabulary
 
-__all__ = ["AboveContext", "AfterTokens", "AtMost", "Budget", "CostBudget", "NatsBudget", "Phase"]
+__all__ = ["AboveContext", "AfterTokens", "AtMost", "Budget", "CostBudget", "NatsBudget", "Phase", "RegretBudget"]
 
 
 def _relaxed_so_far(block: Block) -> Tensor:
@@ -79,16 +79,20 @@ class Budget(Condition, Checked):
 
 @dataclass(frozen=True)
 class AtMost(Condition, Checked):
-    """At most ``count`` tokens of the whole output are relaxed; the rest is exact."""
+    """At most ``count`` tokens of the whole output are relaxed, or of each block (``per`` ``"block"``); the rest is
+    exact. A cap on blocks keeps relaxed tokens apart (ASD, arXiv 2608.03447: 2)."""
 
     name: ClassVar[str] = "at_most"
     count: Count = 10
+    per: Literal["output", "block"] = "output"
 
     @property
     def possible(self) -> bool:
         return self.count > 0
 
     def evaluate(self, block: Block) -> Tensor:
+        if self.per == "block":
+            return (~block.agree_BK).long().cumsum(-1) <= self.count
         return _relaxed_so_far(block) <= self.count
 
 
@@ -148,6 +152,35 @@ class NatsBudget(CostBudget, Checked):
 
     def cost(self, target: Target, draft: Draft, rows_N: Tensor, positions_N: Tensor) -> Tensor:
         return -raw_log_probs(target, draft, rows_N, positions_N)[0]
+
+
+@dataclass(frozen=True)
+class RegretBudget(CostBudget, Checked):
+    """The regret of relaxed tokens stays within ``nats`` over the whole output; the rest is exact (ASD, arXiv
+    2608.03447, with ``nats`` as its B).
+
+    The regret of a token is what the target's largest logit exceeds its own by. So, by its own conditional
+    probabilities, the target finds the relaxed tokens at most e^nats times less likely than its own choices at the
+    same places. The authors use 2 to 8 nats. With 0 the condition never holds.
+    """
+
+    name: ClassVar[str] = "regret_budget"
+    nats: Amount = 8.0
+
+    @property
+    def possible(self) -> bool:
+        return self.nats > 0
+
+    @property
+    def most(self) -> float:  # type: ignore[override]
+        return self.nats
+
+    def evaluate(self, block: Block) -> Tensor:
+        return super().evaluate(block) & self.possible
+
+    def cost(self, target: Target, draft: Draft, rows_N: Tensor, positions_N: Tensor) -> Tensor:
+        own_N, peak_N = raw_log_probs(target, draft, rows_N, positions_N)
+        return peak_N - own_N
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ __all__ = [
     "spans", "split", "unusable", "usual", "why_not",
 ]  # fmt: skip
 
-_ABI = 33  # the number in src/library.cpp; a library with another number is refused
+_ABI = 34  # the number in src/library.cpp; a library with another number is refused
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 ROUNDINGS = "int8", "w8a8", "w4a8"  # endings of kernels that round any model's weights
@@ -239,6 +239,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "fly_set_matrix": (c_int, [c_void_p, c_int, c_int] + [Span] * 3),
     "fly_set_stored": (c_int, [c_void_p, c_int, c_int] + [Span] * 2),
     "fly_set_embedding": (c_int, [c_void_p, c_int, Span]),
+    "fly_round": (c_int, [c_int, c_int, Span, c_int, c_int, Span]),
     "fly_weight_bytes": (c_int64, [c_void_p]),
     "fly_workspace": (c_int64, [c_void_p]),
     "fly_forward": (c_int, [c_void_p, c_void_p, Span]),

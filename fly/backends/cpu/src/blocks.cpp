@@ -166,14 +166,6 @@ void pack_strip(const Kind& kind, const char* const* rows, int inputs, char* to)
     }
 }
 
-// float16 as float32.
-float widened(uint16_t half) {
-    const int exponent = half >> 10 & 31;
-    const float fraction = (float)(half & 1023) / 1024, sign = half & 0x8000 ? -1.0f : 1.0f;
-    if (exponent == 31) return fraction ? __builtin_nanf("") : sign * __builtin_inff();
-    return sign * __builtin_ldexpf(exponent ? 1 + fraction : 2 * fraction, exponent - 15);
-}
-
 }  // namespace
 
 void fly::read_row(int number, const char* blocks, int width, float* to) {

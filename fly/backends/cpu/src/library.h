@@ -103,6 +103,14 @@ inline int panels_of(int n, bool pairs) { return pairs ? padded(n / 2, PANEL / 2
 void drop(const Matrix& matrix);
 bool bias_of(Matrix* matrix, const float* bias, bool pairs);
 
+// float16 as float32.
+inline float widened(uint16_t half) {
+    const int exponent = half >> 10 & 31;
+    const float fraction = (float)(half & 1023) / 1024, sign = half & 0x8000 ? -1.0f : 1.0f;
+    if (exponent == 31) return fraction ? __builtin_nanf("") : sign * __builtin_inff();
+    return sign * __builtin_ldexpf(exponent ? 1 + fraction : 2 * fraction, exponent - 15);
+}
+
 enum Stream : int { ACCEPT = 0, SAMPLE = 1 };  // fly/ops/random.py: Stream
 
 // ``n`` uniforms of a row's round, in one of two streams (fly/ops/random.py: uniforms).
