@@ -33,8 +33,8 @@ format: $(VENV)/.installed-dev
 # Replicas on a Ray cluster of two local nodes, one minute. Ray takes 240 MB, so that make test goes without.
 .PHONY: ray-test
 ray-test: $(VENV)/.installed-dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
-	$(BIN)/pytest tests/test_ray.py tests/test_ray_grid.py
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]' 'ray[data]==2.60.*'
+	$(BIN)/pytest tests/test_ray.py tests/test_ray_grid.py tests/test_ray_data.py
 
 .PHONY: sanitize soak
 # Compiled code under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, some minutes.

@@ -20,6 +20,7 @@ SRC = "fly/backends/cpu/src"
 PLAIN = "library", "threads", "models", "blocks", "rounding", "calls", "decide", "rounds"
 SOURCES = {f"{SRC}/{name}.cpp": [] for name in PLAIN}
 SOURCES |= {
+    f"{SRC}/amx.cpp": [],  # its functions name their instructions, as one of them runs on every processor
     f"{SRC}/avx2.cpp": AVX2,
     f"{SRC}/avx512.cpp": AVX512,
     f"{SRC}/avx512bf16.cpp": [*AVX512, "-mavx512bf16"],

@@ -75,7 +75,7 @@ class Worker:
         threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
         self.process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **threads},
-            start_new_session=True,
+            process_group=0,
         )  # fmt: skip
         self._read()
 
@@ -156,8 +156,9 @@ def measure(
     turns: int,
     vocabulary: int,
     told: Callable[[str], None],
+    keep: Callable[[list[Figures]], None],
 ) -> list[Figures]:
-    """Start every library alone, and then let all take turns."""
+    """Start every library alone, and then let all take turns. ``keep`` is given the figures so far, now and then."""
     found = {worker.name: Figures(worker.name) for worker in workers}
     for worker in workers:
         told(f"start {worker.name} ({', '.join(worker.does)})")
@@ -172,6 +173,7 @@ def measure(
             figures.memory[kind] = worker.memory()
     for number, prompt in enumerate(prompts):
         told(f"prompt {number + 1} of {len(prompts)}")
+        keep(list(found.values()))
         for worker in workers:
             figures = found[worker.name]
             if PLAIN in worker.does:
@@ -186,6 +188,7 @@ def measure(
     rng = random.Random(1)
     for turn in range(turns):
         told(f"batches and long prompts, turn {turn + 1} of {turns}")
+        keep(list(found.values()))
         for worker in plain:
             answer = worker.ask(Request(batch, tokens, ends))
             found[worker.name].together.append(sum(map(len, answer["ids"])) / answer["seconds"])
@@ -232,8 +235,12 @@ def main(
         for problem in loaded.problems[skip : skip + problems]
     ]
     ends = sorted(read_eos_ids(checkpoint, vocabulary))
+
+    def keep(found: list[Figures]) -> None:  # an interrupted run leaves what it has
+        write_json(json_, [vars(figures) for figures in found])
+
     try:
-        found = measure(workers, prompts, ends, tokens, turns, vocabulary, lambda text: note(text))
+        found = measure(workers, prompts, ends, tokens, turns, vocabulary, note, keep)
         gaps = {figures.name: differences(workers[0], found[0], figures, prompts, ends) for figures in found}
     finally:
         for worker in workers:

@@ -33,15 +33,17 @@ SLOW = {
         "any_load", "audit", "check_draft", "cli", "compiled", "conformance", "cuda", "cuda_heads", "cuda_plain",
         "deterministic", "docs", "eagle", "engine", "eval", "exits", "kernel_choice", "kernel_drafts", "kernels",
         "loading", "nan", "parallel", "project", "ranks", "replay", "rounds", "serve", "serve_attacks", "serve_load",
-        "serve_ranks", "spans", "tasks", "translate", "vocabulary",
+        "serve_ranks", "spans", "tasks", "tiles", "translate", "vocabulary",
     )
 }  # fmt: skip
 
 # Of ``make sanitize``: compiled code is that of the build under a sanitizer, which takes many times as long.
 SANITIZER = os.environ.get("FLY_SANITIZER", "")
 if SANITIZER:
-    from tests.sanitizers import BUILT
+    from tests.sanitizers import BUILT, build
 
+    if SANITIZER == "tiles":  # no sanitizer, but emulated tiles; ``make sanitize`` builds the others
+        build(SANITIZER)
     library._file = lambda: BUILT / SANITIZER / "library.so"
 
 # Tiny tensors: a second thread only waits for the first. Two test processes run side by side instead.

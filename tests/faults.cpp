@@ -36,6 +36,26 @@ EXPORT int fly_fault_freed(int n) {
     return counted[n - 1];
 }
 
+// Two tiles of 16 rows of inputs, of which there are ``rows``.
+EXPORT void fly_fault_tile(int rows) {
+    Arena weights, sums;
+    Span<char> w;
+    Span<float> to;
+    lay_out(&weights, "weights", true, [&](Dealer& from) { w = from.take<char>(2048); });
+    lay_out(&sums, "sums", true, [&](Dealer& from) { to = from.take<float>(32, PANEL); });
+    char* a = (char*)malloc(rows * 64L);
+    begin_tiles(rows);
+    multiply_tiles({W8A8, 1, a, 64, 16 * 64, w, 2048, 0, 0, false, nullptr, 0, to});
+    end_tiles();
+    free(a);
+}
+
+// A product on tiles without a shape.
+EXPORT void fly_fault_shape() {
+    alignas(64) char memory[2048] = {};
+    multiply_tiles({W8A8, 1, memory, 64, 0, memory, 2048, 0, 0, false, nullptr, 0, memory});
+}
+
 // A sum beyond its numbers.
 EXPORT int fly_fault_undefined(int n) { return n + (INT32_MAX - 1); }
 

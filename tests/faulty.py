@@ -57,6 +57,7 @@ FAULTS = {
     "schema": "response_format is ignored",
     "unknown": "unknown fields are ignored",
     "log-probabilities": "all log-probabilities are 0",
+    "some log-probabilities": "tokens have none after the first one",
     "counts": "more accepted tokens are reported than were drafted",
 }
 _KNOWN = {
@@ -230,7 +231,8 @@ def listed(context: tuple[int, ...], rounding: float) -> tuple[np.ndarray, list[
 class Application:
     """The HTTP side: completions or ``chat``, with log-probabilities of the unprocessed distribution or without any.
     ``refuses`` are fields that it does not support; ``breaks`` are fields that end in an error of its own; after one of
-    ``ends`` there are only errors, though the list of models is still served."""
+    ``ends`` there are only errors, though the list of models is still served. ``tokenizes`` is the field of the text to
+    tokenize; without it there are no tokens."""
 
     def __init__(
         self,
@@ -240,9 +242,11 @@ class Application:
         refuses: tuple[str, ...] = (),
         breaks: tuple[str, ...] = (),
         ends: tuple[str, ...] = (),
+        tokenizes: str = "prompt",
     ) -> None:
         self.toy, self.log_probabilities, self.chat = toy, log_probabilities, chat
         self.refuses, self.breaks, self.ends, self.ended = {*refuses}, {*breaks}, {*ends}, False
+        self.tokenizes = tokenizes
         path = "/v1/chat/completions" if chat else "/v1/completions"
         self.app = Starlette(
             routes=[
@@ -256,7 +260,8 @@ class Application:
         return JSONResponse({"object": "list", "data": [{"id": "toy", "object": "model"}]})
 
     async def tokenize(self, request: Request) -> JSONResponse:
-        return JSONResponse({"tokens": read((await request.json())["prompt"])})
+        text = (await request.json()).get(self.tokenizes)
+        return JSONResponse({"tokens": [] if text is None else read(text)})
 
     async def complete(self, request: Request) -> JSONResponse:
         body = await request.json()
@@ -317,7 +322,9 @@ class Application:
             logprobs, top = listed(tuple((prompt + ids[:at])[-2:]), self.toy.rounding)
             scale = 0.0 if "log-probabilities" in self.toy.faults else 1.0
             values.append(float(logprobs[token]) * scale)
-            tops.append({VOCABULARY[other]: float(logprobs[other]) * scale for other in [*top, token]})
+            if at and "some log-probabilities" in self.toy.faults:
+                values[-1], top = 0.0, []
+            tops.append({VOCABULARY[other]: float(logprobs[other]) * scale for other in [*top, token] if top})
         return {"tokens": [VOCABULARY[token] for token in ids], "token_logprobs": values, "top_logprobs": tops}
 
 

@@ -6,12 +6,16 @@ that are planted for it, or nothing else would count. Then the tests of compiled
 memory and of undefined behaviour with a tenth of their examples, and ``tests/test_any_load.py`` on every kernel set;
 the thread sanitizer ``tests/test_threads.py``. The first report ends the process that it is about.
 
+In each of these libraries ``tests/tiles.h`` emulates tiles, so the kernels ``amx`` run on any processor that runs
+``avx512bf16``. A library without a sanitizer, ``"tiles"``, is built for ``tests/test_tiles.py``.
+
 Python and torch are not instrumented: their own memory and threads are not looked at. ``OPTIONS`` says why
 each option of a runtime is there. There is no list of reports to be ignored.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import runpy
 import subprocess
@@ -19,6 +23,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 __all__ = ["BUILT", "OPTIONS", "build", "environment"]
 
@@ -29,8 +34,12 @@ FLAGS = {
     # the first report ends the process, also one of undefined behaviour
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "thread": ["-fsanitize=thread"],
+    "tiles": [],
 }
-RUNTIMES = {"address": ["libasan", "libubsan"], "thread": ["libtsan"]}
+# The last of each: what torch throws must be known to the first.
+RUNTIMES = {"address": ["libasan", "libubsan", "libstdc++"], "thread": ["libtsan", "libstdc++"], "tiles": []}
+# Emulated tiles would be far slower with the other flags.
+EMULATED = ["-DFLY_EMULATED_TILES", f"-I{ROOT / 'tests'}", "-O3", "-mavx2", "-mfma"]
 OPTIONS = {
     "ASAN_OPTIONS": {
         "detect_leaks": 0,  # Python frees little of what it holds at its end, and torch nothing
@@ -46,7 +55,7 @@ OPTIONS = {
 }
 TESTS = {
     "address": ["test_sanitizers", "test_any_load", "test_kernels", "test_kernel_drafts", "test_kernel_choice"]
-    + ["test_decide", "test_rounds", "test_tree_rounds", "test_spans", "test_blocks", "test_trimmed"],
+    + ["test_decide", "test_rounds", "test_tree_rounds", "test_spans", "test_blocks", "test_trimmed", "test_tiles"],
     "thread": ["test_sanitizers", "test_threads"],
 }
 NOT_HERE = (
@@ -57,7 +66,7 @@ NOT_HERE = (
 def runtimes(kind: str) -> list[str]:
     """The paths of the libraries that have to be loaded first. Raises ``SystemExit`` where one is missing."""
     found = []
-    for name in (*RUNTIMES[kind], "libstdc++"):  # the last: what torch throws must be known to the first
+    for name in RUNTIMES[kind]:
         said = subprocess.run([COMPILER, f"-print-file-name={name}.so"], capture_output=True, text=True, check=True)
         path = Path(said.stdout.strip())
         if not path.is_absolute() or not path.exists():
@@ -72,11 +81,19 @@ def build(kind: str) -> Path:
     setup = runpy.run_path(str(ROOT / "setup.py"), run_name="sources")
     sources = {ROOT / source: flags for source, flags in setup["SOURCES"].items()}
     sources[ROOT / "tests" / "faults.cpp"] = [f"-I{ROOT / setup['SRC']}"]
+    sources[ROOT / setup["SRC"] / "amx.cpp"] = EMULATED
     library = BUILT / kind / "library.so"
-    read = [*sources, *(ROOT / header for header in setup["HEADERS"]), ROOT / "setup.py", Path(__file__)]
-    if library.exists() and library.stat().st_mtime > max(path.stat().st_mtime for path in read):
-        return library
+    read = [*sources, *(ROOT / header for header in setup["HEADERS"]), ROOT / "tests" / "tiles.h"]
+    read += [ROOT / "setup.py", Path(__file__)]
     library.parent.mkdir(parents=True, exist_ok=True)
+    with (library.parent / "lock").open("w") as lock:  # test processes side by side build it once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists() or library.stat().st_mtime <= max(path.stat().st_mtime for path in read):
+            _compile(kind, setup, sources, library)
+    return library
+
+
+def _compile(kind: str, setup: dict[str, Any], sources: dict[Path, list[str]], library: Path) -> None:
     flags = [flag for flag in setup["FLAGS"] if flag not in ("-O3", "-g0")]
     flags += ["-O1", "-g1", "-fno-omit-frame-pointer", *FLAGS[kind]]
 
@@ -88,7 +105,6 @@ def build(kind: str) -> Path:
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # the longest first
         objects = list(pool.map(compiled, sorted(sources, key=lambda source: -len(sources[source]))))
     subprocess.run([COMPILER, "-shared", *FLAGS[kind], *objects, "-o", str(library), "-pthread"], check=True)
-    return library
 
 
 def environment(kind: str) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,7 @@ FOUND_BY = {
     "schema": ("response_format", 400),
     "unknown": ("unknown-field", 400),
     "log-probabilities": ("log-probabilities", 400),
+    "some log-probabilities": ("log-probabilities", 400),
     "counts": ("speculation", 400),
 }
 
@@ -232,6 +234,9 @@ def test_how_near_two_answers_were() -> None:
     assert first_difference(mine, mine) is None
     shorter = first_difference(answer(("a", {"a": -0.1})), theirs)
     assert shorter is not None and shorter.at == 1 and shorter.gap is None
+    ended = replace(answer(("a", {"a": -0.1}), ("<|end|>", {"<|end|>": -0.1})), text="a")
+    assert first_difference(answer(("a", {"a": -0.1})), ended) is None
+    assert first_difference(ended, replace(ended, text="a<|end|>")) is not None
 
 
 # Servers
@@ -286,6 +291,12 @@ def test_fields_that_are_refused_are_not_supported() -> None:
     assert report.status == 0 and "min_p is not supported" in finding(report, "min_p").detail
 
 
+def test_token_ids_are_asked_for_as_llama_cpp_wants_it() -> None:
+    with serving(tokenizes="content") as url:
+        report = audit(url, only=["logit_bias"])
+    assert verdicts(report) == {"logit_bias": "pass"} and "of tokens" in finding(report, "logit_bias").finds
+
+
 def test_an_error_of_the_server_is_a_fault() -> None:
     with serving(breaks=("logit_bias",)) as url:
         report = audit(url, only=["logit_bias", "unknown-field"])
@@ -302,6 +313,16 @@ def test_without_log_probabilities_texts_are_compared() -> None:
     with serving("top_k", "inverted", log_probabilities=False) as url, serving() as beside:
         report = audit(url, beside=beside, only=["first-tokens", "top_k"], samples=2400)
     assert verdicts(report) == {"first-tokens": "fail", "top_k": "fail"}, report.findings
+
+
+def test_log_probabilities_of_some_tokens_are_a_fault_and_no_others_are_invented() -> None:
+    """llama.cpp's server gives none for the tokens of a round with a draft. Texts are compared then."""
+    names = ["log-probabilities", "identity", "reference", "first-tokens", "later-tokens", "top_k", "batch"]
+    with serving("some log-probabilities") as url, serving() as beside:
+        report = audit(url, beside=beside, only=names, samples=400)
+    others = dict.fromkeys(["reference", "later-tokens"], "not supported") | {"log-probabilities": "fail"}
+    assert verdicts(report) == dict.fromkeys(names, "pass") | others, report.findings
+    assert "7 of 8 tokens have none" in finding(report, "log-probabilities").detail
 
 
 def test_what_is_cut_short_is_undecided() -> None:

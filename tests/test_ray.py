@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 from collections import Counter
@@ -27,8 +28,10 @@ from ray.serve.schema import ServeDeploySchema  # noqa: E402
 
 from fly.ray import Deployed, build  # noqa: E402
 from fly.ray.gateway import conversation, merged  # noqa: E402
+from tests.serving import eventually  # noqa: E402
 
 ASKED = {"model": "fly-target", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+FULL = 8  # as many requests as a replica takes at a time
 
 
 def test_requests_of_one_conversation_have_one_name() -> None:
@@ -72,7 +75,7 @@ def cluster() -> Iterator[tuple[Any, Any, str]]:
         port = free.getsockname()[1]
     ray.init(found.address)
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-    serve.run(build({"setup": {"draft": "fly-draft"}, "replicas": 2, "cpus": 1}), name="fly")
+    serve.run(build({"setup": {"draft": "fly-draft"}, "replicas": 2, "cpus": 1, "max_ongoing": FULL}), name="fly")
     yield found, second, f"http://127.0.0.1:{port}"
     serve.shutdown()
     ray.shutdown()
@@ -126,17 +129,55 @@ async def load(url: str, count: int, stop: Any) -> Counter[str]:
     return kinds
 
 
+def by_replica(text: str, *names: str) -> Counter[str]:
+    """The sums of some metrics, by replica."""
+    found: Counter[str] = Counter()
+    for name, labels, number in re.findall(r"^([\w:]+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+        if name in names and (replica := re.search(r'replica="(\w+)"', labels)):
+            found[replica[1]] += int(float(number))
+    return found
+
+
+def finished(url: str) -> Counter[str]:
+    """How many completions each replica has finished."""
+    return by_replica(httpx.get(f"{url}/metrics").text, "vllm:request_success_total")
+
+
+def test_a_full_replica_gets_no_request_although_it_has_the_cache(cluster: tuple[Any, Any, str]) -> None:
+    """Of twelve requests of one conversation at once, its replica takes eight and the other one four."""
+    _, _, url = cluster
+
+    async def at_once(count: int) -> tuple[set[int], list[int], int]:
+        async with httpx.AsyncClient(timeout=120, headers={"x-session-id": "one"}) as client:
+            asked = {**ASKED, "prompt": "one beginning", "max_tokens": 900}
+            asking = [asyncio.create_task(client.post(f"{url}/v1/completions", json=asked)) for _ in range(count)]
+            await asyncio.sleep(0.5)
+            # What is asked of full replicas meanwhile is answered.
+            health, metrics = await asyncio.gather(client.get(f"{url}/health"), client.get(f"{url}/metrics"))
+            assert "fly:gateway_requests_total" in metrics.text
+            shown = by_replica(metrics.text, "vllm:request_success_total")
+            return {each.status_code for each in await asyncio.gather(*asking)}, sorted(shown), health.status_code
+
+    before = finished(url)
+    assert len(before) == 2
+    statuses, shown, _ = asyncio.run(at_once(FULL + 4))
+    assert statuses == {200} and shown == sorted(before)
+    assert eventually(lambda: sorted((finished(url) - before).values()) == [4, FULL]), (before, finished(url))
+    statuses, shown, health = asyncio.run(at_once(2 * FULL + 4))  # four of them wait for room
+    assert statuses == {200} and shown == sorted(before) and health == 200
+
+
 def test_a_replica_and_a_node_are_killed_under_load(cluster: tuple[Any, Any, str]) -> None:
     found, second, url = cluster
     assert httpx.get(f"{url}/ready").status_code == 200
+    done = finished(url)
     same = [httpx.post(f"{url}/v1/completions", json={**ASKED, "prompt": "one beginning"}) for _ in range(4)]
     assert len({each.json()["choices"][0]["text"] for each in same}) == 1
-    done = [
-        line
-        for line in httpx.get(f"{url}/metrics").text.splitlines()
-        if 'success_total{finished_reason="length"' in line
-    ]
-    assert sorted(float(line.split()[-1]) for line in done) == [0, 4]  # one replica had them all
+
+    def served() -> list[int]:
+        return sorted(after - done[replica] for replica, after in finished(url).items())
+
+    assert eventually(lambda: served() == [0, 4])  # one replica had them all
 
     head = ray.get_runtime_context().get_node_id()
     victim = replicas()[head]

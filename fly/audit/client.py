@@ -137,6 +137,7 @@ class Server:
             raise Unreachable(f"{url!r} is no address: {error}") from None
         self.name = name or self._first_model()
         self.chat = endpoint == "chat"
+        self.partly = ""  # how many tokens of a first answer have no log-probabilities, if some have them
         self.top = self._first_answer(endpoint == "auto")
 
     def close(self) -> None:
@@ -206,17 +207,22 @@ class Server:
             raise Unreachable(f"{what}, which names no model; name one with --name") from None
 
     def _first_answer(self, either: bool) -> int:
-        """Find out the endpoint, and how many of the most likely tokens the server lists (0: no log-probabilities)."""
+        """Find out the endpoint, and how many of the most likely tokens the server lists (0: no log-probabilities, or
+        not for every token, so that most checks have nothing to compare with)."""
         problem = ""
         for chat in (False, True) if either else (self.chat,):
             self.chat = chat
             for self.top in (20, 5, 0):
                 try:
-                    answer = self.ask("Hello", {"max_tokens": 2, "temperature": 0}).answer
+                    answer = self.ask("Hello", {"max_tokens": 8, "temperature": 0}).answer
                 except (Refused, Failed) as error:
                     problem = str(error)
                     continue
-                if not self.top or (answer.places and answer.places[0].top):
+                listed = sum(bool(place.top) for place in answer.places)
+                if self.top and 0 < listed < len(answer.places):
+                    self.partly = f"{len(answer.places) - listed} of {len(answer.places)} tokens have none"
+                    return 0
+                if not self.top or listed:
                     return self.top
         raise Unreachable(f"{self.root} does not answer a first request: {problem}")
 

@@ -104,12 +104,15 @@ class Context:
 
     @functools.cached_property
     def choices(self) -> int:
-        """How many choices a request of the sampling checks asks for; 1 if the server does not give several."""
+        """How many choices a request of the sampling checks asks for; 1 if a server does not give several."""
+        fields = self.fields({"n": 8, "max_tokens": 1})
         try:
-            reply = self.server.ask(self.prompts[0], self.fields({"n": 8, "max_tokens": 1}), top=False)
+            for server in filter(None, (self.server, self.reference)):
+                if len(server.ask(self.prompts[0], fields, top=False).answers) != 8:
+                    return 1
         except Refused:
             return 1
-        return 8 if len(reply.answers) == 8 else 1
+        return 8
 
     @functools.cached_property
     def lively(self) -> list[int]:

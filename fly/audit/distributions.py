@@ -96,7 +96,8 @@ def expected(
 ) -> Draw | None:
     """Return the draw at a place after ``history``, with the distribution that the fields should give; None if that
     distribution is unknown."""
-    head = reported(place, top)
+    if not (head := reported(place, top)):
+        return None
     tokens, raw_H = list(head), np.log(np.maximum(list(head.values()), 1e-300))
     if not is_plain(place.token):
         return None

@@ -58,6 +58,8 @@ def unknown_field(context: Context) -> Finding:
 
 @check("log-probabilities", "Reported log-probabilities are those of a distribution, for every token of the answer.")
 def log_probabilities(context: Context) -> Finding:
+    if context.server.partly:
+        return Finding("log-probabilities", "", Verdict.FAIL, "1 answer", detail=context.server.partly)
     if not context.server.top:
         return Finding("log-probabilities", "", Verdict.UNSUPPORTED, detail="the server gives none")
     wrong, count = [], 0
@@ -251,6 +253,7 @@ def _tokenized(context: Context, text: str) -> list[int]:
         ("/tokenize", {"content": text}),
     ):
         found = context.server.fetch(path, body)
-        if isinstance(found, dict) and isinstance(ids := found.get("tokens"), list):
+        # A server that does not know this form of the body may answer it with an empty list.
+        if isinstance(found, dict) and isinstance(ids := found.get("tokens"), list) and ids:
             return [each for each in ids if isinstance(each, int)]
     return []

@@ -9,7 +9,7 @@ import numpy as np
 
 from fly.audit.client import Answer, Place, Reply
 from fly.audit.context import Context, check
-from fly.audit.distributions import distance, reported
+from fly.audit.distributions import distance, is_plain, reported
 from fly.audit.report import Finding, Verdict
 
 __all__ = ["Difference", "first_difference"]
@@ -32,7 +32,8 @@ class Difference:
 
 
 def first_difference(mine: Answer, theirs: Answer) -> Difference | None:
-    """The first difference of two answers; None if they are equal."""
+    """The first difference of two answers; None if they are equal. Some servers list the token that ends an answer, and
+    others do not: that is no difference."""
     if not (mine.places and theirs.places):
         if mine.text == theirs.text:
             return None
@@ -40,7 +41,7 @@ def first_difference(mine: Answer, theirs: Answer) -> Difference | None:
         return Difference(len(mine.text[:at].split()), mine.text[at : at + 12], theirs.text[at : at + 12], None)
     pairs = enumerate(zip(mine.tokens, theirs.tokens))
     at = next((at for at, (one, other) in pairs if one != other), min(len(mine.tokens), len(theirs.tokens)))
-    if at == len(mine.tokens) == len(theirs.tokens):
+    if mine.text == theirs.text and not any(map(is_plain, mine.tokens[at:] + theirs.tokens[at:])):
         return None
     one, other = (answer.tokens[at] if at < len(answer.tokens) else "" for answer in (mine, theirs))
     gaps = [_gap(mine.places[at], one, other) if one else None, _gap(theirs.places[at], other, one) if other else None]
@@ -50,7 +51,7 @@ def first_difference(mine: Answer, theirs: Answer) -> Difference | None:
 
 def _gap(place: Place, own: str, other: str) -> float | None:
     """By how many nats the first token is more likely than the second; None if one of them is not listed."""
-    listed = dict(place.top) | {place.token: place.logprob}
+    listed = dict(place.top) | ({place.token: place.logprob} if place.top else {})
     return listed[own] - listed[other] if own in listed and other in listed else None
 
 
@@ -110,7 +111,7 @@ def greedy(context: Context) -> Finding:
     count, worst, where = 0, 0.0, ""
     for number, reply in enumerate(context.greedy):
         for at, place in enumerate(reply.answer.places):
-            count += 1
+            count += bool(place.top)
             if place.top and (behind := place.top[0][1] - place.logprob) > worst:
                 best = place.top[0][0]
                 worst, where = (
@@ -120,7 +121,8 @@ def greedy(context: Context) -> Finding:
     finds = f"1 other token in {max(1, count / 2.303):,.0f}"
     if worst > _TIE:
         return Finding("greedy", "", Verdict.FAIL, f"{count:,} tokens", None, finds, f"{where} by {worst:.2g} nats")
-    return Finding("greedy", "", Verdict.PASS, f"{count:,} tokens", None, finds)
+    verdict = Verdict.PASS if count else Verdict.UNDECIDED
+    return Finding("greedy", "", verdict, f"{count:,} tokens", None, finds)
 
 
 @check("identity", "Greedy answers are those of the reference, but for rounding.")
@@ -135,7 +137,7 @@ def reference(context: Context) -> Finding:
         detail = "needs log-probabilities of both servers"
         return Finding("reference", "", Verdict.UNSUPPORTED, detail=detail)
     asked = min(context.server.top, context.reference.top)
-    places = common(context.greedy, context.greedy_beside)
+    places = [pair for pair in common(context.greedy, context.greedy_beside) if all(place.top for place in pair)]
     apart = [distance(reported(one, asked), reported(other, asked)) for one, other in places]
     if not apart:
         return Finding("reference", "", Verdict.UNDECIDED, detail="no answers begin alike")

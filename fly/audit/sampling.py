@@ -84,16 +84,20 @@ def _as_the_reference(context: Context) -> Finding:
     """Compare the first tokens with those that the reference draws, for a server without log-probabilities."""
     if context.reference is None:
         return _without("first-tokens")
-    count = max(1, context.samples // 8)
-    asked = [(prompt, context.fields({"max_tokens": 3})) for prompt in context.prompts[:4] for _ in range(count)]
+    fields, choices = context.fields({"max_tokens": 3}), context.choices
+    if choices > 1:
+        fields |= {"n": choices}
+    count = max(1, context.samples // (8 * choices))
+    asked = [(prompt, fields) for prompt in context.prompts[:4] for _ in range(count)]
     mine, theirs = (
-        [reply.answer.text for reply in server.ask_all(asked)] for server in (context.server, context.reference)
+        [answer.text for reply in server.ask_all(asked) for answer in reply.answers]
+        for server in (context.server, context.reference)
     )
-    strata = [at // count for at in range(len(asked))]
+    strata = [at // (count * choices) for at in range(len(mine))]
     found = same_source(mine, theirs, strata, context.p)
     note = "the server gives no log-probabilities: beside samples of the reference"
     finds = f"total variation {found.finds:.2g}"
-    return Finding("first-tokens", "", Verdict.PASS, f"2 × {len(asked):,} answers", found.p, finds, note)
+    return Finding("first-tokens", "", Verdict.PASS, f"2 × {len(mine):,} answers", found.p, finds, note)
 
 
 def _about_field(name: str) -> None:

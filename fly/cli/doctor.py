@@ -96,8 +96,6 @@ def _find_processor() -> Iterator[Finding]:
     flags = [name for name in _INSTRUCTIONS if name in facts.get("flags", "").split()]
     yield Finding("processor", f"{facts.get('model name', platform.processor() or platform.machine())}, {cores} cores")
     yield Finding("instructions", " ".join(flags) or "none that compiled kernels use")
-    if tiles := [name for name in flags if name.startswith("amx_")]:
-        yield Finding("AMX", " ".join(tiles), "fly has no kernels for tiles")
     yield Finding("threads", f"{torch.get_num_threads()} of PyTorch")
     # The kernels in use: the best set for this processor, or the one that FLY_KERNELS names.
     try:
@@ -109,8 +107,8 @@ def _find_processor() -> Iterator[Finding]:
         yield Finding("CPU kernels", os.environ.get("FLY_KERNELS", ""), str(error))
     if reason := why_not():
         yield Finding("compiled kernels", "none", reason)
-    for name in unusable():
-        yield Finding(f"kernels {name}", "compiled", "this processor lacks some of its instructions")
+    for name, reason in unusable().items():
+        yield Finding(f"kernels {name}", "compiled", reason)
     if available()[0] != TORCH:
         yield Finding("CPU attention", "compiled, over the pages of the cache in place")
     else:

@@ -4,6 +4,7 @@ models, caches or torch."""
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import platform
 import struct
@@ -23,8 +24,9 @@ __all__ = [
     "spans", "split", "unusable", "usual", "why_not",
 ]  # fmt: skip
 
-_ABI = 34  # the number in src/library.cpp; a library with another number is refused
+_ABI = 35  # the number in src/library.cpp; a library with another number is refused
 _VARIABLE = "FLY_KERNELS"
+_LACKS = "this processor lacks some of its instructions"  # src/fly.h: LACKS
 TORCH = "torch"
 ROUNDINGS = "int8", "w8a8", "w4a8"  # endings of kernels that round any model's weights
 NARROW = *ROUNDINGS, "stored"
@@ -339,13 +341,16 @@ def short(name: str, lets_go: bool = False) -> Any:
 
 
 @cache
-def _built() -> dict[str, bool]:
-    """The variants that were built, best first (the library's order), and whether this processor runs each."""
+def _built() -> dict[str, str]:
+    """The variants that were built, best first (the library's order), and why each does not run here (empty if it
+    does). If a processor has a variant's instructions and it still cannot run, this is logged, once."""
     library, _ = _open()
-    found: dict[str, bool] = {}
-    runs = c_int32()
-    while library is not None and (name := library.fly_variant(len(found), ctypes.byref(runs))):
-        found[name.decode()] = bool(runs.value)
+    found: dict[str, str] = {}
+    why = c_char_p()
+    while library is not None and (name := library.fly_variant(len(found), ctypes.byref(why))):
+        reason = found[name.decode()] = (why.value or b"").decode()
+        if reason not in ("", _LACKS):
+            logging.getLogger("fly").warning("kernels %r are not used: %s", name.decode(), reason)
     return found
 
 
@@ -356,12 +361,12 @@ def number(variant: str) -> int:
 
 def available() -> list[str]:
     """The variants that run here, best first; the last is ``"torch"``."""
-    return [*(variant for variant, runs in _built().items() if runs), TORCH]
+    return [*(variant for variant, reason in _built().items() if not reason), TORCH]
 
 
-def unusable() -> list[str]:
-    """The variants that were built, but need instructions that this processor lacks."""
-    return [variant for variant, runs in _built().items() if not runs]
+def unusable() -> dict[str, str]:
+    """The variants that were built but do not run here, and why."""
+    return {variant: reason for variant, reason in _built().items() if reason}
 
 
 def why_not() -> str:
@@ -402,8 +407,7 @@ def chosen(kernels: str = "auto") -> str:
     if wanted in NARROW and narrow:
         return f"{choices[0]}-{wanted}"
     if wanted not in (*choices, *narrow):
-        lacking = split(wanted)[0] in _built() and "this processor has not all of its instructions"
-        reason = why_not() or lacking
+        reason = why_not() or unusable().get(split(wanted)[0])
         known = ["auto", *choices[:-1], *(NARROW if narrow else []), *narrow, TORCH]
         problem = f"is not available here; choices: {known} ({reason})" if reason else f"is unknown; choices: {known}"
         raise ValueError(f"{source} {problem}")

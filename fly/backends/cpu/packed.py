@@ -111,7 +111,8 @@ class PackedLlama:
     ``variant`` says how the matrices are stored:
 
     - ``int8``: weights are rounded by ``int8_weights``, and so is an embedding that is tied to the head. All else stays
-      the same, except that ``avx512bf16`` computes with activations in bfloat16 even if the model is in float32.
+      the same, except that ``avx512bf16`` and ``amx`` compute with activations in bfloat16 even if the model is in
+      float32.
     - ``w8a8``: weights as for ``int8``. Each token's inputs to a matrix are rounded too, to whole numbers from -127 to
       127 times a scale (dynamic quantisation by token, as in arXiv 2206.01861, section 3.1; on AVX-512 they are rounded
       to bfloat16 first). Products then multiply whole numbers, and are exact.

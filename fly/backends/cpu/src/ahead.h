@@ -24,8 +24,11 @@ enum class Asked { NONE, ALL, HALF };
 
 template <Asked ASKED>
 struct Ahead {
+    static constexpr bool CLOSE = ASKED == Asked::ALL;
     long from;
     Place then;
+
+    static constexpr int share(int bytes) { return ASKED == Asked::HALF ? bytes / 2 : ASKED == Asked::ALL ? bytes : 0; }
 
     template <int P, int BYTES>  // panels, and bytes of a step in each
     ALWAYS_INLINE void ask(const char* w, long panel, int k) const {

@@ -255,4 +255,4 @@ inline void interleave(Pair x, float* to) {
 
 }  // namespace
 
-const Variant fly::avx2 = CODE("avx2");
+const Variant fly::avx2 = CODE("avx2", false);

@@ -38,4 +38,4 @@ struct Int8 : Widened {
 
 }  // namespace
 
-const Variant fly::avx512 = CODE("avx512");
+const Variant fly::avx512 = CODE("avx512", false);

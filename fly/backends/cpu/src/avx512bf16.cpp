@@ -62,4 +62,5 @@ struct Stored<uint16_t> {
 
 }  // namespace
 
-const Variant fly::avx512bf16 = CODE("avx512bf16");
+const Variant fly::avx512bf16 = CODE("avx512bf16", false);
+const Variant fly::amx = CODE("amx", true);  // the same code, but for products on tiles (amx.cpp)

@@ -33,12 +33,14 @@ constexpr int MOST = 1 << 30;          // the upper bound of any count, so that 
 constexpr int64_t BEYOND = 1LL << 62;  // more bytes than there can be
 
 // The order of values in a panel. ``step`` inputs of each output lie together, and ``together`` outputs side by side.
+// Inputs are padded with zeros to a multiple of ``whole``. Vector and tile instructions read the same panels, and 16
+// steps fill a tile (amx.cpp).
 struct Layout {
-    int step, together;
+    int step, together, whole;
 };
 
 static constexpr Layout layout_of(int type) {
-    constexpr Layout layouts[] = {{1, PANEL}, {2, 1}, {2, PANEL / 2}, {4, 1}, {4, 1}};  // by Type
+    constexpr Layout layouts[] = {{1, PANEL, 1}, {2, 1, 32}, {2, PANEL / 2, 2}, {4, 1, 64}, {4, 1, 4}};  // by Type
     return layouts[type];
 }
 
@@ -240,6 +242,7 @@ struct Call : Batch {
 // The code for one kind of processor. The functions are described in decoder.h, sampling.h and lookup.h.
 struct Variant {
     const char* name;
+    bool tiles;  // products go by tiles where they can (products.h: by_tiles)
     int (*activation_bytes)(int weights);  // bytes of one input of a product
     void (*lay_scratch)(Dealer& from, const Shape*, int longest);  // takes a thread's own buffers
     void (*work)(Call*, int thread);  // does the call's job
@@ -255,7 +258,35 @@ struct Variant {
     int (*look_up)(const Lookup& lookup, int32_t* text, int length, int most);
 };
 
-extern const Variant avx512bf16, avx512, avx2;
+extern const Variant amx, avx512bf16, avx512, avx2;
+
+constexpr const char* LACKS = "this processor lacks some of its instructions";
+
+// Up to 32 rows of activations to be multiplied with one or two panels by tiles (amx.cpp), in the type W8A8 or BFLOAT16.
+struct TileBlock {
+    int type, panels;
+    const char* rows;  // of the first tile
+    long row_bytes;    // from one row to the next; a multiple of 64, as is what may be read of each
+    long second;       // bytes from the first tile's rows to the second tile's; 0: there is one
+    const char* weights;
+    long panel;        // bytes of a panel
+    // What is fetched meanwhile: ``fetched`` bytes for every 16 steps of each panel, first those ``ahead`` of its first
+    // byte. ``then``: the bytes after the panel's last.
+    long ahead;
+    int fetched;
+    bool close;        // into the first level of caches
+    const char* then;
+    long then_panel;
+    void* sums;        // [rows, panels, 32] out
+};
+
+// A thread multiplies blocks between ``begin_tiles`` and ``end_tiles``. ``rows``: how many rows its tiles have in common.
+void begin_tiles(int rows);
+void multiply_tiles(const TileBlock& of);
+void end_tiles();
+
+// Why tiles are not to be used here; null: they are. Asks the system for them, and tries them.
+const char* why_no_tiles();
 
 // Reads a row of blocks of a known ``kind`` (blocks.cpp).
 void read_row(int kind, const char* blocks, int width, float* to);

@@ -180,7 +180,7 @@ void decode(Call* call, int thread, const Scratch& s) {
     const Matrix& after = call->tile_at + tokens == call->tokens ? model->head : model->layers[0].qkv;
     for (int number = 0; number < shape.layers; number++) {
         const Layer& layer = model->layers[number];
-        const long ld_qkv = (long)layer.qkv.panels * PANEL, ld_gated = (long)layer.gate_up.panels * (PANEL / 2);
+        const long ld_qkv = (long)layer.qkv.panels * PANEL, ld_gated = padded(shape.intermediate);
         show(number);
         // Attention: norm, queries and keys and values, attention over the cache, output projection.
         const Act* normed = drafts ? (const Act*)work.normed : normalised<Wt>(call, layer.norm[ATTENTION_IN], thread, s);

@@ -6,7 +6,7 @@
 
 using namespace fly;
 
-const Variant* const fly::variants[] = {&avx512bf16, &avx512, &avx2};
+const Variant* const fly::variants[] = {&amx, &avx512bf16, &avx512, &avx2};
 
 // A forward reads every weight, and small memory pages would slow it down.
 void* fly::allocate(int64_t bytes, bool zero) {
@@ -28,6 +28,11 @@ bool runs_here(const Variant* variant) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
            (variant == &avx512 || __builtin_cpu_supports("avx512bf16"));
+}
+
+const char* why_not(const Variant* variant) {
+    if (!runs_here(variant)) return LACKS;
+    return variant->tiles ? why_no_tiles() : nullptr;
 }
 
 constexpr uint64_t MIX = 0x9e3779b97f4a7c15, MIX_LAST = 0x94d049bb133111eb;
@@ -70,7 +75,7 @@ int fly::refuse(Error error, const char* what, int64_t has, int64_t least, int64
 
 int fly::known(int variant) { return within("variant", variant, 0, sizeof(variants) / sizeof(*variants) - 1); }
 
-EXPORT int fly_abi() { return 34; }
+EXPORT int fly_abi() { return 35; }
 
 // What this thread's last error was about. ``has`` [3] gets the value, and the least and most that it may be.
 EXPORT const char* fly_refusal(int64_t* has) {
@@ -78,10 +83,10 @@ EXPORT const char* fly_refusal(int64_t* has) {
     return refusal.what;
 }
 
-// The name of variant ``number``, null after the last; ``runs``: whether this processor has its instructions.
-EXPORT const char* fly_variant(int number, int32_t* runs) {
+// The name of variant ``number``, null after the last; ``why``: why it does not run here, null if it does.
+EXPORT const char* fly_variant(int number, const char** why) {
     if (known(number)) return nullptr;
-    *runs = runs_here(variants[number]);
+    *why = why_not(variants[number]);
     return variants[number]->name;
 }
 

@@ -15,7 +15,7 @@ float* vector_of(const float* from, int64_t n, int64_t room) {
 
 template <class T>
 void pack(Matrix* matrix, const T* from, Layout layout, bool pairs) {
-    const int k = matrix->k, step = layout.step, together = layout.together, steps = (k + step - 1) / step;
+    const int k = matrix->k, step = layout.step, together = layout.together, steps = padded(k, layout.whole) / step;
     for (int panel = 0; panel < matrix->panels; panel++) {
         const T* rows[PANEL];
         bool full = step * sizeof(T) == 4;  // each output's step has 4 bytes, and all outputs lie together
@@ -54,7 +54,7 @@ bool make(Matrix* matrix, int n, int k, const void* data, const float* bias, con
     const int bytes = bytes_of_type(type);
     matrix->n = n, matrix->k = k;
     matrix->panels = panels_of(n, pairs);
-    matrix->panel_bytes = (long)padded(k, layout.step) * PANEL * bytes;
+    matrix->panel_bytes = (long)padded(k, layout.whole) * PANEL * bytes;
     if (!(matrix->data = (char*)allocate(matrix->panel_bytes * matrix->panels, false))) return false;
     if (bytes == 4)
         pack(matrix, (const uint32_t*)data, layout, pairs);
@@ -132,7 +132,7 @@ int fly::make_room(Model* model, int tokens, int last_rows, int longest, int thr
                 work.qkv = from.take<float>(tile, layer.qkv.panels, PANEL);
                 work.normed = from.take<char>(drafts ? 2 : 1, tile, width, act);
                 work.attended = from.take<char>(tile, padded(shape.heads * shape.head_dim), act);
-                work.gated = from.take<char>(tile, layer.gate_up.panels, PANEL / 2, act);
+                work.gated = from.take<char>(tile, padded(shape.intermediate), act);
                 work.narrow = from.take<uint8_t>(narrows(shape) ? tile : 0, padded(most_inputs(shape), 64));
                 work.steps = from.take<float>(tile, steps_of(shape));
             }))
