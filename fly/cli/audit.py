@@ -154,10 +154,11 @@ def _show(report: Report, model: str | None) -> None:
     drawn = sum(each.p is not None for each in report.findings)
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     console.print(f"[bold]{summary}[/] · {report.requests:,} requests in {report.seconds:.0f} s", highlight=False)
-    note(
-        "p: how likely such samples are from an honest server. Over the "
-        f"{drawn} checks that have one, an honest server fails with probability {report.alpha:g} at most (Holm)."
-    )
+    if drawn:
+        note(
+            "p: how likely such samples are from an honest server. Over the "
+            f"{drawn} checks that have one, an honest server fails with probability {report.alpha:g} at most (Holm)."
+        )
     if report.beside is None:
         note("Not tested: greedy answers beside a reference, which --beside URL or --model NAME would name.")
 

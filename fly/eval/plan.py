@@ -275,7 +275,8 @@ class Plan(BaseModel):
     def of_run(folder: Path) -> Plan:
         """The plan of a run's folder. Raises ``ValueError`` if the folder is no run."""
         if not (folder / "plan.yaml").exists():
-            raise ValueError(f"{str(folder)!r} is no run: there is no plan.yaml in it")
+            missing = "there is no plan.yaml in it" if folder.is_dir() else "there is no such folder"
+            raise ValueError(f"{str(folder)!r} is no run: {missing}; 'fly eval --out FOLDER' makes one")
         return Plan.of(Plan.read(folder), f"{folder}: ")
 
     @staticmethod
