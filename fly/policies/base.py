@@ -180,7 +180,10 @@ class AcceptancePolicy(Bindable, ABC):
         if not self._combines("&", condition):
             return NotImplemented
         if self.relaxation is None:
-            raise TypeError(f"{self} excuses no mismatch, so '& {condition}' has nothing to restrict")
+            raise TypeError(
+                f"{self} has no condition after '|', so '& {condition}' has nothing to restrict; write what it "
+                "excuses as a Condition: Exact() | MyCondition() & ..."
+            )
         return Relaxed(self.core, self.relaxation & condition)
 
     def __ror__(self, other: object) -> AcceptancePolicy:

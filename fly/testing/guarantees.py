@@ -51,7 +51,8 @@ def check_guarantee(policy: AcceptancePolicy) -> str:
         return f"lossless: exact sum over all drafts, K = 1, 2, 3 (largest gap {worst:.1e})"
     if worst <= TOLERANCE:
         return f"declared {guarantee.value}; no draft of up to 3 tokens (11 at temperature 0) moved the distribution"
-    return f"moves the distribution of a block by up to {worst:.3f} in total variation: {where}"
+    moved = f"moves the distribution of a block by up to {worst:.3f} in total variation: {where}"
+    return f"not lossless, as declared ({guarantee.value}): {moved}"
 
 
 def check_tokens_judged_alone(policy: AcceptancePolicy) -> str:
@@ -251,8 +252,8 @@ def _sampled(
             float(apart.max()),
             float(apart.sum() / 2),
             (kl, tv),
-            f"K={longest}, {draft}, target distribution {rounded(targets[0])}: emits {string} with probability "
-            f"{float(emitted[worst]):.5f}, the target {float(wanted[worst]):.5f}",
+            f"K={longest}, {draft}, target distribution at the first place {rounded(targets[0])}: "
+            f"emits {string} with probability {float(emitted[worst]):.5f}, the target {float(wanted[worst]):.5f}",
         )
 
     possible = chance_N.nonzero().squeeze(1)
