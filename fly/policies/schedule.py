@@ -124,16 +124,10 @@ class CostBudget(Condition):
         return after_BK <= self.most
 
 
-@dataclass(frozen=True)
-class NatsBudget(CostBudget, Checked):
-    """The divergence spent on relaxed tokens stays within ``nats`` over the whole output; the rest is exact.
+class _InNats(CostBudget, Checked):
+    """A budget whose parameter is ``nats``. With 0 it excuses nothing."""
 
-    A relaxed token x replaces the target's raw distribution by one that is certain of x, which costs
-    KL(x || target) = -ln target(x). Costs add up over the output (chain rule of the KL divergence).
-    """
-
-    name: ClassVar[str] = "nats"
-    nats: Amount = 5.0
+    nats: float
 
     @property
     def possible(self) -> bool:
@@ -142,6 +136,18 @@ class NatsBudget(CostBudget, Checked):
     @property
     def most(self) -> float:  # type: ignore[override]
         return self.nats
+
+
+@dataclass(frozen=True)
+class NatsBudget(_InNats):
+    """The divergence spent on relaxed tokens stays within ``nats`` over the whole output; the rest is exact.
+
+    A relaxed token x replaces the target's raw distribution by one that is certain of x, which costs
+    KL(x || target) = -ln target(x). Costs add up over the output (chain rule of the KL divergence).
+    """
+
+    name: ClassVar[str] = "nats"
+    nats: Amount = 5.0
 
     @property
     def budgets(self) -> tuple[CostBudget, ...]:
@@ -155,7 +161,7 @@ class NatsBudget(CostBudget, Checked):
 
 
 @dataclass(frozen=True)
-class RegretBudget(CostBudget, Checked):
+class RegretBudget(_InNats):
     """The regret of relaxed tokens stays within ``nats`` over the whole output; the rest is exact (ASD, arXiv
     2608.03447, with ``nats`` as its B).
 
@@ -166,14 +172,6 @@ class RegretBudget(CostBudget, Checked):
 
     name: ClassVar[str] = "regret_budget"
     nats: Amount = 8.0
-
-    @property
-    def possible(self) -> bool:
-        return self.nats > 0
-
-    @property
-    def most(self) -> float:  # type: ignore[override]
-        return self.nats
 
     def evaluate(self, block: Block) -> Tensor:
         return super().evaluate(block) & self.possible
