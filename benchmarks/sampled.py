@@ -172,7 +172,8 @@ def cut_all(cut: BatchSampling, probs_NJU: Tensor) -> Tensor:
 
 
 def _stops(blocks: Sampled, draft_NKU: Tensor, reach: float) -> Tensor:
-    """The length [N] of each draft if it stops after the product of its largest probabilities fell below ``reach``."""
+    """Return the length of each draft, [N], if drafting stops after the first token at which the product of the largest
+    probabilities is below ``reach``."""
     before_NK = torch.nn.functional.pad(draft_NKU.amax(-1).cumprod(-1), (1, -1), value=1.0)
     return (before_NK >= reach).long().cumprod(-1).sum(-1).minimum(blocks.length)
 

@@ -82,7 +82,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-# For the tests of a server, which import what they need when they run: others need none of it.
+# Fixtures of a server's tests. They import what they need when they run, so that other tests import none of it.
 
 
 @pytest.fixture(scope="module")

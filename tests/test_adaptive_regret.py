@@ -161,7 +161,7 @@ def total(arm: str, kind: str, step: float, seed: int, together: int = 1, **cost
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_loses_little_to_the_best_arm_from_the_first_request(kind: str, step: float, noise: str) -> None:
     """Where nothing can be predicted, it loses some trials and the reading of a few prompts: 4 % of ten short answers.
-    Under a neighbour that comes and goes every other minute, drafts that neither gain nor lose cost up to 7 %."""
+    With a neighbour that comes and goes, drafts that gain nothing on a quiet machine cost up to 7 %."""
     seeds = range(4)
     arms = "none", "model", "lookup", "union", "adaptive"
     times = {arm: sum(total(arm, kind, step, seed, noise=noise) for seed in seeds) for arm in arms}

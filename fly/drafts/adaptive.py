@@ -20,11 +20,8 @@ from fly.types import Draft, Target
 
 __all__ = ["AdaptiveDraft"]
 
-_PLAIN, _LOOKUP, _DRAFTING = (
-    "plain",
-    "lookup",
-    "drafting",
-)  # what proposes in a round: nothing, the lookup, the strategy
+# What proposes in a round: nothing, the lookup, the strategy.
+_PLAIN, _LOOKUP, _DRAFTING = "plain", "lookup", "drafting"
 _SHORT = 4  # while costs are unknown, ask a strategy without probabilities for this many tokens
 _LEAST, _MOST = 0.05, 0.9  # limits of the chance at which a model drafts a token
 _LATEST = 8  # judge how easy a row is by this many of its latest drafts
@@ -106,9 +103,8 @@ class _Load:
         if not yields or (rows > 1 and self.costs.step is None):
             return 0.0  # in a batch, first try it for one row
         kept, verified = sum(each.kept for each in yields), sum(each.verified for each in yields)
-        drafting = (
-            max(each.steps for each in yields) * (self.costs.step or 0.0) * (self.costs.plain(len(yields)) or 1.0)
-        )
+        steps = max(each.steps for each in yields)
+        drafting = steps * (self.costs.step or 0.0) * (self.costs.plain(len(yields)) or 1.0)
         seconds = (self.costs.forward(rows + verified) or 1.0) + drafting
         return (rows + kept) / seconds / (_CATCH_UP if behind else 1.0)
 

@@ -32,7 +32,7 @@ struct Ahead {
 
     template <int P, int BYTES>  // panels, and bytes of a step in each
     ALWAYS_INLINE void ask(const char* w, long panel, int k) const {
-        constexpr int EACH = ASKED == Asked::HALF ? BYTES / 2 : BYTES;
+        constexpr int EACH = share(BYTES);
         if (ASKED == Asked::NONE || (EACH < 64 && k % 2)) return;
         const long at = from + k * (long)EACH;
         const bool here = at < panel;
@@ -40,7 +40,7 @@ struct Ahead {
         UNROLL for (int j = 0; j < P; j++)
             for (int i = 0; i < EACH; i += 64) {
                 const char* next = line + j * (here ? panel : then.panel) + i;
-                ASKED == Asked::ALL ? fetch_close(next) : fetch(next);
+                CLOSE ? fetch_close(next) : fetch(next);
             }
     }
 };

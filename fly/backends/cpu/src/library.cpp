@@ -83,7 +83,8 @@ EXPORT const char* fly_refusal(int64_t* has) {
     return refusal.what;
 }
 
-// The name of variant ``number``, null after the last; ``why``: why it does not run here, null if it does.
+// Returns the name of variant ``number``, or null after the last one. Sets ``why`` to the reason why the variant does not
+// run here, or to null if it does.
 EXPORT const char* fly_variant(int number, const char** why) {
     if (known(number)) return nullptr;
     *why = why_not(variants[number]);

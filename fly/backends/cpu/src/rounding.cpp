@@ -123,8 +123,8 @@ Line line_of(const Group& group) {
     return best;
 }
 
-// Finds each group's line, rounds scales and minima to multiples (from 0 to 63) of the superblock's two factors, and each
-// weight to the nearest number of its rounded line.
+// Finds each group's line. Rounds its scale and its minimum to multiples (from 0 to 63) of the superblock's two factors.
+// Gives each weight the number, from 0 to 15, at which this rounded line comes nearest to it.
 void round_to_4(const Group* groups, uint8_t* to) {
     float line[2][GROUPS], peak[2] = {0, 0}, factor[2];
     for (int g = 0; g < GROUPS; g++) {
