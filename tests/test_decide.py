@@ -7,8 +7,11 @@ Shape legend: B rows, K longest draft, J positions of a row, V vocabulary.
 from __future__ import annotations
 
 import ctypes
+import re
 from array import array
 from collections import abc
+from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -16,11 +19,12 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fly.backends.cpu import available, why_not
+from fly.backends.cpu import available, host, why_not
 from fly.backends.cpu.host import Blocks, HostDecisions, lay_rules
 from fly.backends.cpu.host import _decide as decide_compiled
-from fly.backends.cpu.library import short
+from fly.backends.cpu.library import CClause, short
 from fly.policies import Exact, parse_policy
+from fly.policies.conditions import Clause
 from fly.runtime.executor import Batch, Executor, Scores
 from fly.runtime.sampling import BatchSampling
 from fly.types import Decision, Draft, SamplingParams, Target
@@ -160,6 +164,26 @@ def test_sizes_and_numbers_are_checked_by_the_call() -> None:
         call(made([1, 2], [-1, 1]), whole)
     with pytest.raises(ValueError, match="bytes of 'mismatch'"):
         call(made([1], asks=2), whole, "fly")
+
+
+def test_python_and_cpp_list_the_same_kinds_of_clauses() -> None:
+    """In one order; and the rules above have each of them, so that it is compared with the tensor rule."""
+    source = Path(host.__file__).with_name("src").joinpath("interface.h").read_text("utf-8")
+    (listed,) = re.findall(r"enum ClauseKind : int32_t \{ (.*), CLAUSE_KINDS \};", source)
+    assert [kind.lower().removesuffix("_left") for kind in listed.split(", ")] == list(CClause.KINDS)
+    assert get_args(get_type_hints(Clause)["kind"]) == CClause.KINDS
+    relaxations = [relaxation for rule in RULES if (relaxation := parse_policy(rule).relaxation) is not None]
+    compared = {clause.kind for relaxation in relaxations for clause in relaxation.compiled or ()}
+    assert compared == set(CClause.KINDS), "a kind without a rule in RULES of this file, or one that nothing compiles"
+
+
+@pytest.mark.parametrize("kind", [len(CClause.KINDS), -1, 2**31 - 1])
+def test_a_kind_of_clause_that_compiled_code_does_not_know_is_refused(kind: int) -> None:
+    rules = lay_rules([(parse_policy("fly"), 0)], None, None, VOCAB)
+    vars(rules)["clause"][2].kind = kind
+    block = Blocks(1, 3, 1, False, 4)
+    with pytest.raises(ValueError, match=f"the kind of a clause is {kind}, not 0 to {len(CClause.KINDS) - 1}"):
+        short("fly_decide")(ctypes.byref(rules), ctypes.byref(block.c), array("q", [9]), torch.zeros(1, 4, VOCAB), None)
 
 
 def test_what_compiled_code_would_misread_is_left_to_tensors() -> None:

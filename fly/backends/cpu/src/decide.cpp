@@ -65,6 +65,8 @@ int Decider::begin(int rows) {
                             within("clause_at", rule.clause_at, 0, rules.clause.count() - rule.clauses))
             return bad;
     }
+    for (const Clause& clause : rules.clause)
+        if (const int bad = within("the kind of a clause", clause.kind, 0, CLAUSE_KINDS - 1)) return bad;
     code = variants[rules.variant];
     blocks.mismatches = 0;
     return lay_out(&arena, "a decision", false, [&](Dealer& from) {
@@ -228,10 +230,14 @@ double Decider::entropy(const Block& block, const Place& at, bool processed) {
 // Whether a clause, before its negation, holds for a mismatch at ``node``. ``after`` tokens follow the mismatch, and
 // the first ``agreeing`` of them agree.
 bool Decider::clause_holds(const Clause& clause, const Block& block, const Place& at, int node, int after, int agreeing) {
-    if (clause.kind == ENTROPY) return entropy(block, at, clause.processed) >= clause.theta;
-    if (clause.kind == WINDOW) return agreeing >= clause.count;
-    if (clause.kind == ROOM_LEFT) return after >= clause.count;
-    return rules.control[block.drafted[node]];
+    switch ((ClauseKind)clause.kind) {
+        case ENTROPY: return entropy(block, at, clause.processed) >= clause.theta;
+        case WINDOW: return agreeing >= clause.count;
+        case ROOM_LEFT: return after >= clause.count;
+        case CONTROL: return rules.control[block.drafted[node]];
+        case CLAUSE_KINDS: break;
+    }
+    return false;  // not reached: ``begin`` refuses other kinds
 }
 
 // One bit for each clause of the row, set if the clause holds.

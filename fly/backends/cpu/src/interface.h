@@ -109,7 +109,8 @@ struct Clause {
     double theta;
 };
 
-enum ClauseKind : int32_t { ENTROPY = 0, WINDOW = 1, ROOM_LEFT = 2, CONTROL = 3 };
+// In the order of ``CClause.KINDS`` in library.py. CLAUSE_KINDS is how many there are, and stays the last.
+enum ClauseKind : int32_t { ENTROPY, WINDOW, ROOM_LEFT, CONTROL, CLAUSE_KINDS };
 
 // A mismatch, and which clauses held for it.
 struct Mismatch {
