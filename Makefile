@@ -52,7 +52,7 @@ docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # Everything that docs/results shows, measured again here: about thirty-five minutes on a machine that does nothing else.
-results: $(VENV)/.installed-peers
+results: $(VENV)/.installed
 	benchmarks/measure.sh $(abspath $(BIN)/python)
 
 # The constraints come first: they pin torch to one exact build before anything asks for a range of it.
@@ -68,10 +68,6 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 $(VENV)/.installed-docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	touch $@
-
-$(VENV)/.installed-peers: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
 	touch $@
 
 clean:

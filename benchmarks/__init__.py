@@ -1,1 +1,1 @@
-"""Benchmarks that run from a checkout, such as ``python -m benchmarks.peers``; README.md describes each."""
+"""Benchmarks that run from a checkout, such as ``python -m benchmarks.beside``; README.md describes each."""

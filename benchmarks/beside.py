@@ -1,12 +1,13 @@
 """Libraries side by side, each in a process of its own: ``python -m benchmarks.beside LIBRARIES.yaml``.
 
-The file lists the libraries. ``run`` is the command of a worker (see ``workers.py`` and ``llama_cpp.mjs``), to which
+The file lists the libraries. ``run`` is the command of a worker (see ``workers.py``), to which
 the target, the draft, the size of a batch and the longest text are added::
 
     - {name: fly, run: python -m benchmarks.workers fly:w8a8 -, target: DIRECTORY, draft: DIRECTORY}
     - {name: vLLM, run: VENV/bin/python -m benchmarks.workers vllm -, target: ..., draft: ..., does: [plain]}
     - {name: vLLM, run: VENV/bin/python -m benchmarks.workers vllm:draft -, target: ..., draft: ..., does: [draft]}
-    - {name: llama.cpp, run: node benchmarks/llama_cpp.mjs FOLDER, target: FILE.gguf, draft: FILE.gguf}
+    - {name: llama.cpp, run: python -m benchmarks.workers llama.cpp FOLDER, target: FILE.gguf, draft: FILE.gguf, ...}
+    - {name: llama.cpp, run: python -m benchmarks.workers llama.cpp:7 FOLDER, target: ..., draft: ..., does: [draft]}
 
 They take turns, prompt by prompt. Processes whose turn it is not are stopped, so that none of their threads spins.
 """

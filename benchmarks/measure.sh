@@ -17,17 +17,10 @@ measure() { # a name, and a command of python -m
 
 measure speed fly bench speed --policy fly --plot "$results/speed.svg"
 measure speed-8bit fly bench speed --policy fly --kernels w8a8 --shape none
-measure peers benchmarks.peers --policy fly --turns 5
-measure peers-8bit benchmarks.peers --policy fly --turns 5 --kernels w8a8
-measure peers-110m benchmarks.peers --shape 768x12x32000 --problems 4 --tokens 100
-measure peers-110m-8bit benchmarks.peers --shape 768x12x32000 --problems 4 --tokens 100 --kernels w8a8
 "$python" -m benchmarks.start > "$results/start.txt"
 measure twins benchmarks.twins --policy fly --k 11 --k 13 --k 15 --k 23 --k 25
 measure twins-8bit benchmarks.twins --policy fly --k 11 --k 13 --k 15 --k 25 --k 27 --kernels w8a8
 measure batch benchmarks.batch --policy fly
 measure drafts fly bench drafts
-measure drafts-torch fly bench drafts --kernels torch --repeats 0
 measure policy benchmarks.policy --policy fly
 measure demo fly demo
-export OMP_NUM_THREADS=1
-measure promise fly bench drafts --draft "adaptive(ngram)" --draft "adaptive(fly-draft)" --repeats 6

@@ -17,7 +17,6 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.contenders import SURE
 from fly.backends import executor_of
 from fly.bench.loaded import drafts_alone, subjects_of
 from fly.bench.speed import Forward, Forwards, Shape, measure_forwards
@@ -39,6 +38,7 @@ PAIRS = {"70b:8b": (8 / 70, 15), "405b:8b": (8 / 405, 25)}
 """Cost of a drafted token relative to a token of the target, taken as the ratio of parameters, and the draft length
 published for the pair (arXiv 2511.22972, section 4)."""
 
+SURE = 0.4  # transformers' least probability of a drafted token
 _CONTEXT = 128  # stored tokens after which forwards are timed
 _TOKENS = 1024  # tokens per cache
 

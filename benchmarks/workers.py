@@ -12,8 +12,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import socket
+import subprocess
 import sys
 import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 Asked = dict[str, Any]
@@ -130,6 +134,47 @@ class OpenVINO:
         return [cut(list(result.m_generation_ids[0]), asked["ends"]) for result in results]
 
 
+class LlamaCpp:
+    """llama.cpp's own server, ``FOLDER/llama-server``, on GGUF files. A process speculates always or never:
+    ``llama.cpp:7`` drafts up to 7 tokens a round."""
+
+    def __init__(self, k: str, folder: str, target: str, draft: str, rows: int, length: int) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        words = [f"{folder}/llama-server", "--model", target, "--port", port]
+        words += ["--threads", os.environ["OMP_NUM_THREADS"], "--parallel", str(rows)]
+        words += ["--kv-unified", "--ctx-size", str(max(length, rows * 512))]
+        words += ["--cache-ram", "0", "--ctx-checkpoints", "0"]  # no peer keeps prompts here
+        if k:
+            words += ["--spec-draft-model", draft, "--spec-type", "draft-simple", "--spec-draft-n-max", k]
+        self.url = f"http://127.0.0.1:{port}"
+        server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while not self._ready():
+            if server.poll() is not None:
+                raise RuntimeError(f"{' '.join(words)} ended with status {server.returncode}")
+            time.sleep(0.05)
+
+    def _ready(self) -> bool:
+        try:
+            return bool(urllib.request.urlopen(f"{self.url}/health").status == 200)
+        except OSError:
+            return False
+
+    def decode(self, asked: Asked) -> list[list[int]]:
+        with ThreadPoolExecutor(len(asked["prompts"])) as pool:
+            return list(pool.map(lambda prompt: self._complete(prompt, asked), asked["prompts"]))
+
+    def _complete(self, prompt: list[int], asked: Asked) -> list[int]:
+        body = {
+            "prompt": prompt, "n_predict": asked["tokens"], "temperature": asked["temperature"], "seed": asked["seed"],
+            "samplers": ["temperature"], "cache_prompt": False, "return_tokens": True, "ignore_eos": not asked["ends"],
+        }  # fmt: skip
+        request = urllib.request.Request(f"{self.url}/completion", json.dumps(body).encode())
+        with urllib.request.urlopen(request) as response:
+            return cut(json.load(response)["tokens"], asked["ends"])
+
+
 def cut(ids: list[int], ends: list[int]) -> list[int]:
     """``ids`` up to the first of ``ends``."""
     return ids[: next((at + 1 for at, token in enumerate(ids) if token in ends), len(ids))]
@@ -140,7 +185,7 @@ def main(name: str, folder: str, target: str, draft: str, rows: str, length: str
     answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
     os.dup2(2, 1)
     kind, _, precision = name.partition(":")
-    kinds = {"fly": Fly, "transformers": Transformers, "vllm": VLLM, "openvino": OpenVINO}
+    kinds = {"fly": Fly, "transformers": Transformers, "vllm": VLLM, "openvino": OpenVINO, "llama.cpp": LlamaCpp}
     worker = kinds[kind](precision, folder, target, draft, int(rows), int(length))
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
