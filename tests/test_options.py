@@ -36,9 +36,11 @@ def test_options_that_other_servers_have() -> None:
 
 def test_a_server_has_the_settings_of_its_options_and_else_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Settings] = []
+    asked: list[tuple[str, int]] = []
     monkeypatch.setattr("fly.cli.serving._serve_here", lambda setup, settings, *_, **__: found.append(settings))
+    monkeypatch.setattr("fly.cli.serving.require_free", lambda host, port: asked.append((host, port)))
     monkeypatch.delenv("FLY_API_KEY", raising=False)
-    assert run("serve").exit_code == 0
+    assert run("serve").exit_code == 0 and asked == [("127.0.0.1", 8000)]
     options = ["--policies", "fly", "--trusted-proxies", "::1,10.0.0.0/8", "--trusted-proxies", "127.0.0.1"]
     assert run("serve", *options, "--cors-origin", "*", "--api-key", "a", "--api-key", "b").exit_code == 0
     assert found[0] == Settings()
@@ -120,7 +122,7 @@ def test_sampling_options_reach_the_sampler() -> None:
             ["temperature", "top-p", "min-p", "presence-penalty", "frequency-penalty", "repetition-penalty"],
         ),
         (["generate", "x"], ["heartbeat-timeout", "collective-timeout", "logit-bias"]),
-        (["serve", "--model", "absent"], ["timeout", "drain-timeout", "heartbeat-timeout"]),
+        (["serve", "--model", "absent", "--port", "0"], ["timeout", "drain-timeout", "heartbeat-timeout"]),
         (["bench", "plan", "--target", "llama-3.1-8b"], ["tau", "draft-tau"]),
     ],
 )

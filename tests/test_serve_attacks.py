@@ -436,7 +436,7 @@ def test_the_most_that_may_be_drafted_is_kept() -> None:
         Rules(Exact(), 15, "ngram", max_k=4)
     assert Rules(Exact(), 4, "ngram", max_k=4).max_k == 4
     assert Rules(Exact(), 15, "ngram").max_k == 64 and Rules(Exact(), 100, "ngram").max_k == 100
-    got = CliRunner().invoke(cli.app, ["serve", "--model", MODEL, "--draft", "ngram", "--max-k", "4"])
+    got = CliRunner().invoke(cli.app, ["serve", "--model", MODEL, "--draft", "ngram", "--max-k", "4", "--port", "0"])
     assert got.exit_code == 2 and "max_k 4" in got.output
 
 

@@ -21,6 +21,7 @@ from fly.config import Config
 from fly.llm import LLM
 from fly.runtime.executor import WARM_ROWS
 from fly.serve import Settings
+from fly.serve.listening import require_free
 from fly.serve.settings import wrong_with_key
 
 if TYPE_CHECKING:
@@ -81,6 +82,9 @@ def serve(context: typer.Context, config: Path | None, ray: bool, **_: Any) -> N
     if "api_keys_file" in given:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the model is loaded; the file is read after that anyway
     given["api_keys"] = _keys(given.get("api_keys"), given.get("api_keys_file"))
+    if not ray and os.environ.get("RANK", "0") == "0":  # of torchrun's ranks, the first listens
+        wanted = Settings(**given)
+        require_free(wanted.host, wanted.port)  # now, since loading may take minutes
 
     def report(message: str) -> None:
         """A rank is lost: open requests get an error before this process ends."""
