@@ -39,7 +39,7 @@ FLAGS = {
 # The last of each: what torch throws must be known to the first.
 RUNTIMES = {"address": ["libasan", "libubsan", "libstdc++"], "thread": ["libtsan", "libstdc++"], "tiles": []}
 # Emulated tiles would be far slower with the other flags.
-EMULATED = ["-DFLY_EMULATED_TILES", f"-I{ROOT / 'tests'}", "-O3", "-mavx2", "-mfma"]
+EMULATED = ["-DFLY_EMULATED_TILES", f"-I{ROOT / 'tests'}", "-O3"]
 OPTIONS = {
     "ASAN_OPTIONS": {
         "detect_leaks": 0,  # Python frees little of what it holds at its end, and torch nothing

@@ -65,59 +65,81 @@ void _tile_stored(int number, void* to, long stride) {
 }
 
 // The shapes of a product: sums [M, N], rows [M, steps of K], weights [steps of K, N], 4 bytes each.
-void check_product(const Emulated& sums, const Emulated& a, const Emulated& b) {
+void check_product(int into, int rows, int weights) {
+    const Emulated &sums = tile(into), &a = tile(rows), &b = tile(weights);
+    if (into == rows || into == weights || rows == weights) TILE_FAULT("product of tiles %d and %d in %d", rows, weights, into);
     if (sums.rows != a.rows || sums.bytes != b.bytes || a.bytes != 4 * b.rows)
         TILE_FAULT("product of [%d, %d] by [%d, %d] in [%d, %d]", a.rows, a.bytes, b.rows, b.bytes, sums.rows, sums.bytes);
 }
 
-void _tile_dpbusd(int into, int rows, int weights) {
-    Emulated& sums = tile(into);
-    const Emulated &a = tile(rows), &b = tile(weights);
-    check_product(sums, a, b);
-    int32_t wide[16][64];  // the weights of each step
-    for (int k = 0; k < b.rows; k++)
-        for (int i = 0; i < b.bytes; i++) wide[k][i % 4 * 16 + i / 4] = (int8_t)b.data[k][i];
+// Arithmetic that touches nothing but tiles, whose shapes are checked by then. No sanitizer looks at each of its numbers,
+// and it takes vectors (every processor of the kernels ``amx`` has these): else it would take fifty times as long.
+#define UNSEEN                                                                           \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"), \
+                   no_sanitize("address", "undefined", "thread")))
+
+typedef int32_t Whole __attribute__((vector_size(64)));
+typedef uint32_t Bits __attribute__((vector_size(64)));
+
+UNSEEN void add_whole(Emulated& sums, const Emulated& a, const Emulated& b) {
+    Whole wide[16][4];  // the weights of each step
+    for (int k = 0; k < b.rows; k++) {
+        Bits four;
+        memcpy(&four, b.data[k], 64);
+        for (int j = 0; j < 4; j++) wide[k][j] = (Whole)(four << (24 - 8 * j)) >> 24;
+    }
     for (int m = 0; m < a.rows; m++) {
-        uint32_t sum[16];  // wraps, as the instruction does
-        memcpy(sum, sums.data[m], 64);
+        Bits sum;  // wraps, as the instruction does
+        memcpy(&sum, sums.data[m], 64);
         for (int k = 0; k < b.rows; k++)
-            for (int j = 0; j < 4; j++)
-                for (int n = 0; n < 16; n++) sum[n] += (uint32_t)((uint8_t)a.data[m][4 * k + j] * wide[k][j * 16 + n]);
+            for (int j = 0; j < 4; j++) sum += (Bits)(wide[k][j] * (int32_t)(uint8_t)a.data[m][4 * k + j]);
         sum[0] += fly_tile_error == 1;
-        memcpy(sums.data[m], sum, sums.bytes);
+        memcpy(sums.data[m], &sum, 64);
     }
 }
 
-// Denormal inputs and results count as 0. Sums of even and of odd inputs are added at the end.
-float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
+// The first or second (``j``) bfloat16 of four bytes. Denormal inputs and results count as 0.
+UNSEEN inline float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
+UNSEEN inline float widened(uint32_t two, int j) {
+    const uint32_t bits = j ? two & 0xffff0000 : two << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return flushed(wide);
+}
 
-void _tile_dpbf16ps(int into, int rows, int weights) {
-    Emulated& sums = tile(into);
-    const Emulated &a = tile(rows), &b = tile(weights);
-    check_product(sums, a, b);
-    const auto widened = [](const char* at) {
-        uint16_t half;
-        memcpy(&half, at, 2);
-        const uint32_t bits = (uint32_t)half << 16;
-        float wide;
-        memcpy(&wide, &bits, 4);
-        return flushed(wide);
-    };
-    float wide[16][2][16] = {};
-    for (int k = 0; k < b.rows; k++)
-        for (int i = 0; i < b.bytes / 2; i++) wide[k][i % 2][i / 2] = widened(b.data[k] + 2 * i);
+// Sums of even and of odd inputs are added at the end.
+UNSEEN void add_bfloat16(Emulated& sums, const Emulated& a, const Emulated& b) {
+    float wide[16][2][16];
+    for (int k = 0; k < b.rows; k++) {
+        uint32_t two[16];
+        memcpy(two, b.data[k], 64);
+        for (int j = 0; j < 2; j++)
+            for (int n = 0; n < 16; n++) wide[k][j][n] = widened(two[n], j);
+    }
     for (int m = 0; m < a.rows; m++) {
         float parts[2][16] = {}, sum[16];
         for (int k = 0; k < b.rows; k++)
             for (int j = 0; j < 2; j++) {
-                const float x = widened(a.data[m] + 4 * k + 2 * j);
+                uint32_t two;
+                memcpy(&two, a.data[m] + 4 * k, 4);
+                const float x = widened(two, j);
                 for (int n = 0; n < 16; n++) parts[j][n] = flushed(fmaf(x, wide[k][j][n], parts[j][n]));
             }
         memcpy(sum, sums.data[m], 64);
         for (int n = 0; n < 16; n++) sum[n] = flushed(flushed(sum[n]) + flushed(parts[0][n] + parts[1][n]));
         if (fly_tile_error == 2) sum[0] += 1;
-        memcpy(sums.data[m], sum, sums.bytes);
+        memcpy(sums.data[m], sum, 64);
     }
+}
+
+void _tile_dpbusd(int into, int rows, int weights) {
+    check_product(into, rows, weights);
+    add_whole(tile(into), tile(rows), tile(weights));
+}
+
+void _tile_dpbf16ps(int into, int rows, int weights) {
+    check_product(into, rows, weights);
+    add_bfloat16(tile(into), tile(rows), tile(weights));
 }
 
 }  // namespace
