@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 import fly
 from fly import cli
+from fly.backends import load_executor
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
 from fly.cli import show
@@ -29,7 +30,7 @@ from fly.config import Config
 from fly.eval import Plan, Setting, compare
 from fly.expressions import grid
 from fly.policies import Exact, FLy
-from tests.commands import run, words
+from tests.commands import plain, run, words
 from tests.ggufs import write_gguf
 from tests.toys import random_llama
 
@@ -343,6 +344,22 @@ def test_a_model_is_described(tmp_path: Path) -> None:
         (tmp_path / "bad" / "config.json").write_text(json.dumps(config | change))
         result = run("models", str(tmp_path / "bad"))
         assert result.exit_code == 2 and message in words(result.output)
+
+
+def test_blocks_of_a_file_are_named_as_what_kernels_compute_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_llama(vocab_size=99, hidden=256, intermediate=256)
+    kinds = dict.fromkeys(("gate_proj", "up_proj"), "Q3_K") | {"down_proj": "Q6_K"}
+    write_gguf(model, file := tmp_path / "some.gguf", GGMLQuantizationType.Q4_K, kinds=kinds)
+    monkeypatch.delenv("FLY_KERNELS", raising=False)
+    told = plain(run("models", str(file)).output)
+    assert "stored as Q6_K, Q4_K, Q3_K, F32; 0.00 GB" in told
+    kept = load_executor(file).kernels.endswith("-stored")  # where there are compiled kernels
+    assert ("computed in Q6_K, Q4_K as stored, times inputs rounded to 8 bits; decoded to bfloat16 on" in told) == kept
+    assert ("GB in the file's blocks, at most; 0.00 GB in bfloat16" in told) == kept
+    monkeypatch.setenv("FLY_KERNELS", "torch")
+    assert "computed in bfloat16 vocabulary" in plain(run("models", str(file)).output)
 
 
 def test_models_and_policies_are_listed() -> None:

@@ -32,7 +32,15 @@ from fly.models.trimmed import TrimmedHead, kept_tokens
 from fly.runtime.executor import Executor, Wrapped
 from fly.runtime.memory import room_for
 
-__all__ = ["LoadExecutor", "executor_of", "load", "load_executor", "part_executor"]
+__all__ = [
+    "LoadExecutor",
+    "executor_of",
+    "load",
+    "load_executor",
+    "most_stored_bytes",
+    "part_executor",
+    "uses_blocks",
+]
 
 LoadExecutor = Callable[..., Executor]  # a function like ``load_executor``
 
@@ -81,7 +89,7 @@ def executor_of(model: Any, kernels: str = "auto") -> Executor:
             reason = refusal(decoder) if isinstance(decoder, Llama) else f"there is no compiled code for {kind}"
         if reason is None:
             loading = model if isinstance(model, Loading) else None
-            if left_open(kernels) and loading is not None and computes_as_stored(loading.checkpoint):
+            if loading is not None and uses_blocks(loading.checkpoint, kernels):
                 variant = f"{variant}-stored"
             return CpuExecutor(PackedLlama(decoder, variant, loading))
         if kernels != "auto":
@@ -91,6 +99,16 @@ def executor_of(model: Any, kernels: str = "auto") -> Executor:
     if reason and model.device.type == "cpu" and isinstance(decoder, Llama):
         _log_once(reason)
     return _on_torch(model)
+
+
+def uses_blocks(checkpoint: Checkpoint, kernels: str = "auto") -> bool:
+    """Whether the CPU computes with the blocks of a file as they are."""
+    return left_open(kernels) and available() != [TORCH] and computes_as_stored(checkpoint)
+
+
+def most_stored_bytes(checkpoint: Checkpoint) -> int:
+    """The most memory that weights take as a file stores them."""
+    return checkpoint.nbytes * 17 // 11  # Q5_0 grows most, from 5.5 bits a weight to 8.5
 
 
 @cache
@@ -205,9 +223,8 @@ def _room_for(
     to do."""
     narrow = kernels.rpartition("-")[2] in (*NARROW, "int4")
     needed, least = (weight_bytes(checkpoint.config, dtype.itemsize, small) for small in (narrow, True))
-    compiled = device.type == "cpu" and available() != [TORCH]
-    if kernels.endswith("stored") or (left_open(kernels) and compiled and computes_as_stored(checkpoint)):
-        needed = checkpoint.nbytes * 17 // 11  # Q5_0 grows most, from 5.5 bits a weight to 8.5
+    if kernels.endswith("stored") or (device.type == "cpu" and uses_blocks(checkpoint, kernels)):
+        needed = most_stored_bytes(checkpoint)
     rounding = "" if narrow else f"kernels='w8a8' (or 'int8') needs {least / 1e9:.2f} GB; otherwise "
     advice = f"{rounding}close other programs, raise the limit (ulimit -v, the container's), or take a smaller model"
     files = checkpoint.weight_files() if isinstance(checkpoint, Directory) else []

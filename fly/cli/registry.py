@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from fly.backends.choice import most_stored_bytes, uses_blocks
+from fly.backends.cpu.blocks import KINDS
 from fly.bundled import BUNDLED, CHECKPOINTS, HEADS, find_checkpoint, open_model, resolve_checkpoint
 from fly.cache import PagedKVCache
 from fly.cli.bench import show_drafts
@@ -20,7 +22,7 @@ from fly.models.checkpoint import Checkpoint
 from fly.models.config import CheckpointError
 from fly.models.hub import HubName
 from fly.models.llama import weight_bytes
-from fly.models.loading import Loading, resolve_dtype
+from fly.models.loading import Loading, resolve_device, resolve_dtype
 from fly.models.opening import open_checkpoint
 from fly.models.tokenizer import Tokenizer
 from fly.policies import condition_types, parse_policy, policy_types
@@ -62,7 +64,16 @@ def show_model(name: str) -> None:
         Tokenizer.load(checkpoint)
     config, dtype = checkpoint.config, resolve_dtype("auto", checkpoint.raw)
     count, itemsize = weight_bytes(config, 1), dtype.itemsize
-    held = {str(dtype).removeprefix("torch."): count * itemsize, "int8 or w8a8": weight_bytes(config, itemsize, True)}
+    plain = str(dtype).removeprefix("torch.")
+    held = {plain: count * itemsize, "int8 or w8a8": weight_bytes(config, itemsize, True)}
+    stored, blocks = _storage(checkpoint)
+    computed = plain
+    if blocks:
+        held = {"the file's blocks, at most": most_stored_bytes(checkpoint)} | held
+        computed = (
+            f"{', '.join(blocks)} as stored, times inputs rounded to 8 bits; decoded to {plain} on a GPU, by several "
+            "processes, or if --kernels names kernels"
+        )
     each = PagedKVCache.bytes_per_token(config, dtype)
     context = config.max_position_embeddings
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -73,8 +84,8 @@ def show_model(name: str) -> None:
         "layers": f"{config.num_hidden_layers} × {config.hidden_size}, feed-forward {config.intermediate_size}",
         "attention": f"{heads} heads of {config.head_dim}, {kv_heads} of keys and values",
         "parameters": f"{count / 1e6:,.1f} million" + (", head and embedding are one" * config.tie_word_embeddings),
-        "stored as": _kinds(checkpoint),
-        "computed in": str(dtype).removeprefix("torch."),
+        "stored as": stored,
+        "computed in": computed,
         "vocabulary": f"{config.vocab_size} tokens" + ("" if checkpoint.has_tokenizer else ", no tokenizer"),
         "context": f"{context} tokens{window if any(config.windows) else ''}",
         "memory": "; ".join(f"{size / 1e9:.2f} GB in {kind}" for kind, size in held.items()),
@@ -83,14 +94,17 @@ def show_model(name: str) -> None:
     print_list(((key, escape(value)) for key, value in facts.items()), "", sentences(escape(name)), show_header=True)
 
 
-def _kinds(checkpoint: Checkpoint) -> str:
-    """The kinds in which the tensors are stored, and their bytes."""
+def _storage(checkpoint: Checkpoint) -> tuple[str, list[str]]:
+    """How the tensors are stored, in words; and the types of blocks with which this machine computes as they are, by
+    default."""
     try:
-        tensors = checkpoint.tensors.values()
+        tensors = sorted(checkpoint.tensors.values(), key=lambda stored: -stored.nbytes)
     except CheckpointError as error:  # the checkpoint is on the hub, and its weights were not downloaded
-        return f"– ({error})" if checkpoint.path.suffix == ".gguf" else "– (the weights are not here)"
-    kinds = dict.fromkeys(stored.kind for stored in sorted(tensors, key=lambda stored: -stored.nbytes))
-    return f"{', '.join(kinds)}; {sum(stored.nbytes for stored in tensors) / 1e9:.2f} GB"
+        return f"– ({error})" if checkpoint.path.suffix == ".gguf" else "– (the weights are not here)", []
+    kinds = dict.fromkeys(stored.kind for stored in tensors)
+    kept = resolve_device("auto").type == "cpu" and uses_blocks(checkpoint)
+    said = f"{', '.join(kinds)}; {checkpoint.nbytes / 1e9:.2f} GB"
+    return said, [kind for kind in kinds if kept and kind in KINDS]
 
 
 @command
