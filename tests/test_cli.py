@@ -393,6 +393,9 @@ def test_check_passes_a_sound_rule_and_fails_a_wrong_one(tmp_path: Path, monkeyp
     assert marked.exit_code == 0 and "a marker must be exactly one" in words(marked.output)
     right = run("check", "exact", "--problems", "2")
     assert right.exit_code == 0 and "FAIL" not in right.output and "tok/s" in right.output
+    told = words(right.output)
+    assert "measured on the bundled models, at temperature 0 alone" in told
+    assert "lost, won: problems" in told and "gate:" not in told and "layers:" not in told  # what has no value
 
 
 def test_the_demo_shows_a_completion_and_the_table() -> None:

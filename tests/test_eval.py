@@ -22,7 +22,7 @@ from fly.eval import Plan, check_folder, decode_run, remaining, report, score_ru
 from fly.eval.plan import AUTOREGRESSIVE
 from fly.eval.plots import Point, front, save_lines
 from fly.eval.records import Appender, Records, read_lines, read_records
-from fly.eval.render import LEGEND, as_html, as_json, as_markdown, columns, round_lengths, write_spec_bench
+from fly.eval.render import as_html, as_json, as_markdown, columns, legend, round_lengths, write_spec_bench
 from fly.eval.report import Costs, Report, _notes, first_difference, neutral_speed, pieces_of
 from fly.eval.statistics import Estimate, bootstrap_ratio, sign_test, wilson
 from fly.policies import ExactCore
@@ -406,7 +406,7 @@ def test_a_report_says_what_would_mislead(tmp_path: Path) -> None:
         assert any(
             "†" in note and "'over exact' includes" in note for note in _notes(tmp_path, [table], Records({}, {}, {}))
         ) == bool(others)
-    assert "cut" in columns(table)["Answers"] and "no entropy gate" in LEGEND
+    assert "cut" in columns(table)["Answers"] and "no entropy gate" in legend([table])
 
 
 @given(

@@ -19,7 +19,7 @@ from fly.cli.show import console, narrow, note, print_list, progress, sentences,
 from fly.errors import instead
 from fly.eval.plan import Plan
 from fly.eval.records import read_records
-from fly.eval.render import LEGEND, as_html, as_json, as_markdown, columns, write_spec_bench
+from fly.eval.render import as_html, as_json, as_markdown, columns, legend, write_spec_bench
 from fly.eval.report import Report, report
 from fly.eval.run import check_folder, decode_run, remaining, score_run, write_run
 from fly.eval.scorers import Programs
@@ -243,7 +243,7 @@ def show_report(found: Report) -> None:
         console.print(f"[bold]{escape(title)}[/]", soft_wrap=True)
         for cells in columns(each).values():
             console.print(table("", each.rows, narrow(cells), wrapped=(next(iter(cells)),), show_edge=False))
-    note(escape(LEGEND))
+    note(escape(legend(found.tables)))
     for line in found.notes:
         console.print(f"[yellow]{escape(line)}[/]", highlight=False)
 

@@ -193,6 +193,7 @@ def _measured(sound: bool, rule: str | None, draft: str, problems: int, k: int) 
     except ValueError as error:
         note(f"not measured on the bundled models: {escape(str(error))}")
         return
+    note("measured on the bundled models, at temperature 0 alone; 'fly eval' takes your models and temperatures")
     try:
         if rule is not None:
             show_plan(bundled_plan(rule, problems, k))

@@ -23,10 +23,9 @@ from fly.eval.statistics import Estimate
 from fly.policies import AcceptancePolicy
 
 _LEGEND = (
-    "τ: tokens a round, with an interval over problems. It is exact up to the end of each recorded block; after that "
-    "tokens are taken from the text of exact decoding (beyond: share of tokens kept there). nats: cost of the relaxed "
-    "tokens in a thousand tokens; each costs -ln of its probability under the target. speed: over autoregression if "
-    "decisions took no time, τ / (K̄·c + v)."
+    "τ: tokens a round, after the end of a recorded block by the text of exact decoding (beyond: share of tokens kept "
+    "there) · nats: -ln of the target's probability of the relaxed tokens, in a thousand tokens · speed: over AR if "
+    "decisions took no time"
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from importlib.resources import files
@@ -20,25 +20,43 @@ from fly.eval.records import read_records
 from fly.eval.report import Report, Row, Table
 from fly.eval.statistics import Estimate
 
-__all__ = ["LEGEND", "as_html", "as_json", "as_markdown", "columns", "write_spec_bench"]
+__all__ = ["as_html", "as_json", "as_markdown", "columns", "legend", "write_spec_bench"]
 
 Cells = Mapping[str, Callable[[Row], str]]
 _NONE = "–"
 
-LEGEND = (
-    "AR: autoregressive decoding, the target alone · over AR, over exact: tokens a second relative to AR, and to the "
-    "run's fastest exact speculation (★) · at no cost: over AR by the models' time alone, without decisions and host,"
-    " τ / (drafted·c + v), c and v measured · τ: tokens emitted for each forward of the target · kept: share of "
-    "drafted tokens that are emitted · gate: share of mismatches at which the target was undecided (–: the rule has "
-    "no entropy gate, or no mismatch asked it) · Python: share of rounds decided in Python · layers: those that a "
-    "round goes through, if the target leaves early · recovery: share right relative to AR's · lost, won: problems "
-    "that AR answers right more often, and that this way does · p: the chance of such a difference between lost and "
-    "won by luck alone (exact McNemar or sign test) · relaxed: share of tokens kept though the exact rule rejects "
-    "them · same: answers equal to AR's, token by token · cut: share of answers that ended at the limit of tokens · "
-    "first: median place of the first token that differs · length: tokens relative to AR's · place in the draft: of "
-    "the drafts at least that long, the share in which it is kept. Below or after values: intervals of 95 % (Wilson "
-    "for shares, bootstrap over problems for ratios)."
-)
+# What the headings mean that do not say it themselves.
+_MEANINGS = {
+    "over AR": "AR: the target alone · over AR, over exact: speed beside it, or beside the fastest exact speculation ★",
+    "at no cost": "at no cost: over AR if decisions took no time",
+    "τ": "τ: tokens for each forward of the target",
+    "kept": "kept: share of drafted tokens that are emitted",
+    "gate": "gate: share of mismatches at which the target was undecided (–: no entropy gate, or it was not asked)",
+    "Python": "Python: share of rounds decided in Python",
+    "layers": "layers: those that a round goes through",
+    "recovery": "recovery: share right beside AR's",
+    "lost, won": "lost, won: problems that AR, or this way, answers right more often",
+    "p": "p: the chance of that by luck alone",
+    "relaxed": "relaxed: share of tokens kept though the exact rule rejects them",
+    "same": "same: answers equal to AR's",
+    "cut": "cut: answers that ended at the limit of tokens",
+    "first": "first: median place of the first other token",
+    "length": "length: tokens beside AR's",
+    "place in the draft": "place in the draft: how often it is kept, in drafts that long",
+}
+
+
+def legend(tables: Sequence[Table]) -> str:
+    """Explain the columns of these tables that have values."""
+    shown = {
+        heading
+        for table in tables
+        for cells in columns(table).values()
+        for heading, cell in cells.items()
+        if any(cell(row) != _NONE for row in table.rows)
+    }
+    meanings = (meaning for heading, meaning in _MEANINGS.items() if heading in shown)
+    return f"{' · '.join(meanings)} · after or below values: intervals of 95 %"
 
 
 def _share(value: float | None) -> str:
@@ -119,7 +137,7 @@ def as_markdown(found: Report) -> str:
             lines.append("|" + " --- |" + " ---: |" * (len(cells) - 1))
             lines += ["| " + " | ".join(_plain(cell(row)) for cell in cells.values()) + " |" for row in table.rows]
             lines.append("")
-    lines += [LEGEND, ""]
+    lines += [legend(found.tables), ""]
     lines += [f"- {_plain(note)}" for note in found.notes]
     lines += [f"- {_plain(_described(facts))}" for facts in found.environments]
     return "\n".join(lines) + "\n"
@@ -191,7 +209,7 @@ def as_html(found: Report, title: str) -> str:
         shown=shown,
         notes=found.notes,
         environments=[_described(facts) for facts in found.environments],
-        legend=LEGEND,
+        legend=legend(found.tables),
     )
 
 
