@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -26,8 +27,8 @@ from fly.eval.render import as_html, as_json, as_markdown, columns, legend, roun
 from fly.eval.report import Costs, Report, _notes, first_difference, neutral_speed, pieces_of
 from fly.eval.statistics import Estimate, bootstrap_ratio, sign_test, wilson
 from fly.policies import ExactCore
+from tests.commands import plain, words
 from tests.commands import run as command
-from tests.commands import words
 from tests.test_eval_tasks import HUMANEVAL, ISOLATED, TURNS, saved
 
 # --- statistics ------------------------------------------------------------------------------------------
@@ -278,6 +279,24 @@ def test_code_that_was_not_run_is_run_later(tmp_path: Path) -> None:
     assert any("not scored" in note for note in report([tmp_path / "run"]).notes)
     finish(Plan.of({**fields, "run_code": True}), tmp_path / "run")
     assert not read_records(tmp_path / "run").scores.keys() ^ read_records(tmp_path / "run").completions.keys()
+
+
+def test_answers_without_a_number_are_told(tmp_path: Path) -> None:
+    words_ = "The list is voice grass tree bird bird cloud. Put water at the end. What is the result?"
+    rows = [{"q": "Take the list 4 9 5 7. Reverse the list.", "a": 7}, {"q": words_, "a": 1}]
+    mine = {"name": "mine", "rows": rows, "prompt": "{{ q }}", "answer": "{{ a }}", "scorer": "number"}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(mine))
+    fields = {"model": "fly-tiny", "drafts": "ngram", "k": 3, "tasks": [str(tmp_path / "mine.yaml")], "max_tokens": 9}
+    finish(Plan.of(fields), tmp_path / "run")
+    texts = [record["text"] for record in read_records(tmp_path / "run").completions.values()]
+    assert {bool(re.search(r"\d", text)) for text in texts} == {True, False}
+    found = report([tmp_path / "run"])
+    assert "mine: answers without a number count as wrong: autoregressive 1 of 2, exact k3 1 of 2" in found.notes
+    assert [row.unread for row in found.tables[0].rows] == [1, 1]
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**mine, "answer": "{{ q[-6:] }}"}))
+    result = command("eval", "--task", str(tmp_path / "mine.yaml"), "--model", "absent")  # before a model is loaded
+    assert result.exit_code == 2
+    assert "task 'mine', problem 0: answer ' list.' has no number to compare with" in plain(result.output)
 
 
 # --- reports ---------------------------------------------------------------------------------------------

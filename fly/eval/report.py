@@ -17,6 +17,7 @@ import yaml
 
 from fly.eval.plan import AUTOREGRESSIVE, Plan
 from fly.eval.records import Key, Records, read_records
+from fly.eval.scorers import UNREAD
 from fly.eval.statistics import Estimate, bootstrap_ratio, sign_test, wilson
 
 __all__ = ["Case", "Costs", "Report", "Row", "Table", "measured_costs", "neutral_speed", "report"]
@@ -88,6 +89,7 @@ class Row:
     recovery: Estimate | None = None  # accuracy relative to autoregressive decoding (AR)
     lost: int = 0  # problems that AR answers right more often
     won: int = 0  # problems that this way answers right more often
+    unread: int = 0  # scored answers in which the scorer found nothing to compare, such as a number
     p: float | None = None
     still: Estimate | None = None  # of the problems that AR answers right, the share that this way answers right
     over_ar: Estimate | None = None  # tokens per second, relative to AR
@@ -134,6 +136,7 @@ class Table:
     rows: list[Row]
     unfinished: int  # problems left out because some way has not answered them yet
     unscored: int
+    scorer: str  # its kind
     refusals: bool  # whether a right answer is a refusal
     best_exact: str | None  # the label of the fastest exact speculation
     cases: list[Case]
@@ -220,6 +223,7 @@ def _tables(run: str, plan: Plan, tasks: dict[str, Any], records: Records, by_gr
                     rows=rows,
                     unfinished=0 if group else len({problem for problem, _ in units} - whole.keys()),
                     unscored=scored.count(False) if tasks[name]["scores"] else 0,
+                    scorer=tasks[name]["scorer"],
                     refusals=tasks[name]["scorer"] == "refusal",
                     best_exact=best,
                     cases=[] if group else _cases(plan, records, part, cases),
@@ -327,6 +331,8 @@ class _Comparison:
         if own is None or plain is None:
             return
         row.accuracy = wilson(sum(own), len(own))
+        scores = [self.records.scores[_last(unit, label)] for problem in self.problems for unit in problem]
+        row.unread = sum(not (score["right"] or score["found"]) for score in scores)
         row.lost = sum(a < b for a, b in zip(own, plain))
         row.won = sum(a > b for a, b in zip(own, plain))
         if label != AUTOREGRESSIVE:
@@ -469,6 +475,9 @@ def _notes(folder: Path, tables: list[Table], records: Records) -> list[str]:
                 f"under {exact.way} ({exact.reach:g}), which 'over exact' includes; a draft such as 'ngram+model(NAME, "
                 f"reach={exact.reach:g})' stops alike under all rules"
             )
+        if (lacking := UNREAD.get(table.scorer)) and any(row.unread for row in table.rows):
+            counts = ", ".join(f"{row.way} {row.unread} of {row.completions}" for row in table.rows if row.unread)
+            notes.append(f"{table.task}: answers without a {lacking} count as wrong: {counts}")
         if table.unscored:
             notes.append(f"{table.task}: {table.unscored} answers are not scored (programs run only with --run-code)")
         for row in table.rows:

@@ -19,7 +19,7 @@ from fly.bundled.tasks import Problem
 from fly.eval.sandbox import Language, Sandbox
 from fly.expressions import CLASS_PATH
 
-__all__ = ["KINDS", "Programs", "Score", "Scorer", "ScorerField", "check_many", "render"]
+__all__ = ["KINDS", "UNREAD", "Programs", "Score", "Scorer", "ScorerField", "check_many", "render"]
 
 Row = Mapping[str, Any]
 _TEMPLATES = SandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
@@ -80,6 +80,9 @@ class _Scorer(BaseModel):
         """Whether the scorer runs a model's programs in full Python."""
         return False
 
+    def check(self, answer: str) -> None:
+        """Raise ``ValueError`` if no completion can be compared with ``answer``. Called before anything is decoded."""
+
     def score(self, completion: str, answer: str, row: Row, programs: Programs) -> Score:
         """Score ``completion``. ``answer`` is the task's ``answer`` template, filled in; ``row`` has the problem's
         fields."""
@@ -125,9 +128,13 @@ class Number(_Scorer):
     kind: Literal["number"] = "number"
     tolerance: float = Field(default=0.0, ge=0, allow_inf_nan=False)
 
+    def check(self, answer: str) -> None:
+        if self.read(answer) is None:
+            raise ValueError(f"answer {answer!r} has no number to compare with; scorer 'exact' compares texts")
+
     def score(self, completion: str, answer: str, row: Row, programs: Programs) -> Score:
-        if (wanted := self.read(answer)) is None:
-            raise ValueError(f"answer {answer!r} has no number to compare with")
+        self.check(answer)
+        wanted = self.read(answer) or Decimal(0)
         if (found := self.read(completion)) is None:
             return Score(False)
         return Score(abs(found - wanted) <= Decimal(str(self.tolerance)), str(found))
@@ -183,9 +190,12 @@ class Choice(_Scorer):
     kind: Literal["choice"] = "choice"
     choices: str = "ABCD"
 
-    def score(self, completion: str, answer: str, row: Row, programs: Programs) -> Score:
+    def check(self, answer: str) -> None:
         if answer.strip() not in list(self.choices):
             raise ValueError(f"answer {answer!r} is none of the choices {list(self.choices)}")
+
+    def score(self, completion: str, answer: str, row: Row, programs: Programs) -> Score:
+        self.check(answer)
         letter = rf"\(?\b([{re.escape(self.choices)}])\b\)?"
         named = re.findall(rf"(?i:answer\s*(?:is|:)\**)[\s:*]*{letter}", completion)
         alone = re.findall(rf"{letter}(?!\s+[a-z])", completion)  # not the article "A"
@@ -298,6 +308,11 @@ class Own(_Scorer):
 
 
 Scorer = Nothing | ExactText | Number | Pattern | Choice | Code | Refusal | BundledTask | Own
+UNREAD = {
+    "number": "number",
+    "regex": "match of the pattern",
+    "choice": "letter of a choice",
+}  # what an answer may lack
 KINDS = ("none", "exact", "number", "regex", "choice", "code", "refusal", "bundled", "own")
 
 

@@ -147,12 +147,17 @@ class Task(BaseModel):
             if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
                 raise ValueError(f"{where} turns: field {self.turns!r} must be a list of texts, got {texts!r}")
             turns = [render(f"{where} prompt", self.prompt, {**fields, "turn": text}) for text in texts]
+        answer = render(f"{where} answer", self.answer, fields) if self.answer else ""
+        try:
+            self.scorer.check(answer)
+        except ValueError as error:
+            raise ValueError(f"{where} {error}") from None
         return Problem(
             self,
             id=render(f"{where} id", self.id, fields) if self.id else str(number),
             group=render(f"{where} group", self.group, fields) if self.group else "",
             turns=tuple(turns),
-            answer=render(f"{where} answer", self.answer, fields) if self.answer else "",
+            answer=answer,
             row=row,
         )
 
