@@ -41,15 +41,25 @@ class Guarantee(Enum):
     BOUNDED = "bounded"  # within a stated divergence of it
     HEURISTIC = "heuristic"  # no stated bound
 
+    def __str__(self) -> str:
+        return self.value
+
 
 class Why(IntEnum):
-    """Why a token was kept, or rejected."""
+    """Why a token was kept, or rejected. A number that prints as its name."""
 
     REJECTED = 0  # drafted, and not emitted
     MATCH = 1  # drafted, kept by the lossless core
     RELAXED = 2  # drafted, a mismatch that the policy excused
     CORRECTION = 3  # the target's own, in place of the first rejected token
     BONUS = 4  # the target's own, after a draft that was kept completely
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __format__(self, spec: str) -> str:
+        as_number = spec[-1:].isalpha() and spec[-1] != "s"  # such as "d"
+        return format(int(self) if as_number else self.name, spec)
 
 
 @dataclass(frozen=True)

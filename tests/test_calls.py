@@ -314,6 +314,15 @@ def test_a_notebook_shows_an_output_in_colours_and_escaped() -> None:
     assert len(set(colours.values())) == len(colours)
 
 
+def test_reasons_and_guarantees_print_as_words() -> None:
+    """And a reason stays a number."""
+    why, bound = Why.RELAXED, fly.Guarantee.BOUNDED
+    assert f"{why} {why!s} {why:>8} {Why.MATCH:s}" == "RELAXED RELAXED  RELAXED MATCH"
+    assert f"{why:d} {why:02x}" == "2 02" and why == 2 and json.dumps(why) == "2" and "abc"[why] == "c"
+    assert torch.tensor([Why.BONUS]).tolist() == [4]
+    assert f"{bound} {bound!s:>8}" == "bounded  bounded"
+
+
 @given(text=st.text(alphabet="<>&\"'`/ab =\n", min_size=1), clause=st.text(alphabet="<>&\"'/a", max_size=4))
 def test_nothing_that_a_model_says_becomes_markup(text: str, clause: str) -> None:
     token = Token(5, Why.RELAXED, clause, 6)
