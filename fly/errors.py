@@ -12,15 +12,13 @@ from pydantic import ValidationError
 
 __all__ = ["explain", "fault_place", "instead", "meant", "origin", "short"]
 
-# Names that vLLM, transformers and OpenAI use, and the names here for the same thing ("speculation" is a field of
-# requests to the server).
+# Names that vLLM, transformers and OpenAI use, and the names here for the same thing.
 _ELSEWHERE = {
     "assistant_model": "draft",
     "do_sample": "temperature",
     "function_call": "tool_choice",
     "functions": "tools",
     "gpu_memory_utilization": "memory_share",
-    "k": "speculation",
     "guided_decoding": "structured",
     "max_length": "max_tokens",
     "max_model_len": "max_context",
@@ -29,8 +27,6 @@ _ELSEWHERE = {
     "max_num_seqs": "max_rows",
     "num_return_sequences": "n",
     "num_speculative_tokens": "k",
-    "policy": "speculation",
-    "provenance": "speculation",
     "response_format": "structured",
     "speculative_config": "draft",
     "speculative_model": "draft",

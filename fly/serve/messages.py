@@ -46,13 +46,20 @@ class Body(BaseModel):
         if isinstance(data, dict) and not data.keys() <= known.keys():  # must be quick: there may be 100,000 messages
             unknown = [name for name in data if name not in known]
             shown = ", ".join(map(short, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
-            shown += meant(unknown[0], known) if len(unknown) == 1 and len(unknown[0]) < 100 else ""
+            hint = cls._place({name: data[name] for name in unknown}) if len(unknown) < 6 else ""
+            if not hint and len(unknown) == 1 and len(unknown[0]) < 100:
+                hint = meant(unknown[0], known)
             raise PydanticCustomError(
                 "unknown_parameter",
                 "unknown or unsupported: {shown}; known: {known}",
-                {"shown": shown, "known": ", ".join(known), "name": str(unknown[0])[:100]},
+                {"shown": shown + hint, "known": ", ".join(known), "name": str(unknown[0])[:100]},
             )
         return data
+
+    @classmethod
+    def _place(cls, unknown: dict[str, Any]) -> str:
+        """Say in which object these fields belong, if there is one."""
+        return ""
 
 
 @functools.cache

@@ -47,6 +47,12 @@ def _few(value: Any) -> Any:
 Few = BeforeValidator(_few)
 
 
+def _shown(value: Any) -> str:
+    """A value as a client would write it; dots if that is long."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else "..."
+
+
 class SpeculationRequest(Body):
     """How to draft and verify tokens for this request, within what the operator enabled.
 
@@ -60,6 +66,13 @@ class SpeculationRequest(Body):
     draft: str | None = None
     off: bool = False
     provenance: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_an_object(cls, data: Any) -> Any:
+        if isinstance(data, str):
+            raise ValueError(f'a rule stands in an object: {{"policy": {_shown(data)}}}')
+        return data
 
 
 class StreamOptions(Body):
@@ -149,6 +162,11 @@ class Generation(Body):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
+
+    @classmethod
+    def _place(cls, unknown: dict[str, Any]) -> str:
+        within = unknown.keys() <= SpeculationRequest.model_fields.keys()
+        return f' (write "speculation": {_shown(unknown)})' if within else ""
 
     @model_validator(mode="after")
     def _not_too_much_is_bad(self) -> Generation:
