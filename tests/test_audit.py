@@ -20,7 +20,8 @@ from fly.audit.client import Answer, Place, Server
 from fly.audit.distributions import Draw, draws_of, expected
 from fly.audit.evidence import evidence, power, shares_power, smallest
 from fly.audit.greedy import first_difference
-from fly.audit.report import Finding
+from fly.audit.prompts import PROMPTS
+from fly.audit.report import Finding, found_in
 from fly.audit.statistics import at_least, holm, same_source
 from tests.faulty import FAULTS, SIZE, VOCABULARY, Asked, Toy, listed, read, serving
 
@@ -268,6 +269,20 @@ def test_an_honest_server_passes(chat: bool) -> None:
     json.dumps(report.as_dict())
 
 
+def test_a_pass_that_saw_little_is_weak(tmp_path: Path) -> None:
+    assert found_in(10) > 0.2 > found_in(11) and 1 - (1 - found_in(7)) ** 7 == pytest.approx(0.9)
+    (tmp_path / "few").write_text("\n".join(each.replace("\n", "\\n") for each in PROMPTS[:4]))
+    with serving() as url:
+        few = audit(url, only=["stop", "max_tokens"], prompts=PROMPTS[:4])
+        many = audit(url, only=["stop", "max_tokens"])
+        status, output = run(url, "--only", "stop", "--only", "max_tokens", "--prompts", str(tmp_path / "few"))
+    assert verdicts(few) == verdicts(many) == {"stop": "pass", "max_tokens": "pass"}
+    assert [each.weak for each in few.findings] == [each["weak"] for each in few.as_dict()["checks"]]
+    assert finding(few, "stop").weak and not finding(few, "max_tokens").weak  # which needs no luck
+    assert not any(each.weak for each in many.findings)
+    assert status == 0 and "1 pass, 1 pass (weak)" in output and "weak: too little was seen" in output
+
+
 def test_rounding_is_told_from_a_fault() -> None:
     with serving(rounding=0.03) as url, serving() as beside, serving("greedy") as wrong:
         rounded = audit(url, beside=beside, only=["identity", "reference"])
@@ -377,6 +392,8 @@ def test_what_is_asked_for_wrongly_is_said(options: dict[str, object], said: str
 def test_nothing_there_is_no_verdict() -> None:
     with pytest.raises(Unreachable, match="does not answer"):
         audit("http://127.0.0.1:9")
+    with pytest.raises(Unreachable, match=r"'127\.0\.0\.1:9' has no scheme: write 'http://127"):
+        audit("127.0.0.1:9")
     with serving() as url, pytest.raises(Unreachable, match="first request"):
         audit(url, name="toy", endpoint="chat")
     with serving() as url, pytest.raises(ValueError, match="choices: \\['auto', 'completions', 'chat'\\]"):

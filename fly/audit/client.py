@@ -127,6 +127,8 @@ class Server:
     ) -> None:
         if endpoint not in (choices := ("auto", "completions", "chat")):
             raise ValueError(f"endpoint {endpoint!r}; choices: {list(choices)}")
+        if "://" not in url:
+            raise Unreachable(f"{url!r} has no scheme: write 'http://{url}'")
         self.root = url.rstrip("/").removesuffix("/v1")
         self.parallel, self.budget = parallel, budget or Budget()
         limits = httpx2.Limits(max_connections=64, max_keepalive_connections=64)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from fly.audit.client import Refused, Reply
 from fly.audit.context import Context, check
 from fly.audit.distributions import is_plain
-from fly.audit.report import Finding, Verdict
+from fly.audit.report import Finding, Verdict, found_in
 
 _NONE: Mapping[str, Any] = {}
 _SOME_IDS = (1000, 1100, 1200, 1300)
@@ -38,10 +38,17 @@ class _Thing(BaseModel):
     shape: Literal["circle", "square"]
 
 
-def _fact(name: str, seen: str, wrong: list[str], finds: str = "", figures: Mapping[str, Any] = _NONE) -> Finding:
+def _fact(
+    name: str,
+    seen: str,
+    wrong: list[str],
+    finds: str = "",
+    figures: Mapping[str, Any] = _NONE,
+    share: float | None = None,
+) -> Finding:
     """A finding without a p-value: it passes if nothing is ``wrong``."""
     if not wrong:
-        return Finding(name, "", Verdict.PASS, seen, None, finds, "", figures)
+        return Finding(name, "", Verdict.PASS, seen, None, finds, "", figures, share)
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     return Finding(name, "", Verdict.FAIL, seen, None, finds, f"{wrong[0]}{more}", {**figures, "wrong": len(wrong)})
 
@@ -125,7 +132,7 @@ def stop(context: Context) -> Finding:
             seen -= 1  # rounding changed the answer before the stop string
     if not seen:
         return Finding("stop", "", Verdict.UNDECIDED, "0 answers", detail="no greedy answer could be cut")
-    return _fact("stop", f"{seen} answers", wrong)
+    return _fact("stop", f"{seen} answers", wrong, share=found_in(seen))
 
 
 def _stops(reply: Reply) -> list[str]:
@@ -171,7 +178,7 @@ def response_format(context: Context) -> Finding:
         return Finding(
             "response_format", "", Verdict.UNDECIDED, f"{len(asked)} answers", detail=detail, figures=figures
         )
-    return _fact("response_format", f"{len(ended)} answers", wrong, "", figures)
+    return _fact("response_format", f"{len(ended)} answers", wrong, "", figures, found_in(len(ended)))
 
 
 def _valid(text: str) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from fly.audit.client import Answer, Place, Reply
 from fly.audit.context import Context, check
 from fly.audit.distributions import distance, is_plain, reported
-from fly.audit.report import Finding, Verdict
+from fly.audit.report import Finding, Verdict, found_in
 
 __all__ = ["Difference", "first_difference"]
 
@@ -100,7 +100,7 @@ def _compared(name: str, mine: Sequence[Reply], theirs: Sequence[Reply], whose: 
         detail += f"{each.mine!r}, {whose} {each.theirs!r}"
         return Finding(name, "", Verdict.UNDECIDED, seen, None, finds, detail, figures)
     detail = f"{len(apart)} of {len(mine)} answers differ, where tokens were within {reach:.2g} nats: rounding"
-    return Finding(name, "", Verdict.PASS, seen, None, finds, detail if apart else "", figures)
+    return Finding(name, "", Verdict.PASS, seen, None, finds, detail if apart else "", figures, found_in(tokens))
 
 
 @check("greedy", "Every greedy token is the likeliest one by the server's own log-probabilities.")
@@ -122,7 +122,7 @@ def greedy(context: Context) -> Finding:
     if worst > _TIE:
         return Finding("greedy", "", Verdict.FAIL, f"{count:,} tokens", None, finds, f"{where} by {worst:.2g} nats")
     verdict = Verdict.PASS if count else Verdict.UNDECIDED
-    return Finding("greedy", "", verdict, f"{count:,} tokens", None, finds)
+    return Finding("greedy", "", verdict, f"{count:,} tokens", None, finds, share=found_in(count))
 
 
 @check("identity", "Greedy answers are those of the reference, but for rounding.")

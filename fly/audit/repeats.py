@@ -10,7 +10,7 @@ from fly.audit.client import Answer
 from fly.audit.context import Context, check
 from fly.audit.distributions import distance, reported
 from fly.audit.greedy import first_difference
-from fly.audit.report import Finding, Verdict
+from fly.audit.report import Finding, Verdict, found_in
 from fly.audit.statistics import at_least
 
 _LENGTH, _PROMPTS, _SEEDS = 24, 8, (11, 12)
@@ -53,7 +53,7 @@ def seed(context: Context) -> Finding:
     note = noted + example + (", as rounding may do" if p > context.p else "") if parted else ""
     critical = next(hits for hits in range(compared + 1) if at_least(hits, compared, min(rate, 0.5)) <= context.p)
     finds = f"{critical} of {len(pairs)} answers differing"
-    return Finding("seed", "", Verdict.PASS, seen, p, finds, note, figures)
+    return Finding("seed", "", Verdict.PASS, seen, p, finds, note, figures, critical / len(pairs))
 
 
 def _rate(one: object, other: object, top: int) -> float:
@@ -82,7 +82,7 @@ def choices(context: Context) -> Finding:
         return Finding("n", "", Verdict.FAIL, f"{asked} requests", detail="all choices are copies of each other")
     detail = f"{same} of {pairs} pairs of choices are the same" if same else ""
     p = min(1.0, math.exp(-gain))
-    return Finding("n", "", Verdict.PASS, f"{asked} requests", p, "copied choices", detail)
+    return Finding("n", "", Verdict.PASS, f"{asked} requests", p, "copied choices", detail, share=found_in(pairs))
 
 
 def _alike(answer: Answer, top: int) -> float:

@@ -9,7 +9,14 @@ from typing import Any
 
 from fly.audit.statistics import holm
 
-__all__ = ["Finding", "Report", "Verdict"]
+__all__ = ["Finding", "Report", "Verdict", "found_in"]
+
+_LARGE = 0.2  # a fault on this share of answers, tokens or probability is large
+
+
+def found_in(count: int) -> float:
+    """The share of faulty ones among ``count`` that is seen at least once with probability 0.9."""
+    return 1 - 0.1 ** (1 / max(count, 1))
 
 
 class Verdict(Enum):
@@ -28,6 +35,7 @@ class Finding:
 
     ``seen`` says how much the check looked at. ``p`` is the p-value of the claim that the server is right (None for
     facts, which need none). ``finds`` is the smallest fault that the check would have found with probability 0.9.
+    ``share`` is its size, as a share of answers, tokens or probability (None: any fault would have been found).
     ``detail`` says what is wrong or was noticed, and ``figures`` are numbers for programs.
     """
 
@@ -39,9 +47,15 @@ class Finding:
     finds: str = ""
     detail: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict)
+    share: float | None = None
+
+    @property
+    def weak(self) -> bool:
+        """Whether the check passed and would have missed a large fault."""
+        return self.verdict is Verdict.PASS and self.share is not None and self.share > _LARGE
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "verdict": self.verdict.value}
+        return {**asdict(self), "verdict": self.verdict.value, "weak": self.weak}
 
 
 @dataclass(frozen=True)

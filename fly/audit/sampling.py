@@ -42,13 +42,13 @@ def _drawn(
     return draws, found
 
 
-def _judged(name: str, draws: Sequence[Draw], found: Evidence, p: float, finds: str, note: str = "") -> Finding:
+def _judged(name: str, draws: Sequence[Draw], found: Evidence, p: float, finds: str, share: float | None) -> Finding:
     """Make a finding about draws. Whether it fails is decided later, over the p-values of all findings."""
-    detail = f"{found.worst}: {found.example}" if found.p <= p else note
+    detail = f"{found.worst}: {found.example}" if found.p <= p else ""
     verdict = Verdict.PASS if finds else Verdict.UNDECIDED
     figures = {"tokens": len(draws), "worst": found.worst if found.p <= p else None}
     finds = finds or "too few open places"
-    return Finding(name, "", verdict, f"{len(draws):,} tokens", found.p, finds, detail, figures)
+    return Finding(name, "", verdict, f"{len(draws):,} tokens", found.p, finds, detail, figures, share)
 
 
 @check(
@@ -59,7 +59,7 @@ def first_tokens(context: Context) -> Finding:
         return _as_the_reference(context)
     draws, found = _drawn(context, {}, context.samples, 3, 2)
     size = smallest(_VARIATIONS, lambda size: shares_power(draws, size, context.p, found.bettors))
-    return _judged("first-tokens", draws, found, context.p, f"total variation {size:g}" if size else "")
+    return _judged("first-tokens", draws, found, context.p, f"total variation {size:g}" if size else "", size)
 
 
 @check("later-tokens", "Every token of longer answers at temperature 1 has the probability that the server reports.")
@@ -69,7 +69,7 @@ def later_tokens(context: Context) -> Finding:
     draws, found = _drawn(context, {}, context.samples // 10, 24, 16)
     size = smallest(_SHARES, lambda share: power(draws, lambda draw: draw.earlier_H, share, context.p))
     finds = f"1 misplaced token in {1 / size:,.0f}" if size else ""
-    return _judged("later-tokens", draws, found, context.p, finds)
+    return _judged("later-tokens", draws, found, context.p, finds, size)
 
 
 def _percent(share: float) -> str:
@@ -97,7 +97,8 @@ def _as_the_reference(context: Context) -> Finding:
     found = same_source(mine, theirs, strata, context.p)
     note = "the server gives no log-probabilities: beside samples of the reference"
     finds = f"total variation {found.finds:.2g}"
-    return Finding("first-tokens", "", Verdict.PASS, f"2 × {len(mine):,} answers", found.p, finds, note)
+    seen = f"2 × {len(mine):,} answers"
+    return Finding("first-tokens", "", Verdict.PASS, seen, found.p, finds, note, share=found.finds)
 
 
 def _about_field(name: str) -> None:
@@ -125,7 +126,8 @@ def _field(context: Context, name: str) -> Finding:
         size = 2.303 / mass if mass > 2.303 else None
     else:
         size = smallest(_SHARES, lambda share: power(draws, lambda draw: draw.ignored_H, share, context.p, only))
-    return _judged(name, draws, found, context.p, f"ignored on {_percent(size)} of tokens" if size else "")
+    share = None if context.as_is else size  # reported probabilities that are as they should be leave no doubt
+    return _judged(name, draws, found, context.p, f"ignored on {_percent(size)} of tokens" if size else "", share)
 
 
 def _unchanged(context: Context, name: str) -> str:

@@ -21,7 +21,7 @@ from fly.cli.run import alone, options_of
 from fly.cli.show import console, errors, note, print_list, sentences, table, write_json
 
 if TYPE_CHECKING:
-    from fly.audit import Report
+    from fly.audit import Finding, Report
 
 _COLOURS = {"pass": "green", "fail": "bold red", "undecided": "yellow", "not supported": "dim"}
 
@@ -139,7 +139,7 @@ def _show(report: Report, model: str | None) -> None:
     title = f"{report.model} at {report.url} · {report.endpoint}{beside}"
     columns = {
         "check": lambda each: each.check,
-        "verdict": lambda each: f"[{_COLOURS[each.verdict.value]}]{each.verdict.value}[/]",
+        "verdict": lambda each: f"[{'yellow' if each.weak else _COLOURS[each.verdict.value]}]{_verdict(each)}[/]",
         "seen": lambda each: each.seen or "–",
         "p": lambda each: "–" if each.p is None else _p(each.p),
         "finds (probability 0.9)": lambda each: escape(each.finds) or "–",
@@ -150,17 +150,25 @@ def _show(report: Report, model: str | None) -> None:
         if each.detail:
             colour = _COLOURS[each.verdict.value]
             console.print(f"[{colour}]{each.check}[/]: {escape(each.detail)}", highlight=False)
-    counts = Counter(each.verdict.value for each in report.findings)
+    counts = Counter(map(_verdict, report.findings))
     drawn = sum(each.p is not None for each in report.findings)
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     console.print(f"[bold]{summary}[/] · {report.requests:,} requests in {report.seconds:.0f} s", highlight=False)
+    if any(each.weak for each in report.findings):
+        note(
+            "weak: too little was seen to be sure of finding a fault in a fifth of it; more --prompts or --samples help"
+        )
     if drawn:
         note(
-            "p: how likely such samples are from an honest server. Over the "
-            f"{drawn} checks that have one, an honest server fails with probability {report.alpha:g} at most (Holm)."
+            "p: how likely such samples are from an honest server, which fails one of these "
+            f"{drawn} checks with probability {report.alpha:g} at most (Holm)"
         )
     if report.beside is None:
-        note("Not tested: greedy answers beside a reference, which --beside URL or --model NAME would name.")
+        note("not tested: greedy answers beside a reference (--beside URL or --model NAME)")
+
+
+def _verdict(each: Finding) -> str:
+    return f"{each.verdict.value} (weak)" if each.weak else each.verdict.value
 
 
 def _p(value: float) -> str:
