@@ -24,7 +24,8 @@ from fly.models.llama import skeleton
 from fly.parallel import Part
 from fly.parallel.plan import PlanError
 from fly.policies import AcceptancePolicy, Condition, condition_types, policy_types
-from fly.policies.registry import _COMPOSITES
+from fly.policies.registry import _COMPOSITES, CATALOGUE, GATES
+from tests.rule_twins import POLICIES
 from tests.test_compiled import BUDGETS
 from tests.test_docs import DOCS, ROOT
 from tests.test_families import PUBLISHED, SIZES
@@ -51,6 +52,8 @@ def text(*path: str) -> str:
 
 RULES = [rule for rule in classes(fly.policies, AcceptancePolicy, Condition) if rule not in _COMPOSITES.values()]
 TESTS_OF_RULES = ("rule_twins", "policy_cases", "test_policies", "test_conditions", "test_schedule", "test_vocabulary")
+TRIED = {type(policy) for policy in POLICIES}
+TRIED |= {type(each) for policy in POLICIES if policy.relaxation is not None for each in policy.relaxation.clauses}
 TWINS = "".join(text("tests", f"{name}.py") for name in TESTS_OF_RULES)
 
 
@@ -58,6 +61,7 @@ TWINS = "".join(text("tests", f"{name}.py") for name in TESTS_OF_RULES)
 def test_a_rule_or_condition_is_listed_everywhere(rule: Any) -> None:
     bases = rule.__subclasses__()  # one that others are made of, such as ExactCore, need not be named in texts
     registered = rule in {*policy_types().values(), *condition_types().values()} or bool(bases)
+    has_tests_of_its_own = registered and rule not in (*CATALOGUE, *GATES)
     require_listed(
         rule.__name__,
         {
@@ -65,6 +69,7 @@ def test_a_rule_or_condition_is_listed_everywhere(rule: Any) -> None:
             "fly/policies/__init__.py (__all__)": rule.__name__ in fly.policies.__all__,
             "tests/rule_twins.py (a twin), or another test of rules": re.search(rf"\b{rule.__name__}\b", TWINS)
             is not None,
+            "tests/rule_twins.py (an instance in POLICIES)": has_tests_of_its_own or rule in TRIED,
         },
     )
 

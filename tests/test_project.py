@@ -57,6 +57,14 @@ def test_workflows_cover_every_python_and_torch_that_the_package_takes() -> None
     assert PROJECT["project"]["requires-python"] == f">={matrix['python'][0]}"
 
 
+def test_what_a_reader_needs_first_is_what_the_package_needs() -> None:
+    versions = read(ROOT / ".github" / "workflows" / "ci.yml")["jobs"]["test"]["strategy"]["matrix"]["python"]
+    least = PROJECT["project"]["requires-python"].removeprefix(">=")
+    said = {page: (ROOT / page).read_text("utf-8") for page in ("README.md", "docs/how-to/install.md")}
+    assert all(f"Python {least} or newer" in text for text in said.values())
+    assert f"tests run on {versions[0]} to {versions[-1]}" in said["docs/how-to/install.md"]
+
+
 def test_hooks_have_the_versions_of_the_constraints() -> None:
     hooks = read(ROOT / ".pre-commit-config.yaml")["repos"][0]["hooks"]
     pinned = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
