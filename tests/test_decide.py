@@ -172,6 +172,10 @@ def test_python_and_cpp_list_the_same_kinds_of_clauses() -> None:
     (listed,) = re.findall(r"enum ClauseKind : int32_t \{ (.*), CLAUSE_KINDS \};", source)
     assert [kind.lower().removesuffix("_left") for kind in listed.split(", ")] == list(CClause.KINDS)
     assert get_args(get_type_hints(Clause)["kind"]) == CClause.KINDS
+    page = Path(__file__).parents[1].joinpath("docs", "tutorials", "rule.md").read_text("utf-8")
+    assert not [kind for kind in CClause.KINDS if f"`{kind}`" not in page], (
+        "docs/tutorials/rule.md says what is compiled"
+    )
     relaxations = [relaxation for rule in RULES if (relaxation := parse_policy(rule).relaxation) is not None]
     compared = {clause.kind for relaxation in relaxations for clause in relaxation.compiled or ()}
     assert compared == set(CClause.KINDS), "a kind without a rule in RULES of this file, or one that nothing compiles"
