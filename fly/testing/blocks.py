@@ -38,7 +38,7 @@ __all__ = [
     "toy_vocabulary",
 ]
 
-TOLERANCE = 1e-5  # for probabilities: distributions are float32, and bisection goes to 2^-24
+TOLERANCE = 1e-5  # for probabilities: distributions are float32, and steps are found to 2^-24
 TICK = 2.0**-24  # the smallest step of the engine's uniform numbers
 
 P = TypeVar("P", bound=AcceptancePolicy)

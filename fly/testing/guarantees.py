@@ -1,8 +1,8 @@
 """Checks whether a policy keeps the guarantee that it declares, on chains and on trees, by exact sums without samples.
 
-The verdict on a block is a step function of its noise. Bisection finds the steps, which divide the unit cube into cells
-on which the verdict is constant. The distribution of the emitted tokens is then a sum over all drafts of one shape and
-over all cells. It is compared with the target's distribution over all strings of D + 1 tokens
+The verdict on a block is a step function of its noise. Ever finer grids find the steps, which divide the unit cube into
+cells on which the verdict is constant. The distribution of the emitted tokens is then a sum over all drafts of one
+shape and over all cells. It is compared with the target's distribution over all strings of D + 1 tokens
 (docs/explanation/losslessness.md).
 
 Shape legend: B rows, N drafts, K drafted tokens, M = K + 1 places where a token can follow (place 0 is after the row's
@@ -295,6 +295,7 @@ def _continuations(table: list[Tensor], length: int, number: int) -> Tensor:
 
 def _cells(policy: AcceptancePolicy, target: Target, draft: Draft) -> list[tuple[int, float, int, int]]:
     """Return ``(row, volume, place, next token)`` for every cell of the noise on which a row's verdict is constant."""
+    policy = bind_to(policy, target)
     edges: dict[tuple[int, int], set[float]] = defaultdict(lambda: {0.0, 1.0})
     for b, axis, step in _steps(policy, target, draft):
         edges[b, axis].add(step)
@@ -318,12 +319,10 @@ def _axes(draft: Draft) -> range:
 def _evaluate(
     policy: AcceptancePolicy, target: Target, draft: Draft, rows_P: Tensor, noise_PA: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Judge rows, each with its own point of noise. Returns the place [P] where the next token follows, and the next
-    token [P]."""
+    """Judge rows by a bound policy, each with its own point of noise. Returns the place [P] where the next token
+    follows, and the next token [P]."""
     noise_PA = noise_PA.float().clamp_max(1 - TICK)
-    verdict = verify(
-        bind_to(policy, target), target.rows(rows_P), draft.rows(rows_P), Noise(noise_PA[:, :-1], noise_PA[:, -1])
-    )
+    verdict = verify(policy, target.rows(rows_P), draft.rows(rows_P), Noise(noise_PA[:, :-1], noise_PA[:, -1]))
     if verdict.path_BK is None:
         return verdict.accepted_B, verdict.next_token_B
     return torch.tensor([path[-1] + 1 if path else 0 for path in verdict.paths()]), verdict.next_token_B
@@ -331,7 +330,7 @@ def _evaluate(
 
 def _steps(policy: AcceptancePolicy, target: Target, draft: Draft) -> set[tuple[int, int, float]]:
     """Find where verdicts change, as (row, axis of noise, position on the axis), to within 2^-24. A grid shows the
-    intervals in which a verdict changes, and bisection refines them.
+    intervals in which a verdict changes, and finer grids refine them.
 
     Each axis is scanned with the other coins at both ends (accepting and rejecting). This finds every step of a rule
     whose thresholds do not depend on other coins, as is true of all published rules.
@@ -356,14 +355,17 @@ def _steps(policy: AcceptancePolicy, target: Target, draft: Draft) -> set[tuple[
     codes = outcomes(torch.arange(len(lines)).repeat_interleave(len(grid)), grid.repeat(len(lines))).view(-1, len(grid))
     line_P, at_P = (codes[:, 1:] != codes[:, :-1]).nonzero().unbind(1)
     low_P, end_P, left_P, right_P = grid[at_P], grid[at_P + 1], codes[line_P, at_P], codes[line_P, at_P + 1]
-    # Bisect each interval; where another step remains in it, bisect the rest again.
+    # Keep the quarter with the first step, ten times; where another step remains behind it, search the rest again.
+    parts = torch.arange(1, 4, dtype=torch.float64) / 4
     found: set[tuple[int, int, float]] = set()
     while len(line_P):
         high_P = end_P
-        for _ in range(20):
-            middle_P = (low_P + high_P) / 2
-            same_P = outcomes(line_P, middle_P) == left_P
-            low_P, high_P = torch.where(same_P, middle_P, low_P), torch.where(same_P, high_P, middle_P)
+        for _ in range(10):
+            size_P1 = (high_P - low_P).unsqueeze(1)
+            at_PI = low_P.unsqueeze(1) + size_P1 * parts
+            same_PI = outcomes(line_P.repeat_interleave(3), at_PI.flatten()).view(-1, 3) == left_P.unsqueeze(1)
+            low_P = low_P + same_PI.cumprod(1).sum(1) / 4 * size_P1.squeeze(1)
+            high_P = low_P + size_P1.squeeze(1) / 4
         steps = ((high_P * 2**22).round() / 2**22).tolist()
         found.update(zip(row_L[line_P].tolist(), axis_L[line_P].tolist(), steps))
         after_P = outcomes(line_P, high_P)
