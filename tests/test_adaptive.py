@@ -318,6 +318,24 @@ def test_pauses_of_the_machine_are_no_costs() -> None:
         assert sum(machine.asked) / len(machine.asked) > 6, seed
 
 
+class Reader(Simulated):
+    """Takes five seconds to read a prompt."""
+
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+        self.machine.spend(5.0 * sum(row.id not in self.seen for row in rows))
+        return super().propose(rows, max_len)
+
+
+@pytest.mark.parametrize("prompt", [8, 30, 60])
+def test_reading_a_prompt_is_no_cost_of_drafting(prompt: int) -> None:
+    machine = Machine(0.1, 1.0, 0.03, 0.9)
+    strategy = AdaptiveDraft(Reader(machine), clock=machine.clock)
+    for tokens in (5, 5, 30):
+        machine.run(strategy, tokens, 15, prompt)
+        assert strategy._loads[True].costs.step in (None, pytest.approx(0.1, rel=0.2))
+    assert strategy._loads[True].costs.step
+
+
 def test_it_follows_costs_that_drift() -> None:
     machine = Machine(0.05, 1.0, 0.03, chance=0.9)
     strategy = AdaptiveDraft(Simulated(machine), clock=machine.clock)

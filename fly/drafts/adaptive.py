@@ -26,7 +26,7 @@ _SHORT = 4  # while costs are unknown, ask a strategy without probabilities for 
 _LEAST, _MOST = 0.05, 0.9  # limits of the chance at which a model drafts a token
 _LATEST = 8  # judge how easy a row is by this many of its latest drafts
 _AGAIN = 16  # after this many rounds, draft again for a row that seemed too hard
-_BEHIND = 32  # a strategy that has missed more tokens of a row must catch up, which is no cost of drafting
+_BEHIND = 32  # a strategy that missed more tokens of a row, or all, must catch up, which is no cost of drafting
 _CATCH_UP = 1.1  # let it catch up only if drafting is this many times as fast as anything else
 _DOUBT = 2.0  # an estimate may be wrong by this factor; decoding without drafts is tried only where that would decide
 _ASKING = 0.05  # ask the lookup only if that takes at most this share of a forward
@@ -287,7 +287,7 @@ class AdaptiveDraft(Wrapper):
         begin, count, known = self.clock(), len(rows), list(map(self._row, rows))
         load, looked = self._loads[all(row.greedy for row in rows)], self._look_up(rows, most)
         missed = [len(row.tokens) - own.read if n else math.inf for row, own, n in zip(rows, known, most)]
-        behind = any(_BEHIND < each < math.inf for each in missed)
+        behind = any(own.read == 0 or each > _BEHIND for own, each, n in zip(known, missed, most) if n)
         # Estimate how fast each choice is. Cut the lookup's proposals before tokens that do not pay.
         speeds = {_PLAIN: load.plain(count)}
         speeds[_DRAFTING] = load.drafting_for(count, [own.drafting for own, n in zip(known, most) if n], behind)
@@ -310,7 +310,7 @@ class AdaptiveDraft(Wrapper):
         if way != _DRAFTING:
             asked = lengths if way == _LOOKUP else [0] * count
         worth = load.worth(sum(map(bool, asked)), speed)
-        behind = any(each > _BEHIND for each, n in zip(missed, asked) if n)
+        behind = any(own.read == 0 or each > _BEHIND for own, each, n in zip(known, missed, asked) if n)
         self._last = way
         self._round = _Round(load, way, begin, _places(rows), asked, worth, looked, trial, rounds, behind)
         return self._round
