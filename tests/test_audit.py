@@ -126,7 +126,7 @@ def test_powers_are_those_of_runs() -> None:
     caught = sum(evidence(draws(moved), None).p <= limit * 5 for _ in range(40))
     assert caught >= 32
     other = np.array([0.25, 0.25, 0.25, 0.25])
-    share = smallest((0.05, 0.1, 0.2, 0.4), lambda share: power(honest, lambda draw: other, share, limit))
+    share = smallest((0.05, 0.1, 0.2, 0.4), power(honest, lambda draw: other, limit))
     assert share is not None
     mixed = [(1 - share) * p + share * 0.25 for p in probs]
     assert sum(evidence(draws(mixed)).p <= limit for _ in range(40)) >= 28

@@ -132,16 +132,17 @@ def expected(
     weights_H = np.exp(scores_H[keep_H])
     mass = float(weights_H.sum())
     drawn = int(keep_H[: same[0]].sum()) if same and keep_H[same[0]] else None
-    plain_H = np.exp(raw_H[keep_H])
-    changed = not np.allclose(weights_H / mass, plain_H / plain_H.sum(), atol=1e-9)
+    shares_H, plain_H = weights_H / mass, np.exp(raw_H[keep_H])
+    plain_H /= plain_H.sum()
+    changed = not (np.abs(shares_H - plain_H) <= 1e-9 + 1e-5 * plain_H).all()
     return Draw(
         group,
         place.token,
         tuple(token for token, kept in zip(tokens, keep_H) if kept),
-        weights_H / mass,
+        shares_H,
         drawn,
         None if math.isnan(rest) else 0.0 if not allowed_H.all() else max(rest / (rest + mass), _LEAST_REST),
-        plain_H / plain_H.sum() if changed and allowed_H.all() else None,
+        plain_H if changed and allowed_H.all() else None,
         outside,
     )
 

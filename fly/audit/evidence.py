@@ -75,24 +75,20 @@ class _Table:
                 made_TH[row, : len(found)] = found
         return made_TH
 
-    def bets(self) -> dict[str, np.ndarray]:
-        """Return, for each bettor, the logarithms [P, T, H + 1] of the factors that multiply a stake, one for each
-        token that may be drawn."""
-        p_TH = self.probs_TH
-        with np.errstate(divide="ignore", invalid="ignore"):
-            log_TH = np.log(p_TH)
-        made = {_TEMPERATURE: _tilted(p_TH, log_TH)}
-        alternatives = {
-            IGNORED: self.wide(lambda draw: draw.ignored_H),
-            _EARLIER: self.wide(lambda draw: draw.earlier_H),
-            _BEST: np.eye(p_TH.shape[1])[p_TH.argmax(-1)],
-            _COPIED: self._copied(1.0),
-            _AVOIDED: self._copied(0.0),
-        }
+    def bets(self, only: str | None = None) -> dict[str, np.ndarray]:
+        """Return, for each bettor (or the one of the name ``only``), the logarithms [P, T, H + 1] of the factors that
+        multiply a stake, one for each token that may be drawn."""
         # Every bettor always takes part: none may be chosen after the draws are known.
-        made |= {name: _mixed(p_TH, other_TH) for name, other_TH in alternatives.items()}
-        made[_FAR] = self._far()
-        return made
+        bettors: dict[str, Callable[[], np.ndarray]] = {
+            _TEMPERATURE: lambda: _tilted(self.probs_TH),
+            IGNORED: lambda: self._mixed(self.wide(lambda draw: draw.ignored_H)),
+            _EARLIER: lambda: self._mixed(self.wide(lambda draw: draw.earlier_H)),
+            _BEST: lambda: self._mixed(np.eye(self.probs_TH.shape[1])[self.probs_TH.argmax(-1)]),
+            _COPIED: lambda: self._mixed(self._copied(1.0)),
+            _AVOIDED: lambda: self._mixed(self._copied(0.0)),
+            _FAR: self._far,
+        }
+        return {name: made() for name, made in bettors.items() if only in (None, name)}
 
     def _copied(self, share: float) -> np.ndarray:
         """Return distributions that give a token proposed by prompt lookup always (``share`` 1) or never (0)."""
@@ -103,6 +99,16 @@ class _Table:
                 made_TH[row, draw.lookup] = share
                 made_TH[row] /= made_TH[row].sum()
         return made_TH
+
+    def _mixed(self, other_TH: np.ndarray) -> np.ndarray:
+        """Return bets that some tokens are drawn from ``other_TH``."""
+        p_TH = self.probs_TH
+        made = np.zeros((len(_MIXES), p_TH.shape[0], p_TH.shape[1] + 1))
+        ratio_TH = np.divide(other_TH, p_TH, out=np.ones_like(p_TH), where=p_TH > 0)
+        for at, share in enumerate(_MIXES):
+            with np.errstate(divide="ignore"):
+                made[at, :, :-1] = np.log(1 - share + share * ratio_TH)
+        return made
 
     def _far(self) -> np.ndarray:
         """Return bets on the rest (the tokens that are not listed), at the odds of its largest possible probability."""
@@ -117,20 +123,13 @@ class _Table:
         return made
 
 
-def _tilted(p_TH: np.ndarray, log_TH: np.ndarray) -> np.ndarray:
+def _tilted(p_TH: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore"):
+        log_TH = np.log(p_TH)
     made = np.zeros((len(_TILTS), p_TH.shape[0], p_TH.shape[1] + 1))
     for at, tilt in enumerate(_TILTS):
         raised_TH = np.where(p_TH > 0, np.exp((1 + tilt) * np.where(p_TH > 0, log_TH, 0.0)), 0.0)
         made[at, :, :-1] = np.where(p_TH > 0, tilt * log_TH, 0.0) - np.log(raised_TH.sum(-1, keepdims=True))
-    return made
-
-
-def _mixed(p_TH: np.ndarray, other_TH: np.ndarray) -> np.ndarray:
-    made = np.zeros((len(_MIXES), p_TH.shape[0], p_TH.shape[1] + 1))
-    ratio_TH = np.divide(other_TH, p_TH, out=np.ones_like(p_TH), where=p_TH > 0)
-    for at, share in enumerate(_MIXES):
-        with np.errstate(divide="ignore"):
-            made[at, :, :-1] = np.log(1 - share + share * ratio_TH)
     return made
 
 
@@ -140,9 +139,7 @@ def evidence(draws: Sequence[Draw], only: str | None = None) -> Evidence:
     if not draws:
         return Evidence(0.0)
     table, rows = _Table(draws), np.arange(len(draws))
-    gains = {
-        name: _mean(bets[:, rows, table.drawn_T].sum(-1)) for name, bets in table.bets().items() if only in (None, name)
-    }
+    gains = {name: _mean(bets[:, rows, table.drawn_T].sum(-1)) for name, bets in table.bets(only).items()}
     if only in (None, _SHARES):
         gains[_SHARES] = _mean(_shares(draws))
     if not gains:
@@ -226,25 +223,27 @@ def _shares(draws: Sequence[Draw]) -> np.ndarray:
 def power(
     draws: Sequence[Draw],
     fault: Callable[[Draw], np.ndarray | None],
-    share: float,
     p: float,
     only: str | None = None,
     seed: int = 0,
-) -> float:
-    """Return the probability that draws like these have a p-value of at most ``p`` if a ``share`` of the tokens has a
-    fault. ``fault`` gives the probabilities of a draw's head under the fault, or None where the fault does not show."""
-    table, rng = _Table(draws), np.random.default_rng(seed)
-    true_TH = (1 - share) * table.probs_TH + share * table.wide(fault)
-    at_TH = true_TH.cumsum(-1)
-    drawn_RT = np.stack([(rng.random((len(draws), 1)) * at_TH[:, -1:] > at_TH).sum(-1) for _ in range(_RUNS)])
-    rows, bets = np.arange(len(draws)), {name: each for name, each in table.bets().items() if only in (None, name)}
-    if not bets:
-        return 0.0
-    gains_NR = np.stack(
-        [np.logaddexp.reduce(each[:, rows, drawn_RT].sum(-1)) - math.log(len(each)) for each in bets.values()]
-    )
-    total_R = np.logaddexp.reduce(gains_NR) - math.log(len(bets) + (only is None))
-    return float((total_R >= -math.log(p)).mean())
+) -> Callable[[float], float]:
+    """Return a function of a share: the probability that draws like these have a p-value of at most ``p`` if this share
+    of the tokens has a fault. ``fault`` gives the probabilities of a draw's head under the fault, or None where the
+    fault does not show."""
+    table, rows = _Table(draws), np.arange(len(draws))
+    faulty_TH, bets = table.wide(fault), table.bets(only)
+
+    def found(share: float) -> float:
+        rng = np.random.default_rng(seed)
+        at_TH = ((1 - share) * table.probs_TH + share * faulty_TH).cumsum(-1)
+        drawn_RT = np.stack([(rng.random((len(draws), 1)) * at_TH[:, -1:] > at_TH).sum(-1) for _ in range(_RUNS)])
+        gains_NR = np.stack(
+            [np.logaddexp.reduce(each[:, rows, drawn_RT].sum(-1)) - math.log(len(each)) for each in bets.values()]
+        )
+        total_R = np.logaddexp.reduce(gains_NR) - math.log(len(bets) + (only is None))
+        return float((total_R >= -math.log(p)).mean())
+
+    return found if bets else lambda share: 0.0
 
 
 def shares_power(draws: Sequence[Draw], variation: float, p: float, kinds: int, seed: int = 0) -> float:
@@ -261,7 +260,7 @@ def shares_power(draws: Sequence[Draw], variation: float, p: float, kinds: int, 
         if (n := len(same)) < 2:
             continue
         p_H = same[0].probs_H
-        counts_RH = rng.multinomial(n, np.stack([_moved(p_H, variation, rng) for _ in range(_RUNS)]))
+        counts_RH = rng.multinomial(n, _moved(p_H, variation, rng))
         # Each bet multiplies the capital by (seen so far + likeness · p) / (n + likeness) / p. The product of these
         # factors depends only on the counts.
         prior_LH = likeness_L[:, None] * np.maximum(p_H, 1e-300)
@@ -275,17 +274,19 @@ def shares_power(draws: Sequence[Draw], variation: float, p: float, kinds: int, 
 
 
 def _moved(p_H: np.ndarray, variation: float, rng: np.random.Generator) -> np.ndarray:
-    """Return a distribution at this total variation from ``p_H`` (or as far as possible), in a random direction."""
-    directions = rng.random((8, len(p_H))) < 0.5
-    up, down = directions @ p_H, ~directions @ p_H
-    down[up <= 0] = 0
-    able = down >= variation
-    at = int(able.argmax()) if able.any() else int(down.argmax())
-    if not down[at] > 0:
-        return p_H
-    moved = min(variation, down[at])
-    made_H = p_H * np.where(directions[at], 1 + moved / up[at], 1 - moved / down[at])
-    return made_H / made_H.sum()
+    """Return distributions [R, H] at this total variation from ``p_H`` (or as far as possible), each in a random
+    direction: one of eight (D) that allows it."""
+    runs, up_RDH = np.arange(_RUNS), rng.random((_RUNS, 8, len(p_H))) < 0.5
+    up_RD, down_RD = up_RDH @ p_H, ~up_RDH @ p_H
+    down_RD[up_RD <= 0] = 0
+    able_RD = down_RD >= variation
+    at_R = np.where(able_RD.any(-1), able_RD.argmax(-1), down_RD.argmax(-1))
+    up_R1, down_R1 = up_RD[runs, at_R, None], down_RD[runs, at_R, None]
+    moved_R1 = np.minimum(variation, down_R1)
+    with np.errstate(divide="ignore", invalid="ignore"):  # where nothing can be moved, none of it is used
+        factor_RH = np.where(up_RDH[runs, at_R], 1 + moved_R1 / up_R1, 1 - moved_R1 / down_R1)
+    made_RH = np.where(down_R1 > 0, p_H * factor_RH, p_H)
+    return made_RH / made_RH.sum(-1, keepdims=True)
 
 
 def smallest(sizes: Sequence[float], found: Callable[[float], float], enough: float = 0.9) -> float | None:

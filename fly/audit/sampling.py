@@ -67,7 +67,7 @@ def later_tokens(context: Context) -> Finding:
     if not context.server.top:
         return _without("later-tokens")
     draws, found = _drawn(context, {}, context.samples // 10, 24, 16)
-    size = smallest(_SHARES, lambda share: power(draws, lambda draw: draw.earlier_H, share, context.p))
+    size = smallest(_SHARES, power(draws, lambda draw: draw.earlier_H, context.p))
     finds = f"1 misplaced token in {1 / size:,.0f}" if size else ""
     return _judged("later-tokens", draws, found, context.p, finds, size)
 
@@ -125,7 +125,7 @@ def _field(context: Context, name: str) -> Finding:
         mass = sum(draw.outside for draw in draws)
         size = 2.303 / mass if mass > 2.303 else None
     else:
-        size = smallest(_SHARES, lambda share: power(draws, lambda draw: draw.ignored_H, share, context.p, only))
+        size = smallest(_SHARES, power(draws, lambda draw: draw.ignored_H, context.p, only))
     share = None if context.as_is else size  # reported probabilities that are as they should be leave no doubt
     return _judged(name, draws, found, context.p, f"ignored on {_percent(size)} of tokens" if size else "", share)
 
