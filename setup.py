@@ -5,8 +5,10 @@ them runs is chosen when it is loaded (fly/backends/cpu/library.py). Without it 
 it is missing is kept beside the package's code.
 """
 
+import os
 import platform
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -36,12 +38,16 @@ class BuildKernels(build_ext):
         note = Path(__file__).parent if self.editable_mode or self.inplace else Path(self.build_lib)
         note = note / "fly" / "backends" / "cpu" / "not_built.txt"
         note.unlink(missing_ok=True)
+
+        def compiled(source: str) -> list[str]:
+            return self.compiler.compile(
+                [source], output_dir=self.build_temp, extra_postargs=[*FLAGS, *SOURCES[source]], depends=ext.depends
+            )
+
         try:
-            objects = []
-            for source, flags in SOURCES.items():
-                objects += self.compiler.compile(
-                    [source], output_dir=self.build_temp, extra_postargs=[*FLAGS, *flags], depends=ext.depends
-                )
+            with ThreadPoolExecutor(os.cpu_count()) as pool:  # those with the most flags take longest, and go first
+                longest_first = sorted(SOURCES, key=lambda source: -len(SOURCES[source]))
+                objects = [path for made in pool.map(compiled, longest_first) for path in made]
             target = self.get_ext_fullpath(ext.name)
             self.compiler.link_shared_object(objects, target, extra_postargs=["-pthread"], target_lang="c++")
         except Exception as error:
