@@ -51,7 +51,7 @@ soak: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-# Everything that docs/results shows, measured again here: about thirty-five minutes on a machine that does nothing else.
+# What docs/results shows of the bundled models, measured again: half an hour on a machine that does nothing else.
 results: $(VENV)/.installed
 	benchmarks/measure.sh $(abspath $(BIN)/python)
 

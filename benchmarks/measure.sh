@@ -21,6 +21,5 @@ measure speed-8bit fly bench speed --policy fly --kernels w8a8 --shape none
 measure twins benchmarks.twins --policy fly --k 11 --k 13 --k 15 --k 23 --k 25
 measure twins-8bit benchmarks.twins --policy fly --k 11 --k 13 --k 15 --k 25 --k 27 --kernels w8a8
 measure batch benchmarks.batch --policy fly
-measure drafts fly bench drafts
 measure policy benchmarks.policy --policy fly
 measure demo fly demo
