@@ -430,6 +430,16 @@ def test_every_check_says_something() -> None:
     assert "a larger theta never accepts more" in str(check_policy(FLy()))
 
 
+@dataclass(frozen=True)
+class LikelyAndProud(Likely):
+    guarantee = Guarantee.LOSSLESS
+
+
+def test_a_rule_that_says_yes_or_no_and_promises_too_much_is_refuted() -> None:
+    with pytest.raises(ConformanceError, match="FAIL guarantee: declared lossless, but"):
+        check_policy(LikelyAndProud())
+
+
 def test_a_rule_that_says_yes_or_no_passes() -> None:
     """A threshold needs no ``.float()``."""
     assert check_policy(Likely()).passed

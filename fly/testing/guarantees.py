@@ -106,10 +106,11 @@ def _suspicions(policy: AcceptancePolicy) -> list[str]:
     for seed in range(24):
         case = make_block(seed, 4, 5, 4, 1.0)
         target, draft, mask_BK, rule = case.target, case.draft, case.draft.mask_BK(), bind_to(policy, case.target)
-        chances_BK, exact_BK = rule.accept_probs(target, draft), exact_accept_probs(target, draft)
+        # A rule may say yes or no instead of a chance, and booleans cannot be subtracted.
+        chances_BK, exact_BK = rule.accept_probs(target, draft).double(), exact_accept_probs(target, draft)
 
         def differ(other_BK: Tensor) -> bool:
-            return bool(((other_BK - chances_BK)[mask_BK].abs() > TOLERANCE).any())  # noqa: B023
+            return bool(((other_BK.double() - chances_BK)[mask_BK].abs() > TOLERANCE).any())  # noqa: B023
 
         exactly, coldest = not differ(exact_BK), make_block(seed, 4, 5, 4, 0.0)
         suspect(
