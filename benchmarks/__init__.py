@@ -1,1 +1,1 @@
-"""Benchmarks that run from a checkout, such as ``python -m benchmarks.beside``; README.md describes each."""
+"""Benchmarks, run from a checkout (``python -m benchmarks.beside``). README.md describes each."""

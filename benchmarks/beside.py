@@ -1,7 +1,7 @@
 """Libraries side by side, each in a process of its own: ``python -m benchmarks.beside LIBRARIES.yaml``.
 
-The file lists the libraries. ``run`` is the command of a worker (see ``workers.py``), to which
-the target, the draft, the size of a batch and the longest text are added::
+The file lists the libraries. ``run`` is the command of a worker (``workers.py``); the target, the draft, the size of a
+batch and the longest text are added to it::
 
     - {name: fly, run: python -m benchmarks.workers fly:w8a8 -, target: DIRECTORY, draft: DIRECTORY}
     - {name: vLLM, run: VENV/bin/python -m benchmarks.workers vllm -, target: ..., draft: ..., does: [plain]}

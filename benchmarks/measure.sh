@@ -1,5 +1,5 @@
 #!/bin/sh
-# Measure everything that docs/results/README.md shows, one after the other: benchmarks/measure.sh [the python of fly]
+# Measure what docs/results shows of the bundled models, one after the other: benchmarks/measure.sh [the python of fly]
 set -eu
 cd "$(dirname "$0")/.."
 python=${1:-python}

@@ -42,7 +42,7 @@ def busy_core(wanted: bool) -> Iterator[None]:
 
 
 def answer(llm: fly.LLM, prompt: list[int], tokens: int) -> tuple[float, fly.Output]:
-    """The seconds of a greedy answer, of which no earlier request left anything in the cache, and the answer."""
+    """Answer greedily, from an empty prompt cache. Return the seconds and the output."""
     for allocator in llm.scheduler.allocators():
         allocator.forget()
     start = time.perf_counter()
@@ -51,7 +51,7 @@ def answer(llm: fly.LLM, prompt: list[int], tokens: int) -> tuple[float, fly.Out
 
 
 def decode(llms: dict[str, fly.LLM], prompt: list[int], tokens: int) -> dict[str, Any]:
-    """What each of ``llms`` answers, with the seconds to the first token and of the whole answer."""
+    """Let each of ``llms`` answer. Return its token ids, and the seconds to the first token and of the whole answer."""
     found = {}
     for name, llm in llms.items():
         first, _ = answer(llm, prompt, 1)
@@ -61,7 +61,7 @@ def decode(llms: dict[str, fly.LLM], prompt: list[int], tokens: int) -> dict[str
 
 
 def speed_over(records: Records, one: str, other: str, whole: bool = False) -> Estimate:
-    """How many times the tokens a second of ``other`` ``one`` has; ``whole`` counts the prompt's time too."""
+    """Divide the tokens a second of ``one`` by those of ``other``. ``whole`` counts the prompt's time too."""
 
     def series(name: str) -> tuple[list[float], list[float]]:
         answers = [record["arms"][name] for record in records]
@@ -115,7 +115,7 @@ def main(
     tokens: Annotated[int, typer.Option(min=2, help="The most tokens of an answer.")] = 96,
     spin: Annotated[bool, typer.Option("--spin", help="Keep one core busy with another process.")] = False,
 ) -> None:
-    """Speed of drafts over autoregressive decoding and over each other, in turns."""
+    """Compare the speed of drafts with autoregressive decoding and with each other, in turns."""
     kept = [json.loads(line) for line in records.read_text().splitlines()] if records.exists() else []
     asked = load_task(task)
     numbers = sorted(set(range(min(problems, len(asked.problems)))) - {record["i"] for record in kept})

@@ -1,4 +1,4 @@
-"""Whether a server can listen is asked before its model is loaded."""
+"""Tests that ``fly serve`` refuses an address on which it cannot listen, before it loads the model."""
 
 from __future__ import annotations
 

@@ -227,9 +227,9 @@ def power(
     only: str | None = None,
     seed: int = 0,
 ) -> Callable[[float], float]:
-    """Return a function of a share: the probability that draws like these have a p-value of at most ``p`` if this share
-    of the tokens has a fault. ``fault`` gives the probabilities of a draw's head under the fault, or None where the
-    fault does not show."""
+    """Return a function that takes the share of tokens with a fault. It gives the probability that draws like these
+    then have a p-value of at most ``p``. ``fault`` gives the probabilities of a draw's head under the fault, or None
+    where the fault does not show."""
     table, rows = _Table(draws), np.arange(len(draws))
     faulty_TH, bets = table.wide(fault), table.bets(only)
 

@@ -15,7 +15,7 @@ _LARGE = 0.2  # a fault on this share of answers, tokens or probability is large
 
 
 def found_in(count: int) -> float:
-    """The share of faulty ones among ``count`` that is seen at least once with probability 0.9."""
+    """Return the share of faults that shows at least once among ``count`` draws, with probability 0.9."""
     return 1 - 0.1 ** (1 / max(count, 1))
 
 

@@ -47,7 +47,7 @@ _MEANINGS = {
 
 
 def legend(tables: Sequence[Table]) -> str:
-    """Explain the columns of these tables that have values."""
+    """Explain the columns of these tables, but for those without a value."""
     shown = {
         heading
         for table in tables

@@ -1,4 +1,4 @@
-"""Whether a server can listen at an address, asked before its model is loaded. Knows nothing of the server."""
+"""Checks that a server can listen at an address, before its model is loaded. Knows nothing of the server."""
 
 from __future__ import annotations
 

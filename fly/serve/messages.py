@@ -58,7 +58,7 @@ class Body(BaseModel):
 
     @classmethod
     def _place(cls, unknown: dict[str, Any]) -> str:
-        """Say in which object these fields belong, if there is one."""
+        """Return a hint at the object that takes these fields, or nothing if none does."""
         return ""
 
 

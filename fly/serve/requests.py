@@ -48,7 +48,7 @@ Few = BeforeValidator(_few)
 
 
 def _shown(value: Any) -> str:
-    """A value as a client would write it; dots if that is long."""
+    """Write a value as a client would, or as dots if that is long."""
     text = json.dumps(value)
     return text if len(text) <= 60 else "..."
 
