@@ -122,7 +122,7 @@ def main(
     if numbers:
         llms = {ALONE: fly.LLM(model, kernels=kernels)}
         for name, _, text in (one.partition("=") for one in draft):
-            llms[name] = fly.LLM(llms[ALONE], text, kernels=kernels)
+            llms[name] = fly.LLM(llms[ALONE], text)
         for llm in llms.values():  # the first answer allocates, and reads the weights into the page cache
             answer(llm, asked.prompt_ids(llm, asked.problems[-1]), 4)
         with progress(len(numbers), "problems") as advance:

@@ -76,8 +76,9 @@ class LLM(Calls):
             imported.
         k: the most tokens that are drafted in a round.
         dtype: ``"auto"`` (as the checkpoint states), bfloat16, float16 or float32. A draft that is loaded by its name
-            has the target's dtype, device and kernels, unless this call (with a loaded ``model``) or the draft's own
-            text says otherwise, as ``"model(fly-draft, kernels=int8)"`` does.
+            has the target's dtype, device and kernels, or four bits if it is large and the target's kernels are
+            compiled (``fly.backends.load``). This call (with a loaded ``model``) or the draft's own text may say
+            otherwise, as ``"model(fly-draft, kernels=int8)"`` does.
         device: ``"auto"`` or any torch device.
         deterministic: the target computes the same bits for a token, whatever else is fed in the same forward: other
             requests, drafts, chunks of a prompt. At temperature 0 a lossless policy then gives exactly the text of
@@ -189,7 +190,9 @@ class LLM(Calls):
         def make_draft() -> DraftStrategy | None:
             if not isinstance(draft, (str, Path)):
                 return draft
-            return parse_draft(str(draft), trusted=True, dtype=dtype, device=device, kernels=kernels)
+            # The kernels of this call are the target's, unless that is loaded.
+            own = "auto" if isinstance(model, (str, Path, Checkpoint)) else kernels
+            return parse_draft(str(draft), trusted=True, dtype=dtype, device=device, kernels=own)
 
         if ranks is not None:
             from fly.parallel import place_draft

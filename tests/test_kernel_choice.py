@@ -82,6 +82,9 @@ def test_a_large_draft_has_four_bits_unless_it_is_told_otherwise(kernels: str, m
         assert llm.draft.runner.executor.kernels == chosen(expected)
         texts.append(llm.generate(prompt, params)[0].token_ids)
     assert texts[0] == texts[1] == texts[2]
+    for loaded in (LLM("fly-tiny", "fly-tiny", device="cpu", kernels=kernels), LLM(plain, "fly-tiny", kernels="auto")):
+        assert loaded.computed[1][0] == chosen("w4a8")
+    assert LLM(plain, "fly-tiny", kernels="w8a8").computed[1][0] == chosen("w8a8")
     on_torch = LLM("fly-tiny", "fly-tiny", device="cpu", kernels="torch").draft
     assert isinstance(on_torch, SingleDraft) and on_torch.runner.executor.kernels == "torch"
 

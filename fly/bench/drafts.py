@@ -79,7 +79,7 @@ def measure_drafts(
     """
     # All share one copy of the weights, since several copies would compete for the processor's caches.
     plain = LLM(model, **options)
-    drafts = [("none", None), *((name, parse_draft(name, trusted=True, **options)) for name in names)]
+    drafts = [("none", None), *((name, parse_draft(name, trusted=True)) for name in names)]
     settings = [Setting(name, plain if draft is None else LLM(plain, draft), k, policy) for name, draft in drafts]
     greedy = SamplingParams(temperature=0.0, max_tokens=400)
     by_kind = {
@@ -178,7 +178,7 @@ def measure_promise(
     }
 
     def with_draft(name: str, text: str, adaptive: bool) -> LLM:
-        if (draft := parse_draft(name, trusted=True, **options)) is None:
+        if (draft := parse_draft(name, trusted=True)) is None:
             raise ValueError(f"draft {name!r} drafts nothing: there is nothing to measure")
         if text == WRONG:
             draft = Misleading(draft, vocabulary)

@@ -21,7 +21,6 @@ from fly.bundled import usual_draft
 from fly.cli.options import LOADING, DraftLength, Json, Rules, Turns, output, takes
 from fly.cli.run import alone, kernels_of, rules_of
 from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
-from fly.drafts import parse_draft
 from fly.eval import Setting
 from fly.eval.plots import save_lines
 from fly.llm import LLM
@@ -81,7 +80,7 @@ def bench_speed(
         draft = usual if (usual := usual_draft(model)) == "none" else f"model({usual})"
     # The models: the target with and without its draft, and random ones beside them.
     plain = LLM(model, **running)
-    fast = LLM(plain, parse_draft(draft, trusted=True, **running), **running)
+    fast = LLM(plain, draft)
     target, own = target_of(plain), subjects_of(fast, model, draft)
     subjects = own + _random_subjects(shape, target, running["kernels"])
     for subject in subjects:
