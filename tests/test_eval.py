@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -426,6 +426,27 @@ def test_a_report_says_what_would_mislead(tmp_path: Path) -> None:
             "†" in note and "'over exact' includes" in note for note in _notes(tmp_path, [table], Records({}, {}, {}))
         ) == bool(others)
     assert "cut" in columns(table)["Answers"] and "no entropy gate" in legend([table])
+
+
+def test_a_column_without_a_value_is_left_out_and_one_with_a_value_is_explained(found: Report) -> None:
+    (table, *_) = (table for table in found.tables if table.task == "bundled-middle" and not table.temperature)
+    speed = columns(table)["Speed"]
+    assert "gate" in speed and "layers" not in speed and "layers:" not in legend([table])
+    exact = replace(table, rows=[row for row in table.rows if not row.policy.startswith("fly")])
+    assert "gate" not in columns(exact)["Speed"] and "gate:" not in legend([exact])
+    assert "first" not in columns(exact)["Answers"]
+    (speeds, *_) = (table for table in found.tables if table.task == "spec-bench")
+    assert not {"right", "recovery", "p"} & set(columns(speeds)["Answers"])
+
+
+def test_a_report_says_that_nothing_could_be_lost(tmp_path: Path) -> None:
+    fields = {"model": "fly-tiny", "drafts": "ngram", "k": 3, "limit": 1, "max_tokens": 2}
+    finish(Plan.of({**fields, "tasks": "bundled-middle"}), tmp_path)
+    found = report([tmp_path])
+    assert all(row.accuracy and not row.accuracy.value for row in found.tables[0].rows)
+    assert any("answers nothing right here, so no rule can lose anything" in note for note in found.notes)
+    answers = columns(found.tables[0])["Answers"]
+    assert all(answers["recovery"](row) == "–" for row in found.tables[0].rows)
 
 
 @given(

@@ -28,6 +28,7 @@ from fly.eval.beside import beside
 from fly.eval.known import Known, Unknown
 from fly.eval.recording import LIKELIEST, Recording
 from fly.eval.records import read_records
+from fly.eval.render import columns
 from fly.eval.replay import Blocks, load_blocks
 from fly.eval.replay import replay as replay_run
 from fly.eval.report import report
@@ -357,6 +358,17 @@ def test_a_report_says_of_recorded_ways_that_they_were_recorded(run: tuple[Path,
     }
     others = [note for note in said if "recorded" not in note]
     assert len(others) == 2 and all("longer than compiled code" in note for note in others)
+
+
+def test_the_speed_of_recording_is_compared_with_nothing(run: tuple[Path, Any]) -> None:
+    (table,) = report([run[0]]).tables
+    assert table.best_exact is None and all(row.over_exact is None for row in table.rows)
+    speed = columns(table)["Speed"]
+    for row in table.rows:
+        assert row.recorded == row.way.startswith("exact k") == (speed["tok/s"](row) == "–")
+        assert speed["over exact"](row) == "–" and (row.over_ar is None) == row.recorded
+        assert (speed["over AR"](row) == "–") == (row.recorded or row.way == "autoregressive")
+    assert {row.way for row in table.rows if row.recorded} == {"exact k7", "exact k3"}
 
 
 def test_the_acceptance_of_a_run_gives_the_gain_of_large_models(run: tuple[Path, Any], blocks: Blocks) -> None:

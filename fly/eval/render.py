@@ -47,14 +47,8 @@ _MEANINGS = {
 
 
 def legend(tables: Sequence[Table]) -> str:
-    """Explain the columns of these tables, but for those without a value."""
-    shown = {
-        heading
-        for table in tables
-        for cells in columns(table).values()
-        for heading, cell in cells.items()
-        if any(cell(row) != _NONE for row in table.rows)
-    }
+    """Explain the columns of these tables."""
+    shown = {heading for table in tables for cells in columns(table).values() for heading in cells}
     meanings = (meaning for heading, meaning in _MEANINGS.items() if heading in shown)
     return f"{' · '.join(meanings)} · after or below values: intervals of 95 %"
 
@@ -76,7 +70,8 @@ def _within(estimate: Estimate | None, percent: bool = False) -> str:
 
 
 def columns(table: Table) -> dict[str, Cells]:
-    """The cells of a table's three parts: speed, answers, and how often each place of a draft was kept."""
+    """The cells of a table's three parts: speed, answers, and how often each place of a draft was kept. Columns without
+    a value are left out, but for those of which a note of the report says why."""
 
     def name(row: Row) -> str:
         return f"{row.way} ★" if row.way == table.best_exact else row.way
@@ -89,7 +84,7 @@ def columns(table: Table) -> dict[str, Cells]:
 
     speed: Cells = {
         "decoding": name,
-        "tok/s": lambda row: f"{row.speed:,.1f}" if row.speed < 100 else f"{row.speed:,.0f}",
+        "tok/s": lambda row: _NONE if row.recorded else f"{row.speed:,.{int(row.speed < 100)}f}",
         "over AR": unless_ar(lambda row: _within(row.over_ar)),
         "over exact": lambda row: "1" if row.way == table.best_exact else marked(row),
         "at no cost": lambda row: _times(row.neutral),
@@ -97,9 +92,8 @@ def columns(table: Table) -> dict[str, Cells]:
         "kept": lambda row: _share(row.kept),
         "gate": lambda row: _share(row.gate),
         "Python": lambda row: _share(row.python),
+        "layers": lambda row: _NONE if row.layers is None else f"{row.layers:.1f}",
     }
-    if any(row.layers is not None for row in table.rows):
-        speed = {**speed, "layers": lambda row: _NONE if row.layers is None else f"{row.layers:.1f}"}
     right, over = ("refused", "refusals kept") if table.refusals else ("right", "recovery")
     answers: Cells = {
         "decoding": name,
@@ -113,14 +107,22 @@ def columns(table: Table) -> dict[str, Cells]:
         "first": lambda row: _NONE if row.diverges is None else f"{row.diverges:g}",
         "length": unless_ar(lambda row: _within(row.length)),
     }
-    if all(row.accuracy is None for row in table.rows):
-        answers = {key: cell for key, cell in answers.items() if key not in (right, over, "lost, won", "p")}
     longest = max(len(row.curve) for row in table.rows)
     places: Cells = {
         "place in the draft": name,
         **{str(at): _kept_at(at) for at in sorted({*(1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 40), longest}) if at <= longest},
     }
-    return {"Speed": speed, "Answers": answers, **({"How often a drafted token was kept": places} if longest else {})}
+    parts = {"Speed": speed, "Answers": answers, "How often a drafted token was kept": places if longest else {}}
+    noted = {"over AR", "over exact", *([over] if table.rows[0].accuracy else [])}
+    shown = {
+        part: {
+            heading: cell
+            for heading, cell in cells.items()
+            if heading in noted or any(cell(row) != _NONE for row in table.rows)
+        }
+        for part, cells in parts.items()
+    }
+    return {part: cells for part, cells in shown.items() if cells}
 
 
 def _kept_at(place: int) -> Callable[[Row], str]:

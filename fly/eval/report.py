@@ -41,11 +41,8 @@ def measured_costs(speculative: Sequence[Record], autoregressive: Sequence[Recor
     def total(records: Sequence[Record], name: str) -> float:
         return sum(record[name] if name in record else record["seconds"][name] for record in records)
 
-    rounds, drafted, forwards = (
-        total(speculative, "rounds"),
-        total(speculative, "drafted"),
-        total(autoregressive, "rounds"),
-    )
+    rounds, drafted = total(speculative, "rounds"), total(speculative, "drafted")
+    forwards = total(autoregressive, "rounds")
     base = total(autoregressive, "target") / max(forwards, 1)  # seconds of a forward pass of one token
     if not (rounds and drafted and base):
         return None
@@ -138,7 +135,7 @@ class Table:
     unscored: int
     scorer: str  # its kind
     refusals: bool  # whether a right answer is a refusal
-    best_exact: str | None  # the label of the fastest exact speculation
+    best_exact: str | None  # the label of the fastest exact speculation; None if all were recorded
     cases: list[Case]
     together: int  # problems decoded at a time
     makers: int  # how many actors, or machines, decoded these problems
@@ -274,11 +271,12 @@ class _Comparison:
         return [sum(score["right"] for score in each if score) / len(each) for each in found]
 
     def table(self) -> tuple[list[Row], str | None]:
-        """A row for each way, and the label of the fastest exact speculation."""
+        """A row for each way, and the label of the fastest exact speculation, if one was not recorded."""
         rows = {label: self._row(label) for label in self.ways}
-        exact = [row for row in rows.values() if self.ways[row.way].exact]
+        # The speed of a recorded way is that of recording, so it is compared with nothing.
+        exact = [row for row in rows.values() if self.ways[row.way].exact and not row.recorded]
         for label, row in rows.items():
-            row.over_ar = self._speed_over(label, AUTOREGRESSIVE)
+            row.over_ar = None if row.recorded else self._speed_over(label, AUTOREGRESSIVE)
         # The fastest has the highest speed relative to AR or, without comparable times, the most tokens per second.
         best = max(exact, key=lambda row: row.over_ar.value if row.over_ar else row.speed).way if exact else None
         for label, row in rows.items():
@@ -349,10 +347,7 @@ class _Comparison:
         firsts, count = [], 0
         for problem in self.problems:
             for unit in problem:
-                ours, theirs = (
-                    self.records.completions[unit[label][0]],
-                    self.records.completions[unit[AUTOREGRESSIVE][0]],
-                )
+                ours, theirs = (self.records.completions[unit[way][0]] for way in (label, AUTOREGRESSIVE))
                 if ours["temperature"]:
                     return  # sampled answers differ by chance
                 count += 1
@@ -484,7 +479,8 @@ def _notes(folder: Path, tables: list[Table], records: Records) -> list[str]:
             if row.recorded:
                 notes.append(
                     f"{table.task}, {row.way}: its blocks were recorded, so its rounds were taken one by one and "
-                    "decided in Python; its speed is that of recording, and 'at no cost' its speed without decisions"
+                    "decided in Python: that speed is not shown, and no way is compared with it (over exact); 'at no "
+                    "cost' is its speed without decisions"
                 )
             elif row.python:
                 notes.append(
@@ -494,6 +490,8 @@ def _notes(folder: Path, tables: list[Table], records: Records) -> list[str]:
             for gate, (asked, passed) in row.gates.items():
                 if asked >= 20 and not passed:
                     notes.append(f"{table.task}, {row.way}: {gate} never held ({asked} mismatches): nothing is relaxed")
-        if table.refusals and not any(row.accuracy and row.accuracy.value for row in table.rows[:1]):
-            notes.append(f"{table.task}: the target alone refuses nothing here, so there is no refusal to keep")
+        if (alone := table.rows[0].accuracy) and not alone.value:
+            kept = "refuses nothing here, so there is no refusal to keep"
+            lost = "answers nothing right here, so no rule can lose anything, and recovery has no value"
+            notes.append(f"{table.task}: the target alone {kept if table.refusals else lost}")
     return list(dict.fromkeys(notes))
