@@ -449,7 +449,7 @@ def load_blocks(run: str | Path, costs: Costs | None = None) -> dict[tuple[str, 
 
     Raises ``ValueError`` for a folder that is no run, or has no recorded blocks.
     """
-    run, plan = Path(run), Plan.of_run(run)
+    plan = Plan.of_run(run := Path(run))
     completions = read_records(run).completions
     found: dict[tuple[str, str], list[Recording]] = {}
     for key, record in completions.items():
