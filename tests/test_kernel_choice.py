@@ -21,7 +21,11 @@ from fly.backends.cpu.packed import pool_threads
 from fly.backends.torch import TorchExecutor
 from fly.bench.shapes import random_model, shape_config
 from fly.cache import PagedKVCache
+from fly.cli.chat import Conversation
+from fly.config import Config
 from fly.drafts import SingleDraft
+from fly.eval import Plan
+from fly.eval.decoder import Decoder
 from fly.models import save_model
 from fly.models.loading import Loading
 from fly.ops import Stream, uniforms
@@ -85,6 +89,13 @@ def test_a_large_draft_has_four_bits_unless_it_is_told_otherwise(kernels: str, m
     for loaded in (LLM("fly-tiny", "fly-tiny", device="cpu", kernels=kernels), LLM(plain, "fly-tiny", kernels="auto")):
         assert loaded.computed[1][0] == chosen("w4a8")
     assert LLM(plain, "fly-tiny", kernels="w8a8").computed[1][0] == chosen("w8a8")
+    # Commands that keep the loaded target leave the choice to its draft, too.
+    plan = Plan.of({"model": "fly-tiny", "drafts": "fly-tiny", "kernels": kernels})
+    assert Decoder(plan, plan.ways)._settings["exact k15"].llm.computed[1][0] == chosen("w4a8")
+    setup = Config(model="fly-tiny", kernels=kernels)
+    conversation = Conversation(LLM.from_config(setup), setup, params, None, {})
+    conversation.commands["/draft"]("fly-tiny")
+    assert conversation.llm.computed[1][0] == chosen("w4a8")
     on_torch = LLM("fly-tiny", "fly-tiny", device="cpu", kernels="torch").draft
     assert isinstance(on_torch, SingleDraft) and on_torch.runner.executor.kernels == "torch"
 

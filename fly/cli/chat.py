@@ -217,7 +217,8 @@ class Conversation:
         if text:
             setup = self.setup.model_copy(update={"draft": text})
             own = {name: getattr(setup, name) for name in type(setup).model_fields if name not in Config.of_ranks}
-            llm = LLM(**{**own, "model": self.llm})
+            # The loaded target keeps its kernels and exits; a draft takes its kernels by them.
+            llm = LLM(**{**own, "model": self.llm, "kernels": "auto", "exits": None})
             self.llm.close()
             self.llm, self.setup = llm, setup
         self._tell(f"draft {self.setup.draft}")

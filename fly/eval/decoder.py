@@ -121,13 +121,17 @@ class Decoder:
 
 def _load_settings(plan: Plan, ways: Iterable[Way], ranks: Any) -> dict[str, Setting]:
     """Load the models of each way, by its label. All ways share the target's weights, and each draft is loaded once."""
-    options: dict[str, Any] = {name: getattr(plan, name) for name in ("dtype", "device", "kernels", "cache_bytes")}
-    if early := plan.exits is not None and plan.kernels == "auto":
-        options["kernels"] = TORCH  # exits need PyTorch's kernels, and the ways compared with them must use the same
-    target = LLM(plan.model, deterministic=plan.deterministic, ranks=ranks, **options)
-    if early:  # drafts may run on compiled kernels
-        on_cpu = target.engine.runner.executor.device.type == "cpu"
-        options["kernels"] = chosen() if on_cpu else plan.kernels
+    options: dict[str, Any] = {name: getattr(plan, name) for name in ("dtype", "device", "cache_bytes")}
+    # Exits need PyTorch's kernels, and the ways compared with them must use the same.
+    early = plan.exits is not None and plan.kernels == "auto"
+    kernels = TORCH if early else plan.kernels
+    target = LLM(plan.model, kernels=kernels, deterministic=plan.deterministic, ranks=ranks, **options)
+    # Drafts choose their kernels by the target's. Beside exits all have the same, which may be compiled.
+    if plan.exits is None:
+        kernels = "auto"
+    elif early and target.engine.runner.executor.device.type == "cpu":
+        kernels = chosen()
+    options["kernels"] = kernels
     models: dict[tuple[str, str | None], LLM] = {("none", None): target}
     settings = {}
     for way in dict.fromkeys(ways):
