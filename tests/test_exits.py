@@ -262,6 +262,8 @@ def test_from_answers_to_a_target_that_leaves(tmp_path: Path) -> None:
     assert output.stats.layers < 4 * output.stats.rounds and output.guarantee is Guarantee.HEURISTIC
     with pytest.raises(ValueError, match="no policy is lossless here"):
         Service(llm, Settings(require_lossless=True), "none", "it")
+    shown = Service(llm, Settings(), "none", "it").rules.choose
+    assert shown("block").as_dict()["guarantee"] == shown(off=True).as_dict()["guarantee"] == "heuristic"
     words = [
         "eval",
         "--exits",
@@ -285,7 +287,8 @@ def test_from_answers_to_a_target_that_leaves(tmp_path: Path) -> None:
     assert rows["exact k15 + exits"]["guarantee"] == "heuristic" and rows["exact k15"]["guarantee"] == "lossless"
     assert 1 < rows["autoregressive + exits"]["layers"] < 4 and rows["autoregressive"]["layers"] is None
     chat = ["chat", "fly-target", "--exits", str(out), "--max-tokens", "8"]
-    talk = CliRunner().invoke(app, chat, input=f"/draft ngram\n{problem}\n")
+    talk = CliRunner().invoke(app, chat, input=f"/draft ngram\n/policy\n{problem}\n")
+    assert "policy exact (heuristic)" in talk.stderr
     assert "draft ngram" in talk.stderr and "error" not in talk.stderr, talk.stderr
     bad = CliRunner().invoke(app, ["train-exit", str(out), "--task", "arithmetic", "--layers", "2,x"])
     assert bad.exit_code == 2 and "--layers '2,x' must be numbers with commas" in bad.output

@@ -24,7 +24,7 @@ from fly.config import Config
 from fly.errors import explain, meant
 from fly.llm import LLM, Piece, Stream
 from fly.policies import parse_policy
-from fly.types import SamplingParams
+from fly.types import Guarantee, SamplingParams
 
 MOST = 1024  # default tokens of an answer
 
@@ -202,7 +202,9 @@ class Conversation:
             policy = parse_policy(text, trusted=True)
             policy.bind(self.llm.vocabulary)
             self.policy = policy
-        self._tell(f"policy {self.policy} ({self.policy.guarantee.value})")
+        early = self.llm.engine.runner.executor.leaves_early
+        promise = Guarantee.HEURISTIC if early else self.policy.guarantee
+        self._tell(f"policy {self.policy} ({promise.value})")
 
     def _k(self, text: str) -> None:
         """N: the most tokens drafted in a round; 0 drafts none."""

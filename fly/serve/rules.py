@@ -26,13 +26,14 @@ class Speculation:
     policy: AcceptancePolicy
     k: int
     draft: str  # "none" without a draft
+    leaves_early: bool = False  # whether the target does (exits): then no policy promises anything
 
     def as_dict(self) -> dict[str, Any]:
         """The form that answers show. ``guarantee`` is what the policy promises about the distribution of the text."""
-        bound = self.policy.bound
+        bound = None if self.leaves_early else self.policy.bound
         return {
             "policy": str(self.policy),
-            "guarantee": self.policy.guarantee.value,
+            "guarantee": (Guarantee.HEURISTIC if self.leaves_early else self.policy.guarantee).value,
             "bound": None if bound is None else str(bound),
             "k": self.k,
             "draft": self.draft,
@@ -51,6 +52,7 @@ class Rules:
             that. None enables every installed rule. ``exact`` and the default policy are always enabled.
         max_k: upper limit of drafted tokens per round; None is 64, or ``k`` if that is more.
         require_lossless: whether to refuse policies that are not lossless.
+        leaves_early: whether the target leaves early (exits).
 
     Raises:
         ValueError: an entry is not a rule or policy, the default policy is not lossless although it has to be, or ``k``
@@ -66,9 +68,11 @@ class Rules:
         max_k: int | None = None,
         require_lossless: bool = False,
         among: Sequence[str] = (),
+        leaves_early: bool = False,
     ) -> None:
         self.policy, self.k, self.draft = policy, k, among[0] if among else draft
         self.drafts = list(dict.fromkeys([*(among or [draft]), "none"]))  # drafts that requests may name
+        self.leaves_early = leaves_early
         self.max_k, self.require_lossless = max(64, k) if max_k is None else max_k, require_lossless
         if k > self.max_k:
             raise ValueError(f"k {k} is the default of requests and above max_k {max_k}; lower --k as well")
@@ -107,10 +111,10 @@ class Rules:
         if off:
             if given := [n for n, v in (("policy", policy), ("k", k), ("draft", draft)) if v is not None]:
                 raise ValueError(f"off: true leaves nothing that {', '.join(given)} could change")
-            return Speculation(Exact(), 0, "none")
+            return Speculation(Exact(), 0, "none", self.leaves_early)
         rule = self.policy if policy is None else self._read(policy)
         chosen = (self.k if k is None else k) if (draft or self.draft) != "none" else 0
-        return Speculation(rule, chosen, (draft or self.draft) if chosen else "none")
+        return Speculation(rule, chosen, (draft or self.draft) if chosen else "none", self.leaves_early)
 
     def _read(self, given: str | Mapping[str, Any]) -> AcceptancePolicy:
         if isinstance(given, str) and (whole := self._whole.get(_squeeze(given))) is not None:

@@ -67,14 +67,15 @@ class Service:
     def __init__(self, llm: LLM, settings: Settings, draft: str, name: str) -> None:
         if llm.tokenizer is None:
             raise ValueError("this model has no tokenizer.json; a server of texts needs one")
-        if settings.require_lossless and llm.engine.runner.executor.leaves_early:
+        early = llm.engine.runner.executor.leaves_early
+        if settings.require_lossless and early:
             raise ValueError("require_lossless: this target leaves early (exits), so no policy is lossless here")
         self.llm, self.settings, self.tokenizer = llm, settings, llm.tokenizer
         self.name = settings.name or name
         self._named = llm.draft_names
         self.rules = Rules(
             llm.policy, llm.k if draft != "none" else 0, draft, settings.policies, settings.max_k,
-            settings.require_lossless, self._named,
+            settings.require_lossless, self._named, early,
         )  # fmt: skip
         self.metrics = Metrics(self.name)
         self.vocabulary = Vocabulary(self.tokenizer)
