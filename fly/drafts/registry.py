@@ -88,7 +88,7 @@ def parse_draft(
     - A strategy is a registered name (``draft_types``), a call of one, or a checkpoint. A checkpoint is a bundled name,
       the path of a directory or GGUF file, or a name on the Hugging Face hub (``fly.models.hub``). Quote it if it
       contains spaces, brackets, quotes, commas or one of ``+ = :``. If ``name`` is the directory of a draft head, it
-      means ``eagle3(name)``.
+      means ``eagle3(name, reach=None)``.
     - A checkpoint's bare name means the model with its best settings: it has prompt lookup, and stops by itself
       (``SingleDraft(name, NGramDraft(), reach=None)``). ``model(name)`` is the model alone.
     - ``a+b+c`` is a cascade, cheapest first: each level drafts for the next one, and the first has no draft.
