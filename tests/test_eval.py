@@ -258,6 +258,7 @@ def test_as_many_bundled_problems_as_are_asked_for() -> None:
     assert (few[1], many[1]) == (3, 230) and len({problem.id for problem in many[0].problems}) == 230
     assert [p.turns for p in few[0].problems] == [p.turns for p in many[0].problems[:3]]
     assert few[0].digest == many[0].digest
+    assert Plan.of({"tasks": "bundled-ood"}).loaded_tasks()["bundled-ood"][1] == 1200
 
 
 def test_a_folder_is_written_by_one_process(tmp_path: Path) -> None:

@@ -28,15 +28,15 @@ _BUNDLED = files("fly.eval") / "tasks"
 
 
 class Generated(BaseModel):
-    """The first ``count`` bundled problems of a split and a kind (``fly.bundled.tasks.problems``). ``seed`` must be 0,
-    since problems of other seeds are not bundled."""
+    """The first ``count`` bundled problems (None: all) of a split and a kind (``fly.bundled.tasks.problems``). ``seed``
+    must be 0, since problems of other seeds are not bundled."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     split: Literal["heldout", "middle", "ood"] = "heldout"
     kind: Literal["all", "arithmetic", "text", "code"] = "all"
     seed: int = 0
-    count: int = Field(default=200, ge=1)
+    count: int | None = Field(default=None, ge=1)
 
 
 class Task(BaseModel):
