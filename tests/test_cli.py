@@ -294,6 +294,12 @@ def test_an_answer_follows_a_grammar_of_a_text_or_a_file(tmp_path: Path) -> None
         (["generate", "x", "--max-tokens", "5", "--min-tokens", "6"], ["min_tokens 6", "max_tokens 5"]),
         (["check", "absent_module_x:Rule"], ["absent_module_x"]),
         (["demo", "--split", "nowhere"], ["nowhere", "heldout"]),
+        (["serve", "--replicas", "2"], ["--replicas does nothing without --ray"]),
+        (["tasks", "--model", "fly-tiny"], ["--model does nothing without a task"]),
+        (["tasks", "safety", "--run-code"], ["--run-code does nothing without --references"]),
+        (["tasks", "bundled-ood", "--references", "--problem", "3"], ["--problem does nothing with --references"]),
+        (["audit", "http://127.0.0.1:9", "--beside-name", "x"], ["--beside-name does nothing without --beside"]),
+        (["audit", "http://127.0.0.1:9", "--dtype", "float32"], ["--dtype does nothing without --model"]),
     ],
 )
 def test_bad_input_is_one_line_that_names_it(arguments: list[str], said: list[str]) -> None:

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fly.cli.options import RUNNING, Json, number, option, takes
-from fly.cli.run import alone, options_of
+from fly.cli.run import alone, options_of, refuse_idle
 from fly.cli.show import console, errors, note, print_list, sentences, table, write_json
 
 if TYPE_CHECKING:
@@ -85,6 +85,10 @@ def audit(
         raise ValueError("give the server's address, as in: fly audit http://127.0.0.1:8000")
     if beside is not None and model is not None:
         raise ValueError("--beside and --model are both a reference: give one of them")
+    if beside is None:
+        refuse_idle(context, ("beside_name", "beside_key"), "without --beside")
+    if model is None:
+        refuse_idle(context, ("dtype",), "without --model")
     asked = {name: value for name, value in options_of(context, _ASKED).items() if value is not None}
     if prompts is not None:
         asked["prompts"] = _read(prompts)

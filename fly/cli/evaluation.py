@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fly.bundled import BUNDLED
 from fly.cli.options import GRID, LOADING, RANKS, Exits, Json, Rules, option, output, takes
-from fly.cli.run import alone, command, grid_of, memory_of, options_of, ranks_of, typed_in
+from fly.cli.run import alone, command, grid_of, memory_of, options_of, ranks_of, refuse_idle, typed_in
 from fly.cli.show import console, narrow, note, print_list, progress, sentences, table, tell, write_json
 from fly.errors import instead
 from fly.eval.plan import Plan
@@ -39,6 +39,7 @@ def harness(context: typer.Context) -> None:
 
 @alone
 def tasks(
+    context: typer.Context,
     task: Annotated[
         str | None, typer.Argument(help="A task, NAME=PATH with its data, or a .yaml file of yours.")
     ] = None,
@@ -54,8 +55,11 @@ def tasks(
 ) -> None:
     """List the tasks, or show one: its first prompt as a model gets it, and its scorer."""
     if task is None:
+        refuse_idle(context, ("problem", "model", "shots", "references", "run_code"), "without a task")
         _list_tasks()
         return
+    idle, when = (("problem", "model"), "with") if references else (("run_code",), "without")
+    refuse_idle(context, idle, f"{when} --references")
     asked = load_task(task, **({} if shots is None else {"shots": shots}))
     if references:
         _score_references(asked, run_code)

@@ -139,6 +139,13 @@ def typed_in(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
+def refuse_idle(context: typer.Context, names: Collection[str], when: str) -> None:
+    """Raise ``ValueError`` if one of these options stands on the command line, where it does nothing."""
+    for option in context.command.params:
+        if option.name in names and typed_in(context, option.name):
+            raise ValueError(f"{option.opts[0]} does nothing {when}")
+
+
 def _given(context: typer.Context, path: Path | None, options: dict[str, Any]) -> dict[str, Any]:
     """The options, with the values of the file (if there is one) for those that are not on the command line."""
     if path is None:

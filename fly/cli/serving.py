@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from fly.cli.options import MODEL, RANKS, SETUP, option, takes
-from fly.cli.run import command, compute_in_words, memory_of, options_of, ranks_of, setup_of
+from fly.cli.run import command, compute_in_words, memory_of, options_of, ranks_of, refuse_idle, setup_of
 from fly.cli.show import progress, tell
 from fly.config import Config
 from fly.llm import LLM
@@ -77,6 +77,8 @@ def serve(context: typer.Context, config: Path | None, ray: bool, **_: Any) -> N
     Requests that name no policy, draft or K get those of --policy, --draft and --k.
     """
     services: list[Service] = []
+    if not ray:
+        refuse_idle(context, _RAY, "without --ray")
     _die_at_once()
     given = {name: value for name, value in options_of(context, Settings.model_fields).items() if value is not None}
     if "api_keys_file" in given:
