@@ -102,6 +102,15 @@ def test_completions_of_every_kind_of_prompt(client: OpenAI, alone: LLM) -> None
     assert parts == [a + b for a, b in zip(texts, wanted)]
 
 
+def test_a_long_prompt_leaves_the_answers_to_others_their_length(here: Running, client: OpenAI, alone: LLM) -> None:
+    prompts: list[list[int]] = [[1] * (here.service.context - 4), [1, 2]]
+    options: Any = {"max_tokens": 24, "temperature": 0}
+    wanted = alone.generate(prompts, ignore_eos=True, **options)
+    assert [len(output.token_ids) for output in wanted] == [4, 24]
+    got = client.completions.create(model=MODEL, prompt=prompts, extra_body={"ignore_eos": True}, **options)
+    assert [choice.text for choice in got.choices] == [output.text for output in wanted]
+
+
 def test_several_completions_of_a_seed(client: OpenAI, alone: LLM) -> None:
     asked: Any = {
         "model": MODEL,

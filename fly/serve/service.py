@@ -358,7 +358,7 @@ class Service:
         if wanted is not None and most is not None and wanted > most:
             name = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
             raise invalid(name, f"{wanted} exceeds this server's limit of {most}")
-        room, default = self.context - max(map(len, prompts)), self.llm.default_params
+        room, default = self.context - min(map(len, prompts)), self.llm.default_params  # longer ones have less
         if wanted is None:
             if "max_tokens" in default.model_fields_set:
                 wanted = max(default.max_tokens, body.min_tokens or 0)
