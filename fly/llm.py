@@ -86,7 +86,8 @@ class LLM(Calls):
             compiled ones in one process). Other kernels then feed one token per forward
             (``fly.runtime.executor.TokenByToken``).
         cache_tokens: how many tokens each KV cache holds over all requests; None is eight full contexts, or as many
-            tokens as fit in ``cache_bytes``, if these are fewer. Memory is taken when it is first used.
+            tokens as fit in ``cache_bytes``, if these are fewer. Memory is taken when it is first used. Of the sizes of
+            caches (this, the next two and ``memory_share``) one may be given.
         cache_bytes: memory for the keys and values of target and draft together; None is 4 GiB, or half of the device's
             free memory after loading, if that is less. A draft model with a cache size of its own is not counted. If
             the caches hold less than a full context, the log says so, with the reason.
@@ -164,7 +165,8 @@ class LLM(Calls):
         _check_draft(draft, draft_placement)
         if exits is not None and (deterministic or ranks is not None):
             raise ValueError(f"exits {str(exits)!r}: they go neither with deterministic nor with ranks")
-        sizes = {"cache_tokens": cache_tokens, "cache_share": cache_share, "memory_share": memory_share}
+        sizes = {"cache_tokens": cache_tokens, "cache_bytes": cache_bytes, "cache_share": cache_share}
+        sizes["memory_share"] = memory_share
         if len(given := [f"{name} {value}" for name, value in sizes.items() if value is not None]) > 1:
             raise ValueError(f"{' and '.join(given)} both give a size; give one of them")
         self._named = _name_of(model), _name_of(draft)

@@ -29,6 +29,8 @@ def test_help_shows_defaults_that_are_words() -> None:
 def test_options_that_other_servers_have() -> None:
     said = run("generate", "a", "--cache-bytes", "3").output
     assert "cache_bytes 3 hold no page" in words(said)
+    said = run("serve", "--cache-bytes", "3000000", "--cache-tokens", "64", "--port", "0").output
+    assert "cache_tokens 64 and cache_bytes 3000000 both give a size; give one of them" in words(said)
     app: Any = typer.main.get_command(cli.app)
     (name,) = [parameter for parameter in app.commands["serve"].params if parameter.name == "name"]
     assert name.opts == ["--name", "--served-model-name"]
