@@ -55,5 +55,7 @@ def test_bench_plan_on_the_command_line() -> None:
     shown = plan("--target", "llama-3.1-70b", "--tau", "12", "--ranks", "1")
     assert shown.output.count("does not fit") == 2
     assert "--tau is needed" in plan("--target", "llama-3.1-70b").output
+    for name in ("--tau", "--k", "--ranks"):  # the paper's settings have their own
+        assert f"{name} does nothing without --target" in plan(name, "4").output
     assert "choices: ['a100'" in plan("--device", "abacus").output
     assert "is not divisible by 7 ranks" in plan("--target", "llama-3.1-70b", "--tau", "12", "--ranks", "7").output

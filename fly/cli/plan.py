@@ -14,7 +14,7 @@ from fly.bench.plan import DEVICES, MODELS, PAPER, Machines, Setting, forecast
 from fly.bench.scale import lengths, replays, scaled
 from fly.bundled import open_model
 from fly.cli.options import K, gone, number, option, takes
-from fly.cli.run import alone, rules_of, typed_in
+from fly.cli.run import alone, refuse_idle, rules_of
 from fly.cli.show import note, print_list, progress, ratio, warn
 from fly.eval.replay import Replay, Unknown, load_blocks
 from fly.models import LlamaConfig
@@ -64,11 +64,12 @@ def bench_plan(
 
     --recorded takes the acceptance from a run, and shows the best draft length of each rule.
     """
-    for name in ("policy",) if recorded is None else ("tau", "draft_tau", "k"):  # options without an effect
-        if typed_in(typed, name):
-            raise ValueError(
-                f"--{name.replace('_', '-')} does nothing {'without' if recorded is None else 'with'} --recorded"
-            )
+    if recorded is None:
+        refuse_idle(typed, ("policy",), "without --recorded")
+    else:
+        refuse_idle(typed, ("tau", "draft_tau", "k"), "with --recorded")
+    if setting["target"] is None:  # the paper's settings have their own
+        refuse_idle(typed, ("tau", "k", "ranks"), "without --target")
     if setting["device"] not in DEVICES:
         raise ValueError(f"device {setting['device']!r} is unknown; choices: {list(DEVICES)}")
     if setting["target"] is not None and setting["tau"] is None and recorded is None:
