@@ -103,11 +103,12 @@ class LLM(Calls):
         prefix_reuse: whether requests that begin with the same tokens share their cache pages.
         kernels: what computes a model on the CPU: ``"auto"`` (compiled code if there is any for this processor and
             dtype), ``"torch"``, or one of ``fly.backends.cpu.available()``. ``"int8"`` rounds the weights to 8 bits,
-            ``"w8a8"`` the activations too, and ``"w4a8"`` has weights of 4 bits. ``"stored"`` computes with the blocks
-            of a GGUF file as they are, and ``"auto"`` does so for such a file (``fly.backends.cpu.chosen``). A loaded
-            model keeps its kernels (``fly.backends.executor_of`` gives it others). On other devices torchao rounds the
-            weights for ``"int8"``, layer by layer as they are loaded (``fly.backends.int8``). On CUDA ``"int4"`` rounds
-            the layers' weights to 4 bits (``fly.backends.cuda.int4``).
+            ``"w8a8"`` the activations too, ``"w4a8"`` has weights of 4 bits in all layers, and ``"w4"`` in the head
+            too. ``"stored"`` computes with the blocks of a GGUF file as they are, and ``"auto"`` does so for such a
+            file (``fly.backends.cpu.chosen``). A loaded model keeps its kernels (``fly.backends.executor_of`` gives it
+            others). On other devices torchao rounds the weights for ``"int8"``, layer by layer as they are loaded
+            (``fly.backends.int8``). On CUDA ``"int4"`` rounds the layers' weights to 4 bits
+            (``fly.backends.cuda.int4``).
         exits: a directory of early exits for this target (``fly train-exit``): in each forward the target stops after
             the layer at which its next token is settled (SpecEE, arXiv 2504.08850). This runs on PyTorch's kernels. The
             guarantee is then ``HEURISTIC`` under any policy.

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from fly.backends.cpu.blocks import eight_bits, four_bits
 from fly.models import Llama
 
-__all__ = ["best_lines", "bound_of_groups", "decoded", "in_groups", "rounded_to_w4a8", "with_rounded_inputs"]
+__all__ = ["best_lines", "bound_of_groups", "decoded", "in_groups", "rounded_to_groups", "with_rounded_inputs"]
 
 STEPS = 14.2, 14.6, 15.0, 15.4  # src/rounding.cpp: line_of
 
@@ -82,11 +82,11 @@ def with_rounded_inputs(model: Llama, stored: torch.dtype) -> Llama:
     return model
 
 
-def rounded_to_w4a8(model: Llama, stored: torch.dtype) -> Llama:
-    """A copy whose matrices are what W4A8 takes them for, and whose inputs are rounded."""
+def rounded_to_groups(model: Llama, stored: torch.dtype, wide_head: bool) -> Llama:
+    """A copy whose matrices are what W4A8 or, without ``wide_head``, W4 takes them for. Its inputs are rounded."""
     twin = deepcopy(model)
     with torch.no_grad():
         for linear in (module for module in twin.modules() if isinstance(module, nn.Linear)):
-            rounding, kind = (eight_bits, "Q8_0") if linear is twin.lm_head else (four_bits, "Q4_K")
+            rounding, kind = (eight_bits, "Q8_0") if wide_head and linear is twin.lm_head else (four_bits, "Q4_K")
             linear.weight.copy_(decoded(rounding(linear.weight), kind, linear.in_features))
     return with_rounded_inputs(twin, stored)

@@ -20,8 +20,9 @@ from fly.runtime.request import Sequence
 from fly.runtime.sampling import BatchSampling
 
 VARIANTS = [name for name in available() if name != "torch"]
-INT8, W8A8, W4A8 = ([f"{name}-{kind}" for name in VARIANTS] for kind in ("int8", "w8a8", "w4a8"))
-NARROW = [*INT8, *W8A8, *W4A8]
+INT8, W8A8, W4A8, W4 = ([f"{name}-{kind}" for name in VARIANTS] for kind in ("int8", "w8a8", "w4a8", "w4"))
+GROUPED = [*W4A8, *W4]
+NARROW = [*INT8, *W8A8, *GROUPED]
 built = pytest.mark.skipif(not VARIANTS, reason=why_not() or "compiled kernels are here")
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -80,14 +80,14 @@ def test_a_large_draft_has_four_bits_unless_it_is_told_otherwise(kernels: str, m
     prompt, params = [[1, 2, 3]], SamplingParams(max_tokens=12, temperature=0.0)
     plain = LLM("fly-tiny", device="cpu", kernels=kernels)
     texts = [plain.generate(prompt, params)[0].token_ids]
-    for draft, expected in (("fly-tiny", "w4a8"), ("ngram+model(fly-tiny, kernels=int8)", "int8")):
+    for draft, expected in (("fly-tiny", "w4"), ("ngram+model(fly-tiny, kernels=int8)", "int8")):
         llm = LLM(plain, draft)
         assert isinstance(llm.draft, SingleDraft)
         assert llm.draft.runner.executor.kernels == chosen(expected)
         texts.append(llm.generate(prompt, params)[0].token_ids)
     assert texts[0] == texts[1] == texts[2]
     for loaded in (LLM("fly-tiny", "fly-tiny", device="cpu", kernels=kernels), LLM(plain, "fly-tiny", kernels="auto")):
-        assert loaded.computed[1][0] == chosen("w4a8")
+        assert loaded.computed[1][0] == chosen("w4")
     assert LLM(plain, "fly-tiny", kernels="w8a8").computed[1][0] == chosen("w8a8")
     # Commands that keep the loaded target leave the choice to its draft, too.
     plan = Plan.of({"model": "fly-tiny", "drafts": "fly-tiny", "kernels": kernels})
@@ -141,7 +141,7 @@ def test_without_a_library_it_is_pytorch_and_says_why_once(
 
 
 @built
-@pytest.mark.parametrize("kernels", ["auto", "w8a8", "w4a8"])
+@pytest.mark.parametrize("kernels", ["auto", "w8a8", "w4a8", "w4"])
 def test_a_checkpoint_is_packed_as_it_is_read(kernels: str, tmp_path: Path) -> None:
     """Layer by layer, into what is made of the loaded model; the model that was filled is without memory again."""
     save_model(kept := random_llama(3), tmp_path, torch.float32)

@@ -19,7 +19,7 @@ from torch import Tensor
 from fly import LLM
 from fly.backends import executor_of, load_executor
 from fly.backends.cpu import CpuExecutor, PackedLlama, int8_weights
-from fly.backends.cpu.blocks import eight_bits
+from fly.backends.cpu.blocks import eight_bits, four_bits
 from fly.backends.torch import TorchExecutor
 from fly.cache import PagedBatch, PagedKVCache
 from fly.drafts import NGramDraft
@@ -27,9 +27,10 @@ from fly.models import DenseCausal, LlamaConfig, save_model
 from fly.models.families import OPTIONS
 from fly.ops import argmax, tree_mask
 from fly.runtime.executor import Batch, DraftSpec, TokenByToken
-from tests.blocked import decoded, in_groups, rounded_to_w4a8
+from tests.blocked import decoded, in_groups, rounded_to_groups
 from tests.kernels import (
     DTYPES,
+    GROUPED,
     INT8,
     NARROW,
     VARIANTS,
@@ -129,15 +130,17 @@ def test_on_narrow_weights_it_is_the_function_of_the_rounded_pytorch_model(
     rows = [text(data.draw(st.integers(1, 40)), b, config.vocab_size) for b in range(data.draw(st.integers(1, 3)))]
     cuts = [data.draw(cut(len(row))) for row in rows]
     model = PackedLlama(reference, variant)
-    assert model.kernels == variant and (model.weight_bytes == 1 or variant in W4A8)
+    assert model.kernels == variant and (model.weight_bytes == 1 or variant in GROUPED)
     # activations are bfloat16 on AVX-512, whatever the model's dtype, save on avx512 with int8, multiplied as float32
     exact = dtype == torch.float32 and variant in ("avx512-int8", "avx2-int8")
     tolerance = torch.float32 if exact else torch.bfloat16
     stored = torch.float32 if variant.startswith("avx2") else torch.bfloat16
     if variant in INT8:
         twin = rounded_to_int8(reference)
+    elif variant in W8A8:
+        twin = rounded_to_w8a8(reference, stored)
     else:
-        twin = (rounded_to_w8a8 if variant in W8A8 else rounded_to_w4a8)(reference, stored)
+        twin = rounded_to_groups(reference, stored, wide_head=variant in W4A8)
     for row, logits in zip(rows, paged(model, rows, cuts)):
         # a norm of what was computed makes its rounding larger too
         close(logits, dense_logits(twin, row), tolerance, slack=3.0 if config.traits.query_norm else 2.0)
@@ -214,8 +217,9 @@ def test_no_number_of_rows_changes_a_product(case: Case, count: int) -> None:
     together = case.model.logits(hidden_TC)
     assert same_bits(together, torch.cat([case.model.logits(row.unsqueeze(0)) for row in hidden_TC]))
     weight_VC = build_llama(config).to(case.model.dtype).lm_head.weight
-    if case.model.kernels in W4A8:
-        weight_VC, hidden_TC = decoded(eight_bits(weight_VC), "Q8_0", config.hidden_size), in_groups(hidden_TC)
+    if case.model.kernels in GROUPED:
+        rounding, kind = (eight_bits, "Q8_0") if case.model.kernels in W4A8 else (four_bits, "Q4_K")
+        weight_VC, hidden_TC = decoded(rounding(weight_VC), kind, config.hidden_size), in_groups(hidden_TC)
     elif case.model.kernels in NARROW:
         whole_VC, scale_V = int8_weights(weight_VC)
         weight_VC = whole_VC * scale_V.unsqueeze(1)

@@ -111,7 +111,7 @@ def test_drafts_are_drawn_from_what_they_report(
         torch.testing.assert_close(ours.logits_BKV[0, :count], theirs.logits_BKV[0, :count], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kernels", ["auto", "w8a8", "w4a8"])
+@pytest.mark.parametrize("kernels", ["auto", "w8a8", "w4a8", "w4"])
 def test_exact_speculation_stays_the_target_s_own_text(kernels: str) -> None:
     """However few tokens the draft keeps; and it drafts alike in rounds of one call, and in steps."""
     alone = LLM("fly-target", kernels=kernels)

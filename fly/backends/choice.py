@@ -249,5 +249,5 @@ def _kernels_like(target: Executor, device: str | torch.device, draft: Checkpoin
         # "auto" uses the file's blocks too. Several processes cannot, and then "auto" decodes the file.
         return "auto" if variant == available()[0] else f"{variant}-stored"
     if variant in available()[:-1] and not is_head(draft.path) and draft.nbytes >= _LARGE:
-        return f"{variant}-w4a8"
+        return f"{variant}-w4"
     return variant if narrow == "stored" else target.kernels

@@ -67,8 +67,8 @@ def subjects_of(llm: LLM, target: str, draft: str) -> list[Subject]:
 
 
 def shape_subject(name: str, like: Executor, kernels: str) -> Subject:
-    """A random model of the shape ``WIDTHxLAYERSxVOCABULARY``. A suffix ``:int8``, ``:w8a8`` or ``:w4a8`` selects the
-    kernels of that name. The model has the dtype and the device of ``like``."""
+    """A random model of the shape ``WIDTHxLAYERSxVOCABULARY``. A suffix such as ``:w8a8``, one of ``ROUNDINGS``,
+    selects the kernels of that name. The model has the dtype and the device of ``like``."""
     shape, _, kind = name.rpartition(":")
     shape, kind = (shape, kind) if kind in ROUNDINGS else (name, "")
     config = shape_config(shape)
@@ -83,7 +83,7 @@ def shape_subject(name: str, like: Executor, kernels: str) -> Subject:
 def number_types(executor: Executor) -> dict[str, Any]:
     """The number types of a model: ``dtype``, in which it stores numbers; ``weight_bytes``, the bytes of one weight;
     and ``products``, the type that it multiplies."""
-    products = torch.int8 if split(executor.kernels)[1] in ("w8a8", "w4a8", "stored") else executor.dtype
+    products = torch.int8 if split(executor.kernels)[1] not in ("", "int8") else executor.dtype
     return {"dtype": executor.dtype, "weight_bytes": executor.weight_bytes, "products": products}
 
 

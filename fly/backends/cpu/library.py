@@ -28,7 +28,7 @@ _ABI = 35  # the number in src/library.cpp; a library with another number is ref
 _VARIABLE = "FLY_KERNELS"
 _LACKS = "this processor lacks some of its instructions"  # src/fly.h: LACKS
 TORCH = "torch"
-ROUNDINGS = "int8", "w8a8", "w4a8"  # endings of kernels that round any model's weights
+ROUNDINGS = "int8", "w8a8", "w4a8", "w4"  # endings of kernels that round any model's weights
 NARROW = *ROUNDINGS, "stored"
 
 
@@ -393,6 +393,7 @@ def chosen(kernels: str = "auto") -> str:
     - ``-int8``: weights of 8 bits;
     - ``-w8a8``: activations of 8 bits too;
     - ``-w4a8``: weights of 4 bits in groups of 32; the head's weights have 8 bits;
+    - ``-w4``: the head's weights have 4 bits too, for drafts;
     - ``-stored``: weights as a GGUF file stores them.
 
     Raises ``ValueError``, which lists the choices, if the kernels are unknown or not available here.

@@ -37,7 +37,7 @@ __all__ = [
 ]  # fmt: skip
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}  # src/interface.h: Type
-_NARROW = {"int8": 2, "w8a8": 3, "w4a8": 4, "stored": 4}
+_NARROW = {"int8": 2, "w8a8": 3, "w4a8": 4, "w4": 4, "stored": 4}
 _FLOATS = [torch.float32, torch.bfloat16]
 _WIDEST_HEAD = 1024
 _GATE_UP, _HEAD = 2, 4  # numbers of matrices (src/models.cpp: fly_set_matrix)
@@ -119,6 +119,8 @@ class PackedLlama:
     - ``w4a8``: matrices of layers are rounded by ``fly.backends.cpu.blocks.four_bits``. The head is rounded by
       ``eight_bits``, because its errors go straight into the logits. Inputs are rounded as for ``w8a8``, but with a
       scale for every 32 inputs of a token.
+    - ``w4``: as ``w4a8``, but the head has four bits too. A large draft has it by default, since its target verifies
+      what it proposes.
     - ``stored``: matrices keep the numbers and scales of a GGUF file's blocks, in another order. A matrix of another
       type is rounded by ``eight_bits``. Inputs are rounded as for ``w4a8``.
 
@@ -205,7 +207,7 @@ class PackedLlama:
     @property
     def _in_groups(self) -> bool:
         """Whether matrices are stored in blocks, with a scale for each group of weights."""
-        return self._narrow in ("w4a8", "stored")
+        return self._narrow in ("w4a8", "w4", "stored")
 
     def _filled(self, module: nn.Module, but: frozenset[nn.Parameter] = frozenset()) -> AbstractContextManager[Any]:
         """Return a context in which the module's parameters have values, except those in ``but``."""
@@ -239,7 +241,7 @@ class PackedLlama:
                 if not self._in_groups:
                     self.library.fly_set_matrix(self.handle, layer, which, weight_NK, bias_N, scale_N)
                     return
-                wide = which == _HEAD or self._narrow == "stored"
+                wide = self._narrow == "stored" or (which == _HEAD and self._narrow == "w4a8")
                 kind, rounded = (KINDS["Q8_0"], eight_bits) if wide else (KINDS["Q4_K"], four_bits)
                 # Gates and ups are two parts, because each must begin a strip.
                 parts = [(kind, rounded(part)) for part in weight_NK.chunk(2 if which == _GATE_UP else 1)]
