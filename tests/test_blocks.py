@@ -217,6 +217,8 @@ def test_a_file_is_taken_as_it_is_unless_told_otherwise(tmp_path: Path, monkeypa
         kernels = [runner.executor.kernels for runner in (llm.engine.runner, llm.draft.runner)]
         assert kernels == wanted
         assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, temperature=0.0))[0].token_ids
+    monkeypatch.setattr("fly.backends.choice._LARGE", 0)
+    assert LLM(file, f"model({file})", device="cpu").computed[1][0] == f"{best}-w4"
 
 
 @built

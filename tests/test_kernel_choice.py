@@ -91,11 +91,11 @@ def test_a_large_draft_has_four_bits_unless_it_is_told_otherwise(kernels: str, m
     assert LLM(plain, "fly-tiny", kernels="w8a8").computed[1][0] == chosen("w8a8")
     # Commands that keep the loaded target leave the choice to its draft, too.
     plan = Plan.of({"model": "fly-tiny", "drafts": "fly-tiny", "kernels": kernels})
-    assert Decoder(plan, plan.ways)._settings["exact k15"].llm.computed[1][0] == chosen("w4a8")
+    assert Decoder(plan, plan.ways)._settings["exact k15"].llm.computed[1][0] == chosen("w4")
     setup = Config(model="fly-tiny", kernels=kernels)
     conversation = Conversation(LLM.from_config(setup), setup, params, None, {})
     conversation.commands["/draft"]("fly-tiny")
-    assert conversation.llm.computed[1][0] == chosen("w4a8")
+    assert conversation.llm.computed[1][0] == chosen("w4")
     on_torch = LLM("fly-tiny", "fly-tiny", device="cpu", kernels="torch").draft
     assert isinstance(on_torch, SingleDraft) and on_torch.runner.executor.kernels == "torch"
 

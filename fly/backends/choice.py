@@ -47,7 +47,7 @@ LoadExecutor = Callable[..., Executor]  # a function like ``load_executor``
 _log = logging.getLogger("fly")
 _NOT_ON_CPU = ["auto", TORCH, "int8", "int4"]  # kernels on other devices; int4 needs CUDA
 INT4 = "torch-int4"
-_LARGE = 1 << 29  # bytes of the file of a draft that runs in four bits: more than caches hold
+_LARGE = 1 << 29  # bytes in bfloat16 of a draft that runs in four bits: more than caches hold
 
 
 def wants_int4(kernels: str, device: torch.device) -> bool:
@@ -234,8 +234,8 @@ def _room_for(
 
 def _kernels_like(target: Executor, device: str | torch.device, draft: Checkpoint) -> str:
     """Return the kernels of a draft on ``device``, by default those of its target. They are ``"auto"`` if the draft is
-    on another kind of device, or if only PyTorch can run the target. On compiled kernels, a draft from a GGUF file
-    computes with the file's blocks, and any other large draft in four bits, since time goes into reading its weights.
+    on another kind of device, or if only PyTorch can run the target. On compiled kernels a large draft computes in four
+    bits, since time goes into reading its weights, and any other draft from a GGUF file with the file's blocks.
     A small draft computes in its own dtype if the target computes with blocks of a file."""
     inner: Any = target
     while isinstance(inner, Wrapped):
@@ -245,9 +245,10 @@ def _kernels_like(target: Executor, device: str | torch.device, draft: Checkpoin
     if resolve_device(device).type != target.device.type or (target.kernels == TORCH and forced):
         return "auto"
     variant, narrow = split(target.kernels)
-    if variant in available()[:-1] and computes_as_stored(draft):
-        # "auto" uses the file's blocks too. Several processes cannot, and then "auto" decodes the file.
-        return "auto" if variant == available()[0] else f"{variant}-stored"
-    if variant in available()[:-1] and not is_head(draft.path) and draft.nbytes >= _LARGE:
-        return f"{variant}-w4"
+    if variant in available()[:-1] and not is_head(draft.path):
+        if weight_bytes(draft.config, 2) >= _LARGE:
+            return f"{variant}-w4"
+        if computes_as_stored(draft):
+            # "auto" uses the file's blocks too. Several processes cannot, and then "auto" decodes the file.
+            return "auto" if variant == available()[0] else f"{variant}-stored"
     return variant if narrow == "stored" else target.kernels
