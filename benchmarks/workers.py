@@ -106,8 +106,9 @@ class VLLM:
 
 
 class OpenVINO:
-    """OpenVINO GenAI's continuous batching, on directories that ``optimum-cli export openvino`` wrote. A process
-    speculates always or never (``openvino:draft``)."""
+    """OpenVINO GenAI's continuous batching, on directories that ``optimum-cli export openvino`` wrote, or
+    ``LLMPipeline(GGUF_FILE, "CPU", enable_save_ov_model=True)``. A process speculates always or never
+    (``openvino:draft``)."""
 
     K = 5
 
