@@ -514,9 +514,14 @@ def test_the_commands_go_together(tmp_path: Path) -> None:
     assert first.exit_code == 0 and "bundled-heldout · temperature 0 · 1 problem" in words(first.output), first.output
     again = command("eval", run, "--problems", "2")
     assert again.exit_code == 0 and "2 problems" in again.output, again.output
+    assert f"{run} has 3 of 6 answers: decoding the rest" in words(again.stderr) and run not in first.stderr
+    finished = command("eval", run, "--problems", "2")
+    assert f"{run} has 6 of 6 answers: nothing to decode" in words(finished.stderr), finished.stderr
+    assert "2 problems" in finished.output
     files = {name: tmp_path / f"r.{name}" for name in ("markdown", "html", "json")}
     shown = command("report", run, *itertools.chain(*((f"--{name}", str(path)) for name, path in files.items())))
     assert shown.exit_code == 0 and all(path.stat().st_size > 500 for path in files.values()), shown.output
+    assert sorted(shown.output.splitlines()) == sorted(f"written: {path}" for path in files.values())
     wrong = command("eval", run, "--k", "9")
     assert wrong.exit_code == 2 and "k: [4] then, [9] now" in words(wrong.stderr)
     (tmp_path / "plan.yaml").write_text("polices: fly")

@@ -341,6 +341,24 @@ def test_the_command_prints_and_writes(run: tuple[Path, Any], tmp_path: Path) ->
         assert result.exit_code == 2 and reason in words(result.output)
 
 
+def test_places_after_a_draft_that_stopped_by_itself_are_told_to_be_unknown(
+    run: tuple[Path, Any], blocks: Blocks, tmp_path: Path
+) -> None:
+    assert not blocks.stopped and "by themselves" not in command("replay", str(run[0])).output
+    finish(Plan.of({**PLAN, "drafts": "fly-draft", "k": 7, "policies": []}), tmp_path)
+    (known,) = load_blocks(str(tmp_path)).values()
+    least = [known.replay(Exact(), reach=reach).rounds for reach in (0.0, 0.4, 0.9)]
+    assert least[0] == least[1] < least[2]  # the recorded drafts stopped at a reach of 0.5
+    assert known.replay(parse_policy("fly")).drafted < blocks.replay(parse_policy("fly")).drafted
+    short = [n for each in known.recordings for n in each.length_N.tolist() if n < 7]
+    assert 0 < known.stopped <= len(short)
+    said = f"bundled-middle, exact k7: {known.stopped} of {sum(known.exact[1])} drafts stopped by themselves"
+    for arguments in (["replay", str(tmp_path)], ["bench", "plan", "--recorded", str(tmp_path)]):
+        assert said in words(command(*arguments).output)
+    assert any("only 'model(NAME)' records longer ones" in note for note in report([tmp_path]).notes)
+    assert not any("records longer ones" in note for note in report([run[0]]).notes)
+
+
 def test_a_long_rule_is_printed_whole_on_a_narrow_console(run: tuple[Path, Any]) -> None:
     rule = "exact | entropy(0.3) & window(2) & room(2) & ~control & after(20) & budget(0.25)"
     result = command("replay", str(run[0]), "--policy", rule, "--beside", str(run[0]), env={"COLUMNS": "80"})

@@ -213,13 +213,15 @@ def run_plan(plan: Plan, folder: Path, ranks: Any = None, grid: Any = None) -> R
     if ranks is not None:
         records = ranks.share(records)
     assert records is not None
-    todo = remaining(plan, records)
+    todo, done = remaining(plan, records), len(records.completions)
+    if leads and done:
+        rest = "decoding the rest" if todo else "nothing to decode"
+        tell(f"{folder} has {done} of {done + len(todo)} answers: {rest}")
     if todo:
         if ranks is not None:
             memory_of(ranks)
         if leads and plan.model not in BUNDLED and not console.is_terminal:  # loading may take a minute
             tell(f"loading {plan.model}")
-        done = len(records.completions)
         with progress(done + len(todo), "decoding", done) as step:
 
             def advance(record: dict[str, Any]) -> None:
@@ -270,15 +272,19 @@ def report_command(
         int, typer.Option(min=0, help="How many problems of each task the page shows with their texts.")
     ] = 12,
 ) -> None:
-    """Compare runs: speed, accuracy with intervals, recovery with a paired test, where the texts differ."""
+    """Compare runs: speed, accuracy with intervals, recovery with a paired test, where the texts differ.
+
+    If files are written, only their names are printed.
+    """
     found = report(runs, by_group, cases)
-    show_report(found)
     write_json(json_, as_json(found))
     if markdown is not None:
         markdown.write_text(as_markdown(found), encoding="utf-8")
     if html is not None:
         html.write_text(as_html(found, f"fly report: {', '.join(run.name for run in runs)}"), encoding="utf-8")
-        note(escape(f"written: {html}"))
-    if spec_bench is not None:
-        for path in (path for run in runs for path in write_spec_bench(run, spec_bench)):
-            note(escape(str(path)))
+    answers = [] if spec_bench is None else [path for run in runs for path in write_spec_bench(run, spec_bench)]
+    written = [path for path in (json_, markdown, html, *answers) if path is not None]
+    for path in written:
+        console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
+    if not written:
+        show_report(found)

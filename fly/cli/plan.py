@@ -14,6 +14,7 @@ from fly.bench.plan import DEVICES, MODELS, PAPER, Machines, Setting, forecast
 from fly.bench.scale import lengths, replays, scaled
 from fly.bundled import open_model
 from fly.cli.options import K, gone, number, option, takes
+from fly.cli.replay import tell_stops
 from fly.cli.run import alone, refuse_idle, rules_of
 from fly.cli.show import note, print_list, progress, ratio, warn
 from fly.eval.replay import Replay, Unknown, load_blocks
@@ -165,6 +166,7 @@ def _show_recorded(run: Path, rules: list[AcceptancePolicy], plans: list[_Plan])
             columns = [Column(heading, justify="right") for heading in ("levels", "drafted, stop", "τ", "gain")]
             title = escape(f"{task}, acceptance of {way}, {len(blocks.recordings)} completions")
             print_list(([*map(escape, line)] for line in lines), "rule", "target : draft", *columns, title=title)
+    tell_stops(recorded)
     published = ", ".join(f"{each.name} {ratio(each.gain)}" for each in PAPER)
     note(
         f"gain: over no draft, on {plans[0].machines.device.name}, by a model of costs, at the best length of those "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -24,8 +24,9 @@ from fly.policies import AcceptancePolicy
 
 _LEGEND = (
     "τ: tokens a round, after the end of a recorded block by the text of exact decoding (beyond: share of tokens kept "
-    "there) · nats: -ln of the target's probability of the relaxed tokens, in a thousand tokens · speed: over AR if "
-    "decisions took no time"
+    "there) · over exact: τ beside that of the recorded run · relaxed: share of tokens kept though the exact rule "
+    "rejects them · nats: -ln of the target's probability of these, in a thousand tokens · drafted: tokens a round · "
+    "speed: over AR if decisions took no time · place in the draft: how often it is kept, in drafts that long"
 )
 
 
@@ -95,8 +96,20 @@ def replay(
                  "unchanged_off": each.unchanged}
                 for each in compared
             ]  # fmt: skip
+        tell_stops(known)
     note(escape(_LEGEND))
     write_json(json_, record)
+
+
+def tell_stops(known: Mapping[tuple[str, str], Blocks]) -> None:
+    """Say what cannot be replayed because recorded drafts stopped by themselves."""
+    for (task, way), blocks in known.items():
+        if blocks.stopped:
+            warn(
+                f"{task}, {way}: {blocks.stopped} of {sum(blocks.exact[1])} drafts stopped by themselves, and replayed "
+                "drafts end there at the latest: a lower reach or confidence changes nothing, and τ is too low for all "
+                f"but {way}; a run recorded with --draft 'model(NAME)' has drafts of {blocks.k} tokens"
+            )
 
 
 def _replay(

@@ -135,6 +135,7 @@ class Blocks:
         self.vocabulary = vocabulary or Vocabulary(self.size)
         self.control_V = torch.zeros(self.size, dtype=torch.bool)
         self.control_V[recordings[0].about["control"]] = True
+        self.stopped = 0  # how many drafts are shorter than k, though neither the text nor a stop token ended them
         self.texts = [each.text.tolist() for each in recordings]
         self.prompt_C = torch.tensor([each.prompt for each in recordings])
         self.end_C = torch.tensor([len(text) for text in self.texts])
@@ -165,6 +166,8 @@ class Blocks:
 
             # A draft goes on within its block. From the end of the block, it goes on at the start of the next block.
             for start, following, n, kept, draft, offset in blocks:
+                ended = start + n + 1 >= end or bool({*draft[-1:].tolist()} & {*each.about["stop"]})
+                self.stopped += n < self.k and not ended
                 tokens += [*draft.tolist(), choices[offset - base + n]]
                 after = [*range(offset + 1, offset + n + 1), place_at[following]]
                 left = [False] * (n + 1)

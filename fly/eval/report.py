@@ -477,10 +477,11 @@ def _notes(folder: Path, tables: list[Table], records: Records) -> list[str]:
             notes.append(f"{table.task}: {table.unscored} answers are not scored (programs run only with --run-code)")
         for row in table.rows:
             if row.recorded:
+                stop = "; its drafts stop by themselves, and only 'model(NAME)' records longer ones for 'fly replay'"
                 notes.append(
                     f"{table.task}, {row.way}: its blocks were recorded, so its rounds were taken one by one and "
                     "decided in Python: that speed is not shown, and no way is compared with it (over exact); 'at no "
-                    "cost' is its speed without decisions"
+                    f"cost' is its speed without decisions{stop if row.reach else ''}"
                 )
             elif row.python:
                 notes.append(
