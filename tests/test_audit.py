@@ -23,6 +23,7 @@ from fly.audit.greedy import first_difference
 from fly.audit.prompts import PROMPTS
 from fly.audit.report import Finding, found_in
 from fly.audit.statistics import at_least, holm, same_source
+from tests.commands import words
 from tests.faulty import FAULTS, SIZE, VOCABULARY, Asked, Toy, listed, read, serving
 
 PROMPT = "A fox met a crow"
@@ -428,6 +429,54 @@ def test_the_command_without_a_server() -> None:
     assert run()[0] == 2 and run("http://127.0.0.1:9")[0] == 2
     status, output = run("--list")
     assert status == 0 and all(name in output for name in check_names())
+
+
+def test_a_wrong_request_is_refused_before_the_reference_is_loaded() -> None:
+    missing = ("--model", "no/such/model")
+    with serving() as url:
+        for wrong, said in ((("--endpoint", "other"), "'completions'"), (("--only", "frist-tokens"), "first-tokens")):
+            status, output = run(url, *missing, *wrong)
+            assert status == 2 and said in output and "no/such" not in output, output
+        status, output = run(url, *missing)
+        assert status == 2 and "no/such/model" in output, output
+    status, output = run("http://127.0.0.1:9", *missing)
+    assert status == 2 and "does not answer" in output and "no/such" not in output, output
+
+
+def test_a_reference_that_does_not_start_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fly.serve import Server as Serving
+
+    async def startup(self: Serving, sockets: object = None) -> None:
+        raise OSError("no room for the server")
+
+    monkeypatch.setattr(Serving, "startup", startup)
+    with serving() as url:
+        status, output = run(url, "--model", "fly-tiny")
+    assert status == 2, output
+    assert "the reference 'fly-tiny' has ended: OSError: no room for the server" in words(output), output
+
+
+def test_a_reference_whose_engine_ends_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fly.engine.scheduler import Scheduler
+
+    step, steps = Scheduler.step, itertools.count()
+
+    def short(self: Scheduler) -> object:
+        if next(steps) == 20:
+            raise MemoryError("no room for the engine")
+        return step(self)
+
+    monkeypatch.setattr(Scheduler, "step", short)
+    with serving() as url:
+        status, output = run(url, "--model", "fly-tiny", "--only", "identity")
+    assert status == 2, output
+    assert "the reference 'fly-tiny' has ended: MemoryError: no room for the engine" in words(output), output
+
+
+def test_a_reference_that_ends_is_no_fault_of_the_server() -> None:
+    gone = pytest.raises(Unreachable, match="the reference does not answer any more, in the check 'identity'")
+    with serving() as url, serving(ends=("top_p",)) as beside, gone:
+        audit(url, beside=beside, only=["identity"])
 
 
 def test_fly_serve_passes_beside_a_model_that_fly_runs() -> None:

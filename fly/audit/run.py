@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
 from fly.audit import ends, greedy, repeats, sampling, speculation  # noqa: F401  (they add their checks)
-from fly.audit.client import Budget, Failed, OutOfBudget, Refused, Server
+from fly.audit.client import Budget, Failed, OutOfBudget, Refused, Server, Unreachable
 from fly.audit.context import CHECKS, Check, Context
 from fly.audit.prompts import PROMPTS
 from fly.audit.report import Finding, Report, Verdict
@@ -30,7 +31,7 @@ def audit(
     name: str | None = None,
     key: str | None = None,
     endpoint: str = "auto",
-    beside: str | None = None,
+    beside: str | AbstractContextManager[str] | None = None,
     beside_name: str | None = None,
     beside_key: str | None = None,
     prompts: Sequence[str] = PROMPTS,
@@ -49,8 +50,9 @@ def audit(
     Args:
         url: the server's address. ``name`` is the model's name (by default the first that the server lists), ``key`` a
             bearer token, and ``endpoint`` is ``completions``, ``chat`` or ``auto``.
-        beside: the address of a second server with the same model, the reference, which is taken to be right.
-            ``beside_name`` and ``beside_key`` are its ``name`` and ``key``.
+        beside: the address of a second server with the same model, the reference, which is taken to be right; or a
+            context manager that yields it, entered once the server has answered. ``beside_name`` and ``beside_key`` are
+            its ``name`` and ``key``.
         prompts: at least four texts to ask about.
         samples: answers drawn for the first tokens. Other sampling checks draw a tenth or a twentieth, but longer ones.
         parallel: the most requests at the same time.
@@ -60,7 +62,8 @@ def audit(
         timeout: the most seconds for one answer.
         progress: called with a text about progress, the number of finished checks, and the number of all checks.
 
-    Raises ``Unreachable`` if a server does not answer at all, ``ValueError`` for unknown checks or too few prompts.
+    Raises ``Unreachable`` if a server does not answer at all or the reference ends, ``ValueError`` for unknown checks
+    or too few prompts.
     """
     wanted = _chosen(only, skip, beside is not None)
     if len(prompts) < 4:
@@ -68,12 +71,16 @@ def audit(
     if samples < 16:
         raise ValueError(f"{samples} samples are too few: take at least 16")
     budget = Budget(seconds, requests)
-    server = Server(url, name, key, endpoint, parallel, timeout, budget)
-    reference = None
-    try:
+    with ExitStack() as stack:
+        server = stack.enter_context(closing(Server(url, name, key, endpoint, parallel, timeout, budget)))
+        reference = None
         if beside is not None:
+            progress("the reference", 0, len(wanted))
+            address = beside if isinstance(beside, str) else stack.enter_context(beside)
+            budget.started = time.monotonic()  # starting the reference takes none of the seconds
             own = "chat" if server.chat else "completions"
-            reference = Server(beside, beside_name, beside_key, own, parallel, timeout, budget)
+            reference = Server(address, beside_name, beside_key, own, parallel, timeout, budget)
+            stack.enter_context(closing(reference))
         context = Context(server, reference, tuple(prompts), samples, alpha / len(wanted))
         findings: list[Finding] = []
         for done, each in enumerate(wanted):
@@ -84,10 +91,6 @@ def audit(
         about: dict[str, Any] = {"url": server.root, "model": server.name, "beside": reference and reference.root}
         about |= {"endpoint": "chat" if server.chat else "completions", "requests": budget.spent}
         return Report.of(findings, alpha, seconds=budget.elapsed, **about)
-    finally:
-        server.close()
-        if reference is not None:
-            reference.close()
 
 
 def _chosen(only: Iterable[str], skip: Iterable[str], beside: bool) -> list[Check]:
@@ -117,6 +120,8 @@ def _run(each: Check, context: Context) -> Finding:
     except OutOfBudget as error:
         found = Finding(each.name, "", Verdict.UNDECIDED, detail=str(error))
     except Failed as error:
+        if context.reference is not None and not context.reference.alive():
+            raise Unreachable(f"the reference does not answer any more, in the check {each.name!r}: {error}") from None
         context.gone = not context.server.alive()
         gone = "the server does not answer any more after this check: " * context.gone
         found = Finding(each.name, "", Verdict.FAIL, detail=f"{gone}{error}")

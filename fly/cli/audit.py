@@ -92,9 +92,10 @@ def audit(
     asked = {name: value for name, value in options_of(context, _ASKED).items() if value is not None}
     if prompts is not None:
         asked["prompts"] = _read(prompts)
-    with _reference(model, dtype) as own, _progress() as show:
-        key = api_key or os.environ.get("OPENAI_API_KEY")
-        report = run(url, key=key, beside=own or beside, progress=show, **asked)
+    key = api_key or os.environ.get("OPENAI_API_KEY")
+    reference = beside if model is None else _reference(model, dtype)
+    with _progress() as show:
+        report = run(url, key=key, beside=reference, progress=show, **asked)
     write_json(json_, report.as_dict())
     _show(report, model)
     raise typer.Exit(report.status)
@@ -106,26 +107,40 @@ def _read(path: Path) -> list[str]:
 
 
 @contextmanager
-def _reference(model: str | None, dtype: str) -> Iterator[str | None]:
-    """Run a server of our own, without a draft, while this context lasts. Yields its address."""
-    if model is None:
-        yield None
-        return
+def _reference(model: str, dtype: str) -> Iterator[str]:
+    """Run a server of our own, without a draft, while this context lasts. Yields its address. Raises ``Unreachable``,
+    with the cause, if it does not start or has ended before this context does."""
+    from fly.audit import Unreachable
     from fly.llm import LLM
     from fly.serve import Server, Service, Settings
 
     with LLM(model, draft=None, dtype=dtype, deterministic=True) as llm:
         server = Server(Service(llm, Settings(name=model), draft="none", name=model), log_level="error")
-        listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        while not server.started and thread.is_alive():
-            time.sleep(0.01)
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(30)
+        causes: list[BaseException] = []
+
+        def serve() -> None:
+            try:
+                server.run(sockets=[listener])
+            except BaseException as error:  # SystemExit too
+                causes.append(error)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+            thread.start()
+            while not server.started and thread.is_alive():
+                time.sleep(0.01)
+            try:
+                if server.started:
+                    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            finally:
+                if llm.worker.failure is not None:  # read now: an orderly end closes the engine too
+                    causes.append(llm.worker.failure)
+                ended = bool(causes) or not thread.is_alive()
+                server.should_exit = True
+                thread.join(30)
+                if ended:
+                    why = "".join(f": {type(cause).__name__}: {cause}" for cause in causes[:1])
+                    raise Unreachable(f"the reference {model!r} has ended{why}")
 
 
 @contextmanager
