@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 import torch
 
-from fly.backends.choice import LoadExecutor, load_executor
+from fly.backends.choice import LoadExecutor, executor_of, load_executor
 from fly.backends.choice import load as load_model
 from fly.backends.cpu.library import TORCH
 from fly.bundled import open_model
@@ -37,6 +37,7 @@ from fly.errors import instead, short
 from fly.models.chat import ChatPrompt
 from fly.models.checkpoint import Checkpoint
 from fly.models.generation import read_sampling_defaults
+from fly.models.loading import resolve_dtype
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.ops import derive
 from fly.output import Output, Piece
@@ -78,7 +79,8 @@ class LLM(Calls):
         dtype: ``"auto"`` (as the checkpoint states), bfloat16, float16 or float32. A draft that is loaded by its name
             has the target's dtype, device and kernels, or four bits if it is large and the target's kernels are
             compiled (``fly.backends.load``). This call (with a loaded ``model``) or the draft's own text may say
-            otherwise, as ``"model(fly-draft, kernels=int8)"`` does.
+            otherwise, as ``"model(fly-draft, kernels=int8)"`` does. With a loaded ``model`` and no draft to load by
+            its name, another dtype than the model's, or other kernels, are errors.
         device: ``"auto"`` or any torch device.
         deterministic: the target computes the same bits for a token, whatever else is fed in the same forward: other
             requests, drafts, chunks of a prompt. At temperature 0 a lossless policy then gives exactly the text of
@@ -176,6 +178,9 @@ class LLM(Calls):
         by = load_executor if ranks is None else _part_loader(ranks, whole_sums)
         own = TORCH if exits is not None and kernels == "auto" else kernels
         executor = self._load_target(model, dtype, device, own, by, max_context)
+        loads = isinstance(model, (str, Path, Checkpoint)), isinstance(draft, (str, Path))
+        if not any(loads):  # these options would do nothing
+            _check_loaded(executor, dtype, kernels)
         if exits is not None:
             executor = exit_early(executor, exits)
         if deterministic:
@@ -194,7 +199,7 @@ class LLM(Calls):
             if not isinstance(draft, (str, Path)):
                 return draft
             # The kernels of this call are the target's, unless that is loaded.
-            own = "auto" if isinstance(model, (str, Path, Checkpoint)) else kernels
+            own = "auto" if loads[0] else kernels
             return parse_draft(str(draft), trusted=True, dtype=dtype, device=device, kernels=own)
 
         if ranks is not None:
@@ -439,6 +444,13 @@ def _refuse_unknown(options: abc.Collection[str]) -> None:
         known = [name for name in signature(LLM).parameters if name != "unknown"]
         name = next(iter(options))
         raise TypeError(f"{name!r} is no option of LLM{instead(name, known)}")
+
+
+def _check_loaded(executor: Executor, dtype: str | torch.dtype, kernels: str) -> None:
+    """Raise ``ValueError`` if a loaded model has another dtype or other kernels than these."""
+    executor_of(executor, kernels)
+    if dtype != "auto" and resolve_dtype(dtype, {}) != executor.dtype:
+        raise ValueError(f"dtype {str(dtype)!r}: this model was loaded in {executor.dtype}")
 
 
 def _check_draft(draft: object, placement: str) -> None:

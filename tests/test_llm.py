@@ -469,3 +469,13 @@ def test_a_draft_may_have_kernels_and_dtype_of_its_own() -> None:
         (LLM(hooked, "fly-draft"), (best, "float32")),
     ):
         assert llm.computed[1] == wanted
+    # Without a draft to load by its name there is nothing that could have them.
+    for draft, options, told in (
+        (None, {"kernels": "int8"}, "kernels 'int8': this model was loaded for '.*-w8a8'"),
+        (SingleDraft("fly-draft"), {"dtype": "float32"}, "dtype 'float32': this model was loaded in torch.bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            LLM(target, draft, **options)
+    with pytest.raises(ValueError, match="kernels 'w8a8': this model was loaded for 'torch'"):
+        LLM(hooked, kernels="w8a8")
+    assert LLM(target, kernels="w8a8").computed == target.computed
