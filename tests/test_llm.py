@@ -319,6 +319,13 @@ def test_a_text_and_its_tokens_are_one_prompt(speaker: Path) -> None:
     assert fly.LLM is LLM
 
 
+@pytest.mark.parametrize("reuse", [True, False])
+def test_prefix_reuse_is_of_all_caches(reuse: bool) -> None:
+    llm, prompt = LLM("fly-tiny", "fly-tiny", prefix_reuse=reuse), [*range(3, 300)]
+    llm.generate([prompt], temperature=0, max_tokens=4)
+    assert [each.adopt("another", prompt) > 0 for each in llm.scheduler.allocators()] == [reuse, reuse]
+
+
 def test_open_streams_share_the_cache_and_make_room_for_each_other() -> None:
     """Where the cache holds one request at a time, the later one waits; nothing of the earlier one is lost."""
     llm = LLM(random_llama(0), SingleDraft(random_llama(1)), cache_tokens=64, block_size=4)

@@ -151,7 +151,7 @@ class DraftSetup:
         loaded = self.open(model, dtype=dtype, device=device, kernels=kernels, **trimmed)
         if isinstance(loaded.executor, Head):
             raise ValueError(f"{str(model)!r} is a draft head, not a model by itself; write eagle3({model})")
-        runner = Runner(loaded.executor, None, loaded.control_ids)
+        runner = Runner(loaded.executor, None, loaded.control_ids, self.target.share)
         runner.tokenizer = loaded.tokenizer
         self.add(runner, cache_tokens, block_size)
         return runner
