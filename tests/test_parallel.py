@@ -345,10 +345,13 @@ def test_drafts_are_placed_where_they_are_asked_to(pool: Pool, tmp_path: Path) -
     assert pool.run(2, place, draft, "first") == ["FirstDraft", "[]"]
     assert pool.run(2, place, draft, "auto") in (["SingleDraft", "[24]"], ["SingleDraft", "[48]"])
     assert pool.run(2, place, str(tmp_path / "odd"), "auto") == ["SingleDraft", "[47]"]
+    for placement in ("auto", "replicated"):
+        assert pool.run(2, place, "model(fly-draft, vocabulary=300)", placement)[0] == "SingleDraft"
     assert pool.run(2, place, "none", "first") == ["NoneType", "[]"]
     for work, said in (
         (("eagle3(fly-eagle3)", "first"), "hidden states"),
         (("ngram", "there"), "'there' is unknown"),
+        (("model(fly-draft, vocabulary=300)", "sharded"), "is not divided among ranks"),
     ):
         for success, error in pool.outcomes(2, place, *work):
             assert not success and said in error[1]

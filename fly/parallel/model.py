@@ -26,7 +26,7 @@ from fly.models.checkpoint import Checkpoint
 from fly.models.loading import Loading, resolve_device
 from fly.parallel.compiled import CompiledPart, PartExecutor
 from fly.parallel.logits import VocabularyShards
-from fly.parallel.plan import LLAMA, Part, Rule
+from fly.parallel.plan import LLAMA, Part, PlanError, Rule
 from fly.parallel.ranks import Ranks
 from fly.runtime.executor import Executor
 
@@ -41,6 +41,7 @@ def load(
     ranks: Ranks,
     plan: Sequence[Rule] = LLAMA,
     kernels: str = "torch",
+    kept: list[int] | None = None,
 ) -> Executor:
     """Load this rank's part of a checkpoint. Arguments and errors are those of ``load_model``.
 
@@ -48,6 +49,7 @@ def load(
 
     Args:
         kernels: what computes the part, as for ``fly.LLM``. Only PyTorch runs plans that gather.
+        kept: the tokens that its head keeps (``fly.models.trimmed``), which one process alone can.
 
     Raises:
         PlanError: the plan cannot divide the model among this number of ranks.
@@ -55,7 +57,11 @@ def load(
         ValueError: kernels that are not available here, or not for this model.
     """
     if ranks.size == 1:
-        return load_executor(path, dtype, device, kernels)
+        return load_executor(path, dtype, device, kernels, kept)
+    if kept is not None:
+        raise PlanError(
+            f"a head that keeps {len(kept)} tokens is not divided among ranks: draft_placement 'replicated'"
+        )
     parts: list[Part] = []
     name = path.path if isinstance(path, Checkpoint) else path
 
