@@ -145,8 +145,7 @@ def _run(
 ) -> Load:
     """Run ``problems`` and fill in ``load``, which is returned."""
     llm, setting = load.setting.llm, load.setting
-    for allocator in llm.scheduler.allocators():
-        allocator.forget()
+    llm.scheduler.forget()
     waiting, jobs, texts = deque(problems), list[_Asked](), list[str]()
 
     coming = threading.Lock()

@@ -43,8 +43,7 @@ def busy_core(wanted: bool) -> Iterator[None]:
 
 def answer(llm: fly.LLM, prompt: list[int], tokens: int) -> tuple[float, fly.Output]:
     """Answer greedily, from an empty prompt cache. Return the seconds and the output."""
-    for allocator in llm.scheduler.allocators():
-        allocator.forget()
+    llm.scheduler.forget()
     start = time.perf_counter()
     (output,) = llm.generate([prompt], fly.SamplingParams(temperature=0.0, max_tokens=tokens))
     return time.perf_counter() - start, output
@@ -104,6 +103,13 @@ def print_results(records: Records, title: str) -> None:
         console.print(f"{last} over {best}, {ending}: {shown(last, best, whole)}, median of problems {each:.2f}×")
 
 
+def _named(draft: str) -> tuple[str, str]:
+    name, _, text = draft.partition("=")
+    if not name or not text or "(" in name:  # a draft's own text may have a "=" in brackets
+        raise ValueError(f"--draft {draft!r} has no name: write NAME=DRAFT")
+    return name, text
+
+
 @command
 def main(
     task: Annotated[str, typer.Argument(help="A task as NAME=FILE.")],
@@ -116,12 +122,13 @@ def main(
     spin: Annotated[bool, typer.Option("--spin", help="Keep one core busy with another process.")] = False,
 ) -> None:
     """Compare the speed of drafts with autoregressive decoding and with each other, in turns."""
+    drafts = dict(map(_named, draft))
     kept = [json.loads(line) for line in records.read_text().splitlines()] if records.exists() else []
     asked = load_task(task)
     numbers = sorted(set(range(min(problems, len(asked.problems)))) - {record["i"] for record in kept})
     if numbers:
         llms = {ALONE: fly.LLM(model, kernels=kernels)}
-        for name, _, text in (one.partition("=") for one in draft):
+        for name, text in drafts.items():
             llms[name] = fly.LLM(llms[ALONE], text)
         for llm in llms.values():  # the first answer allocates, and reads the weights into the page cache
             answer(llm, asked.prompt_ids(llm, asked.problems[-1]), 4)

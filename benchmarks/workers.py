@@ -36,8 +36,7 @@ class Fly:
         if asked["draft"] and self.fast is None:  # it shares the target's weights
             self.fast = self.library.LLM(self.plain, self.draft, **self.options)
         llm = self.fast if asked["draft"] else self.plain
-        for allocator in llm.scheduler.allocators():
-            allocator.forget()  # no peer keeps prompts here
+        llm.scheduler.forget()  # no peer keeps prompts here
         params = self.library.SamplingParams(
             temperature=asked["temperature"], max_tokens=asked["tokens"], seed=asked["seed"],
             ignore_eos=not asked["ends"], stop_token_ids=tuple(asked["ends"]), logprobs=asked.get("logprobs"),

@@ -383,6 +383,11 @@ def test_a_beginning_is_worked_out_once() -> None:
     scheduler.add(late)
     run(scheduler)
     assert late.stats.cached == 32 and whole(scheduler)
+    scheduler.forget()
+    anew = Asked((*start, 9, 9), max_tokens=1).row()
+    scheduler.add(anew)
+    run(scheduler)
+    assert anew.stats.cached == 0 and whole(scheduler) and anew.tokens == late.tokens
     assert [tuple(row.tokens[33:]) for row in rows] == [alone("model", asked)[0] for asked in batch]
 
 

@@ -104,6 +104,11 @@ class Scheduler:
         """Return the allocators of all caches, the target's first."""
         return [allocator for allocator, _, _ in self._allocators()]
 
+    def forget(self) -> None:
+        """Empty the prompt cache, so that the next prompts are computed and not found."""
+        for allocator in self.allocators():
+            allocator.forget()
+
     def check(self, row: Sequence) -> None:
         """Raise ``ValueError`` if the caches cannot hold ``row`` up to its end, even if it runs alone."""
         end = row.prompt_length + row.params.max_tokens + self._spare

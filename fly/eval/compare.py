@@ -82,8 +82,7 @@ def decode(
         timed(result.setting, [0, 1, 2, 3], warm)
     for result, prompt in in_turns(results, prompts, together):
         llm = result.setting.llm
-        for allocator in llm.scheduler.allocators():
-            allocator.forget()  # otherwise the next setting would find the prompt in the cache
+        llm.scheduler.forget()  # otherwise the next setting would find the prompt in the cache
         ids = llm.chat_prompt(prompt) if isinstance(prompt, str) else prompt
         output, times = timed(result.setting, ids, params, clocked)
         result.times += times

@@ -84,8 +84,7 @@ class Decoder:
             stop=task.stop,
         )
         params = [shared.changed({"seed": turn.row_seed}) for turn in turns]
-        for allocator in llm.scheduler.allocators():
-            allocator.forget()  # or the next way would find the prompt in the cache
+        llm.scheduler.forget()  # or the next way would find the prompt in the cache
         watched = plan.record and key.temperature == 0 and turns[0].way.exact
         try:
             with recorded(llm) if watched else nullcontext() as recorder:
