@@ -27,7 +27,6 @@ from fly.cli.run import alone, rules_of
 from fly.cli.show import console, note, progress, ratio, table, write_json
 from fly.drafts import SingleDraft
 from fly.eval import Result, Setting, compare
-from fly.eval.plan import named
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig, load_model, save_model
 from fly.models.llama import allocate, skeleton
@@ -232,7 +231,7 @@ def measure_twins(
     ways = [(llm, how, k) for k in lengths for llm, how in ((single, ""), (levels, ", multi-level"))]
     settings = [Setting("autoregressive", plain, 0)]
     for llm, how, k in [*ways, (surely, f" (to {confidence:g})", longest)]:
-        for rule, name in named(rules).items():
+        for rule, name in zip(rules, map(str, rules)):
             settings.append(Setting(f"{name}{how}", llm, k, rule))
     subjects = subjects_of(single, "target", "draft")
     target, drafting = (Forwards(subject.name, subject.make(), _TOKENS) for subject in subjects)

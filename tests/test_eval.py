@@ -101,11 +101,12 @@ def unsure(completion: str, row: dict[str, Any]) -> str:
 
 # --- runs ------------------------------------------------------------------------------------------------
 
+RULE = "fly(window=1, hold=1)"
 PLAN = {
     "model": "fly-tiny",
     "drafts": "ngram",
     "k": [3, 6],
-    "policies": ["fly(window=1, hold=1)"],
+    "policies": [RULE],
     "temperatures": [0, 0.8],
     "seeds": [1, 2],
     "limit": 3,
@@ -197,7 +198,7 @@ def test_a_finished_run_decodes_nothing(plan: Plan, whole: Path) -> None:
 def test_every_way_has_every_problem_and_the_same_luck(plan: Plan, whole: Path) -> None:
     records = read_records(whole).completions.values()
     labels = [way.label for way in plan.ways]
-    assert labels == [AUTOREGRESSIVE, "exact k3", "fly k3", "exact k6", "fly k6"]
+    assert labels == [AUTOREGRESSIVE, "exact k3", f"{RULE} k3", "exact k6", f"{RULE} k6"]
     # bundled: 3 problems at temperature 0 once and at 0.8 with 2 seeds; one conversation of 2 turns; one of safety
     assert len(records) == len(labels) * (3 * 3 + 3 * 2 + 3)
     luck: dict[tuple[Any, ...], set[int]] = {}
@@ -243,6 +244,22 @@ def test_a_changed_setting_is_named(whole: Path, change: dict[str, Any], told: s
     with pytest.raises(ValueError) as caught:
         check_folder(Plan.of({**PLAN, **change}), whole)
     assert told in str(caught.value)
+
+
+def test_a_rule_whose_code_has_changed_needs_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, run = tmp_path / "edited_rules.py", tmp_path / "run"
+    file.write_text("from fly.policies import Exact\nclass Mine(Exact):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    plan = Plan.of({"model": "fly-tiny", "drafts": "ngram", "policies": "edited_rules:Mine", "limit": 1})
+    for _ in range(2):
+        check_folder(plan, run)
+    file.write_text(file.read_text() + "    share = 0.5\n")
+    with pytest.raises(ValueError, match=r"edited_rules: its code has changed\. Give a new folder"):
+        check_folder(plan, run)
+
+
+def test_a_label_has_the_parameters_of_its_rule() -> None:
+    assert Plan.of({"policies": "fly(theta=0.9)"}).ways[-1].label == "fly(theta=0.9) k15"
 
 
 def test_a_run_may_grow(plan: Plan, whole: Path) -> None:
@@ -492,8 +509,9 @@ def test_answers_as_spec_bench_reads_them(whole: Path, tmp_path: Path) -> None:
         assert line["question_id"] == 81 and line["category"] == "writing"
         choice = line["choices"][0]
         assert len(choice["turns"]) == len(choice["new_tokens"]) == len(choice["wall_time"]) == 2
-        if "fly-k6-temperature-0.jsonl" in path.name:
-            assert np.mean(choice["accept_lengths"]) == pytest.approx(tau["fly k6"])
+        if path.name.endswith("fly-window-1-hold-1-k6-temperature-0.jsonl"):
+            assert np.mean(choice["accept_lengths"]) == pytest.approx(tau[f"{RULE} k6"])
+    assert any(path.name.endswith("fly-window-1-hold-1-k6-temperature-0.jsonl") for path in files)
 
 
 def test_an_unfinished_run_is_reported_on_what_all_have(plan: Plan, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from fly.backends.cpu.library import ROUNDINGS, split
 from fly.bench.shapes import random_model, shape_config
 from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, SingleDraft
-from fly.eval.plan import named
 from fly.eval.timed import Setting, draft_runners
 from fly.llm import LLM
 from fly.models import LlamaConfig
@@ -117,4 +116,4 @@ def drafts_alone(strategy: DraftStrategy | None) -> TypeGuard[SingleDraft]:
 def settings_of(plain: LLM, fast: LLM, k: int, rules: abc.Sequence[AcceptancePolicy]) -> list[Setting]:
     """The settings of a comparison: autoregressive decoding with ``plain``, then speculation with ``fast`` under each
     rule."""
-    return [Setting("autoregressive", plain, 0), *(Setting(name, fast, k, rule) for rule, name in named(rules).items())]
+    return [Setting("autoregressive", plain, 0), *(Setting(str(rule), fast, k, rule) for rule in dict.fromkeys(rules))]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Iterator
+import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -28,28 +29,14 @@ from fly.config import read_yaml
 from fly.errors import explain
 from fly.eval.records import Key
 from fly.eval.task import Problem, Task, load_task
-from fly.expressions import grid
+from fly.expressions import CLASS_PATH, grid
 from fly.policies import AcceptancePolicy, Exact, parse_policy
-from fly.policies.base import Relaxed
-from fly.policies.conditions import is_ours
 from fly.policies.registry import load_policy
 from fly.types import Guarantee
 
-__all__ = ["AUTOREGRESSIVE", "Asked", "Plan", "Turn", "Way", "named"]
+__all__ = ["AUTOREGRESSIVE", "Asked", "Plan", "Turn", "Way"]
 
 AUTOREGRESSIVE = "autoregressive"
-
-
-def named(rules: Iterable[AcceptancePolicy]) -> dict[AcceptancePolicy, str]:
-    """Give each different rule the name that tables show. A rule of this package is called by its name alone if no
-    other rule has that name, and by its full text otherwise."""
-    different = list(dict.fromkeys(rules))
-    counts = Counter(rule.name for rule in different)
-
-    def short(rule: AcceptancePolicy) -> bool:
-        return type(rule) is not Relaxed and is_ours(rule) and counts[rule.name] == 1
-
-    return {rule: rule.name if short(rule) else str(rule) for rule in different}
 
 
 @dataclass(frozen=True)
@@ -212,6 +199,14 @@ class Plan(BaseModel):
         return [each.model_dump(exclude_none=True) for each in value]
 
     @property
+    def code(self) -> dict[str, str]:
+        """A digest of each module that ``module:Class`` of a rule or a draft names."""
+        texts = [*self.policies, *self.drafts, *(part for each in self.settings for part in (each.policy, each.draft))]
+        names = {found[0].partition(":")[0] for text in texts if text for found in CLASS_PATH.finditer(text)}
+        files = {name: inspect.getsourcefile(import_module(name)) for name in sorted(names)}
+        return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for name, file in files.items() if file}
+
+    @property
     def ways(self) -> list[Way]:
         """Every way to decode: first autoregressive decoding; then, for each draft and length, exact speculation before
         the others."""
@@ -220,11 +215,10 @@ class Plan(BaseModel):
         for extra in self.settings:
             draft, k = extra.draft or self.drafts[0], extra.k or self.k[0]
             wanted += [(draft, k, Exact()), (draft, k, _parsed(extra.policy))]
-        names = named(rule for _, _, rule in wanted)
         several = len({draft for draft, _, _ in wanted}) > 1
         found = [Way(AUTOREGRESSIVE, "none", 0, Exact())]
         for draft, k, rule in dict.fromkeys(wanted):
-            found.append(Way(f"{names[rule]} k{k}" + (f" {draft}" if several else ""), draft, k, rule))
+            found.append(Way(f"{rule} k{k}" + (f" {draft}" if several else ""), draft, k, rule))
         if self.exits is not None:
             found += [replace(way, label=f"{way.label} + exits", exits=self.exits) for way in found]
         return found

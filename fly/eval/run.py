@@ -33,9 +33,9 @@ def check_folder(plan: Plan, folder: Path) -> None:
         name: {"digest": task.digest, "scorer": task.scorer.kind, "scores": task.scorer.scores}
         for name, (task, _) in plan.loaded_tasks().items()
     }
-    path = folder / "plan.yaml"
+    path, code = folder / "plan.yaml", plan.code
     if path.exists():
-        before = yaml.safe_load(path.read_text(encoding="utf-8"))
+        before = {"code": {}, **yaml.safe_load(path.read_text(encoding="utf-8"))}
         # If the folder lacks a field, the field was added after the folder was begun, and its default applied then.
         then = {**Plan().model_dump(mode="json"), **before["plan"]}
         changed = [
@@ -48,11 +48,16 @@ def check_folder(plan: Plan, folder: Path) -> None:
             for name, facts in tasks.items()
             if before["tasks"].get(name, facts) != facts
         ]
+        changed += [
+            f"{name}: its code has changed"
+            for name, digest in code.items()
+            if before["code"].get(name, digest) != digest
+        ]
         if changed:
             raise ValueError(f"{folder} was begun with other settings; {'; '.join(changed)}. Give a new folder.")
-        tasks = {**before["tasks"], **tasks}
+        tasks, code = {**before["tasks"], **tasks}, {**before["code"], **code}
     folder.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump({"plan": fields, "tasks": tasks}, sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump({"plan": fields, "tasks": tasks, "code": code}, sort_keys=False, allow_unicode=True)
     fresh = path.with_suffix(".new")
     fresh.write_text(text, encoding="utf-8")
     fresh.replace(path)
