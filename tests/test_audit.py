@@ -485,3 +485,14 @@ def test_fly_serve_passes_beside_a_model_that_fly_runs() -> None:
     with running("ngram") as server:
         status, output = run(server.url, "--model", MODEL, "--dtype", "float32", "--samples", "400")
     assert status == 0, output
+
+
+def test_the_reference_runs_on_the_kernels_that_are_asked_for() -> None:
+    from tests.serving import MODEL, running
+
+    asked = ("--model", MODEL, "--dtype", "float32", "--only", "identity")
+    with running("none", {"kernels": "torch"}) as server:
+        status, output = run(server.url, *asked, "--kernels", "torch")
+        assert status == 0, output
+        status, output = run(server.url, *asked, "--kernels", "w8a9")
+        assert status == 2 and "w8a9" in output, output

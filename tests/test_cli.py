@@ -300,6 +300,7 @@ def test_an_answer_follows_a_grammar_of_a_text_or_a_file(tmp_path: Path) -> None
         (["tasks", "bundled-ood", "--references", "--problem", "3"], ["--problem does nothing with --references"]),
         (["audit", "http://127.0.0.1:9", "--beside-name", "x"], ["--beside-name does nothing without --beside"]),
         (["audit", "http://127.0.0.1:9", "--dtype", "float32"], ["--dtype does nothing without --model"]),
+        (["audit", "http://127.0.0.1:9", "--kernels", "w8a8"], ["--kernels does nothing without --model"]),
     ],
 )
 def test_bad_input_is_one_line_that_names_it(arguments: list[str], said: list[str]) -> None:

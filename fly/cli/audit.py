@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _COLOURS = {"pass": "green", "fail": "bold red", "undecided": "yellow", "not supported": "dim"}
 
 
+# Options of the reference that fly runs.
+_OF_REFERENCE = ("dtype", "kernels")
 # Options that go to ``fly.audit.audit`` unchanged.
 _ASKED = {
     "name": option(str, "The model's name on the server. Default: the first it lists."),
@@ -49,10 +51,9 @@ _ASKED = {
 
 
 @alone
-@takes(_ASKED, {"dtype": RUNNING["dtype"]})
+@takes(_ASKED, {name: RUNNING[name] for name in _OF_REFERENCE})
 def audit(
     context: typer.Context,
-    dtype: str,
     url: Annotated[
         str | None, typer.Argument(help="The server's address: http://127.0.0.1:8000", metavar="URL")
     ] = None,
@@ -88,12 +89,12 @@ def audit(
     if beside is None:
         refuse_idle(context, ("beside_name", "beside_key"), "without --beside")
     if model is None:
-        refuse_idle(context, ("dtype",), "without --model")
+        refuse_idle(context, _OF_REFERENCE, "without --model")
     asked = {name: value for name, value in options_of(context, _ASKED).items() if value is not None}
     if prompts is not None:
         asked["prompts"] = _read(prompts)
     key = api_key or os.environ.get("OPENAI_API_KEY")
-    reference = beside if model is None else _reference(model, dtype)
+    reference = beside if model is None else _reference(model, options_of(context, _OF_REFERENCE))
     with _progress() as show:
         report = run(url, key=key, beside=reference, progress=show, **asked)
     write_json(json_, report.as_dict())
@@ -107,14 +108,14 @@ def _read(path: Path) -> list[str]:
 
 
 @contextmanager
-def _reference(model: str, dtype: str) -> Iterator[str]:
+def _reference(model: str, running: dict[str, Any]) -> Iterator[str]:
     """Run a server of our own, without a draft, while this context lasts. Yields its address. Raises ``Unreachable``,
     with the cause, if it does not start or has ended before this context does."""
     from fly.audit import Unreachable
     from fly.llm import LLM
     from fly.serve import Server, Service, Settings
 
-    with LLM(model, draft=None, dtype=dtype, deterministic=True) as llm:
+    with LLM(model, draft=None, deterministic=True, **running) as llm:
         server = Server(Service(llm, Settings(name=model), draft="none", name=model), log_level="error")
         causes: list[BaseException] = []
 
