@@ -221,7 +221,7 @@ def main(
         options |= {"cache_tokens": max(sizes) * 1024, "ranks": ranks}
         plain = LLM(model, **options)
         draft = draft or usual_draft(model)
-        fast = LLM(plain, draft, **options)
+        fast = LLM(plain, draft, cache_tokens=options["cache_tokens"], ranks=ranks)
         if ranks is not None:
             memory_of(ranks)
         settings = settings_of(plain, fast, k, rules)

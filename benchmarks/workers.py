@@ -28,13 +28,12 @@ class Fly:
 
     def __init__(self, kernels: str, folder: str, target: str, draft: str, rows: int, length: int) -> None:
         fly = self.library = importlib.import_module("fly")
-        options = {"kernels": kernels or "auto", "device": "cpu"}
-        self.draft, self.options, self.fast = draft, options, None
-        self.plain = fly.LLM(target, cache_tokens=max(length, rows * 512), **options)
+        self.draft, self.fast = draft, None
+        self.plain = fly.LLM(target, kernels=kernels or "auto", device="cpu", cache_tokens=max(length, rows * 512))
 
     def decode(self, asked: Asked) -> list[list[int]]:
         if asked["draft"] and self.fast is None:  # it shares the target's weights
-            self.fast = self.library.LLM(self.plain, self.draft, **self.options)
+            self.fast = self.library.LLM(self.plain, self.draft)
         llm = self.fast if asked["draft"] else self.plain
         llm.scheduler.forget()  # no peer keeps prompts here
         params = self.library.SamplingParams(
