@@ -395,6 +395,8 @@ def test_nothing_there_is_no_verdict() -> None:
         audit("http://127.0.0.1:9")
     with pytest.raises(Unreachable, match=r"'127\.0\.0\.1:9' has no scheme: write 'http://127"):
         audit("127.0.0.1:9")
+    with serving() as url, pytest.raises(Unreachable, match="/v1/nope/v1/models answers 404: is the path of"):
+        audit(f"{url}/v1/nope")
     with serving() as url, pytest.raises(Unreachable, match="first request"):
         audit(url, name="toy", endpoint="chat")
     with serving() as url, pytest.raises(ValueError, match="choices: \\['auto', 'completions', 'chat'\\]"):

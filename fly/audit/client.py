@@ -205,8 +205,11 @@ class Server:
         try:
             return str(answer.json()["data"][0]["id"])
         except (ValueError, LookupError, TypeError):
-            what = f"{self.root}/v1/models answers {answer.status_code} {answer.text[:80]!r}"
-            raise Unreachable(f"{what}, which names no model; name one with --name") from None
+            what = f"{self.root}/v1/models answers {answer.status_code}"
+            if answer.status_code == 404 and answer.url.path != "/v1/models":
+                raise Unreachable(f"{what}: is the path of the URL right?") from None
+            text = answer.text if len(answer.text) <= 80 else f"{answer.text[:80]}…"
+            raise Unreachable(f"{what} {text!r}, which names no model; name one with --name") from None
 
     def _first_answer(self, either: bool) -> int:
         """Find out the endpoint, and how many of the most likely tokens the server lists (0: no log-probabilities, or
