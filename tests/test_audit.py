@@ -429,6 +429,7 @@ def test_the_command_says_it_in_a_line_a_check(tmp_path: Path) -> None:
 
 def test_the_command_without_a_server() -> None:
     assert run()[0] == 2 and run("http://127.0.0.1:9")[0] == 2
+    assert run("http://127.0.0.1:9")[1].startswith("error: http://127.0.0.1:9 does not answer")
     status, output = run("--list")
     assert status == 0 and all(name in output for name in check_names())
 

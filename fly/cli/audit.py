@@ -148,7 +148,8 @@ def _reference(model: str, running: dict[str, Any]) -> Iterator[str]:
 def _progress() -> Iterator[Any]:
     """Show a bar of the checks that are done, and the one that runs."""
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=errors, transient=True) as bar:
+    hidden = not errors.is_interactive  # where rich prints an empty line in place of the bar
+    with Progress(*columns, console=errors, transient=True, disable=hidden) as bar:
         task = bar.add_task("connecting", total=None)
         yield lambda what, done, total: bar.update(task, description=escape(what), completed=done, total=total)
 
