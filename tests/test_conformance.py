@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -318,6 +319,15 @@ def test_rules_that_start_at_a_marker_are_tried_on_texts_that_hold_it(condition:
     with pytest.raises(ConformanceError, match="declared lossless, but"):
         check_guarantee(Starting(condition))
     assert "NEVER OPENS" not in check_gates(Starting(condition))
+
+
+def test_the_guarantee_tells_temperature_0_from_sums_above_it() -> None:
+    cold = r"not lossless, as declared \(heuristic\): at temperature 0 (draft \[.*\] emits|no draft of up to 11 tokens)"
+    for rule, warm in (
+        (FLy(), r"no draft of up to 3 tokens moved the distribution of a block \(longer drafts may\)"),
+        (LossySampling(5.0), r"drafts of up to 3 tokens move .* by up to 0\.\d+ in total .*more\), K=\d, .* emits .*"),
+    ):
+        assert re.fullmatch(f"{cold}.*; above temperature 0 {warm}", check_guarantee(rule))
 
 
 def test_the_texts_that_a_rule_looks_for() -> None:

@@ -37,22 +37,30 @@ def check_guarantee(policy: AcceptancePolicy) -> str:
     """The policy is lossless or bounded as it declares. For a heuristic policy, the report says how far it moves the
     distribution of the text."""
     guarantee, bound = policy.guarantee, policy.bound
-    worst, where = 0.0, ""
+    warm = cold = _Divergence(0.0, 0.0, None, "")  # the largest above temperature 0, and at temperature 0
     for divergence in _chains(policy):
         if guarantee is Guarantee.LOSSLESS and divergence.gap > TOLERANCE:
             raise ConformanceError("; ".join([f"declared lossless, but {divergence.story}", *_suspicions(policy)]))
         if bound is not None and divergence.first is not None:
             distance = divergence.first[0 if bound.measure == "kl" else 1]
             require(distance <= bound.value + 1e-4, f"declared {bound}, found {distance:.5f}: {divergence.story}")
-        if divergence.total > worst:
-            worst, where = divergence.total, divergence.story
+        if divergence.first is None:
+            cold = max(cold, divergence, key=lambda each: each.total)
+        else:
+            warm = max(warm, divergence, key=lambda each: each.total)
     require(guarantee is not Guarantee.BOUNDED or bound is not None, "declared bounded, but names no bound")
     if guarantee is Guarantee.LOSSLESS:
-        return f"lossless: exact sum over all drafts, K = 1, 2, 3 (largest gap {worst:.1e})"
-    if worst <= TOLERANCE:
+        return f"lossless: exact sum over all drafts, K = 1, 2, 3 (largest gap {max(warm.total, cold.total):.1e})"
+    if warm.total <= TOLERANCE and not cold.total:
         return f"declared {guarantee.value}; no draft of up to 3 tokens (11 at temperature 0) moved the distribution"
-    moved = f"moves the distribution of a block by up to {worst:.3f} in total variation: {where}"
-    return f"not lossless, as declared ({guarantee.value}): {moved}"
+    moved = "no draft of up to 3 tokens moved the distribution of a block (longer drafts may)"
+    if warm.total > TOLERANCE:
+        moved = (
+            "drafts of up to 3 tokens move the distribution of a block by up to "
+            f"{warm.total:.3f} in total variation (longer drafts may move it more), {warm.story}"
+        )
+    changed = cold.story or "at temperature 0 no draft of up to 11 tokens changed the text"
+    return f"not lossless, as declared ({guarantee.value}): {changed}; above temperature 0 {moved}"
 
 
 def check_tokens_judged_alone(policy: AcceptancePolicy) -> str:
