@@ -398,6 +398,7 @@ class Outside(HTMLParser):
 
 def test_the_page_holds_all_it_needs(found: Report) -> None:
     page = as_html(found, "<runs>")
+    assert f"kernels {found.environments[0]['kernels']}; draft ngram; fly " in page
     parser = Outside()
     parser.feed(page)
     assert parser.fetched == [] and parser.open == [] and "&lt;runs&gt;" in page
@@ -444,6 +445,9 @@ def test_a_report_says_what_would_mislead(tmp_path: Path) -> None:
             "†" in note and "'over exact' includes" in note for note in _notes(tmp_path, [table], Records({}, {}, {}))
         ) == bool(others)
     assert "cut" in columns(table)["Answers"] and "no entropy gate" in legend([table])
+    (facts,) = found.environments
+    drafts = "".join(f"; draft {name}, kernels {facts['kernels']} in float32" for name in fields["drafts"])
+    assert f"kernels {facts['kernels']}{drafts}; fly " in as_html(found, "runs")
 
 
 def test_a_column_without_a_value_is_left_out_and_one_with_a_value_is_explained(found: Report) -> None:

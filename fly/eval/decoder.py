@@ -197,6 +197,7 @@ def _record(turn: Turn, done: Completion, llm: LLM) -> dict[str, Any]:
         "policy": str(output.policy),
         "guarantee": output.guarantee.value,
         "reach": _reach(llm, turn.way),
+        "drafting": llm.computed[1:] if turn.way.k else [],  # kernels and dtype of each model that drafts
         "judged": seconds.pop("judged"),
         "seconds": seconds,
         "row_seed": turn.row_seed,

@@ -180,9 +180,21 @@ def report(folders: Sequence[Path], by_group: bool = False, cases: int = 6) -> R
         facts = yaml.safe_load((folder / "plan.yaml").read_text(encoding="utf-8"))["tasks"]
         made = _tables(str(folder), plan, facts, records, by_group, cases)
         tables += made
-        environments += records.environments.values()
+        environments += [
+            {**each, "drafts": _drafts(plan, records, name)} for name, each in records.environments.items()
+        ]
         notes += _notes(folder, made, records)
     return Report(tables, environments, notes)
+
+
+def _drafts(plan: Plan, records: Records, environment: str) -> dict[str, str]:
+    """The drafts of an environment, each with the kernels of its models ("" for none, and in records of old runs)."""
+    drafts = {way.label: way.draft for way in plan.ways if way.k}
+    return {
+        drafts[key.way]: " + ".join(f"{kernels} in {dtype}" for kernels, dtype in record.get("drafting", ()))
+        for key, record in records.completions.items()
+        if key.way in drafts and record["environment"] == environment
+    }
 
 
 def _tables(run: str, plan: Plan, tasks: dict[str, Any], records: Records, by_group: bool, cases: int) -> list[Table]:
