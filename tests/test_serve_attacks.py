@@ -465,8 +465,7 @@ def test_every_request_has_a_line_in_the_access_log(caplog: pytest.LogCaptureFix
             http.get("/v1/models?secret=1", headers={"authorization": "Bearer wrong"}).headers["x-request-id"],
             http.get("/v1/%0aGET%20/fake", headers=known).headers["x-request-id"],
         ]
-    # A line is written once the answer has gone out, so the last one stands for sure when the server has ended.
-    lines = [record.getMessage() for record in caplog.records if record.name == "fly.serve.guard"]
+    lines = [each.getMessage() for each in caplog.records if each.name == "fly.serve.guard"]  # all, as the server ended
     assert len(lines) == 3 and all(f"id {name}" in line for name, line in zip(ids, lines))
     assert [
         f'{method}" {status}' in line for line, method, status in zip(lines, ["models"] * 2 + ["fake"], (200, 401, 404))

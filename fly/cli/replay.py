@@ -16,9 +16,9 @@ from fly.cli.options import Json, Rules, option, output, takes
 from fly.cli.run import alone, rules_of
 from fly.cli.show import console, narrow, note, ratio, table, warn, write_json
 from fly.eval.beside import Beside, beside
+from fly.eval.costs import Costs
 from fly.eval.plots import save_lines
 from fly.eval.replay import Blocks, Replay, Unknown, load_blocks
-from fly.eval.report import Costs
 from fly.eval.statistics import Estimate
 from fly.policies import AcceptancePolicy
 

@@ -32,11 +32,11 @@ from torch import Tensor
 
 from fly.bundled import resolve_checkpoint
 from fly.drafts.ngram import Index, NGramDraft, lookup_forwards
+from fly.eval.costs import Costs, measured_costs, neutral_speed
 from fly.eval.known import Known, Unknown
 from fly.eval.plan import AUTOREGRESSIVE, Plan
 from fly.eval.recording import Outputs, Recording
 from fly.eval.records import read_records
-from fly.eval.report import Costs, measured_costs, neutral_speed
 from fly.eval.statistics import Estimate, bootstrap_ratio
 from fly.models.tokenizer import Tokenizer
 from fly.ops import Stream, uniforms

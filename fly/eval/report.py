@@ -15,51 +15,15 @@ from typing import Any
 
 import yaml
 
+from fly.eval.costs import Costs, measured_costs, neutral_speed
 from fly.eval.plan import AUTOREGRESSIVE, Plan
 from fly.eval.records import Key, Records, read_records
 from fly.eval.scorers import UNREAD
 from fly.eval.statistics import Estimate, bootstrap_ratio, sign_test, wilson
 
-__all__ = ["Case", "Costs", "Report", "Row", "Table", "measured_costs", "neutral_speed", "report"]
+__all__ = ["Case", "Report", "Row", "Table", "report"]
 
 Record = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What speculation costs with one draft at one length: ``c`` is the time to draft a token, and ``v`` the time of a
-    verification. Both are relative to the target's forward pass of one token."""
-
-    c: float
-    v: float
-
-
-def measured_costs(speculative: Sequence[Record], autoregressive: Sequence[Record]) -> Costs | None:
-    """Compute the costs from the records of exact speculation and of autoregressive decoding; None if either of them
-    decoded nothing."""
-
-    def total(records: Sequence[Record], name: str) -> float:
-        return sum(record[name] if name in record else record["seconds"][name] for record in records)
-
-    rounds, drafted = total(speculative, "rounds"), total(speculative, "drafted")
-    forwards = total(autoregressive, "rounds")
-    base = total(autoregressive, "target") / max(forwards, 1)  # seconds of a forward pass of one token
-    if not (rounds and drafted and base):
-        return None
-    return Costs(total(speculative, "draft") / drafted / base, total(speculative, "target") / rounds / base)
-
-
-def neutral_speed(tau: float, drafted: float, costs: Costs) -> float:
-    """The speed, relative to autoregressive decoding, that a rule would have if decisions took no time:
-
-        S = τ / (K̄·c + v)
-
-    τ is the number of tokens per round, and K̄ the number of drafted tokens per round (``drafted``). Exact speculation
-    in the same run, with the same draft and length, measures c and v. S separates a rule from its implementation: the
-    measured speed is lower, because it includes the time of decisions, of prompts, and of all else that a round does
-    besides running the models. Source: Leviathan et al. 2023, theorem 3.8, where v is 1.
-    """
-    return tau / (drafted * costs.c + costs.v)
 
 
 @dataclass
