@@ -259,6 +259,10 @@ def test_a_rule_whose_code_has_changed_needs_a_new_folder(tmp_path: Path, monkey
         check_folder(plan, run)
 
 
+def test_a_colon_in_the_path_of_a_draft_names_no_code() -> None:
+    assert Plan.of({"drafts": 'model("/data/nowhere_at_all:b/c")'}).code == {}
+
+
 def test_a_label_has_the_parameters_of_its_rule() -> None:
     assert Plan.of({"policies": "fly(theta=0.9)"}).ways[-1].label == "fly(theta=0.9) k15"
 

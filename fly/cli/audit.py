@@ -109,8 +109,8 @@ def _read(path: Path) -> list[str]:
 
 @contextmanager
 def _reference(model: str, running: dict[str, Any]) -> Iterator[str]:
-    """Run a server of our own, without a draft, while this context lasts. Yields its address. Raises ``Unreachable``,
-    with the cause, if it does not start or has ended before this context does."""
+    """Serve the model without a draft until the context ends, and yield the server's address. Raises ``Unreachable``,
+    with the cause, if the server does not start or ends before the context does."""
     from fly.audit import Unreachable
     from fly.llm import LLM
     from fly.serve import Server, Service, Settings

@@ -140,7 +140,7 @@ def typed_in(context: typer.Context, name: str) -> bool:
 
 
 def refuse_idle(context: typer.Context, names: Collection[str], when: str) -> None:
-    """Raise ``ValueError`` if one of these options stands on the command line, where it does nothing."""
+    """Raise ``ValueError`` if the command line has one of these options, which does nothing ``when`` it says."""
     for option in context.command.params:
         if option.name in names and typed_in(context, option.name):
             raise ValueError(f"{option.opts[0]} does nothing {when}")

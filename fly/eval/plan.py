@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import product
@@ -200,11 +201,15 @@ class Plan(BaseModel):
 
     @property
     def code(self) -> dict[str, str]:
-        """A digest of each module that ``module:Class`` of a rule or a draft names."""
+        """The modules that rules and drafts name as ``module:Class``, each with a digest of its file."""
         texts = [*self.policies, *self.drafts, *(part for each in self.settings for part in (each.policy, each.draft))]
         names = {found[0].partition(":")[0] for text in texts if text for found in CLASS_PATH.finditer(text)}
-        files = {name: inspect.getsourcefile(import_module(name)) for name in sorted(names)}
-        return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for name, file in files.items() if file}
+        digests = {}
+        for name in sorted(names):
+            with suppress(ImportError):  # the path of a checkpoint may contain a colon, too
+                if file := inspect.getsourcefile(import_module(name)):
+                    digests[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+        return digests
 
     @property
     def ways(self) -> list[Way]:

@@ -28,8 +28,8 @@ _BUNDLED = files("fly.eval") / "tasks"
 
 
 class Generated(BaseModel):
-    """The first ``count`` bundled problems (None: all) of a split and a kind (``fly.bundled.tasks.problems``). ``seed``
-    must be 0, since problems of other seeds are not bundled."""
+    """Bundled problems of one split and one kind (``fly.bundled.tasks.problems``): the first ``count``, or all (None).
+    ``seed`` must be 0, since problems of other seeds are not bundled."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
