@@ -105,11 +105,11 @@ class LLM(Calls):
         prefix_reuse: whether requests that begin with the same tokens share their cache pages.
         kernels: what computes a model on the CPU: ``"auto"`` (compiled code if there is any for this processor and
             dtype), ``"torch"``, or one of ``fly.backends.cpu.available()``. ``"int8"`` rounds the weights to 8 bits,
-            ``"w8a8"`` the activations too, ``"w4a8"`` has weights of 4 bits in all layers, and ``"w4"`` in the head
-            too. ``"stored"`` computes with the blocks of a GGUF file as they are, and ``"auto"`` does so for such a
-            file (``fly.backends.cpu.chosen``). A loaded model keeps its kernels (``fly.backends.executor_of`` gives it
-            others). On other devices torchao rounds the weights for ``"int8"``, layer by layer as they are loaded
-            (``fly.backends.int8``). On CUDA ``"int4"`` rounds the layers' weights to 4 bits
+            ``"w8a8"`` the activations too, ``"w4a8"`` has weights of 4 bits in all layers, and ``"w4"``, for drafts, in
+            the head too. ``"stored"`` computes with the blocks of a GGUF file as they are, and ``"auto"`` does so for
+            such a file (``fly.backends.cpu.chosen``). A loaded model keeps its kernels (``fly.backends.executor_of``
+            gives it others). On other devices torchao rounds the weights for ``"int8"``, layer by layer as they are
+            loaded (``fly.backends.int8``). On CUDA ``"int4"`` rounds the layers' weights to 4 bits
             (``fly.backends.cuda.int4``).
         exits: a directory of early exits for this target (``fly train-exit``): in each forward the target stops after
             the layer at which its next token is settled (SpecEE, arXiv 2504.08850). This runs on PyTorch's kernels. The
@@ -255,6 +255,11 @@ class LLM(Calls):
         if max_context is not None and max_context != executor.config.max_position_embeddings:
             has = executor.config.max_position_embeddings
             raise ValueError(f"max_context {max_context}: this model is loaded already, with a context of {has}")
+        if executor.kernels.endswith("-w4"):
+            raise ValueError(
+                f"kernels {executor.kernels!r} are for drafts, as they give logits to likely tokens only (from "
+                "16,384 tokens on); a target takes 'w4a8'"
+            )
         if self.tokenizer is not None:
             self.tokenizer.check_fits(executor.config.vocab_size)
         return executor

@@ -48,8 +48,8 @@ def target_of(draft: str) -> str:
 
 @cache
 def loaded(model: str, kernels: str) -> LLM:
-    """The model alone, decoding token by token."""
-    return LLM(model, None, kernels=kernels, cache_tokens=2048)
+    """The model alone, decoding token by token. (``w4`` is for drafts.)"""
+    return LLM(model, None, kernels=f"{kernels}a8" if kernels.endswith("w4") else kernels, cache_tokens=2048)
 
 
 @st.composite

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fly import SamplingParams
 from fly.backends import executor_of
-from fly.backends.cpu import CpuExecutor, available, library, why_not
+from fly.backends.cpu import CpuExecutor, available, library, packed, why_not
 from fly.backends.cpu.blocks import KINDS, eight_bits
 from fly.backends.cpu.head import CpuHead
 from fly.backends.cpu.host import Blocks, lay_rules
@@ -50,6 +50,9 @@ def packing() -> None:
     PackedLlama(family, VARIANTS[0]).embedding()
     blocked = PackedLlama(family, f"{VARIANTS[0]}-w4a8")
     load().fly_set_embedding(blocked.handle, KINDS["Q8_0"], eight_bits(family.embed_tokens.weight))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(packed, "_SKETCHED", 1)
+        PackedLlama(family, f"{VARIANTS[0]}-w4")
     CpuHead(test_eagle.make_head(12), VARIANTS[0]).packed  # noqa: B018
 
 

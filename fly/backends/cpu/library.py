@@ -24,7 +24,7 @@ __all__ = [
     "spans", "split", "unusable", "usual", "why_not",
 ]  # fmt: skip
 
-_ABI = 35  # the number in src/library.cpp; a library with another number is refused
+_ABI = 36  # the number in src/library.cpp; a library with another number is refused
 _VARIABLE = "FLY_KERNELS"
 _LACKS = "this processor lacks some of its instructions"  # src/fly.h: LACKS
 TORCH = "torch"
@@ -240,6 +240,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "fly_set_layer": (c_int, [c_void_p, c_int, Span, c_int, c_int]),
     "fly_set_matrix": (c_int, [c_void_p, c_int, c_int] + [Span] * 3),
     "fly_set_stored": (c_int, [c_void_p, c_int, c_int] + [Span] * 2),
+    "fly_sketch": (c_int, [c_void_p, Span]),
     "fly_set_embedding": (c_int, [c_void_p, c_int, Span]),
     "fly_round": (c_int, [c_int, c_int, Span, c_int, c_int, Span]),
     "fly_weight_bytes": (c_int64, [c_void_p]),
@@ -393,7 +394,7 @@ def chosen(kernels: str = "auto") -> str:
     - ``-int8``: weights of 8 bits;
     - ``-w8a8``: activations of 8 bits too;
     - ``-w4a8``: weights of 4 bits in groups of 32; the head's weights have 8 bits;
-    - ``-w4``: the head's weights have 4 bits too, for drafts;
+    - ``-w4``: the head's weights have 4 bits too; for drafts, as a large head has logits for likely tokens only;
     - ``-stored``: weights as a GGUF file stores them.
 
     Raises ``ValueError``, which lists the choices, if the kernels are unknown or not available here.

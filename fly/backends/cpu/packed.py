@@ -41,6 +41,7 @@ _NARROW = {"int8": 2, "w8a8": 3, "w4a8": 4, "w4": 4, "stored": 4}
 _FLOATS = [torch.float32, torch.bfloat16]
 _WIDEST_HEAD = 1024
 _GATE_UP, _HEAD = 2, 4  # numbers of matrices (src/models.cpp: fly_set_matrix)
+_SKETCHED = 1 << 14  # from so many tokens on, a head in four bits has a sketch: four times what is computed of the head
 _STRIP = 16  # rows that are packed together, and so must have the same kind of blocks
 _PACKERS = 4  # at most so many threads pack, because each holds a layer's weights in memory
 
@@ -248,7 +249,10 @@ class PackedLlama:
             handed = [CStored(kind, len(blocks)) for kind, blocks in parts]
             for part, (_, blocks) in zip(handed, parts):
                 part.hand(data=blocks)
-            self.library.fly_set_stored(self.handle, layer, which, (CStored * len(handed))(*handed), bias_N)
+            rows = (CStored * len(handed))(*handed)
+            self.library.fly_set_stored(self.handle, layer, which, rows, bias_N)
+            if which == _HEAD and self._narrow == "w4" and len(linear.weight) >= _SKETCHED:
+                self.library.fly_sketch(self.handle, rows)
 
     def _blocks_of(self, module: nn.Linear | nn.Embedding, halves: bool = False) -> list[tuple[int, Tensor]] | None:
         """Return the stored tensors that make up a matrix, each as the number of its kind and its blocks, uint8 [rows,

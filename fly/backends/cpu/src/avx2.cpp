@@ -189,6 +189,28 @@ struct Dots<4> {
     static ALWAYS_INLINE Vec total(__m256i acc) { return _mm256_cvtepi32_ps(_mm256_madd_epi16(acc, _mm256_set1_epi16(1))); }
 };
 
+// Sums of signed inputs for 64 outputs (fly.h: Sketch), plus SIGNED for each byte of ``bits``. ``tables`` have the sums of
+// each byte's lower four inputs and of its upper four, which four bits choose among.
+NOINLINE void signed_sums(const uint8_t* bits, const uint8_t* tables, int eighths, uint16_t* sums) {
+    const __m256i four = _mm256_set1_epi8(15), lower = _mm256_set1_epi16(255);
+    __m256i even[2] = {}, odd[2] = {};
+    for (int i = 0; i < eighths; i++, bits += 64, tables += 32) {
+        const auto table = [&](int at) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)(tables + at))); };
+        UNROLL for (int half = 0; half < 2; half++) {
+            const __m256i both = _mm256_loadu_si256((const __m256i*)(bits + 32 * half));
+            const __m256i sum =
+                _mm256_add_epi8(_mm256_shuffle_epi8(table(0), _mm256_and_si256(both, four)),
+                                _mm256_shuffle_epi8(table(16), _mm256_and_si256(_mm256_srli_epi16(both, 4), four)));
+            even[half] = _mm256_add_epi16(even[half], _mm256_and_si256(sum, lower));
+            odd[half] = _mm256_add_epi16(odd[half], _mm256_srli_epi16(sum, 8));
+        }
+    }
+    UNROLL for (int half = 0; half < 2; half++) {
+        _mm256_storeu_si256((__m256i*)(sums + 16 * half), even[half]);
+        _mm256_storeu_si256((__m256i*)(sums + 32 + 16 * half), odd[half]);
+    }
+}
+
 // Matrices in groups. The number of rows at once: 16 registers hold, for each row, two total sums and one of a group.
 struct Grouped {
     typedef uint8_t Weight;

@@ -122,6 +122,22 @@ struct Dots<4> : DotsOf8 {
     }
 };
 
+// Sums of signed inputs for 64 outputs (fly.h: Sketch), plus SIGNED for each byte of ``bits``. ``tables`` have the sums of
+// each byte's lower four inputs and of its upper four, which four bits choose among.
+NOINLINE void signed_sums(const uint8_t* bits, const uint8_t* tables, int eighths, uint16_t* sums) {
+    const __m512i four = _mm512_set1_epi8(15), lower = _mm512_set1_epi16(255);
+    __m512i even = _mm512_setzero_si512(), odd = even;
+    for (int i = 0; i < eighths; i++, bits += 64, tables += 32) {
+        const auto table = [&](int at) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)(tables + at))); };
+        const __m512i both = _mm512_loadu_si512(bits);
+        const __m512i sum = _mm512_add_epi8(_mm512_shuffle_epi8(table(0), _mm512_and_si512(both, four)),
+                                            _mm512_shuffle_epi8(table(16), _mm512_and_si512(_mm512_srli_epi16(both, 4), four)));
+        even = _mm512_add_epi16(even, _mm512_and_si512(sum, lower));
+        odd = _mm512_add_epi16(odd, _mm512_srli_epi16(sum, 8));
+    }
+    _mm512_storeu_si512(sums, even), _mm512_storeu_si512(sums + 32, odd);
+}
+
 // Matrices in groups. The number of rows at once: 32 registers hold two sums of each row, for the group and in total.
 struct Grouped {
     typedef uint8_t Weight;

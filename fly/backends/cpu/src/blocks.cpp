@@ -257,6 +257,50 @@ EXPORT int fly_set_stored(Model* model, int number, int which, Span<const Stored
     return OK;
 }
 
+// Gives a model of GROUPED weights a sketch of its head (fly.h: Sketch), whose rows are ``parts`` as in ``fly_set_stored``. Must be
+// called before the model's first call.
+EXPORT int fly_sketch(Model* model, Span<const Stored> parts) {
+    const int vocab = model->shape.vocab, width = model->shape.width;
+    int64_t rows = 0;
+    for (const Stored& part : parts) {
+        const Kind* kind = kind_of(part.kind);
+        if (const int error = (kind ? OK : refuse(REFUSED, "a kind of blocks", part.kind, KINDS[0].number, LAST_KIND)) ?:
+                              within("rows of a part", part.rows, 1, MOST) ?:
+                              holds("a part of a matrix", part.data, part.rows, row_bytes(*kind, width)))
+            return error;
+        rows += part.rows;
+    }
+    if (const int error = within("weights of this model", model->shape.weights, GROUPED, GROUPED) ?:
+                          within("rows of all parts", rows, vocab, vocab))
+        return error;
+    Sketch made = {nullptr, nullptr, padded(vocab, SKETCHED) / SKETCHED, padded(width, 8) / 8};
+    const long block = (long)made.eighths * SKETCHED;
+    made.bits = (uint8_t*)allocate(made.blocks * block);
+    made.scale = (float*)allocate(made.blocks * (int64_t)SKETCHED * (int64_t)sizeof(float));
+    float* weight = (float*)allocate(width * (int64_t)sizeof(float));
+    if (!made.bits || !made.scale || !weight) {
+        free(made.bits), free(made.scale), free(weight);
+        return refuse(NO_MEMORY, "a sketch", 0, made.blocks * block);
+    }
+    int64_t row = 0;
+    for (const Stored& part : parts)
+        for (int at = 0; at < part.rows; at++, row++) {
+            read_row(part.kind, part.data + at * row_bytes(*kind_of(part.kind), width), width, weight);
+            const int lane = (int)(row % SKETCHED), place = lane < SKETCHED / 2 ? 2 * lane : 2 * lane - SKETCHED + 1;
+            uint8_t* bits = made.bits + row / SKETCHED * block + place;
+            float size = 0;
+            for (int i = 0; i < width; i++) {
+                size += __builtin_fabsf(weight[i]);
+                bits[i / 8 * SKETCHED] |= (uint8_t)((weight[i] > 0) << i % 8);
+            }
+            made.scale[row] = size / width;
+        }
+    free(weight);
+    free(model->sketch.bits), free(model->sketch.scale);
+    model->sketch = made;
+    return OK;
+}
+
 // Sets the embedding [V, C] in blocks of a kind, instead of plain numbers. Its memory must outlive the model.
 EXPORT int fly_set_embedding(Model* model, int number, Span<const char> blocks) {
     const Kind* kind = kind_of(number);

@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "layers.h"
 #include "sampling.h"
+#include "logits.h"
 #include "lookup.h"
 #include "drafting.h"
 

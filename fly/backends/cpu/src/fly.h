@@ -65,6 +65,8 @@ struct Strip {
 };
 constexpr int STRIP = PANEL / 2, SUPER = 256, GROUP = 32;  // GROUP: inputs that share a scale, in a matrix and in activations
 
+static inline int padded(int n, int to = PANEL) { return (n + to - 1) / to * to; }
+
 static inline int groups_of(Format format, int inputs) { return (inputs + format.group - 1) / format.group; }
 
 // Bytes of the head of a superblock with ``groups`` groups.
@@ -83,6 +85,19 @@ struct Matrix {
     int32_t* offset;  // [panels · 32], W8A8: 128 · the sum of an output's data
     Strip* strips;    // [2 · panels], GROUPED; they lie in ``data`` one after another, ``panel_bytes`` on average
 };
+
+// A head in one bit a weight (logits.h: project_likely), for 64 outputs at once. Of the bytes of eight inputs, byte 2·i is
+// that of output i, and byte 2·i + 1 that of output 32 + i. A bit is 1 if the weight is above 0; inputs beyond the last are 0.
+struct Sketch {
+    uint8_t* bits;  // [V / 64, C / 8, 64]; null: the model has none
+    float* scale;   // [V padded to 64] the mean size of an output's weights; 0: padding
+    int blocks, eighths;
+};
+constexpr int SKETCHED = 64;     // outputs of a block of a sketch
+constexpr int LIKELY = 256;      // strips of a head with a sketch that are computed for a row, at least
+constexpr int LIKELY_ROWS = 16;  // rows that are sketched at once
+
+static inline int strips_of(const Sketch& sketch) { return padded(sketch.blocks * (SKETCHED / STRIP)); }  // with room for vectors
 
 // Norms of a layer: before attention and feed-forward, after each (or null), of queries and of keys (or null). FEATURE
 // is a draft head's norm of its feature, since its attention takes an embedding and a feature.
@@ -150,6 +165,10 @@ struct Workspace {
     void* last;       // [rows, C] hidden states before the logits of a drafter's step
     float* logits;    // [rows, V]
     float* spread;    // [2, V padded] for one row's distribution
+    uint8_t* tables;  // a head with a sketch: [LIKELY_ROWS, eighths, 2, 16] sums of four inputs, for each choice of signs
+    float* peaks;     // [LIKELY_ROWS, strips] the largest sketched logit of each strip
+    int32_t* likely;  // [LIKELY_ROWS, strips] the numbers of the strips whose logits are computed
+    int32_t* likely_count;  // [LIKELY_ROWS]
     float* carried;   // [rows, C] draft heads: the features of a step's last tokens
     int longest;      // how many stored tokens of a row the scratch buffers are for
     Block scratch[MAX_THREADS];  // one for each thread
@@ -163,6 +182,7 @@ struct Model {
     Layer* layers;
     float* norm;
     Matrix head;
+    Sketch sketch;           // of the head
     Matrix fuse;             // draft heads: from hidden states of the target to a feature
     const int64_t* target;   // draft heads: the target's id of each output; memory of the owner
     Span<const char> embedding;  // [V, C] memory of the owner; null: the embedding is tied to the head's panels
@@ -291,7 +311,6 @@ const char* why_no_tiles();
 // Reads a row of blocks of a known ``kind`` (blocks.cpp).
 void read_row(int kind, const char* blocks, int width, float* to);
 
-static inline int padded(int n, int to = PANEL) { return (n + to - 1) / to * to; }
 template <class T>
 static ALWAYS_INLINE T least_of(T a, T b) { return a < b ? a : b; }
 template <class T>

@@ -61,11 +61,10 @@ inline const typename Wt::Act* normalised(Call* call, const float* weight, int t
     return normed;
 }
 
-// Multiplies rows of activations with a matrix. For WHOLE weights, rows are rounded to 8 bits first. If they are few,
-// each thread rounds all of them; else each takes its part.
-template <class Wt, class Finish>
-inline void product(Call* call, int thread, const Scratch& s, const typename Wt::Act* a, long lda, int rows,
-                    const Matrix& matrix, const Matrix& next, Finish finish) {
+// Rows of ``k`` activations as products take them. For WHOLE weights, rows are rounded to 8 bits. If they are few, each
+// thread rounds all of them; else each takes its part.
+template <class Wt>
+inline Inputs<Wt> inputs_of(Call* call, int thread, const Scratch& s, const typename Wt::Act* a, long lda, int rows, int k) {
     if constexpr (WHOLE<Wt>) {
         const Workspace& work = call->model->work;
         const bool own = rows <= OWN_NORMS;
@@ -74,15 +73,22 @@ inline void product(Call* call, int thread, const Scratch& s, const typename Wt:
         const Range mine = own ? Range{0, rows} : part(rows, thread, call->threads);
         for (int t = mine.from; t < mine.to; t++) {
             if constexpr (Wt::TYPE == GROUPED)
-                narrowed(a + t * lda, matrix.k, GroupedRow((int8_t*)x.a + t * x.lda, x.steps + t * x.lds, matrix.k));
+                narrowed(a + t * lda, k, GroupedRow((int8_t*)x.a + t * x.lda, x.steps + t * x.lds, k));
             else
-                x.steps[t] = narrowed(a + t * lda, matrix.k, x.a + t * x.lda);
+                x.steps[t] = narrowed(a + t * lda, k, x.a + t * x.lda);
         }
         if (!own) wait(call);
-        product(call, thread, x, matrix, next, finish);
+        return x;
     } else {
-        product(call, thread, Inputs<Wt>{(typename Wt::In*)a, lda, rows, nullptr, 0}, matrix, next, finish);
+        return {(typename Wt::In*)a, lda, rows, nullptr, 0};
     }
+}
+
+// Multiplies rows of activations with a matrix.
+template <class Wt, class Finish>
+inline void product(Call* call, int thread, const Scratch& s, const typename Wt::Act* a, long lda, int rows,
+                    const Matrix& matrix, const Matrix& next, Finish finish) {
+    product(call, thread, inputs_of<Wt>(call, thread, s, a, lda, rows, matrix.k), matrix, next, finish);
 }
 
 // Sums the values of the tile's tokens over the processes that share the model, while all threads wait.
@@ -212,25 +218,6 @@ void decode(Call* call, int thread, const Scratch& s) {
         add_parts(layer.norm[MLP_OUT]);
     }
     show(shape.layers);
-}
-
-// Logits of rows of normalised hidden states.
-template <class Wt>
-void project(Call* call, const typename Wt::Act* a, int rows, float* logits, int thread) {
-    const Model* model = call->model;
-    const Matrix& head = model->head;
-    const int vocab = model->shape.vocab;
-    const long ldx = padded(model->shape.width);
-    const Scratch s = scratch_of(model, thread);
-    for (int from = 0; from < rows; from += MAX_TILE) {  // there is room for rounding so many rows at once
-        if (from) wait(call);
-        const int some = least_of(rows - from, MAX_TILE);
-        const bool drafts = from + some == rows && call->job != LOGITS;  // the next product may be that of a drafted token
-        const Matrix& next = drafts ? model->layers[0].qkv : head;
-        product<Wt>(call, thread, s, a + from * ldx, ldx, some, head, next, [&](int row, int panel, const float* sums) {
-            memcpy(logits + (long)(from + row) * vocab + panel * PANEL, sums, least_of(vocab - panel * PANEL, PANEL) * 4L);
-        });
-    }
 }
 
 // Writes final hidden states of the tile's tokens: for the caller those of all tokens, for a draft (into ``last``)

@@ -135,6 +135,11 @@ int fly::make_room(Model* model, int tokens, int last_rows, int longest, int thr
                 work.gated = from.take<char>(tile, padded(shape.intermediate), act);
                 work.narrow = from.take<uint8_t>(narrows(shape) ? tile : 0, padded(most_inputs(shape), 64));
                 work.steps = from.take<float>(tile, steps_of(shape));
+                const Sketch& sketch = model->sketch;
+                work.tables = from.take<uint8_t>(LIKELY_ROWS, sketch.eighths, 2, 16);
+                work.peaks = from.take<float>(LIKELY_ROWS, strips_of(sketch));
+                work.likely = from.take<int32_t>(LIKELY_ROWS, strips_of(sketch));
+                work.likely_count = from.take<int32_t>(LIKELY_ROWS);
             }))
             return error;
         work.tile = tile;
@@ -171,6 +176,7 @@ EXPORT void fly_free(Model* model) {
     }
     drop(model->head);
     drop(model->fuse);
+    free(model->sketch.bits), free(model->sketch.scale);
     for (const Block& scratch : model->work.scratch) free(scratch.memory);
     free(model->work.of_tile.memory), free(model->work.of_last.memory);
     free(model->layers), free(model->norm), free(model->cos), free(model->sin);
@@ -267,7 +273,8 @@ EXPORT int fly_set_matrix(Model* model, int number, int which, Span<const char> 
 
 // Bytes of a model's matrices, without their biases.
 EXPORT int64_t fly_weight_bytes(Model* model) {
-    int64_t bytes = model->head.panel_bytes * model->head.panels;
+    const Sketch& sketch = model->sketch;
+    int64_t bytes = model->head.panel_bytes * model->head.panels + (int64_t)sketch.blocks * sketch.eighths * SKETCHED;
     for (int i = 0; i < model->shape.layers; i++) {
         const Layer& layer = model->layers[i];
         for (const Matrix* matrix : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down})

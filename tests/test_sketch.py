@@ -1,0 +1,160 @@
+"""A draft's head with a sketch: which tokens get logits, what these are, and that drafts come from what they report.
+
+Shape legend: N places, V vocabulary, C hidden width, S strips of 16 tokens, K drafted tokens.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fly import LLM
+from fly.backends.cpu import packed
+from fly.backends.cpu.blocks import four_bits
+from fly.backends.cpu.executor import CpuExecutor
+from fly.backends.cpu.packed import PackedLlama
+from fly.cache import PagedKVCache
+from fly.models import LlamaConfig
+from fly.policies import Exact
+from fly.runtime.drafting import Batch, DraftSpec
+from fly.runtime.executor import Executor
+from fly.runtime.request import Sequence
+from fly.runtime.sampling import BatchSampling
+from fly.types import SamplingParams
+from tests.blocked import decoded
+from tests.kernels import VARIANTS, built, same_bits, stepwise
+from tests.toys import build_llama
+
+STRIP, LIKELY, FINE = 16, 256, 15  # src/fly.h, src/logits.h
+# Vocabulary and width: no multiples of what is sketched at once, and more inputs than a sum of 16 bits holds.
+SIZES = {
+    "narrow": (16_421, 72),
+    "wide": (5_003, 2_216),
+}
+pytestmark = built
+
+
+@cache
+def model_of(size: str, tied: bool) -> tuple[Tensor, dict[str, PackedLlama], dict[str, PackedLlama]]:
+    """The head's weights, and for each variant the model with a sketch and without."""
+    vocab, width = SIZES[size]
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=width, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=64, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = build_llama(config, 1)
+    with pytest.MonkeyPatch.context() as patched:
+        made = []
+        for least in (1, vocab + 1):
+            patched.setattr(packed, "_SKETCHED", least)
+            made.append({name: PackedLlama(model, f"{name}-w4") for name in VARIANTS})
+    return model.lm_head.weight.detach(), made[0], made[1]
+
+
+def sketched(weight_VC: Tensor, hidden_NC: Tensor) -> Tensor:
+    """The twin: inputs in whole steps, with the signs of the weights in four bits, times their mean size."""
+    head_VC = decoded(four_bits(weight_VC), "Q4_K", weight_VC.shape[1])
+    peak_N1 = hidden_NC.abs().amax(1, keepdim=True)
+    inverse_N1 = torch.where(peak_N1 > 0, torch.full_like(peak_N1, FINE) / peak_N1, 0)
+    signs_VC = torch.where(head_VC > 0, 1.0, -1.0)
+    return (hidden_NC * inverse_N1).round() @ signs_VC.T * head_VC.abs().mean(1)
+
+
+def strips(values_NV: Tensor) -> Tensor:
+    """The largest value of each strip, [N, S]."""
+    return pad(values_NV, (0, -values_NV.shape[1] % STRIP), value=-torch.inf).unflatten(1, (-1, STRIP)).amax(2)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("size", SIZES)
+@settings(max_examples=10)
+@given(count=st.integers(1, 40), seed=st.integers(0, 99), scale=st.sampled_from([0.0, 1e-3, 1.0, 50.0]))
+def test_likely_tokens_have_the_head_s_logits_and_others_none(
+    variant: str, size: str, tied: bool, count: int, seed: int, scale: float
+) -> None:
+    """Whole strips of 16 tokens, 256 of them or more where some are equal: those whose best token is likeliest by the
+    sketch. Their logits are those of the model without a sketch, to the last bit."""
+    weight_VC, with_sketch, without = model_of(size, tied)
+    ours, whole = with_sketch[variant], without[variant]
+    drawn_NC = torch.randn(count, weight_VC.shape[1], generator=torch.Generator().manual_seed(seed)) * scale
+    hidden_NC = drawn_NC.to(torch.bfloat16).float()  # AVX-512 rounds hidden states to bfloat16
+    logits_NV, whole_NV = ours.logits(hidden_NC), whole.logits(hidden_NC)
+    finite_NV = logits_NV.isfinite()
+    assert torch.equal(logits_NV[finite_NV], whole_NV[finite_NV])
+    chosen_NS = strips(finite_NV.float()) > 0
+    assert torch.equal(chosen_NS.repeat_interleave(STRIP, 1)[:, : logits_NV.shape[1]], finite_NV)
+    assert (chosen_NS.sum(1) >= min(LIKELY, chosen_NS.shape[1])).all()
+    peaks_NS = strips(sketched(weight_VC, hidden_NC))
+    slack = 1e-5 * peaks_NS.abs().amax()
+    for peaks_S, chosen_S in zip(peaks_NS, chosen_NS):
+        least = peaks_S.topk(LIKELY).values[-1]
+        assert peaks_S[chosen_S].min() >= least - slack
+        assert chosen_S[peaks_S > least + slack].all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(max_examples=10)
+@given(count=st.integers(2, 40), seed=st.integers(0, 99), threads=st.integers(1, 5))
+def test_a_row_alone_is_that_row_among_others(variant: str, count: int, seed: int, threads: int) -> None:
+    """On any number of threads."""
+    _, with_sketch, _ = model_of("narrow", True)
+    model = with_sketch[variant]
+    hidden_NC = torch.randn(count, SIZES["narrow"][1], generator=torch.Generator().manual_seed(seed))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = torch.cat([model.logits(row_1C) for row_1C in hidden_NC.split(1)])
+        torch.set_num_threads(threads)
+        assert same_bits(model.logits(hidden_NC), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(max_examples=15)
+@given(
+    tokens=st.lists(st.integers(0, SIZES["narrow"][0] - 1), min_size=1, max_size=12),
+    temperature=st.sampled_from([0.0, 0.7, 1.5]),
+    seed=st.integers(0, 2**32),
+    reach=st.sampled_from([0.0, 1e-4]),
+)
+def test_drafts_are_drawn_from_what_they_report(
+    variant: str, tokens: list[int], temperature: float, seed: int, reach: float
+) -> None:
+    """In one call and token by token alike; the reported distribution sums to 1 over the likely tokens."""
+    _, with_sketch, _ = model_of("narrow", False)
+    whole = CpuExecutor(with_sketch[variant])
+    params, spec = SamplingParams(temperature=temperature), DraftSpec(reach=(reach,))
+    drafted = []
+    for executor in (whole, stepwise(whole)):
+        row = Sequence(tokens, len(tokens), params, Exact(), seed, 6)
+        sampling = BatchSampling.of([params]) if temperature else None
+        drafted.append(executor.extend(_cached(executor, tokens), spec, [row], [5], sampling, [seed]))
+    ours, theirs = drafted
+    assert ours.tokens == theirs.tokens
+    if temperature:
+        assert ours.probs_BKV is not None and theirs.probs_BKV is not None
+        count = len(ours.tokens[0])
+        probs_KV = ours.probs_BKV[0, :count]
+        torch.testing.assert_close(probs_KV, theirs.probs_BKV[0, :count], atol=1e-5, rtol=0)
+        torch.testing.assert_close(probs_KV.sum(-1), torch.ones(count))
+        assert ((probs_KV > 0).sum(-1) <= 2 * STRIP * LIKELY).all()
+        assert (probs_KV.gather(1, torch.tensor(ours.tokens).T) > 0).all()
+
+
+def _cached(executor: Executor, tokens: list[int]) -> Batch:
+    cache = PagedKVCache.for_model(executor, 256, None)
+    cache.resize(1, len(tokens) + 6)
+    return Batch.of([tokens], cache.batch([1], [0], [len(tokens)]))
+
+
+def test_a_target_is_never_sketched() -> None:
+    with pytest.raises(ValueError, match=r"kernels '.*-w4' are for drafts.*a target takes 'w4a8'"):
+        LLM("fly-target", kernels="w4")
