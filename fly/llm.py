@@ -237,6 +237,7 @@ class LLM(Calls):
         max_context: int | None,
     ) -> Executor:
         """Load the target, with its tokenizer, end tokens and sampling defaults; or share those of another ``LLM``."""
+        _check_kernels(kernels)
         self.tokenizer: Tokenizer | None = None
         self.eos_ids: frozenset[int] = frozenset()
         self.default_params = SamplingParams(temperature=0.0)
@@ -255,11 +256,7 @@ class LLM(Calls):
         if max_context is not None and max_context != executor.config.max_position_embeddings:
             has = executor.config.max_position_embeddings
             raise ValueError(f"max_context {max_context}: this model is loaded already, with a context of {has}")
-        if executor.kernels.endswith("-w4"):
-            raise ValueError(
-                f"kernels {executor.kernels!r} are for drafts, as they give logits to likely tokens only (from "
-                "16,384 tokens on); a target takes 'w4a8'"
-            )
+        _check_kernels(executor.kernels)  # that of a loaded model, or of FLY_KERNELS
         if self.tokenizer is not None:
             self.tokenizer.check_fits(executor.config.vocab_size)
         return executor
@@ -470,6 +467,12 @@ def _part_loader(ranks: Ranks, whole_sums: bool) -> LoadExecutor:
     from fly.parallel import LLAMA, LLAMA_WHOLE_SUMS, load
 
     return partial(load, plan=LLAMA_WHOLE_SUMS if whole_sums else LLAMA, ranks=ranks)
+
+
+def _check_kernels(kernels: str) -> None:
+    """Refuse kernels that only a draft may have."""
+    if kernels.rpartition("-")[2] == "w4":
+        raise ValueError(f"kernels {kernels!r} are for drafts: likely tokens alone get logits; a target takes 'w4a8'")
 
 
 def _check_k(k: int) -> int:

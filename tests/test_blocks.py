@@ -253,7 +253,7 @@ def test_what_is_wrong_with_blocks_is_refused_by_name() -> None:
         made = [CStored(kind, rows) for kind, rows, _ in parts]
         for part, (_, _, memory) in zip(made, parts):
             part.hand(data=memory)
-        load().fly_set_stored(packed.handle, 0, 4, (CStored * len(made))(*made), bias)
+        load().fly_set_stored(packed.handle, 0, 4, (CStored * len(made))(*made), bias, False)
 
     hand((KINDS["Q8_0"], vocab, blocks))
     for parts, said in (
@@ -272,4 +272,4 @@ def test_what_is_wrong_with_blocks_is_refused_by_name() -> None:
         load().fly_set_embedding(packed.handle, 11, blocks)
     other = PackedLlama(random_llama(0), VARIANTS[0])
     with pytest.raises(ValueError, match="weights of this model is 0, not 4 to 4"):
-        load().fly_set_stored(other.handle, 0, 4, (CStored * 0)(), None)
+        load().fly_set_stored(other.handle, 0, 4, (CStored * 0)(), None, False)

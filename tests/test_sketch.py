@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fly import LLM
+from fly.backends import load
 from fly.backends.cpu import packed
 from fly.backends.cpu.blocks import four_bits
 from fly.backends.cpu.executor import CpuExecutor
@@ -35,7 +36,7 @@ STRIP, LIKELY, FINE = 16, 256, 15  # src/fly.h, src/logits.h
 # Vocabulary and width: no multiples of what is sketched at once, and more inputs than a sum of 16 bits holds.
 SIZES = {
     "narrow": (16_421, 72),
-    "wide": (5_003, 2_216),
+    "wide": (5_003, 2_220),
 }
 pytestmark = built
 
@@ -149,6 +150,24 @@ def test_drafts_are_drawn_from_what_they_report(
         assert (probs_KV.gather(1, torch.tensor(ours.tokens).T) > 0).all()
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_hidden_state_that_is_no_number_gives_no_token(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "_SKETCHED", 1)
+    config = LlamaConfig(
+        vocab_size=5_003, hidden_size=72, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=64,
+    )  # fmt: skip
+    model = build_llama(config, 1)
+    executor = CpuExecutor(PackedLlama(model, f"{variant}-w4"))
+    (token,) = executor.score(_cached(executor, [5, 6, 7]), [2]).argmax or [-1]
+    assert token >= 0
+    with torch.no_grad():
+        model.norm.weight[3] = torch.nan
+    executor = CpuExecutor(PackedLlama(model, f"{variant}-w4"))
+    (token,) = executor.score(_cached(executor, [5, 6, 7]), [2]).argmax or [0]
+    assert token < 0
+
+
 def _cached(executor: Executor, tokens: list[int]) -> Batch:
     cache = PagedKVCache.for_model(executor, 256, None)
     cache.resize(1, len(tokens) + 6)
@@ -156,5 +175,7 @@ def _cached(executor: Executor, tokens: list[int]) -> Batch:
 
 
 def test_a_target_is_never_sketched() -> None:
-    with pytest.raises(ValueError, match=r"kernels '.*-w4' are for drafts.*a target takes 'w4a8'"):
-        LLM("fly-target", kernels="w4")
+    loaded = load("fly-tiny", kernels="w4").executor
+    for model, kernels in (("fly-tiny", "w4"), (loaded, "auto")):
+        with pytest.raises(ValueError, match=r"kernels '.*w4' are for drafts.*a target takes 'w4a8'"):
+            LLM(model, device="cpu", kernels=kernels)

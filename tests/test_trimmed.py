@@ -131,6 +131,19 @@ def test_exact_speculation_stays_the_target_s_own_text(kernels: str) -> None:
     assert lengths[0] > lengths[2] > lengths[4] > 1
 
 
+@pytest.mark.parametrize("draft", ["model(fly-draft, vocabulary=40)", "ngram+model(fly-draft, vocabulary=40)"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_form_may_allow_none_of_the_kept_tokens(draft: str, temperature: float) -> None:
+    """The draft then proposes what the form forbids, and the target rejects it."""
+    alone = LLM("fly-target", max_context=512)
+    prompt = alone.chat_prompt(PROMPT)
+    params = SamplingParams(temperature=temperature, max_tokens=12, seed=3, structured={"regex": "[qxz]{3,20}"})
+    (found,) = LLM(alone, draft=draft).generate([prompt], params)
+    assert {*found.text} <= {*"qxz"} and len(found.text) >= 3
+    if temperature == 0:
+        assert found.token_ids == alone.generate([prompt], params)[0].token_ids
+
+
 def test_a_number_keeps_the_lowest_ids_and_a_file_its_own(tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     path.write_text(json.dumps([5, 3, 3]))

@@ -192,7 +192,13 @@ class SingleDraft(StopsByChance):
             going = [scratch[b] for b in active]
             # Propose and verify. A round emits at most one token more than its draft.
             below = self.draft.propose(going, [ends[b] - len(row.tokens) - 1 for b, row in zip(active, going)])
-            target, _ = self.runner.score(going, below)
+            target, raw_BKV = self.runner.score(going, below)
+            if target.logits_BKV is not raw_BKV:
+                # Where a row's form allows none of the tokens that this model has logits for, the form is left aside;
+                # the target will reject the draft.
+                lost_BK1 = target.logits_BKV.amax(-1, keepdim=True) == -torch.inf
+                if lost_BK1.any():
+                    target = self.runner.view(going, torch.where(lost_BK1, raw_BKV, target.logits_BKV))
             self.draft.observe(going, below, target)
             # Extend each row by the kept tokens. Stop at a token that ends the row, or that the model is not sure of.
             new = self._kept(going, target, below)

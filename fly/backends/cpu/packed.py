@@ -250,9 +250,14 @@ class PackedLlama:
             for part, (_, blocks) in zip(handed, parts):
                 part.hand(data=blocks)
             rows = (CStored * len(handed))(*handed)
-            self.library.fly_set_stored(self.handle, layer, which, rows, bias_N)
-            if which == _HEAD and self._narrow == "w4" and len(linear.weight) >= _SKETCHED:
-                self.library.fly_sketch(self.handle, rows)
+            self.library.fly_set_stored(
+                self.handle, layer, which, rows, bias_N, which == _HEAD and self._sketches(bias_N)
+            )
+
+    def _sketches(self, bias_V: Tensor | None) -> bool:
+        """Whether the head has a sketch. A rank's part has none, as each rank would choose other tokens."""
+        whole = self.config.vocab_size if self.kept is None else len(self.kept)
+        return self._narrow == "w4" and bias_V is None and self.vocab == whole >= _SKETCHED
 
     def _blocks_of(self, module: nn.Linear | nn.Embedding, halves: bool = False) -> list[tuple[int, Tensor]] | None:
         """Return the stored tensors that make up a matrix, each as the number of its kind and its blocks, uint8 [rows,

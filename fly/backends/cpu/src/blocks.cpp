@@ -174,8 +174,7 @@ void fly::read_row(int number, const char* blocks, int width, float* to) {
     Numbers row;
     for (int from = 0; from < width; from += SUPER) {
         read(kind, blocks, from, width, &row);
-        for (int i = 0; i < least_of(SUPER, width - from); i++) {
-            const int g = i / format.group;
+        for (int at = 0, g = 0; at < least_of(SUPER, width - from); at += format.group, g++) {
             float scale, least;
             if (format.parts) {
                 scale = widened(row.factor[0]) * row.part[0][g];
@@ -184,19 +183,62 @@ void fly::read_row(int number, const char* blocks, int width, float* to) {
                 scale = widened(row.scale[g]);
                 least = format.centre ? -(float)format.centre * scale : widened(row.least[g]);
             }
-            to[from + i] = scale * row.number[i] + least;
+            const int end = least_of(at + format.group, width - from);
+            for (int i = at; i < end; i++) to[from + i] = scale * row.number[i] + least;
         }
     }
 }
 
+namespace {
+
+// Makes a sketch (fly.h: Sketch) of the head, whose rows are ``parts``. False if memory runs out.
+bool make_sketch(Model* model, Span<const Stored> parts) {
+    const int vocab = model->shape.vocab, width = model->shape.width;
+    Sketch made = {nullptr, nullptr, padded(vocab, SKETCHED) / SKETCHED, padded(width, 8) / 8};
+    const int64_t block = made.eighths * (int64_t)SKETCHED;
+    made.bits = (uint8_t*)allocate(made.blocks * block);
+    made.scale = (float*)allocate(made.blocks * (int64_t)SKETCHED * (int64_t)sizeof(float));
+    float* weight = (float*)allocate(padded(width, 8) * (int64_t)sizeof(float));  // zeros after the last
+    const bool ready = made.bits && made.scale && weight;
+    int64_t row = 0;
+    for (const Stored& part : parts)
+        for (int at = 0; ready && at < part.rows; at++, row++) {
+            fly::read_row(part.kind, part.data + at * row_bytes(*kind_of(part.kind), width), width, weight);
+            const int lane = (int)(row % SKETCHED), place = lane < SKETCHED / 2 ? 2 * lane : 2 * lane - SKETCHED + 1;
+            uint8_t* bits = made.bits + row / SKETCHED * block + place;
+            float size[8] = {}, whole = 0;
+            for (int i = 0; i < made.eighths; i++) {
+                int byte = 0;
+                for (int j = 0; j < 8; j++) {
+                    size[j] += __builtin_fabsf(weight[8 * i + j]);
+                    byte |= (weight[8 * i + j] > 0) << j;
+                }
+                bits[i * (long)SKETCHED] = (uint8_t)byte;
+            }
+            for (const float each : size) whole += each;
+            made.scale[row] = whole / width;
+        }
+    free(weight);
+    Sketch& old = model->sketch;
+    free(ready ? old.bits : made.bits), free(ready ? old.scale : made.scale);
+    if (!ready) return false;
+    old = made;
+    model->work.tile = 0;  // its workspace has no room for a sketch yet
+    return true;
+}
+
+}  // namespace
+
 // Sets matrix ``which`` of a layer (qkv, o, gate_up, down), or the head (4), of a model of GROUPED weights. ``parts``
 // are its rows in order, each part in blocks of one kind. Each part begins at a multiple of 16 rows, and in gate_up one
-// begins at the first up.
-EXPORT int fly_set_stored(Model* model, int number, int which, Span<const Stored> parts, Span<const float> bias) {
+// begins at the first up. ``sketched``: the head, without a bias, gets a sketch.
+EXPORT int fly_set_stored(Model* model, int number, int which, Span<const Stored> parts, Span<const float> bias, int sketched) {
     MatrixPlace place;
     if (const int error = place_of(model, number, which, &place) ?:
                           within("weights of this model", model->shape.weights, GROUPED, GROUPED) ?:
-                          holds_or_none("bias", bias, place.n))
+                          holds_or_none("bias", bias, place.n) ?:
+                          within("the matrix of a sketch", sketched ? which : 4, 4, 4) ?:
+                          within("a bias beside a sketch", sketched && bias.there(), 0, 0))
         return error;
     // Check the parts: their kinds, their sizes, and where each begins.
     const bool pairs = which == 2;
@@ -254,51 +296,7 @@ EXPORT int fly_set_stored(Model* model, int number, int which, Span<const Stored
     }
     drop(*place.matrix);
     *place.matrix = made;
-    return OK;
-}
-
-// Gives a model of GROUPED weights a sketch of its head (fly.h: Sketch), whose rows are ``parts`` as in ``fly_set_stored``. Must be
-// called before the model's first call.
-EXPORT int fly_sketch(Model* model, Span<const Stored> parts) {
-    const int vocab = model->shape.vocab, width = model->shape.width;
-    int64_t rows = 0;
-    for (const Stored& part : parts) {
-        const Kind* kind = kind_of(part.kind);
-        if (const int error = (kind ? OK : refuse(REFUSED, "a kind of blocks", part.kind, KINDS[0].number, LAST_KIND)) ?:
-                              within("rows of a part", part.rows, 1, MOST) ?:
-                              holds("a part of a matrix", part.data, part.rows, row_bytes(*kind, width)))
-            return error;
-        rows += part.rows;
-    }
-    if (const int error = within("weights of this model", model->shape.weights, GROUPED, GROUPED) ?:
-                          within("rows of all parts", rows, vocab, vocab))
-        return error;
-    Sketch made = {nullptr, nullptr, padded(vocab, SKETCHED) / SKETCHED, padded(width, 8) / 8};
-    const long block = (long)made.eighths * SKETCHED;
-    made.bits = (uint8_t*)allocate(made.blocks * block);
-    made.scale = (float*)allocate(made.blocks * (int64_t)SKETCHED * (int64_t)sizeof(float));
-    float* weight = (float*)allocate(width * (int64_t)sizeof(float));
-    if (!made.bits || !made.scale || !weight) {
-        free(made.bits), free(made.scale), free(weight);
-        return refuse(NO_MEMORY, "a sketch", 0, made.blocks * block);
-    }
-    int64_t row = 0;
-    for (const Stored& part : parts)
-        for (int at = 0; at < part.rows; at++, row++) {
-            read_row(part.kind, part.data + at * row_bytes(*kind_of(part.kind), width), width, weight);
-            const int lane = (int)(row % SKETCHED), place = lane < SKETCHED / 2 ? 2 * lane : 2 * lane - SKETCHED + 1;
-            uint8_t* bits = made.bits + row / SKETCHED * block + place;
-            float size = 0;
-            for (int i = 0; i < width; i++) {
-                size += __builtin_fabsf(weight[i]);
-                bits[i / 8 * SKETCHED] |= (uint8_t)((weight[i] > 0) << i % 8);
-            }
-            made.scale[row] = size / width;
-        }
-    free(weight);
-    free(model->sketch.bits), free(model->sketch.scale);
-    model->sketch = made;
-    return OK;
+    return !sketched || make_sketch(model, parts) ? OK : refuse(NO_MEMORY, "a sketch", 0, place.n * (int64_t)place.k / 8);
 }
 
 // Sets the embedding [V, C] in blocks of a kind, instead of plain numbers. Its memory must outlive the model.

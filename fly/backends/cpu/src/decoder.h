@@ -34,7 +34,7 @@ void project_all(Call* call, int thread) {
         for (int t = mine.from; call->choice && t < mine.to; t++) {
             const float* logits = call->logits + (long)(at + t) * vocab;
             const int64_t likeliest = best(logits, vocab);
-            call->choice[at + t] = logits[likeliest] == logits[likeliest] ? (int32_t)likeliest : NO_NUMBER;
+            call->choice[at + t] = logits[likeliest] > -__builtin_inff() ? (int32_t)likeliest : NO_NUMBER;
         }
     }
 }

@@ -15,7 +15,7 @@ inline void lay_tables(const Act* a, int count, uint8_t* tables) {
     for (int from = 0; from < count; from += 16) {
         alignas(64) int8_t input[16];
         for (int i = 0; i < 16; i += W) st(input + i, nearest(ld(a + from + i) * inverse));
-        for (int i = 0; i < 16 && from + i < count; i += 4) {
+        for (int i = 0; i < 16 && from + i < padded(count, 8); i += 4) {
             uint8_t* table = tables + (from + i) / 4 * 16;
             for (int signs = 0; signs < 16; signs++) {
                 int sum = SIGNED / 2;
@@ -50,6 +50,7 @@ void project_likely(Call* call, const typename Wt::Act* a, int rows, float* logi
     const Matrix& head = model->head;
     const Sketch& sketch = model->sketch;
     const int vocab = model->shape.vocab, width = model->shape.width, strips = strips_of(sketch);
+    const int last = padded(vocab, STRIP) / STRIP;  // the end of the strips that have tokens
     const long ldx = padded(width), table_bytes = sketch.eighths * 32L;
     for (int from = 0; from < rows; from += LIKELY_ROWS) {
         if (from) wait(call);
@@ -61,10 +62,7 @@ void project_likely(Call* call, const typename Wt::Act* a, int rows, float* logi
         for (int row = mine.from; row < mine.to; row++) lay_tables(a + (from + row) * ldx, width, work.tables + row * table_bytes);
         wait(call);
         constexpr int TURN = 16;
-        const auto turn_after = [&](int last) {  // one thread alone has no barrier, which would begin again at 0
-            return call->threads == 1 ? last + TURN : __atomic_fetch_add(&call->taken, TURN, __ATOMIC_RELAXED);
-        };
-        for (int first = turn_after(-TURN); first < sketch.blocks; first = turn_after(first))
+        for (int first; (first = __atomic_fetch_add(&call->taken, TURN, __ATOMIC_RELAXED)) < sketch.blocks;)
             for (int block = first; block < least_of(first + TURN, sketch.blocks); block++)
                 for (int row = 0; row < some; row++) {
                     alignas(64) float found[SKETCHED];
@@ -86,7 +84,7 @@ void project_likely(Call* call, const typename Wt::Act* a, int rows, float* logi
             for (int strip = sketch.blocks * (SKETCHED / STRIP); strip < strips; strip++) peaks[strip] = -__builtin_inff();
             const float least = least_kept(peaks, nullptr, strips, peaks[best(peaks, strips)], LIKELY);
             int count = 0;
-            for (int strip = 0; strip < strips; strip++)
+            for (int strip = 0; strip < last; strip++)
                 if (peaks[strip] >= least) work.likely[row * (long)strips + count++] = strip;
             work.likely_count[row] = count;
         }
@@ -98,11 +96,9 @@ void project_likely(Call* call, const typename Wt::Act* a, int rows, float* logi
             for (int at = part_of.from; at < part_of.to; at++) {
                 alignas(64) float sums[STRIP];
                 const int strip = likely[at];
-                const char* soon = at + 1 < part_of.to && tokens_of(likely[at + 1]) ? head.strips[likely[at + 1]].data : nullptr;
-                if (!tokens_of(strip)) continue;
+                const char* soon = at + 1 < part_of.to ? head.strips[likely[at + 1]].data : nullptr;
                 multiply_rows<Wt::MOST.rows>(1, (const int8_t*)x.a + row * x.lda, x.lda, x.steps + row * x.lds, x.lds,
                                               head.strips[strip], head.k, soon, sums);
-                for (int i = 0; head.bias && i < STRIP; i += W) st(sums + i, ld(sums + i) + ld(head.bias + strip * STRIP + i));
                 memcpy(logits_of(row, strip), sums, tokens_of(strip) * sizeof(float));
             }
         }

@@ -271,10 +271,11 @@ EXPORT int fly_set_matrix(Model* model, int number, int which, Span<const char> 
     return refuse(NO_MEMORY, "a matrix", 0, data.bytes);
 }
 
-// Bytes of a model's matrices, without their biases.
+// Bytes of a model's matrices that a forward of one token reads.
 EXPORT int64_t fly_weight_bytes(Model* model) {
     const Sketch& sketch = model->sketch;
-    int64_t bytes = model->head.panel_bytes * model->head.panels + (int64_t)sketch.blocks * sketch.eighths * SKETCHED;
+    const int panels = sketch.bits ? least_of(LIKELY / 2, model->head.panels) : model->head.panels;
+    int64_t bytes = model->head.panel_bytes * panels + (int64_t)sketch.blocks * sketch.eighths * SKETCHED;
     for (int i = 0; i < model->shape.layers; i++) {
         const Layer& layer = model->layers[i];
         for (const Matrix* matrix : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down})

@@ -9,7 +9,7 @@ constexpr int64_t STALL = 500000;  // nanoseconds: a longer wait at a barrier me
 // The barrier: a thread goes on when all threads have come, and then sees everything that they wrote. ``counts``: a
 // long wait is noted (threads.cpp: run).
 inline void wait(Call* call, bool counts = true) {
-    if (call->threads == 1) return;
+    if (call->threads == 1) return void(call->taken = 0);
     Barrier* barrier = &call->barrier;
     int32_t phase = __atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE);
     if (__atomic_add_fetch(&barrier->arrived, 1, __ATOMIC_ACQ_REL) == call->threads) {
