@@ -237,7 +237,6 @@ class LLM(Calls):
         max_context: int | None,
     ) -> Executor:
         """Load the target, with its tokenizer, end tokens and sampling defaults; or share those of another ``LLM``."""
-        _check_kernels(kernels)
         self.tokenizer: Tokenizer | None = None
         self.eos_ids: frozenset[int] = frozenset()
         self.default_params = SamplingParams(temperature=0.0)
@@ -245,6 +244,7 @@ class LLM(Calls):
             self.tokenizer, self.eos_ids, self.default_params = model.tokenizer, model.eos_ids, model.default_params
             executor = model.engine.runner.executor
         else:
+            _check_kernels(kernels)
             checkpoint = open_model(model) if isinstance(model, (str, Path, Checkpoint)) else None
             most = sys.maxsize if checkpoint is None else checkpoint.config.max_position_embeddings
             if max_context is not None and max_context > most:
