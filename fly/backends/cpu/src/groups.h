@@ -129,10 +129,10 @@ inline void product_of_groups(const Inputs<Wt>& x, const Matrix& matrix, Range r
         for (int block = 0; block < blocks; block++) {
             const Range some = part(x.rows, block, blocks);
             for (int half = 0; half < 2; half++) {
-                // Only the last block fetches ahead: the blocks before it read the same strip again.
+                // Only the first block fetches ahead: the blocks after it find the strip in the caches.
                 const Strip& strip = strips[2 * p + half];
                 const char* near = strip.data + AHEAD;
-                const char* soon = block < blocks - 1 ? nullptr : near < end ? near : then.at + (near - end);
+                const char* soon = block ? nullptr : near < end ? near : then.at + (near - end);
                 multiply_rows<Wt::MOST.rows>(some.to - some.from, (const int8_t*)x.a + some.from * x.lda, x.lda,
                                               x.steps + some.from * x.lds, x.lds, strip, matrix.k, soon, sums + half * STRIP);
             }
