@@ -105,7 +105,7 @@ def print_results(records: Records, title: str) -> None:
 
 def _named(draft: str) -> tuple[str, str]:
     name, _, text = draft.partition("=")
-    if not name or not text or "(" in name:  # a draft's own text may have a "=" in brackets
+    if not name or not text or name.count("(") > name.count(")"):  # the "=" of an option in a draft's text
         raise ValueError(f"--draft {draft!r} has no name: write NAME=DRAFT")
     return name, text
 

@@ -100,9 +100,8 @@ Kernels = Annotated[
     str,
     _of_model(
         help="What runs on the CPU: auto, torch, amx, avx512bf16, avx512, avx2; int8: weights of 8 bits (on CUDA by "
-        "torchao); w8a8: weights and activations; w4a8: weights of 4 bits, but the head's of 8; w4: the head's too; "
-        "stored: a GGUF file's blocks as they are, which auto takes for such a file. On CUDA also int4: layers' "
-        "weights of 4 bits."
+        "torchao); w8a8: weights and activations; w4a8: weights of 4 bits, but the head's of 8; stored: "
+        "a GGUF file's blocks, which auto takes for such a file. On CUDA also int4: layers' weights of 4 bits."
     ),
 ]
 MaxContext = Annotated[

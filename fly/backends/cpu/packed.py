@@ -120,8 +120,10 @@ class PackedLlama:
     - ``w4a8``: matrices of layers are rounded by ``fly.backends.cpu.blocks.four_bits``. The head is rounded by
       ``eight_bits``, because its errors go straight into the logits. Inputs are rounded as for ``w8a8``, but with a
       scale for every 32 inputs of a token.
-    - ``w4``: as ``w4a8``, but the head has four bits too. A large draft has it by default, since its target verifies
-      what it proposes.
+    - ``w4``: as ``w4a8``, but the head has four bits too. It is for drafts, and a large draft has it by default, since
+      its target verifies what it proposes. A head of 16,384 tokens or more has a sketch of one bit a weight
+      (src/logits.h). For each place the sketch finds the 256 strips of 16 tokens with the largest logits. Only these
+      are computed, and all others are -inf.
     - ``stored``: matrices keep the numbers and scales of a GGUF file's blocks, in another order. A matrix of another
       type is rounded by ``eight_bits``. Inputs are rounded as for ``w4a8``.
 
@@ -294,7 +296,7 @@ class PackedLlama:
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
         """Logits [T, V] in float32. A rank's part of a model, and a trimmed head, have logits of their own tokens
-        only."""
+        only. With a sketch, unlikely tokens have -inf."""
         if hidden_TC.dtype != self.dtype:
             raise TypeError(f"hidden states are {hidden_TC.dtype}, this model's are {self.dtype}")
         hidden_TC = hidden_TC.contiguous()
