@@ -189,8 +189,8 @@ struct Dots<4> {
     static ALWAYS_INLINE Vec total(__m256i acc) { return _mm256_cvtepi32_ps(_mm256_madd_epi16(acc, _mm256_set1_epi16(1))); }
 };
 
-// Sums of signed inputs for 64 outputs (fly.h: Sketch), plus SIGNED for each byte of ``bits``. ``tables`` have the sums of
-// each byte's lower four inputs and of its upper four, which four bits choose among.
+// For each of 64 outputs, adds up inputs with the signs of its weights (fly.h: Sketch). Four bits look up a sum of four inputs,
+// to which SIGNED / 2 was added so that it fits into an unsigned byte. Even and odd bytes are added apart, in 16 bits.
 NOINLINE void signed_sums(const uint8_t* bits, const uint8_t* tables, int eighths, uint16_t* sums) {
     const __m256i four = _mm256_set1_epi8(15), lower = _mm256_set1_epi16(255);
     __m256i even[2] = {}, odd[2] = {};

@@ -122,8 +122,8 @@ struct Dots<4> : DotsOf8 {
     }
 };
 
-// Sums of signed inputs for 64 outputs (fly.h: Sketch), plus SIGNED for each byte of ``bits``. ``tables`` have the sums of
-// each byte's lower four inputs and of its upper four, which four bits choose among.
+// For each of 64 outputs, adds up inputs with the signs of its weights (fly.h: Sketch). Four bits look up a sum of four inputs,
+// to which SIGNED / 2 was added so that it fits into an unsigned byte. Even and odd bytes are added apart, in 16 bits.
 NOINLINE void signed_sums(const uint8_t* bits, const uint8_t* tables, int eighths, uint16_t* sums) {
     const __m512i four = _mm512_set1_epi8(15), lower = _mm512_set1_epi16(255);
     __m512i even = _mm512_setzero_si512(), odd = even;

@@ -191,7 +191,8 @@ void fly::read_row(int number, const char* blocks, int width, float* to) {
 
 namespace {
 
-// Makes a sketch (fly.h: Sketch) of the head, whose rows are ``parts``. False if memory runs out.
+// Makes a sketch (fly.h: Sketch) of the head, whose rows are ``parts``: a weight becomes its sign, and a row's scale is the mean
+// size of its weights. False if memory runs out.
 bool make_sketch(Model* model, Span<const Stored> parts) {
     const int vocab = model->shape.vocab, width = model->shape.width;
     Sketch made = {nullptr, nullptr, padded(vocab, SKETCHED) / SKETCHED, padded(width, 8) / 8};

@@ -87,11 +87,12 @@ struct Matrix {
 };
 
 // A head in one bit a weight (logits.h: project_likely), for 64 outputs at once. Of the bytes of eight inputs, byte 2·i is
-// that of output i, and byte 2·i + 1 that of output 32 + i. A bit is 1 if the weight is above 0; inputs beyond the last are 0.
+// that of output i, and byte 2·i + 1 that of output 32 + i: so even bytes sum to outputs 0 to 31 in order, and odd ones to the
+// others. A bit is 1 if the weight is above 0; those of inputs beyond the last are 0.
 struct Sketch {
     uint8_t* bits;  // [V / 64, C / 8, 64]; null: the model has none
     float* scale;   // [V padded to 64] the mean size of an output's weights; 0: padding
-    int blocks, eighths;
+    int blocks, eighths;  // blocks of 64 outputs, groups of eight inputs
 };
 constexpr int SKETCHED = 64;     // outputs of a block of a sketch
 constexpr int LIKELY = 256;      // strips of a head with a sketch that are computed for a row, at least

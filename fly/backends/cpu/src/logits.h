@@ -78,7 +78,7 @@ void project_likely(Call* call, const typename Wt::Act* a, int rows, float* logi
                 }
         const Inputs<Wt> x = inputs_of<Wt>(call, thread, s, a + from * ldx, ldx, some, head.k);
         wait(call);
-        // Choose the strips with the largest ones.
+        // Choose: keep the strips from the LIKELY-th largest peak up; equal peaks all stay.
         for (int row = mine.from; row < mine.to; row++) {
             float* peaks = work.peaks + row * (long)strips;
             for (int strip = sketch.blocks * (SKETCHED / STRIP); strip < strips; strip++) peaks[strip] = -__builtin_inff();
