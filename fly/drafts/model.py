@@ -28,7 +28,7 @@ from fly.drafts.base import (
 )
 from fly.drafts.ngram import NGramDraft
 from fly.drafts.stops import check_limits, reach_of
-from fly.ops import derive, sent
+from fly.ops import derive, nothing_left, sent
 from fly.policies import AcceptancePolicy, Exact
 from fly.runtime.drafting import Certainty, Drafted, draw_tokens
 from fly.runtime.executor import DraftSpec, Executor
@@ -196,7 +196,7 @@ class SingleDraft(StopsByChance):
             if target.logits_BKV is not raw_BKV:
                 # Where a row's form allows none of the tokens that this model has logits for, the form is left aside;
                 # the target will reject the draft.
-                lost_BK1 = target.logits_BKV.amax(-1, keepdim=True) == -torch.inf
+                lost_BK1 = nothing_left(target.logits_BKV)
                 if lost_BK1.any():
                     target = self.runner.view(going, torch.where(lost_BK1, raw_BKV, target.logits_BKV))
             self.draft.observe(going, below, target)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-__all__ = ["SMALL", "Top", "argmax", "log_mass", "nan_at", "one_hot", "pick", "spread", "top"]
+__all__ = ["SMALL", "Top", "argmax", "log_mass", "nan_at", "nothing_left", "one_hot", "pick", "spread", "top"]
 
 _CHUNK = 64
 SMALL = 8192  # vocabularies up to this size are not divided
@@ -55,6 +55,11 @@ def nan_at(values: Tensor, index: Tensor) -> Tensor:
     if has_torch_function_unary(values):
         return handle_torch_function(nan_at, (values,), values, index)
     return pick(values, index).isnan()
+
+
+def nothing_left(logits: Tensor) -> Tensor:
+    """Return whether constraints leave no token of each vector [..., V] of ``logits``: bool [..., 1]."""
+    return logits.amax(-1, keepdim=True) == -torch.inf
 
 
 class Top(NamedTuple):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fly.cache import PagedBatch
-from fly.ops import Stream, argmax, draw, top, uniforms, upload
+from fly.ops import Stream, argmax, draw, nothing_left, top, uniforms, upload
 from fly.runtime.constraints import constrain
 from fly.runtime.request import Sequence
 from fly.runtime.sampling import BatchSampling, ProcessedDistribution
@@ -277,8 +277,7 @@ def _allowed(model: Computing, logits_NV: Tensor, rows: list[Sequence]) -> Tenso
     allowed_N1V = constrain(raw_N1V := logits_NV.unsqueeze(1), rows, [[]] * len(rows), None, model.numbers)
     if allowed_N1V is raw_N1V:
         return logits_NV
-    lost_N11 = allowed_N1V.amax(-1, keepdim=True) == -torch.inf
-    return torch.where(lost_N11, raw_N1V, allowed_N1V).squeeze(1)
+    return torch.where(nothing_left(allowed_N1V), raw_N1V, allowed_N1V).squeeze(1)
 
 
 def _after(

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from fly.models.tokenizer import Tokenizer
-from fly.ops import common_prefix
+from fly.ops import common_prefix, nothing_left
 from fly.runtime.trial import follow
 from fly.types import SamplingParams, StructuredOutput
 
@@ -274,8 +274,7 @@ class Matcher:
         at = slice(len(places)) if places[-1] == len(places) - 1 else put(places)
         logits_JV[at] += bias_JV
         if raw_JV is not None:
-            lost_J1 = logits_JV[at].amax(-1, keepdim=True) == -torch.inf
-            logits_JV[at] = torch.where(lost_J1, raw_JV[at] + bias_JV, logits_JV[at])
+            logits_JV[at] = torch.where(nothing_left(logits_JV[at]), raw_JV[at] + bias_JV, logits_JV[at])
 
     def masks(
         self, text: list[int], draft: list[int], parents: abc.Sequence[int] | None = None
