@@ -43,15 +43,18 @@ SIZES = {
 pytestmark = built
 
 
+def config_of(vocab: int, width: int = 72, tied: bool = False) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocab, hidden_size=width, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=64, tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
 @cache
 def model_of(size: str, tied: bool) -> tuple[Tensor, dict[str, PackedLlama], dict[str, PackedLlama]]:
     """The head's weights, and for each variant the model with a sketch and without."""
     vocab, width = SIZES[size]
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=width, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=64, tie_word_embeddings=tied,
-    )  # fmt: skip
-    model = build_llama(config, 1)
+    model = build_llama(config_of(vocab, width, tied), 1)
     with pytest.MonkeyPatch.context() as patched:
         made = []
         for least in (1, vocab + 1):
@@ -132,7 +135,7 @@ def test_a_row_alone_is_that_row_among_others(variant: str, count: int, seed: in
 def test_drafts_are_drawn_from_what_they_report(
     variant: str, tokens: list[int], temperature: float, seed: int, reach: float
 ) -> None:
-    """In one call and token by token alike; the reported distribution sums to 1 over the likely tokens."""
+    """One call drafts what single steps draft. The reported distribution sums to 1 over the likely tokens."""
     _, with_sketch, _ = model_of("narrow", False)
     whole = CpuExecutor(with_sketch[variant])
     params, spec = SamplingParams(temperature=temperature), DraftSpec(reach=(reach,))
@@ -156,11 +159,7 @@ def test_drafts_are_drawn_from_what_they_report(
 
 def test_texts_are_the_target_s_own(tmp_path: Path) -> None:
     """Alone, in a batch, and round by round; drafts are kept, though the model lacks most logits."""
-    config = LlamaConfig(
-        vocab_size=1 << 14, hidden_size=72, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=64,
-    )  # fmt: skip
-    save_model(build_llama(config, 1), tmp_path, torch.float32)
+    save_model(build_llama(config_of(1 << 14), 1), tmp_path, torch.float32)
     alone = LLM(tmp_path, device="cpu")
     llm = LLM(alone, draft=(strategy := SingleDraft(tmp_path, kernels="w4")))
     drafter = strategy.runner.executor
@@ -182,22 +181,14 @@ def test_texts_are_the_target_s_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("vocab", [(1 << 14) - 1, 1 << 14])
 def test_a_large_head_alone_has_a_sketch(vocab: int) -> None:
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=72, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=64,
-    )  # fmt: skip
-    logits_NV = PackedLlama(build_llama(config, 1), "w4").logits(torch.randn(1, 72))
+    logits_NV = PackedLlama(build_llama(config_of(vocab), 1), "w4").logits(torch.randn(1, 72))
     assert bool(logits_NV.isfinite().all()) is (vocab < 1 << 14)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_hidden_state_that_is_no_number_gives_no_token(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "_SKETCHED", 1)
-    config = LlamaConfig(
-        vocab_size=5_003, hidden_size=72, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=64,
-    )  # fmt: skip
-    model = build_llama(config, 1)
+    model = build_llama(config_of(5_003), 1)
     executor = CpuExecutor(PackedLlama(model, f"{variant}-w4"))
     (token,) = executor.score(_cached(executor, [5, 6, 7]), [2]).argmax or [-1]
     assert token >= 0
