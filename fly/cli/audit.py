@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _COLOURS = {"pass": "green", "fail": "bold red", "undecided": "yellow", "not supported": "dim"}
 
 
-# Options of the reference that fly runs.
+# Options for the reference server, which fly starts.
 _OF_REFERENCE = ("dtype", "kernels")
 # Options that go to ``fly.audit.audit`` unchanged.
 _ASKED = {

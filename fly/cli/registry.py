@@ -95,8 +95,8 @@ def show_model(name: str) -> None:
 
 
 def _storage(checkpoint: Checkpoint) -> tuple[str, list[str]]:
-    """Describe how the tensors are stored. Also return the types of blocks that this machine, by default,
-    computes with as they are."""
+    """Return a description of how the tensors are stored, and the types of blocks that are not decoded here by
+    default."""
     try:
         tensors = sorted(checkpoint.tensors.values(), key=lambda stored: -stored.nbytes)
     except CheckpointError as error:  # the checkpoint is on the hub, and its weights were not downloaded

@@ -21,8 +21,8 @@ class Costs:
 
 
 def measured_costs(speculative: Sequence[Record], autoregressive: Sequence[Record]) -> Costs | None:
-    """Compute the costs from the records of exact speculation and of autoregressive decoding; None if either of them
-    decoded nothing."""
+    """Compute the costs from the records of exact speculation and of autoregressive decoding. Return None if one of
+    the two decoded nothing."""
 
     def total(records: Sequence[Record], name: str) -> float:
         return sum(record[name] if name in record else record["seconds"][name] for record in records)

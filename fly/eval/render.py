@@ -151,7 +151,7 @@ def _plain(text: str) -> str:
 
 def _described(facts: Mapping[str, Any]) -> str:
     """Describe in one line the software and hardware that made records."""
-    drafts = (f"; draft {name}" + f", kernels {kernels}" * bool(kernels) for name, kernels in facts["drafts"].items())
+    drafts = [f"; draft {name}, kernels {k}" if k else f"; draft {name}" for name, k in facts["drafts"].items()]
     return (
         f"{facts['model']} on {facts['machine']} ({facts['threads']} threads, {facts['device']}), {facts['dtype']}, "
         f"kernels {facts['kernels']}{''.join(drafts)}; fly {facts['fly']}, torch {facts['torch']}, "

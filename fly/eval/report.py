@@ -152,7 +152,8 @@ def report(folders: Sequence[Path], by_group: bool = False, cases: int = 6) -> R
 
 
 def _drafts(plan: Plan, records: Records, environment: str) -> dict[str, str]:
-    """The drafts of an environment, each with the kernels of its models ("" for none, and in records of old runs)."""
+    """Return the drafts of an environment, each with the kernels of its models. They are "" for a draft without a
+    model, and for records that do not name them."""
     drafts = {way.label: way.draft for way in plan.ways if way.k}
     return {
         drafts[key.way]: " + ".join(f"{kernels} in {dtype}" for kernels, dtype in record.get("drafting", ()))

@@ -122,8 +122,9 @@ struct Dots<4> : DotsOf8 {
     }
 };
 
-// For each of 64 outputs, adds up inputs with the signs of its weights (fly.h: Sketch). Four bits look up a sum of four inputs,
-// to which SIGNED / 2 was added so that it fits into an unsigned byte. Even and odd bytes are added apart, in 16 bits.
+// Computes, for each of 64 outputs, the sum of the inputs with its weights' signs (fly.h: Sketch). Four bits choose one of 16
+// sums of four inputs from a table. SIGNED / 2 is added to each of these, so that they are unsigned bytes. Even and odd bytes
+// are summed separately, in 16 bits.
 NOINLINE void signed_sums(const uint8_t* bits, const uint8_t* tables, int eighths, uint16_t* sums) {
     const __m512i four = _mm512_set1_epi8(15), lower = _mm512_set1_epi16(255);
     __m512i even = _mm512_setzero_si512(), odd = even;

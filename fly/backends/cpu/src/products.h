@@ -7,7 +7,7 @@ constexpr int AHEAD = 8192;        // how many bytes ahead weights are fetched, 
 constexpr int64_t STALL = 500000;  // nanoseconds: a longer wait at a barrier means that some thread lost its processor
 
 // The barrier: a thread goes on when all threads have come, and then sees everything that they wrote. ``counts``: a
-// long wait is noted (threads.cpp: run).
+// long wait is noted (threads.cpp: run). The turns of the next product begin again at 0.
 inline void wait(Call* call, bool counts = true) {
     if (call->threads == 1) return void(call->taken = 0);
     Barrier* barrier = &call->barrier;
