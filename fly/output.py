@@ -10,7 +10,7 @@ from typing import Any
 
 from fly.errors import short
 from fly.models.chat import Kind, Splitter, Thinking
-from fly.models.tokenizer import TextStream, Tokenizer
+from fly.models.tokenizer import TextStream
 from fly.policies import AcceptancePolicy, Bound
 from fly.runtime.request import Stats, Token
 from fly.types import Guarantee, Why
@@ -54,10 +54,16 @@ class Piece(str):
 
 class Reader:
     """Makes the pieces of an output from its tokens: the same pieces as a stream gives. Copies of an output share its
-    reader. Pickling leaves the tokenizer out."""
+    reader. Pickling leaves the tokenizer out.
 
-    def __init__(self, tokenizer: Tokenizer | None = None, thinking: Thinking | None = None) -> None:
-        self.tokenizer, self.thinking = tokenizer, thinking
+    Args:
+        text: decodes the tokens as a stream does; None: there is no tokenizer.
+        thinking: the reasoning that may begin the text.
+        min_tokens: as in ``SamplingParams``.
+    """
+
+    def __init__(self, text: TextStream | None = None, thinking: Thinking | None = None, min_tokens: int = 0) -> None:
+        self._text, self._thinking, self._min_tokens = text, thinking, min_tokens
 
     def __deepcopy__(self, memo: object) -> Reader:
         return self
@@ -66,21 +72,19 @@ class Reader:
         return Reader, ()
 
     def pieces(self, output: Output) -> list[Piece]:
-        if self.tokenizer is None:
+        if self._text is None:
             return []
-        thinking = self.thinking
-        text, splitter = TextStream(self.tokenizer, shown=thinking.tags if thinking else ()), Splitter(thinking)
-        left, found = {"text": len(output.text), "reasoning": len(output.reasoning)}, []
+        text, splitter, found = self._text.fresh(), Splitter(self._thinking), list[Piece]()
         held: tuple[Token, ...] = ()
         for number, token in enumerate(output.provenance, start=1):
             held += (token,)
-            settled = splitter.push(text.push(token.id))
-            if number == len(output.provenance):
-                settled += splitter.finish(text.finish())
-            for kind, piece in settled:
-                if piece := piece[: left[kind]]:  # without the stop string
-                    found.append(Piece(piece, held, kind))
-                    left[kind], held = left[kind] - len(piece), ()
+            for kind, piece in splitter.push(text.push(token.id, stoppable=number >= self._min_tokens)):
+                found.append(Piece(piece, held, kind))
+                held = ()
+        rest = splitter.finish(text.finish())
+        for kind, piece in rest or ([("text", "")] if held else []):
+            found.append(Piece(piece, held, kind))
+            held = ()
         return found
 
 
@@ -169,7 +173,7 @@ class Output:
         return [*parts, f"τ {self.stats.tau:.2f}"] if self.stats.drafted else parts
 
     def _coloured(self) -> str:
-        if self.pieces:
+        if any(self.pieces):
             return "".join(_span(piece, piece.why, _reasons(piece), piece.kind) for piece in self.pieces)
         if self.text or self.reasoning:
             return html.escape(self.reasoning + self.text)

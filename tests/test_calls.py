@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fly
@@ -33,6 +33,7 @@ from fly.drafts import NGramDraft
 from fly.engine.worker import Stopped
 from fly.eval.plan import Plan
 from fly.eval.task import load_task
+from fly.models.chat import ChatPrompt
 from fly.params import Sampling, StructuredOutput
 from fly.policies import AfterTokens, AgreeingWindow, Exact, FLy
 from tests import user
@@ -345,6 +346,25 @@ def test_outputs_and_pieces_travel(llm: LLM) -> None:
     assert far == out and far.pieces == [] and said(far._repr_html_()).startswith(out.text)
     piece = pickle.loads(pickle.dumps(out.pieces[0]))
     assert (piece, piece.tokens, piece.kind) == (out.pieces[0], out.pieces[0].tokens, "text")
+
+
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 2**62),
+    bias=st.sampled_from([{}, {2: 6.0, 3: 6.0}]),
+    stop=st.sampled_from([(), ("e",), (" list", "is 4"), ("is the",)]),
+    **{name: st.booleans() for name in ("skip_special_tokens", "include_stop_str_in_output", "ignore_eos")},
+    min_tokens=st.sampled_from([0, 6]),
+    shown=st.booleans(),
+)
+def test_pieces_are_those_of_a_stream(llm: LLM, seed: int, bias: dict[int, float], shown: bool, **options: Any) -> None:
+    """Control tokens that are shown, a stop string that was held back, and tokens without a text included."""
+    params = SamplingParams(temperature=0.9, max_tokens=20, seed=seed, logit_bias=bias, **options)
+    prompt = ChatPrompt(llm.chat_prompt(TEXT), shown=["<|end|>"] if shown else [])
+    streamed, [out] = list(llm.stream(prompt, params)), llm.generate(prompt, params)
+    assert "".join(out.pieces) == out.text and [*map(str, out.pieces)] == [*map(str, streamed)]
+    for pieces in (out.pieces, streamed):
+        assert [token for piece in pieces for token in piece.tokens] == out.provenance
 
 
 # --- help, ends, hints, progress -------------------------------------------------------------------------

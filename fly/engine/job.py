@@ -82,11 +82,13 @@ class Request:
         """Return the request's output, without the ``others`` of the same prompt."""
         row = self.row
         ids = row.tokens[row.prompt_length :]
-        if self.text is not None:
-            self.text.finish()
-            text = self.text.text
+        stream = self.text
+        if stream is not None:
+            stream.finish()
+            text = stream.text
         else:
             text = self.tokenizer.decode(ids) if self.tokenizer else ""
+            stream = TextStream(self.tokenizer) if self.tokenizer else None
         reasoning, text = Splitter.whole(self.thinking, text)
         unscored = [None] * (row.prompt_length - len(row.prompt_logprobs))
         return Output(
@@ -102,7 +104,7 @@ class Request:
             guarantee=Guarantee.HEURISTIC if row.stats.layers else row.policy.guarantee,
             bound=None if row.stats.layers else row.policy.bound,
             reasoning=reasoning,
-            _reader=Reader(self.tokenizer, self.thinking),
+            _reader=Reader(stream, self.thinking, row.params.min_tokens),
         )
 
 

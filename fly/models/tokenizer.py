@@ -344,7 +344,8 @@ class TextStream:
     def __init__(
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), shown: Iterable[str] = (), keep_stop: bool = False
     ) -> None:
-        self._tokenizer, self._stop, self._keep_stop = tokenizer, tuple(stop), keep_stop
+        self._given = tokenizer, tuple(stop), tuple(shown), keep_stop
+        self._tokenizer, self._stop, shown, self._keep_stop = self._given
         ids = {tokenizer.raw.token_to_id(text): text for text in shown}
         self._shown = {i: text for i, text in ids.items() if i in tokenizer.control_ids}
         self._decoder = DecodeStream(skip_special_tokens=True)
@@ -353,6 +354,10 @@ class TextStream:
         self._held = ""  # decoded, but perhaps the beginning of a stop string
         self.text = ""  # all text given out so far
         self.stopped = False
+
+    def fresh(self) -> TextStream:
+        """Make a stream with the same options, at the start of a text."""
+        return TextStream(*self._given)
 
     def push(self, token: int, stoppable: bool = True) -> str:
         """Add a token and return the text that is now final. Set ``stopped`` if a stop string is complete, unless the
