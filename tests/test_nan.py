@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fly.backends import executor_of
-from fly.backends.cpu import available
+from fly.backends.cpu import CpuExecutor, PackedLlama, available
 from fly.backends.cpu.head import CpuHead, head_refusal
 from fly.backends.torch import TorchExecutor, TorchHead
 from fly.cache import PagedKVCache
@@ -26,10 +26,11 @@ from fly.models import Llama
 from fly.models.eagle import Eagle3Head, HeadConfig
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.policies.base import ExactCore, exact_accept_probs
-from fly.runtime.executor import Executor, Head
+from fly.runtime.executor import Batch, Executor, Head
 from fly.runtime.request import Sequence
 from fly.runtime.runner import Runner
 from fly.types import Draft, SamplingParams, Target
+from tests.kernels import GROUPED, VARIANTS, W8A8
 from tests.test_cuda import device, there
 from tests.test_cuda_heads import head_there
 from tests.test_drafts import perturbed
@@ -61,6 +62,7 @@ HEADS: dict[str, Callable[[Eagle3Head], Head]] = {
     "gpu": head_there,
 }
 everywhere = pytest.mark.parametrize("place", PLACES)
+compiled = pytest.mark.parametrize("kernels", [*VARIANTS, *W8A8, *GROUPED])
 at_temperatures = pytest.mark.parametrize("temperature", [0.0, 1.0])
 
 
@@ -191,3 +193,36 @@ def test_a_model(place: str, temperature: float, drafting: str | None) -> None:
             else:
                 assert row.error is None and row.tokens == other.tokens
         assert 1 < sum(row.error is not None for row in found) < len(prompts)
+
+
+def scores(model: Llama, kernels: str) -> abc.Sequence[int]:
+    """The most likely tokens after each of three tokens."""
+    executor = CpuExecutor(PackedLlama(model, kernels))
+    cache = PagedKVCache.for_model(executor, 16)
+    cache.resize(0, 3)
+    argmax = executor.score(Batch([1, 2, 3], [0, 1, 2], cache.batch([0], [0], [3]))).argmax
+    assert argmax is not None
+    return argmax
+
+
+@compiled
+@pytest.mark.parametrize("vocab", [23, 128])
+def test_one_logit_that_is_no_number(kernels: str, vocab: int) -> None:
+    """Compiled code chooses no token then, wherever in a vector the logit is."""
+    model = random_llama(7, vocab_size=vocab, layers=1)
+    assert min(scores(model, kernels)) >= 0
+    for token in (0, 5, 15, 16, 22, vocab - 1):
+        made = perturbed(model, 0.0)
+        with torch.no_grad():
+            made.lm_head.weight[token] = torch.nan
+        assert max(scores(made, kernels)) < 0, token
+
+
+@compiled
+@pytest.mark.parametrize("head", range(4))
+def test_one_head_that_has_no_numbers(kernels: str, head: int) -> None:
+    """Rounding the inputs of a matrix to 8 bits loses no NaN."""
+    made = perturbed(random_llama(7, hidden=64, heads=4, kv_heads=4, layers=1), 0.0)
+    with torch.no_grad():
+        made.layers[0].self_attn.qkv_proj.weight[128 + 16 * head] = torch.nan  # of values
+    assert max(scores(made, kernels)) < 0

@@ -34,8 +34,9 @@ void project_all(Call* call, int thread) {
         for (int t = mine.from; call->choice && t < mine.to; t++) {
             const float* logits = call->logits + (long)(at + t) * vocab;
             // With a sketch, a row of NaN has -inf beside its NaN, and ``best`` may return such a place.
-            const int64_t likeliest = best(logits, vocab);
-            call->choice[at + t] = logits[likeliest] > -__builtin_inff() ? (int32_t)likeliest : NO_NUMBER;
+            bool numbers;
+            const int64_t likeliest = best(logits, vocab, &numbers);
+            call->choice[at + t] = numbers && logits[likeliest] > -__builtin_inff() ? (int32_t)likeliest : NO_NUMBER;
         }
     }
 }

@@ -1,13 +1,19 @@
 // From logits to distributions, draws from these, and the exact rule for drafted tokens. Knows nothing of models or
 // calls.
 
-// The id of the largest logit, the lowest among equals.
-inline int64_t best(const float* logits, int vocab) {
+// The id of the largest logit, the lowest among equals. ``numbers`` (or null) is set to whether none of them is NaN.
+inline int64_t best(const float* logits, int vocab, bool* numbers = nullptr) {
     Vec most = set1(-__builtin_inff());
     float peak = -__builtin_inff();
+    bool all = true;
     int v = 0;
-    for (; v + W <= vocab; v += W) most = larger(most, ld(logits + v));
-    for (int rest = v; rest < vocab; rest++) peak = most_of(logits[rest], peak);
+    for (; v + W <= vocab; v += W) {
+        const Vec some = ld(logits + v);
+        most = larger(most, some);  // which may lose a NaN
+        if (numbers) all &= equal(some, some) == (1u << W) - 1;
+    }
+    for (int rest = v; rest < vocab; rest++) peak = most_of(logits[rest], peak), all &= logits[rest] == logits[rest];
+    if (numbers) *numbers = all;
     peak = most_of(largest(most), peak);
     const Vec wanted = set1(peak);
     for (v = 0; v + W <= vocab; v += W)

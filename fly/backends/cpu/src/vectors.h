@@ -102,12 +102,15 @@ inline void normalise(const float* x, const float* weight, int width, float eps,
 }
 
 // Rounds ``count`` values, padded to 16, to multiples of a step, which is 1/127 of the largest absolute value. Stores
-// the multiples plus 128, and returns the step.
+// the multiples plus 128, and returns the step, which is NaN if a value is NaN or infinite.
 template <class Act>
 inline float narrowed(const Act* from, int count, uint8_t* to) {
-    Vec most = zero();
-    for (int i = 0; i < count; i += W) most = larger(most, size_of(ld(from + i)));
-    const float peak = largest(most);
+    Vec most = zero(), poison = zero();
+    for (int i = 0; i < count; i += W) {
+        const Vec x = ld(from + i);
+        most = larger(most, size_of(x)), poison = fma(x, zero(), poison);  // the larger of two may lose a NaN
+    }
+    const float peak = largest(most) + sum(poison);
     const Vec inverse = set1(peak > 0 ? 127.0f / peak : 0.0f);
     for (int i = 0; i < count; i += W) st(to + i, ld(from + i) * inverse);
     return peak / 127.0f;
