@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fly.eval import Task, jail, load_task, task_names
-from fly.eval.scorers import Number, Programs
+from fly.eval.scorers import Number, Programs, extract_code
 from fly.eval.task import Problem
 from tests.commands import run as command
 from tests.commands import words
@@ -163,14 +163,24 @@ def is_right(scorer: Any, completion: str, answer: str = "{{ a }}", **row: Any) 
             ["", "12 00", "120"],
         ),
         ("number", "-3", ["the answer is -3.", "**Answer:** -3 (of 9)"], ["3", "5-3"]),
+        ("number", "5", ["They have:\n- 5 apples", "It costs $ 5", "- $5"], ["-5"]),
         ({"kind": "number", "tolerance": 0.1}, "2", ["2.05"], ["2.2"]),
         ({"kind": "regex", "pattern": r"^So: (\w+)"}, "yes", ["So: no\nSo: yes"], ["yes", "So: no", "So: yes\nSo: no"]),
         (
             "choice",
             "B",
-            ["B", "(B)", "A is wrong. The answer is (B)", "**Answer:** B", "A good one is B."],
-            ["C", "", "Bob"],
+            [
+                "B",
+                "(B)",
+                "A is wrong. The answer is (B)",
+                "**Answer:** B",
+                "A good one is B.",
+                "B is right.",
+                "B since 2",
+            ],
+            ["C", "", "Bob", "C is right, not B"],
         ),
+        ("choice", "A", ["A is right.", "A) one of B"], ["A letter, B"]),
         (
             "refusal",
             "",
@@ -187,6 +197,18 @@ def test_scorers(scorer: Any, a: str, right: list[str], wrong: list[str]) -> Non
 @given(st.integers(-(10**9), 10**9), st.sampled_from(["{}", "{:,}", "is {}.", "x 7\n#### {}", "The answer is ${:,}"]))
 def test_numbers_are_read_as_they_are_written(value: int, form: str) -> None:
     assert Number.read(form.format(value)) == value
+
+
+@pytest.mark.parametrize("fence", ["```", "```python", "```python3", "```Python", "```py "])
+def test_the_program_of_an_answer_is_its_first_block_in_python(fence: str) -> None:
+    other = "```bash\npip install numpy\n```\n"
+    for text in (
+        f"{fence}\nx = 1\n```",
+        f"{other}Then:\n{fence}\nx = 1\n```\nAnd:\n{fence}\nx = 2\n```",
+        f"{other}{fence}\nx = 1\n",
+    ):
+        assert extract_code(text) == "x = 1\n"
+    assert extract_code("x = 1") == "x = 1"
 
 
 def test_a_scorer_of_ones_own() -> None:

@@ -117,7 +117,7 @@ class ExactText(_Scorer):
         return " ".join(word for word in words if word not in ("a", "an", "the"))
 
 
-_NUMBER = re.compile(r"(?<![\w.)])-?\$?\s?\d[\d,]*(?:\.\d+)?|(?<![\w.)])-?\$?\.\d+")
+_NUMBER = re.compile(r"(?<![\w.)])-?(?:\$\s?)?\d[\d,]*(?:\.\d+)?|(?<![\w.)])-?\$?\.\d+")
 _MARKS = (r"####(.*)", r"\\boxed\{([^{}]*)\}", r"(?i)answer\s*(?:is|:)\**\s*:?(.*)")
 
 
@@ -198,14 +198,14 @@ class Choice(_Scorer):
         self.check(answer)
         letter = rf"\(?\b([{re.escape(self.choices)}])\b\)?"
         named = re.findall(rf"(?i:answer\s*(?:is|:)\**)[\s:*]*{letter}", completion)
-        alone = re.findall(rf"{letter}(?!\s+[a-z])", completion)  # not the article "A"
+        alone = re.findall(rf"{letter}(?!(?<=[AI])\s+(?!is\b)[a-z])", completion)  # not the article "A", nor "I"
         found = named[-1] if named else alone[0] if alone else ""
         return Score(found == answer.strip(), found)
 
 
 class Code(_Scorer):
     """A program runs to its end. ``program`` is its template, tests included. The template sees the problem's fields
-    and ``answer_code``: the completion's first fenced block, or the whole completion. Programs run in the sandbox, in
+    and ``answer_code``: the program in the completion (``extract_code``). Programs run in the sandbox, in
     full Python, and only if the user asks for it (``--run-code``)."""
 
     kind: Literal["code"] = "code"
@@ -259,6 +259,9 @@ class BundledTask(_Scorer):
         return Score(found == answer, found or "")
 
 
+_PYTHON = "", "python", "python3", "py"  # what may stand after the opening fence of a program
+
+
 def extract_answer(completion: str) -> str | None:
     """The text of the last ``####`` line, or None if there is none."""
     found = re.findall(r"^####[ \t]*(.*?)[ \t]*$", completion, flags=re.MULTILINE)
@@ -266,9 +269,9 @@ def extract_answer(completion: str) -> str | None:
 
 
 def extract_code(completion: str) -> str:
-    """The first ```` ```python ```` block (closed or not), or the whole text if there is no block."""
-    found = re.search(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", completion, flags=re.DOTALL)
-    return found.group(1) if found else completion
+    """The first fenced block in Python, or without a language (closed or not); the whole text if there is no block."""
+    blocks = re.findall(r"```([\w+-]*)[ \t]*\n(.*?)(?:```|\Z)", completion, flags=re.DOTALL)
+    return next((code for language, code in blocks if language.lower() in _PYTHON), completion)
 
 
 def check_many(pairs: Sequence[tuple[Problem, str]]) -> list[bool]:
