@@ -12,6 +12,7 @@ from torch import Tensor
 from fly import LLM, SamplingParams
 from fly.cache import OutOfBlocks, PagedKVCache
 from fly.drafts import CascadeDraft, DraftSetup, DraftStrategy, NGramDraft, SingleDraft
+from fly.drafts.limits import check_draft
 from fly.engine import Engine
 from fly.policies import (
     Exact,
@@ -168,6 +169,14 @@ def test_a_strategy_that_changes_a_row_is_refused() -> None:
         llm.generate([[1, 2, 1, 2]], temperature=0, max_tokens=7)
     params = SamplingParams(temperature=0, max_tokens=8)
     assert llm.generate([[1, 2, 1, 2]], params)[0].token_ids == expected([1, 2, 1, 2], params)[0]
+
+
+@pytest.mark.parametrize("parents", [[-1, 0, 1], [-1]])
+def test_a_tree_with_more_or_fewer_parents_than_tokens_is_refused(parents: list[int]) -> None:
+    """Compiled code would read memory that is not the draft's."""
+    draft = Draft.of([[1, 2, 3], [1, 2]], trees=[[-1, 0, 1], parents])
+    with pytest.raises(ValueError, match=f"Uneven proposed 2 tokens, with a tree of {len(parents)} parents"):
+        check_draft(draft, [4, 4], 17, "Uneven")
 
 
 def test_proposals_padded_to_any_width_are_taken() -> None:

@@ -40,6 +40,8 @@ def check_draft(draft: object, max_len: list[int], vocabulary: int, name: str) -
             bad = [token for token in tokens if not 0 <= token < vocabulary]
             raise ValueError(f"{name} proposed the ids {bad[:5]}, outside the vocabulary of {vocabulary}")
         tree = None if draft.trees is None else draft.trees[b]
+        if tree is not None and len(tree) != n:
+            raise ValueError(f"{name} proposed {n} tokens, with a tree of {len(tree)} parents {tree[:5]}")
         if tree is not None and not all(-1 <= parent < node for node, parent in enumerate(tree)):
             raise ValueError(f"{name} proposed a tree of parents {tree}, where each must come before its token")
         longest = n if tree is None else max((depth + 1 for depth in depths(tree)), default=0)
