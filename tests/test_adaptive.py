@@ -147,7 +147,7 @@ class Machine:
             begin, rounds = self.now, list[tuple[float, float]]()
             while True:
                 since, at = self.now, len(row.tokens)
-                n = min(row.k, told.most[0], length - at - 1)
+                n = min(row.k, told.max_len[0], length - at - 1)
                 if n:
                     self.draft(n, at - seen)
                     seen = at

@@ -102,6 +102,6 @@ def test_strategies_that_decide_by_time_share_a_clock() -> None:
 def test_only_our_strategies_compute_by_executors_alone() -> None:
     setup = setup_of()
     setup.attach(NGramDraft())
-    assert setup.only_ours
+    assert setup.all_built_in
     setup.attach(UnionDraft([NGramDraft(), Silent()]))
-    assert not setup.only_ours
+    assert not setup.all_built_in

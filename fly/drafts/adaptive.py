@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from statistics import median
 
-from fly.drafts.base import Continuation, DraftSetup, DraftStrategy, StopsByChance, Wrapper, pad, pieces_of
+from fly.drafts.base import Continuation, DraftSetup, DraftStrategy, StopsByChance, Wrapper, pad, split_rows
 from fly.drafts.measures import Costs, Rates
 from fly.drafts.suffix import SuffixDraft
 from fly.runtime.executor import Spent
@@ -22,30 +22,30 @@ __all__ = ["AdaptiveDraft"]
 
 # What proposes in a round: nothing, the lookup, the strategy.
 _PLAIN, _LOOKUP, _DRAFTING = "plain", "lookup", "drafting"
-_SHORT = 4  # while costs are unknown, ask a strategy without probabilities for this many tokens
-_LEAST, _MOST = 0.05, 0.9  # limits of the chance at which a model drafts a token
+_FIRST_LENGTH = 4  # while costs are unknown, ask a strategy without probabilities for this many tokens
+_MIN_WORTH, _MAX_WORTH = 0.05, 0.9  # limits of the chance at which a model drafts a token
 _LATEST = 8  # judge how easy a row is by this many of its latest drafts
-_AGAIN = 16  # after this many rounds, draft again for a row that seemed too hard
-_BEHIND = 32  # a strategy that missed more tokens of a row, or all, must catch up, which is no cost of drafting
+_RETRY_AFTER = 16  # after this many rounds, draft again for a row that seemed too hard
+_MAX_UNREAD = 32  # a strategy that missed more tokens of a row, or all, must catch up, which is no cost of drafting
 _CATCH_UP = 1.1  # let it catch up only if drafting is this many times as fast as anything else
 _DOUBT = 2.0  # an estimate may be wrong by this factor; decoding without drafts is tried only where that would decide
-_ASKING = 0.05  # ask the lookup only if that takes at most this share of a forward
-_TRIED = 2  # rounds of a trial
-_KEEP = 0.95  # each round multiplies the weight of earlier ones
+_MAX_LOOKUP_SHARE = 0.05  # ask the lookup only if that takes at most this share of a forward
+_TRIAL_ROUNDS = 2  # rounds of a trial
+_DECAY = 0.95  # each round multiplies the weight of earlier ones
 _FIRST_WAIT, _LONGEST_WAIT = 8, 512  # rounds until the next trial
 
 
 @dataclass
 class _Yield:
-    """What a round of drafting gives a row: exponential averages over recent rounds, and over a guess at first."""
+    """What a round of drafting gives a row: exponential averages over recent rounds, which start from a guess."""
 
-    kept: float = 3.0
-    verified: float = 4.0
+    kept: float = 3.0  # tokens kept
+    verified: float = 4.0  # tokens verified
     steps: float = 4.0  # tokens along a path; fewer than ``verified`` in a tree
-    weight: float = 0.5
+    weight: float = 0.5  # of the averages so far, in rounds
 
     def add(self, kept: float, verified: float, steps: float) -> None:
-        old, self.weight = _KEEP * self.weight, _KEEP * self.weight + 1
+        old, self.weight = _DECAY * self.weight, _DECAY * self.weight + 1
         for name, new in (("kept", kept), ("verified", verified), ("steps", steps)):
             setattr(self, name, (old * getattr(self, name) + new) / self.weight)
 
@@ -58,7 +58,8 @@ class _Row:
     """What is known of a row."""
 
     drafting: _Yield
-    copied: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_LATEST))  # the lookup's, and kept
+    # For each of the lookup's latest proposals: how many of its tokens were checked, and how many were right.
+    copied: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_LATEST))
     read: int = 0  # how many of its tokens the strategy has read
 
 
@@ -67,14 +68,16 @@ class _Trial:
     """When to try what seems to be slower."""
 
     wait: int = _FIRST_WAIT  # rounds until the next trial
-    waited: int = 0
+    waited: int = 0  # rounds since the last trial
     left: int = 0  # rounds until a running trial ends
 
     def begin(self) -> int:
-        self.left = self.left or _TRIED
+        """Begin a trial, unless one is running. Return how many rounds of it are left."""
+        self.left = self.left or _TRIAL_ROUNDS
         return self.left
 
     def end(self, rounds: int) -> None:
+        """End ``rounds`` rounds of a trial. After the last one, wait twice as long for the next trial."""
         self.left = max(self.left - rounds, 0)
         if not self.left:
             self.waited, self.wait = 0, min(2 * self.wait, _LONGEST_WAIT)
@@ -89,17 +92,17 @@ class _Load:
     drafting: _Yield = field(default_factory=_Yield)  # over all rows
     trials: dict[str, _Trial] = field(default_factory=lambda: {_PLAIN: _Trial(), _DRAFTING: _Trial()})
 
-    def plain(self, rows: int) -> float:
-        """Tokens a second without drafts. While no cost is known, the unit of time is such a round."""
+    def plain_speed(self, rows: int) -> float:
+        """Return the tokens per second without drafts. While no cost is known, the unit of time is such a round."""
         return rows / (self.costs.plain(rows) or 1.0)
 
-    def looking_up(self, rows: int, proposed: int, kept: float) -> float:
-        """Tokens a second by lookup."""
-        seconds = (self.costs.forward(rows + proposed) or 1.0) + self.costs.beyond
+    def lookup_speed(self, rows: int, proposed: int, kept: float) -> float:
+        """Return the tokens per second by lookup, if ``kept`` of the ``proposed`` tokens are expected to be kept."""
+        seconds = (self.costs.forward(rows + proposed) or 1.0) + self.costs.lookup_overhead
         return (rows + kept) / max(seconds, 1e-9)
 
-    def drafting_for(self, rows: int, yields: list[_Yield], behind: bool) -> float:
-        """Tokens a second by the strategy, which drafts for as many rows as there are ``yields``."""
+    def drafting_speed(self, rows: int, yields: list[_Yield], behind: bool) -> float:
+        """Return the tokens per second by the strategy, which drafts for as many rows as there are ``yields``."""
         if not yields or (rows > 1 and self.costs.step is None):
             return 0.0  # in a batch, first try it for one row
         kept, verified = sum(each.kept for each in yields), sum(each.verified for each in yields)
@@ -109,7 +112,7 @@ class _Load:
         return (rows + kept) / seconds / (_CATCH_UP if behind else 1.0)
 
     def worth(self, active: int, speed: float) -> float:
-        """The least chance to be kept at which the strategy should draft a token; 0: unknown."""
+        """Return the least chance to be kept at which the strategy should draft a token; 0: unknown."""
         if self.costs.step is None or not active:
             return 0.0
         seconds = self.costs.step * self.costs.plain(active) / active + self.costs.slope
@@ -137,11 +140,11 @@ class _Round:
     # For several rounds in one call:
     before: list[tuple[int, int]] = field(default_factory=list)  # each row's numbers of rounds and drafts at the start
     spent: list[Spent] = field(default_factory=list)  # seconds of the first round, and of the others
-    most: list[int] = field(default_factory=list)  # the most tokens to draft for each row, along a path
+    max_len: list[int] = field(default_factory=list)  # the most tokens to draft for each row, along a path
 
 
 class AdaptiveDraft(Wrapper):
-    """Proposes, in each round, what emits the most tokens a second: the strategy's draft, a lookup, or nothing.
+    """Proposes, in each round, what emits the most tokens per second: the strategy's draft, a lookup, or nothing.
 
     Let F be the seconds of the target's forward, by the number of its tokens. Then B rows get
 
@@ -149,13 +152,13 @@ class AdaptiveDraft(Wrapper):
         lookup:    (B + tokens it is expected to have kept) / F(B + tokens it proposes)
         strategy:  (B + tokens kept) / (F(B + tokens drafted) + steps · c · F(B))
 
-    tokens a second. F and c, the cost of a drafted token, are measured (``Costs``). How many of the strategy's tokens
+    tokens per second. F and c, the cost of a drafted token, are measured (``Costs``). How many of the strategy's tokens
     are drafted and kept are averages over recent rounds of the row. A lookup is judged by how long its proposal is, and
     by how often its earlier proposals were right at each position, whether they were used or not.
 
     The strategy drafts a token if
 
-        chance to be kept > (seconds to draft one more + seconds to verify one more) · tokens a second.
+        chance to be kept > (seconds to draft one more + seconds to verify one more) · tokens per second.
 
     The chance is the draft model's own estimate: the product of its probabilities so far (``SingleDraft.reach``), or
     its square root under a rule that excuses mismatches. For a strategy without probabilities, the chance is how often
@@ -212,7 +215,7 @@ class AdaptiveDraft(Wrapper):
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         this = self._round
-        if this is None or this.places != _places(rows):  # otherwise ``continuation`` has started this round
+        if this is None or this.places != _row_lengths(rows):  # otherwise ``continuation`` has started this round
             this = self._begin(rows, max_len)
         most = list(map(min, self._lengths(this, rows), max_len))
         if not any(most):
@@ -242,8 +245,8 @@ class AdaptiveDraft(Wrapper):
             return None
         if not any(lengths):
             return Continuation(None, none, rounds=1, report=this.spent.extend)
-        this.most, rounds = list(map(min, lengths, inner.most)), min(this.rounds, inner.rounds)
-        return inner._replace(most=this.most, rounds=rounds, report=this.spent.extend)
+        this.max_len, rounds = list(map(min, lengths, inner.max_len)), min(this.rounds, inner.rounds)
+        return inner._replace(max_len=this.max_len, rounds=rounds, report=this.spent.extend)
 
     def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
         if self._last == _DRAFTING:  # otherwise the strategy may never draft for these rows
@@ -271,8 +274,8 @@ class AdaptiveDraft(Wrapper):
 
     @property
     def _proposing(self) -> DraftStrategy | None:
-        """What takes part in the current round. No method of the others is called, since even ``observe`` takes
-        time."""
+        """The strategy that takes part in the current round. No method of the other is called, since even ``observe``
+        takes time."""
         if self._round is None or self._round.way == _DRAFTING:
             return self.strategy
         return self.lookup if self._round.way == _LOOKUP else None
@@ -282,46 +285,46 @@ class AdaptiveDraft(Wrapper):
             self._rows[row.id] = _Row(self._loads[row.greedy].drafting.copy())
         return self._rows[row.id]
 
-    def _begin(self, rows: abc.Sequence[Sequence], most: abc.Sequence[int]) -> _Round:
+    def _begin(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> _Round:
         """Choose what proposes for ``rows``, and start a round."""
         begin, count, known = self.clock(), len(rows), list(map(self._row, rows))
-        load, looked = self._loads[all(row.greedy for row in rows)], self._look_up(rows, most)
-        missed = [len(row.tokens) - own.read if n else math.inf for row, own, n in zip(rows, known, most)]
-        behind = any(own.read == 0 or each > _BEHIND for own, each, n in zip(known, missed, most) if n)
+        load, looked = self._loads[all(row.greedy for row in rows)], self._look_up(rows, max_len)
+        missed = [len(row.tokens) - own.read if n else math.inf for row, own, n in zip(rows, known, max_len)]
+        behind = any(own.read == 0 or each > _MAX_UNREAD for own, each, n in zip(known, missed, max_len) if n)
         # Estimate how fast each choice is. Cut the lookup's proposals before tokens that do not pay.
-        speeds = {_PLAIN: load.plain(count)}
-        speeds[_DRAFTING] = load.drafting_for(count, [own.drafting for own, n in zip(known, most) if n], behind)
+        speeds = {_PLAIN: load.plain_speed(count)}
+        speeds[_DRAFTING] = load.drafting_speed(count, [own.drafting for own, n in zip(known, max_len) if n], behind)
         worth = load.costs.slope * max(speeds.values())
         chances = [self._copied.chances(len(tokens), own.copied) for own, tokens in zip(known, looked)]
         chances = [[chance for chance in each if chance >= worth] for each in chances]
         lengths = list(map(len, chances))
         if any(lengths):
-            speeds[_LOOKUP] = load.looking_up(count, sum(lengths), sum(map(sum, chances)))
+            speeds[_LOOKUP] = load.lookup_speed(count, sum(lengths), sum(map(sum, chances)))
         way, speed = max(speeds.items(), key=itemgetter(1))
         # Now and then, try what seems slower. In a batch a trial drafts for one row, the one that needs least reading.
         other = _DRAFTING if way == _PLAIN else _PLAIN
-        next_trial, trial, asked = load.trials[other], None, list(most)
-        wait = next_trial.wait if load.costs.step is not None else _TRIED
+        next_trial, trial, asked = load.trials[other], None, list(max_len)
+        wait = next_trial.wait if load.costs.step is not None else _TRIAL_ROUNDS
         plausible = other == _DRAFTING or speeds[_PLAIN] * _DOUBT > speed
         rounds = max(wait - next_trial.waited, 1) if plausible else _FIRST_WAIT
         if next_trial.left or (plausible and next_trial.waited >= wait):
             way, trial, rounds, first = other, next_trial, next_trial.begin(), missed.index(min(missed))
-            asked = [n * (b == first) for b, n in enumerate(most)]
+            asked = [n * (b == first) for b, n in enumerate(max_len)]
         if way != _DRAFTING:
             asked = lengths if way == _LOOKUP else [0] * count
         worth = load.worth(sum(map(bool, asked)), speed)
-        behind = any(own.read == 0 or each > _BEHIND for own, each, n in zip(known, missed, asked) if n)
+        behind = any(own.read == 0 or each > _MAX_UNREAD for own, each, n in zip(known, missed, asked) if n)
         self._last = way
-        self._round = _Round(load, way, begin, _places(rows), asked, worth, looked, trial, rounds, behind)
+        self._round = _Round(load, way, begin, _row_lengths(rows), asked, worth, looked, trial, rounds, behind)
         return self._round
 
-    def _look_up(self, rows: abc.Sequence[Sequence], most: abc.Sequence[int]) -> list[list[int]]:
+    def _look_up(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[list[int]]:
         """Return what the lookup proposes for each row. If asking it takes too long, it proposes nothing."""
         forward = self._loads[all(row.greedy for row in rows)].costs.plain(len(rows))
-        if self.lookup is None or (forward and median(self._asking or [0.0]) > _ASKING * forward):
+        if self.lookup is None or (forward and median(self._asking or [0.0]) > _MAX_LOOKUP_SHARE * forward):
             return [[] for _ in rows]
         begin = self.clock()
-        pieces = pieces_of(self.lookup.propose(rows, most))
+        pieces = split_rows(self.lookup.propose(rows, max_len))
         self._asking.append(self.clock() - begin)
         if any(piece.parents is not None or piece.probs_NV is not None for piece in pieces):
             raise ValueError(f"{type(self.lookup).__name__} cannot be the lookup: it proposes trees or draws tokens")
@@ -333,14 +336,14 @@ class AdaptiveDraft(Wrapper):
         if this.way != _DRAFTING:
             return this.asked
         if isinstance(strategy, StopsByChance) and strategy.worth is not None:
-            strategy.worth = this.worth and min(max(this.worth, _LEAST), _MOST)
+            strategy.worth = this.worth and min(max(this.worth, _MIN_WORTH), _MAX_WORTH)
             return this.asked
         if not this.worth:
-            return [min(most, _SHORT) for most in this.asked]
+            return [min(most, _FIRST_LENGTH) for most in this.asked]
         worth = this.worth * max(load.drafting.verified, 1e-9) / max(load.drafting.steps, 1e-9)
         return [
             sum(chance >= worth for chance in load.rates.chances(most, row.drafts[-_LATEST:]))
-            or min(most, row.stats.rounds % _AGAIN == 0)
+            or min(most, row.stats.rounds % _RETRY_AFTER == 0)
             for row, most in zip(rows, this.asked)
         ]
 
@@ -358,7 +361,7 @@ class AdaptiveDraft(Wrapper):
         if this.spent:  # the executor measured the time
             rounds = max(row.stats.rounds - before for row, (before, _) in zip(rows, this.before))
             seconds, drafting = (sum(part) for part in zip(*((spent.whole, spent.draft) for spent in this.spent)))
-            most = this.most or this.asked
+            most = this.max_len or this.asked
             drafts = [row.drafts[before:] for row, (_, before) in zip(rows, this.before)]
             took = [[(n, min(n, limit), kept) for n, kept in some] for some, limit in zip(drafts, most)]
             draft = drafting - this.spent[0].draft * this.behind
@@ -409,5 +412,6 @@ class AdaptiveDraft(Wrapper):
                     trial.waited += rounds
 
 
-def _places(rows: abc.Sequence[Sequence]) -> list[tuple[int, int]]:
+def _row_lengths(rows: abc.Sequence[Sequence]) -> list[tuple[int, int]]:
+    """Return the id of each row, and its number of tokens."""
     return [(row.id, len(row.tokens)) for row in rows]

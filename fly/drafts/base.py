@@ -32,16 +32,16 @@ __all__ = [
     "Load",
     "Loaded",
     "OwnCache",
-    "Piece",
+    "RowDraft",
     "StopsByChance",
     "Wrapper",
     "describe",
     "drafted_of",
-    "is_ours",
+    "is_built_in",
+    "join_rows",
     "pad",
     "pad_trees",
-    "pieces_of",
-    "together",
+    "split_rows",
     "until_end",
 ]
 
@@ -220,9 +220,9 @@ class DraftSetup:
         return setup
 
     @property
-    def only_ours(self) -> bool:
+    def all_built_in(self) -> bool:
         """Whether all attached strategies are part of fly. Such strategies compute only through executors."""
-        return all(map(is_ours, self._kinds))
+        return all(map(is_built_in, self._kinds))
 
 
 class DraftStrategy(ABC):
@@ -333,7 +333,7 @@ class Wrapper(DraftStrategy):
             member.release(row)
 
 
-def is_ours(kind: type[DraftStrategy]) -> bool:
+def is_built_in(kind: type[DraftStrategy]) -> bool:
     """Whether a strategy class is part of fly. The methods of any other class, even of a subclass, may do anything."""
     return kind.__module__.startswith("fly.")
 
@@ -350,7 +350,7 @@ def drafted_of(rows: int, active: list[int], found: Drafted) -> Draft:
     if found.probs_BKV is None and found.logits_BKV is None:
         return proposal
 
-    def of_all(values_AKV: torch.Tensor | None) -> torch.Tensor | None:
+    def spread_rows(values_AKV: torch.Tensor | None) -> torch.Tensor | None:
         if values_AKV is None:
             return None
         values_AKV = values_AKV[:, : proposal.shape[1]]
@@ -359,7 +359,7 @@ def drafted_of(rows: int, active: list[int], found: Drafted) -> Draft:
         values_BKV = values_AKV.new_zeros(rows, *values_AKV.shape[1:])
         return values_BKV.index_copy_(0, upload(active, values_AKV.device), values_AKV)
 
-    probs_BKV, logits_BKV = of_all(found.probs_BKV), of_all(found.logits_BKV)
+    probs_BKV, logits_BKV = spread_rows(found.probs_BKV), spread_rows(found.logits_BKV)
     return Draft(proposal.tokens_BK, proposal.lengths_B, probs_BKV, logits_BKV=logits_BKV)
 
 
@@ -383,7 +383,7 @@ def pad_trees(drafts: abc.Sequence[tuple[list[int], list[int]]]) -> Draft:
     return Draft(draft.tokens_BK, draft.lengths_B, parents_BK=parents_BK)
 
 
-class Piece(NamedTuple):
+class RowDraft(NamedTuple):
     """The draft for one row, without padding."""
 
     tokens: list[int]
@@ -391,17 +391,17 @@ class Piece(NamedTuple):
     probs_NV: torch.Tensor | None = None  # the distribution of each token; None: deterministic
 
 
-def pieces_of(draft: Draft) -> list[Piece]:
+def split_rows(draft: Draft) -> list[RowDraft]:
     """Split a draft into its rows."""
     trees: abc.Sequence[list[int] | None] = draft.trees or [None] * len(draft.chains)
     probs_BKV = draft.probs_BKV
     return [
-        Piece(tokens, tree, None if probs_BKV is None else probs_BKV[b, : len(tokens)])
+        RowDraft(tokens, tree, None if probs_BKV is None else probs_BKV[b, : len(tokens)])
         for b, (tokens, tree) in enumerate(zip(draft.chains, trees))
     ]
 
 
-def together(pieces: abc.Sequence[Piece]) -> Draft:
+def join_rows(pieces: abc.Sequence[RowDraft]) -> Draft:
     """Join the drafts of several rows. If one is a tree, chains become trees of one path. If one has distributions, the
     others get one-hot ones."""
     tokens = [piece.tokens for piece in pieces]

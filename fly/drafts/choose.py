@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import abc
 
-from fly.drafts.base import Continuation, DraftStrategy, Piece, Wrapper, pieces_of, together
+from fly.drafts.base import Continuation, DraftStrategy, RowDraft, Wrapper, join_rows, split_rows
 from fly.ops import upload
 from fly.runtime.request import Sequence
 from fly.types import Draft, Target
@@ -34,12 +34,12 @@ class ChooseDraft(Wrapper):
         super()._follow_members()
         self.learns = any(member.learns for member in self.members)
 
-    def _of(self, row: Sequence) -> DraftStrategy:
+    def _member_of(self, row: Sequence) -> DraftStrategy:
         return self.members[self.names.index(row.draft) if row.draft else 0]
 
     def _groups(self, rows: abc.Sequence[Sequence]) -> list[tuple[DraftStrategy, list[int]]]:
         """Return the strategies that these rows chose, each with the indices of its rows."""
-        chosen = [self._of(row) for row in rows]
+        chosen = [self._member_of(row) for row in rows]
         groups = [(member, [b for b, own in enumerate(chosen) if own is member]) for member in self.members]
         return [(member, numbers) for member, numbers in groups if numbers]
 
@@ -51,11 +51,11 @@ class ChooseDraft(Wrapper):
         groups = self._groups(rows)
         if len(groups) == 1:
             return groups[0][0].propose(rows, max_len)
-        found = dict[int, Piece]()
+        found = dict[int, RowDraft]()
         for member, numbers in groups:
             draft = member.propose([rows[b] for b in numbers], [max_len[b] for b in numbers])
-            found |= zip(numbers, pieces_of(draft))
-        return together([found[b] for b in range(len(rows))])
+            found |= zip(numbers, split_rows(draft))
+        return join_rows([found[b] for b in range(len(rows))])
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
         groups = self._groups(rows)
@@ -72,4 +72,4 @@ class ChooseDraft(Wrapper):
             member.commit([rows[b] for b in numbers])
 
     def release(self, row: Sequence) -> None:
-        self._of(row).release(row)
+        self._member_of(row).release(row)

@@ -68,7 +68,7 @@ class Eagle3Draft(StopsByChance):
         check_limits(k, confidence, reach)
         self.k, self.nodes, self.width, self.confidence = k, nodes, width, confidence
         self.reach, self.worth = reach, None if nodes else 0.0  # as for ``SingleDraft``
-        self.growth = Growth.even(depth, width, nodes) if nodes else None
+        self.growth = Growth.uniform(depth, width, nodes) if nodes else None
         self.depth = sys.maxsize if self.growth is None else len(self.growth.widths)  # of a path
         self.spare = 0 if self.growth is None else self.growth.spare
         self.model = describe(head, dtype, device)
@@ -124,7 +124,7 @@ class Eagle3Draft(StopsByChance):
         if not self.nodes and not all(row.greedy for row in going):
             sampling = BatchSampling.of([row.params for row in going])
         seeds = [seed_of(row) for row in going]
-        found = self.runner.chains(going, self._spec(going), [most[b] for b in active], sampling, seeds)
+        found = self.runner.draft(going, self._spec(going), [most[b] for b in active], sampling, seeds)
         return drafted_of(len(rows), active, found)
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
@@ -151,7 +151,7 @@ class Eagle3Draft(StopsByChance):
 
     def commit(self, rows: abc.Sequence[Sequence]) -> None:
         self.runner.commit(rows)
-        if late := [row for row in rows if row.k and self.runner.behind(row) > _BACKLOG]:
+        if late := [row for row in rows if row.k and self.runner.count_unread(row) > _BACKLOG]:
             self.prefill([(row, 0) for row in late])
             self.runner.commit(late)
 

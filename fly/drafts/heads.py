@@ -38,12 +38,19 @@ class _Held:
 
     @property
     def slots(self) -> int:
+        """How many slots of the head's cache the row takes."""
         return len(self.text) - self.first
 
 
 class HeadRunner:
-    """Runs a head with its own KV cache on the hidden states of its target (``Runner.watch``). It implements
-    ``fly.runtime.continuation.Drafter``. ``share`` has the same meaning as for ``Runner``."""
+    """Runs a head with its own KV cache on the hidden states of its target. It implements
+    ``fly.runtime.continuation.Drafter``.
+
+    Args:
+        head: the draft head.
+        states: the target's hidden states (``Runner.watch``).
+        share: whether rows share pages, as for ``Runner``.
+    """
 
     cache: PagedKVCache  # made later, by ``reserve``
 
@@ -62,43 +69,43 @@ class HeadRunner:
 
     def may_draft(self, row: Sequence) -> bool:
         """Whether the hidden states are known up to the row's last token but one."""
-        run = self.states.run(row)
-        return len(run) > 0 and run.stop == len(row.tokens) - 1
+        stored = self.states.stored(row)
+        return len(stored) > 0 and stored.stop == len(row.tokens) - 1
 
-    def behind(self, row: Sequence) -> int:
+    def count_unread(self, row: Sequence) -> int:
         """Return how many tokens the head could read now, beyond those it has read."""
         held = self._held.get(row.id)
-        return self.states.run(row).stop + 1 - (1 if held is None else len(held.text))
+        return self.states.stored(row).stop + 1 - (1 if held is None else len(held.text))
 
     def catch_up(self, rows: abc.Sequence[Sequence]) -> None:
         """Read all tokens with known hidden states. Raises ``OutOfBlocks`` and changes nothing if there is no room."""
-        rests = {row: rest for row in rows if (rest := self._rest(row))}
-        if not rests:
+        unread = {row: part for row in rows if (part := self._unread(row))}
+        if not unread:
             return
-        going, taken = list(rests), list(rests.values())
-        new = [row.tokens[rest.start : rest.stop] for row, rest in rests.items()]
-        batch, states_TF = Batch.of(new, self._reserve(going, taken, [0] * len(new))), self._states_of(going, taken)
+        going, taken = list(unread), list(unread.values())
+        new = [row.tokens[part.start : part.stop] for row, part in unread.items()]
+        batch, states_TF = Batch.of(new, self._reserve(going, taken, [0] * len(new))), self._states_before(going, taken)
         for row, tokens in zip(going, new):
             self._held[row.id].text += tokens
         self.head.begin(batch, states_TF, ends_of(batch.kv))
 
-    def chains(
+    def draft(
         self,
         rows: abc.Sequence[Sequence],
         spec: DraftSpec,
-        most: abc.Sequence[int],
+        max_len: abc.Sequence[int],
         sampling: BatchSampling | None,
         seeds: abc.Sequence[int],
     ) -> Drafted:
-        """Read all tokens of ``rows``, then draft chains or trees (``Head.chains``). Each row must pass ``may_draft``.
+        """Read all tokens of ``rows``, then draft chains or trees (``Head.draft``). Each row must pass ``may_draft``.
         No drafted token stays cached. Raises ``OutOfBlocks`` and changes nothing if there is no room."""
-        rests = [self._rest(row) for row in rows]
-        kv = self._reserve(rows, rests, [(n - 1) * (1 if spec.tree is None else spec.tree.follow) for n in most])
-        batch = Batch.of([row.tokens[rest.start : rest.stop] for row, rest in zip(rows, rests)], kv)
+        unread = [self._unread(row) for row in rows]
+        kv = self._reserve(rows, unread, [(n - 1) * (1 if spec.tree is None else spec.tree.follow) for n in max_len])
+        batch = Batch.of([row.tokens[part.start : part.stop] for row, part in zip(rows, unread)], kv)
         try:
-            found = self.head.chains(batch, self._states_of(rows, rests), spec, rows, most, sampling, seeds)
-            for row, rest in zip(rows, rests):
-                self._held[row.id].text += row.tokens[rest.start : rest.stop]
+            found = self.head.draft(batch, self._states_before(rows, unread), spec, rows, max_len, sampling, seeds)
+            for row, part in zip(rows, unread):
+                self._held[row.id].text += row.tokens[part.start : part.stop]
         finally:
             for row in rows:
                 self.cache.resize(row.id, self._held[row.id].slots)
@@ -128,19 +135,19 @@ class HeadRunner:
         return sum(allocator.missing(row.id, room) for row, room in zip(rows, rooms)) <= allocator.num_free
 
     def prepare(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
-        rests = [self._rest(row) for row in rows]
-        return self._reserve(rows, rests, [room - rest.stop for rest, room in zip(rests, rooms)])
+        unread = [self._unread(row) for row in rows]
+        return self._reserve(rows, unread, [room - part.stop for part, room in zip(unread, rooms)])
 
     def read_states(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given:
         first = [self._held[row.id].first for row in rows]
-        rests = [range(n + start, n + start + count) for n, start, count in zip(first, kv.starts, kv.counts)]
-        return Given(first, self._states_of(rows, rests))
+        unread = [range(n + start, n + start + count) for n, start, count in zip(first, kv.starts, kv.counts)]
+        return Given(first, self._states_before(rows, unread))
 
     def note_cached(self, row: Sequence, text: list[int]) -> None:
         self._held[row.id].text = text
 
     def commit(self, rows: abc.Iterable[Sequence]) -> None:
-        """Roll back to the rows' tokens."""
+        """Roll the head's cache back to the rows' tokens."""
         for row in rows:
             if (held := self._follow(row)) is not None and held.first == 1 and self.share:
                 self.cache.allocator.publish(row.id, held.text[1:], held.slots, _salt(row))
@@ -167,21 +174,23 @@ class HeadRunner:
             self.cache.resize(row.id, held.slots)
         return held
 
-    def _rest(self, row: Sequence) -> range:
+    def _unread(self, row: Sequence) -> range:
         """Return the range of tokens to read next. The hidden states at the token before each of them are known."""
-        run, held = self.states.run(row), self._follow(row)
+        stored, held = self.states.stored(row), self._follow(row)
         if held is None:
             self.begin(row)
             held = self._held[row.id]
-        if len(held.text) - 1 < run.start:
+        if len(held.text) - 1 < stored.start:
             self.release(row)
-            held = self._held[row.id] = _Held(run.start + 1, row.tokens[: run.start + 1])
-        return range(len(held.text), min(run.stop + 1, len(row.tokens)))
+            held = self._held[row.id] = _Held(stored.start + 1, row.tokens[: stored.start + 1])
+        return range(len(held.text), min(stored.stop + 1, len(row.tokens)))
 
-    def _reserve(self, rows: abc.Sequence[Sequence], rests: abc.Sequence[range], room: abc.Sequence[int]) -> PagedBatch:
-        """Make room in the cache for the tokens ``rests``, and for ``room`` more in each row. Return the batch of
-        ``rests``."""
-        starts, counts = [self._held[row.id].slots for row in rows], [len(rest) for rest in rests]
+    def _reserve(
+        self, rows: abc.Sequence[Sequence], unread: abc.Sequence[range], room: abc.Sequence[int]
+    ) -> PagedBatch:
+        """Make room in the cache for the tokens ``unread``, and for ``room`` more in each row. Return the batch of
+        ``unread``."""
+        starts, counts = [self._held[row.id].slots for row in rows], [len(part) for part in unread]
         try:
             for row, start, count, more in zip(rows, starts, counts, room):
                 self.cache.resize(row.id, start + count + more)
@@ -191,9 +200,9 @@ class HeadRunner:
             raise
         return self.cache.batch([row.id for row in rows], starts, counts)
 
-    def _states_of(self, rows: abc.Sequence[Sequence], rests: abc.Sequence[range]) -> Tensor:
-        """Return the hidden states at the token before each of the tokens ``rests``, one row after another."""
-        before = [self.states.of(row, range(rest.start - 1, rest.stop - 1)) for row, rest in zip(rows, rests)]
+    def _states_before(self, rows: abc.Sequence[Sequence], unread: abc.Sequence[range]) -> Tensor:
+        """Return the hidden states at the token before each of the tokens ``unread``, one row after another."""
+        before = [self.states.get(row, range(part.start - 1, part.stop - 1)) for row, part in zip(rows, unread)]
         return before[0] if len(before) == 1 else torch.cat(before)
 
 

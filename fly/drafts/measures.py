@@ -16,8 +16,8 @@ from statistics import median, median_low
 __all__ = ["Costs", "Rates"]
 
 _FEW, _MANY = 5, 12  # how many measurements a median is taken of, and a line is laid through
-_TOKENS = 400.0  # rates remember about this many drafted tokens
-_HOPE, _PRIOR = 0.9, 4.0  # the rate to assume at first, and its weight in tokens
+_MEMORY = 400.0  # rates remember about this many drafted tokens
+_FIRST_RATE, _FIRST_WEIGHT = 0.9, 4.0  # the rate to assume at first, and its weight in tokens
 
 
 class Costs:
@@ -41,47 +41,51 @@ class Costs:
         self._paces: deque[float] = deque(maxlen=_FEW)
 
     def plain(self, rows: int) -> float:
-        """Seconds of a forward without drafts, which takes no longer than one over drafts; 0 if nothing is known."""
+        """Return the seconds of a forward without drafts, at most those of a forward over drafts; 0 if unknown."""
         if rows in self._plain:
             limit = self.forward(rows + 1) if self._forwards else math.inf
             return min(median_low(self._plain[rows]), limit)
         if not self._plain:
             return self.forward(rows)
-        near = min(self._plain, key=lambda known: abs(known - rows))
-        there = self.plain(near)
-        return max(there + self.slope * (rows - near), there * min(rows / near, 1.0))
+        nearest = min(self._plain, key=lambda known: abs(known - rows))
+        seconds = self.plain(nearest)
+        return max(seconds + self.slope * (rows - nearest), seconds * min(rows / nearest, 1.0))
 
     def forward(self, tokens: float) -> float:
-        """Seconds of a forward over drafts, ``tokens`` in all rows; 0 if nothing is known."""
+        """Return the seconds of a forward over drafts, with ``tokens`` tokens in all rows together; 0 if unknown."""
         if self._forwards:
             return self.start + self.slope * tokens
         return max((median(times) for times in self._plain.values()), default=0.0)
 
     @property
     def step(self) -> float | None:
-        """The seconds of a drafted token, in forwards of the target without drafts; None: unknown."""
+        """The time of a drafted token, in forwards of the target without drafts; None: unknown."""
         return median(self._steps) if self._steps else None
 
     @property
-    def beyond(self) -> float:
-        """Seconds of a round by lookup beyond its forward. Such rounds are not run by compiled code."""
+    def lookup_overhead(self) -> float:
+        """The seconds of a round by lookup, less those of its forward. Compiled code does not run such rounds."""
         return median([seconds - self.forward(tokens) for tokens, seconds in self._lookups] or [0.0])
 
     def add_plain(self, rows: int, seconds: float) -> None:
+        """Learn from a forward without drafts."""
         known = self._plain[rows]
         known.append(self._at_usual_pace(seconds, median(known) if len(known) > 2 else 0.0))
         self._fit(rows)
 
     def add_forward(self, rows: int, tokens: float, seconds: float) -> None:
+        """Learn from a forward over drafts, with ``tokens`` tokens in all rows together."""
         known = self.forward(tokens) if len(self._forwards) > 2 else 0.0
         self._forwards.append((tokens, self._at_usual_pace(seconds, known)))
         self._fit(rows)
 
     def add_lookup(self, tokens: float, seconds: float) -> None:
-        known = self.forward(tokens) + self.beyond if len(self._lookups) > 2 else 0.0
+        """Learn from a round by lookup, whose forward is over ``tokens`` tokens."""
+        known = self.forward(tokens) + self.lookup_overhead if len(self._lookups) > 2 else 0.0
         self._lookups.append((tokens, self._at_usual_pace(seconds, known)))
 
     def _at_usual_pace(self, seconds: float, expected: float) -> float:
+        """Return ``seconds`` divided by the pace. If ``expected`` seconds are known (not 0), update the pace first."""
         if expected > 0:
             self._paces.append(seconds / expected)
         return seconds / (median(self._paces) or 1.0) if self._paces else seconds
@@ -93,14 +97,15 @@ class Costs:
             self._steps.append(seconds / forward * self.forward(tokens) / usual)
 
     def _fit(self, rows: int) -> None:
+        """Lay the line through the latest forwards over drafts, and through the one without drafts of ``rows`` rows."""
         if not self._forwards:
             return
         points = list(self._forwards)
-        beside = [(float(rows), median(self._plain[rows]))] if rows in self._plain else []
+        plain = [(float(rows), median(self._plain[rows]))] if rows in self._plain else []
         pairs = sorted(
             ((second[1] - first[1]) / (second[0] - first[0]), abs(second[0] - first[0]))
             for at, first in enumerate(points)
-            for second in points[at + 1 :] + beside
+            for second in points[at + 1 :] + plain
             if abs(second[0] - first[0]) >= 0.5
         )
         x, y = median(tokens for tokens, _ in points), median(seconds for _, seconds in points)
@@ -120,28 +125,29 @@ class Rates:
     @property
     def overall(self) -> float:
         """The rate over all positions."""
-        return (sum(self.kept) + _PRIOR * _HOPE) / (sum(self.tried) + _PRIOR)
+        return (sum(self.kept) + _FIRST_WEIGHT * _FIRST_RATE) / (sum(self.tried) + _FIRST_WEIGHT)
 
     def add(self, drafted: int, accepted: int) -> None:
         """Learn from a draft, given how many tokens were drafted and how many were kept."""
         reached = min(drafted, accepted + 1)
-        keep, more = 1 / (1 + reached / _TOKENS), [0.0] * (drafted - len(self.tried))
+        keep, more = 1 / (1 + reached / _MEMORY), [0.0] * (drafted - len(self.tried))
         self.tried = [keep * count for count in self.tried] + more
         self.kept = [keep * count for count in self.kept] + more
         for position in range(reached):
             self.tried[position] += 1
             self.kept[position] += position < accepted
 
-    def chances(self, most: int, drafts: abc.Iterable[tuple[int, int]]) -> list[float]:
-        """Return, for each of ``most`` positions, the chance that the token there and all before it are kept.
+    def chances(self, count: int, drafts: abc.Iterable[tuple[int, int]]) -> list[float]:
+        """Return, for each of ``count`` positions, the chance that the token there and all before it are kept.
         ``drafts`` lists the numbers of drafted and kept tokens of the row's latest drafts, since a row may be easier or
         harder than others."""
         common = self.overall
         counts = [(min(drafted, accepted + 1), accepted) for drafted, accepted in drafts]
         tried, kept = sum(n for n, _ in counts), sum(n for _, n in counts)
-        own = (kept + _PRIOR * common) / (tried + _PRIOR) / common  # the row's rate, as a multiple of the common one
+        # The row's rate, as a multiple of the common one.
+        own = (kept + _FIRST_WEIGHT * common) / (tried + _FIRST_WEIGHT) / common
         rates = [
-            (self.kept[at] + _PRIOR * common) / (self.tried[at] + _PRIOR) if at < len(self.tried) else common
-            for at in range(most)
+            (self.kept[j] + _FIRST_WEIGHT * common) / (self.tried[j] + _FIRST_WEIGHT) if j < len(self.tried) else common
+            for j in range(count)
         ]
         return list(accumulate((min(own * rate, 1.0) for rate in rates), mul))

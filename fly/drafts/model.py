@@ -23,7 +23,7 @@ from fly.drafts.base import (
     StopsByChance,
     describe,
     drafted_of,
-    is_ours,
+    is_built_in,
     until_end,
 )
 from fly.drafts.ngram import NGramDraft
@@ -149,12 +149,12 @@ class SingleDraft(StopsByChance):
         spec = self.spec(going)
         self.runner.commit(rows)  # drop an earlier draft that is still cached, perhaps of a fork with other tokens
         if self.draft is None or (spec.lookup is not None and self.executor.looks_up(going)):
-            return drafted_of(len(rows), active, self._by_itself(going, wanted, spec))
-        return drafted_of(len(rows), active, self._above_draft(going, wanted, spec))
+            return drafted_of(len(rows), active, self._draft_alone(going, wanted, spec))
+        return drafted_of(len(rows), active, self._draft_in_rounds(going, wanted, spec))
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
         spec = self.spec(rows)
-        plain = is_ours(type(self)) and (self.draft is None or spec.lookup is not None) and not self.with_logits
+        plain = is_built_in(type(self)) and (self.draft is None or spec.lookup is not None) and not self.with_logits
         known = all(row.greedy for row in rows) or self._lossless  # otherwise ``propose`` raises
         if not plain or not known:
             return None
@@ -170,19 +170,19 @@ class SingleDraft(StopsByChance):
         if self.draft is not None:
             self.draft.release(row)
 
-    def _by_itself(self, rows: list[Sequence], most: list[int], spec: DraftSpec) -> Drafted:
+    def _draft_alone(self, rows: list[Sequence], max_len: list[int], spec: DraftSpec) -> Drafted:
         """Draft with the model alone, in one call of the executor."""
         seeds = [seed_of(row) for row in rows]
         sampling = None
         if spec.tree is None and not all(row.greedy for row in rows):
             sampling = BatchSampling.of([row.params for row in rows])
-        return self.runner.extend(rows, spec, most, sampling, seeds)
+        return self.runner.extend(rows, spec, max_len, sampling, seeds)
 
-    def _above_draft(self, rows: list[Sequence], most: list[int], spec: DraftSpec) -> Drafted:
+    def _draft_in_rounds(self, rows: list[Sequence], max_len: list[int], spec: DraftSpec) -> Drafted:
         """Run rounds until each row has enough tokens. In each round the strategy below proposes, and this model
         verifies."""
         scratch = [row.fork(self.policy, seed_of(row)) for row in rows]
-        ends = [len(row.tokens) + n for row, n in zip(rows, most)]
+        ends = [len(row.tokens) + n for row, n in zip(rows, max_len)]
         greedy = all(row.greedy for row in rows)
         values: list[list[Tensor]] = [[] for _ in rows]  # the distribution (or logits) of each token
         certainty = [Certainty(spec, reach) for reach in spec.reach]
@@ -201,14 +201,14 @@ class SingleDraft(StopsByChance):
                     target = self.runner.view(going, torch.where(lost_BK1, raw_BKV, target.logits_BKV))
             self.draft.observe(going, below, target)
             # Extend each row by the kept tokens. Stop at a token that ends the row, or that the model is not sure of.
-            new = self._kept(going, target, below)
+            new = self._decide(going, target, below)
             goes_on = []
             for n, (b, row, (ids, places)) in enumerate(zip(active, going, new)):
                 ids, sure = until_end(ids, row), True
                 at_N = sent(torch.tensor([[n] * len(ids), places[: len(ids)]]), target.logits_BKV.device).unbind(0)
-                if certainty[b].asks:
+                if certainty[b].may_stop:
                     probs_NV = target.logits_BKV[at_N].softmax(-1) if row.greedy else target.probs_at(*at_N)
-                    each = certainty[b].after(probs_NV)
+                    each = certainty[b].goes_on(probs_NV)
                     sure = all(each)
                     ids = ids if sure else ids[: each.index(False) + 1]
                 if not greedy or self.with_logits:
@@ -228,7 +228,7 @@ class SingleDraft(StopsByChance):
             values_BKV[b, : len(each_V)] = torch.stack(each_V)
         return Drafted(chains, None, values_BKV) if greedy else Drafted(chains, values_BKV)
 
-    def _kept(self, rows: list[Sequence], target: Target, below: Draft) -> list[tuple[list[int], list[int]]]:
+    def _decide(self, rows: list[Sequence], target: Target, below: Draft) -> list[tuple[list[int], list[int]]]:
         """Return, for each row, the drafted tokens that this level keeps and its own next token, and their places.
 
         For deterministic chains under the exact rule, the model has one token of its own at each place: its most likely

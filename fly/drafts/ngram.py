@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import abc
 
-from fly.drafts.base import Continuation, DraftStrategy, is_ours, pad, until_end
+from fly.drafts.base import Continuation, DraftStrategy, is_built_in, pad, until_end
 from fly.runtime.executor import DraftSpec, Lookup
 from fly.runtime.request import Sequence, common_prefix
 from fly.types import Draft
@@ -94,7 +94,7 @@ class NGramDraft(DraftStrategy):
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
         spec = DraftSpec(lookup=self.lookup)
-        return Continuation(None, [self.k] * len(rows), spec) if is_ours(type(self)) else None
+        return Continuation(None, [self.k] * len(rows), spec) if is_built_in(type(self)) else None
 
     def release(self, row: Sequence) -> None:
         self._indices.pop(row.id, None)

@@ -158,7 +158,7 @@ class SuffixDraft(DraftStrategy):
         drafted: list[int] = []
         score, chance = 0.0, 1.0
         while places and len(drafted) < most:
-            following = [_next(place, text, drafted) for place in places]
+            following = [_token_after(place, text, drafted) for place in places]
             counts = Counter(token for token in following if token is not None)
             if not counts:
                 break
@@ -202,7 +202,7 @@ class SuffixDraft(DraftStrategy):
         self._held += len(text)
 
 
-def _next(place: _Place, text: list[int], drafted: list[int]) -> int | None:
+def _token_after(place: _Place, text: list[int], drafted: list[int]) -> int | None:
     """Skip as many tokens after ``place`` as ``drafted`` has, and return the next one; None if the text of ``place``
     ends there."""
     other, end = place

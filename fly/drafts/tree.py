@@ -46,7 +46,7 @@ class TreeDraft(SingleDraft):
                 raise ValueError(f"{name} {value} must be at least 1")
         cache: dict[str, Any] = {"cache_tokens": cache_tokens, "block_size": block_size}
         super().__init__(model, k=k, dtype=dtype, device=device, kernels=kernels, **cache)
-        self.growth = Growth.even(depth, width, nodes)
+        self.growth = Growth.uniform(depth, width, nodes)
         levels = len(self.growth.widths)
         self.k = levels if k is None else min(k, levels)
         self.spare = self.growth.spare  # a row's longest path may be a single token

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, field, replace
 
-from fly.drafts.base import DraftStrategy, Piece, Wrapper, pieces_of, together
+from fly.drafts.base import DraftStrategy, RowDraft, Wrapper, join_rows, split_rows
 from fly.runtime.request import Sequence, common_prefix
 from fly.types import Draft
 
@@ -26,7 +26,7 @@ class _Average:
         length, a = min(length, self.length), self.acceptance
         return length if a == 1 else a * (1 - a**length) / (1 - a)
 
-    def after(self, proposed: list[int], asked: int, emitted: list[int]) -> _Average:
+    def updated(self, proposed: list[int], asked: int, emitted: list[int]) -> _Average:
         """Return the averages after one more proposal, for which at most ``asked`` tokens were asked. ``emitted`` has
         at least one token."""
         # Count an empty proposal as half a token, so that the strategy is tried again.
@@ -92,14 +92,14 @@ class UnionDraft(Wrapper):
             raise ValueError(f"UnionDraft combines chains, and {trees[0]} proposes trees")
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
-        chosen = [Piece([]) for _ in rows]
+        chosen = [RowDraft([]) for _ in rows]
         offers = [0.0] * len(rows)
         open_rows = [b for b, most in enumerate(max_len) if most > 0]
         for b in open_rows:
             self._averages.setdefault(rows[b].id, list(self._overall))
             self._rounds[rows[b].id] = _Round(len(rows[b].tokens), max_len[b])
         for number, member in enumerate(self.members):
-            asked = [b for b in open_rows if self._worth(number, rows[b], max_len[b], offers[b])]
+            asked = [b for b in open_rows if self._is_worth_asking(number, rows[b], max_len[b], offers[b])]
             if not asked:
                 continue
             pieces = _ask(member, [rows[b] for b in asked], [max_len[b] for b in asked])
@@ -113,7 +113,7 @@ class UnionDraft(Wrapper):
                     open_rows.remove(b)
                 if drawn or offer > offers[b]:
                     chosen[b], offers[b] = piece, offer
-        return together(chosen)
+        return join_rows(chosen)
 
     def commit(self, rows: abc.Sequence[Sequence]) -> None:
         for row in rows:
@@ -123,7 +123,7 @@ class UnionDraft(Wrapper):
             emitted = row.tokens[done.start :]
             for averages in (self._averages[row.id], self._overall):
                 for number, tokens in done.proposed.items():
-                    averages[number] = averages[number].after(tokens, done.asked, emitted)
+                    averages[number] = averages[number].updated(tokens, done.asked, emitted)
         super().commit(rows)
 
     def release(self, row: Sequence) -> None:
@@ -131,17 +131,17 @@ class UnionDraft(Wrapper):
         self._rounds.pop(row.id, None)
         super().release(row)
 
-    def _worth(self, number: int, row: Sequence, most: int, offer: float) -> bool:
+    def _is_worth_asking(self, number: int, row: Sequence, most: int, offer: float) -> bool:
         """Whether to ask a strategy to propose. Uses only estimates and deterministic offers."""
         expected = [average.expected(most) for average in self._averages[row.id][number:]]
         rivals = expected[1:] if self._draws[number] and not row.greedy else []
         return expected[0] > offer and all(expected[0] >= rival for rival in rivals)
 
 
-def _ask(member: DraftStrategy, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[Piece]:
+def _ask(member: DraftStrategy, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[RowDraft]:
     """Ask ``member`` to propose for each row."""
     draft = member.propose(rows, max_len)
     if draft.parents_BK is not None:
         raise ValueError(f"{type(member).__name__} proposed a tree; UnionDraft combines chains only")
     # At temperature 0 no token is drawn, even if the row has a distribution because other rows need one.
-    return [piece._replace(probs_NV=None) if row.greedy else piece for row, piece in zip(rows, pieces_of(draft))]
+    return [piece._replace(probs_NV=None) if row.greedy else piece for row, piece in zip(rows, split_rows(draft))]

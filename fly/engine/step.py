@@ -193,7 +193,7 @@ class Engine:
         """Prepare the calling thread, which will take all steps. Called once, before the first."""
         executor = self.runner.executor
         beside = [drafter.executor for drafter in self.setup.drafters]
-        if self.setup.only_ours and all(each is not None and each.own_threads for each in (executor, *beside)):
+        if self.setup.all_built_in and all(each is not None and each.own_threads for each in (executor, *beside)):
             executor.enter_thread()
 
     def release(self, row: Sequence) -> None:

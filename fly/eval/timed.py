@@ -111,8 +111,8 @@ class HeadClock(Clock, Head):
     def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
         return self._clocked(self.head.step, batch, x_TC, places)
 
-    def chains(self, *arguments: Any, **options: Any) -> Drafted:
-        return self._clocked(self.head.chains, *arguments, **options)
+    def draft(self, *arguments: Any, **options: Any) -> Drafted:
+        return self._clocked(self.head.draft, *arguments, **options)
 
 
 def draft_runners(llm: LLM) -> list[Runner]:

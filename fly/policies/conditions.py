@@ -287,7 +287,7 @@ def describe(value: object) -> str:
     return f"a {value.dtype} tensor of {list(value.shape)}" if isinstance(value, Tensor) else short(value)
 
 
-def is_ours(rule: object) -> bool:
+def is_built_in(rule: object) -> bool:
     """Whether a rule or condition is part of this package, so that readers know its parameters."""
     return type(rule).__module__.startswith("fly.")
 
@@ -300,7 +300,7 @@ def expression(rule: Any, first: bool = False) -> str:
     """
     if not is_dataclass(rule):
         raise TypeError(f"{type(rule).__name__} must be a dataclass: write @dataclass(frozen=True) above it")
-    shown, ours = [], is_ours(rule)
+    shown, ours = [], is_built_in(rule)
     for number, parameter in enumerate(f for f in fields(rule) if f.init):
         value = getattr(rule, parameter.name)
         # Plain words need no quotes where ``parse_policy`` reads them.

@@ -46,7 +46,7 @@ class Continuation(NamedTuple):
     proposes."""
 
     runner: Drafter | None
-    most: list[int]  # the most tokens to draft in a round, for each row
+    max_len: list[int]  # the most tokens to draft in a round, for each row
     spec: DraftSpec = DraftSpec()
     rounds: int = sys.maxsize  # ask the strategy again after this many rounds
     # Called with the seconds of the first round and of the others, and later with those of deciding an open block.

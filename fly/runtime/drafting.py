@@ -4,8 +4,8 @@ another. Knows no backend.
 ``Executor.extend`` calls ``draft_by_forwards``, unless the executor has a faster way. For chains, the loop repeats
 three stages: choose each row's next token, stop the rows that are done, feed the others.
 
-Shape legend: T packed tokens, N places, B rows, K longest draft, W candidates for a place, S cached tokens of a row,
-C features of a head, V vocabulary.
+Shape legend: T packed tokens, N places, B rows, J positions of a row, K longest draft, W candidates for a place,
+S cached tokens of a row, C features of a head, F hidden states concatenated, V vocabulary.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class Lookup:
-    """The parameters of prompt lookup (``fly.drafts.NGramDraft``): the longest and shortest match, the most tokens."""
+    """The parameters of prompt lookup (``fly.drafts.NGramDraft``)."""
 
-    longest: int
-    shortest: int
-    k: int
+    longest: int  # match, in tokens
+    shortest: int  # match, in tokens
+    k: int  # the most tokens to copy
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Growth:
     nodes: int
 
     @staticmethod
-    def even(depth: int, width: int, nodes: int) -> Growth:
+    def uniform(depth: int, width: int, nodes: int) -> Growth:
         """Return a growth of ``depth`` levels (fewer if there are fewer ``nodes``), all of one width."""
         depth = min(depth, nodes)
         return Growth((width,) * depth, width, min(nodes, width + (depth - 1) * width * width))
@@ -109,8 +109,8 @@ class Growth:
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """How a model drafts. It drafts a chain of its most likely (or drawn) tokens, up to the first that it is not sure
-    of; or a ``tree`` of its most likely tokens, which does not stop early.
+    """How a model drafts: a chain of its most likely (or drawn) tokens, up to the first that it is not sure of; or a
+    ``tree`` of its most likely tokens, which does not stop early.
 
     ``lookup`` saves forwards and changes no token: prompt lookup guesses the next tokens, one forward checks them all,
     and drafting goes on from the first wrong guess.
@@ -147,20 +147,20 @@ class Certainty:
     """Decides when a model stops drafting for a row."""
 
     spec: DraftSpec
-    least: float  # stop once the estimated chance that all tokens so far are kept is below this
+    threshold: float  # stop when the estimated chance that all tokens so far are kept falls below this
     reached: float = 1.0
 
     @property
-    def asks(self) -> bool:
+    def may_stop(self) -> bool:
         """Whether the draft may stop early."""
-        return self.least > 0 or self.spec.confidence > 0
+        return self.threshold > 0 or self.spec.confidence > 0
 
-    def after(self, probs_NV: Tensor) -> list[bool]:
+    def goes_on(self, probs_NV: Tensor) -> list[bool]:
         """Return whether to go on after each of the next N tokens, given the distributions they were chosen from."""
         peak_N = probs_NV.amax(-1)
         reached_N = self.reached * peak_N.cumprod(0)
         self.reached = float(reached_N[-1])
-        sure: list[bool] = ((peak_N >= self.spec.confidence) & (reached_N >= self.least)).tolist()
+        sure: list[bool] = ((peak_N >= self.spec.confidence) & (reached_N >= self.threshold)).tolist()
         return sure
 
 
@@ -201,14 +201,20 @@ def draft_by_forwards(
     step: Step,
     spec: DraftSpec,
     rows: abc.Sequence[Sequence],
-    most: abc.Sequence[int],
+    max_len: abc.Sequence[int],
     sampling: BatchSampling | None = None,
     seeds: abc.Sequence[int] = (),
 ) -> Drafted:
-    """Draft as ``Executor.extend`` describes, with one forward for each token, or for each level of a tree."""
+    """Draft as ``Executor.extend`` describes, with one forward for each token, or for each level of a tree.
+
+    Args:
+        start: the forward after which drafting starts.
+        step: runs each further forward.
+        spec, rows, max_len, sampling, seeds: as for ``Executor.extend``.
+    """
     if spec.tree is not None:
-        return _draft_trees(model, start, step, spec.tree, rows, most)
-    return _draft_chains(model, start, step, spec, rows, most, sampling, seeds)
+        return _draft_trees(model, start, step, spec.tree, rows, max_len)
+    return _draft_chains(model, start, step, spec, rows, max_len, sampling, seeds)
 
 
 def draw_tokens(probs_NV: Tensor, seeds: abc.Sequence[int], lengths: abc.Sequence[int]) -> list[int]:
@@ -224,13 +230,13 @@ def _draft_chains(
     step: Step,
     spec: DraftSpec,
     rows: abc.Sequence[Sequence],
-    most: abc.Sequence[int],
+    max_len: abc.Sequence[int],
     sampling: BatchSampling | None,
     seeds: abc.Sequence[int],
 ) -> Drafted:
     scratch = [row.fork(row.policy, row.seed) for row in rows]
     sources: list[list[Tensor]] = [[] for _ in rows]  # each token's distribution, or logits
-    certainty = [Certainty(spec, least) for least in spec.reach or (0.0,) * len(rows)]
+    certainty = [Certainty(spec, reach) for reach in spec.reach or (0.0,) * len(rows)]
     active, logits_NV, x_NC = list(range(len(rows))), start.logits_BV, start.x_BC
     while True:
         # Choose: each row's next token is the most likely one that the row allows, or is drawn.
@@ -250,10 +256,10 @@ def _draft_chains(
         for n, (b, row, token) in enumerate(zip(active, going, tokens)):
             row.tokens.append(token)
             sure = True
-            if certainty[b].asks:
+            if certainty[b].may_stop:
                 own_1V = logits_NV[n : n + 1].softmax(-1) if probs_NV is None or row.greedy else probs_NV[n : n + 1]
-                (sure,) = certainty[b].after(own_1V)
-            if sure and len(row.tokens) - len(rows[b].tokens) < most[b] and token not in row.stop_ids:
+                (sure,) = certainty[b].goes_on(own_1V)
+            if sure and len(row.tokens) - len(rows[b].tokens) < max_len[b] and token not in row.stop_ids:
                 goes_on.append(n)
         if not goes_on:
             break
@@ -261,7 +267,7 @@ def _draft_chains(
         if len(goes_on) < len(active):
             active, x_NC = [active[n] for n in goes_on], None if x_NC is None else x_NC[goes_on]
         fed = [len(scratch[b].tokens) - len(rows[b].tokens) - 1 for b in active]
-        logits_NV, x_NC = step(_after(start, active, fed, [[scratch[b].tokens[-1]] for b in active]), x_NC)
+        logits_NV, x_NC = step(_next_batch(start, active, fed, [[scratch[b].tokens[-1]] for b in active]), x_NC)
     chains = [made.tokens[len(row.tokens) :] for made, row in zip(scratch, rows)]
     if sampling is None and not spec.with_logits:
         return Drafted(chains)
@@ -280,7 +286,7 @@ def _allowed(model: Computing, logits_NV: Tensor, rows: list[Sequence]) -> Tenso
     return torch.where(nothing_left(allowed_N1V), raw_N1V, allowed_N1V).squeeze(1)
 
 
-def _after(
+def _next_batch(
     start: DraftStart,
     active: list[int],
     fed: list[int],
@@ -308,6 +314,7 @@ class _Tree:
     fed: list[int] = field(default_factory=list)  # the nodes that were fed, in the order of their slots in the cache
 
     def add(self, token: int, parent: int, log_prob: float) -> int:
+        """Add a node, and return its number."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.scores.append(log_prob + (self.scores[parent] if parent >= 0 else 0.0))
@@ -321,10 +328,10 @@ class _Tree:
             node = self.parents[node]
         return path
 
-    def best(self, most: int) -> tuple[list[int], list[int]]:
-        """Return tokens and parents of the ``most`` most likely nodes. No node is more likely than its parent, so these
-        nodes include the parents."""
-        chosen = sorted(sorted(range(len(self.tokens)), key=lambda node: -self.scores[node])[:most])
+    def likeliest(self, count: int) -> tuple[list[int], list[int]]:
+        """Return the tokens and parents of the ``count`` most likely nodes. No node is more likely than its parent, so
+        these nodes include the parents."""
+        chosen = sorted(sorted(range(len(self.tokens)), key=lambda node: -self.scores[node])[:count])
         number = {node: i for i, node in enumerate(chosen)} | {-1: -1}
         return [self.tokens[node] for node in chosen], [number[self.parents[node]] for node in chosen]
 
@@ -346,7 +353,7 @@ def _draft_trees(
     step: Step,
     growth: Growth,
     rows: abc.Sequence[Sequence],
-    most: abc.Sequence[int],
+    max_len: abc.Sequence[int],
 ) -> Drafted:
     trees, kv = [_Tree() for _ in rows], start.kv
     frontier = [(b, -1) for b in range(len(rows))]  # the row and the node that each line of logits follows
@@ -368,7 +375,7 @@ def _draft_trees(
         # Select: the likeliest new tokens are followed, unless they end their row.
         follow: dict[int, list[tuple[int, int]]] = {}
         for b, (row, tree) in enumerate(zip(rows, trees)):
-            going = [each for each in grown[b] if tree.tokens[each[0]] not in row.stop_ids and most[b] > level + 1]
+            going = [each for each in grown[b] if tree.tokens[each[0]] not in row.stop_ids and max_len[b] > level + 1]
             if going:
                 follow[b] = heapq.nlargest(growth.follow, going, key=lambda each: tree.scores[each[0]])
         if not follow or level + 1 == len(growth.widths):
@@ -378,7 +385,7 @@ def _draft_trees(
         masks: list[Tensor | None] = [trees[b].feed(new, kv.starts[b] + kv.counts[b]) for b, new in nodes.items()]
         new = [[trees[b].tokens[node] for node in each] for b, each in nodes.items()]
         before_NC = None if x_NC is None else x_NC[[line for each in follow.values() for _, line in each]]
-        logits_NV, x_NC = step(_after(start, list(follow), fed, new, level, masks), before_NC)
+        logits_NV, x_NC = step(_next_batch(start, list(follow), fed, new, level, masks), before_NC)
         frontier = [(b, node) for b, each in nodes.items() for node in each]
-    found = [tree.best(growth.nodes) for tree in trees]
+    found = [tree.likeliest(growth.nodes) for tree in trees]
     return Drafted([tokens for tokens, _ in found], parents=[parents for _, parents in found])

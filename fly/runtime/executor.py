@@ -225,21 +225,22 @@ class Executor(ABC):
         batch: Batch,
         spec: DraftSpec,
         rows: abc.Sequence[Sequence],
-        most: abc.Sequence[int],
+        max_len: abc.Sequence[int],
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
     ) -> Drafted:
         """Draft: feed the batch, then choose and feed each row's next token, again and again.
 
-        A row's draft ends after ``most[b]`` tokens (at least 1), after a token that ends the row, or after the first
+        A row's draft ends after ``max_len[b]`` tokens (at least 1), after a token that ends the row, or after the first
         token that the model is not sure of (``spec``). Then all its tokens but the last are cached. With ``spec.tree``,
-        draft a tree of at most ``most[b]`` levels instead. The cache's content after each row's text is then undefined.
+        draft a tree of at most ``max_len[b]`` levels instead. What the cache holds after each row's text is then
+        undefined.
 
         The default runs one forward for each token or level, and ignores ``spec.lookup``.
 
         Args:
-            rows: the rows of the batch; their tokens are the text so far. The cache has room for ``most[b]`` - 1 more
-                tokens of each row, or for ``spec.tree.spare``.
+            rows: the rows of the batch; their tokens are the text so far. The cache has room for ``max_len[b]`` - 1
+                more tokens of each row, or for ``spec.tree.spare``.
             sampling: None chooses the most likely token (the lowest id among equals). Otherwise tokens are drawn as
                 ``fly.ops.draw`` does, with ``uniforms(seeds[b], length of the row so far, Stream.SAMPLE, 1)``. Either
                 way the row's penalties, bans and form apply.
@@ -249,7 +250,7 @@ class Executor(ABC):
         def step(drafted: Batch, x_TC: Tensor | None) -> tuple[Tensor, Tensor | None]:
             return self.score(drafted).logits_NV, None
 
-        return draft_by_forwards(self, DraftStart.after(batch, logits_BV), step, spec, rows, most, sampling, seeds)
+        return draft_by_forwards(self, DraftStart.after(batch, logits_BV), step, spec, rows, max_len, sampling, seeds)
 
     def looks_up(self, rows: abc.Sequence[Sequence]) -> bool:
         """Whether a lookup (``DraftSpec.lookup``) saves forwards in ``extend`` for these rows."""
@@ -372,13 +373,13 @@ class Head(Executor):
     def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
         """Do the same as ``begin``, with the head's own features in place of the target's hidden states."""
 
-    def chains(
+    def draft(
         self,
         batch: Batch,
         states_TF: Tensor,
         spec: DraftSpec,
         rows: abc.Sequence[Sequence],
-        most: abc.Sequence[int],
+        max_len: abc.Sequence[int],
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
     ) -> Drafted:
@@ -392,7 +393,7 @@ class Head(Executor):
             return self.spread(logits_TU), x_TC
 
         start = DraftStart.after(batch, self.spread(logits_BU), x_BC)
-        return draft_by_forwards(self, start, step, spec, rows, most, sampling, seeds)
+        return draft_by_forwards(self, start, step, spec, rows, max_len, sampling, seeds)
 
     def spread(self, logits_NU: Tensor) -> Tensor:
         """Spread logits over the target's vocabulary [N, V]. Tokens outside the draft vocabulary get minus infinity, so

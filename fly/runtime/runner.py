@@ -281,13 +281,13 @@ class Runner:
         self,
         rows: abc.Sequence[Sequence],
         spec: DraftSpec,
-        most: abc.Sequence[int],
+        max_len: abc.Sequence[int],
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
     ) -> Drafted:
         """Draft: let the model continue every row, token after token (``Executor.extend``). A draft ends after
-        ``most[b]`` tokens (at least 1), or after a token that ends the row. All its tokens but the last are then
-        cached. With ``spec.tree`` the model drafts a tree of ``most[b]`` levels, which is not cached.
+        ``max_len[b]`` tokens (at least 1), or after a token that ends the row. All its tokens but the last are then
+        cached. With ``spec.tree`` the model drafts a tree of ``max_len[b]`` levels, which is not cached.
 
         Raises ``OutOfBlocks``, and changes nothing, if the cache has no room for the whole draft.
         """
@@ -296,10 +296,10 @@ class Runner:
         with self._all_or_none(rows) as starts:
             new = [row.tokens[start:] for row, start in zip(rows, starts)]
             counts = [len(tokens) for tokens in new]
-            room = [count + (n - 1 if spec.tree is None else spec.tree.spare) for count, n in zip(counts, most)]
+            room = [count + (n - 1 if spec.tree is None else spec.tree.spare) for count, n in zip(counts, max_len)]
             batch = Batch.of(new, self._reserve(rows, starts, counts, room))
-        drafted = self.executor.extend(batch, spec, rows, most, sampling, seeds)
-        for row, added, tokens, n in zip(rows, new, drafted.tokens, most):
+        drafted = self.executor.extend(batch, spec, rows, max_len, sampling, seeds)
+        for row, added, tokens, n in zip(rows, new, drafted.tokens, max_len):
             cached = self._cached[row.id]
             cached += added + (tokens[:-1] if spec.tree is None else [])
             if len(tokens) < n or spec.tree is not None:
@@ -328,7 +328,7 @@ class Runner:
         """
         # Who drafts? Nobody, if no row may draft any more, or if the text has become too long for the drafter.
         drafting = drafting or Continuation(None, [0] * len(rows))
-        k = [min(row.k, most) for row, most in zip(rows, drafting.most)]
+        k = [min(row.k, most) for row, most in zip(rows, drafting.max_len)]
         drafts = any(min(n, more - 1) > 0 for n, more in zip(k, left))
         drafter, spec = drafting.runner if drafts else None, drafting.spec
         if drafter is not None and not self._runs_with(drafter, spec):

@@ -34,13 +34,13 @@ class HiddenStates:
         self.end: Callable[[Sequence], None] = lambda row: None
         self._runs: dict[int, tuple[int, Tensor]] = {}  # by row: number of the first token, and the run
 
-    def run(self, row: Sequence) -> range:
+    def stored(self, row: Sequence) -> range:
         """Return the numbers of the tokens whose hidden states are stored."""
         start, states_NF = self._runs.get(row.id, (0, ()))
         return range(start, start + len(states_NF))
 
-    def of(self, row: Sequence, tokens: range) -> Tensor:
-        """Return the hidden states of ``tokens``, which must be within the ``run``."""
+    def get(self, row: Sequence, tokens: range) -> Tensor:
+        """Return the hidden states of ``tokens``, which must be within the ``stored`` range."""
         start, states_NF = self._runs[row.id]
         return states_NF[tokens.start - start : tokens.stop - start]
 
@@ -85,5 +85,6 @@ class HiddenStates:
             self.cut(child, length)
 
     def release(self, row: Sequence) -> None:
+        """Drop all states of the row, which has ended."""
         self._runs.pop(row.id, None)
         self.end(row)

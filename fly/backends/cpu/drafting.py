@@ -29,16 +29,16 @@ def draft_in_one_call(
     batch: Batch,
     spec: DraftSpec,
     rows: abc.Sequence[Sequence],
-    most: abc.Sequence[int],
+    max_len: abc.Sequence[int],
     sampling: BatchSampling | None,
     seeds: abc.Sequence[int],
     lookup: CLookup | None = None,
     given: Tensor | None = None,
 ) -> Drafted:
-    """Implement ``Executor.extend``, and ``Head.chains`` for a draft head, which is ``given`` the target's hidden
+    """Implement ``Executor.extend``, and ``Head.draft`` for a draft head, which is ``given`` the target's hidden
     states."""
     call = packed.batch(array("q", batch.tokens), array("q", batch.positions), batch.kv)
-    longest, count = max(most, default=0), len(most)
+    longest, count = max(max_len, default=0), len(max_len)
     stops = [array("q", row.stop_ids) for row in rows]
     drafted, counts = array("q", bytes(8 * count * longest)), array("i", bytes(4 * count))
     how: Any = None
@@ -54,7 +54,7 @@ def draft_in_one_call(
         out_BKV = torch.empty(count, longest, packed.config.vocab_size)
     texts = None if lookup is None else [array("i", row.tokens[:start]) for row, start in zip(rows, batch.kv.starts)]
     packed.library.fly_draft(
-        packed.handle, ctypes.byref(call), longest, array("i", most), spans(stops), drafted, counts,
+        packed.handle, ctypes.byref(call), longest, array("i", max_len), spans(stops), drafted, counts,
         how, coins, out_BKV, None if lookup is None else ctypes.byref(lookup), None if texts is None else spans(texts),
         CStops.of_rows(spec, count), given,
     )  # fmt: skip

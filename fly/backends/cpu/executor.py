@@ -84,14 +84,14 @@ class CpuExecutor(HostDecisions):
         batch: Batch,
         spec: DraftSpec,
         rows: abc.Sequence[Sequence],
-        most: abc.Sequence[int],
+        max_len: abc.Sequence[int],
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
     ) -> Drafted:
         if spec.tree is not None or any(map(constrains, rows)):
-            return super().extend(batch, spec, rows, most, sampling, seeds)
+            return super().extend(batch, spec, rows, max_len, sampling, seeds)
         lookup = None if spec.lookup is None else self._c_lookup(spec.lookup)
-        return draft_in_one_call(self.packed, batch, spec, rows, most, sampling, seeds, lookup)
+        return draft_in_one_call(self.packed, batch, spec, rows, max_len, sampling, seeds, lookup)
 
     def looks_up(self, rows: abc.Sequence[Sequence]) -> bool:
         return not any(map(constrains, rows))

@@ -124,17 +124,17 @@ class CpuHead(Head):
         packed.library.fly_step(packed.handle, ctypes.byref(call), states_TF, x_TC, kept, logits_NU, after_TC)
         return logits_NU, after_TC if len(kept) == count else after_TC[list(places)]
 
-    def chains(
+    def draft(
         self,
         batch: Batch,
         states_TF: Tensor,
         spec: DraftSpec,
         rows: abc.Sequence[Sequence],
-        most: abc.Sequence[int],
+        max_len: abc.Sequence[int],
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
     ) -> Drafted:
         if spec.tree is not None or any(map(constrains, rows)):
-            return super().chains(batch, states_TF, spec, rows, most, sampling, seeds)
+            return super().draft(batch, states_TF, spec, rows, max_len, sampling, seeds)
         states_TF = states_TF.to(self.dtype).contiguous()
-        return draft_in_one_call(self.packed, batch, spec, rows, most, sampling, seeds, given=states_TF)
+        return draft_in_one_call(self.packed, batch, spec, rows, max_len, sampling, seeds, given=states_TF)
