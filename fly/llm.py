@@ -29,7 +29,7 @@ from fly.early_exit import exit_early
 from fly.engine import Engine
 from fly.engine.caches import find_room, make_caches
 from fly.engine.job import Request, read_along
-from fly.engine.scheduler import Scheduler, most_scored
+from fly.engine.scheduler import Scheduler, max_scored
 from fly.engine.stream import AsyncStream, Stream
 from fly.engine.warming import warm_up
 from fly.engine.worker import Worker
@@ -211,7 +211,7 @@ class LLM(Calls):
 
         # The caches, whose size depends on all models.
         block_size = block_size_for(executor.device) if block_size is None else block_size
-        scored = min(step_tokens, most_scored(max_rows, executor.config.vocab_size))
+        scored = min(step_tokens, max_scored(max_rows, executor.config.vocab_size))
         work = Workload(
             max_rows, 0 if strategy is None else self.k, self._bind(self.policy), step_tokens, scored, block_size,
             next((each.executor for each in setup.drafters), None),

@@ -22,7 +22,7 @@ from torch import Tensor
 from fly.backends.cpu import available, host, why_not
 from fly.backends.cpu.host import Blocks, HostDecisions, lay_rules
 from fly.backends.cpu.host import _decide as decide_compiled
-from fly.backends.cpu.library import CClause, short
+from fly.backends.cpu.library import CClause, fast_call
 from fly.policies import Exact, parse_policy
 from fly.policies.conditions import Clause
 from fly.runtime.executor import Batch, Executor, Scores
@@ -110,7 +110,7 @@ def test_compiled_decisions_are_those_of_the_tensor_rule(
     target, draft, seeds, starts = case
     policy = parse_policy(rule)
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fly.backends.cpu.host.usual", lambda: variant)
+        patch.setattr("fly.backends.cpu.host.default_variant", lambda: variant)
         wanted = Executor.decide(OnHost(), policy, target, draft, seeds, starts)
         found = decide_compiled(policy, target, draft, seeds, starts)
         event(f"compiled {found is not None}, tree {draft.trees is not None}, greedy {target.all_greedy}")
@@ -134,7 +134,7 @@ def test_known_rules_are_compiled(rule: str, temperature: float) -> None:
 
 def call(blocks: Blocks, logits_BJV: Tensor, rule: str = "exact", rows: int = 1) -> None:
     rules = lay_rules([(parse_policy(rule), 0)] * rows, None, None, VOCAB)
-    short("fly_decide")(ctypes.byref(rules), ctypes.byref(blocks.c), array("q", [9] * rows), logits_BJV, None)
+    fast_call("fly_decide")(ctypes.byref(rules), ctypes.byref(blocks.c), array("q", [9] * rows), logits_BJV, None)
 
 
 def test_sizes_and_numbers_are_checked_by_the_call() -> None:
@@ -187,7 +187,9 @@ def test_a_kind_of_clause_that_compiled_code_does_not_know_is_refused(kind: int)
     vars(rules)["clause"][2].kind = kind
     block = Blocks(1, 3, 1, False, 4)
     with pytest.raises(ValueError, match=f"the kind of a clause is {kind}, not 0 to {len(CClause.KINDS) - 1}"):
-        short("fly_decide")(ctypes.byref(rules), ctypes.byref(block.c), array("q", [9]), torch.zeros(1, 4, VOCAB), None)
+        fast_call("fly_decide")(
+            ctypes.byref(rules), ctypes.byref(block.c), array("q", [9]), torch.zeros(1, 4, VOCAB), None
+        )
 
 
 def test_what_compiled_code_would_misread_is_left_to_tensors() -> None:

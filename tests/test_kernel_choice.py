@@ -59,7 +59,7 @@ def test_kernels_are_chosen_by_argument_then_variable_then_processor(monkeypatch
     with pytest.raises(ValueError, match=r"kernels 'neon' .*choices: \['auto'.*'torch'\]"):
         chosen("neon")
     monkeypatch.setenv("FLY_KERNELS", "sse")
-    assert library.usual() == available()[0]  # whoever asks for nothing is not told
+    assert library.default_variant() == available()[0]  # whoever asks for nothing is not told
     with pytest.raises(ValueError, match=r"FLY_KERNELS=sse .*choices: \['auto'.*'torch'\]"):
         LLM("fly-tiny")
 
@@ -119,7 +119,7 @@ def test_the_draft_alone_may_have_int8_weights() -> None:
 
 def test_kernels_that_this_processor_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_built", lambda: {"avx1024": "it lacks them", "avx2": ""})
-    assert available() == ["avx2", "torch"] and library.number("avx2") == 1
+    assert available() == ["avx2", "torch"] and library.variant_number("avx2") == 1
     for wanted in ("avx1024", "avx1024-int8"):
         with pytest.raises(ValueError, match=f"{wanted}' is not available here; .*it lacks them"):
             chosen(wanted)

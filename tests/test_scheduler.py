@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fly.cache import OutOfBlocks, PagedKVCache
 from fly.drafts import CascadeDraft, NGramDraft, SingleDraft, TreeDraft
 from fly.engine import Engine
-from fly.engine.scheduler import Scheduler, _shared
+from fly.engine.scheduler import Scheduler, _divide
 from fly.ops import derive
 from fly.policies import AcceptancePolicy, Exact, FLy, LossySampling
 from fly.runtime.request import Sequence
@@ -353,7 +353,7 @@ def test_rows_are_shared_as_far_as_each_client_wants_them() -> None:
 
 @given(st.dictionaries(st.integers(), st.integers(0, 50), max_size=8), st.integers(0, 120))
 def test_equal_parts(wanted: dict[int, int], amount: int) -> None:
-    parts = _shared(amount, wanted)
+    parts = _divide(amount, wanted)
     assert parts.keys() == wanted.keys() and all(0 <= parts[who] <= most for who, most in wanted.items())
     assert sum(parts.values()) == min(amount, sum(wanted.values()))
     level = max(parts.values(), default=0)

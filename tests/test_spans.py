@@ -21,7 +21,7 @@ from fly.backends.cpu import CpuExecutor, available, library, packed, why_not
 from fly.backends.cpu.blocks import KINDS, eight_bits
 from fly.backends.cpu.head import CpuHead
 from fly.backends.cpu.host import Blocks, lay_rules
-from fly.backends.cpu.library import CRounds, Sampling, load, short
+from fly.backends.cpu.library import CRounds, Sampling, fast_call, load
 from fly.backends.cpu.packed import PackedLlama
 from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft, TreeDraft
@@ -105,15 +105,15 @@ def decisions() -> None:
     """What belongs to no model."""
     logits, probs = torch.randn(3, 11), torch.full((3, 11), 1 / 11)
     how = (Sampling * 1)(Sampling(1.0, 1.0, -torch.inf, 0))
-    short("fly_kept")(logits, 3, 11, how, torch.empty(3, 1, 3))
+    fast_call("fly_kept")(logits, 3, 11, how, torch.empty(3, 1, 3))
     for trees in (False, True):
         blocks = Blocks(1, 2, 1, trees, 4)
         blocks.count[0], blocks.drafted[1] = 2, 1
         if trees:
             blocks.parent[0] = blocks.parent[1] = -1
         rules = lay_rules([(Exact(), 0)], None, None, 11)
-        short("fly_decide")(byref(rules), byref(blocks.c), array("q", [9]), logits, None if trees else probs[:2])
-    short("fly_uniforms")(array("q", [1, 2]), array("q", [3, 4]), 0, 3, array("f", bytes(24)))
+        fast_call("fly_decide")(byref(rules), byref(blocks.c), array("q", [9]), logits, None if trees else probs[:2])
+    fast_call("fly_uniforms")(array("q", [1, 2]), array("q", [3, 4]), 0, 3, array("f", bytes(24)))
 
 
 CALLS: dict[str, Callable[[], None]] = {

@@ -29,7 +29,7 @@ SIZES = [(101, 72), (2100, 512), (151_936, 32), (64, 8960)]
 
 
 def _forget() -> None:
-    for found in (library._open, library._built, library.short):
+    for found in (library._open, library._built, library.fast_call):
         found.cache_clear()
 
 

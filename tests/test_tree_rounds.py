@@ -80,8 +80,8 @@ def test_trees_of_one_call_are_the_trees_of_as_many_steps(data: st.DataObject) -
     slow, many = decode(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fly.runtime.runner._AT_ONCE", data.draw(st.sampled_from([(1,), (30, 1), (128, 32, 8, 1)])))
-        patch.setattr("fly.backends.cpu.rounds._MOST_SCORED", data.draw(st.sampled_from([1, 60, 4096])))
-        patch.setattr("fly.backends.cpu.rounds._MOST_MISMATCHES", data.draw(st.sampled_from([1, 1024])))
+        patch.setattr("fly.backends.cpu.rounds._MAX_SCORED", data.draw(st.sampled_from([1, 60, 4096])))
+        patch.setattr("fly.backends.cpu.rounds._MAX_MISMATCHES", data.draw(st.sampled_from([1, 1024])))
         fast, few = decode(FOREVER)
     event(f"{setting[0]}, {len(slow)} rows, relaxed {any(row.stats.relaxed for row in slow)}, calls {few < many}")
     for one, other in zip(fast, slow, strict=True):

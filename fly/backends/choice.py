@@ -14,7 +14,7 @@ import torch
 from fly.backends.cpu import CpuExecutor, PackedLlama, available, chosen, why_not
 from fly.backends.cpu.head import CpuHead, head_refusal
 from fly.backends.cpu.host import HostDecisions
-from fly.backends.cpu.library import NARROW, TORCH, left_open, split
+from fly.backends.cpu.library import NARROW, TORCH, leaves_kernels_open, split
 from fly.backends.cpu.packed import computes_as_stored, refusal
 from fly.backends.int8 import INT8, wants_int8, with_int8_weights
 from fly.backends.torch import Model, TorchExecutor, TorchHead
@@ -37,7 +37,7 @@ __all__ = [
     "executor_of",
     "load",
     "load_executor",
-    "most_stored_bytes",
+    "max_stored_bytes",
     "part_executor",
     "uses_blocks",
 ]
@@ -45,7 +45,7 @@ __all__ = [
 LoadExecutor = Callable[..., Executor]  # a function like ``load_executor``
 
 _log = logging.getLogger("fly")
-_NOT_ON_CPU = ["auto", TORCH, "int8", "int4"]  # kernels on other devices; int4 needs CUDA
+_NON_CPU = ["auto", TORCH, "int8", "int4"]  # kernels on other devices; int4 needs CUDA
 INT4 = "torch-int4"
 _LARGE = 1 << 29  # bytes in bfloat16 of a draft that runs in four bits: more than caches hold
 
@@ -83,7 +83,7 @@ def executor_of(model: Any, kernels: str = "auto") -> Executor:
         return _on_torch(with_int4_weights(model))
     if variant != TORCH:
         if model.device.type != "cpu":
-            reason: str | None = f"compiled kernels run on the CPU, not on {model.device}; choices there: {_NOT_ON_CPU}"
+            reason: str | None = f"compiled kernels run on the CPU, not on {model.device}; choices there: {_NON_CPU}"
         else:
             kind = type(decoder).__name__
             reason = refusal(decoder) if isinstance(decoder, Llama) else f"there is no compiled code for {kind}"
@@ -103,11 +103,11 @@ def executor_of(model: Any, kernels: str = "auto") -> Executor:
 
 def uses_blocks(checkpoint: Checkpoint, kernels: str = "auto") -> bool:
     """Whether the CPU computes with the blocks of a file as they are."""
-    return left_open(kernels) and available() != [TORCH] and computes_as_stored(checkpoint)
+    return leaves_kernels_open(kernels) and available() != [TORCH] and computes_as_stored(checkpoint)
 
 
-def most_stored_bytes(checkpoint: Checkpoint) -> int:
-    """The most memory that weights take as a file stores them."""
+def max_stored_bytes(checkpoint: Checkpoint) -> int:
+    """Return the most bytes that weights take as a file stores them."""
     return checkpoint.nbytes * 17 // 11  # Q5_0 grows most, from 5.5 bits a weight to 8.5
 
 
@@ -121,6 +121,7 @@ class TorchOnHost(HostDecisions, TorchExecutor):
 
 
 def _on_torch(model: Model | Loading) -> Executor:
+    """Return the executor that runs ``model`` on PyTorch's kernels."""
     if isinstance(model, Loading):
         model = model.whole()
     if model.device.type == "cuda" and isinstance(model, Llama):
@@ -175,7 +176,8 @@ def load(
     A loaded model is used as it is; it runs on PyTorch unless it is an executor.
 
     Args:
-        by: loads a checkpoint.
+        dtype, device, kernels: as for ``load_executor``.
+        by: the function that loads a checkpoint.
         context: the most positions to use, if the model has more. Ignored for a loaded model.
         like: the model that this one drafts for; ``"auto"`` means its dtype, device and kernels.
         vocabulary: the tokens that a draft model's head keeps (``fly.models.trimmed.kept_tokens``), besides its control
@@ -222,10 +224,10 @@ def _room_for(
     """Return a context for loading a checkpoint. If memory runs out there, the error says how much is needed, and what
     to do."""
     narrow = kernels.rpartition("-")[2] in (*NARROW, "int4")
-    needed, least = (weight_bytes(checkpoint.config, dtype.itemsize, small) for small in (narrow, True))
+    needed, rounded = (weight_bytes(checkpoint.config, dtype.itemsize, small) for small in (narrow, True))
     if kernels.endswith("stored") or (device.type == "cpu" and uses_blocks(checkpoint, kernels)):
-        needed = most_stored_bytes(checkpoint)
-    rounding = "" if narrow else f"kernels='w8a8' (or 'int8') needs {least / 1e9:.2f} GB; otherwise "
+        needed = max_stored_bytes(checkpoint)
+    rounding = "" if narrow else f"kernels='w8a8' (or 'int8') needs {rounded / 1e9:.2f} GB; otherwise "
     advice = f"{rounding}close other programs, raise the limit (ulimit -v, the container's), or take a smaller model"
     files = checkpoint.weight_files() if isinstance(checkpoint, Directory) else []
     mapped = max((file.stat().st_size for file in files), default=0)  # a file is mapped while its header is read

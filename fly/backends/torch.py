@@ -35,10 +35,10 @@ class Model(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: Any) -> Tensor:
-        """Final hidden states [T, C]."""
+        """Return the final hidden states [T, C]."""
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
-        """[T, V] float32."""
+        """Return the logits [T, V], float32."""
 
 
 class TorchExecutor(Executor):

@@ -111,7 +111,7 @@ class BlockAllocator:
             self._drop(source)
             copies.append((source, table[-1]))
         elif n_tokens > length and length % self.block_size:
-            self._unlist(table[-1])  # it will be overwritten
+            self._forget_content(table[-1])  # it will be overwritten
         if grow > 0:
             self._take(table, grow)
         if seq in self._published and n_tokens // self.block_size < self._published[seq].pages:
@@ -141,7 +141,7 @@ class BlockAllocator:
         for number in range(first, n_tokens // size):
             key = (at, tuple(tokens[number * size : (number + 1) * size]))
             if key not in self._contents:
-                self._unlist(table[number])
+                self._forget_content(table[number])
                 self._last += 1
                 self._contents[key], self._keys[table[number]] = (self._last, table[number]), key
             at, _ = self._contents[key]
@@ -169,7 +169,7 @@ class BlockAllocator:
         """Forget all published content, so that later sequences share none of it."""
         self._evict(self.num_free)
         for block in list(self._keys):
-            self._unlist(block)
+            self._forget_content(block)
         self._published.clear()
 
     def next_key(self, seq: Hashable, tokens: Sequence[int], salt: str = "") -> Hashable:
@@ -200,10 +200,12 @@ class BlockAllocator:
         self._published.pop(seq, None)
 
     def _hold(self, block: int) -> None:
+        """Count one more sequence that holds ``block``."""
         self._idle.pop(block, None)
         self._references[block] += 1
 
     def _drop(self, block: int) -> None:
+        """Count one sequence less that holds ``block``. The last one leaves it idle if it is published, else free."""
         self._references[block] -= 1
         if self._references[block]:
             return
@@ -213,7 +215,7 @@ class BlockAllocator:
             self._used[block] = 0
             self._free += 1
 
-    def _unlist(self, block: int) -> None:
+    def _forget_content(self, block: int) -> None:
         """Forget the content of ``block``."""
         if (key := self._keys.pop(block, None)) is not None:
             del self._contents[key]
@@ -222,7 +224,7 @@ class BlockAllocator:
         """Free idle pages until ``count`` are free. The caller has checked that there are enough."""
         while self._free < count:
             block, _ = self._idle.popitem(last=False)
-            self._unlist(block)
+            self._forget_content(block)
             self._used[block] = 0
             self._free += 1
 

@@ -73,28 +73,30 @@ class _Row:
     mask_NS: Tensor | None  # True where attention is allowed; None without a mask
     causal: bool  # whether nothing was stored before: plain causal attention then needs no mask
 
-    def within(self, window: int, device: torch.device) -> _Row:
-        """Return the same row with a mask, so that each token sees only the last ``window`` tokens of its sequence or
+    def windowed(self, window: int, device: torch.device) -> _Row:
+        """Return the same row with a mask by which each token sees only the last ``window`` tokens of its sequence or
         branch."""
-        length, new = _length(self.stored), self.new.stop - self.new.start
+        length, new = _count_slots(self.stored), self.new.stop - self.new.start
         if length <= window:
             return self
         if self.mask_NS is None and not self.causal:  # a single token without a mask sees all slots
-            return _Row(self.new, _from(self.stored, length - window), None, False)
+            return _Row(self.new, _skip_slots(self.stored, length - window), None, False)
         mask_NS = self.mask_NS
         if mask_NS is None:
             mask_NS = torch.ones(new, length, dtype=torch.bool, device=device).tril()
         after_NS = mask_NS.flip(1).cumsum(1).flip(1)  # number of visible tokens from each slot on
         mask_NS = mask_NS & (after_NS <= window)
         first = int(mask_NS.any(0).nonzero()[0])
-        return _Row(self.new, _from(self.stored, first), mask_NS[:, first:], False)
+        return _Row(self.new, _skip_slots(self.stored, first), mask_NS[:, first:], False)
 
 
-def _length(stored: slice | Tensor) -> int:
+def _count_slots(stored: slice | Tensor) -> int:
+    """Return how many slots ``_Row.stored`` names."""
     return stored.stop - stored.start if isinstance(stored, slice) else len(stored)
 
 
-def _from(stored: slice | Tensor, first: int) -> slice | Tensor:
+def _skip_slots(stored: slice | Tensor, first: int) -> slice | Tensor:
+    """Return the slots of ``stored`` from number ``first`` on."""
     return slice(stored.start + first, stored.stop) if isinstance(stored, slice) else stored[first:]
 
 
@@ -145,7 +147,7 @@ class PagedBatch:
         if window is None:
             return rows
         if window not in self._windowed:
-            self._windowed[window] = [row.within(window, self.cache.device) for row in rows]
+            self._windowed[window] = [row.windowed(window, self.cache.device) for row in rows]
         return self._windowed[window]
 
     def attend(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from fly.backends.choice import most_stored_bytes, uses_blocks
+from fly.backends.choice import max_stored_bytes, uses_blocks
 from fly.backends.cpu.blocks import KINDS
 from fly.bundled import BUNDLED, CHECKPOINTS, HEADS, find_checkpoint, open_model, resolve_checkpoint
 from fly.cache import PagedKVCache
@@ -69,7 +69,7 @@ def show_model(name: str) -> None:
     stored, blocks = _storage(checkpoint)
     computed = plain
     if blocks:
-        held = {"the file's blocks, at most": most_stored_bytes(checkpoint)} | held
+        held = {"the file's blocks, at most": max_stored_bytes(checkpoint)} | held
         computed = (
             f"{', '.join(blocks)} as stored, times inputs rounded to 8 bits; decoded to {plain} on a GPU, by several "
             "processes, or if --kernels names kernels"

@@ -1,7 +1,7 @@
 """Apply a decided block to its row: append the kept tokens, record why each was kept, and count. Knows nothing of
 models.
 
-Shape legend: B rows, J positions of a row, N positions in all, V vocabulary.
+Shape legend: B rows, J positions of a row, N positions in all, X numbers of a position, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ OnToken = Callable[[Sequence, int], bool]  # called with each emitted token in o
 
 
 def apply(
-    row: Sequence, decisions: abc.Sequence[Decision], most: int, stopped: OnToken | None = None, prompt: bool = False
+    row: Sequence, decisions: abc.Sequence[Decision], left: int, stopped: OnToken | None = None, prompt: bool = False
 ) -> list[Token]:
     """Extend the row by the tokens that its decided blocks emit, exactly up to where the row ends, and count them.
 
     Args:
         decisions: one for each block, in order; tokens after the row's end are dropped.
-        most: the number of tokens that the row may still emit.
+        left: the number of tokens that the row may still emit.
         stopped: see ``OnToken``.
         prompt: whether the block comes from the forward that ended the prompt, which does not count as a round.
 
@@ -38,15 +38,15 @@ def apply(
         # Rounds without a draft emit one token each. Only the last round of a call can end a row, so the tokens of the
         # others are appended together.
         _append_bonuses(row, decisions[:-1])
-        most, decisions = most - len(decisions) + 1, decisions[-1:]
+        left, decisions = left - len(decisions) + 1, decisions[-1:]
     for drafted, path, next_token, bonus, choices, mismatches in decisions:
         if row.finish_reason:
             break
         # Append the accepted path and the target's own token, up to the row's end.
         ids = [drafted[node] for node in path] if drafted else []
         ids.append(next_token)
-        count = _extend(row, ids, most, stopped)
-        most -= count
+        count = _extend(row, ids, left, stopped)
+        left -= count
         # Record why each token was kept, and what the target would have chosen in its place.
         kept = path if count > len(path) else path[:count]
         block: list[Token] = []
@@ -80,32 +80,32 @@ def _append_bonuses(row: Sequence, decisions: abc.Sequence[Decision]) -> None:
 
 
 def _record_mismatches(
-    row: Sequence, block: list[Token], kept: abc.Sequence[int], mismatches: abc.Sequence[Mismatch], whole: bool
+    row: Sequence, block: list[Token], kept: abc.Sequence[int], mismatches: abc.Sequence[Mismatch], complete: bool
 ) -> None:
     """Mark relaxed tokens of the ``block`` with the clauses that excused them, and count what each clause did.
 
-    If the row ended within the path (not ``whole``), mismatches after its end were not emitted and do not count.
+    If the row ended within the path (not ``complete``), mismatches after its end were not emitted and do not count.
     """
     stats, relaxation = row.stats, row.policy.relaxation
-    number = {node: at for at, node in enumerate(kept)}
+    place_of = {node: place for place, node in enumerate(kept)}
     for node, relaxed, held, nats, costs in mismatches:
-        if not whole and node not in number:
+        if not complete and node not in place_of:
             continue
         if relaxation is not None and held:
             stats.count_gates(held, *relaxation.deciding(held))
         if relaxed:
-            at = number[node]
+            place = place_of[node]
             clause = " & ".join(label for label, yes in held.items() if yes) or str(row.policy)
-            block[at] = block[at]._replace(why=Why.RELAXED, clause=clause)
+            block[place] = block[place]._replace(why=Why.RELAXED, clause=clause)
             stats.relaxed += 1
             stats.nats += nats
             for label, cost in costs.items():
                 stats.spent[label] = stats.spent.get(label, 0.0) + cost
 
 
-def _extend(row: Sequence, ids: list[int], most: int, stopped: OnToken | None) -> int:
+def _extend(row: Sequence, ids: list[int], left: int, stopped: OnToken | None) -> int:
     """Append ``ids`` to the row up to its end, and return how many were appended."""
-    if stopped is None and len(ids) < most and row.stop_ids.isdisjoint(ids):
+    if stopped is None and len(ids) < left and row.stop_ids.isdisjoint(ids):
         row.tokens += ids
         return len(ids)
     count, before = 0, len(row.tokens)
@@ -118,33 +118,33 @@ def _extend(row: Sequence, ids: list[int], most: int, stopped: OnToken | None) -
             raise
         if ended or token in row.stop_ids:
             row.finish_reason = "stop"
-        elif count == most:
+        elif count == left:
             row.finish_reason = "length"
         if row.finish_reason:
             break
     return count
 
 
-def logprobs(log_JV: Tensor, ids: abc.Sequence[int], most: int) -> list[dict[int, float]]:
-    """Return for each position the log-probabilities of the ``most`` likeliest tokens, likeliest first, and of its
+def logprobs(log_JV: Tensor, ids: abc.Sequence[int], count: int) -> list[dict[int, float]]:
+    """Return for each position the log-probabilities of the ``count`` likeliest tokens, likeliest first, and of its
     token in ``ids``."""
     own_J1 = log_JV.gather(1, torch.tensor(ids, device=log_JV.device)[:, None])
-    return [_entry(token, *values, most) for token, values in zip(ids, _read(log_JV, own_J1, most))]
+    return [_make_entry(token, *values, count) for token, values in zip(ids, _read_likeliest(log_JV, own_J1, count))]
 
 
-def _read(log_NV: Tensor, own_NX: Tensor, most: int) -> list[tuple[list[float], list[float]]]:
-    """Return two lists for each position: its values in ``own_NX``; and the ids of the ``most`` likeliest tokens,
+def _read_likeliest(log_NV: Tensor, own_NX: Tensor, count: int) -> list[tuple[list[float], list[float]]]:
+    """Return two lists for each position: its values in ``own_NX``; and the ids of the ``count`` likeliest tokens,
     followed by their log-probabilities. Copies to the host once."""
-    top = log_NV.topk(min(most, log_NV.shape[-1]), dim=-1)
+    top = log_NV.topk(min(count, log_NV.shape[-1]), dim=-1)
     own = own_NX.shape[1]
     values = torch.cat([column.double() for column in (own_NX, top.indices, top.values)], 1).tolist()
     return [(line[:own], line[own:]) for line in values]
 
 
-def _entry(token: int, own: list[float], likeliest: list[float], most: int) -> dict[int, float]:
-    """Return the log-probabilities, by id, of the ``most`` likeliest tokens and of ``token``."""
+def _make_entry(token: int, own: list[float], likeliest: list[float], count: int) -> dict[int, float]:
+    """Return the log-probabilities, by id, of the ``count`` likeliest tokens and of ``token``."""
     ids, values = likeliest[: len(likeliest) // 2], likeliest[len(likeliest) // 2 :]
-    entry = dict(zip(map(int, ids[:most]), values))
+    entry = dict(zip(map(int, ids[:count]), values))
     entry.setdefault(token, own[0])
     return entry
 
@@ -182,13 +182,13 @@ def explain_tokens(
     entropy_N = -(probs_NV * log_NV.clamp_min(torch.finfo(log_NV.dtype).min)).sum(-1)  # 0 * -inf is 0 here
     both_N2 = torch.stack([id_N, choice_N], 1)
     own_N4 = torch.cat([log_NV.gather(1, id_N[:, None]), probs_NV.gather(1, both_N2), entropy_N[:, None]], 1)
-    found = iter(_read(log_NV, own_N4, max(rows[b].params.logprobs or 0 for b in watched)))
+    found = iter(_read_likeliest(log_NV, own_N4, max(rows[b].params.logprobs or 0 for b in watched)))
     # Record them, row by row.
     for b in watched:
         row, entries, explained = rows[b], [], []
         for token in row.provenance[before[b] :]:
             own, likeliest = next(found)
-            entries.append(_entry(token.id, own, likeliest, row.params.logprobs or 0))
+            entries.append(_make_entry(token.id, own, likeliest, row.params.logprobs or 0))
             explained.append(token._replace(prob=own[1], choice_prob=own[2], entropy=own[3]))
         if row.params.logprobs is not None:
             row.logprobs += entries

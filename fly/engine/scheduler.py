@@ -26,15 +26,15 @@ from fly.cache import BlockAllocator, OutOfBlocks
 from fly.engine import Engine
 from fly.runtime.request import Sequence, Token
 
-__all__ = ["Scheduler", "most_scored"]
+__all__ = ["Scheduler", "max_scored"]
 
 _LOGITS = 2**25  # the most logits of scored prompts in a step: 128 MiB, and as much again to normalise them
 # A step reads at least 32 prompt tokens, and at least an eighth of its tokens, however many rows decode.
 _LEAST_CHUNK, _LEAST_PART = 32, 8
 
 
-def most_scored(max_rows: int, vocab_size: int) -> int:
-    """The most prompt tokens whose log-probabilities are computed in one step."""
+def max_scored(max_rows: int, vocab_size: int) -> int:
+    """Return the most prompt tokens whose log-probabilities are computed in one step."""
     return max(max_rows, _LOGITS // vocab_size)
 
 
@@ -86,7 +86,7 @@ class Scheduler:
         self._reported: dict[int, int] = {}  # tokens of each row that a step has returned
         self._arrivals: dict[int, int] = {}  # the order of arrival, which is the same on all ranks; ids are not
         # The most prompt tokens scored in one step: their logits must fit into memory, and each row needs one token.
-        self._scores = most_scored(max_rows, engine.runner.executor.config.vocab_size)
+        self._scores = max_scored(max_rows, engine.runner.executor.config.vocab_size)
         self._count = itertools.count()
         self._stepping = False
         self._stuck: Sequence | None = None  # a row that did not fit; None once pages are freed
@@ -102,7 +102,7 @@ class Scheduler:
 
     def allocators(self) -> list[BlockAllocator]:
         """Return the allocators of all caches, the target's first."""
-        return [allocator for allocator, _, _ in self._allocators()]
+        return [allocator for allocator, _, _ in self._caches()]
 
     def forget(self) -> None:
         """Empty the prompt cache, so that the next prompts are computed and not found."""
@@ -112,14 +112,14 @@ class Scheduler:
     def check(self, row: Sequence) -> None:
         """Raise ``ValueError`` if the caches cannot hold ``row`` up to its end, even if it runs alone."""
         end = row.prompt_length + row.params.max_tokens + self._spare
-        if any(a.blocks_for(min(end, most)) > a.num_blocks for a, most, _ in self._allocators()):
+        if any(a.blocks_for(min(end, most)) > a.num_blocks for a, most, _ in self._caches()):
             raise ValueError(
                 f"{row.prompt_length} tokens and max_tokens {row.params.max_tokens} do not fit the KV cache; give "
                 "fewer, or a larger cache_tokens"
             )
 
     def add(self, row: Sequence, stopped: Callable[[Sequence, int], bool] | None = None) -> None:
-        """Append ``row`` to the waiting rows. ``stopped(row, token)`` is called with every token and may end the row.
+        """Add ``row`` to the waiting rows. ``stopped(row, token)`` is called with every token and may end the row.
 
         Raises ``ValueError`` as ``check`` does.
         """
@@ -147,11 +147,11 @@ class Scheduler:
         self._admit()
         step = self._plan()
         while len(self.running) > 1 and not self._has_room(step):
-            self._preempt(self._last())
+            self._preempt(self._next_to_preempt())
             step = self._plan()
         # Run the step.
         before = [*self.running]
-        for row, fed in (*((row, self._unfed(row)) for row in step.rows), *step.prefill):
+        for row, fed in (*((row, self._count_unfed(row)) for row in step.rows), *step.prefill):
             self._clients[row.client].served += fed
         self._stepping = True
         try:
@@ -192,16 +192,16 @@ class Scheduler:
                         stacklevel=2,
                     )
                 for part in alone:
-                    if not self._over(part):
+                    if not self._is_over(part):
                         self._run(part)
                 return
             (row,) = step.rows or [row for row, _ in step.prefill]
             if isinstance(error, OutOfBlocks) and len(self.running) > 1:  # drafts took more pages than was planned
-                self._preempt(self._last())
+                self._preempt(self._next_to_preempt())
                 return
             row.finish_reason, row.error = "error", error
 
-    def _over(self, step: _Step) -> bool:
+    def _is_over(self, step: _Step) -> bool:
         """Whether the only row of ``step`` has ended or was preempted since the step was planned."""
         (row,) = step.rows or [row for row, _ in step.prefill]
         return bool(row.finish_reason) or row not in self.running
@@ -210,11 +210,12 @@ class Scheduler:
         """Return the sort key of one client's requests: priority, then arrival."""
         return row.priority, self._arrivals[row.id]
 
-    def _in_turn(self) -> Iterator[Sequence]:
+    def _waiting_in_turn(self) -> Iterator[Sequence]:
         """Yield waiting requests in the order in which they join. The next one depends on who has joined by then."""
         queues = {name: client.waiting[::-1] for name, client in self._clients.items() if client.waiting}
 
         def turn(name: str) -> tuple[int, int, int, int]:
+            """Return the sort key of the client's first waiting request."""
             row, client = queues[name][-1], self._clients[name]
             return row.priority, client.rows, client.served, self._arrivals[row.id]
 
@@ -225,15 +226,15 @@ class Scheduler:
                 del queues[name]
             yield row
 
-    def _last(self) -> Sequence:
+    def _next_to_preempt(self) -> Sequence:
         """Return the running request that is preempted first."""
         return max(self.running, key=lambda row: (row.priority, self._clients[row.client].rows, self._arrivals[row.id]))
 
-    def _makes_room(self, row: Sequence) -> Sequence | None:
+    def _find_preemptible(self, row: Sequence) -> Sequence | None:
         """Return the running request to preempt for ``row``, if there is one."""
         if not self.running:
             return None
-        last = self._last()
+        last = self._next_to_preempt()
         ahead = self._clients[last.client].rows - self._clients[row.client].rows
         return last if (last.priority, ahead) > (row.priority, 1) else None
 
@@ -242,6 +243,7 @@ class Scheduler:
         return stopped is not None and stopped(row, token)
 
     def _retire(self, row: Sequence) -> None:
+        """Free everything that is held for a row that is over, and forget it."""
         client = self._clients[row.client]
         if row in self.running:
             self.running.remove(row)
@@ -271,8 +273,8 @@ class Scheduler:
     def _admit(self) -> None:
         """Let waiting requests join in order, as long as all running ones still have room to go on."""
         runner = self.engine.runner
-        filling = {self._next_page(row) for row in self.running if self._unfed(row)}
-        for row in self._in_turn():
+        filling = {self._next_page_key(row) for row in self.running if self._count_unfed(row)}
+        for row in self._waiting_in_turn():
             if row is self._stuck:
                 return
             parent = row.parent
@@ -283,10 +285,10 @@ class Scheduler:
             if parent in self.running and not row.generated:
                 runner.fork(parent, row)
             cached = len(runner.begin(row))
-            if self._next_page(row) in filling:  # another row is reading this page; wait and share it
+            if self._next_page_key(row) in filling:  # another row is reading this page; wait and share it
                 runner.release(row)
                 continue
-            while not (joins := self._may_join(row)) and (last := self._makes_room(row)) is not None:
+            while not (joins := self._may_join(row)) and (last := self._find_preemptible(row)) is not None:
                 self._preempt(last)
             if not joins:
                 runner.release(row)
@@ -298,17 +300,17 @@ class Scheduler:
             client.waiting.remove(row)
             client.rows += 1
             insort(self.running, row, key=self._order)
-            if self._unfed(row):
-                filling.add(self._next_page(row))
+            if self._count_unfed(row):
+                filling.add(self._next_page_key(row))
 
-    def _next_page(self, row: Sequence) -> object:
+    def _next_page_key(self, row: Sequence) -> object:
         """Return a key of the next page of ``row``: equal for rows that could share the page, else the row's id."""
         allocator = self.engine.runner.cache.allocator
         return (
             self.engine.runner.share and allocator.next_key(row.id, row.tokens[: row.shareable], row.params.cache_salt)
         ) or row.id
 
-    def _unfed(self, row: Sequence) -> int:
+    def _count_unfed(self, row: Sequence) -> int:
         """Return how many tokens of ``row`` must be fed before it decodes: its prompt, or after a preemption its text.
         The last token of a text is fed when the row decodes; if the row only scores its prompt, it is never fed."""
         pending = self.engine.runner.pending(row)
@@ -320,19 +322,21 @@ class Scheduler:
         # Rows that decode come first. ``filling`` has the others by client, each with how many tokens to feed.
         step, filling, left = _Step(), dict[str, dict[Sequence, int]](), self.step_tokens
         for row in self.running:
-            if unfed := self._unfed(row):
+            if unfed := self._count_unfed(row):
                 filling.setdefault(row.client, {})[row] = unfed
             else:
                 step.rows.append(row)
-                left -= 1 + self._drafted(row)
+                left -= 1 + self._max_drafted(row)
         # Divide the remaining tokens of the step among the prompts, and the tokens to score among the scored prompts.
         left = max(left, _LEAST_CHUNK, self.step_tokens // _LEAST_PART)
-        shares = _shared(left, {name: sum(prompts.values()) for name, prompts in filling.items()})
-        wanted = {name: sum(len(self._scored(*each)) for each in prompts.items()) for name, prompts in filling.items()}
-        scores = _shared(self._scores, wanted)
+        shares = _divide(left, {name: sum(prompts.values()) for name, prompts in filling.items()})
+        wanted = {
+            name: sum(len(self._scored_tokens(*each)) for each in prompts.items()) for name, prompts in filling.items()
+        }
+        scores = _divide(self._scores, wanted)
         for name, prompts in filling.items():
-            for row, taken in _shared(shares[name], prompts).items():
-                if len(scored := self._scored(row, taken)) > scores[name]:
+            for row, taken in _divide(shares[name], prompts).items():
+                if len(scored := self._scored_tokens(row, taken)) > scores[name]:
                     scored = scored[: scores[name]]
                     taken = scored.stop - 1 - (len(row.tokens) - self.engine.runner.pending(row))
                 scores[name] -= len(scored)
@@ -342,7 +346,7 @@ class Scheduler:
                     step.prefill.append((row, taken))
         return step
 
-    def _scored(self, row: Sequence, taken: int) -> range:
+    def _scored_tokens(self, row: Sequence, taken: int) -> range:
         """Return which prompt tokens of ``row`` are scored when ``taken`` more tokens are fed."""
         return row.scored(len(row.tokens) - self.engine.runner.pending(row), taken)
 
@@ -355,34 +359,35 @@ class Scheduler:
         """Whether every cache has the pages for ``step``, and ``slack`` pages more."""
         ends = []
         for row in step.rows:
-            ahead = self._drafted(row)
+            ahead = self._max_drafted(row)
             ends.append((row, len(row.tokens) + ahead + (self._spare if ahead else 0)))
         ends += [(row, len(row.tokens) - self.engine.runner.pending(row) + taken) for row, taken in step.prefill]
-        for allocator, most, drafts in self._allocators():
-            stored = [(row.id, min(end, most)) for row, end in ends if row.k or not drafts]
+        for allocator, limit, drafts in self._caches():
+            stored = [(row.id, min(end, limit)) for row, end in ends if row.k or not drafts]
             if slack + sum(allocator.missing(*each) for each in stored) > allocator.num_free:
                 return False
         return True
 
-    def _drafted(self, row: Sequence) -> int:
+    def _max_drafted(self, row: Sequence) -> int:
         """Return the most tokens that may be drafted for ``row`` in its next round."""
         return max(0, min(row.k, self.engine.left(row) - 1)) if self.engine.strategy is not None else 0
 
     @property
     def _spare(self) -> int:
+        """Cache slots that trees need beyond a row's longest path."""
         return 0 if self.engine.strategy is None else self.engine.strategy.spare
 
-    def _allocators(self) -> abc.Sequence[tuple[BlockAllocator, int, bool]]:
+    def _caches(self) -> abc.Sequence[tuple[BlockAllocator, int, bool]]:
         """Return for each cache its allocator, the most tokens that it holds of a row, and whether drafters use it."""
         own = self.engine.runner.cache.allocator, self.engine.context + self._spare, False
         drafters = self.engine.setup.drafters
         return [own, *((drafter.allocator, drafter.context + self._spare, True) for drafter in drafters)]
 
 
-_Wants = TypeVar("_Wants", bound=abc.Hashable)
+_Claimant = TypeVar("_Claimant", bound=abc.Hashable)
 
 
-def _shared(amount: int, wanted: dict[_Wants, int]) -> dict[_Wants, int]:
+def _divide(amount: int, wanted: dict[_Claimant, int]) -> dict[_Claimant, int]:
     """Divide ``amount`` into equal parts. A part is at most what is ``wanted``, and the others get what it leaves.
     Parts are rounded up: if there are fewer tokens than parts, the first parts get one token each."""
     parts = {}

@@ -152,19 +152,19 @@ class Engine:
         # Plan: describe the rows by plain values, and reserve room in the caches. Run: the executor proposes, verifies
         # and decides, again and again, until it reaches a limit of the plan or a block whose rule runs only in Python.
         plan = runner.plan(rows, left, drafting, min(self.stretch, seconds), self._hurry)
-        if plan is None or (ran := runner.executor.rounds(plan)) is None:
+        if plan is None or (rounds := runner.executor.rounds(plan)) is None:
             return False
         # Emit: the rows grow by the decisions of all rounds.
-        runner.note_rounds(rows, drafting, plan, ran)
-        for row, decisions in zip(rows, ran.decisions):
+        runner.note_rounds(rows, drafting, plan, rounds)
+        for row, decisions in zip(rows, rounds.decisions):
             apply(row, decisions, self.left(row), stopped)
         report = None if drafting is None else drafting.report
         if report is not None:
-            report(ran.spent)
+            report(rounds.spent)
         # A block whose rule runs only in Python came back open: drafted and scored. Decide it as in a single round.
-        if ran.open is not None:
+        if rounds.open is not None:
             begin = time.perf_counter()
-            self._decide_open(rows, ran.open, stopped)
+            self._decide_open(rows, rounds.open, stopped)
             if report is not None:
                 report([Spent(0, time.perf_counter() - begin, 0.0, 0.0)])
         return True
@@ -181,7 +181,7 @@ class Engine:
             apply(row, [decision], self.left(row), stopped)
 
     def left(self, row: Sequence) -> int:
-        """How many tokens ``row`` may still emit, by its ``max_tokens`` and the target's context."""
+        """Return how many tokens ``row`` may still emit, by its ``max_tokens`` and the target's context."""
         return min(row.params.max_tokens - row.generated, self.context - len(row.tokens))
 
     def hurry(self, now: bool) -> None:
@@ -192,8 +192,8 @@ class Engine:
     def enter_thread(self) -> None:
         """Prepare the calling thread, which will take all steps. Called once, before the first."""
         executor = self.runner.executor
-        beside = [drafter.executor for drafter in self.setup.drafters]
-        if self.setup.all_built_in and all(each is not None and each.own_threads for each in (executor, *beside)):
+        drafters = [drafter.executor for drafter in self.setup.drafters]
+        if self.setup.all_built_in and all(other is not None and other.own_threads for other in (executor, *drafters)):
             executor.enter_thread()
 
     def release(self, row: Sequence) -> None:

@@ -11,7 +11,7 @@ from fly.types import SamplingParams
 
 __all__ = ["warm_up"]
 
-_PROMPT, _TIMES = 40, 4  # tokens of a prompt; decode it at most this many times
+_PROMPT_LENGTH, _MAX_PASSES = 40, 4  # tokens of a prompt; the most times that it is decoded
 
 
 def warm_up(
@@ -31,7 +31,7 @@ def warm_up(
         return
     context, vocab_size = executors[0].config.max_position_embeddings, executors[0].config.vocab_size
     sampled = default if default.temperature else SamplingParams(temperature=1.0)
-    prompt_length = min(_PROMPT, context // 2)
+    prompt_length = min(_PROMPT_LENGTH, context // 2)
     # The largest batch comes first, so that smaller ones use its memory again.
     counts = [count for count in reversed(WARM_ROWS) if count <= max_rows]
     kinds = list(itertools.product(counts, (SamplingParams(temperature=0.0), sampled)))
@@ -39,11 +39,11 @@ def warm_up(
         # Rows differ only in the salt, which keeps them from sharing pages, so they grow and end together. A row with
         # one token left has no draft, which is another shape to capture.
         prompt, before = [(7 * number + 3 * place) % vocab_size for place in range(prompt_length)], -1
-        for _ in range(_TIMES):
+        for _ in range(_MAX_PASSES):
             if before == (before := sum(executor.prepared for executor in executors)):
                 break
             for max_tokens in (min(4 * (k + 1), context - prompt_length), 2):
-                alike = {"max_tokens": max_tokens, "seed": 0}
-                asked = [params.changed({**alike, "cache_salt": f"warm {row}"}) for row in range(count)]
-                generate([prompt] * count, asked)
+                common = {"max_tokens": max_tokens, "seed": 0}
+                params_of_rows = [params.changed({**common, "cache_salt": f"warm {row}"}) for row in range(count)]
+                generate([prompt] * count, params_of_rows)
         advance(f"{count} rows")

@@ -57,13 +57,12 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class Load:
-    """How full an engine is: the numbers of running and waiting rows, the fraction of pages in use in each cache (the
-    target's first), and the number of requests that were ``taken`` in since the start."""
+    """How full an engine is."""
 
-    running: int = 0
-    waiting: int = 0
-    caches: tuple[float, ...] = ()
-    taken: int = 0
+    running: int = 0  # rows
+    waiting: int = 0  # rows
+    caches: tuple[float, ...] = ()  # the fraction of pages in use in each cache, the target's first
+    taken: int = 0  # requests that the engine has taken in since the start
 
 
 @dataclass
@@ -106,7 +105,7 @@ class Worker:
         self._keys = itertools.count()
         self._connect()
         # From here on: used by the worker's thread only.
-        self._read: Callable[[Any], list[Request]] | None = None  # set on a rank that follows
+        self._read_requests: Callable[[Any], list[Request]] | None = None  # set on a rank that follows
         self._rows: dict[int, tuple[Job, int]] = {}  # job and request number, by id of each running or waiting row
         self._open: dict[int, Job] = {}  # by key
         self._new: dict[int, Job] = {}  # not admitted yet
@@ -148,7 +147,7 @@ class Worker:
     def want(self, job: Job, taken: int) -> None:
         """Note that a call has read ``taken`` entries of ``job``, and waits for the next. Ranks that make the same
         calls take steps only while a call waits."""
-        if self._alike:
+        if self._calls_are_alike:
             self._inbox.put(_Want(job, taken))
 
     def run(self, job: Job) -> None:
@@ -181,7 +180,7 @@ class Worker:
         """On another rank: do what the first one does, until it is closed. ``read`` makes requests from the values that
         describe a job. Raises the engine's error, if it fails."""
         job = Job([])
-        self._read = read
+        self._read_requests = read
         with self._lock:
             self.jobs.add(job)
             self._send(_WAKE)
@@ -236,8 +235,9 @@ class Worker:
     # From here on: methods that run on the worker's thread.
 
     @property
-    def _alike(self) -> bool:
-        return self._group is not None and not self._leads and self._read is None
+    def _calls_are_alike(self) -> bool:
+        """Whether all ranks make the same calls."""
+        return self._group is not None and not self._leads and self._read_requests is None
 
     def _work(self, item: Any) -> bool:
         """Take turns until there is nothing to do. Return whether the thread then waits for more jobs."""
@@ -246,14 +246,14 @@ class Worker:
             if not self._entered:
                 self._entered = True
                 self._engine.enter_thread()
-            self._take(item)
+            self._receive(item)
             while self.failure is None:
                 with self._lock:
                     self._engine.hurry(False)
                     while not self._inbox.empty():
-                        self._take(self._inbox.get())
+                        self._receive(self._inbox.get())
                 if self.failure is None:
-                    if not self._due():
+                    if not self._has_work():
                         return True
                     self._turn()
         except BaseException as error:  # an error of the engine; a request's own error goes to its job
@@ -274,16 +274,17 @@ class Worker:
         """Free everything that jobs hold, and wake calls that wait for a cancelled job."""
         with self._lock:
             while not self._inbox.empty():
-                self._take(self._inbox.get())
+                self._receive(self._inbox.get())
         for job in (*self._open.values(), *self._new.values(), *self._leaving.values()):
             try:
-                self._leave(job)
+                self._remove(job)
             except Exception:
                 log.exception("a request's pages could not be freed")
             job.gone.put(None)
         self._engine.hurry(False)
 
-    def _take(self, item: Any) -> None:
+    def _receive(self, item: Any) -> None:
+        """Note an item from the inbox."""
         if isinstance(item, Job):
             self._new[item.key] = item
             self._wanted.add(item.key)
@@ -298,17 +299,18 @@ class Worker:
             else:
                 item.job.gone.put(None)
 
-    def _due(self) -> bool:
-        if self._read is not None:
+    def _has_work(self) -> bool:
+        """Whether to take another turn."""
+        if self._read_requests is not None:
             return True
-        if self._alike:
+        if self._calls_are_alike:
             return bool(self._wanted)
         return bool(self._new or self._leaving or self.scheduler)
 
     def _turn(self) -> None:
         """Admit new jobs, take a step, deliver the results."""
         # Admit and cancel the same jobs on all ranks.
-        new, leaving = self._agreed()
+        new, leaving = self._agree_on_jobs()
         for job in new:
             self._admit(job)
         if self._group is not None and new:
@@ -317,13 +319,13 @@ class Worker:
         for job in leaving:
             if job.key in self._open:
                 job.cancelled()
-                self._leave(job)
+                self._remove(job)
         # Take a step. ``touched`` holds the new jobs and those that got tokens, in order.
         touched = dict.fromkeys(new)
         if self.scheduler:
             # For an open stream the step is short, so that its reader gets tokens soon.
-            read = self._group is None and any(job.stepwise for job in self._open.values())
-            self.scheduler.seconds = self.interval if read else sys.maxsize
+            streaming = self._group is None and any(job.stepwise for job in self._open.values())
+            self.scheduler.seconds = self.interval if streaming else sys.maxsize
             emitted = self.scheduler.step()
             if self._group is not None:  # check that ranks agree before anything is delivered
                 self._group.agree([[token.id for token in tokens] for tokens in emitted.values()])
@@ -336,7 +338,7 @@ class Worker:
         # Deliver an entry to each job that is over, and to each stepwise job that is new or got tokens.
         over = [job for job in touched if job.key in self._open and (job.error is not None or not job.left)]
         for job in over:
-            self._leave(job)
+            self._remove(job)
         running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         shares = tuple(1 - each.num_free / each.num_blocks for each in self.scheduler.allocators())
         with self._lock:
@@ -351,12 +353,12 @@ class Worker:
         for job in (*over, *leaving):
             job.gone.put(None)
 
-    def _agreed(self) -> tuple[list[Job], list[Job]]:
+    def _agree_on_jobs(self) -> tuple[list[Job], list[Job]]:
         """Return the jobs to admit and to cancel before the next step, the same on all ranks."""
         if self._group is None or self._group.leads:
             (new, self._new), (leaving, self._leaving) = (self._new, {}), (self._leaving, {})
             if self._group is not None:
-                values = [(key, _plain(job) if self._leads else None) for key, job in new.items()]
+                values = [(key, _describe(job) if self._leads else None) for key, job in new.items()]
                 self._group.share((values, list(leaving)), wait=True)
             return list(new.values()), list(leaving.values())
         shared = self._group.share(None, wait=True)
@@ -365,14 +367,14 @@ class Worker:
         admitted, cancelled = shared
         jobs = []
         for key, values in admitted:
-            if self._read is not None:
-                job = Job(self._read(values))
+            if self._read_requests is not None:
+                job = Job(self._read_requests(values))
                 job.key = key
                 self.jobs.add(job)
                 jobs.append(job)
                 continue
             while key not in self._new:  # this rank will soon make the same call
-                self._take(self._inbox.get())
+                self._receive(self._inbox.get())
                 if self.failure is not None:
                     raise self.failure
             jobs.append(self._new.pop(key))
@@ -382,6 +384,7 @@ class Worker:
         return jobs, [known[key] for key in cancelled if key in known]
 
     def _admit(self, job: Job) -> None:
+        """Hand a job's requests to the scheduler."""
         self._open[job.key] = job
         job.admitted()
         for index, request in enumerate(job.requests):
@@ -391,7 +394,8 @@ class Worker:
                 self._rows[request.row.id] = job, index
                 self.scheduler.add(request.row, None if request.text is None else request.stopped)
 
-    def _leave(self, job: Job) -> None:
+    def _remove(self, job: Job) -> None:
+        """Forget a job, and take its unfinished requests from the scheduler."""
         self._open.pop(job.key, None)
         self._leaving.pop(job.key, None)
         self._wanted.discard(job.key)
@@ -409,18 +413,18 @@ class Worker:
                 loops.setdefault(job.loop, []).append((job, entry))
         for loop, batch in loops.items():
             try:
-                loop.call_soon_threadsafe(_put, batch)
+                loop.call_soon_threadsafe(_put_all, batch)
             except RuntimeError:  # the loop was closed, so no call waits any more
                 for job, _ in batch:
                     self.cancel(job)
 
 
-def _put(batch: list[tuple[Job, Entry]]) -> None:
+def _put_all(batch: list[tuple[Job, Entry]]) -> None:
     for job, entry in batch:
         job.queue.put_nowait(entry)
 
 
-def _plain(job: Job) -> Any:
+def _describe(job: Job) -> Any:
     """Return the arguments with which another rank calls ``LLM.requests`` to make the same requests."""
     rows = [request.row for request in job.requests if request.row.parent is None]
     return (
@@ -434,14 +438,14 @@ def _plain(job: Job) -> Any:
     )
 
 
-def _run(inbox: SimpleQueue[Any], known: weakref.ref[Worker], device: torch.device | None) -> None:
+def _run(inbox: SimpleQueue[Any], owner: weakref.ref[Worker], device: torch.device | None) -> None:
     """Run the worker's thread. While it sleeps, it refers to nothing but its inbox. None in the inbox means that the
     worker was garbage-collected."""
     if device is not None:
         torch.cuda.set_device(device)
     goes_on = False
     while (item := inbox.get()) is not None:
-        if (worker := known()) is not None:
+        if (worker := owner()) is not None:
             goes_on = worker._work(item)
         del worker, item
         if not goes_on:

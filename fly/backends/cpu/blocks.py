@@ -20,14 +20,14 @@ KINDS = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_
 
 
 def eight_bits(weight_NK: Tensor) -> Tensor:
-    """Round weights to blocks of Q8_0, uint8 [N, 34 bytes a group of 32]: each to the nearest multiple of its group's
+    """Round weights to blocks of Q8_0, uint8 [N, 34 bytes per group of 32]: each to the nearest multiple of its group's
     scale, which is the group's largest absolute value divided by 127, as float16. A group with a value that is not
     finite gets the scale NaN."""
     return _rounded("Q8_0", weight_NK, 32, 34)
 
 
 def four_bits(weight_NK: Tensor) -> Tensor:
-    """Round weights to blocks of Q4_K, uint8 [N, 144 bytes a superblock of 8 groups]. Groups beyond K hold zeros, and
+    """Round weights to blocks of Q4_K, uint8 [N, 144 bytes per superblock of 8 groups]. Groups beyond K hold zeros, and
     products skip them.
 
     A weight is scale · number + minimum, with a number from 0 to 15, and the scale and minimum of its group. Four sets
@@ -40,7 +40,7 @@ def four_bits(weight_NK: Tensor) -> Tensor:
 
 
 def _rounded(kind: str, weight_NK: Tensor, wide: int, size: int) -> Tensor:
-    """Blocks of ``wide`` inputs, each of ``size`` bytes."""
+    """Round weights to blocks of ``wide`` inputs, uint8 [N, bytes], each of ``size`` bytes."""
     weight_NK = weight_NK.detach()
     if weight_NK.dtype != torch.bfloat16:
         weight_NK = weight_NK.float()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fly.backends.cpu.drafting import draft_in_one_call
 from fly.backends.cpu.library import chosen, load
-from fly.backends.cpu.packed import TYPES, PackedLlama, float_weights, new, shape_of
+from fly.backends.cpu.packed import TYPES, PackedLlama, float_weights, new_model, shape_of
 from fly.models.eagle import Eagle3Head, HeadLayer
 from fly.models.llama import rotary_tables
 from fly.runtime.constraints import constrains
@@ -28,7 +28,7 @@ __all__ = ["CpuHead", "PackedHead", "head_refusal"]
 
 
 def head_refusal(head: Eagle3Head) -> str | None:
-    """Why there is no compiled code for ``head``; None if there is."""
+    """Return why there is no compiled code for ``head``; None if there is."""
     config, layer = head.config, head.config.layer
     if head.device.type != "cpu":
         return f"compiled kernels run on the CPU, not on {head.device}"
@@ -66,7 +66,7 @@ class PackedHead(PackedLlama):
             embedding=1.0,
         )
         norm, ((cos, sin),) = float_weights(head.norm), rotary_tables(config)
-        self.handle = new(self, variant, shape, norm, cos.contiguous(), sin.contiguous(), self._embedding)
+        self.handle = new_model(self, variant, shape, norm, cos.contiguous(), sin.contiguous(), self._embedding)
         self._target_U = head.to_target_U.contiguous()
         self.library.fly_draft_for(self.handle, config.vocab_size, self._target_U)
         layer = cast(HeadLayer, head.layers[0])

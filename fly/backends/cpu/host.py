@@ -26,9 +26,9 @@ from fly.backends.cpu.library import (
     CRule,
     CRules,
     Sampling,
-    number,
-    short,
-    usual,
+    default_variant,
+    fast_call,
+    variant_number,
 )
 from fly.policies.base import AcceptancePolicy, accepts_exactly, draws_exactly
 from fly.policies.conditions import Clause, Condition
@@ -38,10 +38,12 @@ from fly.types import Decision, Draft, Mismatch, Target
 
 __all__ = ["Blocks", "HostDecisions", "HostDistribution", "c_sampling", "is_compiled", "lay_rules", "uniforms"]
 
-_FAR = 2**30  # more tokens than any draft has
-_MOST_CLAUSES = 31  # each clause has a bit
-_SOON = 1 << 18  # reading so many logits is faster than taking the interpreter lock back from another thread
-_SMALL = 8192  # compiled code computes distributions over vocabularies up to this size
+_MAX_TOKENS = 2**30  # the largest number of tokens that a clause may have; no draft is as long
+_MAX_CLAUSES = 31  # each clause has a bit
+# A call over at most this many logits holds the interpreter lock: reading them is faster than taking the lock back from
+# another thread.
+_MAX_LOCKED = 1 << 18
+_MAX_VOCAB = 8192  # compiled code computes distributions over vocabularies up to this size
 
 
 @lru_cache(64)
@@ -59,7 +61,7 @@ def c_sampling(sampling: BatchSampling) -> Any:
 def uniforms(seeds: abc.Sequence[int], starts: abc.Sequence[int], stream: int, n: int) -> array[float]:
     """Return what ``fly.ops.uniforms`` returns, row after row."""
     seed, start, found = array("q", seeds), array("q", starts), array("f", bytes(4 * n * len(seeds)))
-    short("fly_uniforms")(seed, start, stream, n, found)
+    fast_call("fly_uniforms")(seed, start, stream, n, found)
     return found
 
 
@@ -68,9 +70,9 @@ class HostDistribution(ProcessedDistribution):
 
     def _find(self) -> tuple[Tensor, Tensor | None, Tensor]:
         rows, positions, width = self.logits_BJV.shape
-        if width > _SMALL:
+        if width > _MAX_VOCAB:
             return super()._find()
-        find = short("fly_kept", self.logits_BJV.numel() > _SOON)
+        find = fast_call("fly_kept", self.logits_BJV.numel() > _MAX_LOCKED)
         logits_BJV, found_3BJ = self.logits_BJV.contiguous(), torch.empty(3, rows, positions)
         find(logits_BJV, positions, width, c_sampling(self.sampling), found_3BJ)
         peak_BJ, least_BJ, total_BJ = found_3BJ
@@ -83,7 +85,9 @@ class HostDecisions(Executor):
     on other logits, such as those divided among ranks, and for rules that only Python knows."""
 
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
-        return HostDistribution(sampling, logits_BJV) if _plain(logits_BJV) else super().process(sampling, logits_BJV)
+        return (
+            HostDistribution(sampling, logits_BJV) if _is_on_host(logits_BJV) else super().process(sampling, logits_BJV)
+        )
 
     def decide(
         self,
@@ -97,7 +101,8 @@ class HostDecisions(Executor):
         return super().decide(policy, target, draft, seeds, starts) if found is None else found
 
 
-def _plain(logits: Tensor) -> bool:
+def _is_on_host(logits: Tensor) -> bool:
+    """Whether compiled code can read these logits: a plain float32 tensor on the CPU."""
     return type(logits) is Tensor and logits.device.type == "cpu" and logits.dtype == torch.float32
 
 
@@ -107,10 +112,10 @@ def is_compiled(policy: AcceptancePolicy, greedy: bool) -> bool:
     return accepts_exactly(policy) and (greedy or draws_exactly(policy))
 
 
-def _clauses(relaxation: Condition | None) -> list[Clause] | None:
-    """The compiled clauses that excuse a mismatch; None if only Python knows whether one is excused."""
+def _compiled_clauses(relaxation: Condition | None) -> list[Clause] | None:
+    """Return the compiled clauses that excuse a mismatch; None if only Python knows whether one is excused."""
     clauses = [] if relaxation is None else relaxation.compiled
-    return None if clauses is None or len(clauses) > _MOST_CLAUSES else clauses
+    return None if clauses is None or len(clauses) > _MAX_CLAUSES else clauses
 
 
 def lay_rules(
@@ -122,13 +127,13 @@ def lay_rules(
     """Lay out the rules of rows for the library. Each row has a policy (``is_compiled``) and a seed; ``sampling`` is
     None at temperature 0."""
     rule, listed = (CRule * len(rows))(), list[CClause]()
-    for one, (policy, seed) in zip(rule, rows):
-        clauses = _clauses(policy.relaxation)
-        one.seed, one.clause_at, one.in_python = seed, len(listed), clauses is None
+    for c_rule, (policy, seed) in zip(rule, rows):
+        clauses = _compiled_clauses(policy.relaxation)
+        c_rule.seed, c_rule.clause_at, c_rule.in_python = seed, len(listed), clauses is None
         for kind, tokens, theta, processed, negated in clauses or ():
-            listed.append(CClause(CClause.KINDS.index(kind), negated, processed, min(tokens, _FAR), theta))
-        one.clauses = len(listed) - one.clause_at
-    rules = CRules(number(usual()), vocab)
+            listed.append(CClause(CClause.KINDS.index(kind), negated, processed, min(tokens, _MAX_TOKENS), theta))
+        c_rule.clauses = len(listed) - c_rule.clause_at
+    rules = CRules(variant_number(default_variant()), vocab)
     if listed and control_V is None:
         control_V = torch.zeros(vocab, dtype=torch.bool)
     rules.hand(
@@ -144,19 +149,22 @@ class Blocks:
     """Blocks of some rows, round after round, in memory that the library reads and writes.
 
     Args:
-        k, most: the most tokens of a block, and the most rounds.
+        rows: how many rows there are.
+        k: the most tokens of a block.
+        max_rounds: the most rounds.
+        trees: whether blocks are trees.
         mismatches: how many mismatches there is room for. They are noted only if there are clauses.
     """
 
-    def __init__(self, rows: int, k: int, most: int, trees: bool, mismatches: int) -> None:
-        size = rows * most
-        self.k, self.most, self.trees = k, most, trees
+    def __init__(self, rows: int, k: int, max_rounds: int, trees: bool, mismatches: int) -> None:
+        size = rows * max_rounds
+        self.k, self.max_rounds, self.trees = k, max_rounds, trees
         self.drafted, self.following = array("q", bytes(8 * size * k)), array("q", bytes(8 * size))
         self.count, self.accepted = (array("i", bytes(4 * size)) for _ in range(2))
         self.choice = array("i", bytes(4 * size * (k + 1)))
         self.parent, self.path = (array("i", bytes(4 * size * k * trees)) for _ in range(2))
         self._mismatch = array("B", bytes(MISMATCH.size * mismatches))
-        self.c = CBlocks(k, most)
+        self.c = CBlocks(k, max_rounds)
         self.c.hand(drafted=self.drafted, drafted_count=self.count, choice=self.choice)
         self.c.hand(accepted=self.accepted, following=self.following, mismatch=self._mismatch)
         if trees:
@@ -166,27 +174,28 @@ class Blocks:
 
     def is_open(self, b: int, round_: int) -> bool:
         """Whether the block of row ``b`` is still to be decided."""
-        return self.following[b * self.most + round_] < 0
+        return self.following[b * self.max_rounds + round_] < 0
 
     def chain(self, b: int, round_: int) -> list[int]:
-        """The drafted tokens of a block."""
-        at = b * self.most + round_
+        """Return the drafted tokens of a block."""
+        at = b * self.max_rounds + round_
         return self.drafted[at * self.k : at * self.k + self.count[at]].tolist()
 
     def tree(self, b: int, round_: int) -> list[int]:
-        """The parents of the drafted tokens of a tree."""
-        at = b * self.most + round_
+        """Return the parents of the drafted tokens of a tree."""
+        at = b * self.max_rounds + round_
         return self.parent[at * self.k : at * self.k + self.count[at]].tolist()
 
     def decisions(self, rounds: abc.Sequence[int], relaxations: abc.Sequence[Condition | None]) -> list[list[Decision]]:
-        """For each row, the decisions of the first ``rounds[b]`` rounds."""
+        """Return, for each row, the decisions of the first ``rounds[b]`` rounds."""
         found = [self._decisions(b, end) for b, end in enumerate(rounds)]
         if self.c.mismatches:
             self._add_mismatches(found, relaxations)
         return found
 
     def _decisions(self, b: int, end: int) -> list[Decision]:
-        at, to, k, wide = b * self.most, b * self.most + end, self.k, self.k + 1
+        """Return the decisions of row ``b`` in the rounds before ``end``, without their mismatches."""
+        at, to, k, wide = b * self.max_rounds, b * self.max_rounds + end, self.k, self.k + 1
         chains, choices = self.drafted[at * k : to * k].tolist(), self.choice[at * wide : to * wide].tolist()
         found = []
         for i, (n, m, token) in enumerate(zip(self.count[at:to], self.accepted[at:to], self.following[at:to])):
@@ -206,12 +215,12 @@ class Blocks:
         known: dict[tuple[int, int], dict[str, bool]] = {}
         made: dict[tuple[int, int], list[Mismatch]] = {}
         noted = map(CMismatch._make, MISMATCH.iter_unpack(self._mismatch[: self.c.mismatches * MISMATCH.size]))
-        for row, this, node, bits, excused, nats in noted:
+        for row, round_, node, bits, excused, nats in noted:
             if (held := known.get((row, bits))) is None:
                 held = known[row, bits] = {label: bool(bits >> bit & 1) for bit, label in enumerate(labels[row])}
-            made.setdefault((row, this), []).append(Mismatch(node, bool(excused), held, nats))
-        for (row, this), mismatches in made.items():
-            found[row][this] = found[row][this]._replace(mismatches=mismatches)
+            made.setdefault((row, round_), []).append(Mismatch(node, bool(excused), held, nats))
+        for (row, round_), mismatches in made.items():
+            found[row][round_] = found[row][round_]._replace(mismatches=mismatches)
 
 
 def _decide(
@@ -224,7 +233,7 @@ def _decide(
     (count, longest), vocab = draft.shape, logits_BJV.shape[-1]
     if (
         not is_compiled(policy, target.all_greedy)
-        or not _plain(logits_BJV)
+        or not _is_on_host(logits_BJV)
         or not (target.all_greedy or isinstance(processed, HostDistribution))
         or logits_BJV.shape[:2] != (count, longest + 1)
         or not all(0 <= token < vocab for chain in draft.chains for token in chain)
@@ -245,7 +254,7 @@ def _decide(
         if trees is not None:
             blocks.parent[at : at + n] = array("i", trees[b])
         blocks.choice[b * (longest + 1) : (b + 1) * (longest + 1)] = array("i", target.choices[b])
-    decide = short("fly_decide", logits_BJV.numel() > _SOON)
+    decide = fast_call("fly_decide", logits_BJV.numel() > _MAX_LOCKED)
     decide(
         ctypes.byref(rules),
         ctypes.byref(blocks.c),

@@ -20,8 +20,8 @@ from fly.runtime.executor import DraftSpec
 
 __all__ = [
     "MISMATCH", "CBatch", "CBlocks", "CClause", "CGrowth", "CLookup", "CMismatch", "CRoundRow", "CRounds", "CRule",
-    "CRules", "CStops", "CStored", "Sampling", "Shape", "Span", "available", "chosen", "load", "number", "short",
-    "spans", "split", "unusable", "usual", "why_not",
+    "CRules", "CStops", "CStored", "Sampling", "Shape", "Span", "available", "chosen", "default_variant", "fast_call",
+    "load", "spans", "split", "unusable", "variant_number", "why_not",
 ]  # fmt: skip
 
 _ABI = 36  # the number in src/library.cpp; a library with another number is refused
@@ -50,7 +50,7 @@ _NOTHING = Span(0, -1)
 
 
 def _extent(values: Any) -> tuple[int, int]:
-    """The address of the values' memory, and its bytes (-1 for None).
+    """Return the address of the values' memory, and its size in bytes (-1 for None).
 
     Raises ``ValueError`` for a tensor that is not contiguous, or not on the CPU.
     """
@@ -79,7 +79,7 @@ def _span(*names: str) -> list[tuple[str, type]]:
     return [field for name in names for field in ((name, c_void_p), (f"{name}_bytes", c_int64))]
 
 
-class _Handed(ctypes.Structure):
+class _WithSpans(ctypes.Structure):
     """A structure with spans among its fields."""
 
     def hand(self, **values: Any) -> None:
@@ -101,13 +101,13 @@ class Shape(ctypes.Structure):
     ]
 
 
-class CStored(_Handed):
+class CStored(_WithSpans):
     """src/interface.h: Stored."""
 
     _fields_ = [*((name, c_int32) for name in ("kind", "rows")), *_span("data")]
 
 
-class CBatch(_Handed):
+class CBatch(_WithSpans):
     """src/interface.h: Batch."""
 
     _fields_ = [
@@ -136,7 +136,7 @@ class CStops(ctypes.Structure):
         return (cls * rows)(*(cls(spec.confidence, float("inf"), chance) for chance in reach))
 
 
-class CGrowth(_Handed):
+class CGrowth(_WithSpans):
     """src/interface.h: Growth."""
 
     _fields_ = [*((name, c_int32) for name in ("nodes", "follow")), *_span("width")]
@@ -183,7 +183,7 @@ class CRule(ctypes.Structure):
     _fields_ = [("seed", c_int64), *((name, c_int32) for name in ("clause_at", "clauses", "in_python"))]
 
 
-class CRules(_Handed):
+class CRules(_WithSpans):
     """src/interface.h: Rules."""
 
     _fields_ = [
@@ -192,7 +192,7 @@ class CRules(_Handed):
     ]
 
 
-class CBlocks(_Handed):
+class CBlocks(_WithSpans):
     """src/interface.h: Blocks."""
 
     _fields_ = [
@@ -202,7 +202,7 @@ class CBlocks(_Handed):
     ]
 
 
-class CRoundRow(_Handed):
+class CRoundRow(_WithSpans):
     """src/interface.h: RoundRow."""
 
     _fields_ = [
@@ -211,7 +211,7 @@ class CRoundRow(_Handed):
     ]
 
 
-class CRounds(_Handed):
+class CRounds(_WithSpans):
     """src/interface.h: Rounds."""
 
     _fields_ = [
@@ -276,6 +276,7 @@ def _checked(result: int, function: object, arguments: object) -> int:
 
 
 def _declare(function: Any, declared: tuple[Any, list[Any]]) -> Any:
+    """Set the types of a function's result and arguments. Return the function, whose errors become exceptions."""
     function.restype, function.argtypes = declared
     if declared[0] in (c_int, c_int64):
         function.errcheck = _checked
@@ -283,7 +284,7 @@ def _declare(function: Any, declared: tuple[Any, list[Any]]) -> Any:
 
 
 def _file() -> Path | None:
-    """The library's file, if it was built."""
+    """Return the library's file, if it was built."""
     files = [Path(__file__).with_name(f"_library{suffix}") for suffix in EXTENSION_SUFFIXES]
     return next(filter(Path.exists, files), None)
 
@@ -310,20 +311,21 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
 
 
 def load() -> ctypes.CDLL:
-    """The library. Raises ``ValueError`` with the reason if there is none."""
+    """Return the library. Raises ``ValueError`` with the reason if there is none."""
     library, reason = _open()
     if library is None:
         raise ValueError(f"there are no compiled kernels: {reason}")
     return library
 
 
-def left_open(kernels: str) -> bool:
+def leaves_kernels_open(kernels: str) -> bool:
     """Whether neither ``kernels`` nor the environment variable FLY_KERNELS names kernels."""
     return kernels == "auto" and not os.environ.get(_VARIABLE, "").strip()
 
 
-def usual() -> str:
-    """The variant for calls that belong to no model: the one that FLY_KERNELS names, if it runs here, else the best."""
+def default_variant() -> str:
+    """Return the variant for calls that belong to no model: the one that FLY_KERNELS names if it runs here, else the
+    best."""
     try:
         variant = split(chosen())[0]
     except ValueError:
@@ -332,18 +334,19 @@ def usual() -> str:
 
 
 @cache
-def short(name: str, lets_go: bool = False) -> Any:
-    """Return a fast function of the library, for the ``usual`` variant. A call holds Python's interpreter lock, because
-    taking the lock back from another thread would cost more than the call. With ``lets_go`` it releases the lock."""
-    kind = ctypes.CDLL if lets_go else ctypes.PyDLL
+def fast_call(name: str, releases_lock: bool = False) -> Any:
+    """Return a fast function of the library, for the ``default_variant``. A call holds Python's interpreter lock,
+    because taking the lock back from another thread would cost more than the call. With ``releases_lock`` it releases
+    the lock."""
+    kind = ctypes.CDLL if releases_lock else ctypes.PyDLL
     function = _declare(getattr(kind(None, handle=load()._handle), name), _SHORT[name])
-    return partial(function, number(usual())) if _SHORT[name][1][0] is c_int else function
+    return partial(function, variant_number(default_variant())) if _SHORT[name][1][0] is c_int else function
 
 
 @cache
 def _built() -> dict[str, str]:
-    """The variants that were built, best first (the library's order), and why each does not run here (empty if it
-    does). If a processor has a variant's instructions and it still cannot run, this is logged, once."""
+    """Return the variants that were built, best first (the library's order), and why each does not run here (empty if
+    it does). If a processor has a variant's instructions and the variant still cannot run, log this once."""
     library, _ = _open()
     found: dict[str, str] = {}
     why = c_char_p()
@@ -354,23 +357,23 @@ def _built() -> dict[str, str]:
     return found
 
 
-def number(variant: str) -> int:
-    """The library's number for ``variant``."""
+def variant_number(variant: str) -> int:
+    """Return the library's number for ``variant``."""
     return list(_built()).index(variant)
 
 
 def available() -> list[str]:
-    """The variants that run here, best first; the last is ``"torch"``."""
+    """Return the variants that run here, best first; the last is ``"torch"``."""
     return [*(variant for variant, reason in _built().items() if not reason), TORCH]
 
 
 def unusable() -> dict[str, str]:
-    """The variants that were built but do not run here, and why."""
+    """Return the variants that were built but do not run here, and why."""
     return {variant: reason for variant, reason in _built().items() if reason}
 
 
 def why_not() -> str:
-    """Why there are no compiled kernels here; empty if there are some."""
+    """Return why there are no compiled kernels here; empty if there are some."""
     if available() != [TORCH]:
         return ""
     return _open()[1] or "this processor has no AVX2 with FMA and F16C"

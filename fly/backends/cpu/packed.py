@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fly.backends.cpu.blocks import KINDS, eight_bits, four_bits
-from fly.backends.cpu.library import TORCH, CBatch, CStored, Shape, chosen, load, number, spans, split
+from fly.backends.cpu.library import TORCH, CBatch, CStored, Shape, chosen, load, spans, split, variant_number
 from fly.cache import PagedBatch, PagedKVCache
 from fly.models import Llama, LlamaConfig
 from fly.models.checkpoint import Checkpoint
@@ -32,8 +32,8 @@ from fly.models.llama import KV, Layer, Norm, embedding_scale, rotary_tables
 from fly.models.loading import Loading
 
 __all__ = [
-    "TYPES", "PackedLlama", "computes_as_stored", "float_weights", "int8_weights", "new", "pool_threads", "refusal",
-    "shape_of",
+    "TYPES", "PackedLlama", "computes_as_stored", "float_weights", "int8_weights", "new_model", "pool_threads",
+    "refusal", "shape_of",
 ]  # fmt: skip
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}  # src/interface.h: Type
@@ -68,7 +68,7 @@ def keep_threads() -> None:
 
 
 def refusal(model: Llama) -> str | None:
-    """Why there is no compiled code for ``model``; None if there is."""
+    """Return why there is no compiled code for ``model``; None if there is."""
     if model.device.type not in ("cpu", "meta"):  # meta: a skeleton whose values are still to be read
         return f"compiled kernels run on the CPU, not on {model.device}"
     if model.dtype not in _FLOATS:
@@ -82,10 +82,10 @@ def refusal(model: Llama) -> str | None:
     return None
 
 
-def new(owner: object, variant: str, shape: Shape, *weights: Tensor | None) -> ctypes.c_void_p:
+def new_model(owner: object, variant: str, shape: Shape, *weights: Tensor | None) -> ctypes.c_void_p:
     """Make an empty model of the library (src/models.cpp: fly_new). It is freed with its ``owner``."""
     library, made = load(), ctypes.c_void_p()
-    library.fly_new(ctypes.byref(made), number(variant), ctypes.byref(shape), *weights)
+    library.fly_new(ctypes.byref(made), variant_number(variant), ctypes.byref(shape), *weights)
     weakref.finalize(owner, library.fly_free, made)
     return made
 
@@ -199,7 +199,7 @@ class PackedLlama:
         with self._filled(model.norm):
             norm, tables = float_weights(model.norm), rotary_tables(self.config)
         cos, sin = (torch.cat(table).contiguous() for table in zip(*tables))
-        self.handle = new(self, variant, shape, norm, cos, sin, self._embedding)
+        self.handle = new_model(self, variant, shape, norm, cos, sin, self._embedding)
         return blocks
 
     def _prepare_calls(self) -> None:
@@ -253,10 +253,10 @@ class PackedLlama:
                 part.hand(data=blocks)
             rows = (CStored * len(handed))(*handed)
             self.library.fly_set_stored(
-                self.handle, layer, which, rows, bias_N, which == _HEAD and self._sketches(bias_N)
+                self.handle, layer, which, rows, bias_N, which == _HEAD and self._has_sketch(bias_N)
             )
 
-    def _sketches(self, bias_V: Tensor | None) -> bool:
+    def _has_sketch(self, bias_V: Tensor | None) -> bool:
         """Whether the head has a sketch. A rank's part has none, as each rank would choose other tokens."""
         whole = self.config.vocab_size if self.kept is None else len(self.kept)
         return self._narrow == "w4" and bias_V is None and self.vocab == whole >= _SKETCHED
@@ -281,8 +281,8 @@ class PackedLlama:
         return int(self.library.fly_workspace(self.handle))
 
     def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV) -> Tensor:
-        """Final hidden states [T, C] of packed ``tokens_T`` (int64 [T]) at ``positions_T`` (int64 [T]). ``kv`` is a
-        ``PagedKVCache``'s.
+        """Return the final hidden states [T, C] of packed ``tokens_T`` (int64) at ``positions_T`` (int64). ``kv`` is a
+        batch of a ``PagedKVCache``.
 
         Raises ``IndexError`` for an id outside the vocabulary or a position outside the context.
         """
@@ -295,8 +295,8 @@ class PackedLlama:
         return hidden_TC
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
-        """Logits [T, V] in float32. A rank's part of a model, and a trimmed head, have logits of their own tokens
-        only. With a sketch, unlikely tokens have -inf."""
+        """Return the logits [T, V] in float32. A rank's part of a model, and a trimmed head, have logits of their own
+        tokens only. With a sketch, unlikely tokens have -inf."""
         if hidden_TC.dtype != self.dtype:
             raise TypeError(f"hidden states are {hidden_TC.dtype}, this model's are {self.dtype}")
         hidden_TC = hidden_TC.contiguous()
@@ -320,7 +320,7 @@ class PackedLlama:
             raise TypeError(f"compiled kernels attend over a PagedKVCache, not over {type(kv).__name__}")
         with self._calls:  # each thread works on its own copy
             if self._cache is None or self._cache() is not kv.cache:
-                self._attend_over(kv.cache)
+                self._use_cache(kv.cache)
             call = CBatch.from_buffer_copy(self._call)
         if tokens is not None and len(tokens) != sum(kv.counts):
             raise ValueError(f"{len(tokens)} tokens, {sum(kv.counts)} slots")
@@ -340,7 +340,7 @@ class PackedLlama:
         )
         return call
 
-    def _attend_over(self, cache: PagedKVCache) -> None:
+    def _use_cache(self, cache: PagedKVCache) -> None:
         """Use the keys and values of ``cache`` from now on. Raises ``ValueError`` if they are not this model's."""
         keys, heads = cache.keys, (self.config.num_key_value_heads, self.config.head_dim)
         if keys.dtype not in _FLOATS or keys.shape[2:] != heads or keys.device.type != "cpu":
@@ -389,5 +389,5 @@ def _float(weight: Tensor) -> Tensor:
 
 
 def float_weights(norm: Norm) -> Tensor:
-    """The factors of a norm, in float32."""
+    """Return the factors of a norm, in float32."""
     return norm.factors().detach().contiguous()

@@ -29,7 +29,7 @@ from fly.types import Draft
 
 __all__ = ["take_rounds"]
 
-_MOST_SCORED, _MOST_MISMATCHES = 1024, 256  # limits for all rounds of a call: tokens scored, mismatches noted
+_MAX_SCORED, _MAX_MISMATCHES = 1024, 256  # limits for all rounds of a call: tokens scored, mismatches noted
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,18 @@ class _Results:
 
     @staticmethod
     def make_room(target: PackedLlama, plan: RoundPlan) -> _Results:
-        """Room for as many rounds as the plan, its pages and ``_MOST_SCORED`` allow."""
+        """Make room for as many rounds as the plan, its pages and ``_MAX_SCORED`` allow."""
         rows, tree, count = plan.rows, plan.spec.tree, len(plan.rows)
         k = max(min(row.k, row.left - 1) for row in rows) if tree is None else tree.nodes
-        most = max(room - len(row.tokens) for row, room in zip(rows, _rooms(plan))) + 1
-        most = min(most, 1 + _MOST_SCORED // (count * (k + 1)), max(plan.rounds, 1))
-        blocks = Blocks(count, k, most, tree is not None, max(_MOST_MISMATCHES, 2 * count * (k + 1)))
+        max_rounds = max(room - len(row.tokens) for row, room in zip(rows, _rooms(plan))) + 1
+        max_rounds = min(max_rounds, 1 + _MAX_SCORED // (count * (k + 1)), max(plan.rounds, 1))
+        blocks = Blocks(count, k, max_rounds, tree is not None, max(_MAX_MISMATCHES, 2 * count * (k + 1)))
         probs_BKV, states_NF = None, None
         if plan.sampling is not None and plan.drafter is not None and tree is None:
             probs_BKV = torch.empty(count, k, target.vocab)
         if plan.states:
             width = len(plan.states) * target.config.hidden_size
-            states_NF = torch.empty(count * most * (k + 1), width, dtype=target.dtype)
+            states_NF = torch.empty(count * max_rounds * (k + 1), width, dtype=target.dtype)
         return _Results(blocks, torch.empty(count * (k + 1), target.vocab), probs_BKV, states_NF)
 
 
@@ -102,12 +102,15 @@ def take_rounds(target: PackedLlama, drafter: PackedLlama | None, plan: RoundPla
 def _read_results(
     plan: RoundPlan, call: CRounds, rows: ctypes.Array[CRoundRow], texts: list[array[int]], results: _Results
 ) -> Rounds:
+    """Return what the call wrote as plain values and tensors."""
     blocks, last = results.blocks, call.rounds - 1
     left_open = [b for b in range(len(rows)) if blocks.is_open(b, last)]
     # After the last round, the KV cache holds all tokens of a chain. Of a tree it holds the accepted path, or all
     # tokens if the block is open.
     path_only = [blocks.trees and b not in left_open for b in range(len(rows))]
-    fed = [(blocks.accepted if only else blocks.count)[b * blocks.most + last] for b, only in enumerate(path_only)]
+    fed = [
+        (blocks.accepted if only else blocks.count)[b * blocks.max_rounds + last] for b, only in enumerate(path_only)
+    ]
     decided = [last + (b not in left_open) for b in range(len(rows))]
     spent = zip((1, last), call.elapsed, call.scoring, call.drafting)
     first, others = (Spent(rounds, *(ns / 1e9 for ns in each)) for rounds, *each in spent)
@@ -116,13 +119,13 @@ def _read_results(
         texts=[text[: row.length + n].tolist() for text, row, n in zip(texts, rows, fed)],
         draft_cached=[row.draft_start for row in rows],
         spent=(first, others),
-        states=_states(plan, results, last, fed),
-        open=_open_blocks(results, left_open, last, call.longest) if left_open else None,
+        states=_read_states(plan, results, last, fed),
+        open=_read_open_blocks(results, left_open, last, call.longest) if left_open else None,
     )
 
 
 def _rooms(plan: RoundPlan) -> list[int]:
-    """How many tokens the pages of each row have room for."""
+    """Return how many tokens the pages of each row have room for."""
     return [plan.kv.cache.allocator.length(seq) for seq in plan.kv.seqs]
 
 
@@ -143,7 +146,7 @@ def _lay_rows(plan: RoundPlan, texts: list[array[int]], copied: bool) -> ctypes.
     return rows
 
 
-def _states(plan: RoundPlan, results: _Results, last: int, fed: list[int]) -> list[tuple[int, Tensor]]:
+def _read_states(plan: RoundPlan, results: _Results, last: int, fed: list[int]) -> list[tuple[int, Tensor]]:
     """For each row, return the position of its last token before the call, and hidden states. They are those of the
     kept tokens, round after round, but in the last round those of all cached tokens."""
     if results.states_NF is None:
@@ -153,29 +156,29 @@ def _states(plan: RoundPlan, results: _Results, last: int, fed: list[int]) -> li
     at = 0
     for i in range(last + 1):
         for b, kept in enumerate(places):
-            this = b * blocks.most + i
-            kept += range(at, at + (fed[b] if i == last else blocks.accepted[this]) + 1)
-            at += blocks.count[this] + 1
+            at_block = b * blocks.max_rounds + i
+            kept += range(at, at + (fed[b] if i == last else blocks.accepted[at_block]) + 1)
+            at += blocks.count[at_block] + 1
     return [(len(row.tokens) - 1, results.states_NF[kept]) for row, kept in zip(plan.rows, places)]
 
 
-def _open_blocks(results: _Results, rows: list[int], last: int, longest: int) -> OpenBlocks:
-    """The blocks of these rows in the last round, padded to the longest of them."""
+def _read_open_blocks(results: _Results, rows: list[int], last: int, longest: int) -> OpenBlocks:
+    """Return the blocks of these rows in the last round, padded to the longest of them."""
     blocks = results.blocks
-    counts = [blocks.count[b * blocks.most + last] for b in range(len(blocks.count) // blocks.most)]
+    counts = [blocks.count[b * blocks.max_rounds + last] for b in range(len(blocks.count) // blocks.max_rounds)]
     chains = [blocks.chain(b, last) for b in rows]
     wide = max(map(len, chains)) + 1
     choices, logits, probs = list[list[int]](), list[Tensor](), list[Tensor]()
     for b, chain in zip(rows, chains):
         at, n = sum(counts[:b]) + b, len(chain) + 1
-        first = (b * blocks.most + last) * (blocks.k + 1)
+        first = (b * blocks.max_rounds + last) * (blocks.k + 1)
         own = blocks.choice[first : first + n].tolist()
         choices.append(own + own[-1:] * (wide - n))
-        logits.append(_padded(results.logits_NV[at : at + n], wide))
+        logits.append(_pad(results.logits_NV[at : at + n], wide))
         if results.probs_BKV is not None:
             # Rows that drafted stand side by side, ``longest`` tokens each.
             drawn = sum(map(bool, counts[:b])) * longest
-            probs.append(_padded(results.probs_BKV.flatten(0, 1)[drawn : drawn + n - 1], wide - 1))
+            probs.append(_pad(results.probs_BKV.flatten(0, 1)[drawn : drawn + n - 1], wide - 1))
     draft = Draft.of(chains, trees=[blocks.tree(b, last) for b in rows] if blocks.trees else None)
     if probs:
         draft = Draft(draft.tokens_BK, draft.lengths_B, torch.stack(probs))
@@ -183,7 +186,7 @@ def _open_blocks(results: _Results, rows: list[int], last: int, longest: int) ->
     return OpenBlocks(rows, draft, torch.stack(logits), choices if known else None)
 
 
-def _padded(values_NV: Tensor, count: int) -> Tensor:
+def _pad(values_NV: Tensor, count: int) -> Tensor:
     """Repeat the last line of values until there are ``count`` lines."""
     if len(values_NV) == count:
         return values_NV
