@@ -309,13 +309,13 @@ class LLM(Calls):
         return " · ".join(found)
 
     def lead(self) -> None:
-        """On the first of several ranks: from now on only this rank is called, from any thread, and the others
+        """Make this, the first of several ranks, the only one that is called from now on, from any thread. The others
         ``follow`` until ``close``."""
         self._random = random.SystemRandom()  # the common random numbers must be drawn by all ranks or none
         self.worker.lead()
 
     def follow(self) -> None:
-        """On the other ranks: take part in the calls of the first one until it is closed. Raises the engine's
+        """Take part, on another rank than the first, in the first one's calls until it is closed. Raises the engine's
         failure."""
         self.worker.follow(lambda values: self.requests(*values))
 

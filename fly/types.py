@@ -122,7 +122,7 @@ class Draft:
         return rows
 
     def _known(self) -> dict[str, list[list[int]]]:
-        """The columns that exist as lists."""
+        """Return the columns that exist as lists."""
         return {name: self.__dict__[name] for name in ("chains", "trees") if self.__dict__.get(name) is not None}
 
     def to(self, device: torch.device) -> Draft:

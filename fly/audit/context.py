@@ -41,7 +41,7 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(name: str, tests: str) -> Callable[[Callable[[Context], Finding]], Callable[[Context], Finding]]:
-    """A decorator that adds a check. Checks run in the order in which they are added."""
+    """Return a decorator that adds a check. Checks run in the order in which they are added."""
 
     def add(run: Callable[[Context], Finding]) -> Callable[[Context], Finding]:
         CHECKS[name] = Check(name, tests, run)
@@ -84,7 +84,7 @@ class Context:
         return taken
 
     def fields(self, given: Fields) -> dict[str, Any]:
-        """The fields of a request: the given ones, and neutral values for the others."""
+        """Return the fields of a request: the given ones, and neutral values for the others."""
         return {"temperature": 1.0, **self.neutral, **given}
 
     @functools.cached_property

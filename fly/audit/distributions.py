@@ -148,14 +148,14 @@ def expected(
 
 
 def _penalties(tokens: list[str], fields: Fields, counts: Counter[str]) -> np.ndarray:
-    """[H] the amounts to subtract from the log-probabilities of tokens that were generated before."""
+    """Return the amounts [H] to subtract from the log-probabilities of tokens that were generated before."""
     presence, frequency = fields.get("presence_penalty", 0.0), fields.get("frequency_penalty", 0.0)
     cost = _LEAST_COST if fields.get("repetition_penalty", 1.0) > 1 else 0.0
     return np.array([(presence + cost) * (counts[token] > 0) + frequency * counts[token] for token in tokens])
 
 
 def _allowed(scores_H: np.ndarray, fields: Fields) -> np.ndarray | None:
-    """[H] bool, the tokens of the head that top_k, top_p and min_p allow; None if a cut is uncertain."""
+    """Return the tokens of the head that top_k, top_p and min_p allow, bool [H]; None if a cut is uncertain."""
     size = len(scores_H)
     kept = size
     if k := fields.get("top_k"):

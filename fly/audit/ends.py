@@ -46,7 +46,7 @@ def _fact(
     figures: Mapping[str, Any] = _NONE,
     share: float | None = None,
 ) -> Finding:
-    """A finding without a p-value: it passes if nothing is ``wrong``."""
+    """Return a finding without a p-value: it passes if nothing is ``wrong``."""
     if not wrong:
         return Finding(name, "", Verdict.PASS, seen, None, finds, "", figures, share)
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
@@ -136,8 +136,8 @@ def stop(context: Context) -> Finding:
 
 
 def _stops(reply: Reply) -> list[str]:
-    """Two stop strings: one joins the end of a token and the start of the next, the other is four letters from the
-    middle."""
+    """Return two stop strings: one joins the end of a token and the start of the next, the other is four letters from
+    the middle."""
     text, tokens = reply.answer.text, reply.answer.tokens
     made = []
     if len(tokens) > 6:

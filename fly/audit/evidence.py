@@ -247,8 +247,9 @@ def power(
 
 
 def shares_power(draws: Sequence[Draw], variation: float, p: float, kinds: int, seed: int = 0) -> float:
-    """The power as above, for a fault that moves a probability of ``variation`` between random tokens after each text.
-    One of ``kinds`` bettors expects this fault. The first place has no fault, since speculation begins after it."""
+    """Return the power, as above, for a fault that moves a probability of ``variation`` between random tokens after
+    each text. One of ``kinds`` bettors expects this fault. The first place has no fault, since speculation begins after
+    it."""
     rng = np.random.default_rng(seed)
     groups: dict[tuple[object, ...], list[Draw]] = defaultdict(list)
     for draw in draws:

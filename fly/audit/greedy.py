@@ -32,8 +32,8 @@ class Difference:
 
 
 def first_difference(mine: Answer, theirs: Answer) -> Difference | None:
-    """The first difference of two answers; None if they are equal. Some servers list the token that ends an answer, and
-    others do not: that is no difference."""
+    """Return the first difference of two answers; None if they are equal. Some servers list the token that ends an
+    answer, and others do not: that is no difference."""
     if not (mine.places and theirs.places):
         if mine.text == theirs.text:
             return None
@@ -50,7 +50,7 @@ def first_difference(mine: Answer, theirs: Answer) -> Difference | None:
 
 
 def _gap(place: Place, own: str, other: str) -> float | None:
-    """By how many nats the first token is more likely than the second; None if one of them is not listed."""
+    """Return by how many nats the first token is more likely than the second; None if one of them is not listed."""
     listed = dict(place.top) | ({place.token: place.logprob} if place.top else {})
     return listed[own] - listed[other] if own in listed and other in listed else None
 

@@ -90,7 +90,7 @@ class Report:
         return 0 if self.having(Verdict.PASS) else 2
 
     def as_dict(self) -> dict[str, Any]:
-        """The whole report, for JSON."""
+        """Return the whole report, for JSON."""
         about = {
             name: getattr(self, name) for name in ("url", "model", "endpoint", "beside", "alpha", "requests", "seconds")
         }

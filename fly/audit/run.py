@@ -21,7 +21,7 @@ _BESIDE = ("identity", "reference")  # checks that need a second server
 
 
 def check_names() -> dict[str, str]:
-    """The names of all checks, each with a sentence about what it tests."""
+    """Return the names of all checks, each with a sentence about what it tests."""
     return {name: each.tests for name, each in CHECKS.items()}
 
 

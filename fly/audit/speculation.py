@@ -100,5 +100,5 @@ def _at(body: Mapping[str, Any], *names: str) -> Mapping[str, Any] | None:
 
 
 def _size(replies: Sequence[Reply]) -> tuple[int, float]:
-    """The tokens of these answers, and the seconds that they took."""
+    """Return the tokens of these answers, and the seconds that they took."""
     return sum(reply.generated or 0 for reply in replies), sum(reply.seconds for reply in replies)

@@ -29,7 +29,7 @@ def holm(p_values: Mapping[str, float], alpha: float) -> set[str]:
 
 
 def at_least(hits: int, n: int, rate: float) -> float:
-    """The exact probability of ``hits`` or more among ``n``, if each has the probability ``rate``."""
+    """Return the exact probability of ``hits`` or more among ``n``, if each has the probability ``rate``."""
     if hits <= 0:
         return 1.0
     logs = [

@@ -104,7 +104,7 @@ class Ratio:
 
     @staticmethod
     def of(ratios: Sequence[float]) -> Ratio:
-        """Raises ``ValueError`` if there are no ratios."""
+        """Summarise ratios. Raises ``ValueError`` if there are none."""
         if not ratios:
             raise ValueError("no pair of runs to take a median of")
         ordered, n = sorted(ratios), len(ratios)

@@ -47,9 +47,9 @@ class Limits:
         return self.reading[max(self.reading)]
 
     def seconds(self, read: float, operations: Mapping[torch.dtype, float] = MappingProxyType({})) -> float:
-        """The least time in which the machine can read ``read`` bytes and do ``operations`` (by dtype): the longer of
-        the two times (the roofline, Williams et al. 2009). The bandwidth is interpolated between the measured sizes,
-        over their logarithm. Every dtype is multiplied at least at the rate of float32."""
+        """Return the least time in which the machine can read ``read`` bytes and do ``operations`` (by dtype): the
+        longer of the two times (the roofline, Williams et al. 2009). The bandwidth is interpolated between the measured
+        sizes, over their logarithm. Every dtype is multiplied at least at the rate of float32."""
         computing = sum(
             count / max(self.matmul[dtype], self.matmul[torch.float32]) for dtype, count in operations.items()
         )
@@ -87,7 +87,7 @@ class Limits:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The short name of a dtype: ``bfloat16`` for ``torch.bfloat16``."""
+    """Return the short name of a dtype: ``bfloat16`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -144,7 +144,8 @@ def _numbers(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _totals(device: torch.device) -> list[Callable[[torch.Tensor], object]]:
-    """Ways to read a whole tensor. One of them is a compiled kernel, if there is one, because it prefetches memory."""
+    """Return ways to read a whole tensor. One of them is a compiled kernel, if there is one, because it prefetches
+    memory."""
     if device.type != "cpu" or why_not():
         return [torch.Tensor.sum]
     read = load().fly_sum

@@ -54,19 +54,20 @@ def target_of(llm: LLM) -> Executor:
 
 
 def runners_of(llm: LLM) -> list[Runner]:
-    """The runners of the target and of the draft models."""
+    """Return the runners of the target and of the draft models."""
     return [llm.engine.runner, *draft_runners(llm)]
 
 
 def subjects_of(llm: LLM, target: str, draft: str) -> list[Subject]:
-    """The loaded target under the name ``target``, and the draft model (if there is exactly one) under ``draft``."""
+    """Return the loaded target under the name ``target``, and the draft model (if there is exactly one) under
+    ``draft``."""
     models = [runner.executor for runner in runners_of(llm)]
     named = dict(zip((target, draft), models if len(models) == 2 else models[:1]))
     return [Subject(name, model.config, partial(lambda loaded: loaded, model)) for name, model in named.items()]
 
 
 def shape_subject(name: str, like: Executor, kernels: str) -> Subject:
-    """A random model of the shape ``WIDTHxLAYERSxVOCABULARY``. A suffix such as ``:w8a8``, one of ``ROUNDINGS``,
+    """Return a random model of the shape ``WIDTHxLAYERSxVOCABULARY``. A suffix such as ``:w8a8``, one of ``ROUNDINGS``,
     selects the kernels of that name. The model has the dtype and the device of ``like``."""
     shape, _, kind = name.rpartition(":")
     shape, kind = (shape, kind) if kind in ROUNDINGS else (name, "")
@@ -80,8 +81,8 @@ def shape_subject(name: str, like: Executor, kernels: str) -> Subject:
 
 
 def number_types(executor: Executor) -> dict[str, Any]:
-    """The number types of a model: ``dtype``, in which it stores numbers; ``weight_bytes``, the bytes of one weight;
-    and ``products``, the type that it multiplies."""
+    """Return the number types of a model: ``dtype``, in which it stores numbers; ``weight_bytes``, the bytes of one
+    weight; and ``products``, the type that it multiplies."""
     products = torch.int8 if split(executor.kernels)[1] not in ("", "int8") else executor.dtype
     return {"dtype": executor.dtype, "weight_bytes": executor.weight_bytes, "products": products}
 
@@ -114,6 +115,6 @@ def drafts_alone(strategy: DraftStrategy | None) -> TypeGuard[SingleDraft]:
 
 
 def settings_of(plain: LLM, fast: LLM, k: int, rules: abc.Sequence[AcceptancePolicy]) -> list[Setting]:
-    """The settings of a comparison: autoregressive decoding with ``plain``, then speculation with ``fast`` under each
-    rule."""
+    """Return the settings of a comparison: autoregressive decoding with ``plain``, then speculation with ``fast`` under
+    each rule."""
     return [Setting("autoregressive", plain, 0), *(Setting(str(rule), fast, k, rule) for rule in dict.fromkeys(rules))]

@@ -43,8 +43,8 @@ class Link:
     bandwidth: float
 
     def all_reduce(self, size: float, ranks: int) -> float:
-        """Seconds for ``size`` bytes on a ring of n ranks: each link carries 2 (n - 1) / n of the bytes (Patarasuk &
-        Yuan 2009)."""
+        """Return the seconds for ``size`` bytes on a ring of n ranks: each link carries 2 (n - 1) / n of the bytes
+        (Patarasuk & Yuan 2009)."""
         return 0.0 if ranks == 1 else self.latency + 2 * (ranks - 1) / ranks * size / self.bandwidth
 
 
@@ -130,7 +130,7 @@ class Machines:
     network: Link = _NETWORK
 
     def all_reduce(self, size: float) -> float:
-        """Seconds for ``size`` bytes: first within nodes, then each rank's share between nodes."""
+        """Return the seconds for ``size`` bytes: first within nodes, then each rank's share between nodes."""
         inside = min(self.ranks, self.per_node)
         nodes = -(-self.ranks // inside)
         return self.device.link.all_reduce(size, inside) + self.network.all_reduce(size / inside, nodes)
@@ -188,13 +188,13 @@ class Forecast:
         return self.step + self.machines.device.round
 
     def round(self, placement: str | None = None) -> float:
-        """Seconds of a round of speculation."""
+        """Return the seconds of a round of speculation."""
         s, device = self.setting, self.machines.device
         draft = s.k / s.draft_tau * self.draft[placement or self.placement]
         return draft + self.verify + device.round + s.k * device.drafted
 
     def gain(self, placement: str | None = None) -> float:
-        """Tokens per second, relative to decoding without a draft."""
+        """Return the tokens per second, relative to decoding without a draft."""
         return self.setting.tau * self.plain / self.round(placement)
 
 
@@ -204,7 +204,7 @@ _SMALL = 2  # such exchanges in every forward pass: ranks compare what they will
 
 @cache
 def _share(config: LlamaConfig, ranks: int) -> Part:
-    """The first rank's part of a model."""
+    """Return the first rank's part of a model."""
     return Part(config, 0, ranks)
 
 
@@ -247,7 +247,8 @@ class Work:
 def step_seconds(
     config: LlamaConfig, machines: Machines, tokens: float, rows: int, context: int, itemsize: int
 ) -> float:
-    """Seconds of one forward pass over ``tokens`` new tokens of ``rows`` sequences, divided among the ranks."""
+    """Return the seconds of one forward pass over ``tokens`` new tokens of ``rows`` sequences, divided among the
+    ranks."""
     device, work = machines.device, Work.of(config, machines.ranks, tokens, rows, context, itemsize)
     working = (
         max(work.read / device.bandwidth, work.multiplied / device.flops)

@@ -28,7 +28,7 @@ PROMPTS = (
 
 
 def usual_amount(parameters: int) -> tuple[int, int]:
-    """The default number of prompts, and the most tokens of each answer, for a model with this many parameters.
+    """Return the default number of prompts, and the most tokens of each answer, for a model with this many parameters.
 
     A model of 100 million parameters or more gets fewer prompts, and fewer tokens the larger it is, down to 64. Up to
     270 million parameters, three turns of all peers take about four minutes on two cores.
@@ -39,8 +39,8 @@ def usual_amount(parameters: int) -> tuple[int, int]:
 
 
 def asked_of(llm: LLM, model: str, count: int) -> tuple[list[Problem], list[list[int]]]:
-    """The problems and prompts for a model. A bundled checkpoint gets held-out problems with their prompts. Any other
-    was not trained on such problems, so it gets prompts from ``PROMPTS`` and no problems."""
+    """Return the problems and prompts for a model. A bundled checkpoint gets held-out problems with their prompts. Any
+    other was not trained on such problems, so it gets prompts from ``PROMPTS`` and no problems."""
     if model in BUNDLED:
         asked = problems(None, "heldout", 0, count)
         return asked, [llm.chat_prompt(problem.prompt) for problem in asked]
@@ -48,7 +48,7 @@ def asked_of(llm: LLM, model: str, count: int) -> tuple[list[Problem], list[list
 
 
 def _prompt_of(llm: LLM, number: int) -> list[int]:
-    """One of ``PROMPTS``, as a conversation if the model has a chat template."""
+    """Return one of ``PROMPTS``, as a conversation if the model has a chat template."""
     text, tokenizer = PROMPTS[number % len(PROMPTS)], llm.tokenizer
     if tokenizer is None:
         rng = random.Random(number)

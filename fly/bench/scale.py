@@ -35,8 +35,8 @@ class Scaled:
 
 
 def lengths(blocks: Blocks) -> list[tuple[int, float]]:
-    """The kinds of drafts to replay, each as its ``k`` and ``reach``: drafts of fixed lengths and, if a draft model's
-    probabilities were recorded, drafts that stop by themselves."""
+    """Return the kinds of drafts to replay, each as its ``k`` and ``reach``: drafts of fixed lengths and, if a draft
+    model's probabilities were recorded, drafts that stop by themselves."""
     fixed = sorted({k for k in (3, 5, 7, 10, 15, 20, 25) if k < blocks.k} | {blocks.k})
     stopped = [] if blocks.draft is None else [(blocks.k, reach) for reach in REACHES if reach]
     return [*((k, 0.0) for k in fixed), *stopped]
@@ -55,8 +55,8 @@ def replays(blocks: Blocks, policy: AcceptancePolicy, advance: Callable[[], None
 
 
 def scaled(found: Sequence[Replay], setting: Setting, machines: Machines, levels: int) -> Scaled:
-    """The best of the replays ``found`` for the models of ``setting``. If ``levels`` is 2, prompt lookup drafts for the
-    draft model."""
+    """Return the best of the replays ``found`` for the models of ``setting``. If ``levels`` is 2, prompt lookup drafts
+    for the draft model."""
 
     def of(each: Replay) -> Scaled:
         forwards = each.drafted if levels == 1 else each.forwards or each.drafted

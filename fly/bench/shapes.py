@@ -15,9 +15,9 @@ __all__ = ["forward_bytes", "forward_operations", "matrix_parameters", "random_m
 
 
 def shape_config(shape: str, positions: int = 4096) -> LlamaConfig:
-    """The configuration of a Llama of the shape ``WIDTHxLAYERSxVOCABULARY``, such as 768x12x32000 (110M parameters).
-    Its attention heads have a width of 64 and their own keys and values. Its feed-forward width is 8/3 of the width,
-    rounded up to a multiple of 64. The embeddings are shared with the output projection.
+    """Return the configuration of a Llama of the shape ``WIDTHxLAYERSxVOCABULARY``, such as 768x12x32000 (110M
+    parameters). Its attention heads have a width of 64 and their own keys and values. Its feed-forward width is 8/3 of
+    the width, rounded up to a multiple of 64. The embeddings are shared with the output projection.
 
     Raises ``ValueError`` for a text that is no such shape.
     """
@@ -59,8 +59,8 @@ def randomise(model: Llama, dtype: torch.dtype, device: torch.device | str = "cp
 
 
 def matrix_parameters(config: LlamaConfig) -> int:
-    """The number of weights that multiply every token: those of the layers' matrices and the output projection, without
-    the embedding table."""
+    """Return the number of weights that multiply every token: those of the layers' matrices and the output projection,
+    without the embedding table."""
     head, width = config.head_dim, config.hidden_size
     attention = 2 * width * head * (config.num_attention_heads + config.num_key_value_heads)
     return config.num_hidden_layers * (attention + 3 * width * config.intermediate_size) + width * config.vocab_size
@@ -69,8 +69,8 @@ def matrix_parameters(config: LlamaConfig) -> int:
 def forward_bytes(
     config: LlamaConfig, dtype: torch.dtype, rows: int = 1, context: int = 0, weight_bytes: float | None = None
 ) -> int:
-    """The bytes that a forward pass of ``rows`` rows has to read, however many new tokens they have. It reads every
-    weight once (``weight_bytes`` each; None takes the size of ``dtype``), and for each row the keys and values of
+    """Return the bytes that a forward pass of ``rows`` rows has to read, however many new tokens they have. It reads
+    every weight once (``weight_bytes`` each; None takes the size of ``dtype``), and for each row the keys and values of
     ``context`` tokens. Norms are left out, and so is everything that is written."""
     stored = rows * context * PagedKVCache.bytes_per_token(config, dtype)
     return int(matrix_parameters(config) * (weight_bytes or dtype.itemsize)) + stored
@@ -84,7 +84,7 @@ def forward_operations(
     tokens: int = 1,
     products: torch.dtype | None = None,
 ) -> Counter[torch.dtype]:
-    """The operations of a forward pass, by dtype. Each weight takes two per token, in ``products`` (None means
+    """Return the operations of a forward pass, by dtype. Each weight takes two per token, in ``products`` (None means
     ``dtype``). Attention takes four, in ``dtype``, for each pair of a token and a token that it attends to, and each
     number in the heads."""
     seen = tokens * context + tokens * (tokens + 1) // 2

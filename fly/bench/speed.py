@@ -105,8 +105,8 @@ class Forward:
         return forward_bytes(self.config, self.dtype, rows, context, self.weight_bytes)
 
     def of_limit(self, limits: Limits) -> float:
-        """The least time that the machine needs, divided by the measured time; 1 is the roofline. This is the median
-        over all turns. Each turn is compared with the memory rates measured in the same turn, because a shared
+        """Return the least time that the machine needs, divided by the measured time; 1 is the roofline. This is the
+        median over all turns. Each turn is compared with the memory rates measured in the same turn, because a shared
         machine's memory is faster in some minutes than in others."""
         each = [replace(limits, reading=reading) for reading in self.reading] or [limits] * len(self.timing.times)
         return statistics.median(
@@ -230,14 +230,14 @@ def measure_models(
 
 
 def one_token(forwards: Sequence[Forward], forward: Forward) -> Forward:
-    """The forward pass of one token of one row, by the same model, with which ``forward`` is compared."""
+    """Return the forward pass of one token of one row, by the same model, with which ``forward`` is compared."""
     return next(f for f in forwards if (f.model, f.rows, f.context, f.tokens) == (forward.model, 1, CONTEXT, 1))
 
 
 def context_slope(forwards: Sequence[Forward]) -> float | None:
-    """Bytes of cached keys and values read per second: the inverse of the least-squares slope of time over bytes, as
-    the median over all turns. None if a quarter of the turns shows no slope, because the time of the weights varies by
-    more."""
+    """Return the bytes of cached keys and values read per second: the inverse of the least-squares slope of time over
+    bytes, as the median over all turns. None if a quarter of the turns shows no slope, because the time of the weights
+    varies by more."""
     alone = [f for f in forwards if f.rows == f.tokens == 1]
     sizes, turns = [f.context_bytes for f in alone], zip(*(f.timing.times for f in alone))
     slopes = sorted(statistics.linear_regression(sizes, times).slope for times in turns)
@@ -259,7 +259,7 @@ class Rounds:
         return min(self.times, key=lambda times: times.decoding)
 
     def each(self) -> tuple[float, float, float]:
-        """Seconds per round in the best turn: in the target, in draft models, and in the rest."""
+        """Return the seconds per round in the best turn: in the target, in draft models, and in the rest."""
         best, rounds = self.best, self.stats.rounds / len(self.times)
         return best.target / rounds, best.draft / rounds, (best.rest or 0.0) / rounds
 

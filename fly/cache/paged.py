@@ -272,7 +272,7 @@ class PagedKVCache:
 
     @staticmethod
     def bytes_per_token(config: Sizes, dtype: torch.dtype) -> int:
-        """Bytes that one cached token takes over all layers, keys and values together."""
+        """Return the bytes that one cached token takes over all layers, keys and values together."""
         return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
 
     def resize(self, seq: Hashable, n_tokens: int) -> None:

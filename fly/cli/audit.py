@@ -103,7 +103,7 @@ def audit(
 
 
 def _read(path: Path) -> list[str]:
-    """The prompts of a file, one a line; ``\\n`` in a line is a line break."""
+    """Return the prompts of a file, one a line; ``\\n`` in a line is a line break."""
     return [line.replace("\\n", "\n") for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 

@@ -80,8 +80,8 @@ def _show_promise(
 
 
 def drafts_table(rows: Sequence[Drafted], title: str) -> Table:
-    """τ and speed by kind of task. The first row is autoregressive decoding, and the second is what the others are
-    compared with."""
+    """Return a table of τ and speed by kind of task. The first row is autoregressive decoding, and the second is what
+    the others are compared with."""
     plain, single = (row.tokens_per_second for row in rows[:2])
     digits = max(len(f"{r.tokens_per_second:.0f}") for row in rows for r in row.kinds.values())
 
@@ -108,7 +108,7 @@ def drafts_table(rows: Sequence[Drafted], title: str) -> Table:
 
 
 def promise_table(found: Sequence[Promise], title: str) -> Table:
-    """Speeds where nothing can be predicted."""
+    """Return a table of the speeds where nothing can be predicted."""
 
     def interval(over: Ratio) -> str:  # there is no interval for fewer than three pairs
         return f"{over.median:.3f}" + (f" ({over.low:.3f}–{over.high:.3f})" if over.pairs >= 3 else "")

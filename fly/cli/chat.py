@@ -145,7 +145,7 @@ class Conversation:
                 fail(kind + message)
 
     def messages(self) -> list[dict[str, str]]:
-        """All messages so far, the system prompt included."""
+        """Return all messages so far, the system prompt included."""
         return [*([{"role": "system", "content": self.system}] if self.system is not None else []), *self.turns]
 
     def _answer(self, text: str) -> None:
@@ -313,7 +313,7 @@ class _Answer:
             yield piece
 
     def figures(self) -> list[str]:
-        """The figures of the answer so far."""
+        """Return the figures of the answer so far."""
         elapsed, stats = time.perf_counter() - self._started, self._stream.stats
         found = [
             f"τ {stats.tau:.2f}",

@@ -51,7 +51,7 @@ def demo(
 
 
 def bundled_plan(rule: str, count: int, k: int, split: str = "heldout", **options: Any) -> Plan:
-    """A plan of the first ``count`` bundled problems of a split, on the bundled models."""
+    """Return a plan of the first ``count`` bundled problems of a split, on the bundled models."""
     if split not in (tested := SPLITS[1:]):  # the models were trained on the first split
         raise ValueError(f"unknown split {split!r}{instead(split, tested)}")
     return Plan.of({"k": k, "policies": [rule], "tasks": [f"bundled-{split}"], "limit": count, **options})

@@ -96,7 +96,7 @@ def generate(
 
 
 def _sampling_given(context: typer.Context) -> dict[str, Any]:
-    """The fields of ``SamplingParams`` on the command line; None where an option was left out."""
+    """Return the fields of ``SamplingParams`` on the command line; None where an option was left out."""
     options = options_of(context, _SAMPLING)
     forms = {
         "json_schema": _text_of("--json-schema", options.pop("json_schema"), r"\A\s*\{", "object"),

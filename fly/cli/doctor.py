@@ -63,7 +63,7 @@ def doctor(json: Json = None) -> None:
 
 
 def examine() -> Iterator[Finding]:
-    """Everything that ``fly doctor`` looks at, in the order in which it is shown."""
+    """Yield everything that ``fly doctor`` looks at, in the order in which it is shown."""
     yield Finding("fly", __version__)
     yield Finding("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield from _find_packages()
@@ -81,7 +81,7 @@ def _find_packages() -> Iterator[Finding]:
 
 
 def _version_of(package: str) -> str:
-    """The version of an installed package; empty if it is not installed."""
+    """Return the version of an installed package; empty if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -137,7 +137,7 @@ def _find_cuda() -> Iterator[Finding]:
 
 
 def _find_kernels(device: torch.device) -> Iterator[Finding]:
-    """What runs a bfloat16 model with heads of 128 numbers on a device; each kernel is tried there."""
+    """Yield what runs a bfloat16 model with heads of 128 numbers on a device; each kernel is tried there."""
     from fly.backends.cuda.attention import find_flash  # they take seconds to import
     from fly.backends.cuda.ops import refuse_attention, refuse_layers, refuse_steps
 

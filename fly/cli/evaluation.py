@@ -185,7 +185,7 @@ def _limits(problems: list[str]) -> tuple[int | None, dict[str, int]]:
 
 
 def _limited(plan: Plan, limits: dict[str, int]) -> Plan:
-    """The plan with the numbers of problems for named tasks. Raises ``ValueError`` for a task that it lacks."""
+    """Return the plan with the numbers of problems for named tasks. Raises ``ValueError`` for a task that it lacks."""
     names = [asked.load().name for asked in plan.tasks]
     if unknown := next((name for name in limits if name not in names), None):
         raise ValueError(f"--problems {unknown}={limits[unknown]}: there is no such task{instead(unknown, names)}")
@@ -196,7 +196,7 @@ def _limited(plan: Plan, limits: dict[str, int]) -> Plan:
 
 @contextmanager
 def _folder(out: Path | None, ranks: Any) -> Iterator[Path]:
-    """The folder of a run. Without ``out`` it is temporary, and all ranks share it."""
+    """Yield the folder of a run. Without ``out`` it is temporary, and all ranks share it."""
     if out is not None:
         yield out
         return

@@ -38,13 +38,13 @@ def takes(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[_Run], _Run]:
 
 
 def option(kind: Any, help: str, *names: str, default: Any = None, **look: Any) -> tuple[Any, Any]:
-    """An option for a group of ``takes``. ``look`` goes to ``typer.Option``."""
+    """Return an option for a group of ``takes``. ``look`` goes to ``typer.Option``."""
     return Annotated[kind if default is not None else kind | None, typer.Option(*names, help=help, **look)], default
 
 
 def number(least: float, most: float = math.inf, *, help: str, **look: Any) -> Any:
-    """An option that takes a finite number in a range. Unlike with typer's ``min`` and ``max``, NaN is refused, and
-    errors name the bad value."""
+    """Return an option that takes a finite number in a range. Unlike with typer's ``min`` and ``max``, NaN is refused,
+    and errors name the bad value."""
     within = f"of at least {least:g}" if most == math.inf else f"in [{least:g}, {most:g}]"
 
     def check(value: float | None) -> float | None:
@@ -57,8 +57,8 @@ def number(least: float, most: float = math.inf, *, help: str, **look: Any) -> A
 
 
 def output(*names: str, help: str, suffix: str = "") -> Any:
-    """An option that names a file to write, which ends in ``suffix``. It is an error at once if the directory does not
-    exist, so that no figures are lost at the end."""
+    """Return an option that names a file to write, which ends in ``suffix``. It is an error at once if the directory
+    does not exist, so that no figures are lost at the end."""
 
     def check(path: Path | None) -> Path | None:
         if path is not None and not path.absolute().parent.is_dir():
@@ -71,7 +71,7 @@ def output(*names: str, help: str, suffix: str = "") -> Any:
 
 
 def gone(name: str, instead: str) -> Any:
-    """A deleted option. It is hidden, and its error says what to use ``instead``."""
+    """Return a deleted option. It is hidden, and its error says what to use ``instead``."""
 
     def refuse(given: bool) -> bool:
         if given:

@@ -87,7 +87,7 @@ def bench_plan(
 def _plans(
     target: str | None, draft: str, tau: float | None, k: int, device: str, ranks: int, per_node: int, **common: Any
 ) -> list[_Plan]:
-    """The settings to show: one of the options, or without a target all of the paper."""
+    """Return the settings to show: one of the options, or without a target all of the paper."""
 
     def sizes(name: str) -> LlamaConfig:
         return MODELS[name] if name in MODELS else open_model(name).config

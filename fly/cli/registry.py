@@ -206,19 +206,19 @@ def _measured(sound: bool, rule: str | None, draft: str, problems: int, k: int) 
 
 
 def _strategy(text: str) -> Any:
-    """A fresh strategy, in float32: in coarser dtypes rounding depends on the batch."""
+    """Return a fresh strategy, in float32: in coarser dtypes rounding depends on the batch."""
     if (strategy := parse_draft(text, trusted=True, dtype="float32")) is None:
         raise ValueError("'none' drafts nothing, so there is nothing to check")
     return strategy
 
 
 def _summary_of(thing: Any) -> str:
-    """The first paragraph of a docstring."""
+    """Return the first paragraph of a docstring."""
     return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split()).replace("``", "")
 
 
 def _call(name: str, make: Any) -> str:
-    """A rule or strategy as text, with its parameters and their defaults."""
+    """Return a rule or strategy as text, with its parameters and their defaults."""
     parameters = [
         p for p in inspect.signature(make).parameters.values() if not callable(p.default) or p.default is p.empty
     ]

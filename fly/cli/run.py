@@ -77,7 +77,7 @@ alone = functools.partial(command, alone=True)
 
 @contextmanager
 def ranks_of(context: typer.Context, config: Path | None = None, on_fault: Any = None) -> Iterator[Any]:
-    """The ranks that torchrun started, or None without it. Only the first rank reads and prints."""
+    """Yield the ranks that torchrun started, or None without it. Only the first rank reads and prints."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield None
         return
@@ -93,7 +93,7 @@ def ranks_of(context: typer.Context, config: Path | None = None, on_fault: Any =
 
 
 def grid_of(ray: str | None, actors: int | None, ranks: Any = None) -> Any:
-    """The actors of ``--ray``; None without that option."""
+    """Return the actors of ``--ray``; None without that option."""
     if ray is None:
         if actors is not None:
             raise ValueError(f"--actors {actors} does nothing without --ray")
@@ -108,7 +108,7 @@ def grid_of(ray: str | None, actors: int | None, ranks: Any = None) -> Any:
 
 
 def setup_of(context: typer.Context, path: Path | None) -> Config:
-    """The setup of a configuration file, with the options of the command line in place of the file's; or of the
+    """Return the setup of a configuration file, with the options of the command line in place of the file's; or of the
     options alone."""
     mine = Config.model_fields.keys() - Config.of_ranks  # ``ranks_of`` uses the other fields
     options = options_of(context, mine) if path is None else {name: context.params.get(name) for name in mine}
@@ -118,7 +118,7 @@ def setup_of(context: typer.Context, path: Path | None) -> Config:
 
 
 def options_of(context: typer.Context, fields: Collection[str]) -> dict[str, Any]:
-    """The options of a command whose names are in ``fields``. A repeatable option that was left out is None."""
+    """Return the options of a command whose names are in ``fields``. A repeatable option that was left out is None."""
     return {name: None if value == () else value for name, value in context.params.items() if name in fields}
 
 
@@ -128,7 +128,7 @@ def sampling_of(given: Mapping[str, Any], default: SamplingParams) -> SamplingPa
 
 
 def rules_of(given: list[str] | None) -> list[AcceptancePolicy]:
-    """The rules of a comparison: exact speculation, then the rules of the command line, each once."""
+    """Return the rules of a comparison: exact speculation, then the rules of the command line, each once."""
     texts = [text for several in given or () for text in grid(several)]
     return list(dict.fromkeys([Exact(), *(parse_policy(text, trusted=True) for text in texts)]))
 
@@ -147,7 +147,7 @@ def refuse_idle(context: typer.Context, names: Collection[str], when: str) -> No
 
 
 def _given(context: typer.Context, path: Path | None, options: dict[str, Any]) -> dict[str, Any]:
-    """The options, with the values of the file (if there is one) for those that are not on the command line."""
+    """Return the options, with the values of the file (if there is one) for those that are not on the command line."""
     if path is None:
         return options
     read = Config.read(path)
@@ -155,7 +155,8 @@ def _given(context: typer.Context, path: Path | None, options: dict[str, Any]) -
 
 
 def memory_of(ranks: Any, quiet: bool = False) -> list[dict[str, int]]:
-    """The memory of every rank after loading, which is printed if there are several. All ranks must call this."""
+    """Return the memory of every rank after loading, which is printed if there are several. All ranks must call
+    this."""
     from fly.parallel import memory_here
 
     memory = [memory_here()] if ranks is None else ranks.collect(memory_here())
@@ -165,7 +166,7 @@ def memory_of(ranks: Any, quiet: bool = False) -> list[dict[str, int]]:
 
 
 def memory_in_words(memory: list[dict[str, int]]) -> str:
-    """The result of ``loaded`` as a sentence."""
+    """Return the result of ``loaded`` as a sentence."""
 
     def each(name: str) -> str:
         return ", ".join(f"{of_rank[name] / 1e6:,.0f}" for of_rank in memory)
@@ -175,7 +176,7 @@ def memory_in_words(memory: list[dict[str, int]]) -> str:
 
 
 def kernels_of(llm: LLM) -> str:
-    """The kernels that run the target; for PyTorch on a CPU, with the reason why they are not compiled."""
+    """Return the kernels that run the target; for PyTorch on a CPU, with the reason why they are not compiled."""
     executor = llm.engine.runner.executor
     if executor.kernels != "torch":
         return executor.kernels
@@ -184,7 +185,7 @@ def kernels_of(llm: LLM) -> str:
 
 
 def compute_in_words(llm: LLM) -> str:
-    """The kernels and dtypes of the target and of the draft, as a phrase."""
+    """Return the kernels and dtypes of the target and of the draft, as a phrase."""
     (_, dtype), *drafts = llm.computed
     others = "".join(f", draft {kernels} in {own}" for kernels, own in dict.fromkeys(drafts))
     return f"kernels {kernels_of(llm)} in {dtype}{others}"

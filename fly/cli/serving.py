@@ -58,7 +58,7 @@ _NAMES = {
 
 
 def _options(names: tuple[str, ...], panel: str) -> dict[str, tuple[Any, Any]]:
-    """Options for settings, with their types, defaults and descriptions. ``Settings`` checks the values."""
+    """Return options for settings, with their types, defaults and descriptions. ``Settings`` checks the values."""
     made = {}
     for name in names:
         field = Settings.model_fields[name]
@@ -173,8 +173,8 @@ def _die_at_once() -> None:
 
 
 def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
-    """The keys of the command line, or else the key of the environment. Raises ``ValueError`` for a bad key, in the
-    file too, so that a server that should have keys never runs without; ``OSError`` if there is no such file."""
+    """Return the keys of the command line, or else the key of the environment. Raises ``ValueError`` for a bad key, in
+    the file too, so that a server that should have keys never runs without; ``OSError`` if there is no such file."""
     from fly.serve.clients import read_keys
 
     if file is not None:

@@ -55,7 +55,7 @@ def fail(text: str) -> None:
 
 
 def grouped(rows: Iterable[_Row], key: Callable[[_Row], _Key]) -> dict[_Key, list[_Row]]:
-    """The rows by key. Keys are in the order of their first rows."""
+    """Return the rows by key. Keys are in the order of their first rows."""
     groups: dict[_Key, list[_Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -72,7 +72,7 @@ def table(
     ends: Callable[[_Row], bool] = lambda row: False,
     **look: Any,
 ) -> Table:
-    """A table with a line for each of ``rows``; ``columns`` makes the cells, by heading.
+    """Return a table with a line for each of ``rows``; ``columns`` makes the cells, by heading.
 
     Columns are aligned right, as numbers are; those in ``text`` (by default the first) are aligned left. The columns in
     ``wrapped`` may take several lines. A section ends after a row if ``ends(row)``. ``look`` goes to rich's ``Table``.
@@ -115,7 +115,7 @@ def print_list(rows: Iterable[Iterable[str]], *columns: str | Column, **look: An
 
 
 def sentences(heading: str) -> Column:
-    """A column of sentences, which breaks words that are too long."""
+    """Return a column of sentences, which breaks words that are too long."""
     return Column(heading, overflow="fold")
 
 

@@ -116,7 +116,7 @@ def bench_speed(
 
 
 def _random_subjects(shapes: list[str] | None, target: Executor, kernels: str) -> list[Subject]:
-    """Models of random weights; by default of one shape, and on compiled kernels also in fewer bits."""
+    """Return models of random weights; by default of one shape, and on compiled kernels also in fewer bits."""
     if shapes is None:
         shapes = [SHAPE, *(f"{SHAPE}:{kind}" for kind in ROUNDINGS if runs_compiled(target))]
     return [shape_subject(name, target, kernels) for name in shapes if shapes != [NO_SHAPE]]
@@ -156,12 +156,12 @@ def _show_forwards(forwards: list[Forward], limits: Limits) -> None:
 
 
 def best_median(rate: Timing) -> str:
-    """The best of a rate, which was disturbed least, and the median."""
+    """Return the best of a rate, which was disturbed least, and the median."""
     return f"{rate.high:,.0f}/{rate.median:,.0f}"
 
 
 def limits_table(limits: Limits, kernels: str) -> Table:
-    """The limits of the machine."""
+    """Return the limits of the machine."""
     return table(
         f"Limits: {limits.device}, {limits.threads} threads, kernels {kernels}",
         limits.rows(),
@@ -174,7 +174,7 @@ def limits_table(limits: Limits, kernels: str) -> Table:
 
 
 def forwards_table(forwards: Sequence[Forward], limits: Limits) -> Table:
-    """The forwards of a model by rows, context and tokens, each compared with its limit."""
+    """Return the forwards of a model by rows, context and tokens, each compared with its limit."""
     single = one_token(forwards, forwards[0])
     each = single.weight_bytes or single.dtype.itemsize
     narrow = f" with weights of {8 * each:.3g} bits" if each < single.dtype.itemsize else ""
@@ -197,7 +197,8 @@ def forwards_table(forwards: Sequence[Forward], limits: Limits) -> Table:
 
 
 def rounds_table(rounds: Sequence[Rounds], forwards: Sequence[Forward], title: str) -> Table:
-    """Where the time of a round goes, beside the formula's prediction. The first row is autoregressive decoding."""
+    """Return where the time of a round goes, beside the formula's prediction. The first row is autoregressive
+    decoding."""
     single = next(forward.timing.low for forward in forwards if forward.tokens == 1)
     plain = rounds[0].tokens_per_second().high
 

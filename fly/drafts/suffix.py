@@ -118,7 +118,7 @@ class SuffixDraft(DraftStrategy):
         self._held = 0  # tokens in all outputs
 
     def attach(self, setup: DraftSetup) -> None:
-        """Raises ``ValueError`` if shared outputs come from a target with another vocabulary."""
+        """Note the target's vocabulary. Raises ``ValueError`` if shared outputs come from a target with another one."""
         if not self.shared_tokens:
             return
         size = setup.target.executor.config.vocab_size

@@ -201,7 +201,7 @@ class _Context:
         self.tokens = list(tokens)
 
     def last(self) -> list[int]:
-        """Tokens of the last segment."""
+        """Return the tokens of the last segment."""
         return self.tokens[self.ends[-2][0] if len(self.ends) > 1 else 0 :]
 
 

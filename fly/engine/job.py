@@ -167,7 +167,7 @@ class Job:
         self._news: list[News] = []
 
     def admitted(self) -> None:
-        """Called when the engine takes the job in."""
+        """Note that the engine has taken the job in."""
 
     def note(self, index: int, tokens: list[Token]) -> None:
         """Take the tokens that a step gave to request number ``index``, or note its end."""
@@ -179,7 +179,7 @@ class Job:
             self.error = self.error or request.row.error
 
     def cancelled(self) -> None:
-        """Called when the job is cancelled while ``left`` requests are still running."""
+        """Note that the job is cancelled while ``left`` requests are still running."""
 
     def entry(self) -> list[News]:
         """Return the news since the last entry."""

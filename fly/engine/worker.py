@@ -171,14 +171,14 @@ class Worker:
         job.check(entry)
 
     def lead(self) -> None:
-        """On the first rank: from now on only this rank is called, and the others ``follow``."""
+        """Make this, the first rank, the only one that is called from now on. The others ``follow``."""
         self._leads = True
         with self._lock:
             self._send(_WAKE)
 
     def follow(self, read: Callable[[Any], list[Request]]) -> None:
-        """On another rank: do what the first one does, until it is closed. ``read`` makes requests from the values that
-        describe a job. Raises the engine's error, if it fails."""
+        """Do on this rank, which is not the first, what the first one does, until it is closed. ``read`` makes requests
+        from the values that describe a job. Raises the engine's error, if it fails."""
         job = Job([])
         self._read_requests = read
         with self._lock:

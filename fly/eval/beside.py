@@ -88,7 +88,7 @@ def beside(blocks: Mapping[tuple[str, str], Blocks], run: str | Path) -> tuple[l
 
 
 def _limits(known: Blocks, way: Way) -> tuple[int, float, float] | None:
-    """The length, confidence and reach with which a replay makes a way's drafts; None if it cannot make them."""
+    """Return the length, confidence and reach with which a replay makes a way's drafts; None if it cannot make them."""
     about = known.recordings[0].about
     if way.k > known.k:
         return None
@@ -104,7 +104,7 @@ def _limits(known: Blocks, way: Way) -> tuple[int, float, float] | None:
 
 
 def _drafter(text: str) -> SingleDraft | None:
-    """The draft model, if it alone decides what is drafted; otherwise None. A lossless level below it changes no
+    """Return the draft model, if it alone decides what is drafted; otherwise None. A lossless level below it changes no
     token."""
     try:
         strategy = parse_draft(text, trusted=True)

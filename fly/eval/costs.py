@@ -36,7 +36,7 @@ def measured_costs(speculative: Sequence[Record], autoregressive: Sequence[Recor
 
 
 def neutral_speed(tau: float, drafted: float, costs: Costs) -> float:
-    """The speed, relative to autoregressive decoding, that a rule would have if decisions took no time:
+    """Return the speed, relative to autoregressive decoding, that a rule would have if decisions took no time:
 
         S = τ / (K̄·c + v)
 

@@ -141,7 +141,7 @@ def _load_settings(plan: Plan, ways: Iterable[Way], ranks: Any) -> dict[str, Set
 
 
 def environment(llm: LLM, model: str) -> dict[str, Any]:
-    """The software, kernels and hardware that make records; ``id`` is a digest of them."""
+    """Return the software, kernels and hardware that make records; ``id`` is a digest of them."""
     executor = llm.engine.runner.executor
     facts = {
         "kind": "environment",
@@ -169,9 +169,9 @@ def _processor() -> str:
 
 
 def _record(turn: Turn, done: Completion, llm: LLM) -> dict[str, Any]:
-    """The record of a completion. ``why`` has one letter per token (m: match, r: relaxed, c: correction, b: bonus), and
-    ``ends`` says where each token's text ends. ``excused`` has, for each relaxed token, its place, the clause, and the
-    token that the target would have chosen, as id and as text."""
+    """Return the record of a completion. ``why`` has one letter per token (m: match, r: relaxed, c: correction, b:
+    bonus), and ``ends`` says where each token's text ends. ``excused`` has, for each relaxed token, its place, the
+    clause, and the token that the target would have chosen, as id and as text."""
     key, output = turn.key, done.output
     seconds = asdict(done.times)
     return {
@@ -206,7 +206,8 @@ def _record(turn: Turn, done: Completion, llm: LLM) -> dict[str, Any]:
 
 
 def _reach(llm: LLM, way: Way) -> float | None:
-    """The reach at which a way's drafts stop by themselves; None if they do not stop, or if measured times decide."""
+    """Return the reach at which a way's drafts stop by themselves; None if they do not stop, or if measured times
+    decide."""
     reach = getattr(llm.draft, "reach", 0.0)
     return usual_reach(reach, way.policy) if way.k and reach != 0.0 else None
 
@@ -216,7 +217,7 @@ def _text_of(llm: LLM, token: int | None) -> str:
 
 
 def _ends(text: str, tokens: list[int], llm: LLM) -> list[int]:
-    """For each token, the length of the text that is final once this token has been emitted."""
+    """Return, for each token, the length of the text that is final once this token has been emitted."""
     if llm.tokenizer is None:
         return []
     stream, ends, end = TextStream(llm.tokenizer), [], 0

@@ -133,7 +133,8 @@ class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """For each continuation after its context, the log-probability, and whether greedy decoding would give it."""
+        """Return, for each continuation after its context, the log-probability, and whether greedy decoding would give
+        it."""
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         # Sort requests with the same context next to one another, so that its keys and values are still cached.
         order = sorted(range(len(requests)), key=lambda number: requests[number][1] + requests[number][2])
@@ -163,7 +164,7 @@ class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need 
         return found
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each whole text, computed in windows of the model's context length."""
+        """Return the log-probability of each whole text, computed in windows of the model's context length."""
         windows, owners = [], []
         for number, (text,) in enumerate(request.args for request in requests):
             tokens = self.tok_encode(text)
@@ -178,7 +179,7 @@ class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need 
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The answer to each context, up to one of its stop strings or the end token."""
+        """Return the answer to each context, up to one of its stop strings or the end token."""
         answers = []
         end = self.texts.decode([self.eot_token_id], skip_special_tokens=False)
         with tqdm(total=len(requests), desc="Running generate_until requests", disable=disable_tqdm) as bar:
@@ -211,7 +212,8 @@ class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need 
         return SamplingParams.model_validate({"temperature": 0.0, **options, "max_tokens": most, "stop": tuple(stop)})
 
     def get_model_info(self) -> dict[str, Any]:
-        """Facts for the harness's results: the policy and draft, and the statistics of speculation over all answers."""
+        """Return facts for the harness's results: the policy and draft, and the statistics of speculation over all
+        answers."""
         policy, stats = self.llm.policy, self.stats
         draft = self._draft or (None if self.llm.draft is None else type(self.llm.draft).__name__)
         return {

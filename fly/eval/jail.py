@@ -68,7 +68,7 @@ _NODES = (
 
 
 def refusal(tree: ast.AST) -> str:
-    """The reason why the syntax tree is not in the small language; empty if it is."""
+    """Return the reason why the syntax tree is not in the small language; empty if it is."""
     for node in ast.walk(tree):
         if not isinstance(node, _NODES):
             return f"{type(node).__name__} is not allowed"
@@ -161,7 +161,7 @@ class _Program(ctypes.Structure):
 
 
 def why_not() -> str:
-    """The reason why programs in full Python cannot run here; empty if they can."""
+    """Return the reason why programs in full Python cannot run here; empty if they can."""
     if sys.platform != "linux":
         return f"programs are isolated by the Linux kernel, and this is {platform.system()}"
     if platform.machine() not in _FORBIDDEN:
@@ -192,7 +192,7 @@ def _checked(what: str, result: int) -> int:
 
 
 def _python_paths() -> list[str]:
-    """The paths from which Python and its libraries are read."""
+    """Return the paths from which Python and its libraries are read."""
     paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     paths |= {os.path.join(prefix, "lib") for prefix in (sys.prefix, sys.base_prefix)}
     system = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo")
@@ -282,7 +282,7 @@ def isolate(scratch: str, language: str, cpu_s: int, memory: int) -> None:
 
 
 def _escapes() -> list[str]:
-    """The names of the forbidden actions that succeed in this process."""
+    """Return the names of the forbidden actions that succeed in this process."""
 
     def listed() -> object:
         return os.listdir("/")
@@ -322,7 +322,7 @@ def _escapes() -> list[str]:
 
 
 def _written(folder: str) -> int:
-    """The bytes of all files below a folder."""
+    """Return the bytes of all files below a folder."""
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:

@@ -193,7 +193,7 @@ def _floored(x: Known, least: float | None = None, *, min: float | None = None) 
 
 
 def _times_log(x: Known, other: Any) -> Any:
-    """The product of probabilities and their own logarithms."""
+    """Return the product of probabilities and their own logarithms."""
     kinds = {x.kind, other.kind} if isinstance(other, Known) else set()
     if kinds != {"probs", "log_probs"} or not torch.equal(x.parts[4], other.parts[4]):
         return NotImplemented

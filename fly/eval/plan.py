@@ -229,7 +229,7 @@ class Plan(BaseModel):
         return found
 
     def loaded_tasks(self) -> dict[str, tuple[Task, int]]:
-        """The tasks by name, each with the number of problems to decode.
+        """Return the tasks by name, each with the number of problems to decode.
 
         Raises ``ValueError`` if two tasks share a name, or one cannot be loaded.
         """
@@ -245,8 +245,8 @@ class Plan(BaseModel):
         return found
 
     def turns(self) -> Iterator[Turn]:
-        """All completions, in order. The ways take turns at each problem (or each group of problems that are decoded
-        together), so that a busy moment of the machine affects all of them. Which way comes first rotates. At
+        """Yield all completions, in order. The ways take turns at each problem (or each group of problems that are
+        decoded together), so that a busy moment of the machine affects all of them. Which way comes first rotates. At
         temperature 0 seeds change nothing, so only the first seed is used."""
         tasks, ways, few = self.loaded_tasks().values(), self.ways, self.together
         for part, first in enumerate(range(0, max(limit for _, limit in tasks), few)):
@@ -272,7 +272,7 @@ class Plan(BaseModel):
 
     @staticmethod
     def of_run(folder: Path) -> Plan:
-        """The plan of a run's folder. Raises ``ValueError`` if the folder is no run."""
+        """Return the plan of a run's folder. Raises ``ValueError`` if the folder is no run."""
         if not (folder / "plan.yaml").exists():
             missing = "there is no plan.yaml in it" if folder.is_dir() else "there is no such folder"
             raise ValueError(f"{str(folder)!r} is no run: {missing}; 'fly eval --out FOLDER' makes one")
@@ -301,7 +301,7 @@ class Plan(BaseModel):
 
 
 def _placed(asked: Any, folder: Path) -> Any:
-    """A task of a plan's file, with its paths made absolute."""
+    """Return a task of a plan's file, with its paths made absolute."""
     asked = _asked(asked)
     if not isinstance(asked, dict) or not isinstance(asked.get("task"), str):
         return asked

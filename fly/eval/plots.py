@@ -145,21 +145,21 @@ class _Frame:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """About five round numbers from ``low`` to ``high``."""
+    """Return about five round numbers from ``low`` to ``high``."""
     step = 10 ** math.floor(math.log10((high - low) / 4))
     step *= next(times for times in (1, 2, 5, 10) if (high - low) / (step * times) <= 6)
     return [round(n * step, 10) for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def _room(values: Sequence[float]) -> tuple[float, float]:
-    """A range around values, with some room."""
+    """Return a range around values, with some room."""
     low, high = min(values), max(values)
     room = (high - low) * 0.06 or 0.1 * (abs(high) or 1)
     return low - room, high + room
 
 
 def front(points: Sequence[Point]) -> list[Point]:
-    """The Pareto front, from left to right: the points that no other point beats in both coordinates."""
+    """Return the Pareto front, from left to right: the points that no other point beats in both coordinates."""
 
     def beaten(point: Point, by: Point) -> bool:
         no_worse = by.x.value >= point.x.value and by.y.value >= point.y.value

@@ -48,7 +48,7 @@ class Outputs:
 
     @staticmethod
     def of(logits_JV: Tensor, n: int = LIKELIEST) -> Outputs:
-        """The outputs at the places of a block, from their logits."""
+        """Return the outputs at the places of a block, from their logits."""
         values_Jn, ids_Jn = top(logits_JV, n)
         ids_Jn, order_Jn = ids_Jn.sort(-1)  # among equal logits the lowest id comes first, as in ``argmax``
         values_Jn, order_Jn = values_Jn.gather(-1, order_Jn).sort(dim=-1, descending=True, stable=True)
@@ -77,7 +77,7 @@ class Outputs:
         return Outputs(*(torch.cat([getattr(part, name) for part in parts]) for name in Outputs.__dataclass_fields__))
 
     def at(self, places: Tensor) -> Outputs:
-        """The outputs at some places (int64, of any shape)."""
+        """Return the outputs at some places (int64, of any shape)."""
         return Outputs(*(getattr(self, name)[places] for name in Outputs.__dataclass_fields__))
 
 

@@ -70,8 +70,8 @@ def _within(estimate: Estimate | None, percent: bool = False) -> str:
 
 
 def columns(table: Table) -> dict[str, Cells]:
-    """The cells of a table's three parts: speed, answers, and how often each place of a draft was kept. Columns without
-    a value are left out, but for those of which a note of the report says why."""
+    """Return the cells of a table's three parts: speed, answers, and how often each place of a draft was kept. Columns
+    without a value are left out, but for those of which a note of the report says why."""
 
     def name(row: Row) -> str:
         return f"{row.way} ★" if row.way == table.best_exact else row.way
@@ -130,7 +130,7 @@ def _kept_at(place: int) -> Callable[[Row], str]:
 
 
 def as_markdown(found: Report) -> str:
-    """Headings and tables that any Markdown viewer shows."""
+    """Return headings and tables that any Markdown viewer shows."""
     lines = []
     for table in found.tables:
         lines += [f"## {_plain(table.title)}", "", f"{table.run}", ""]
@@ -160,7 +160,7 @@ def _described(facts: Mapping[str, Any]) -> str:
 
 
 def as_json(found: Report) -> dict[str, Any]:
-    """All figures as JSON. An estimate is an object with value, low and high; an unknown figure is null."""
+    """Return all figures as JSON. An estimate is an object with value, low and high; an unknown figure is null."""
     return {
         "tables": [
             {
@@ -188,7 +188,8 @@ def _clean(value: Any) -> Any:
 
 
 def as_html(found: Report, title: str) -> str:
-    """One HTML page without links. It has tables, plots, and texts side by side, with every relaxed token marked."""
+    """Return one HTML page without links. It has tables, plots, and texts side by side, with every relaxed token
+    marked."""
     shown = []
     for table in found.tables:
         coloured = [(row, COLOURS[number % len(COLOURS)]) for number, row in enumerate(table.rows)]
@@ -260,6 +261,6 @@ def _answered(problem: str, seeds: Mapping[int, list[dict[str, Any]]], name: str
 
 
 def round_lengths(why: str) -> list[int]:
-    """How many tokens each round emitted. The first token came with the prompt; a round ends with a correction or a
-    bonus, or where the answer ends."""
+    """Return how many tokens each round emitted. The first token came with the prompt; a round ends with a correction
+    or a bonus, or where the answer ends."""
     return [len(found) for found in re.findall(r"[mr]*[cb]|[mr]+$", why[1:])]

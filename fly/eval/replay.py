@@ -211,8 +211,8 @@ class Blocks:
         return torch.tensor([int(each.start_N[0]) if len(each.start_N) else len(text) for text, each in pairs])
 
     def chain(self, row_B: Tensor, at_B: Tensor, k: int, confidence: float = 0.0, reach: float = 0.0) -> _Chain:
-        """The drafts after the first ``at_B`` tokens of the completions ``row_B``. A draft has at most ``k`` tokens.
-        It ends earlier where ``confidence`` or ``reach`` would stop a ``SingleDraft``."""
+        """Return the drafts after the first ``at_B`` tokens of the completions ``row_B``. A draft has at most ``k``
+        tokens. It ends earlier where ``confidence`` or ``reach`` would stop a ``SingleDraft``."""
         place_B = self._places[self._first_C[row_B] + at_B]
         live = place_B < len(self.token_P) - 1
         beyond_B, lengths_B = torch.zeros_like(live), torch.zeros_like(place_B)
@@ -232,7 +232,7 @@ class Blocks:
         return _Chain(torch.stack(places, 1), lengths_B, torch.stack(beyond, 1))
 
     def _peaks(self) -> Tensor:
-        """The draft model's largest probability [P] at each place; 1 where it is not known."""
+        """Return the draft model's largest probability [P] at each place; 1 where it is not known."""
         if self.draft is None:
             raise Unknown("it needs the draft model's probabilities, which were not recorded")
         return (-self.draft.mass).exp().nan_to_num(1.0)
@@ -279,8 +279,8 @@ class Blocks:
         return verdict.accepted_B, relaxes_BK, costs
 
     def _known(self, outputs: Outputs, place_BJ: Tensor, token_BJ: Tensor, logit_P: Tensor | None = None) -> Known:
-        """The logits at some places, as far as they are known. ``logit_P`` has the logit of each place's own token.
-        None stands for a draft model at temperature 0, whose own token is its most likely one."""
+        """Return the logits at some places, as far as they are known. ``logit_P`` has the logit of each place's own
+        token. None stands for a draft model at temperature 0, whose own token is its most likely one."""
         here = outputs.at(place_BJ)
         ids = torch.cat([here.ids.long(), token_BJ.unsqueeze(-1)], -1)
         own_BJ = here.logits[..., 0] if logit_P is None else logit_P[place_BJ]
@@ -324,11 +324,11 @@ class Blocks:
             torch.set_num_threads(threads)
 
     def nats(self, place_BK: Tensor) -> Tensor:
-        """-ln target(token) [B, K], by the raw distribution."""
+        """Return -ln target(token) [B, K], by the raw distribution."""
         return self.target.logits[place_BK, 0] + self.target.mass[place_BK] - self._logit_P[place_BK]
 
     def by_problem(self, emitted: list[int], rounds: list[int]) -> Estimate:
-        """The mean number of tokens per round, from the tokens and rounds of each completion, with an interval
+        """Return the mean number of tokens per round, from the tokens and rounds of each completion, with an interval
         (bootstrap over problems)."""
         sums: dict[tuple[str, str], list[int]] = {}
         for each, tokens, turns in zip(self.recordings, emitted, rounds):
@@ -338,8 +338,8 @@ class Blocks:
         return bootstrap_ratio([[a for a, _ in sums.values()]], [[b for _, b in sums.values()]])
 
     def speed(self, tau: float, drafted: float) -> float | None:
-        """The speed relative to AR if decisions took no time. The cost ``v`` of a verification is scaled to drafts of
-        this length: one forward pass of one token, plus an amount for each drafted token."""
+        """Return the speed relative to AR if decisions took no time. The cost ``v`` of a verification is scaled to
+        drafts of this length: one forward pass of one token, plus an amount for each drafted token."""
         if self.costs is None:
             return None
         recorded = sum(len(each.drafted_T) for each in self.recordings) / max(sum(self.exact[1]), 1)
@@ -347,7 +347,7 @@ class Blocks:
         return neutral_speed(tau, drafted, Costs(self.costs.c, v))
 
     def of(self, problems: Collection[str]) -> Blocks:
-        """The blocks of some problems only."""
+        """Return the blocks of some problems only."""
         kept = [each for each in self.recordings if each.about["problem"] in problems]
         return Blocks(kept, self.vocabulary, self.costs)
 
@@ -421,7 +421,7 @@ class _Walk:
             self.examples.append(RelaxedToken(problem, place, drafted[j], choice, before, float(nats_BK[b, j])))
 
     def result(self) -> Replay:
-        """The figures of the whole walk."""
+        """Return the figures of the whole walk."""
         blocks, seconds = self.blocks, time.perf_counter() - self.begin
         emitted_C = self.at_C - blocks.begin_C
         rounds, emitted = max(int(self.rounds_C.sum()), 1), max(int(emitted_C.sum()), 1)
@@ -448,7 +448,8 @@ class _Walk:
 
 
 def load_blocks(run: str | Path, costs: Costs | None = None) -> dict[tuple[str, str], Blocks]:
-    """The recorded blocks of a run's folder, by task and way. ``costs`` replaces the costs that the run measured.
+    """Return the recorded blocks of a run's folder, by task and way. ``costs`` replaces the costs that the run
+    measured.
 
     Raises ``ValueError`` for a folder that is no run, or has no recorded blocks.
     """

@@ -231,16 +231,16 @@ class _Comparison:
         self.timed = [problem for problem, own in zip(problems, makers) if len(own) == 1]
 
     def of(self, way: str, problems: list[list[Unit]] | None = None) -> list[list[Record]]:
-        """The completions of each of ``problems``; None means all problems."""
+        """Return the completions of each of ``problems``; None means all problems."""
         every = self.problems if problems is None else problems
         return [[self.records.completions[key] for unit in problem for key in unit[way]] for problem in every]
 
     def sums(self, way: str, value: Callable[[Record], float], problems: list[list[Unit]] | None = None) -> list[float]:
-        """For each problem, the sum of ``value`` over its completions."""
+        """Return, for each problem, the sum of ``value`` over its completions."""
         return [sum(map(value, each)) for each in self.of(way, problems)]
 
     def shares(self, way: str) -> list[float] | None:
-        """For each problem, the share of seeds whose answer is right; None if some answer has no score."""
+        """Return, for each problem, the share of seeds whose answer is right; None if some answer has no score."""
         scores = self.records.scores
         found = [[scores.get(_last(unit, way)) for unit in problem] for problem in self.problems]
         if any(score is None for each in found for score in each):
@@ -248,7 +248,7 @@ class _Comparison:
         return [sum(score["right"] for score in each if score) / len(each) for each in found]
 
     def table(self) -> tuple[list[Row], str | None]:
-        """A row for each way, and the label of the fastest exact speculation, if one was not recorded."""
+        """Return a row for each way, and the label of the fastest exact speculation, if one was not recorded."""
         rows = {label: self._row(label) for label in self.ways}
         # The speed of a recorded way is that of recording, so it is compared with nothing.
         exact = [row for row in rows.values() if self.ways[row.way].exact and not row.recorded]
@@ -351,7 +351,7 @@ class _Comparison:
 
 
 def _maker(record: Record) -> str:
-    """The actor that made a record or, if the record names none, the id of the machine and software."""
+    """Return the actor that made a record or, if the record names none, the id of the machine and software."""
     return str(record.get("actor", record["environment"]))
 
 
@@ -364,20 +364,21 @@ def _seconds(record: Record) -> float:
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:
-    """The index of the first token that differs, or that only one of the lists has; None if they are equal."""
+    """Return the index of the first token that differs, or that only one of the lists has; None if they are equal."""
     return next((at for at, (x, y) in enumerate(zip_longest(a, b)) if x != y), None)
 
 
 def _curve(drafts: list[tuple[int, ...]]) -> list[float]:
-    """For each token of a draft, the share of drafts that were kept up to it, among the drafts that are long enough."""
+    """Return, for each token of a draft, the share of drafts that were kept up to it, among the drafts that are long
+    enough."""
     longest = max((length for length, _ in drafts), default=0)
     reached = [[stands for length, stands in drafts if length > place] for place in range(longest)]
     return [sum(stands > place for stands in each) / len(each) for place, each in enumerate(reached)]
 
 
 def _cases(plan: Plan, records: Records, problems: list[list[Unit]], count: int) -> list[Case]:
-    """The problems whose texts are most worth reading: first those whose score a rule changed, then those with the most
-    relaxed tokens."""
+    """Return the problems whose texts are most worth reading: first those whose score a rule changed, then those with
+    the most relaxed tokens."""
     units = [problem[0] for problem in problems]
 
     def interest(unit: Unit) -> tuple[int, int]:
@@ -413,7 +414,7 @@ def pieces_of(record: Record) -> list[tuple[str, str]]:
 
 
 def _notes(folder: Path, tables: list[Table], records: Records) -> list[str]:
-    """Notes for the reader of the tables."""
+    """Return notes for the reader of the tables."""
     notes = []
     if len(records.environments) > 1:
         kinds = [

@@ -17,7 +17,7 @@ __all__ = ["RunWriter", "check_folder", "decode_run", "remaining", "score_run", 
 
 
 def remaining(plan: Plan, records: Records) -> list[Turn]:
-    """The completions that have no record yet."""
+    """Return the completions that have no record yet."""
     return [turn for turn in plan.turns() if turn.key not in records.completions]
 
 

@@ -96,7 +96,7 @@ class Sandbox:
         return Result(ok, reason)
 
     def _line(self, timeout_s: float) -> bytes | None:
-        """The next line from the process; None if it ended or the time is over."""
+        """Return the next line from the process; None if it ended or the time is over."""
         assert self._process.stdout is not None
         descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + timeout_s
         while b"\n" not in self._buffer:

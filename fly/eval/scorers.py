@@ -263,13 +263,14 @@ _PYTHON = "", "python", "python3", "py"  # what may stand after the opening fenc
 
 
 def extract_answer(completion: str) -> str | None:
-    """The text of the last ``####`` line, or None if there is none."""
+    """Return the text of the last ``####`` line, or None if there is none."""
     found = re.findall(r"^####[ \t]*(.*?)[ \t]*$", completion, flags=re.MULTILINE)
     return found[-1] if found else None
 
 
 def extract_code(completion: str) -> str:
-    """The first fenced block in Python, or without a language (closed or not); the whole text if there is no block."""
+    """Return the first fenced block in Python, or without a language (closed or not); the whole text if there is no
+    block."""
     blocks = re.findall(r"```([\w+-]*)[ \t]*\n(.*?)(?:```|\Z)", completion, flags=re.DOTALL)
     return next((code for language, code in blocks if language.lower() in _PYTHON), completion)
 

@@ -23,7 +23,7 @@ class Estimate(NamedTuple):
 
 
 def wilson(right: float, n: int) -> Estimate:
-    """The share ``right / n`` with Wilson's score interval (Wilson 1927).
+    """Return the share ``right / n`` with Wilson's score interval (Wilson 1927).
 
     ``right`` may be a fraction: if each of n problems was answered several times, it is the sum of the problems' shares
     of right answers. The interval is then too wide rather than too narrow. Raises ``ValueError`` for n < 1 or a
@@ -38,8 +38,8 @@ def wilson(right: float, n: int) -> Estimate:
 
 
 def sign_test(lost: int, won: int) -> float:
-    """The two-sided p-value of McNemar's exact test: the probability that ``lost`` and ``won`` differ at least this
-    much by chance.
+    """Return the two-sided p-value of McNemar's exact test: the probability that ``lost`` and ``won`` differ at least
+    this much by chance.
 
     This is min(1, 2 · P(X <= min(lost, won))) for X binomial with n = lost + won and p = 1/2; 1 if both are 0.
     """
@@ -49,7 +49,7 @@ def sign_test(lost: int, won: int) -> float:
 
 
 def bootstrap_ratio(above: Sequence[Sequence[float]], below: Sequence[Sequence[float]]) -> Estimate:
-    """A quotient of sums over the same problems, with an interval by the percentile bootstrap.
+    """Return a quotient of sums over the same problems, with an interval by the percentile bootstrap.
 
     Each series has one number per problem. The value is the product of the sums of the series in ``above``, divided by
     the product of the sums of those in ``below``. For the interval, problems are drawn with replacement, each with its

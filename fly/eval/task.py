@@ -162,20 +162,21 @@ class Task(BaseModel):
         )
 
     def reference(self, problem: Problem) -> str:
-        """The solution of a problem, from the task's template. Raises ``ValueError`` if the task has none."""
+        """Return the solution of a problem, from the task's template. Raises ``ValueError`` if the task has none."""
         if not self.solution:
             raise ValueError(f"task {self.name!r} has no template of a solution")
         return render(f"task {self.name!r}, problem {problem.id}: solution", self.solution, problem.row)
 
     def messages(self, problem: Problem, answers: Sequence[str] = ()) -> list[dict[str, str]]:
-        """The messages of the conversation up to the next question. ``answers`` are the answers to the earlier ones."""
+        """Return the messages of the conversation up to the next question. ``answers`` are the answers to the earlier
+        ones."""
         pairs = [*map(self._shown, self._examples), *zip(problem.turns, answers)]
         system = [{"role": "system", "content": self.system}] if self.system else []
         talk = [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair)]
         return [*system, *talk, {"role": "user", "content": problem.turns[len(answers)]}]
 
     def text(self, problem: Problem, answers: Sequence[str] = ()) -> str:
-        """The conversation as one text to be continued, for tasks with ``chat: false``."""
+        """Return the conversation as one text to be continued, for tasks with ``chat: false``."""
         shots = ["".join(self._shown(row)) for row in self._examples]
         turns = [f"{asked}{answer}" for asked, answer in zip(problem.turns, answers)]
         head = [self.system] if self.system else []
@@ -186,7 +187,7 @@ class Task(BaseModel):
         return render(f"{where}: prompt", self.prompt, row), render(f"{where}: solution", self.solution, row)
 
     def prompt_ids(self, llm: LLM, problem: Problem, answers: Sequence[str] = ()) -> list[int]:
-        """The token ids of the prompt."""
+        """Return the token ids of the prompt."""
         if self.chat:
             return llm.chat_prompt(self.messages(problem, answers))
         if llm.tokenizer is None:
@@ -222,7 +223,7 @@ class Problem:
 
 
 def task_names() -> list[str]:
-    """The names of the bundled tasks."""
+    """Return the names of the bundled tasks."""
     return sorted(path.name.removesuffix(".yaml") for path in _BUNDLED.iterdir() if path.name.endswith(".yaml"))
 
 
@@ -267,7 +268,7 @@ def _read(path: Path) -> str:
 
 
 def read_rows(path: Path, what: str) -> list[dict[str, Any]]:
-    """The problems of a file: JSON lines or one JSON list, compressed if its name ends with ``.gz``.
+    """Return the problems of a file: JSON lines or one JSON list, compressed if its name ends with ``.gz``.
 
     Raises ``ValueError`` that names ``what`` the file is for, the file and the line.
     """

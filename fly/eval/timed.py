@@ -116,7 +116,7 @@ class HeadClock(Clock, Head):
 
 
 def draft_runners(llm: LLM) -> list[Runner]:
-    """The runners of all draft models."""
+    """Return the runners of all draft models."""
     return [drafter for drafter in llm.engine.setup.drafters if isinstance(drafter, Runner)]
 
 

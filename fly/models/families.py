@@ -27,13 +27,13 @@ def _every(raw: Mapping[str, Any], layers: int) -> list[str]:
 
 
 def _from_max_window_layers(raw: Mapping[str, Any], layers: int) -> list[str]:
-    """Full attention. With ``use_sliding_window``, sliding attention from layer ``max_window_layers`` on."""
+    """Return the attention of each layer: full, but sliding from ``max_window_layers`` on if ``use_sliding_window``."""
     first = raw["max_window_layers"] if raw["use_sliding_window"] else layers
     return [SLIDING if number >= first else FULL for number in range(layers)]
 
 
 def _all_but_each_nth(raw: Mapping[str, Any], layers: int) -> list[str]:
-    """Sliding attention except in every ``sliding_window_pattern``-th layer."""
+    """Return the attention of each layer: sliding, but full in every ``sliding_window_pattern``-th layer."""
     return [SLIDING if (number + 1) % raw["sliding_window_pattern"] else FULL for number in range(layers)]
 
 

@@ -45,7 +45,7 @@ class Piece:
     stored: bool = True  # False: fill with zeros, because another rank holds the values
 
     def length(self, dim: int) -> int:
-        """Size of a dimension after the cut."""
+        """Return the size of a dimension after the cut."""
         return self.cut[dim].stop - self.cut[dim].start if self.cut else self.shape[dim]
 
 

@@ -106,12 +106,12 @@ class Part:
         self._check_shapes()
 
     def style(self, parameter: str) -> Style:
-        """How a parameter is divided. A head tied to the embedding is divided like it."""
+        """Return how a parameter is divided. A head tied to the embedding is divided like it."""
         pieces = self.pieces.get(parameter) or self.pieces["embed_tokens.weight"]
         return self._rule(pieces[0].key).style
 
     def slots(self, of: str) -> slice:
-        """The range of heads, tokens or other units (``of``) that this rank holds."""
+        """Return the range of heads, tokens or other units (``of``) that this rank holds."""
         total = int(getattr(self.config, of))
         first, end = (rank * total // self.size for rank in (self.rank, self.rank + 1))
         return slice(first, max(end, first + 1))  # with fewer heads than ranks, neighbouring ranks share one
@@ -130,7 +130,7 @@ class Part:
         return model
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each parameter of this part."""
+        """Return the shape of each parameter of this part."""
         found = {}
         for name, pieces in self.pieces.items():
             rest = [piece.length(dim) for piece in pieces[:1] for dim in range(1, len(piece.shape))]
@@ -200,5 +200,5 @@ class Part:
                 )
 
     def bytes(self, itemsize: int) -> int:
-        """Bytes of this part's parameters."""
+        """Return the bytes of this part's parameters."""
         return sum(math.prod(shape) for shape in self.shapes().values()) * itemsize

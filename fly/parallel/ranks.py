@@ -259,8 +259,8 @@ class Ranks:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Context for work that may take one rank much longer than the others, such as compiling code; all ranks enter
-        it. Meanwhile ranks wait ten times as long before they blame one."""
+        """Enter a context for work that may take one rank much longer than the others, such as compiling code; all
+        ranks enter it. Meanwhile ranks wait ten times as long before they blame one."""
         self.progress.preparing = True
         try:
             yield
@@ -269,8 +269,9 @@ class Ranks:
 
     @contextmanager
     def awaited(self, count: bool = True) -> Iterator[None]:
-        """Context for a wait for the other ranks: a collective, or the result of a graph that contains collectives. All
-        ranks enter it, and a rank that does not in time is blamed. A ``RuntimeError`` becomes a ``CollectiveError``."""
+        """Enter a context for a wait for the other ranks: a collective, or the result of a graph that contains
+        collectives. All ranks enter it, and a rank that does not in time is blamed. A ``RuntimeError`` becomes a
+        ``CollectiveError``."""
         if count:
             self.progress.entered += 1
             self.progress.since = time.monotonic()

@@ -183,7 +183,7 @@ def _padded(paths: list[list[int]], device: torch.device) -> tuple[Tensor, Tenso
 
 
 def _at_tokens(found_PD: Tensor, rows_P1: Tensor, path_PD: Tensor, there_PD: Tensor, draft: Draft) -> Tensor:
-    """For each token, sum the values that paths have at it, int64 [B, K]. Only values where ``there_PD`` count."""
+    """Sum, for each token, the values that paths have at it, int64 [B, K]. Only values where ``there_PD`` count."""
     rows, longest = draft.tokens_BK.shape
     at_PD = rows_P1 * (longest + 1) + torch.where(there_PD, path_PD, longest)  # the last column collects the others
     sums_N = torch.zeros(rows * (longest + 1), dtype=torch.int64, device=path_PD.device)

@@ -121,7 +121,7 @@ class Replica:
                 running.cancel()
 
     def metrics(self) -> tuple[str, bytes]:
-        """This replica's name, and its metrics as Prometheus reads them."""
+        """Return this replica's name, and its metrics as Prometheus reads them."""
         return self.id, self.service.metrics.text(self.service.llm.worker.load)
 
     def check_health(self) -> None:
@@ -144,7 +144,7 @@ class Replica:
 
 
 def _changed(settings: Settings) -> float:
-    """When the file of keys was last written; 0 if there is none."""
+    """Return when the file of keys was last written; 0 if there is none."""
     try:
         return settings.api_keys_file.stat().st_mtime if settings.api_keys_file is not None else 0.0
     except OSError:

@@ -315,7 +315,7 @@ class Executor(ABC):
         return [found[b] for b in range(len(rows))]
 
     def embedding(self) -> Tensor:
-        """The embedding table [V, C] without the model family's scaling. Draft heads may share it.
+        """Return the embedding table [V, C] without the model family's scaling. Draft heads may share it.
 
         Raises ``ValueError`` if this executor does not expose it.
         """
@@ -338,7 +338,7 @@ class Executor(ABC):
         return 0, work.rows
 
     def describe(self) -> list[str]:
-        """Phrases for a start-up line: what is used on the device, and what is not used, with the reason."""
+        """Return phrases for a start-up line: what is used on the device, and what is not used, with the reason."""
         return []
 
     @property

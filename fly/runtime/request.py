@@ -124,7 +124,7 @@ class Stats:
     spent: dict[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        """The counts that are not 0."""
+        """Return the counts that are not 0."""
         shown = {name: value for name, value in vars(self).items() if value} | {"tau": round(self.tau, 2)}
         if self.gates:
             shown["gates"] = list(self.gates)

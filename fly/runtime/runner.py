@@ -106,7 +106,7 @@ class Runner:
         return self._watches[-1]
 
     def pending(self, row: Sequence) -> int:
-        """How many tokens of ``row`` are not cached yet."""
+        """Return how many tokens of ``row`` are not cached yet."""
         return len(row.tokens) - len(self._cached.get(row.id, ()))
 
     def begin(self, row: Sequence) -> list[int]:
@@ -395,7 +395,7 @@ class Runner:
                 self._trees[rows[b].id] = (len(ran.texts[b]) - len(parents), parents)
 
     def read_states(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given | None:
-        """None: a draft model needs no hidden states of the target."""
+        """Return None, since a draft model needs no hidden states of the target."""
         return None
 
     def note_cached(self, row: Sequence, text: list[int]) -> None:

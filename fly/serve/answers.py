@@ -219,7 +219,7 @@ class Completion:
         return all(choice.finish_reason for choice in self.choices)
 
     def usage(self) -> dict[str, Any]:
-        """Token counts, including drafted tokens."""
+        """Return token counts, including those of drafted tokens."""
         prompt_tokens, generated = self._prompt_tokens, sum(choice.generated for choice in self.choices)
         return {
             "prompt_tokens": prompt_tokens,
@@ -234,8 +234,8 @@ class Completion:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """Statistics of speculation under vLLM's names. ``acceptance_histogram[n]`` counts the rounds with n accepted
-        tokens, n from 0 to K. The mean acceptance length includes the target's own token of each round."""
+        """Return statistics of speculation under vLLM's names. ``acceptance_histogram[n]`` counts the rounds with n
+        accepted tokens, n from 0 to K. The mean acceptance length includes the target's own token of each round."""
         steps = sum(self._histogram.values())
         longest = max(self.speculation.k, *self._histogram, 0)
         return {
@@ -430,7 +430,7 @@ def _join_pieces(pieces: list[CallDelta]) -> list[CallDelta]:
 
 
 def _in_delta(pieces: list[CallDelta]) -> dict[str, Any]:
-    """The pieces of tool calls in a chunk, in OpenAI's form."""
+    """Return the pieces of tool calls in a chunk, in OpenAI's form."""
     calls: list[dict[str, Any]] = []
     for piece in pieces:
         begins = {} if piece.name is None else {"id": piece.id, "type": "function"}

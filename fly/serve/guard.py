@@ -194,7 +194,7 @@ def _full() -> ApiError:
 
 
 def _length(scope: Scope) -> int:
-    """The length of the body, from the headers."""
+    """Return the length of the body, from the headers."""
     given = next((value.strip() for name, value in scope["headers"] if name == b"content-length"), b"0")
     return int(given[:20]) if given.isdigit() else 0
 

@@ -64,7 +64,7 @@ class Body(BaseModel):
 
 @functools.cache
 def known_fields(model: type[BaseModel]) -> dict[str, None]:
-    """The names of a model's fields as clients know them, in order."""
+    """Return the names of a model's fields as clients know them, in order."""
     return {field.alias or name: None for name, field in model.model_fields.items()}
 
 
@@ -99,7 +99,7 @@ class Message(Body):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it: content as one text, absent fields left out."""
+        """Return the message as chat templates expect it: content as one text, absent fields left out."""
         parts = self.content or ()
         content = parts if isinstance(parts, str) else "".join(part["text"] for part in parts)
         role = "system" if self.role == "developer" else self.role
@@ -152,7 +152,7 @@ class Tool(Body):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as chat templates expect it."""
+        """Return the tool as chat templates expect it."""
         return self.model_dump(by_alias=True, exclude_unset=True, exclude={"function": {"strict"}})
 
 

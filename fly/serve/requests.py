@@ -187,7 +187,7 @@ class Generation(Body):
         return self
 
     def _forms(self) -> Iterator[str]:
-        """Names of the given fields that constrain the answer."""
+        """Yield the names of the given fields that constrain the answer."""
         if self.response_format is not None and self.response_format.type != "text":
             yield "response_format"
         for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
@@ -200,7 +200,8 @@ class Generation(Body):
         return next(self._forms(), None)
 
     def structured(self) -> dict[str, Any] | None:
-        """The constraint as in ``SamplingParams``. Raises ``ValueError``; its message starts with the field's name."""
+        """Return the constraint as in ``SamplingParams``. Raises ``ValueError``; its message starts with the field's
+        name."""
         if (name := self.form) is None:
             return None
         if name == "response_format":
@@ -268,11 +269,11 @@ class Generation(Body):
         return self.with_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def top(self) -> int | None:
-        """Number of likely tokens to list at each position; None for no log-probabilities."""
+        """Return the number of likely tokens to list at each position; None for no log-probabilities."""
         raise NotImplementedError
 
     def prompt_top(self) -> int | None:
-        """Number of likely tokens to list at each position of the prompt; None for no log-probabilities."""
+        """Return the number of likely tokens to list at each position of the prompt; None for no log-probabilities."""
         return None
 
     def params(self, default: SamplingParams, seed: int, max_tokens: int, salt: str = "") -> SamplingParams:
@@ -405,7 +406,7 @@ class TokenizeRequest(Conversation):
         return self
 
     def texts(self) -> Iterator[str]:
-        """The texts to encode."""
+        """Yield the texts to encode."""
         if self.prompt is not None:
             yield self.prompt
         yield from (json.dumps(tool.for_template()) for tool in self.tools or ())

@@ -29,7 +29,8 @@ class Speculation:
     leaves_early: bool = False  # whether the target does (exits): then no policy promises anything
 
     def as_dict(self) -> dict[str, Any]:
-        """The form that answers show. ``guarantee`` is what the policy promises about the distribution of the text."""
+        """Return the form that answers show. ``guarantee`` is what the policy promises about the distribution of the
+        text."""
         bound = None if self.leaves_early else self.policy.bound
         return {
             "policy": str(self.policy),

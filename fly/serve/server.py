@@ -32,7 +32,7 @@ _LAST = 2.0  # seconds for which the server still tells clients and probes that 
 
 
 def _log_config() -> dict[str, Any]:
-    """uvicorn's log configuration plus our own: warnings, and lines of the access log."""
+    """Return uvicorn's log configuration plus our own: warnings, and lines of the access log."""
     config: dict[str, Any] = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
     config["formatters"]["default"]["()"] = Lines
     for name in ("fly", "py.warnings"):

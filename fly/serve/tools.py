@@ -328,7 +328,7 @@ def grammar(
 def _text_rules(
     form: CallFormat, functions: Sequence[str], schemas: Sequence[str], opener: str, several: bool
 ) -> list[str]:
-    """Rules of an answer that is text with calls in it. The text itself has no opener."""
+    """Return the grammar's rules of an answer that is text with calls in it. The text itself has no opener."""
     anything, rules = f"/(.|\\n)*{re.escape(form.opener)}", []
     no_call, choices = "", f"(begun call){{0,{_MOST}}} TEXT" if several else "begun call | TEXT"
     # An answer may begin with a call that has no markers, so text must not begin like one.
@@ -346,7 +346,7 @@ def _text_rules(
 
 
 def _thinking_rules(tokenizer: Tokenizer, thinking: Thinking | None) -> list[str]:
-    """Rules of an answer that may begin with thinking, between its tags."""
+    """Return the grammar's rules of an answer that may begin with thinking, between its tags."""
     if thinking is None:
         return ["start: said"]
     before, after = (_marker(tokenizer, tag) for tag in thinking.tags)

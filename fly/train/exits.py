@@ -78,7 +78,7 @@ class Look:
 
 
 def looks_of(layers: int) -> tuple[int, ...]:
-    """The default numbers of layers after which predictors look."""
+    """Return the default numbers of layers after which predictors look."""
     return tuple(range(max(1, layers // 3), layers, max(1, round(layers * 2 / 3 / 8))))
 
 

@@ -194,7 +194,7 @@ class _Reader:
         self.cache: PagedKVCache | None = None
 
     def cut(self, one: Answer) -> list[int]:
-        """The tokens of a prompt and its answer, cut to length."""
+        """Return the tokens of a prompt and its answer, cut to length."""
         return [*one.prompt, *one.answer][: self.length]
 
     @torch.no_grad()
@@ -220,7 +220,7 @@ class _Reader:
         return logits_NV.cpu(), states_TF.float().cpu(), places
 
     def lessons(self, answers: abc.Sequence[Answer], ids_U: Tensor) -> _Lessons:
-        """A batch of ``answers`` to learn from."""
+        """Return a batch of ``answers`` to learn from."""
         logits_NV, states_TF, places = self.read(answers, self.states)
         rows = [torch.tensor(self.cut(one)) for one in answers]
         counts = [len(row) for row in rows]
@@ -401,8 +401,8 @@ def _test_time(head: Eagle3Head, given: _Lessons, steps: int) -> tuple[list[Tens
 
 
 def frequent_tokens(answers: abc.Sequence[Answer], size: int, vocab: int) -> Tensor:
-    """The ids [U] of the most frequent tokens in the answers, ascending. If the answers have too few different tokens,
-    the first tokens of the vocabulary fill up the rest."""
+    """Return the ids [U] of the most frequent tokens in the answers, ascending. If the answers have too few different
+    tokens, the first tokens of the vocabulary fill up the rest."""
     counts = Counter(token for one in answers for token in one.answer)
     most = [token for token, _ in counts.most_common(size)]
     rest = (token for token in range(vocab) if token not in counts)
@@ -437,7 +437,8 @@ def _begin_like_the_target(head: Eagle3Head, reader: _Reader, taught: abc.Sequen
 
 
 def _rate(step: int, steps: int) -> float:
-    """The learning rate of a step, relative to the peak: it rises linearly, then falls to a tenth along a cosine."""
+    """Return the learning rate of a step, relative to the peak: it rises linearly, then falls to a tenth along a
+    cosine."""
     warm = max(1, min(100, steps // 20))
     if step < warm:
         return (step + 1) / warm
@@ -445,8 +446,8 @@ def _rate(step: int, steps: int) -> float:
 
 
 def _order(lengths: tuple[int, ...], step: int, batch: int, seed: int) -> list[int]:
-    """The indices of the answers for a step. Each epoch goes through all answers in a new order, and leaves out those
-    that do not fill a batch."""
+    """Return the indices of the answers for a step. Each epoch goes through all answers in a new order, and leaves out
+    those that do not fill a batch."""
     turn, place = divmod(step, max(1, len(lengths) // batch))
     return _turn(lengths, batch, f"{seed}/{turn}")[place]
 

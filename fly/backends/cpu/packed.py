@@ -306,7 +306,7 @@ class PackedLlama:
         return logits_TV
 
     def embedding(self) -> Tensor:
-        """The embedding table [V, C], before the family's scaling."""
+        """Return the embedding table [V, C], before the family's scaling."""
         if self._embedding is not None:
             return self._embedding
         embedding_VC = torch.empty(self.vocab, self.config.hidden_size, dtype=self.dtype)

@@ -236,7 +236,7 @@ def place_tokens(
 
 
 def find_trees(kv: PagedBatch) -> Trees | None:
-    """The trees of a batch, uploaded; None if all rows are chains."""
+    """Return the trees of a batch, uploaded; None if all rows are chains."""
     if kv.masks is None or all(mask is None for mask in kv.masks):
         return None
     seen_TN = torch.zeros(sum(kv.counts), max(kv.counts), dtype=torch.uint8)

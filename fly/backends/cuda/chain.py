@@ -37,7 +37,7 @@ class Proposal(NamedTuple):
 
 
 def look_up(text_RS: Tensor, length_R: Tensor, lookup: Lookup, count: int) -> tuple[Tensor, Tensor]:
-    """Prompt lookup as ``fly.drafts.ngram.Index`` does it, for all rows at once.
+    """Look up prompts as ``fly.drafts.ngram.Index`` does, for all rows at once.
 
     It finds the longest n-gram that ends the first ``length_R`` tokens of a row and occurred before, and takes its
     latest occurrence. Returns the ``count`` tokens [R, count] that followed there, and whether there is such an n-gram
@@ -63,7 +63,8 @@ def look_up(text_RS: Tensor, length_R: Tensor, lookup: Lookup, count: int) -> tu
 
 
 def count_wanted(table: Table) -> Tensor:
-    """[R] the most tokens to draft. A round emits one token beyond its draft, so this is one less than what is left."""
+    """Return the most tokens to draft, [R]. A round emits one token beyond its draft, so this is one less than what is
+    left."""
     most_R = torch.minimum(table.column(Column.K), table.column(Column.LEFT) - 1)
     return torch.minimum(most_R, table.column(Column.CONTEXT) - table.column(Column.LENGTH))
 
@@ -157,8 +158,8 @@ class Chain:
         self._predict(last_R1, self.drafting_R.unsqueeze(1), first=False)
 
     def _flip_coins(self) -> Tensor:
-        """[D, X] uniforms for all tokens that may be drawn. Each is a hash of the row's seed, of the position where the
-        round began, and of the token's position, as on every other device."""
+        """Return the uniforms [D, X] for all tokens that may be drawn. Each is a hash of the row's seed, of the
+        position where the round began, and of the token's position, as on every other device."""
         drawn, columns = self.coins_DX.shape
         length_D = self.table.column(Column.LENGTH)[:drawn]
         seed_D = derived(self.table.column(Column.SEED)[:drawn], length_D)

@@ -254,5 +254,6 @@ class DecisionStage:
 
 
 def _compute_cost(target: Target, draft: Draft) -> Tensor:
-    """[B, K] float32, the cost of keeping each drafted token: -ln target(token), of the unprocessed distribution."""
+    """Return the cost [B, K], float32, of keeping each drafted token: -ln target(token), of the unprocessed
+    distribution."""
     return -pick(target.logits_BKV[:, :-1].log_softmax(-1), draft.tokens_BK)

@@ -79,12 +79,12 @@ class Drafter:
         return last_R2, torch.stack([lacks_R, drafting_R], 1)
 
     def count_slots(self, length_R: Tensor) -> Tensor:
-        """[R] slots of the cache that so many tokens of each row take."""
+        """Return how many slots of the cache so many tokens of each row take, [R]."""
         return length_R
 
     def forward(self, tokens_RN: Tensor, start_R: Tensor, stored_RN: Tensor, first: bool) -> Tensor:
-        """Final hidden states [R, N, C] of tokens that are cached from ``start_R`` on. ``first``: they begin a
-        draft."""
+        """Return the final hidden states [R, N, C] of tokens that are cached from ``start_R`` on. ``first``: they begin
+        a draft."""
         positions_T, kv = place_tokens(self.cache, self.table.draft_pages_RW, start_R, stored_RN)
         return self._run(tokens_RN.flatten(), positions_T, kv, first).unflatten(0, tokens_RN.shape)
 
@@ -92,7 +92,7 @@ class Drafter:
         return self.model.hidden(tokens_T, positions_T, kv, compiled=self.table.shape.compiled)
 
     def logits(self, hidden_RNC: Tensor, exact: bool) -> Tensor:
-        """[R, N, V], in float32 if they are to be ``exact``."""
+        """Return the logits [R, N, V], in float32 if they are to be ``exact``."""
         return self.model.logits(hidden_RNC.flatten(0, 1), exact).unflatten(0, hidden_RNC.shape[:2])
 
     def advance(self, emitted_RJ: Tensor, accepted_R: Tensor, states_RJF: Tensor | None) -> None:

@@ -159,7 +159,8 @@ class CudaExecutor(TorchExecutor):
         return known and drafter.device == self.device and spec.tree is None
 
     def takes(self, rows: abc.Sequence[Sequence]) -> bool:
-        """Graphs are looked up by their rules, so a rule without a hash takes the plain way."""
+        """Whether ``rounds`` can run these rows. Graphs are looked up by their rules, so a rule without a hash is
+        refused."""
         self._plain = "the draft strategy is asked before each round, or a cache has no room for several rounds"
         if any(map(asks_between, rows)):
             self._plain = "penalties, bans, a form, log-probabilities or explanations are asked for"
@@ -191,8 +192,9 @@ class CudaExecutor(TorchExecutor):
         states: dict[int, Tensor] | None = None,
         compiled: bool = False,
     ) -> Tensor:
-        """Final hidden states [T, C]. Each key of ``states`` is a number of layers, and gets the residual stream after
-        them (``fly.models.llama.record_states``). ``compiled``: run compiled layers, unless these have failed."""
+        """Return the final hidden states [T, C]. Each key of ``states`` is a number of layers, and gets the residual
+        stream after them (``fly.models.llama.record_states``). ``compiled``: run compiled layers, unless these have
+        failed."""
         states, model, hidden_TC = {} if states is None else states, cast(Llama, self.model), None
         if compiled and self.compiles:
             try:
@@ -205,7 +207,8 @@ class CudaExecutor(TorchExecutor):
         return hidden_TC
 
     def logits(self, hidden_TC: Tensor, exact: bool = True) -> Tensor:
-        """Logits [T, V] in float32, or in the head's own dtype, which is enough to find the likeliest tokens."""
+        """Return the logits [T, V] in float32, or in the head's own dtype, which is enough to find the likeliest
+        tokens."""
         model = cast(Llama, self.model)
         return model.logits(hidden_TC) if exact or model.kept is not None else model.lm_head(hidden_TC)
 

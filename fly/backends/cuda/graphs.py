@@ -42,7 +42,7 @@ class GraphPool:
         _pools.add(self)
 
     def current(self) -> AbstractContextManager[Any]:
-        """Within this context, the pool's device is the current one, to which events and captures belong."""
+        """Make the pool's device the current one within this context. Events and captures belong to it."""
         return torch.cuda.device(self.device)
 
     @cached_property

@@ -63,7 +63,7 @@ def attend_plainly(
     start_B: Tensor | None = None,
     seen_TN: Tensor | None = None,
 ) -> Tensor:
-    """The reference of ``attend_pages``: it attends row by row, over a copy of each row's pages."""
+    """Return what ``attend_pages`` returns, as its reference: row by row, over a copy of each row's pages."""
     out_THD, ends = torch.zeros_like(q_THD, memory_format=torch.contiguous_format), ends_B1.tolist()
     for b, (begin, end) in enumerate(itertools.pairwise(ends)):
         last_N1, place_N1 = (x[begin:end].unsqueeze(1) for x in (last_T, place_T))
@@ -143,7 +143,7 @@ def _(x_TC: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("fly::gate", mutates_args=())
 def gate(both_TX: Tensor) -> Tensor:
-    """SiLU of the first half of the columns times the second, [T, I]."""
+    """Return SiLU of the first half of the columns times the second, [T, I]."""
     if both_TX.is_cuda:
         from fly.backends.cuda.kernels import layer
 

@@ -143,7 +143,7 @@ class _Row:
     decisions: list[Decision] = field(default_factory=list)
 
     def wanted(self) -> int:
-        """The most tokens to draft in the next round."""
+        """Return the most tokens to draft in the next round."""
         return min(self.plan.k, self.left - 1, self.context - len(self.text))
 
     def read(self, line: list[int]) -> None:
@@ -221,7 +221,7 @@ class _Call:
         return values
 
     def texts(self) -> list[list[int]]:
-        """The text in each line of the table; padding has two tokens."""
+        """Return the text in each line of the table; padding has two tokens."""
         return [self.rows[b].text if b >= 0 else [0, 0] for b in self.order]
 
     def launch(self) -> None:
@@ -284,7 +284,7 @@ class _Call:
         return is_time and rounds < plan.rounds and all(row.may_go_on() for row in self.rows)
 
     def result(self) -> Rounds | None:
-        """All rounds as plain values; None if a NaN made the first one void."""
+        """Return all rounds as plain values; None if a NaN made the first one void."""
         if not self.rows[0].emitted:
             return None
         self.unpack()

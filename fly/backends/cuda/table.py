@@ -153,16 +153,16 @@ class Table:
             self.text_RS.scatter_(1, at_RN.clamp_max(self.shape.text - 1), tokens_RN)
 
     def column(self, which: Column) -> Tensor:
-        """[R], float64 from ``NATS`` on. Writing to it changes the state."""
+        """Return a column of the state [R], float64 from ``NATS`` on. Writing to it changes the state."""
         column_R = self.state_RC[:, which]
         return column_R.view(torch.float64) if which >= Column.NATS else column_R
 
     def is_end(self, tokens_RN: Tensor) -> Tensor:
-        """[R, N] bool, whether a token ends its row."""
+        """Return whether each token ends its row, bool [R, N]."""
         return (tokens_RN.unsqueeze(2) == self.state_RC[:, Column.STOPS :].unsqueeze(1)).any(2)
 
     def process(self, rows: slice, logits_BJV: Tensor) -> DeviceDistribution:
-        """The processed distribution of some rows above temperature 0."""
+        """Return the processed distribution of some rows above temperature 0."""
         columns = (Column.TEMPERATURE, Column.TOP_P, Column.MIN_P)
         temperature_B, top_p_B, min_p_B = (self.column(which)[rows].float() for which in columns)
         sampling = BatchSampling(

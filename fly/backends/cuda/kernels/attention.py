@@ -41,7 +41,7 @@ def attend_split(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, EQUAL: tl.constexpr,
     WINDOW: tl.constexpr, TREE: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a block of queries over one split of their row's keys.
+    """Compute attention of a block of queries over one split of their row's keys.
 
     Grid: split × KV head × (row × block of queries). A program takes BLOCK_M queries of one row and one KV head: the
     GROUP query heads of each token stand side by side, so that keys and values are read once for all of them. It reads
@@ -185,7 +185,8 @@ def attend(
     start_B: Tensor | None = None,
     seen_TN: Tensor | None = None,
 ) -> Tensor:
-    """Attention output [T, H, D] of new tokens over the pages of their rows; a token that sees nothing gets zeros.
+    """Return the attention output [T, H, D] of new tokens over the pages of their rows; a token that sees nothing gets
+    zeros.
 
     Args:
         q_THD: queries, of the dtype of the cache; the numbers of a token lie together.

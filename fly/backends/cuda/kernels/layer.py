@@ -51,7 +51,7 @@ def add_norm(x_TC: Tensor, out_TC: Tensor, weight_C: Tensor, eps: float) -> tupl
 
 @triton.jit
 def gate_kernel(both_ptr, out_ptr, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """SiLU of the gate, times the up projection.
+    """Multiply SiLU of the gate by the up projection.
 
     Grid: token × block of BLOCK outputs. A program reads its part of the gate, then the same part of up.
     """
@@ -67,7 +67,7 @@ def gate_kernel(both_ptr, out_ptr, stride, WIDTH: tl.constexpr, BLOCK: tl.conste
 
 
 def gate(both_TX: Tensor) -> Tensor:
-    """[T, I] of gate and up side by side, [T, 2 * I]."""
+    """Return SiLU(gate) * up [T, I] of gate and up side by side, [T, 2 * I]."""
     tokens, width = both_TX.shape[0], both_TX.shape[1] // 2
     out_TI = torch.empty((tokens, width), dtype=both_TX.dtype, device=both_TX.device)
     grid = tokens, triton.cdiv(width, 1024)
@@ -80,7 +80,7 @@ def rotate_store_kernel(
     qkv_ptr, cos_ptr, sin_ptr, slots_ptr, k_ptr, v_ptr, q_ptr, qkv_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotary embedding (RoFormer, arXiv 2104.09864) of queries and keys; keys and values go to their slots.
+    """Rotate queries and keys (RoFormer, arXiv 2104.09864), and store keys and values in their slots.
 
     Grid: token × head of the projection (queries, then keys, then values). A program reads the two halves of its head,
     and those of the tables, whose sine has its sign in it, and writes both halves to the queries or into the cache.
@@ -117,7 +117,8 @@ def rotate_store_kernel(
 def rotate_store(
     qkv_TX: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, slots_T: Tensor, k_SGD: Tensor, v_SGD: Tensor
 ) -> Tensor:
-    """Rotated queries [T, H, D] of a projection [T, (H + 2 * G) * D]; keys and values go to ``slots_T`` (int64)."""
+    """Return rotated queries [T, H, D] of a projection [T, (H + 2 * G) * D]; keys and values go to ``slots_T``
+    (int64)."""
     (_, kv_heads, width), tokens = k_SGD.shape, len(qkv_TX)
     heads = qkv_TX.shape[1] // width - 2 * kv_heads
     q_THD = torch.empty((tokens, heads, width), dtype=qkv_TX.dtype, device=qkv_TX.device)

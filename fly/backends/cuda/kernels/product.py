@@ -51,7 +51,8 @@ def multiply_int8_kernel(
 
 
 def multiply_int8(x_TK: Tensor, weight_NK: Tensor, scale_N1: Tensor, bias_N: Tensor | None) -> Tensor:
-    """[T, N], for T up to 16; ``weight_NK`` is int8, and ``scale_N1`` has a factor for each of its rows."""
+    """Return the product [T, N], for T up to 16; ``weight_NK`` is int8, and ``scale_N1`` has a factor for each of its
+    rows."""
     (tokens, inputs), outputs, exact = x_TK.shape, len(weight_NK), x_TK.dtype == torch.float32
     y_TN = torch.empty((tokens, outputs), dtype=x_TK.dtype, device=x_TK.device)
     launch(
@@ -107,7 +108,7 @@ def multiply_int4_kernel(
 
 
 def multiply_int4(x_TK: Tensor, pairs_NP: Tensor, scale_NG: Tensor, zero_NG: Tensor, bias_N: Tensor | None) -> Tensor:
-    """[T, N], as ``fly.backends.cuda.ops.multiply_int4``."""
+    """Return the product [T, N], as ``fly.backends.cuda.ops.multiply_int4``."""
     (tokens, inputs), outputs, exact = x_TK.shape, len(pairs_NP), x_TK.dtype == torch.float32
     size = inputs // scale_NG.shape[1]
     y_TN = torch.empty((tokens, outputs), dtype=x_TK.dtype, device=x_TK.device)

@@ -46,7 +46,7 @@ def place_kernel(
 def place(
     table_BW: Tensor, start_B: Tensor, stored_BN: Tensor, page: int, nobody: int, context: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As ``fly.backends.cuda.ops.place``."""
+    """Do what ``fly.backends.cuda.ops.place`` does."""
     (rows, count), device = stored_BN.shape, start_B.device
     positions_T, slots_T = (torch.empty(rows * count, dtype=torch.int64, device=device) for _ in range(2))
     last_T, place_T, used_B, ends_B1 = (
@@ -62,7 +62,7 @@ def place(
 
 @triton.jit
 def _scramble(x):
-    """splitmix64's finaliser (Steele, Lea, Flood 2014)."""
+    """Apply splitmix64's finaliser (Steele, Lea, Flood 2014)."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -72,7 +72,7 @@ def _scramble(x):
 def uniforms_kernel(
     seed_ptr, round_ptr, out_ptr, seed_stride, round_stride, STREAM: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The hash of ``fly.ops.uniforms``. Grid: row × block of BLOCK numbers."""
+    """Compute the hash of ``fly.ops.uniforms``. Grid: row × block of BLOCK numbers."""
     row, n_X = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     step = tl.full([1], 0x9E3779B97F4A7C15, tl.uint64)
     seed = tl.load(seed_ptr + row * seed_stride).to(tl.uint64, bitcast=True)
@@ -83,7 +83,7 @@ def uniforms_kernel(
 
 
 def uniforms(seed_B: Tensor, round_B: Tensor, stream: int, n: int) -> Tensor:
-    """[B, n] float32, as ``fly.ops.uniforms``."""
+    """Return the uniforms [B, n], float32, as ``fly.ops.uniforms``."""
     uniform_BN = torch.empty((len(seed_B), n), dtype=torch.float32, device=seed_B.device)
     launch(
         uniforms_kernel, (len(seed_B), triton.cdiv(n, 128)), seed_B, round_B, uniform_BN, seed_B.stride(0),
@@ -104,7 +104,7 @@ def find_kept_kernel(
     logits_ptr, temperature_ptr, least_ptr, top_p_ptr, min_p_ptr, out_ptr, rows, row_stride,
     V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit of a position, the least that is kept, and ln of the mass that is kept.
+    """Find the largest logit of a position, the least that is kept, and ln of the mass that is kept.
 
     Grid: position. A program reads the logits again and again, in their order: for the peak, for the mass, eight times
     for a nucleus, for the mass that is kept. The nucleus ends at the least logit above which the logits have less than
@@ -160,7 +160,7 @@ def find_kept_kernel(
 def find_kept(
     logits_NV: Tensor, temperature_N: Tensor, least_N: Tensor | None, top_p_N: Tensor | None, min_p_N: Tensor | None
 ) -> Tensor:
-    """[3, N], as ``fly.runtime.sampling.find_kept``."""
+    """Return what is kept [3, N], as ``fly.runtime.sampling.find_kept``."""
     rows, width = logits_NV.shape
     found_3N = torch.empty((3, rows), dtype=torch.float32, device=logits_NV.device)
     launch(
@@ -174,7 +174,8 @@ def find_kept(
 def share_kernel(
     logits_ptr, found_ptr, temperature_ptr, out_ptr, rows, row_stride, V: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The share of the mass that each logit has, 0 below the least that is kept. Grid: position × block of BLOCK."""
+    """Compute the share of the mass that each logit has, 0 below the least that is kept. Grid: position × block of
+    BLOCK."""
     row, at_X = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there_X = at_X < V
     x_X = tl.load(logits_ptr + row * row_stride + at_X, mask=there_X, other=0.0)
@@ -185,7 +186,7 @@ def share_kernel(
 
 
 def share_mass(logits_NV: Tensor, found_3N: Tensor, temperature_N: Tensor) -> Tensor:
-    """[N, V], as ``fly.backends.cuda.ops.share_mass``."""
+    """Return the shares [N, V], as ``fly.backends.cuda.ops.share_mass``."""
     rows, width = logits_NV.shape
     share_NV = torch.empty((rows, width), dtype=torch.float32, device=logits_NV.device)
     launch(
@@ -223,7 +224,7 @@ def draw_kernel(probs_ptr, uniform_ptr, token_ptr, row_stride, V: tl.constexpr, 
 
 
 def draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """[B] int64, as ``fly.ops.draw``."""
+    """Return the drawn tokens [B], int64, as ``fly.ops.draw``."""
     (rows, width), token_B = probs_BV.shape, torch.empty(len(probs_BV), dtype=torch.int64, device=probs_BV.device)
     launch(
         draw_kernel, (rows,), probs_BV, uniform_B, token_B, probs_BV.stride(0),
