@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 from fly import cli
 from fly.audit import Report, Unreachable, audit, check_names
 from fly.audit.client import Answer, Place, Server
-from fly.audit.distributions import Draw, draws_of, expected
+from fly.audit.distributions import Draw, expected, read_draws
 from fly.audit.evidence import evidence, power, shares_power, smallest
 from fly.audit.greedy import first_difference
 from fly.audit.prompts import PROMPTS
 from fly.audit.report import Finding, found_in
-from fly.audit.statistics import at_least, holm, same_source
+from fly.audit.statistics import binomial_tail, compare_samples, holm
 from tests.commands import words
 from tests.faulty import FAULTS, SIZE, VOCABULARY, Asked, Toy, listed, read, serving
 
@@ -207,7 +207,7 @@ def test_a_token_with_the_text_of_a_listed_one_is_not_that() -> None:
 @given(st.integers(1, 30), st.integers(0, 30), st.floats(0.01, 0.9))
 def test_at_least_is_a_sum(n: int, hits: int, rate: float) -> None:
     naive = sum(math.comb(n, i) * rate**i * (1 - rate) ** (n - i) for i in range(hits, n + 1))
-    assert at_least(hits, n, rate) == pytest.approx(naive, abs=1e-12)
+    assert binomial_tail(hits, n, rate) == pytest.approx(naive, abs=1e-12)
 
 
 def test_holm_refutes_by_rank() -> None:
@@ -219,8 +219,8 @@ def test_samples_of_one_source_and_of_two() -> None:
     rng, strata = np.random.default_rng(1), [at % 3 for at in range(300)]
     one, same = (rng.choice(5, 300, p=[0.4, 0.3, 0.1, 0.1, 0.1]).tolist() for _ in range(2))
     other = rng.choice(5, 300, p=[0.2, 0.3, 0.3, 0.1, 0.1]).tolist()
-    assert same_source(one, same, strata).p > 0.01
-    assert same_source(one, other, strata).p < 1e-3 and same_source(one, other, strata).finds < 0.2
+    assert compare_samples(one, same, strata).p > 0.01
+    assert compare_samples(one, other, strata).p < 1e-3 and compare_samples(one, other, strata).finds < 0.2
 
 
 def test_how_near_two_answers_were() -> None:
@@ -370,7 +370,7 @@ def test_an_honest_server_fails_as_rarely_as_is_said() -> None:
         for at in range(12):
             tokens, _ = toy.generate(Asked(ids, {"max_tokens": 8}, np.random.default_rng([run, at])))
             places = tuple(place_of(ids + tokens[:n], token) for n, token in enumerate(tokens))
-            draws += draws_of(Answer("", places), PROMPT, 0, {}, 20)
+            draws += read_draws(Answer("", places), PROMPT, 0, {}, 20)
         found.append(evidence(draws).p)
     assert sum(p <= 0.1 for p in found) <= 12 and min(found) > 1e-4
 

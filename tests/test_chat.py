@@ -401,7 +401,7 @@ def naive(thinking: Thinking, text: str) -> tuple[str, str]:
 def test_thinking_is_separated_from_the_answer_in_pieces_of_any_size(tags: Tags, begun: bool, parts: list[str]) -> None:
     thinking = Thinking(tags, begun)
     wanted = dict(zip(("reasoning", "text"), naive(thinking, "".join(parts))))
-    assert Splitter.whole(thinking, "".join(parts)) == (wanted["reasoning"], wanted["text"])
+    assert Splitter.split(thinking, "".join(parts)) == (wanted["reasoning"], wanted["text"])
     splitter, said = Splitter(thinking), {"reasoning": "", "text": ""}
     for part in parts:
         for kind, piece in splitter.push(part):

@@ -414,9 +414,12 @@ def test_what_comes_often_is_compiled_inside_of_graphs(monkeypatch: pytest.Monke
             assert gpu.compiled == before  # of a prompt
             decode(engine, [each])
         names = {name for name, _ in gpu.compiled}
-        assert names == {"_first", "_between", "_last"} and made_by(engine)[-1].shape.compiled
-        assert gpu.compiled["_between", True] > 0  # captured, and launched no more
-        assert gpu.compiled["_between", True] == gpu.compiled["_first", True]
+        assert (
+            names == {"_before_attention", "_between_attentions", "_after_attention"}
+            and made_by(engine)[-1].shape.compiled
+        )
+        assert gpu.compiled["_between_attentions", True] > 0  # captured, and launched no more
+        assert gpu.compiled["_between_attentions", True] == gpu.compiled["_before_attention", True]
         assert sum(gpu.compiled.values()) < 60
         slow = engine.runner.executor.deterministic()
         assert isinstance(slow, TokenByToken) and isinstance(slow.inner, CudaExecutor) and not slow.inner.compiles

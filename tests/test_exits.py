@@ -94,7 +94,7 @@ def naive(model: Llama, exits: Exits, rows: list[list[int]], starts: list[int], 
                     look = exits.config.layers.index(number)
                     left, earlier = leaves(model, exits, look, x, tokens[begin:end], tree, earlier)
                     passed = number if left is not None else passed
-                q, k, v = layer.before(x, *rotary[layer.rope])
+                q, k, v = layer.prepare_attention(x, *rotary[layer.rope])
                 for i, t in enumerate(places):
                     keys[number][t] = k[i], v[i]
                 if left is not None:
@@ -108,7 +108,7 @@ def naive(model: Llama, exits: Exits, rows: list[list[int]], starts: list[int], 
                     scale = layer.self_attn.scale or q.shape[-1] ** -0.5
                     weights = (torch.einsum("hd,shd->hs", q[i], k_SHD) * scale).softmax(-1)
                     attended.append(torch.einsum("hs,shd->hd", weights, v_SHD).flatten())
-                x = layer.after(x, torch.stack(attended))
+                x = layer.finish(x, torch.stack(attended))
             out = list(model.logits(model.norm(x)))
         found.append((passed, torch.stack(out)))
     return found

@@ -94,23 +94,23 @@ lengths = functools.cache(lambda name: (raw := KNOWN[name](), Lengths(raw)))
 def test_no_text_has_fewer_tokens(name: str, parts: list[str]) -> None:
     raw, known = lengths(name)
     text = "".join(part.encode("utf-8", "replace").decode() for part in parts)
-    assert known.least(text) <= len(raw.encode(text, add_special_tokens=False).ids)
+    assert known.min_tokens(text) <= len(raw.encode(text, add_special_tokens=False).ids)
 
 
 @pytest.mark.parametrize("name", sorted(KNOWN))
 def test_of_long_texts_something_is_known(name: str) -> None:
-    assert lengths(name)[1].least("日" * 10_000) > 300
+    assert lengths(name)[1].min_tokens("日" * 10_000) > 300
 
 
 @pytest.mark.parametrize("name", sorted(UNKNOWN))
 def test_where_texts_may_shrink_nothing_is_said(name: str) -> None:
-    assert Lengths(UNKNOWN[name]()).least("x" * 10**6) == 0
+    assert Lengths(UNKNOWN[name]()).min_tokens("x" * 10**6) == 0
 
 
 def test_the_bound_is_met() -> None:
     raw, known = lengths("byte level")
     text = "ab" * 8 * 100
-    assert known.least(text) == 100 == len(raw.encode(text).ids)
+    assert known.min_tokens(text) == 100 == len(raw.encode(text).ids)
 
 
 def test_prompts_are_neither_filled_up_nor_cut() -> None:

@@ -24,7 +24,7 @@ from fly import LLM, SamplingParams
 from fly.bench.plan import DEVICES, MODELS, Machines, Setting, forecast
 from fly.bench.scale import REACHES, lengths, replays, scaled
 from fly.eval import Plan, check_folder, decode_run, recording, remaining, score_run
-from fly.eval.beside import beside
+from fly.eval.beside import compare_with_run
 from fly.eval.known import Known, Unknown
 from fly.eval.recording import LIKELIEST, Recording
 from fly.eval.records import read_records
@@ -303,7 +303,7 @@ def test_a_kill_loses_no_blocks(tmp_path: Path, run: tuple[Path, Any]) -> None:
 
 
 def test_predictions_are_shown_beside_a_run_of_the_rules(run: tuple[Path, Any]) -> None:
-    compared, left_out = beside(load_blocks(run[0]), run[0])
+    compared, left_out = compare_with_run(load_blocks(run[0]), run[0])
     found = {each.way: each for each in compared}
     assert not left_out and len(found) == 4
     assert found["exact k7"].off == pytest.approx(0, abs=1e-9) == found["exact k7"].unchanged
@@ -314,7 +314,7 @@ def test_predictions_are_shown_beside_a_run_of_the_rules(run: tuple[Path, Any]) 
 def test_drafts_that_stop_or_have_a_level_below_are_compared_too(run: tuple[Path, Any], tmp_path: Path) -> None:
     drafts = ["model(fly-draft, confidence=0.7)", "ngram+fly-draft", "ngram"]
     finish(Plan.of({**PLAN, "k": 7, "drafts": drafts, "policies": "exact", "record": False}), tmp_path)
-    compared, left_out = beside(load_blocks(run[0]), tmp_path)
+    compared, left_out = compare_with_run(load_blocks(run[0]), tmp_path)
     stops, below = compared
     assert stops.predicted.confidence == 0.7 and abs(stops.off) < 0.05
     assert below.predicted.confidence == 0 and abs(below.off) < 0.05

@@ -401,7 +401,7 @@ def test_calls_and_text_of_one_answer(here: Running, reason: str) -> None:
     choice = stream.add(news([], over=True))
     last = stream.chunk(choice)
     assert last is not None and stream.chunk(choice) is None
-    message = whole.whole()["choices"][0]
+    message = whole.build_whole()["choices"][0]
     assert message["finish_reason"] == last["choices"][0]["finish_reason"] == {"stop": "tool_calls"}.get(reason, reason)
     assert message["message"]["content"] == "I look." == "".join(delta.get("content", "") for delta in deltas)
     pieces = [piece["function"] for delta in deltas for piece in delta.get("tool_calls", [])]

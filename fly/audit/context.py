@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fly.audit.client import Answer, Refused, Reply, Server
-from fly.audit.distributions import Draw, Fields, distance, draws_of, expected, reported
+from fly.audit.distributions import Draw, Fields, expected, min_variation, read_draws, reported
 from fly.audit.report import Finding
 
 __all__ = ["CHECKS", "Check", "Context", "check"]
@@ -139,10 +139,10 @@ class Context:
         for number, one, other in zip(numbers, plain, cold):
             first, second = one.answer.places[0], other.answer.places[0]
             head = reported(second, self.server.top)
-            same += distance(reported(first, self.server.top), head)
+            same += min_variation(reported(first, self.server.top), head)
             made = expected(first, {"temperature": 0.5}, (), self.prompts[number], self.server.top)
             if made is not None:
-                sharper += distance(dict(zip(made.tokens, made.probs_H)), head)
+                sharper += min_variation(dict(zip(made.tokens, made.probs_H)), head)
         return bool(sharper < same)
 
     def sample(self, given: Fields, count: int, length: int, prompts: int, rounds: int = 4) -> Iterator[list[Draw]]:
@@ -160,7 +160,7 @@ class Context:
             replies = self.server.ask_all([(self.prompts[number], fields) for number in asked])
             for number, reply in zip(asked, replies):
                 for answer in reply.answers:
-                    draws += draws_of(answer, self.prompts[number], number, given, self.server.top, self.as_is)
+                    draws += read_draws(answer, self.prompts[number], number, given, self.server.top, self.as_is)
             yield draws
 
     def firsts(self, given: Mapping[str, Any], count: int) -> list[tuple[int, Answer]]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from fly.audit.client import Answer, Place
 
-__all__ = ["Draw", "Fields", "distance", "draws_of", "expected", "is_plain", "reported"]
+__all__ = ["Draw", "Fields", "expected", "is_plain", "min_variation", "read_draws", "reported"]
 
 Fields = Mapping[str, Any]
 
@@ -72,13 +72,15 @@ def reported(place: Place, asked: int) -> dict[str, float]:
     return {token: math.exp(value) for token, value in place.top[: max(1, asked - max(1, asked // 5))]}
 
 
-def distance(one: Mapping[str, float], other: Mapping[str, float]) -> float:
+def min_variation(one: Mapping[str, float], other: Mapping[str, float]) -> float:
     """Return the least total variation that two distributions can have, given only their most likely tokens. A token
     that only one of them lists counts as equally likely in both: the other may just not list it."""
     return 0.5 * sum(abs(share - other[token]) for token, share in one.items() if token in other)
 
 
-def draws_of(answer: Answer, prompt: str, number: int, fields: Fields, top: int, as_is: bool = False) -> Iterator[Draw]:
+def read_draws(
+    answer: Answer, prompt: str, number: int, fields: Fields, top: int, as_is: bool = False
+) -> Iterator[Draw]:
     """Yield the draws of an answer to the prompt of this ``number``, in order. Places whose distribution is unknown are
     left out.
 

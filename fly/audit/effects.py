@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fly.audit.context import Context
 from fly.audit.report import Finding, Verdict
-from fly.audit.statistics import at_least
+from fly.audit.statistics import binomial_tail
 
 __all__ = ["effect"]
 
@@ -30,13 +30,13 @@ def effect(context: Context, name: str, value: float) -> Finding:
         detail = f"changes {changed} of {n} greedy answers; how it does cannot be seen without log-probabilities"
         if not changed:
             return Finding(name, "", Verdict.FAIL, seen, detail=f"{name} {value:g} changes no greedy answer: ignored")
-        verdict = Verdict.PASS if at_least(changed, n, _ROUNDING) < 0.01 else Verdict.UNDECIDED
+        verdict = Verdict.PASS if binomial_tail(changed, n, _ROUNDING) < 0.01 else Verdict.UNDECIDED
         return Finding(name, "", verdict, seen, finds="ignored altogether", detail=detail, share=1.0)
     extreme = _EXTREME[name]
     other, free = differing(**{name: extreme}), differing()
-    critical = next(count for count in range(n + 2) if at_least(count, n, _ROUNDING) <= context.p)
-    finds = "ignored altogether" if critical <= n and at_least(critical, n, min(free / n, 0.999)) >= 0.9 else ""
-    p = at_least(other, n, _ROUNDING)
+    critical = next(count for count in range(n + 2) if binomial_tail(count, n, _ROUNDING) <= context.p)
+    finds = "ignored altogether" if critical <= n and binomial_tail(critical, n, min(free / n, 0.999)) >= 0.9 else ""
+    p = binomial_tail(other, n, _ROUNDING)
     detail = f"{other} of {n} answers at {name} {extreme:g} are not the greedy ones" if other else ""
     verdict, finds = (Verdict.PASS, finds) if finds else (Verdict.UNDECIDED, "too few answers")
     return Finding(name, "", verdict, seen, p, finds, detail, share=1.0)

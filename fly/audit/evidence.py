@@ -102,9 +102,9 @@ class _Table:
 
     def _mixed(self, other_TH: np.ndarray) -> np.ndarray:
         """Return bets that some tokens are drawn from ``other_TH``."""
-        p_TH = self.probs_TH
-        made = np.zeros((len(_MIXES), p_TH.shape[0], p_TH.shape[1] + 1))
-        ratio_TH = np.divide(other_TH, p_TH, out=np.ones_like(p_TH), where=p_TH > 0)
+        probs_TH = self.probs_TH
+        made = np.zeros((len(_MIXES), probs_TH.shape[0], probs_TH.shape[1] + 1))
+        ratio_TH = np.divide(other_TH, probs_TH, out=np.ones_like(probs_TH), where=probs_TH > 0)
         for at, share in enumerate(_MIXES):
             with np.errstate(divide="ignore"):
                 made[at, :, :-1] = np.log(1 - share + share * ratio_TH)
@@ -123,13 +123,13 @@ class _Table:
         return made
 
 
-def _tilted(p_TH: np.ndarray) -> np.ndarray:
+def _tilted(probs_TH: np.ndarray) -> np.ndarray:
     with np.errstate(divide="ignore"):
-        log_TH = np.log(p_TH)
-    made = np.zeros((len(_TILTS), p_TH.shape[0], p_TH.shape[1] + 1))
+        log_TH = np.log(probs_TH)
+    made = np.zeros((len(_TILTS), probs_TH.shape[0], probs_TH.shape[1] + 1))
     for at, tilt in enumerate(_TILTS):
-        raised_TH = np.where(p_TH > 0, np.exp((1 + tilt) * np.where(p_TH > 0, log_TH, 0.0)), 0.0)
-        made[at, :, :-1] = np.where(p_TH > 0, tilt * log_TH, 0.0) - np.log(raised_TH.sum(-1, keepdims=True))
+        raised_TH = np.where(probs_TH > 0, np.exp((1 + tilt) * np.where(probs_TH > 0, log_TH, 0.0)), 0.0)
+        made[at, :, :-1] = np.where(probs_TH > 0, tilt * log_TH, 0.0) - np.log(raised_TH.sum(-1, keepdims=True))
     return made
 
 
@@ -151,26 +151,26 @@ def evidence(draws: Sequence[Draw], only: str | None = None) -> Evidence:
 
 def _example(worst: str, table: _Table) -> str:
     """Describe the fault in figures that a reader can check."""
-    draws, p_TH = table.draws, table.probs_TH
-    width, n = p_TH.shape[1], len(draws)
+    draws, probs_TH = table.draws, table.probs_TH
+    width, n = probs_TH.shape[1], len(draws)
     if worst == _FAR:
         impossible = next((draw for draw in draws if draw.drawn is None and draw.rest == 0), None)
         if impossible is not None:
-            return f"{impossible.text!r} was drawn {_after(impossible)}, where it cannot be"
+            return f"{impossible.text!r} was drawn {_place_of(impossible)}, where it cannot be"
         most = sum(draw.rest for draw in draws if draw.rest is not None)
         return f"{(table.drawn_T == width).sum():,} of {n:,} tokens, where {most:,.1f} are expected at most"
     inside_T = table.drawn_T < width
     if worst == _TEMPERATURE:
-        log_TH = np.log(np.where(p_TH > 0, p_TH, 1.0))
+        log_TH = np.log(np.where(probs_TH > 0, probs_TH, 1.0))
         seen = log_TH[inside_T, table.drawn_T[inside_T]].mean()
-        expected = (p_TH * log_TH)[inside_T].sum(-1).mean()
+        expected = (probs_TH * log_TH)[inside_T].sum(-1).mean()
         return f"the mean log-probability is {seen:.3f}, where {expected:.3f} is expected"
     if worst in (_BEST, _COPIED, _AVOIDED):
-        at_T = p_TH.argmax(-1)
+        at_T = probs_TH.argmax(-1)
         if worst != _BEST:
             at_T = np.array([-1 if draw.lookup is None else draw.lookup for draw in draws])
         rows = np.flatnonzero(inside_T & (at_T >= 0))
-        expected = p_TH[rows, at_T[rows]].sum()
+        expected = probs_TH[rows, at_T[rows]].sum()
         return f"{(table.drawn_T == at_T)[rows].sum():,} of {len(rows):,}, where {expected:,.1f} are expected"
     return _furthest(draws)
 
@@ -187,11 +187,13 @@ def _furthest(draws: Sequence[Draw]) -> str:
             share, seen = float(draw.probs_H[draw.drawn]), counts[draw.group][draw.text]
             if (score := (seen - total * share) ** 2 / (total * share * (1 - share) + 0.5)) > furthest:
                 furthest = score
-                example = f"{draw.text!r} came {seen} of {total} times {_after(draw)}, where its share is {share:.3f}"
+                example = (
+                    f"{draw.text!r} came {seen} of {total} times {_place_of(draw)}, where its share is {share:.3f}"
+                )
     return example
 
 
-def _after(draw: Draw) -> str:
+def _place_of(draw: Draw) -> str:
     number, *before = draw.group
     return f"after prompt {int(str(number)) + 1}" + (f" and {''.join(map(str, before))[-30:]!r}" if before else "")
 

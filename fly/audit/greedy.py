@@ -9,7 +9,7 @@ import numpy as np
 
 from fly.audit.client import Answer, Place, Reply
 from fly.audit.context import Context, check
-from fly.audit.distributions import distance, is_plain, reported
+from fly.audit.distributions import is_plain, min_variation, reported
 from fly.audit.report import Finding, Verdict, found_in
 
 __all__ = ["Difference", "first_difference"]
@@ -55,7 +55,7 @@ def _gap(place: Place, own: str, other: str) -> float | None:
     return listed[own] - listed[other] if own in listed and other in listed else None
 
 
-def common(mine: Sequence[Reply], theirs: Sequence[Reply]) -> list[tuple[Place, Place]]:
+def pair_places(mine: Sequence[Reply], theirs: Sequence[Reply]) -> list[tuple[Place, Place]]:
     """Return the pairs of places that follow the same text: up to and including the first difference of two answers."""
     made: list[tuple[Place, Place]] = []
     for one, other in zip(mine, theirs):
@@ -78,11 +78,11 @@ def _rounding(places: Sequence[tuple[Place, Place]]) -> float:
     return float(np.clip(4 * np.quantile(shifts, 0.99), _LEAST, _MOST)) if shifts else _UNKNOWN
 
 
-def _compared(name: str, mine: Sequence[Reply], theirs: Sequence[Reply], whose: str) -> Finding:
+def _compare_answers(name: str, mine: Sequence[Reply], theirs: Sequence[Reply], whose: str) -> Finding:
     """Compare answers, with a tolerance for rounding."""
     pairs = [(at, first_difference(one.answer, other.answer)) for at, (one, other) in enumerate(zip(mine, theirs))]
     apart = [(at, each) for at, each in pairs if each is not None]
-    reach = _rounding(common(mine, theirs))
+    reach = _rounding(pair_places(mine, theirs))
     faults = [(at, each) for at, each in apart if each.gap is not None and each.gap > reach]
     unknown = [each for _, each in apart if each.gap is None]
     tokens = sum(reply.generated or len(reply.answer.places) for reply in mine)
@@ -127,7 +127,7 @@ def greedy(context: Context) -> Finding:
 
 @check("identity", "Greedy answers are those of the reference, but for rounding.")
 def identity(context: Context) -> Finding:
-    return _compared("identity", context.greedy, context.greedy_beside, "the reference has")
+    return _compare_answers("identity", context.greedy, context.greedy_beside, "the reference has")
 
 
 @check("reference", "The reported distributions are those of the reference, but for rounding.")
@@ -137,8 +137,8 @@ def reference(context: Context) -> Finding:
         detail = "needs log-probabilities of both servers"
         return Finding("reference", "", Verdict.UNSUPPORTED, detail=detail)
     asked = min(context.server.top, context.reference.top)
-    places = [pair for pair in common(context.greedy, context.greedy_beside) if all(place.top for place in pair)]
-    apart = [distance(reported(one, asked), reported(other, asked)) for one, other in places]
+    places = [pair for pair in pair_places(context.greedy, context.greedy_beside) if all(place.top for place in pair)]
+    apart = [min_variation(reported(one, asked), reported(other, asked)) for one, other in places]
     if not apart:
         return Finding("reference", "", Verdict.UNDECIDED, detail="no answers begin alike")
     mean, most = float(np.mean(apart)), max(apart)
@@ -158,4 +158,4 @@ def batch(context: Context) -> Finding:
     for prompt in context.prompts[: len(alone)]:
         asked += [(prompt, greedy), (prompt, context.fields({"max_tokens": 32}))]
     together = context.server.ask_all(asked, 32)[::2]
-    return _compared("batch", together, alone, "alone")
+    return _compare_answers("batch", together, alone, "alone")

@@ -8,10 +8,10 @@ import numpy as np
 
 from fly.audit.client import Answer
 from fly.audit.context import Context, check
-from fly.audit.distributions import distance, reported
+from fly.audit.distributions import min_variation, reported
 from fly.audit.greedy import first_difference
 from fly.audit.report import Finding, Verdict, found_in
-from fly.audit.statistics import at_least
+from fly.audit.statistics import binomial_tail
 
 _LENGTH, _PROMPTS, _SEEDS = 24, 8, (11, 12)
 # If rounding changes a distribution, a draw with the same random number changes with a probability of a few times their
@@ -42,7 +42,7 @@ def seed(context: Context) -> Finding:
             parted += 1
             example = example or f"{apart.mine!r} and {apart.theirs!r} after {apart.at} tokens"
     rate = max(_LEAST, float(np.mean(rates))) if rates else _UNKNOWN
-    p = at_least(parted, compared, min(rate, 0.5))
+    p = binomial_tail(parted, compared, min(rate, 0.5))
     alone = sum(first_difference(one, other) is not None for one, other in zip(first, second))
     figures = {"pairs": len(pairs), "parted": parted, "parted_alone": alone, "rate_by_rounding": rate}
     seen = f"{len(pairs)} pairs"
@@ -51,13 +51,13 @@ def seed(context: Context) -> Finding:
         return Finding("seed", "", Verdict.FAIL, seen, None, "", detail, figures)
     noted = f"{parted} of {len(pairs)} answers part from the first with their seed, {alone} of {len(first)} alone: "
     note = noted + example + (", as rounding may do" if p > context.p else "") if parted else ""
-    critical = next(hits for hits in range(compared + 1) if at_least(hits, compared, min(rate, 0.5)) <= context.p)
+    critical = next(hits for hits in range(compared + 1) if binomial_tail(hits, compared, min(rate, 0.5)) <= context.p)
     finds = f"{critical} of {len(pairs)} answers differing"
     return Finding("seed", "", Verdict.PASS, seen, p, finds, note, figures, critical / len(pairs))
 
 
 def _rate(one: object, other: object, top: int) -> float:
-    return _CHANGES * distance(reported(one, top), reported(other, top))  # type: ignore[arg-type]
+    return _CHANGES * min_variation(reported(one, top), reported(other, top))  # type: ignore[arg-type]
 
 
 @check("n", "n choices are as many, and each is drawn by itself.")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fly.audit.context import Context, check
-from fly.audit.distributions import Draw, distance, expected, reported
+from fly.audit.distributions import Draw, expected, min_variation, reported
 from fly.audit.effects import effect
 from fly.audit.evidence import IGNORED, Evidence, evidence, power, shares_power, smallest
 from fly.audit.report import Finding, Verdict
-from fly.audit.statistics import same_source
+from fly.audit.statistics import compare_samples
 
 __all__ = ["FIELDS"]
 
@@ -28,7 +28,7 @@ _SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
 _ROUNDING = 0.05  # the largest total variation between reported distributions that is attributed to rounding
 
 
-def _drawn(
+def _draw(
     context: Context, given: Mapping[str, float], count: int, length: int, prompts: int, only: str | None = None
 ) -> tuple[list[Draw], Evidence]:
     """Draw up to ``count`` answers. Stop early if the evidence is overwhelming."""
@@ -42,7 +42,9 @@ def _drawn(
     return draws, found
 
 
-def _judged(name: str, draws: Sequence[Draw], found: Evidence, p: float, finds: str, share: float | None) -> Finding:
+def _make_finding(
+    name: str, draws: Sequence[Draw], found: Evidence, p: float, finds: str, share: float | None
+) -> Finding:
     """Make a finding about draws. Whether it fails is decided later, over the p-values of all findings."""
     detail = f"{found.worst}: {found.example}" if found.p <= p else ""
     verdict = Verdict.PASS if finds else Verdict.UNDECIDED
@@ -56,34 +58,34 @@ def _judged(name: str, draws: Sequence[Draw], found: Evidence, p: float, finds: 
 )
 def first_tokens(context: Context) -> Finding:
     if not context.server.top:
-        return _as_the_reference(context)
-    draws, found = _drawn(context, {}, context.samples, 3, 2)
+        return _compare_with_reference(context)
+    draws, found = _draw(context, {}, context.samples, 3, 2)
     size = smallest(_VARIATIONS, lambda size: shares_power(draws, size, context.p, found.bettors))
-    return _judged("first-tokens", draws, found, context.p, f"total variation {size:g}" if size else "", size)
+    return _make_finding("first-tokens", draws, found, context.p, f"total variation {size:g}" if size else "", size)
 
 
 @check("later-tokens", "Every token of longer answers at temperature 1 has the probability that the server reports.")
 def later_tokens(context: Context) -> Finding:
     if not context.server.top:
-        return _without("later-tokens")
-    draws, found = _drawn(context, {}, context.samples // 10, 24, 16)
+        return _unsupported("later-tokens")
+    draws, found = _draw(context, {}, context.samples // 10, 24, 16)
     size = smallest(_SHARES, power(draws, lambda draw: draw.earlier_H, context.p))
     finds = f"1 misplaced token in {1 / size:,.0f}" if size else ""
-    return _judged("later-tokens", draws, found, context.p, finds, size)
+    return _make_finding("later-tokens", draws, found, context.p, finds, size)
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2g}%" if share < 0.1 else f"{share:.0%}"
 
 
-def _without(name: str) -> Finding:
+def _unsupported(name: str) -> Finding:
     return Finding(name, "", Verdict.UNSUPPORTED, detail="the server gives no log-probabilities to test against")
 
 
-def _as_the_reference(context: Context) -> Finding:
+def _compare_with_reference(context: Context) -> Finding:
     """Compare the first tokens with those that the reference draws, for a server without log-probabilities."""
     if context.reference is None:
-        return _without("first-tokens")
+        return _unsupported("first-tokens")
     fields, choices = context.fields({"max_tokens": 3}), context.choices
     if choices > 1:
         fields |= {"n": choices}
@@ -94,7 +96,7 @@ def _as_the_reference(context: Context) -> Finding:
         for server in (context.server, context.reference)
     )
     strata = [at // (count * choices) for at in range(len(mine))]
-    found = same_source(mine, theirs, strata, context.p)
+    found = compare_samples(mine, theirs, strata, context.p)
     note = "the server gives no log-probabilities: beside samples of the reference"
     finds = f"total variation {found.finds:.2g}"
     seen = f"2 × {len(mine):,} answers"
@@ -115,8 +117,8 @@ def _about_field(name: str) -> None:
 def _field(context: Context, name: str) -> Finding:
     given = {name: FIELDS[name]}
     only = IGNORED if name == "repetition_penalty" else None  # it divides logits, which are not reported
-    draws, found = _drawn(context, given, context.samples // 20, 12, 12, only)
-    if context.as_is and (wrong := _unchanged(context, name)):
+    draws, found = _draw(context, given, context.samples // 20, 12, 12, only)
+    if context.as_is and (wrong := _check_unchanged(context, name)):
         return Finding(name, "", Verdict.FAIL, f"{len(draws):,} tokens", None, "", wrong)
     if context.as_is:
         size: float | None = 1.0
@@ -127,10 +129,10 @@ def _field(context: Context, name: str) -> Finding:
     else:
         size = smallest(_SHARES, power(draws, lambda draw: draw.ignored_H, context.p, only))
     share = None if context.as_is else size  # reported probabilities that are as they should be leave no doubt
-    return _judged(name, draws, found, context.p, f"ignored on {_percent(size)} of tokens" if size else "", share)
+    return _make_finding(name, draws, found, context.p, f"ignored on {_percent(size)} of tokens" if size else "", share)
 
 
-def _unchanged(context: Context, name: str) -> str:
+def _check_unchanged(context: Context, name: str) -> str:
     """Say how far reported probabilities are from what the field should make of them; empty if they agree. Call this
     for a server that reports the distributions it samples from."""
     plain = context.firsts({"max_tokens": 1}, 8)
@@ -139,7 +141,7 @@ def _unchanged(context: Context, name: str) -> str:
     for (number, one), (_, other) in zip(plain, tested):
         place, prompt, top = one.places[0], context.prompts[number], context.server.top
         if (made := expected(place, {name: FIELDS[name]}, (), prompt, top)) is not None:
-            apart.append(distance(dict(zip(made.tokens, made.probs_H)), reported(other.places[0], top)))
+            apart.append(min_variation(dict(zip(made.tokens, made.probs_H)), reported(other.places[0], top)))
     worst = max(apart, default=0.0)
     return f"the reported probabilities are {worst:.2f} (total variation) from what they should be" * (
         worst > _ROUNDING

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["at_least", "holm", "same_source"]
+__all__ = ["binomial_tail", "compare_samples", "holm"]
 
 _PERMUTATIONS = 50_000
 _RARE = 5
@@ -28,7 +28,7 @@ def holm(p_values: Mapping[str, float], alpha: float) -> set[str]:
     return refuted
 
 
-def at_least(hits: int, n: int, rate: float) -> float:
+def binomial_tail(hits: int, n: int, rate: float) -> float:
     """Return the exact probability of ``hits`` or more among ``n``, if each has the probability ``rate``."""
     if hits <= 0:
         return 1.0
@@ -50,7 +50,9 @@ class Compared(NamedTuple):
     finds: float
 
 
-def same_source(one: Sequence[Hashable], other: Sequence[Hashable], strata: Sequence[int], p: float = 1e-3) -> Compared:
+def compare_samples(
+    one: Sequence[Hashable], other: Sequence[Hashable], strata: Sequence[int], p: float = 1e-3
+) -> Compared:
     """Test whether two samples of the same size have the same distribution in every stratum. This is a permutation
     test, exact for any number of kinds; its statistic is Pearson's chi-squared. ``finds`` holds for a p-value of ``p``.
 
@@ -64,21 +66,22 @@ def same_source(one: Sequence[Hashable], other: Sequence[Hashable], strata: Sequ
     kinds = {label: at for at, label in enumerate(dict.fromkeys(labels))}
     kind_N = np.array([kinds[label] for label in labels])
     stratum_N = np.array([*strata, *strata])
-    mine_N = np.arange(len(labels)) < len(one)
+    first_N = np.arange(len(labels)) < len(one)
     total = np.bincount(kind_N, minlength=len(kinds))
 
-    def apart(mine: np.ndarray) -> float:
-        counts = np.bincount(kind_N[mine], minlength=len(kinds))
+    def statistic(first_N: np.ndarray) -> float:
+        """Return Pearson's chi-squared, if ``first_N`` marks the outcomes of the first sample."""
+        counts = np.bincount(kind_N[first_N], minlength=len(kinds))
         return float(((2 * counts - total) ** 2 / total).sum())
 
-    seen, further, tried = apart(mine_N), 0, 0
+    observed, further, tried = statistic(first_N), 0, 0
     rows = [np.flatnonzero(stratum_N == each) for each in np.unique(stratum_N)]
     while tried < _PERMUTATIONS and further < _PLENTY:
         tried += 1
-        mixed_N = mine_N.copy()
+        mixed_N = first_N.copy()
         for at in rows:
             mixed_N[at] = rng.permutation(mixed_N[at])
-        further += apart(mixed_N) >= seen - 1e-9
+        further += statistic(mixed_N) >= observed - 1e-9
     # A total variation d adds at least 2 n d^2 to the statistic, whose standard deviation is about sqrt(2 · kinds).
     normal = NormalDist()
     finds = math.sqrt((normal.inv_cdf(1 - p) + normal.inv_cdf(0.9)) * math.sqrt(2 * len(kinds)) / (2 * len(one)))

@@ -123,7 +123,7 @@ class TorchOnHost(HostDecisions, TorchExecutor):
 def _on_torch(model: Model | Loading) -> Executor:
     """Return the executor that runs ``model`` on PyTorch's kernels."""
     if isinstance(model, Loading):
-        model = model.whole()
+        model = model.load_all()
     if model.device.type == "cuda" and isinstance(model, Llama):
         from fly.backends.cuda.executor import CudaExecutor  # takes seconds to import
 

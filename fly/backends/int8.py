@@ -37,7 +37,7 @@ def with_int8_weights(model: Llama | Loading) -> Llama:
     not rounded. A loaded model is copied.
     """
     if isinstance(model, Loading):
-        made = model.whole(_round)
+        made = model.load_all(_round)
     else:
         made = deepcopy(model)
         for module in (*made.layers, *([] if made.config.tie_word_embeddings else [made.lm_head])):

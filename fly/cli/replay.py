@@ -15,7 +15,7 @@ from rich.text import Text
 from fly.cli.options import Json, Rules, option, output, takes
 from fly.cli.run import alone, rules_of
 from fly.cli.show import console, narrow, note, ratio, table, warn, write_json
-from fly.eval.beside import Beside, beside
+from fly.eval.beside import Prediction, compare_with_run
 from fly.eval.costs import Costs
 from fly.eval.plots import save_lines
 from fly.eval.replay import Blocks, Replay, Unknown, load_blocks
@@ -88,7 +88,7 @@ def replay(
                 _plot(plot if len(known) == 1 else plot.with_stem(f"{plot.stem}-{task}"), f"{task}, {way}", found)
             record += [{"run": str(run), "task": task, "way": way, **_as_json(each)} for each in found]
         if measured is not None:
-            compared, left_out = beside(known, measured)
+            compared, left_out = compare_with_run(known, measured)
             _show_beside(f"{run} beside {measured}", compared, left_out)
             record += [
                 {"run": str(run), "task": each.task, "way": each.way, **_as_json(each.predicted),
@@ -205,8 +205,8 @@ def _kept_at(place: int) -> Callable[[Replay], str]:
     return lambda each: f"{each.curve[place - 1]:.0%}" if len(each.curve) >= place else "–"
 
 
-def _show_beside(title: str, compared: list[Beside], left_out: list[str]) -> None:
-    columns: dict[str, Callable[[Beside], str]] = {
+def _show_beside(title: str, compared: list[Prediction], left_out: list[str]) -> None:
+    columns: dict[str, Callable[[Prediction], str]] = {
         "predicted τ": lambda each: _interval(each.predicted.tau),
         "measured": lambda each: _interval(each.measured),
         "off": lambda each: f"{each.off:+.1%}",

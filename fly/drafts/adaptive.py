@@ -360,7 +360,7 @@ class AdaptiveDraft(Wrapper):
         # ``draft`` is the time of drafting without catching up.
         if this.spent:  # the executor measured the time
             rounds = max(row.stats.rounds - before for row, (before, _) in zip(rows, this.before))
-            seconds, drafting = (sum(part) for part in zip(*((spent.whole, spent.draft) for spent in this.spent)))
+            seconds, drafting = (sum(part) for part in zip(*((spent.total, spent.draft) for spent in this.spent)))
             most = this.max_len or this.asked
             drafts = [row.drafts[before:] for row, (_, before) in zip(rows, this.before)]
             took = [[(n, min(n, limit), kept) for n, kept in some] for some, limit in zip(drafts, most)]

@@ -166,7 +166,7 @@ class Vocabularies:
         """Return the part of a segment that may be encoded together with new text."""
         return segment if segment and segment[0] in self._spelled else []
 
-    def whole(self, segment: list[int]) -> bool:
+    def is_complete(self, segment: list[int]) -> bool:
         """Whether the draft model may draft after ``segment``. If that ends in an unfinished character, only
         byte-level vocabularies can continue it."""
         return self.exact or not _UNFINISHED.search(self.target.text(self.window(segment)))
@@ -200,7 +200,7 @@ class _Context:
                 start = at
         self.tokens = list(tokens)
 
-    def last(self) -> list[int]:
+    def last_segment(self) -> list[int]:
         """Return the tokens of the last segment."""
         return self.tokens[self.ends[-2][0] if len(self.ends) > 1 else 0 :]
 
@@ -253,15 +253,15 @@ class TranslatedDraft(StopsByChance):
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         self.draft.worth = self.worth
-        own = [self._own(row) for row in rows]
-        most = [n if self._may_draft(row, mine) else 0 for row, mine, n in zip(rows, own, max_len)]
+        own = [self._in_draft_ids(row) for row in rows]
+        most = [n if self._may_draft(row, translated_row) else 0 for row, translated_row, n in zip(rows, own, max_len)]
         try:
             draft = self.draft.propose(own, most)
         except OutOfBlocks:
             self._commit(own)
             return Draft.empty(len(rows))
         if self.mode == "text":
-            return self._retokenised(rows, own, draft, max_len)
+            return self._retokenise(rows, own, draft, max_len)
         if (own_BKV := draft.probs_BKV) is None:
             return draft
         shared = min(self.vocab_size, own_BKV.shape[-1])
@@ -273,19 +273,20 @@ class TranslatedDraft(StopsByChance):
         """Do nothing: the draft model cannot read the target's output, which is in another vocabulary."""
 
     def commit(self, rows: abc.Sequence[Sequence]) -> None:
-        self._commit([self._own(row) for row in rows if row.id in self._contexts])
+        self._commit([self._in_draft_ids(row) for row in rows if row.id in self._contexts])
 
     def release(self, row: Sequence) -> None:
         self._contexts.pop(row.id, None)
         self.draft.release(row)
 
     def _commit(self, own: abc.Sequence[Sequence]) -> None:
-        self.draft.commit([mine for mine in own if mine.tokens])
-        for mine in own:
-            if not mine.tokens:  # no token of this row has a draft id
-                self.draft.release(mine)
+        """Let the draft commit these rows, which are in its own ids."""
+        self.draft.commit([translated_row for translated_row in own if translated_row.tokens])
+        for translated_row in own:
+            if not translated_row.tokens:  # no token of this row has a draft id
+                self.draft.release(translated_row)
 
-    def _own(self, row: Sequence) -> Sequence:
+    def _in_draft_ids(self, row: Sequence) -> Sequence:
         """Return the row in the draft model's ids, under the same row id."""
         context = self._contexts.setdefault(row.id, _Context())
         context.follow(row.tokens, self.vocabularies)
@@ -294,7 +295,7 @@ class TranslatedDraft(StopsByChance):
         return Sequence(
             tokens=ids,
             prompt_length=len(ids) - row.generated,  # both count the same number of emitted tokens
-            params=_GREEDY if self.mode == "text" else _of_any_vocabulary(row.params),
+            params=_GREEDY if self.mode == "text" else _without_bans(row.params),
             policy=row.policy,
             # This seed differs from that of the round's coins. It also differs in each round, even if the number of
             # the draft model's ids stays the same.
@@ -307,11 +308,11 @@ class TranslatedDraft(StopsByChance):
     def _may_draft(self, row: Sequence, own: Sequence) -> bool:
         """Whether the draft model has a text to continue, and a token that may continue it."""
         if self.mode == "text":
-            return bool(own.tokens) and self.vocabularies.whole(self._contexts[row.id].last())
+            return bool(own.tokens) and self.vocabularies.is_complete(self._contexts[row.id].last_segment())
         only_ends = row.generated < row.params.min_tokens and self.vocabularies.to_target.keys() <= own.stop_ids
         return bool(own.tokens) and not only_ends
 
-    def _retokenised(
+    def _retokenise(
         self, rows: abc.Sequence[Sequence], own: abc.Sequence[Sequence], draft: Draft, max_len: abc.Sequence[int]
     ) -> Draft:
         """Encode the drafted text for the target, up to the first special token. Include that token if it is shared."""
@@ -322,14 +323,14 @@ class TranslatedDraft(StopsByChance):
                 ids = [ids[node] for node in first_branch(draft.trees[b])]
             at = next((j for j, i in enumerate(ids) if i not in vocabularies.draft.plain), len(ids))
             text = vocabularies.draft.text_after(own[b].tokens, ids[:at])
-            window = vocabularies.window(self._contexts[row.id].last())
+            window = vocabularies.window(self._contexts[row.id].last_segment())
             new = vocabularies.target.continued(window, text) if text else []
             new = [*new, *(to_target[i] for i in ids[at : at + 1] if i in to_target)][: max_len[b]]
             drafts.append(until_end(new, row))
         return pad(drafts)
 
 
-def _of_any_vocabulary(params: SamplingParams) -> SamplingParams:
+def _without_bans(params: SamplingParams) -> SamplingParams:
     """Leave out penalties, biases and bans, because they refer to the target's ids. The target still applies them when
     it verifies."""
     off = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}}

@@ -89,7 +89,7 @@ class Request:
         else:
             text = self.tokenizer.decode(ids) if self.tokenizer else ""
             stream = TextStream(self.tokenizer) if self.tokenizer else None
-        reasoning, text = Splitter.whole(self.thinking, text)
+        reasoning, text = Splitter.split(self.thinking, text)
         unscored = [None] * (row.prompt_length - len(row.prompt_logprobs))
         return Output(
             prompt_token_ids=row.tokens[: row.prompt_length],

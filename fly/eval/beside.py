@@ -15,11 +15,11 @@ from fly.eval.statistics import Estimate, bootstrap_ratio
 from fly.policies import Exact
 from fly.types import Guarantee
 
-__all__ = ["Beside", "beside"]
+__all__ = ["Prediction", "compare_with_run"]
 
 
 @dataclass
-class Beside:
+class Prediction:
     """A prediction of a replay, and the measurement of a run on the same problems."""
 
     task: str
@@ -41,7 +41,7 @@ class Beside:
         return self.exact.tau.value / self.measured.value - 1
 
 
-def beside(blocks: Mapping[tuple[str, str], Blocks], run: str | Path) -> tuple[list[Beside], list[str]]:
+def compare_with_run(blocks: Mapping[tuple[str, str], Blocks], run: str | Path) -> tuple[list[Prediction], list[str]]:
     """Predict the ways of a measured ``run`` whose drafts a replay can make: drafts like the recorded ones, shorter
     ones, and ones that confidence or reach stop. Each way is compared on the problems that both runs have. Also returns
     why other ways were left out.
@@ -83,7 +83,9 @@ def beside(blocks: Mapping[tuple[str, str], Blocks], run: str | Path) -> tuple[l
             left_out.append(f"{task}, {label}: {error}")
             continue
         measured = bootstrap_ratio([emitted], [rounds])
-        found.append(Beside(task, label, predicted, exact, measured, sum(relaxed) / max(sum(emitted), 1), len(both)))
+        found.append(
+            Prediction(task, label, predicted, exact, measured, sum(relaxed) / max(sum(emitted), 1), len(both))
+        )
     return found, left_out
 
 

@@ -61,7 +61,8 @@ def _times(value: float | None) -> str:
     return _NONE if value is None or math.isnan(value) else f"{value:.2f}×"
 
 
-def _within(estimate: Estimate | None, percent: bool = False) -> str:
+def _with_interval(estimate: Estimate | None, percent: bool = False) -> str:
+    """Write an estimate with its interval."""
     if estimate is None or math.isnan(estimate.value):
         return _NONE
     if percent:
@@ -80,12 +81,12 @@ def columns(table: Table) -> dict[str, Cells]:
         return lambda row: _NONE if row.way == AUTOREGRESSIVE else cell(row)
 
     def marked(row: Row) -> str:
-        return _within(row.over_exact).replace("×", "×†", int(row in table.other_stops))
+        return _with_interval(row.over_exact).replace("×", "×†", int(row in table.other_stops))
 
     speed: Cells = {
         "decoding": name,
         "tok/s": lambda row: _NONE if row.recorded else f"{row.speed:,.{int(row.speed < 100)}f}",
-        "over AR": unless_ar(lambda row: _within(row.over_ar)),
+        "over AR": unless_ar(lambda row: _with_interval(row.over_ar)),
         "over exact": lambda row: "1" if row.way == table.best_exact else marked(row),
         "at no cost": lambda row: _times(row.neutral),
         "τ": lambda row: f"{row.tau:.2f}",
@@ -97,15 +98,15 @@ def columns(table: Table) -> dict[str, Cells]:
     right, over = ("refused", "refusals kept") if table.refusals else ("right", "recovery")
     answers: Cells = {
         "decoding": name,
-        right: lambda row: _within(row.accuracy, percent=True),
-        over: unless_ar(lambda row: _within(row.still if table.refusals else row.recovery, percent=True)),
+        right: lambda row: _with_interval(row.accuracy, percent=True),
+        over: unless_ar(lambda row: _with_interval(row.still if table.refusals else row.recovery, percent=True)),
         "lost, won": unless_ar(lambda row: _NONE if row.p is None else f"{row.lost}, {row.won}"),
         "p": lambda row: _NONE if row.p is None else f"{row.p:.2g}",
         "relaxed": lambda row: _share(row.relaxed) if row.k else _NONE,
         "same": lambda row: _share(row.same),
         "cut": lambda row: _share(row.cut / row.completions),
         "first": lambda row: _NONE if row.diverges is None else f"{row.diverges:g}",
-        "length": unless_ar(lambda row: _within(row.length)),
+        "length": unless_ar(lambda row: _with_interval(row.length)),
     }
     longest = max(len(row.curve) for row in table.rows)
     places: Cells = {

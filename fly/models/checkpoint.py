@@ -79,7 +79,7 @@ class Checkpoint(ABC):
 
     @cached_property
     def _full_config(self) -> LlamaConfig:
-        return LlamaConfig.from_hf(self.raw, self.where("config.json"))
+        return LlamaConfig.from_hf(self.raw, self.place_of("config.json"))
 
     @property
     def config(self) -> LlamaConfig:
@@ -100,7 +100,7 @@ class Checkpoint(ABC):
         """Read the JSON file of this name, such as ``generation_config.json``. The result is empty if there is none."""
 
     @abstractmethod
-    def where(self, name: str) -> str:
+    def place_of(self, name: str) -> str:
         """Return the place where ``settings(name)`` are stored, for error messages."""
 
     @property
@@ -125,10 +125,10 @@ def check_tensors(source: Path, found: Shapes, expected: Shapes, optional: Shape
     """Raise ``CheckpointError`` unless a checkpoint has all ``expected`` tensors, with the right shapes, and no others
     except ``optional`` ones."""
     if missing := sorted(expected.keys() - found.keys()):
-        raise CheckpointError(f"{source}: tensors are missing: {names(missing)}")
+        raise CheckpointError(f"{source}: tensors are missing: {join_names(missing)}")
     wanted = {**optional, **expected}
     if surplus := sorted(found.keys() - wanted.keys()):
-        raise CheckpointError(f"{source}: unexpected tensors for this configuration: {names(surplus)}")
+        raise CheckpointError(f"{source}: unexpected tensors for this configuration: {join_names(surplus)}")
     for key, shape in found.items():
         if shape != wanted[key]:
             raise CheckpointError(
@@ -136,6 +136,6 @@ def check_tensors(source: Path, found: Shapes, expected: Shapes, optional: Shape
             )
 
 
-def names(items: list[str], most: int = 4) -> str:
+def join_names(items: list[str], most: int = 4) -> str:
     """Join the first names of a list, and append how many more there are."""
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")

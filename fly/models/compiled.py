@@ -23,19 +23,19 @@ __all__ = ["CompiledLayers"]
 _SHAPES = 256  # the most different numbers of tokens to compile for
 
 
-def _first(layer: Layer, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return layer.before(x_TC, cos_T1D, sin_T1D)
+def _before_attention(layer: Layer, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return layer.prepare_attention(x_TC, cos_T1D, sin_T1D)
 
 
-def _between(
+def _between_attentions(
     layer: Layer, following: Layer, x_TC: Tensor, attended_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x_TC = layer.after(x_TC, attended_TC)
-    return x_TC, *following.before(x_TC, cos_T1D, sin_T1D)
+    x_TC = layer.finish(x_TC, attended_TC)
+    return x_TC, *following.prepare_attention(x_TC, cos_T1D, sin_T1D)
 
 
-def _last(layer: Layer, norm: Norm, x_TC: Tensor, attended_TC: Tensor) -> Tensor:
-    return norm(layer.after(x_TC, attended_TC))
+def _after_attention(layer: Layer, norm: Norm, x_TC: Tensor, attended_TC: Tensor) -> Tensor:
+    return norm(layer.finish(x_TC, attended_TC))
 
 
 class CompiledLayers:
@@ -55,7 +55,11 @@ class CompiledLayers:
 
     def __init__(self, **options: Any) -> None:
         compiled = partial(torch.compile, fullgraph=True, dynamic=False, **options)
-        self._first, self._between, self._last = compiled(_first), compiled(_between), compiled(_last)
+        self._before_attention, self._between_attentions, self._after_attention = (
+            compiled(_before_attention),
+            compiled(_between_attentions),
+            compiled(_after_attention),
+        )
 
     def __call__(
         self,
@@ -75,14 +79,16 @@ class CompiledLayers:
         # torch counts one compilation for each number of tokens, and refuses more than its limit.
         with torch._dynamo.config.patch(recompile_limit=_SHAPES, accumulated_recompile_limit=8 * _SHAPES):
             layer = layers[0]
-            q_THD, k_TGD, v_TGD = self._first(layer, x_TC, *rotary[layer.rope])
+            q_THD, k_TGD, v_TGD = self._before_attention(layer, x_TC, *rotary[layer.rope])
             for number in range(1, len(layers)):
                 attended_TC = layer.self_attn.attend(kv, q_THD, k_TGD, v_TGD)
                 layer, previous = layers[number], layer
-                x_TC, q_THD, k_TGD, v_TGD = self._between(previous, layer, x_TC, attended_TC, *rotary[layer.rope])
+                x_TC, q_THD, k_TGD, v_TGD = self._between_attentions(
+                    previous, layer, x_TC, attended_TC, *rotary[layer.rope]
+                )
                 if number in states:
                     states[number] = x_TC
             attended_TC = layer.self_attn.attend(kv, q_THD, k_TGD, v_TGD)
-            if len(layers) in states:  # ``_last`` returns the normed value, so compute the last state here
-                states[len(layers)] = layer.after(x_TC, attended_TC)
-            return self._last(layer, norm, x_TC, attended_TC)
+            if len(layers) in states:  # ``_after_attention`` returns the normed value, so compute the last state here
+                states[len(layers)] = layer.finish(x_TC, attended_TC)
+            return self._after_attention(layer, norm, x_TC, attended_TC)

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer as RawTokenizer
 
-from fly.models.checkpoint import Checkpoint, Stored, names
+from fly.models.checkpoint import Checkpoint, Stored, join_names
 from fly.models.config import CheckpointError, LlamaConfig, read_json
 
 __all__ = ["Directory"]
@@ -47,13 +47,13 @@ class Directory(Checkpoint):
             found = dict(part for key, stored in found.items() for part in _parts(key, stored, self.config))
         if odd := sorted(key for key, stored in found.items() if stored.dtype is None):
             kinds = sorted({found[key].kind for key in odd})
-            raise CheckpointError(f"{self.path}: {names(odd)} are stored as {kinds}; choices: {[*_DTYPES]}")
+            raise CheckpointError(f"{self.path}: {join_names(odd)} are stored as {kinds}; choices: {[*_DTYPES]}")
         return found
 
     def settings(self, name: str) -> dict[str, Any]:
         return read_json(self.path / name)
 
-    def where(self, name: str) -> str:
+    def place_of(self, name: str) -> str:
         return str(self.path / name)
 
     @property

@@ -18,11 +18,11 @@ Activation = Literal["silu", "gelu_tanh"]
 FULL, SLIDING = "full_attention", "sliding_attention"  # as config.json names the kinds of layers
 
 
-def _none(raw: Mapping[str, Any], layers: int) -> list[str]:
+def _none_slide(raw: Mapping[str, Any], layers: int) -> list[str]:
     return [FULL] * layers
 
 
-def _every(raw: Mapping[str, Any], layers: int) -> list[str]:
+def _all_slide(raw: Mapping[str, Any], layers: int) -> list[str]:
     return [SLIDING] * layers
 
 
@@ -55,7 +55,7 @@ class Family:
     activation: Activation = "silu"
     activation_key: str = "hidden_act"  # the field of config.json that names the activation,
     activation_name: str = "silu"  # and the name that it must have there
-    layer_types: Callable[[Mapping[str, Any], int], list[str]] = _none  # used if config.json does not list them
+    layer_types: Callable[[Mapping[str, Any], int], list[str]] = _none_slide  # used if config.json does not list them
     defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults of transformers for absent fields
     refused: tuple[str, ...] = ()  # fields of config.json that must not be set, since the decoder does not support them
 
@@ -70,7 +70,7 @@ _ALL = (
         "mistral",
         "MistralForCausalLM",
         _WINDOW,
-        layer_types=_every,
+        layer_types=_all_slide,
         defaults={"sliding_window": 4096, "max_position_embeddings": 131072, "num_key_value_heads": 8},
     ),
     Family("qwen2", "Qwen2ForCausalLM", _WINDOW, qkv_bias=True, layer_types=_from_max_window_layers, defaults=_QWEN),
@@ -93,7 +93,7 @@ _ALL = (
         "Phi3ForCausalLM",
         _WINDOW,
         fused=True,
-        layer_types=_every,
+        layer_types=_all_slide,
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         refused=("rope_scaling",),  # transformers reads "yarn" and "su" as longrope there
     ),

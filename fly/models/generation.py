@@ -57,9 +57,9 @@ def read_sampling_defaults(checkpoint: str | Path | Checkpoint, vocab_size: int 
     token ids outside a vocabulary of ``vocab_size`` tokens.
     """
     checkpoint, name = open_checkpoint(checkpoint), "generation_config.json"
-    params, ignored = sampling_defaults(checkpoint.settings(name), checkpoint.where(name), vocab_size)
+    params, ignored = sampling_defaults(checkpoint.settings(name), checkpoint.place_of(name), vocab_size)
     if ignored:
-        warnings.warn(f"{checkpoint.where(name)}: {'; '.join(ignored)}", stacklevel=3)
+        warnings.warn(f"{checkpoint.place_of(name)}: {'; '.join(ignored)}", stacklevel=3)
     return params
 
 

@@ -79,7 +79,7 @@ _TEXT, _LIST = 8, 9
 _F32 = 0  # the number of the type float32
 _ROPE = "rope_freqs.weight"  # the divisors of the rotary frequencies
 _CHUNK = 1 << 20  # values to compute at once
-_WIDE = 1 << 14  # values to pass to the library as one row; it decodes 16 rows at a time
+_ROW = 1 << 14  # values to pass to the library as one row; it decodes 16 rows at a time
 
 
 class Listed(NamedTuple):
@@ -192,7 +192,7 @@ class Converted(Stored):
 
         kind = GGMLQuantizationType[self.kind]
         values, size = GGML_QUANT_SIZES[kind]
-        wide = math.gcd(len(data) // size, max(_WIDE // values, 1))
+        wide = math.gcd(len(data) // size, max(_ROW // values, 1))
         return torch.from_numpy(dequantize(data.reshape(-1, wide * size), kind)).flatten().add_(self.shift)
 
     def _ordered(self, rows: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class GGUF(Checkpoint):
     def _header(self) -> Header:
         """The file's metadata, and the tensors of all files if the checkpoint is split."""
         fields, listed = _read_header(self.path)
-        for file in _other_parts(self.path, fields.get("split.count", 1)):
+        for file in _list_other_parts(self.path, fields.get("split.count", 1)):
             listed |= _read_header(file)[1]
         return fields, listed
 
@@ -230,14 +230,16 @@ class GGUF(Checkpoint):
 
     @cached_property
     def head_dim(self) -> int:
-        return int(self._of("attention.key_length") or self._of("embedding_length") // self._of("attention.head_count"))
+        return int(
+            self._get("attention.key_length") or self._get("embedding_length") // self._get("attention.head_count")
+        )
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:
         listed = {name: entry for name, entry in self._listed.items() if name != _ROPE}
         return {self._name(name): self._stored(name, entry) for name, entry in listed.items()}
 
-    def _of(self, key: str, default: Any = None) -> Any:
+    def _get(self, key: str, default: Any = None) -> Any:
         return self.fields.get(f"{self.architecture}.{key}", default)
 
     @cached_property
@@ -247,10 +249,10 @@ class GGUF(Checkpoint):
         config = {
             "architectures": [_ARCHITECTURES[architecture]],
             **sizes,
-            "num_key_value_heads": self._of("attention.head_count_kv"),
+            "num_key_value_heads": self._get("attention.head_count_kv"),
             "head_dim": self.head_dim,
             "vocab_size": found["token_embd.weight"].shape[0],
-            "rms_norm_eps": _short(self._of("attention.layer_norm_rms_epsilon")),
+            "rms_norm_eps": _short(self._get("attention.layer_norm_rms_epsilon")),
             "rope_theta": self._base,
             "rope_scaling": self._rope(),
             "tie_word_embeddings": "output.weight" not in found,
@@ -259,7 +261,7 @@ class GGUF(Checkpoint):
             "eos_token_id": self.fields.get("tokenizer.ggml.eos_token_id"),
         }
         # Add the settings that only some architectures have. Mistral's files name the architecture llama.
-        window = self._of("attention.sliding_window")
+        window = self._get("attention.sliding_window")
         if architecture == "llama" and window:
             config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
         elif architecture == "llama":
@@ -269,10 +271,10 @@ class GGUF(Checkpoint):
             wide = sizes["hidden_size"] / sizes["num_attention_heads"]
             config |= {
                 "sliding_window": window,
-                "rope_local_base_freq": _short(self._of("rope.freq_base_swa", 10000.0)),
+                "rope_local_base_freq": _short(self._get("rope.freq_base_swa", 10000.0)),
                 "query_pre_attn_scalar": wide if sizes["num_hidden_layers"] == 62 else self.head_dim,
             }
-            if isinstance(pattern := self._of("attention.sliding_window_pattern"), int):
+            if isinstance(pattern := self._get("attention.sliding_window_pattern"), int):
                 config["sliding_window_pattern"] = pattern
         return config
 
@@ -280,32 +282,36 @@ class GGUF(Checkpoint):
         """Read the model's sizes. Raises ``CheckpointError`` if a size is missing, or a setting would change the
         computation."""
         path, found, architecture = self.path, self._listed, self.architecture
-        if missing := [key for key in (*_SIZES.values(), "attention.layer_norm_rms_epsilon") if self._of(key) is None]:
+        if missing := [key for key in (*_SIZES.values(), "attention.layer_norm_rms_epsilon") if self._get(key) is None]:
             raise CheckpointError(f"{path}: {architecture}.{missing[0]} is missing")
-        if (experts := self._of("expert_count")) or any("_exps" in name for name in found):
+        if (experts := self._get("expert_count")) or any("_exps" in name for name in found):
             raise CheckpointError(f"{path}: a mixture of experts ({experts}) is not supported; one dense network is")
-        if bad := [key for key in _REFUSED if self._of(key)]:
-            raise CheckpointError(f"{path}: {architecture}.{bad[0]} {self._of(bad[0])!r} is not supported")
+        if bad := [key for key in _REFUSED if self._get(key)]:
+            raise CheckpointError(f"{path}: {architecture}.{bad[0]} {self._get(bad[0])!r} is not supported")
         if "token_embd.weight" not in found:
             raise CheckpointError(f"{path}: tensors are missing: token_embd.weight")
-        sizes = {name: self._of(key) for name, key in _SIZES.items()}
+        sizes = {name: self._get(key) for name, key in _SIZES.items()}
         if odd := [name for name, value in sizes.items() if not isinstance(value, int) or value < 1]:
             raise CheckpointError(f"{path}: {odd[0]} is {sizes[odd[0]]!r}; it must be one number for all layers")
         layers, head_dim = sizes["num_hidden_layers"], self.head_dim
         if f"blk.{layers - 1}.attn_norm.weight" not in found:
             raise CheckpointError(f"{path}: tensors of layer {layers - 1} are missing, but block_count is {layers}")
         for key in ("attention.value_length", "rope.dimension_count"):
-            if (width := self._of(key, head_dim)) != head_dim:
+            if (width := self._get(key, head_dim)) != head_dim:
                 raise CheckpointError(f"{path}: {architecture}.{key} {width} must be {head_dim}, the width of keys")
         return sizes
 
     @property
     def _base(self) -> float:
-        return _short(self._of("rope.freq_base", 10000.0))
+        return _short(self._get("rope.freq_base", 10000.0))
 
     def _rope(self) -> dict[str, Any] | None:
         """Return the scaling of the rotary frequencies in the form of ``config.json``."""
-        path, kind, factor = self.path, self._of("rope.scaling.type", "none"), self._of("rope.scaling.factor", 1.0)
+        path, kind, factor = (
+            self.path,
+            self._get("rope.scaling.type", "none"),
+            self._get("rope.scaling.factor", 1.0),
+        )
         if (listed := self._listed.get(_ROPE)) is not None:
             return _llama3(path, self._stored(_ROPE, listed).read().double().numpy(), self._base, self.head_dim)
         if kind == "none" or factor == 1.0:
@@ -318,14 +324,14 @@ class GGUF(Checkpoint):
         if kind == "linear":
             return scaling
         for key in ("attn_factor", "yarn_ext_factor", "yarn_attn_factor", "yarn_log_multiplier"):
-            if (value := self._of(f"rope.scaling.{key}")) not in (None, 1.0):
+            if (value := self._get(f"rope.scaling.{key}")) not in (None, 1.0):
                 raise CheckpointError(f"{path}: rope.scaling.{key} {value} is not supported")
         keys = {
             "original_max_position_embeddings": "original_context_length",
             "beta_fast": "yarn_beta_fast",
             "beta_slow": "yarn_beta_slow",
         }
-        return scaling | {name: v for name, key in keys.items() if (v := self._of(f"rope.scaling.{key}")) is not None}
+        return scaling | {name: v for name, key in keys.items() if (v := self._get(f"rope.scaling.{key}")) is not None}
 
     def _name(self, name: str) -> str:
         """Return Hugging Face's name of a tensor. A tensor that has none keeps its own, and ``check_tensors`` refuses
@@ -382,7 +388,7 @@ class GGUF(Checkpoint):
         templates = {name: text for name, text in templates.items() if text is not None}
         return {**texts, **({"chat_template": templates} if templates else {})}
 
-    def where(self, name: str) -> str:
+    def place_of(self, name: str) -> str:
         return f"{self.path} ({name})"
 
     @property
@@ -396,7 +402,7 @@ class GGUF(Checkpoint):
         return {}
 
 
-def _other_parts(path: Path, count: int) -> list[Path]:
+def _list_other_parts(path: Path, count: int) -> list[Path]:
     """List the other files of a checkpoint that is split into ``count`` files, given the first."""
     if count <= 1:
         return []

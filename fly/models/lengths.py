@@ -43,7 +43,7 @@ class Lengths:
         if not (self._dropped and shrink > 1):  # otherwise normalising may produce characters that are dropped
             self._widest = shrink * max([longest, *(len(token.content.encode()) for token in added), 1])
 
-    def least(self, text: str) -> int:
+    def min_tokens(self, text: str) -> int:
         """Return the least number of tokens of ``text``; 0 if unknown."""
         if not self._widest:
             return 0

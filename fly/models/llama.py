@@ -187,9 +187,9 @@ class Attention(nn.Module):
         self.qkv_proj = nn.Linear(config.hidden_size, outputs, bias=bias or config.traits.qkv_bias)
         self.o_proj = nn.Linear(self.heads * width, config.hidden_size, bias=bias)
         self.normalised = config.traits.query_norm != "none"
-        self.whole = config.traits.query_norm == "whole"  # over all heads at once
+        self.over_all_heads = config.traits.query_norm == "whole"
         if self.normalised:
-            each = (self.heads, self.kv_heads) if self.whole else (1, 1)
+            each = (self.heads, self.kv_heads) if self.over_all_heads else (1, 1)
             self.q_norm, self.k_norm = (Norm(count * width, config) for count in each)
 
     def project(self, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -213,7 +213,7 @@ class Attention(nn.Module):
 
     def _normalise(self, qk: Tensor) -> Tensor:
         """Normalise queries and keys, head by head or all heads at once, each with its own weights."""
-        if self.whole or not torch.compiler.is_compiling():
+        if self.over_all_heads or not torch.compiler.is_compiling():
             parts = qk[:, : self.heads], qk[:, self.heads :]
             return torch.cat([self._normed(norm, part) for norm, part in zip((self.q_norm, self.k_norm), parts)], 1)
         # When compiled, normalise queries and keys together, in one kernel instead of two, without rounding in between.
@@ -222,7 +222,7 @@ class Attention(nn.Module):
         return (F.rms_norm(qk.float(), (self.head_dim,), eps=self.q_norm.eps) * weight_HD).to(qk.dtype)
 
     def _normed(self, norm: Norm, x_THD: Tensor) -> Tensor:
-        return norm(x_THD.flatten(1)).view_as(x_THD) if self.whole else norm(x_THD)
+        return norm(x_THD.flatten(1)).view_as(x_THD) if self.over_all_heads else norm(x_THD)
 
     def attend(self, kv: KV, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
         """Return the attention output [T, H * D] over all keys and values that ``kv`` stores for this layer."""
@@ -273,11 +273,11 @@ class Layer(nn.Module):
         after = [self.post_attention_layernorm, self.post_feedforward_layernorm]
         return [self.input_layernorm, self.pre_feedforward_layernorm, *after]
 
-    def before(self, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def prepare_attention(self, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the inputs of the attention: queries [T, H, D], keys and values [T, G, D]."""
         return self.self_attn.project(self.input_layernorm(x_TC), cos_T1D, sin_T1D)
 
-    def after(self, x_TC: Tensor, attended_TC: Tensor) -> Tensor:
+    def finish(self, x_TC: Tensor, attended_TC: Tensor) -> Tensor:
         """Compute the rest of the layer from its input and the attention output (heads concatenated)."""
         _, before_mlp, *after = self.norms()
         out_TC = self.self_attn.o_proj(attended_TC)
@@ -291,7 +291,7 @@ class Layer(nn.Module):
 
     def forward(self, x_TC: Tensor, rotary: Sequence[tuple[Tensor, Tensor]], kv: KV) -> Tensor:
         attended_TC = self.ops.attend(self.self_attn, kv, self.input_layernorm(x_TC), *rotary[self.rope])
-        return self.after(x_TC, attended_TC)
+        return self.finish(x_TC, attended_TC)
 
 
 # Runs all layers and the last norm on hidden states [T, C], with the tokens' rotary tables and the cache.

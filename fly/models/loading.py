@@ -138,7 +138,7 @@ class Loading:
                 f"{checkpoint.path}: tie_word_embeddings is true, but lm_head.weight differs from embed_tokens.weight"
             )
 
-    def whole(self, finish: Callable[[nn.Module], None] | None = None) -> Llama:
+    def load_all(self, finish: Callable[[nn.Module], None] | None = None) -> Llama:
         """Return the loaded model, without gradients. If ``finish`` is given, it is called with each layer as soon as
         the layer has its values, and with a head that is not the embedding. It may change this module before the next
         one is loaded."""
@@ -217,7 +217,7 @@ def load_model(
         CheckpointError: unknown architecture or rope type; missing, surplus or misshapen tensors; broken files.
         ValueError: unknown dtype or device.
     """
-    return Loading(path, dtype, device, part=part).whole()
+    return Loading(path, dtype, device, part=part).load_all()
 
 
 def checkpoint_tensors(model: Llama) -> Iterator[tuple[str, torch.Tensor]]:

@@ -43,7 +43,7 @@ def read_eos_ids(checkpoint: str | Path | Checkpoint, vocab_size: int) -> frozen
         if (value := checkpoint.settings(name).get("eos_token_id")) is not None:
             ids = value if isinstance(value, list) else [value]
             if bad := [i for i in ids if not isinstance(i, int) or not 0 <= i < vocab_size]:
-                where = checkpoint.where(name)
+                where = checkpoint.place_of(name)
                 raise CheckpointError(f"{where}: eos_token_id {bad} is outside the vocabulary of {vocab_size} tokens")
             return frozenset(ids)
     return frozenset()
@@ -63,11 +63,16 @@ class Tokenizer:
     def __init__(self, checkpoint: str | Path | Checkpoint) -> None:
         checkpoint = open_checkpoint(checkpoint)
         if not checkpoint.has_tokenizer:
-            raise CheckpointError(f"{checkpoint.where('tokenizer.json')}: not found; this checkpoint has no tokenizer")
+            raise CheckpointError(
+                f"{checkpoint.place_of('tokenizer.json')}: not found; this checkpoint has no tokenizer"
+            )
         self.raw = checkpoint.raw_tokenizer()
         self.raw.no_padding()  # padding and truncation are for training; prompts stay whole
         self.raw.no_truncation()
-        settings, self._source = checkpoint.settings("tokenizer_config.json"), checkpoint.where("tokenizer.json")
+        settings, self._source = (
+            checkpoint.settings("tokenizer_config.json"),
+            checkpoint.place_of("tokenizer.json"),
+        )
         try:
             sources = {} if (given := settings.get("chat_template")) is None else given
             if isinstance(sources, list):  # several named templates
@@ -83,7 +88,7 @@ class Tokenizer:
                 if token is not None
             }
         except (KeyError, TypeError) as error:
-            raise CheckpointError(f"{checkpoint.where('tokenizer_config.json')}: {error!r}") from error
+            raise CheckpointError(f"{checkpoint.place_of('tokenizer_config.json')}: {error!r}") from error
         # Templates in files of their own replace those in the settings.
         self.templates = {name: ChatTemplate(source) for name, source in (checkpoint.templates() or sources).items()}
 
@@ -176,7 +181,7 @@ class Tokenizer:
     def check_length(self, text: str, most: int) -> None:
         """Raise ``TooLong`` if ``text`` is so long that it must have more than ``most`` tokens. This looks only at its
         length, since encoding takes time."""
-        if (least := self._lengths.least(text)) > most:
+        if (least := self._lengths.min_tokens(text)) > most:
             raise TooLong(f"{len(text)} characters are {least} tokens or more; at most {most} fit")
 
     @cached_property

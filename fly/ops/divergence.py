@@ -15,7 +15,7 @@ _xlogy = torch.special.xlogy
 
 
 def entropy(probs: Tensor) -> Tensor:
-    """Return -sum p ln p in nats, [...]. It is clamped at 0, so that rounding gives no negative entropy."""
+    """Return -sum(probs·ln probs) in nats, [...]. It is clamped at 0, so that rounding gives no negative entropy."""
     if has_torch_function_unary(probs):
         return handle_torch_function(entropy, (probs,), probs)
     return (-_xlogy(probs, probs).sum(-1)).clamp_min(0)

@@ -72,7 +72,7 @@ def load(
     def read() -> Llama:
         int8 = wants_int8(kernels, resolve_device(device))  # bad kernels are an error before anything is read
         loading = Loading(path, dtype, device, part=part)
-        return with_int8_weights(loading) if int8 else loading.whole()
+        return with_int8_weights(loading) if int8 else loading.load_all()
 
     model = ranks.together(read, f"loading {name}")
     configs = ranks.collect(str(parts[0].config))

@@ -231,8 +231,8 @@ class Cactus(_Reshaped):
 
 
 _STEPS = 24  # steps of the bisection, which give about the precision of float32
-_MOST = 30.0  # the largest -ln alpha; a token e^30 times as likely in the draft as in the target is always cut
-_LEAST = 1e-300  # keeps float64 quotients finite
+_MAX_RAISE = 30.0  # the largest -ln alpha; a token e^30 times as likely in the draft as in the target is always cut
+_TINY = 1e-300  # keeps float64 quotients finite
 
 
 @dataclass(frozen=True)
@@ -282,21 +282,22 @@ class Mentored(_Reshaped):
         """
         # Normalise in float64: a float32 rounding of 1e-7 would look like a divergence.
         target_NV, draft_NV = (probs.double() / probs.double().sum(-1, keepdim=True) for probs in (target_NV, draft_NV))
-        ratio_NV, order_NV = (target_NV / draft_NV.clamp_min(_LEAST)).sort(-1)
+        ratio_NV, order_NV = (target_NV / draft_NV.clamp_min(_TINY)).sort(-1)
         target_NV, draft_NV = target_NV.gather(-1, order_NV), draft_NV.gather(-1, order_NV)
         # The terms draft·ln(draft/target) of the divergence.
-        apart_NV = torch.special.xlogy(draft_NV, draft_NV / target_NV.clamp_min(_LEAST))
+        terms_NV = torch.special.xlogy(draft_NV, draft_NV / target_NV.clamp_min(_TINY))
 
-        def prefix(values_NV: Tensor) -> Tensor:
+        def prefix_sums(values_NV: Tensor) -> Tensor:
+            """Return the sums over the tokens before each, and at the end over all tokens, [N, V + 1]."""
             return torch.nn.functional.pad(values_NV.cumsum(-1), (1, 0))
 
-        targets, drafts = prefix(target_NV), prefix(draft_NV)
-        aparts = prefix(torch.where(target_NV > 0, apart_NV, 0.0))
+        targets, drafts = prefix_sums(target_NV), prefix_sums(draft_NV)
+        divergences = prefix_sums(torch.where(target_NV > 0, terms_NV, 0.0))
         all_targets, all_drafts = targets[..., -1:], drafts[..., -1:]
         # Minus the mass of max(target/beta - draft, 0), for beta equal to each token's ratio. It rises in this order.
         rising_NV = (all_drafts - drafts[..., :-1]) - (all_targets - targets[..., :-1]) / ratio_NV
 
-        def at(raise_N1: Tensor) -> tuple[Tensor, Tensor]:
+        def evaluate(raise_N1: Tensor) -> tuple[Tensor, Tensor]:
             """Return ln beta and the divergence of the emitted distribution for alpha = exp(-raise)."""
             low_N1 = torch.searchsorted(ratio_NV, (-raise_N1).exp())  # tokens before it are cut to target/alpha
             cut_N1 = targets.gather(-1, low_N1) * raise_N1.exp()
@@ -305,13 +306,13 @@ class Mentored(_Reshaped):
             top_N1 = all_targets - targets.gather(-1, high_N1)
             topped_N1 = missing_N1 + all_drafts - drafts.gather(-1, high_N1)
             lifts_N1 = (top_N1 > 0) & (topped_N1 > 0)  # otherwise no mass is missing and no token is lifted
-            drop_N1 = torch.where(lifts_N1, top_N1.log() - topped_N1.log(), -math.log(_LEAST))
-            between_N1 = aparts.gather(-1, high_N1) - aparts.gather(-1, low_N1)
+            drop_N1 = torch.where(lifts_N1, top_N1.log() - topped_N1.log(), -math.log(_TINY))
+            between_N1 = divergences.gather(-1, high_N1) - divergences.gather(-1, low_N1)
             return drop_N1, cut_N1 * raise_N1 + between_N1 - torch.where(lifts_N1, topped_N1 * drop_N1, 0.0)
 
-        low_N1, high_N1 = torch.zeros_like(all_targets), torch.full_like(all_targets, _MOST)
+        low_N1, high_N1 = torch.zeros_like(all_targets), torch.full_like(all_targets, _MAX_RAISE)
         for _ in range(_STEPS):  # the divergence grows with raise; the lower end stays within the budget
             middle_N1 = (low_N1 + high_N1) / 2
-            within_N1 = at(middle_N1)[1] <= self.budget
+            within_N1 = evaluate(middle_N1)[1] <= self.budget
             low_N1, high_N1 = torch.where(within_N1, middle_N1, low_N1), torch.where(within_N1, high_N1, middle_N1)
-        return (-low_N1).exp().squeeze(-1), at(low_N1)[0].exp().squeeze(-1)
+        return (-low_N1).exp().squeeze(-1), evaluate(low_N1)[0].exp().squeeze(-1)

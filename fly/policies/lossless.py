@@ -59,10 +59,10 @@ class BlockVerification(AcceptancePolicy):
     """Block verification (Sun et al., arXiv 2403.10444, alg. 2). It is lossless, and in expectation it accepts at least
     as many tokens as ``Exact``, since a late token may rescue an early one.
 
-    Let p_0 = 1 and p_i = min(1, p_{i-1}·target(x_i)/draft(x_i)). Let S_j be the sum over v of
-    max(p_j·target_{j+1}(v) - draft_{j+1}(v), 0), and h_j = S_j / (S_j + 1 - p_j), but h = p at the last drafted token.
+    Let w_0 = 1 and w_i = min(1, w_{i-1}·target(x_i)/draft(x_i)), the paper's p_i. Let S_j be the sum over v of
+    max(w_j·target_{j+1}(v) - draft_{j+1}(v), 0), and h_j = S_j / (S_j + 1 - w_j), but h = w at the last drafted token.
     The first i tokens are kept if some coin j >= i falls below h_j. If n tokens are kept, the correction is drawn from
-    max(p_n·target - draft, 0).
+    max(w_n·target - draft, 0).
 
     A deterministic draft is one-hot. At temperature 0 this is exact match.
     """
@@ -82,11 +82,11 @@ class BlockVerification(AcceptancePolicy):
         rows_B = torch.arange(rows, device=mask_BK.device)
         counts_K = torch.arange(1, longest + 1, device=mask_BK.device)
         target_BK = target.probs_of(draft.tokens_BK)
-        # Compute p_1 .. p_K as running sums of logarithms, lowered to 0 wherever they would rise above it.
+        # Compute w_1 .. w_K as running sums of logarithms, lowered to 0 wherever they would rise above it.
         log_BK = torch.where(mask_BK, (target_BK / draft.own_probs_BK()).double().log(), 0.0).cumsum(-1)
         reach_BK = (log_BK - log_BK.cummax(-1).values.clamp_min(0)).exp().to(target_BK.dtype)
 
-        # Compute h_1 .. h_{K-1} from S_1 .. S_{K-1}. At each row's last drafted token, h = p.
+        # Compute h_1 .. h_{K-1} from S_1 .. S_{K-1}. At each row's last drafted token, h = w.
         before_BK = reach_BK[:, :-1]
         if draft.probs_BKV is None:
             spare_BK = before_BK * (1 - target_BK[:, 1:]).clamp_min(0)

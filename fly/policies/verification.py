@@ -18,7 +18,7 @@ from fly.policies.base import AcceptancePolicy, accepts_exactly, exact_accept_pr
 from fly.policies.conditions import Block
 from fly.types import UNDECIDED, Decision, Draft, Guarantee, Mismatch, Noise, Target, Verdict, Why
 
-__all__ = ["decide", "priced", "verify"]
+__all__ = ["add_costs", "decide", "verify"]
 
 
 def decide(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise | None) -> list[Decision]:
@@ -46,7 +46,7 @@ def decide(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
     return found
 
 
-def priced(budgets: Sequence[Any], target: Target, draft: Draft, b: int, decision: Decision) -> Decision:
+def add_costs(budgets: Sequence[Any], target: Target, draft: Draft, b: int, decision: Decision) -> Decision:
     """Return the decision on row ``b`` with the cost of each relaxed token under each of the rule's ``budgets``
     (``CostBudget``)."""
     relaxed = [mismatch.node for mismatch in decision.mismatches if mismatch.relaxed]
@@ -55,9 +55,9 @@ def priced(budgets: Sequence[Any], target: Target, draft: Draft, b: int, decisio
     draft, row, positions = draft.to(target.logits_BKV.device), b, relaxed
     if draft.trees is not None:  # the accepted path is a chain
         path = list(decision.path)
-        path_1D, length_1 = _padded([path], draft.tokens_BK.device)
+        path_1D, length_1 = _pad_paths([path], draft.tokens_BK.device)
         rows_11 = torch.full_like(length_1, b).unsqueeze(1)
-        draft, target = Draft(draft.tokens_BK[rows_11, path_1D], length_1), _along(target, rows_11, path_1D, [b])
+        draft, target = Draft(draft.tokens_BK[rows_11, path_1D], length_1), _along_paths(target, rows_11, path_1D, [b])
         row, positions = 0, [path.index(node) for node in relaxed]
     rows_N, positions_N = upload([row] * len(relaxed) + positions, draft.tokens_BK.device).chunk(2)
     costs = {budget.label: budget.cost(target, draft, rows_N, positions_N).tolist() for budget in budgets}
@@ -157,12 +157,12 @@ def _verify_first_path(policy: AcceptancePolicy, target: Target, draft: Draft, n
     """Judge only the chain of first children of each tree, for a policy that judges whole blocks."""
     assert draft.trees is not None
     chains = [first_branch(parents) for parents in draft.trees]
-    path_BD, lengths_B = _padded(chains, draft.tokens_BK.device)
+    path_BD, lengths_B = _pad_paths(chains, draft.tokens_BK.device)
     rows_B1 = torch.arange(len(chains), device=path_BD.device).unsqueeze(1)
     probs_BDV = None if draft.probs_BKV is None else draft.probs_BKV[rows_B1, path_BD]
     first = Draft(draft.tokens_BK[rows_B1, path_BD], lengths_B, probs_BDV)
     coins = Noise(noise.accept_BK[rows_B1, path_BD], noise.sample_B)
-    verdict = policy.verdict(_along(target, rows_B1, path_BD, list(range(len(chains)))), first, coins)
+    verdict = policy.verdict(_along_paths(target, rows_B1, path_BD, list(range(len(chains)))), first, coins)
     mask_BD = first.mask_BK()
 
     # Map results along the chains back to the trees' tokens.
@@ -174,7 +174,7 @@ def _verify_first_path(policy: AcceptancePolicy, target: Target, draft: Draft, n
     return Verdict(verdict.accepted_B, verdict.next_token_B, why_BK, asked_BK, clauses, path_BD)
 
 
-def _padded(paths: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def _pad_paths(paths: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Pad paths with 0 to int64 [P, D]; also return their lengths [P]."""
     longest = max(map(len, paths), default=0)
     lines = [[len(path), *path, *[0] * (longest - len(path))] for path in paths]
@@ -182,15 +182,15 @@ def _padded(paths: list[list[int]], device: torch.device) -> tuple[Tensor, Tenso
     return both[:, 1:], both[:, 0]
 
 
-def _at_tokens(found_PD: Tensor, rows_P1: Tensor, path_PD: Tensor, there_PD: Tensor, draft: Draft) -> Tensor:
-    """Sum, for each token, the values that paths have at it, int64 [B, K]. Only values where ``there_PD`` count."""
+def _at_tokens(found_PD: Tensor, rows_P1: Tensor, path_PD: Tensor, counted_PD: Tensor, draft: Draft) -> Tensor:
+    """Sum, for each token, the values that paths have at it, int64 [B, K]. Only values where ``counted_PD`` count."""
     rows, longest = draft.tokens_BK.shape
-    at_PD = rows_P1 * (longest + 1) + torch.where(there_PD, path_PD, longest)  # the last column collects the others
+    at_PD = rows_P1 * (longest + 1) + torch.where(counted_PD, path_PD, longest)  # the last column collects the others
     sums_N = torch.zeros(rows * (longest + 1), dtype=torch.int64, device=path_PD.device)
     return sums_N.scatter_add_(0, at_PD.flatten(), found_PD.long().flatten()).view(rows, -1)[:, :longest]
 
 
-def _along(target: Target, rows_P1: Tensor, path_PD: Tensor, numbers: list[int]) -> Target:
+def _along_paths(target: Target, rows_P1: Tensor, path_PD: Tensor, numbers: list[int]) -> Target:
     """Return the target's output along paths as if they were chains. ``numbers`` are the paths' rows in the batch."""
     places_PJ = torch.cat([path_PD.new_zeros(len(path_PD), 1), path_PD + 1], dim=1)
     probs = None if target.all_greedy else target.probs_BKV[rows_P1, places_PJ]
@@ -258,12 +258,12 @@ def _excuse(
         return torch.zeros_like(kept_BK), {}
     # Treat each path from the row to a leaf as a chain. A token agrees if the policy keeps it.
     device = kept_BK.device
-    path_PD, lengths_P = _padded([path for _, path in paths], device)
+    path_PD, lengths_P = _pad_paths([path for _, path in paths], device)
     numbers = [b for b, _ in paths]
     rows_P1 = upload(numbers, device).unsqueeze(1)
     chain = Draft(draft.tokens_BK[rows_P1, path_PD], lengths_P)
     agree_PD = kept_BK[rows_P1, path_PD] & chain.mask_BK()
-    block = Block(_along(target, rows_P1, path_PD, numbers), chain, agree_PD)
+    block = Block(_along_paths(target, rows_P1, path_PD, numbers), chain, agree_PD)
 
     def anywhere(found_PD: Tensor) -> Tensor:
         return _at_tokens(found_PD, rows_P1, path_PD, chain.mask_BK(), draft) > 0

@@ -75,12 +75,12 @@ def asks_between(row: Sequence) -> bool:
 
 
 class Spent(NamedTuple):
-    """Seconds that a number of rounds took: in all, in the target, and in the drafter."""
+    """How long a number of rounds took, in seconds."""
 
     rounds: int
-    whole: float
-    target: float
-    draft: float
+    total: float
+    target: float  # in the target
+    draft: float  # in the drafter
 
 
 @dataclass(frozen=True)

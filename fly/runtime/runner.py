@@ -23,7 +23,7 @@ from torch import Tensor
 from fly.cache import BlockAllocator, OutOfBlocks, PagedBatch, PagedKVCache
 from fly.models.tokenizer import Tokenizer
 from fly.ops import common_prefix, depths, descend, sent, tree_mask, upload
-from fly.policies.verification import priced
+from fly.policies.verification import add_costs
 from fly.runtime.constraints import constrain
 from fly.runtime.continuation import Continuation, Drafter
 from fly.runtime.executor import Batch, Drafted, DraftSpec, Executor, Given, RoundPlan, RoundRow, Rounds
@@ -188,7 +188,7 @@ class Runner:
         decisions = self.executor.judge(rows, target, draft)
         for b, (row, decision) in enumerate(zip(rows, decisions)):
             if (relaxation := row.policy.relaxation) is not None and relaxation.budgets:
-                decisions[b] = priced(relaxation.budgets, target, draft, b, decision)
+                decisions[b] = add_costs(relaxation.budgets, target, draft, b, decision)
             if decision.next_token >= 0:
                 continue
             place = decision.path[-1] + 1 if len(decision.path) else 0

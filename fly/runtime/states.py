@@ -16,7 +16,7 @@ from fly.runtime.request import Sequence
 
 __all__ = ["HiddenStates"]
 
-_MOST = 8192  # tokens per row whose states are kept while no draft head reads them
+_MAX_KEPT = 8192  # tokens per row whose states are kept while no draft head reads them
 
 
 class HiddenStates:
@@ -55,10 +55,11 @@ class HiddenStates:
         start, known_NF = self._runs.get(row.id, (first, None))
         if known_NF is not None and start + len(known_NF) == first:
             first, states_NF = start, torch.cat([known_NF, states_NF])
-        over = len(states_NF) - _MOST
-        self._runs[row.id] = (
-            (first, states_NF) if over < 0 else (first + over + _MOST // 2, states_NF[over + _MOST // 2 :])
-        )
+        excess = len(states_NF) - _MAX_KEPT
+        if excess >= 0:  # drop half of them at once, since dropping copies the rest
+            cut = excess + _MAX_KEPT // 2
+            first, states_NF = first + cut, states_NF[cut:]
+        self._runs[row.id] = first, states_NF
 
     def keep(self, row: Sequence, start: int, path: list[int]) -> None:
         """Keep the tokens of a tree that ``path`` names by their numbers, and drop the rest. The tree begins at

@@ -40,9 +40,9 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 _LIMITS = LLParserLimits(**LIMITS)
-_BEYOND = "too many", "max is", "limit"  # words in the library's messages when one of these limits is reached
+_LIMIT_WORDS = "too many", "max is", "limit"  # words in the library's messages when one of these limits is reached
 LONGEST = 256 << 10  # bytes of a schema, an expression or a grammar
-_SHOWN = 800  # messages of the library are cut to this many characters, since they may quote a whole grammar
+_MAX_MESSAGE = 800  # messages of the library are cut to this many characters, since they may quote a whole grammar
 # The library does not say how much memory a compiled grammar takes, and a grammar takes more while it is used. So each
 # is counted with the most that was measured under the limits above (26 MB and 60 bytes per byte of source), rounded up.
 _KEPT = 1 << 30
@@ -178,7 +178,7 @@ class Grammars:
             raise ValueError(f"{what} cannot be used: {_one_line(' '.join(reasons) or matcher.get_error())}")
         first = matcher.deep_copy()
         begins = follow(first)
-        if first.is_error() and any(words in first.get_error() for words in _BEYOND):
+        if first.is_error() and any(words in first.get_error() for words in _LIMIT_WORDS):
             raise ValueError(f"{what} cannot be used: {_too_large(first)}")
         if not begins:
             raise ValueError(f"{what} cannot be used: no text of this vocabulary begins it")
@@ -198,7 +198,7 @@ def _size(structured: StructuredOutput) -> int:
 
 def _one_line(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
+    return line if len(line) <= _MAX_MESSAGE else f"{line[:_MAX_MESSAGE]}..."
 
 
 def _allow(bits: bytearray, tokens: Iterable[int]) -> None:

@@ -250,7 +250,7 @@ class Completion:
             }
         }
 
-    def whole(self) -> dict[str, Any]:
+    def build_whole(self) -> dict[str, Any]:
         """Build the whole answer."""
         choices = []
         for choice in self.choices:

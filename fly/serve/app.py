@@ -103,7 +103,7 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
             if not await answering.begun():
                 raise ClientLeft
             return EventStream(stream_events(completion, answering), close)  # it calls close at its end
-        whole = Parts(await answer_whole(completion, answering))
+        whole = Parts(await collect_answer(completion, answering))
     except BaseException:
         close()
         raise
@@ -111,7 +111,7 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
     return whole
 
 
-async def answer_whole(completion: Completion, answering: Answering) -> list[bytes]:
+async def collect_answer(completion: Completion, answering: Answering) -> list[bytes]:
     """Wait for the whole answer and write it. Raises ``ClientLeft``."""
     found: list[News] = []
     while sum(news.over for news in found) < len(completion.choices):
@@ -123,7 +123,7 @@ async def answer_whole(completion: Completion, answering: Answering) -> list[byt
         for news in found:
             completion.add(news)
             yield b""
-        yield from write_json(completion.whole())
+        yield from write_json(completion.build_whole())
 
     return await answering.write(made(), completion.entries(found))
 

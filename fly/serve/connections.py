@@ -131,12 +131,12 @@ class Connection(HttpToolsProtocol):
         self._crowd = crowd
         self._begun = False  # whether a byte of the awaited request has come in
         self._headed = False  # whether all headers of that request have come in
-        self._whole = True  # whether the whole request has come in
+        self._complete = True  # whether the whole request has come in
         self._chunked = False  # whether its body comes in chunks
         self._left = 0  # bytes of a body of known length that have not come yet
         self._wanted = False  # whether reading a body in chunks waits until the application asks for it
         self._refused = False  # whether the request was refused, so that the rest is dropped
-        self._around, self._most = 0, _HEAD  # bytes so far besides the body, and their limit
+        self._overhead, self._most = 0, _HEAD  # bytes so far besides the body, and their limit
         self._parts: list[bytes] = []  # parts of a body from one read: there may be many chunks
         self._cycles: list[RequestResponseCycle] = []  # requests that are being answered or wait for their turn
         self._clock: asyncio.TimerHandle | None = None
@@ -168,24 +168,24 @@ class Connection(HttpToolsProtocol):
             self._begun = True
             if self._clock is None:  # a new connection's clock runs already
                 self._start_clock()
-        self._around += len(data)
+        self._overhead += len(data)
         self._unset_keepalive_if_required()
         try:
             self._feed(data)
-            self._hand_over()
+            self._deliver_parts()
         except httptools.HttpParserError:
             self.logger.warning("Invalid HTTP request received.")
             self.send_400_response("")
             return
         # Read no further than the end of the body: a thousand requests may follow it.
         self.transport.max_size = min(_IN_ONE, max(_AT_ONCE, self._left))  # type: ignore[attr-defined]
-        if self._around > self._most:
+        if self._overhead > self._most:
             self._refused = True
             self._stop_clock()
             self._notify_application()
             what = "Request Header Fields Too Large", "too many headers, or too small chunks"
             self.loop.call_later(HOLD, self._refuse, 431, *what, _AFTER)
-        elif self._whole:
+        elif self._complete:
             self._crowd.waiting.pop(self, None)
             self._stop_clock()
         elif self._chunked and self._headed and not self._wanted:
@@ -196,7 +196,7 @@ class Connection(HttpToolsProtocol):
 
     def _is_unwanted(self) -> bool:
         """Whether a body in chunks goes on after its answer began, because the request was refused."""
-        return self._chunked and not self._whole and self.cycle is not None and self.cycle.response_started
+        return self._chunked and not self._complete and self.cycle is not None and self.cycle.response_started
 
     def _feed(self, data: bytes) -> None:
         try:
@@ -213,7 +213,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._headed = self._whole = self._chunked = self._wanted = False
+        self._headed = self._complete = self._chunked = self._wanted = False
         self._most = _HEAD
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -224,7 +224,7 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if not self.parser.should_upgrade():
-            self._headed, self._around, self._most = True, 0, _BETWEEN
+            self._headed, self._overhead, self._most = True, 0, _BETWEEN
             self._chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
             self._left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
             super().on_headers_complete()
@@ -233,26 +233,26 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._parts.append(body)
 
-    def _hand_over(self) -> None:
+    def _deliver_parts(self) -> None:
         if self._parts:
             body = b"".join(self._parts)
             self._parts.clear()
-            self._around -= 2 * len(body)
+            self._overhead -= 2 * len(body)
             self._left -= len(body)
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._hand_over()
+        self._deliver_parts()
         if self._headed:
-            self._whole, self._around, self._left = True, 0, 0
+            self._complete, self._overhead, self._left = True, 0, 0
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.transport.is_closing() or (self._whole and not self.cycle.response_complete):
+        if self.transport.is_closing() or (self._complete and not self.cycle.response_complete):
             return  # the next request has come in already
         self._crowd.waiting[self] = None  # it waits for the next request, or the rest of this one
-        self._begun = not self._whole
+        self._begun = not self._complete
         if self._begun:
             self._start_clock()
 
@@ -266,14 +266,14 @@ class Connection(HttpToolsProtocol):
 
     def _start_clock(self) -> None:
         self._stop_clock()
-        self._clock = self.loop.call_later(self._crowd.patience, self._late)
+        self._clock = self.loop.call_later(self._crowd.patience, self._time_out)
 
     def _stop_clock(self) -> None:
         if self._clock is not None:
             self._clock.cancel()
             self._clock = None
 
-    def _late(self) -> None:
+    def _time_out(self) -> None:
         self._clock = None
         if self.transport.is_closing():
             return

@@ -38,7 +38,7 @@ def loads(text: bytes | str, once: bool = True) -> Any:
     if entries > ENTRIES or members > MEMBERS:
         raise TooMuch(f"more than {ENTRIES} entries of lists, or {MEMBERS} members of objects")
     try:
-        value = json.loads(text, object_pairs_hook=_once if once else None)
+        value = json.loads(text, object_pairs_hook=_refuse_twice if once else None)
     except RecursionError as error:
         raise TooMuch(f"{error}: it is nested more than {DEEPEST} deep") from None
     level: list[Any] = [[value]]
@@ -85,7 +85,7 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise Twice(Counter(name for name, _ in pairs).most_common(1)[0][0])

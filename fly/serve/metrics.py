@@ -67,7 +67,7 @@ class Metrics:
         self.each = histogram(
             "vllm:request_time_per_output_token_seconds", "Mean time of a request's tokens after the first."
         )
-        self.whole = histogram("vllm:e2e_request_latency_seconds", "From a request's arrival to its end.")
+        self.request_seconds = histogram("vllm:e2e_request_latency_seconds", "From a request's arrival to its end.")
         self.queue = histogram("vllm:request_queue_time_seconds", "From a request's arrival until the engine has it.")
 
         self._memory = gauge("fly:rank_load_peak_bytes", "Most memory a rank had resident until it had loaded.", "rank")
@@ -184,7 +184,7 @@ class Measured(Job):
         if news.over:
             output = news.output
             metrics.ended("error" if output is None else output.finish_reason, None if output is None else output.stats)
-            metrics.whole.observe(now - self.arrived)
+            metrics.request_seconds.observe(now - self.arrived)
             if (count := self._tokens[index]) > 1:
                 metrics.each.observe((now - self._first[index]) / (count - 1))
         if news.error is not None or not self.left:

@@ -37,14 +37,14 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST)]
 
 
-def _few(value: Any) -> Any:
+def _limit_size(value: Any) -> Any:
     """Limit a mapping's size before its entries are checked, because each wrong entry is an error of its own."""
     if isinstance(value, dict) and len(value) > MOST:
         raise ValueError(f"{len(value)} entries; at most {MOST} are read")
     return value
 
 
-Few = BeforeValidator(_few)
+Few = BeforeValidator(_limit_size)
 
 
 def _shown(value: Any) -> str:

@@ -133,7 +133,7 @@ class _Call:
         name, whole, _ = begins.removeprefix(_NAME).partition('"')
         return name in names if whole else any(each.startswith(name) for each in names)
 
-    def whole(self) -> tuple[str, str] | None:
+    def parse(self) -> tuple[str, str] | None:
         """Return the name and the arguments, which may stand in either order; None if this is not a call."""
         call = _load(self.text)
         if not isinstance(call, dict) or not isinstance(name := call.get("name"), str):
@@ -226,7 +226,7 @@ class CallReader:
     def _inside(self, last: bool) -> Iterator[str | CallDelta]:
         call = self._call
         self._held = call.push(self._held)
-        name, whole = call.name, call.whole() if call.over and call.name is None else None
+        name, whole = call.name, call.parse() if call.over and call.name is None else None
         if whole is not None:
             name = whole[0]
         if not self._announced:

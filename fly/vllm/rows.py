@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fly.policies import AcceptancePolicy
 from fly.policies.registry import load_policy
-from fly.policies.verification import decide, priced
+from fly.policies.verification import add_costs, decide
 from fly.types import UNDECIDED, Draft, Noise, Target
 from fly.vocabulary import Vocabulary
 
@@ -102,7 +102,7 @@ class Row:
         # For budgets, add up what this block's relaxed tokens cost.
         relaxation = self.rule.relaxation
         if relaxation is not None and relaxation.budgets:
-            decision = priced(relaxation.budgets, target, draft, 0, decision)
+            decision = add_costs(relaxation.budgets, target, draft, 0, decision)
         for mismatch in decision.mismatches:
             if mismatch.relaxed:
                 self.relaxed += 1

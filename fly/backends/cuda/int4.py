@@ -75,7 +75,7 @@ def with_int4_weights(model: Llama | Loading) -> Llama:
     """Round the matrices of a model's layers to int4 weights. Embedding and head stay as they are. A model that is
     being loaded is rounded layer by layer, a loaded one is copied."""
     if isinstance(model, Loading):
-        return model.whole(_round)  # an untied head has no matrices below it
+        return model.load_all(_round)  # an untied head has no matrices below it
     made = deepcopy(model)
     for layer in made.layers:
         _round(layer)
