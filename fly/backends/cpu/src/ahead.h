@@ -2,8 +2,8 @@
 // Each variant includes this file, and the headers that follow, in a namespace of its own. Knows nothing of the
 // arithmetic.
 
-// How many rows a product has registers for. Up to ``four`` rows are multiplied with four panels at once, up to ``two``
-// with two.
+// The rows and panels for whose sums a product has registers: at most ``rows`` rows at once. Up to ``four`` rows are
+// multiplied with four panels at once, up to ``two`` with two.
 struct Room {
     int rows, four, two;
 

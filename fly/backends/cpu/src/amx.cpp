@@ -50,9 +50,9 @@ ON_TILES NOINLINE void multiply(const TileBlock& of) {
     _tile_zero(3);
     for (long at = 0, ahead = of.ahead; at < of.panel; at += CHUNK, ahead += of.fetched, a += 64) {
         const bool here = ahead < of.panel;  // else beyond the panel's end
-        const char* soon = here ? of.weights + ahead : of.then + (ahead - of.panel);
-        for (int j = 0; j < PANELS; j++, soon += here ? of.panel : of.then_panel)
-            for (int i = 0; i < of.fetched; i += 64) of.close ? fetch_close(soon + i) : fetch(soon + i);
+        const char* line = here ? of.weights + ahead : of.then + (ahead - of.panel);
+        for (int j = 0; j < PANELS; j++, line += here ? of.panel : of.then_panel)
+            for (int i = 0; i < of.fetched; i += 64) of.close ? fetch_close(line + i) : fetch(line + i);
         _tile_loadd(4, a, of.row_bytes);
         if constexpr (TILES == 2) _tile_loadd(5, a + of.second, of.row_bytes);
         _tile_loadd(6, w + at, STEPS);
@@ -133,7 +133,7 @@ bool is_right() {
 ON_TILES void fly::begin_tiles(int rows) {
     Config config = {};
     config.palette = 1;
-    for (int tile = 0; tile < 8; tile++) config.bytes[tile] = 64, config.rows[tile] = tile < 6 ? least_of(rows, 16) : 16;
+    for (int tile = 0; tile < 8; tile++) config.bytes[tile] = 64, config.rows[tile] = tile < 6 ? min_of(rows, 16) : 16;
     asm volatile("" ::"r"(&config) : "memory");  // all of it is written; the intrinsic says that it reads 8 bytes
     _tile_loadconfig(&config);
 }

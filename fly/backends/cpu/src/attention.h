@@ -11,8 +11,8 @@ constexpr int BLOCK = 16;               // stored tokens that are scored at once
 constexpr int TURNED = 6;               // from so many queries of a head on, it pays to transpose its keys
 
 // How many new tokens share a pass over one key/value head, and how many key/value heads share one.
-inline int query_tokens(const Shape& shape) { return most_of(QUERIES / (shape.heads / shape.kv_heads), 1); }
-inline int query_groups(int queries) { return most_of(QUERIES / queries, 1); }
+inline int query_tokens(const Shape& shape) { return max_of(QUERIES / (shape.heads / shape.kv_heads), 1); }
+inline int query_groups(int queries) { return max_of(QUERIES / queries, 1); }
 
 // A thread's own buffers.
 struct Scratch {
@@ -24,7 +24,7 @@ struct Scratch {
     float* steps;
 
     Scratch(Dealer& from, const Shape& shape, int longest) : stride(padded(longest, BLOCK)) {
-        const int queries_of = most_of(shape.heads / shape.kv_heads, QUERIES), width = padded(shape.head_dim);
+        const int queries_of = max_of(shape.heads / shape.kv_heads, QUERIES), width = padded(shape.head_dim);
         scores = from.take<float>(queries_of, stride);
         out = from.take<float>(queries_of, width);
         sums = from.take<float>(queries_of);
@@ -93,7 +93,7 @@ inline void locate(const Call* call, void* base, int layer, const Row& row, int 
 // Fetches the cache lines of 2·W numbers of keys (or values) from ``p`` on, each line once. They go to the second-level
 // cache, because the first level waits for too few lines at once to keep memory busy.
 template <class K>
-ALWAYS_INLINE void soon(const K* p) {
+ALWAYS_INLINE void fetch_row(const K* p) {
     constexpr int BYTES = 2 * W * (int)sizeof(K);
     if (BYTES < 64 && (uintptr_t)p % 64 >= BYTES) return;
     UNROLL for (int i = 0; i < BYTES; i += 64) fetch((const char*)p + i);
@@ -101,8 +101,8 @@ ALWAYS_INLINE void soon(const K* p) {
 
 // The same from value ``from`` on of slot ``i`` in ``then``. Null: nothing is fetched.
 template <class K>
-ALWAYS_INLINE void soon(const K* const* then, int i, long from) { soon(then[i] + from); }
-ALWAYS_INLINE void soon(decltype(nullptr), int, long) {}
+ALWAYS_INLINE void fetch_row(const K* const* then, int i, long from) { fetch_row(then[i] + from); }
+ALWAYS_INLINE void fetch_row(decltype(nullptr), int, long) {}
 
 // Walks over the keys (or values) of tokens ``begin`` to ``end``, block by block: calls ``use(first, slots, then)``
 // with the slots of the block's tokens, in which all of ``groups`` lie side by side, and the slots of a later block, to
@@ -124,7 +124,7 @@ inline void walk(const Call* call, bool keys, int layer, const Row& row, Range g
         find(block);
         if (keys)
             for (const K* at : ring[block])
-                for (int i = 0; i < count * d; i += 2 * W) soon(at + i);
+                for (int i = 0; i < count * d; i += 2 * W) fetch_row(at + i);
     }
     for (int block = 0; block < blocks; block++) {
         find(block + ahead);
@@ -172,7 +172,7 @@ inline void score(Asking<K> who, const int offset[NQ], const K* const* key, Then
     const auto step = [&](auto... left) __attribute__((always_inline)) {  // of 2·W values, or as many as are left
         UNROLL for (int i = 0; i < W; i++) {
             const long from = offset[i / NK] + at;
-            if (i < NK || offset[i / NK] != offset[i / NK - 1]) soon(then, i % NK, from);
+            if (i < NK || offset[i / NK] != offset[i / NK - 1]) fetch_row(then, i % NK, from);
             acc[i] = Stored<K>::dot(who.query + i / NK * who.width + at, acc[i], key[i % NK] + from, left...);
         }
     };
@@ -200,7 +200,7 @@ ALWAYS_INLINE void weigh(const Scratch& s, long width, int query, int key, int c
     for (int j = 0; j < count; j++) {
         Pair x[NV / 2];
         UNROLL for (int v = 0; v < NV / 2; v++) {
-            soon(then, j, offset + at + v * 2 * W);
+            fetch_row(then, j, offset + at + v * 2 * W);
             x[v] = NV == 2 && rest < 2 * W ? pair(value[j] + offset + at, rest) : pair(value[j] + offset + at + v * 2 * W);
         }
         UNROLL for (int i = 0; i < NQ; i++) {
@@ -239,7 +239,7 @@ inline void widen(const K* const* value, const K* const* then, int count, int of
     for (int j = 0; j < count; j++, to += room)
         for (int at = 0; at < d; at += 2 * W) {
             const K* p = value[j] + offset + at;
-            soon(then[j] + offset + at);
+            fetch_row(then[j] + offset + at);
             const Pair x = at + 2 * W <= d ? pair(p) : pair(p, d - at);
             st(to + at, x.first), st(to + at + W, x.second);
         }
@@ -254,7 +254,7 @@ inline void turn(const K* const* key, const K* const* then, int offset, int d, f
         for (int half = 0; half < 2 * W / PART; half++) {
             const int from = at + half * PART, left = d - from;
             Vec rows[W];
-            if (!half) UNROLL for (int j = 0; j < W; j++) soon(then[j] + offset + at);
+            if (!half) UNROLL for (int j = 0; j < W; j++) fetch_row(then[j] + offset + at);
             if (left >= PART)
                 UNROLL for (int j = 0; j < W; j++) rows[j] = ld((const float*)(key[j] + offset + from));
             else
@@ -380,7 +380,7 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     int offsets[QUERIES];
     for (int q = 0; q < queries && together; q++) offsets[q] = q / each * d;
     int begin = end;
-    for (int n = from; n < to; n++) begin = least_of(begin, first_seen(row, n, model->layers[layer].window));
+    for (int n = from; n < to; n++) begin = min_of(begin, first_seen(row, n, model->layers[layer].window));
     begin = begin / BLOCK * BLOCK;
     walk<K>(call, true, layer, row, groups, begin, end, [&](int key, const K* const* keys, const K* const* then) {
         const auto asking = [&](int q, int on) {
@@ -407,7 +407,7 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     const Vec scale = set1(shape.scale);
     for (int q = 0; q < queries; q++) {
         const uint8_t* mask = mask_of(row, token(q));
-        const int unseen = most_of(first_seen(row, token(q), model->layers[layer].window) - begin, 0);
+        const int unseen = max_of(first_seen(row, token(q), model->layers[layer].window) - begin, 0);
         float* score = s.scores + q * s.stride + begin;
         for (int j = 0; j < unseen; j++) score[j] = -__builtin_inff();
         weights_of(score, row.start + token(q) + 1 - begin, end - begin, mask ? mask + begin : nullptr, scale);
@@ -417,7 +417,7 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     memset(s.out, 0, queries * width * sizeof(float));
     memset(s.sums, 0, queries * sizeof(float));
     walk<K>(call, false, layer, row, groups, begin, end, [&](int key, const K* const* values, const K* const* then) {
-        const int count = least_of(end - key, BLOCK), room = padded(d, 2 * W);
+        const int count = min_of(end - key, BLOCK), room = padded(d, 2 * W);
         // Adds the values for some of a head's ``left`` queries. Returns how many.
         const auto some = [&](auto from, auto then, int size, int offset, int q, int left) {
             if (left >= GROUP) return weigh<GROUP>(s, size, q, key, count, from, then, offset), GROUP;
@@ -459,13 +459,13 @@ void attention(Call* call, int layer, int thread, const Scratch& s) {
     const int groups = shape.kv_heads, per_pass = query_tokens(shape);
     const Range range = part(call->piece_count * groups, thread, call->threads);
     int longest = 0;
-    for (int i = 0; i < call->piece_count; i++) longest = most_of(longest, call->pieces[i].to - call->pieces[i].from);
+    for (int i = 0; i < call->piece_count; i++) longest = max_of(longest, call->pieces[i].to - call->pieces[i].from);
     if (longest <= per_pass) {  // each thread stores the new keys and values that it attends to
         for (int task = range.from, most; task < range.to; task += most) {
             const Piece& piece = call->pieces[task / groups];
             const int first = task % groups;
             most = query_groups((piece.to - piece.from) * (shape.heads / groups));
-            most = least_of(most, least_of(groups - first, range.to - task));
+            most = min_of(most, min_of(groups - first, range.to - task));
             for (int group = first; group < first + most; group++) store<K>(call, piece, layer, group);
             attend<K, Act>(call, piece, layer, {first, first + most}, piece.from, piece.to, s);
         }
@@ -480,7 +480,7 @@ void attention(Call* call, int layer, int thread, const Scratch& s) {
         for (int from = piece.from; from < piece.to; from += per_pass)
             for (int group = 0; group < groups; group++, task++)
                 if (task % call->threads == thread)
-                    attend<K, Act>(call, piece, layer, {group, group + 1}, from, least_of(from + per_pass, piece.to), s);
+                    attend<K, Act>(call, piece, layer, {group, group + 1}, from, min_of(from + per_pass, piece.to), s);
     }
 }
 

@@ -85,7 +85,7 @@ NOINLINE void multiply(const typename Wt::In* a, long lda, const char* w, long p
 struct Floats {
     typedef float Act, In, Sum;
     typedef Vec Sums;
-    static constexpr Room MOST = {2, 0, 1};  // of 16 registers
+    static constexpr Room MAX_BLOCK = {2, 0, 1};  // of 16 registers
     static constexpr int VECTORS = 4;
     static ALWAYS_INLINE void store(const Vec* acc, float* out) {
         UNROLL for (int j = 0; j < 4; j++) st(out + j * 8, acc[j]);
@@ -115,12 +115,12 @@ struct BFloat16 : Widened {
 struct Int8 : Widened {
     typedef int8_t Weight;
     static constexpr int TYPE = INT8;
-    static ALWAYS_INLINE Vec widened(const char* w) {
+    static ALWAYS_INLINE Vec int8_floats(const char* w) {
         return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)w)));
     }
     static ALWAYS_INLINE Pair weights(const char* w, int j) {
         const char* at = w + (j / 2) * 32 + (j % 2) * 8;
-        return {widened(at), widened(at + 16)};
+        return {int8_floats(at), int8_floats(at + 16)};
     }
 };
 
@@ -132,7 +132,7 @@ struct Whole8 {
     typedef int32_t Sum;
     typedef __m256i Sums;  // of 4 outputs each: for the first two inputs and for the last two
     static constexpr int TYPE = W8A8;
-    static constexpr Room MOST = Floats::MOST;
+    static constexpr Room MAX_BLOCK = Floats::MAX_BLOCK;
     static constexpr int VECTORS = 8;
     static ALWAYS_INLINE __m256i weights(const char* w, int j) {
         return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(w + j * 16)));
@@ -219,7 +219,7 @@ struct Grouped {
     typedef int8_t In;
     typedef float Sum;
     static constexpr int TYPE = GROUPED;
-    static constexpr Room MOST = {4, 0, 0};
+    static constexpr Room MAX_BLOCK = {4, 0, 0};
 };
 
 // The sums of 8 vectors' lanes, by one tree for all of them.

@@ -28,10 +28,10 @@ inline void st(uint8_t* p, Vec x) {  // to nearest, plus 128
 inline void st(int8_t* p, Vec x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))); }
 inline Vec ld_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 inline Vec nearest(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline Vec widened(const char* w) {
+inline Vec int8_floats(const char* w) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
 }
-inline Vec ld_int8(const int8_t* p) { return widened((const char*)p); }
+inline Vec ld_int8(const int8_t* p) { return int8_floats((const char*)p); }
 // The same four bytes everywhere.
 inline __m512i fours(const void* from) {
     int32_t four;
@@ -72,7 +72,7 @@ struct Float32 {
     typedef float Weight, Act, In, Sum;
     typedef Vec Sums;
     static constexpr int TYPE = FLOAT32;
-    static constexpr Room MOST = ROOM;
+    static constexpr Room MAX_BLOCK = ROOM;
     static ALWAYS_INLINE Vec weights(const char* w) { return ld((const float*)w); }
     static ALWAYS_INLINE Vec inputs(const In* a) { return set1(*a); }
     static ALWAYS_INLINE void add(Vec& acc, Vec x, Vec b) { acc = fma(x, b, acc); }
@@ -86,7 +86,7 @@ struct Whole8 {
     typedef int32_t Sum;
     typedef __m512i Sums;
     static constexpr int TYPE = W8A8;
-    static constexpr Room MOST = ROOM;
+    static constexpr Room MAX_BLOCK = ROOM;
     static ALWAYS_INLINE __m512i weights(const char* w) { return _mm512_loadu_si512(w); }
     static ALWAYS_INLINE __m512i inputs(const In* a) { return fours(a); }
     static ALWAYS_INLINE void add(__m512i& acc, __m512i x, __m512i b) {
@@ -146,7 +146,7 @@ struct Grouped {
     typedef int8_t In;
     typedef float Sum;
     static constexpr int TYPE = GROUPED;
-    static constexpr Room MOST = {12, 0, 0};
+    static constexpr Room MAX_BLOCK = {12, 0, 0};
 };
 
 // The sums of 16 vectors' lanes, by one tree for all of them.

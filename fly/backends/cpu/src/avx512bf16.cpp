@@ -18,7 +18,7 @@ struct Paired {
     typedef uint16_t Act, In;
     typedef float Sum;
     typedef Vec Sums;
-    static constexpr Room MOST = ROOM;
+    static constexpr Room MAX_BLOCK = ROOM;
     static ALWAYS_INLINE __m512bh inputs(const In* a) { return (__m512bh)fours(a); }
     static ALWAYS_INLINE void add(Vec& acc, __m512bh x, __m512bh b) { acc = _mm512_dpbf16_ps(acc, x, b); }
 };
@@ -34,8 +34,8 @@ struct Int8 : Paired {
     typedef int8_t Weight;
     static constexpr int TYPE = INT8;
     static ALWAYS_INLINE __m512bh weights(const char* w) {
-        const __m512i below = _mm512_srli_epi32(_mm512_castps_si512(widened(w)), 16);
-        const __m512i upper = _mm512_set1_epi32((int)0xffff0000), high = _mm512_castps_si512(widened(w + 16));
+        const __m512i below = _mm512_srli_epi32(_mm512_castps_si512(int8_floats(w)), 16);
+        const __m512i upper = _mm512_set1_epi32((int)0xffff0000), high = _mm512_castps_si512(int8_floats(w + 16));
         return (__m512bh)_mm512_ternarylogic_epi32(high, upper, below, 0xea);  // a & b | c
     }
 };

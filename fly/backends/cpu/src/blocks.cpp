@@ -118,14 +118,14 @@ int64_t row_bytes(const Kind& kind, int inputs) { return (inputs + kind.inputs -
 
 // Reads the superblock of a row that begins at input ``from``.
 void read(const Kind& kind, const char* row, int from, int inputs, Numbers* to) {
-    for (int i = 0; i < least_of(SUPER, inputs - from); i += kind.inputs)
+    for (int i = 0; i < min_of(SUPER, inputs - from); i += kind.inputs)
         kind.read((const uint8_t*)row + (from + i) / kind.inputs * (int64_t)kind.bytes, i / GROUP, to);
 }
 
 long strip_bytes(Format format, int inputs) {
     long bytes = 0;
     for (int from = 0; from < inputs; from += SUPER) {
-        const int groups = groups_of(format, least_of(inputs - from, SUPER));
+        const int groups = groups_of(format, min_of(inputs - from, SUPER));
         bytes += head_bytes(format, groups) + (long)groups * format.group * STRIP * format.bits / 8;
     }
     return bytes;
@@ -137,7 +137,7 @@ void pack_strip(const Kind& kind, const char* const* rows, int inputs, char* to)
     Numbers read_of[STRIP];
     memset(read_of, 0, sizeof(read_of));
     for (int from = 0; from < inputs; from += SUPER) {
-        const int groups = groups_of(format, least_of(inputs - from, SUPER));
+        const int groups = groups_of(format, min_of(inputs - from, SUPER));
         for (int lane = 0; lane < STRIP; lane++)
             if (rows[lane]) read(kind, rows[lane], from, inputs, read_of + lane);
         // The head.
@@ -174,16 +174,16 @@ void fly::read_row(int number, const char* blocks, int width, float* to) {
     Numbers row;
     for (int from = 0; from < width; from += SUPER) {
         read(kind, blocks, from, width, &row);
-        for (int at = 0, g = 0; at < least_of(SUPER, width - from); at += format.group, g++) {
+        for (int at = 0, g = 0; at < min_of(SUPER, width - from); at += format.group, g++) {
             float scale, least;
             if (format.parts) {
-                scale = widened(row.factor[0]) * row.part[0][g];
-                least = format.centre ? -(float)format.centre * scale : widened(row.factor[1]) * row.part[1][g];
+                scale = from_half(row.factor[0]) * row.part[0][g];
+                least = format.centre ? -(float)format.centre * scale : from_half(row.factor[1]) * row.part[1][g];
             } else {
-                scale = widened(row.scale[g]);
-                least = format.centre ? -(float)format.centre * scale : widened(row.least[g]);
+                scale = from_half(row.scale[g]);
+                least = format.centre ? -(float)format.centre * scale : from_half(row.least[g]);
             }
-            const int end = least_of(at + format.group, width - from);
+            const int end = min_of(at + format.group, width - from);
             for (int i = at; i < end; i++) to[from + i] = scale * row.number[i] + least;
         }
     }
@@ -248,7 +248,7 @@ EXPORT int fly_set_stored(Model* model, int number, int which, Span<const Stored
         const Kind* kind = kind_of(part.kind);
         const int64_t from = pairs && rows >= place.n / 2 ? rows - place.n / 2 : rows;
         if (const int error = (kind ? OK : refuse(REFUSED, "a kind of blocks", part.kind, KINDS[0].number, LAST_KIND)) ?:
-                              within("rows of a part", part.rows, 1, MOST) ?:
+                              within("rows of a part", part.rows, 1, MAX_COUNT) ?:
                               holds("a part of a matrix", part.data, part.rows, row_bytes(*kind, place.k)) ?:
                               within("the rest of a part's first row by 16", from % STRIP, 0, 0) ?:
                               within("a part's end after the first up",

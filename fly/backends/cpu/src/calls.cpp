@@ -15,8 +15,8 @@ int check(const Model* model, const Batch* batch, const int32_t* limit) {
     const Shape& shape = model->shape;
     const int rows = batch->rows, page = batch->page;
     const long each = (long)shape.kv_heads * shape.head_dim, cached = bytes_of_type(batch->cache_type);
-    if (const int error = within("rows", rows, 0, MOST) ?: within("tokens", batch->tokens, 0, MOST) ?:
-                          within("cache_type", batch->cache_type, FLOAT32, BFLOAT16) ?: within("page", page, 1, MOST) ?:
+    if (const int error = within("rows", rows, 0, MAX_COUNT) ?: within("tokens", batch->tokens, 0, MAX_COUNT) ?:
+                          within("cache_type", batch->cache_type, FLOAT32, BFLOAT16) ?: within("page", page, 1, MAX_COUNT) ?:
                           holds("token", batch->token, batch->tokens) ?: holds("position", batch->position, batch->tokens) ?:
                           holds("start", batch->start, rows) ?: holds("count", batch->count, rows) ?:
                           holds("tables", batch->tables, rows) ?: within("layer_stride", batch->layer_stride, 0, BEYOND) ?:
@@ -30,8 +30,8 @@ int check(const Model* model, const Batch* batch, const int32_t* limit) {
         const int start = batch->start[b], count = batch->count[b];
         const Span<const int32_t>& table = batch->tables[b];
         const long stored = (long)start + count, ends = stored + (limit ? limit[b] - 1 : 0);
-        if (const int error = within("start of a row", start, 0, MOST) ?: within("count of a row", count, 1, MOST) ?:
-                              within("tokens that a row stores", ends, 1, MOST) ?:
+        if (const int error = within("start of a row", start, 0, MAX_COUNT) ?: within("count of a row", count, 1, MAX_COUNT) ?:
+                              within("tokens that a row stores", ends, 1, MAX_COUNT) ?:
                               holds("the table of a row", table, (ends + page - 1) / page))
             return error;
         uint32_t last = 0;  // the largest number; one below 0 counts as larger than all
@@ -55,7 +55,7 @@ template <class Deal>
 int prepare(Call* call, Job job, Model* model, const Batch* batch, Arena* arena, int64_t tokens, int64_t last_rows,
             const int32_t* limit, Deal deal) {
     memset((void*)call, 0, sizeof(Call));
-    if (const int error = check(model, batch, limit) ?: within("tokens of a forward", most_of(tokens, last_rows), 0, MOST))
+    if (const int error = check(model, batch, limit) ?: within("tokens of a forward", max_of(tokens, last_rows), 0, MAX_COUNT))
         return error;
     (Batch&)*call = *batch;
     call->job = job;
@@ -69,7 +69,7 @@ int prepare(Call* call, Job job, Model* model, const Batch* batch, Arena* arena,
     for (int b = 0; b < batch->rows; b++) {
         const uint8_t* mask = batch->masks.there() ? batch->masks[b].at : nullptr;
         call->row[b] = {batch->tables[b], mask, batch->start[b], batch->count[b]};
-        longest = most_of(longest, batch->start[b] + batch->count[b] + (limit ? limit[b] - 1 : 0));
+        longest = max_of(longest, batch->start[b] + batch->count[b] + (limit ? limit[b] - 1 : 0));
     }
     if (const int error = make_room(model, (int)tokens, (int)last_rows, longest, threads_for(batch->threads))) return error;
     next_tile(call);
@@ -118,7 +118,7 @@ EXPORT int fly_forward(Model* model, const Batch* batch, Span<char> hidden) {
 
 // Logits [T, V], float32, of hidden states [T, C].
 EXPORT int fly_logits(Model* model, Span<const char> hidden, int tokens, Span<float> logits, int threads) {
-    if (const int error = within("tokens", tokens, 0, MOST) ?: holds("logits", logits, tokens, model->shape.vocab) ?:
+    if (const int error = within("tokens", tokens, 0, MAX_COUNT) ?: holds("logits", logits, tokens, model->shape.vocab) ?:
                           holds("hidden", hidden, tokens, model->shape.width, value_bytes(model)))
         return error;
     if (!tokens) return OK;
@@ -149,7 +149,7 @@ EXPORT int fly_score(Model* model, const Batch* batch, Span<const int32_t> kept,
                      Span<const int32_t> state, Span<char> read) {
     const Shape& shape = model->shape;
     const int64_t count = kept.there() ? kept.count() : batch->tokens, states = state.count();
-    if (const int error = within("tokens", batch->tokens, 0, MOST) ?: holds("logits", logits, count, shape.vocab) ?:
+    if (const int error = within("tokens", batch->tokens, 0, MAX_COUNT) ?: holds("logits", logits, count, shape.vocab) ?:
                           holds_or_none("choice", choice, count) ?:
                           (states ? holds("read", read, batch->tokens, states, shape.width, value_bytes(model)) : OK))
         return error;
@@ -160,7 +160,7 @@ EXPORT int fly_score(Model* model, const Batch* batch, Span<const int32_t> kept,
     Arena arena;
     const Locked locked(model);
     Call call;  // a token may be kept more than once
-    const int64_t most = most_of<int64_t>(count, batch->tokens);
+    const int64_t most = max_of<int64_t>(count, batch->tokens);
     const int error = prepare(&call, SCORE, model, batch, &arena, most, 0, nullptr, [&](Dealer& from) {
         call.hidden = from.take<char>(batch->tokens, shape.width, value_bytes(model));
     });
@@ -180,7 +180,7 @@ EXPORT int fly_step(Model* model, const Batch* batch, Span<const char> given, Sp
     constexpr int32_t after[] = {1};
     const Shape& shape = model->shape;
     const int tokens = batch->tokens, width = shape.width;
-    if (const int error = within("features of a head", shape.features, 1, MOST) ?:
+    if (const int error = within("features of a head", shape.features, 1, MAX_COUNT) ?:
                           (given.there() ? holds("given", given, tokens, shape.features, value_bytes(model)) :
                                            holds("x", x, tokens, width)) ?:
                           holds("logits", logits, kept.count(), shape.vocab) ?:
@@ -191,7 +191,7 @@ EXPORT int fly_step(Model* model, const Batch* batch, Span<const char> given, Sp
     Arena arena;
     const Locked locked(model);
     Call call;
-    const int64_t most = most_of<int64_t>(kept.count(), tokens);
+    const int64_t most = max_of<int64_t>(kept.count(), tokens);
     const int error = prepare(&call, SCORE, model, batch, &arena, most, tokens, nullptr, [&](Dealer& from) {
         call.hidden = from.take<char>(tokens, width, value_bytes(model));
         call.carried_at = from.take<int32_t>(tokens);
@@ -224,7 +224,7 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int3
                      Span<const Span<const int32_t>> texts, Span<const Stops> stops, Span<const char> given) {
     const Shape& shape = model->shape;
     const int rows = batch->rows;
-    if (const int error = within("most", most, 0, MOST) ?: holds("limit", limit, rows) ?: holds("stop", stop, rows) ?:
+    if (const int error = within("most", most, 0, MAX_COUNT) ?: holds("limit", limit, rows) ?: holds("stop", stop, rows) ?:
                           holds("drafted", drafted, rows, most) ?: holds("drafted_count", drafted_count, rows) ?:
                           holds("stops", stops, rows) ?: within("masks of a draft", batch->masks.there(), 0, 0) ?:
                           holds("start", batch->start, rows) ?: holds("count", batch->count, rows) ?:
@@ -248,7 +248,7 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int3
             return error;
         text += known + limit[b];
     }
-    const int64_t copies = lookup ? least_of<int64_t>((int64_t)rows * least_of(lookup->most, most), MAX_COPIES) : 0;
+    const int64_t copies = lookup ? min_of<int64_t>((int64_t)rows * min_of(lookup->most, most), MAX_COPIES) : 0;
     const int64_t tokens = batch->tokens + copies;
     int32_t* end;
     Arena arena;

@@ -48,9 +48,9 @@ struct Decider::Place {
 int Decider::begin(int rows) {
     const int64_t k = blocks.k, places = (int64_t)rows * blocks.most;
     const bool trees = blocks.parent.there();
-    if (const int bad = known(rules.variant) ?: within("rows", rows, 0, MOST) ?: within("k", k, 0, MOST) ?:
-                        within("most", blocks.most, 1, MOST) ?: within("vocab", rules.vocab, 1, MOST) ?:
-                        within("places", places * (k + 1), 0, MOST) ?: holds("rule", rules.rule, rows) ?:
+    if (const int bad = check_variant(rules.variant) ?: within("rows", rows, 0, MAX_COUNT) ?: within("k", k, 0, MAX_COUNT) ?:
+                        within("most", blocks.most, 1, MAX_COUNT) ?: within("vocab", rules.vocab, 1, MAX_COUNT) ?:
+                        within("places", places * (k + 1), 0, MAX_COUNT) ?: holds("rule", rules.rule, rows) ?:
                         holds_or_none("sampling", rules.sampling, rows) ?: holds("drafted", blocks.drafted, places, k) ?:
                         holds("drafted_count", blocks.drafted_count, places) ?:
                         holds("choice", blocks.choice, places, k + 1) ?: holds("accepted", blocks.accepted, places) ?:
@@ -204,7 +204,7 @@ bool Decider::excuse_node(const Block& block, const Place& at, int node) {
 }
 
 Decider::Place Decider::look(const Block& block, int place) const {
-    Place found = {block.logits + (long)place * rules.vocab, {}, least_of(rules.vocab, 3)};
+    Place found = {block.logits + (long)place * rules.vocab, {}, min_of(rules.vocab, 3)};
     code->top(found.logits, rules.vocab, found.count, found.likeliest);
     return found;
 }

@@ -22,7 +22,7 @@ void project_all(Call* call, int thread) {
     const long ldx = padded(width);
     Act* normed = (Act*)call->model->work.normed;
     for (int at = 0; at < call->kept_count; at += MAX_TILE) {
-        const int rows = least_of(call->kept_count - at, MAX_TILE);
+        const int rows = min_of(call->kept_count - at, MAX_TILE);
         const Range mine = part(rows, thread, call->threads);
         for (int t = mine.from; t < mine.to; t++) {
             const long from = call->kept ? call->kept[at + t] : at + t;

@@ -49,10 +49,10 @@ inline void pack(Call* call) {
         int32_t* text = call->text[b];
         int copies = 0;
         if (lookup) {
-            int most = least_of(call->limit[b] - call->drafted_count[b] - 1, lookup->most);
+            int most = min_of(call->limit[b] - call->drafted_count[b] - 1, lookup->most);
             // at least one, to learn the share of right copies
-            const int matched = call->matched[i] = look_up(*lookup, text, row.start + row.count, most_of(most, 1));
-            most = matched ? least_of(most, room) : 0;
+            const int matched = call->matched[i] = look_up(*lookup, text, row.start + row.count, max_of(most, 1));
+            most = matched ? min_of(most, room) : 0;
             float stands = 1, reached = expected, best = expected / time_of(*lookup, forward);
             for (int n = 1; n <= most; n++) {
                 stands *= share_of(lookup, matched, n - 1);

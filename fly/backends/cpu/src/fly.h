@@ -29,7 +29,7 @@ constexpr int PANEL = 32;       // outputs of a matrix that are stored together
 constexpr int MAX_TILE = 256;   // packed tokens that go through all layers at once
 constexpr int MAX_COPIES = 256; // the most copied tokens in a drafter's forward
 constexpr int MAX_THREADS = 64;
-constexpr int MOST = 1 << 30;          // the upper bound of any count, so that two can be added
+constexpr int MAX_COUNT = 1 << 30;          // the upper bound of any count, so that two can be added
 constexpr int64_t BEYOND = 1LL << 62;  // more bytes than there can be
 
 // The order of values in a panel. ``step`` inputs of each output lie together, and ``together`` outputs side by side.
@@ -149,7 +149,7 @@ struct Block {
 
 // Buffers for one tile of tokens. Rows are padded to 32 values with zeros, which stay zeros.
 struct Workspace {
-    Block of_tile;
+    Block tile_memory;
     int tile;         // tokens they are for
     float* x;         // [T, C] the residual stream
     float* part;      // [T, C] what is added to x, if it is summed over processes or normalised first
@@ -161,7 +161,7 @@ struct Workspace {
     void* gated;      // [T, intermediate]
     uint8_t* narrow;  // [T, the most inputs of a matrix, padded to 64] inputs of 8 bits; W8A8: plus 128
     float* steps;     // W8A8: [T] the value of a step; GROUPED: [T, ``steps_of``]
-    Block of_last;
+    Block last_memory;
     int last_rows;    // how many rows the following buffers have
     void* last;       // [rows, C] hidden states before the logits of a drafter's step
     float* logits;    // [rows, V]
@@ -313,13 +313,13 @@ const char* why_no_tiles();
 void read_row(int kind, const char* blocks, int width, float* to);
 
 template <class T>
-static ALWAYS_INLINE T least_of(T a, T b) { return a < b ? a : b; }
+static ALWAYS_INLINE T min_of(T a, T b) { return a < b ? a : b; }
 template <class T>
-static ALWAYS_INLINE T most_of(T a, T b) { return a > b ? a : b; }
+static ALWAYS_INLINE T max_of(T a, T b) { return a > b ? a : b; }
 
 // The number of inputs of the widest matrix.
 static inline int most_inputs(const Shape& shape) {
-    return most_of(most_of(shape.width, shape.heads * shape.head_dim), shape.intermediate);
+    return max_of(max_of(shape.width, shape.heads * shape.head_dim), shape.intermediate);
 }
 
 // Whether inputs of matrices are rounded to 8 bits, and how many floats each rounded row needs.
@@ -358,7 +358,7 @@ static inline void next_tile(Call* call) {
     call->tile_at += call->tile_tokens;
     call->tile_tokens = call->piece_count = 0;
     for (; row < call->rows && call->tile_tokens < MAX_TILE; row++, from = 0) {
-        const int count = least_of(call->row[row].count - from, MAX_TILE - call->tile_tokens);
+        const int count = min_of(call->row[row].count - from, MAX_TILE - call->tile_tokens);
         call->pieces[call->piece_count++] = {row, from, from + count, call->tile_tokens};
         call->tile_tokens += count;
     }

@@ -19,12 +19,12 @@ struct GroupedRow {
 
 // Rounds ``count`` inputs, which are padded to 16 with zeros.
 template <class Act>
-inline void narrowed(const Act* from, int count, GroupedRow to) {
+inline void round_to_8_bits(const Act* from, int count, GroupedRow to) {
     for (int i = 0; i < count; i += GROUP) {
         Vec x[GROUP / W], most = zero();
         for (int j = 0; j < GROUP / W; j++) {
             x[j] = i + j * W < padded(count, 16) ? ld(from + i + j * W) : zero();
-            most = larger(most, size_of(x[j]));
+            most = larger(most, abs_of(x[j]));
         }
         const float peak = largest(most), step = peak / 127.0f;
         const Vec inverse = set1(peak > 0 ? 127.0f / peak : 0.0f);
@@ -62,10 +62,10 @@ inline const char* unpack_head(const char* at, Format format, int groups, float*
 }
 
 // Products of M rows with a strip: writes its 16 outputs of [M, PANEL]. A group's numbers are unpacked once for all
-// rows. Meanwhile it fetches the bytes at ``soon`` (or null), which the thread needs after this strip.
+// rows. Meanwhile it fetches the bytes at ``fetch_from`` (or null), which the thread needs after this strip.
 template <int BITS, int EACH, int M>
 NOINLINE void multiply_strip(const int8_t* a, long lda, const float* steps, long lds, const Strip& strip, int inputs,
-                             const char* soon, float* out) {
+                             const char* fetch_from, float* out) {
     typedef Dots<BITS> D;
     constexpr int VECTORS = STRIP / W, BYTES = EACH * STRIP * BITS / 8, PER = 32 / BITS;  // PER: inputs of 64 bytes
     constexpr int LINES = BYTES / 64;
@@ -77,15 +77,15 @@ NOINLINE void multiply_strip(const int8_t* a, long lda, const float* steps, long
         UNROLL for (int v = 0; v < VECTORS; v++) acc[m][v] = zero();
     const char* w = strip.data;
     for (int from = 0; from < inputs; from += SUPER) {
-        const int groups = groups_of(strip.format, least_of(inputs - from, SUPER));
+        const int groups = groups_of(strip.format, min_of(inputs - from, SUPER));
         const char* numbers = unpack_head(w, strip.format, groups, scale, least);
-        if (soon)
-            for (const char* line = w; line < numbers; line += 64) fetch_close(soon + (line - strip.data));
+        if (fetch_from)
+            for (const char* line = w; line < numbers; line += 64) fetch_close(fetch_from + (line - strip.data));
         w = numbers;
         for (int g = 0; g < groups; g++, w += BYTES) {
             const int at = from + g * EACH;
-            if (soon)
-                UNROLL for (int i = 0; i < LINES; i++) fetch_close(soon + (w - strip.data) + 64 * i);
+            if (fetch_from)
+                UNROLL for (int i = 0; i < LINES; i++) fetch_close(fetch_from + (w - strip.data) + 64 * i);
             for (int v = 0; v < VECTORS; v++) {
                 typename D::Sums dots[M];
                 UNROLL for (int m = 0; m < M; m++) dots[m] = typename D::Sums{};
@@ -120,27 +120,28 @@ inline void multiply_rows(int rows, const int8_t* a, long lda, const float* step
 // sums)`` gets 32 sums at a time.
 template <class Wt, class Finish>
 inline void product_of_groups(const Inputs<Wt>& x, const Matrix& matrix, Range range, Place then, Finish finish) {
-    alignas(64) float sums[Wt::MOST.rows * PANEL];
-    const int blocks = blocks_of(Wt::MOST, x.rows);
+    alignas(64) float sums[Wt::MAX_BLOCK.rows * PANEL];
+    const int blocks = blocks_of(Wt::MAX_BLOCK, x.rows);
     const Strip* strips = matrix.strips;
     if (range.from == range.to) return;
     const char* end = strips[2 * range.to - 1].data + matrix.panel_bytes / 2;  // about
     for (int p = range.from; p < range.to; p++)
         for (int block = 0; block < blocks; block++) {
-            const Range some = part(x.rows, block, blocks);
+            const Range slice = part(x.rows, block, blocks);
             for (int half = 0; half < 2; half++) {
                 // Only the first block fetches ahead: the blocks after it find the strip in the caches.
                 const Strip& strip = strips[2 * p + half];
-                const char* near = strip.data + AHEAD;
-                const char* soon = block ? nullptr : near < end ? near : then.at + (near - end);
-                multiply_rows<Wt::MOST.rows>(some.to - some.from, (const int8_t*)x.a + some.from * x.lda, x.lda,
-                                              x.steps + some.from * x.lds, x.lds, strip, matrix.k, soon, sums + half * STRIP);
+                const char* ahead_at = strip.data + AHEAD;
+                const char* fetch_from = block ? nullptr : ahead_at < end ? ahead_at : then.at + (ahead_at - end);
+                multiply_rows<Wt::MAX_BLOCK.rows>(slice.to - slice.from, (const int8_t*)x.a + slice.from * x.lda, x.lda,
+                                              x.steps + slice.from * x.lds, x.lds, strip, matrix.k, fetch_from,
+                                              sums + half * STRIP);
             }
-            for (int row = 0; row < some.to - some.from; row++) {
+            for (int row = 0; row < slice.to - slice.from; row++) {
                 float* mine = sums + row * PANEL;
                 if (matrix.bias)
                     for (int i = 0; i < PANEL; i += W) st(mine + i, ld(mine + i) + ld(matrix.bias + p * PANEL + i));
-                finish(some.from + row, p, mine);
+                finish(slice.from + row, p, mine);
             }
         }
 }
@@ -153,9 +154,9 @@ inline void embed_groups(const Matrix& matrix, int64_t row, int width, float* x)
     alignas(64) float scale[SUPER / 16 * STRIP], least[SUPER / 16 * STRIP];
     const char* at = strip.data;
     for (int from = 0; from < width; from += SUPER) {
-        const int groups = groups_of(format, least_of(width - from, SUPER));
+        const int groups = groups_of(format, min_of(width - from, SUPER));
         const uint8_t* numbers = (const uint8_t*)unpack_head(at, format, groups, scale, least);
-        for (int i = 0; i < least_of(width - from, SUPER); i++) {
+        for (int i = 0; i < min_of(width - from, SUPER); i++) {
             const int step = i / 4, place = (i / format.group) * STRIP + lane;
             const uint8_t byte = numbers[(format.bits == 4 ? step / 2 : step) * 64 + lane * 4 + i % 4];
             const int number = format.bits == 8 ? byte : step % 2 ? byte >> 4 : byte & 15;

@@ -73,9 +73,9 @@ inline Inputs<Wt> inputs_of(Call* call, int thread, const Scratch& s, const type
         const Range mine = own ? Range{0, rows} : part(rows, thread, call->threads);
         for (int t = mine.from; t < mine.to; t++) {
             if constexpr (Wt::TYPE == GROUPED)
-                narrowed(a + t * lda, k, GroupedRow((int8_t*)x.a + t * x.lda, x.steps + t * x.lds, k));
+                round_to_8_bits(a + t * lda, k, GroupedRow((int8_t*)x.a + t * x.lda, x.steps + t * x.lds, k));
             else
-                x.steps[t] = narrowed(a + t * lda, k, x.a + t * x.lda);
+                x.steps[t] = round_to_8_bits(a + t * lda, k, x.a + t * x.lda);
         }
         if (!own) wait(call);
         return x;

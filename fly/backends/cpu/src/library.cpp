@@ -73,7 +73,7 @@ int fly::refuse(Error error, const char* what, int64_t has, int64_t least, int64
     return error;
 }
 
-int fly::known(int variant) { return within("variant", variant, 0, sizeof(variants) / sizeof(*variants) - 1); }
+int fly::check_variant(int variant) { return within("variant", variant, 0, sizeof(variants) / sizeof(*variants) - 1); }
 
 EXPORT int fly_abi() { return 36; }
 
@@ -86,7 +86,7 @@ EXPORT const char* fly_refusal(int64_t* has) {
 // Returns the name of variant ``number``, or null after the last one. Sets ``why`` to the reason why the variant does not
 // run here, or to null if it does.
 EXPORT const char* fly_variant(int number, const char** why) {
-    if (known(number)) return nullptr;
+    if (check_variant(number)) return nullptr;
     *why = why_not(variants[number]);
     return variants[number]->name;
 }
@@ -95,7 +95,8 @@ EXPORT const char* fly_variant(int number, const char** why) {
 // J] gets, at each position, the largest logit, the least kept one, and ln of the kept mass. Temperature 0 counts as 1.
 EXPORT int fly_kept(int variant, Span<const float> logits, int each, int vocab, Span<const Sampling> how, Span<float> found) {
     const int64_t rows = how.count(), places = rows * each;
-    if (const int error = known(variant) ?: within("vocab", vocab, 1, MOST) ?: within("positions", places, 0, MOST) ?:
+    if (const int error = check_variant(variant) ?: within("vocab", vocab, 1, MAX_COUNT) ?:
+                          within("positions", places, 0, MAX_COUNT) ?:
                           holds("logits", logits, rows, each, vocab) ?: holds("found", found, 3, places))
         return error;
     Arena arena;

@@ -33,7 +33,7 @@ int holds_or_none(const char* what, const Span<T>& span, Sizes... sizes) {
 }
 
 extern const Variant* const variants[];
-int known(int variant);
+int check_variant(int variant);
 
 // memcpy, but null is allowed if there is nothing to copy.
 template <class T>
@@ -77,7 +77,7 @@ struct Locked {
 // to come.
 void run(Call* call, void (*work)(Call*, int), int threads, int64_t patience);
 
-static inline int threads_for(int wanted) { return wanted < 1 ? 1 : least_of(wanted, MAX_THREADS); }
+static inline int threads_for(int wanted) { return wanted < 1 ? 1 : min_of(wanted, MAX_THREADS); }
 
 // Makes the workspace large enough for ``tokens`` in a forward, ``last_rows`` logits of a drafter's step, and rows of ``longest``
 // stored tokens. An error or OK.
@@ -104,7 +104,7 @@ void drop(const Matrix& matrix);
 bool bias_of(Matrix* matrix, const float* bias, bool pairs);
 
 // float16 as float32.
-inline float widened(uint16_t half) {
+inline float from_half(uint16_t half) {
     const int exponent = half >> 10 & 31;
     const float fraction = (float)(half & 1023) / 1024, sign = half & 0x8000 ? -1.0f : 1.0f;
     if (exponent == 31) return fraction ? __builtin_nanf("") : sign * __builtin_inff();

@@ -9,7 +9,7 @@ constexpr int FINE = 15, SIGNED = 8 * FINE, EIGHTHS = 65535 / (2 * SIGNED);
 template <class Act>
 inline void lay_tables(const Act* a, int count, uint8_t* tables) {
     Vec most = zero();
-    for (int i = 0; i < count; i += W) most = larger(most, size_of(ld(a + i)));  // rows are padded with zeros
+    for (int i = 0; i < count; i += W) most = larger(most, abs_of(ld(a + i)));  // rows are padded with zeros
     const float peak = largest(most);
     const Vec inverse = set1(peak > 0 ? FINE / peak : 0.0f);
     for (int from = 0; from < count; from += 16) {
@@ -31,7 +31,7 @@ inline void sketch_block(const Sketch& sketch, int block, const uint8_t* tables,
     uint16_t sums[SKETCHED];
     for (int i = 0; i < SKETCHED; i++) to[i] = 0;
     for (int from = 0; from < sketch.eighths; from += EIGHTHS) {
-        const int count = least_of(sketch.eighths - from, EIGHTHS);
+        const int count = min_of(sketch.eighths - from, EIGHTHS);
         signed_sums(sketch.bits + ((long)block * sketch.eighths + from) * SKETCHED, tables + from * 32L, count, sums);
         for (int i = 0; i < SKETCHED; i++) to[i] += (float)(sums[i] - count * SIGNED);
     }
@@ -54,17 +54,17 @@ void project_likely(Call* call, const typename Wt::Act* a, int rows, float* logi
     const long ldx = padded(width), table_bytes = sketch.eighths * 32L;
     for (int from = 0; from < rows; from += LIKELY_ROWS) {
         if (from) wait(call);
-        const int some = least_of(rows - from, LIKELY_ROWS);
+        const int chunk = min_of(rows - from, LIKELY_ROWS);
         const auto logits_of = [&](int row, int strip) { return logits + (long)(from + row) * vocab + strip * STRIP; };
-        const auto tokens_of = [&](int strip) { return most_of(least_of(vocab - strip * STRIP, STRIP), 0); };
+        const auto tokens_of = [&](int strip) { return max_of(min_of(vocab - strip * STRIP, STRIP), 0); };
         // Sketch: note the largest sketched logit of each strip. Threads take blocks turn by turn.
-        const Range mine = part(some, thread, call->threads);
+        const Range mine = part(chunk, thread, call->threads);
         for (int row = mine.from; row < mine.to; row++) lay_tables(a + (from + row) * ldx, width, work.tables + row * table_bytes);
         wait(call);
         constexpr int TURN = 16;
         for (int first; (first = __atomic_fetch_add(&call->taken, TURN, __ATOMIC_RELAXED)) < sketch.blocks;)
-            for (int block = first; block < least_of(first + TURN, sketch.blocks); block++)
-                for (int row = 0; row < some; row++) {
+            for (int block = first; block < min_of(first + TURN, sketch.blocks); block++)
+                for (int row = 0; row < chunk; row++) {
                     alignas(64) float found[SKETCHED];
                     sketch_block(sketch, block, work.tables + row * table_bytes, found);
                     for (int i = 0; i < SKETCHED / STRIP; i++) {
@@ -76,7 +76,7 @@ void project_likely(Call* call, const typename Wt::Act* a, int rows, float* logi
                         for (int n = 0; n < tokens; n++) logits_of(row, strip)[n] = -__builtin_inff();
                     }
                 }
-        const Inputs<Wt> x = inputs_of<Wt>(call, thread, s, a + from * ldx, ldx, some, head.k);
+        const Inputs<Wt> x = inputs_of<Wt>(call, thread, s, a + from * ldx, ldx, chunk, head.k);
         wait(call);
         // Choose: keep the strips from the LIKELY-th largest peak up; equal peaks all stay.
         for (int row = mine.from; row < mine.to; row++) {
@@ -90,15 +90,15 @@ void project_likely(Call* call, const typename Wt::Act* a, int rows, float* logi
         }
         wait(call);
         // Compute: each thread takes its part of each row's strips.
-        for (int row = 0; row < some; row++) {
+        for (int row = 0; row < chunk; row++) {
             const int32_t* likely = work.likely + row * (long)strips;
             const Range part_of = part(work.likely_count[row], thread, call->threads);
             for (int at = part_of.from; at < part_of.to; at++) {
                 alignas(64) float sums[STRIP];
                 const int strip = likely[at];
-                const char* soon = at + 1 < part_of.to ? head.strips[likely[at + 1]].data : nullptr;
-                multiply_rows<Wt::MOST.rows>(1, (const int8_t*)x.a + row * x.lda, x.lda, x.steps + row * x.lds, x.lds,
-                                              head.strips[strip], head.k, soon, sums);
+                const char* fetch_from = at + 1 < part_of.to ? head.strips[likely[at + 1]].data : nullptr;
+                multiply_rows<Wt::MAX_BLOCK.rows>(1, (const int8_t*)x.a + row * x.lda, x.lda, x.steps + row * x.lds, x.lds,
+                                              head.strips[strip], head.k, fetch_from, sums);
                 memcpy(logits_of(row, strip), sums, tokens_of(strip) * sizeof(float));
             }
         }
@@ -117,11 +117,11 @@ void project(Call* call, const typename Wt::Act* a, int rows, float* logits, int
         if (model->sketch.bits) return project_likely<Wt>(call, a, rows, logits, thread, s);
     for (int from = 0; from < rows; from += MAX_TILE) {  // there is room for rounding so many rows at once
         if (from) wait(call);
-        const int some = least_of(rows - from, MAX_TILE);
-        const bool drafts = from + some == rows && call->job != LOGITS;  // the next product may be that of a drafted token
+        const int chunk = min_of(rows - from, MAX_TILE);
+        const bool drafts = from + chunk == rows && call->job != LOGITS;  // the next product may be that of a drafted token
         const Matrix& next = drafts ? model->layers[0].qkv : head;
-        product<Wt>(call, thread, s, a + from * ldx, ldx, some, head, next, [&](int row, int panel, const float* sums) {
-            memcpy(logits + (long)(from + row) * vocab + panel * PANEL, sums, least_of(vocab - panel * PANEL, PANEL) * 4L);
+        product<Wt>(call, thread, s, a + from * ldx, ldx, chunk, head, next, [&](int row, int panel, const float* sums) {
+            memcpy(logits + (long)(from + row) * vocab + panel * PANEL, sums, min_of(vocab - panel * PANEL, PANEL) * 4L);
         });
     }
 }

@@ -4,7 +4,7 @@
 // The expected nanoseconds of a forward of so many tokens. If that number was not seen yet, it is somewhat more than
 // for the largest smaller number that was.
 inline float time_of(const Lookup& lookup, int tokens) {
-    int seen = least_of(tokens, TIMES);
+    int seen = min_of(tokens, TIMES);
     while (seen > 1 && !lookup.time[seen - 1]) seen--;
     const float time = lookup.time[seen - 1] ? lookup.time[seen - 1] : 1;
     return tokens > TIMES ? time * tokens / TIMES : time * (1 + 0.1f * (tokens - seen));
@@ -17,7 +17,7 @@ inline void learn_time(Lookup* lookup, int tokens, float nanoseconds) {
     const float most = 2 * time_of(*lookup, tokens);
     if (nanoseconds > most && most > 1000) nanoseconds = most;  // below 1000, no time is known yet
     if (tokens > TIMES) nanoseconds *= (float)TIMES / tokens;
-    float& time = lookup->time[least_of(tokens, TIMES) - 1];
+    float& time = lookup->time[min_of(tokens, TIMES) - 1];
     time += time ? 0.25f * (nanoseconds - time) : nanoseconds;
 }
 
@@ -28,7 +28,7 @@ int look_up(const Lookup& lookup, int32_t* text, int length, int most) {
     const int32_t last = text[length - 1];
     int matched = 0, follows = 0;
     for (int to = length - 1; to > 0 && matched < lookup.longest; to -= SOME) {
-        const int from = most_of(to - SOME, 0);
+        const int from = max_of(to - SOME, 0);
         if (to >= SOME) {  // vectors skip most of a text quickly
             int any = 0;
             for (int i = 0; i < SOME; i++) any |= text[from + i] == last;
@@ -50,5 +50,5 @@ int look_up(const Lookup& lookup, int32_t* text, int length, int most) {
 // The share of right tokens among those copied ``copied`` places after a match of ``matched`` tokens (interface.h:
 // Lookup).
 inline float& share_of(Lookup* lookup, int matched, int copied) {
-    return lookup->share[least_of(matched + copied, MATCHES) - 1];
+    return lookup->share[min_of(matched + copied, MATCHES) - 1];
 }

@@ -105,7 +105,7 @@ int check(const Shape& s) {
            within("layers", s.layers, 1, HEADS) ?: within("kv_heads", s.kv_heads, 1, HEADS) ?:
            within("heads", s.heads, s.kv_heads, HEADS) ?: within("heads, of kv_heads,", s.heads % s.kv_heads, 0, 0) ?:
            within("head_dim", s.head_dim, 2, WIDEST_HEAD) ?: within("head_dim, by 2,", s.head_dim % 2, 0, 0) ?:
-           within("vocab", s.vocab, 1, MOST) ?: within("positions", s.positions, 1, MOST) ?:
+           within("vocab", s.vocab, 1, MAX_COUNT) ?: within("positions", s.positions, 1, MAX_COUNT) ?:
            within("weights", s.weights, FLOAT32, GROUPED) ?: within("hidden", s.hidden, FLOAT32, BFLOAT16) ?:
            within("ropes", s.ropes, 1, HEADS) ?: within("features", s.features, 0, WIDE) ?:
            within("width of a head, by 32,", s.features ? s.width % PANEL : 0, 0, 0) ?:
@@ -119,11 +119,11 @@ int fly::make_room(Model* model, int tokens, int last_rows, int longest, int thr
     const Shape& shape = model->shape;
     Workspace& work = model->work;
     const int act = model->variant->activation_bytes(shape.weights), width = padded(shape.width);
-    if (least_of(tokens, MAX_TILE) > work.tile) {
+    if (min_of(tokens, MAX_TILE) > work.tile) {
         const int tile = tokens <= 32 ? 32 : MAX_TILE;
         work.tile = 0;
         const Layer& layer = model->layers[0];
-        if (const int error = lay_out(&work.of_tile, "the workspace of a tile", true, [&](Dealer& from) {
+        if (const int error = lay_out(&work.tile_memory, "the workspace of a tile", true, [&](Dealer& from) {
                 const bool drafts = shape.features;
                 work.x = from.take<float>(tile, width);
                 work.embedded = from.take<float>(drafts ? tile : 0, width);
@@ -146,7 +146,7 @@ int fly::make_room(Model* model, int tokens, int last_rows, int longest, int thr
     }
     if (last_rows > work.last_rows) {
         work.last_rows = 0;
-        if (const int error = lay_out(&work.of_last, "the workspace of a draft", true, [&](Dealer& from) {
+        if (const int error = lay_out(&work.last_memory, "the workspace of a draft", true, [&](Dealer& from) {
                 work.last = from.take<char>(last_rows, width, act);
                 work.logits = from.take<float>(last_rows, shape.vocab);
                 work.spread = from.take<float>(2, padded(shape.vocab));
@@ -178,7 +178,7 @@ EXPORT void fly_free(Model* model) {
     drop(model->fuse);
     free(model->sketch.bits), free(model->sketch.scale);
     for (const Block& scratch : model->work.scratch) free(scratch.memory);
-    free(model->work.of_tile.memory), free(model->work.of_last.memory);
+    free(model->work.tile_memory.memory), free(model->work.last_memory.memory);
     free(model->layers), free(model->norm), free(model->cos), free(model->sin);
     pthread_mutex_destroy(&model->lock);
     free(model);
@@ -188,7 +188,7 @@ EXPORT void fly_free(Model* model) {
 // which must outlive the model, or none.
 EXPORT int fly_new(Model** made, int variant, const Shape* shape, Span<const float> norm, Span<const float> cos,
                    Span<const float> sin, Span<const char> embedding) {
-    if (const int error = known(variant) ?: check(*shape) ?: holds("norm", norm, shape->width) ?:
+    if (const int error = check_variant(variant) ?: check(*shape) ?: holds("norm", norm, shape->width) ?:
                           holds("cos", cos, shape->ropes, shape->positions, shape->head_dim / 2) ?:
                           holds("sin", sin, shape->ropes, shape->positions, shape->head_dim / 2) ?:
                           holds_or_none("embedding", embedding, shape->vocab, shape->width, bytes_of_type(shape->hidden)))
@@ -222,7 +222,7 @@ EXPORT int fly_share(Model* model, void (*sum)(float*, int64_t), int tokens, int
 // first call.
 EXPORT int fly_draft_for(Model* model, int tokens, Span<const int64_t> target) {
     const Shape& shape = model->shape;
-    if (const int error = within("tokens", tokens, shape.vocab, MOST) ?: holds("target", target, shape.vocab) ?:
+    if (const int error = within("tokens", tokens, shape.vocab, MAX_COUNT) ?: holds("target", target, shape.vocab) ?:
                           holds("embedding", model->embedding, tokens, shape.width, bytes_of_type(shape.hidden)))
         return error;
     for (int i = 0; i < shape.vocab; i++)
@@ -274,7 +274,7 @@ EXPORT int fly_set_matrix(Model* model, int number, int which, Span<const char> 
 // Bytes of a model's matrices that a forward of one token reads.
 EXPORT int64_t fly_weight_bytes(Model* model) {
     const Sketch& sketch = model->sketch;
-    const int panels = sketch.bits ? least_of(LIKELY / 2, model->head.panels) : model->head.panels;
+    const int panels = sketch.bits ? min_of(LIKELY / 2, model->head.panels) : model->head.panels;
     int64_t bytes = model->head.panel_bytes * panels + (int64_t)sketch.blocks * sketch.eighths * SKETCHED;
     for (int i = 0; i < model->shape.layers; i++) {
         const Layer& layer = model->layers[i];
@@ -288,7 +288,7 @@ EXPORT int64_t fly_weight_bytes(Model* model) {
 EXPORT int64_t fly_workspace(Model* model) {
     const Locked locked(model);
     const Workspace& work = model->work;
-    int64_t bytes = work.of_tile.bytes + work.of_last.bytes;
+    int64_t bytes = work.tile_memory.bytes + work.last_memory.bytes;
     for (const Block& scratch : work.scratch) bytes += scratch.bytes;
     return bytes;
 }

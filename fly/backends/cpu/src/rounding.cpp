@@ -50,7 +50,7 @@ uint16_t half_of(float x) {
 void put_half(uint8_t* to, float x, float* stands_for) {
     const uint16_t half = half_of(x);
     memcpy(to, &half, 2);
-    *stands_for = widened(half);
+    *stands_for = from_half(half);
 }
 
 // Reads up to 32 weights.
@@ -162,8 +162,8 @@ EXPORT int fly_round(int kind, int type, Span<const char> weights, int rows, int
     const int wide = kind == Q4_K ? SUPER : GROUP, bytes = kind == Q4_K ? BLOCK_OF_4 : BLOCK_OF_8;
     const int64_t each = bytes_of_type(type);
     if (const int error = within("a kind of blocks to round to", kind == Q8_0 || kind == Q4_K, 1, 1) ?:
-                          within("type of weights", type, FLOAT32, BFLOAT16) ?: within("rows", rows, 0, MOST) ?:
-                          within("inputs", inputs, 1, MOST) ?: holds("weights", weights, rows, inputs, each) ?:
+                          within("type of weights", type, FLOAT32, BFLOAT16) ?: within("rows", rows, 0, MAX_COUNT) ?:
+                          within("inputs", inputs, 1, MAX_COUNT) ?: holds("weights", weights, rows, inputs, each) ?:
                           holds("blocks", blocks, rows, (inputs + wide - 1) / wide, bytes))
         return error;
     uint8_t* to = blocks;
@@ -171,7 +171,7 @@ EXPORT int fly_round(int kind, int type, Span<const char> weights, int rows, int
         for (int from = 0; from < inputs; from += wide, to += bytes) {
             Group groups[GROUPS];
             for (int g = 0; g < wide / GROUP; g++) {
-                const int at = from + g * GROUP, count = least_of(inputs - at, GROUP);
+                const int at = from + g * GROUP, count = min_of(inputs - at, GROUP);
                 groups[g] = count > 0 ? read(weights.at + (row * (int64_t)inputs + at) * each, type, count) : Group{};
             }
             if (kind == Q4_K)

@@ -24,7 +24,7 @@ void Series::choose_drafts() {
     draft.clear(drafter ? *draft_batch : *batch);
     for (int b = 0; b < rows; b++) {
         const RoundRow& row = args->row[b];
-        const int most = least_of(least_of(row.k, row.left - 1), row.context - row.length);
+        const int most = min_of(min_of(row.k, row.left - 1), row.context - row.length);
         drafts[b] = 0;
         if (most <= 0) continue;
         if (drafter) {
@@ -35,7 +35,7 @@ void Series::choose_drafts() {
             if (heads) copy(given + known, states[b], (row.length - row.draft_start) * state_bytes);
             draft.add(*draft_batch, b, row.text, row.draft_start, row.length, row.first);
             texts[i] = row.copied;
-            limit[i] = most, args->longest = most_of(args->longest, most);
+            limit[i] = most, args->longest = max_of(args->longest, most);
         } else if (lookup && target->variant->look_up(*lookup, row.copied, row.length, most)) {
             int64_t* drafted = drafted_of(b);
             for (bool ended = false; drafts[b] < most && !ended; drafts[b]++) {
@@ -173,7 +173,7 @@ void Series::commit() {
         RoundRow& row = args->row[b];
         const int before = row.length, n = blocks->accepted[decider.place(b, args->rounds - 1)];
         row.length += n + 1, row.left -= n + 1;
-        row.draft_start = least_of(row.draft_start, before + n);
+        row.draft_start = min_of(row.draft_start, before + n);
         for (int t = before; lookup && t < row.length; t++) row.copied[t] = (int32_t)row.text[t];
     }
 }

@@ -76,7 +76,7 @@ struct Series {
         const Shape& shape = target->shape;
         const Growth* growth = args->growth;
         const int64_t wide = k + 1L, places = (int64_t)rows * blocks->most, features = args->state.count() * shape.width;
-        if (const int bad = within("rows", rows, 1, MOST) ?: within("tokens of a round", rows * wide, 1, MOST) ?:
+        if (const int bad = within("rows", rows, 1, MAX_COUNT) ?: within("tokens of a round", rows * wide, 1, MAX_COUNT) ?:
                             within("tokens of the target", target->tokens, vocab, vocab) ?:
                             within("vocab", args->rules->vocab, vocab, vocab) ?: holds("tables", batch->tables, rows) ?:
                             holds("row", args->row, rows) ?: holds("logits", args->logits, rows, wide, vocab) ?:
@@ -96,18 +96,19 @@ struct Series {
                                 within("their type", shape.hidden, drafter->shape.hidden, drafter->shape.hidden))
                 return bad;
         if (growth)
-            if (const int bad = within("nodes", growth->nodes, 1, k) ?: within("follow", growth->follow, 1, MOST) ?:
-                                within("candidates", extent.candidates, 1, MOST) ?: within("drafters", drafter != nullptr, 1, 1))
+            if (const int bad = within("nodes", growth->nodes, 1, k) ?: within("follow", growth->follow, 1, MAX_COUNT) ?:
+                                within("candidates", extent.candidates, 1, MAX_COUNT) ?:
+                                within("drafters", drafter != nullptr, 1, 1))
                 return bad;
         return OK;
     }
 
     // The same for one row.
     int check(const RoundRow& row) const {
-        return within("length", row.length, 1, MOST) ?: within("left", row.left, 1, MOST) ?: within("k", row.k, 0, k) ?:
-               within("room", row.room, row.length + slots_needed(row, row.left), MOST) ?:
+        return within("length", row.length, 1, MAX_COUNT) ?: within("left", row.left, 1, MAX_COUNT) ?: within("k", row.k, 0, k) ?:
+               within("room", row.room, row.length + slots_needed(row, row.left), MAX_COUNT) ?:
                holds("text", row.text, row.room + 1L) ?: (lookup ? holds("copied", row.copied, row.room + 1L) : OK) ?:
-               within("first", row.first, 0, MOST) ?: within("context", row.context, 0, INT32_MAX) ?:
+               within("first", row.first, 0, MAX_COUNT) ?: within("context", row.context, 0, INT32_MAX) ?:
                (drafter ? within("draft_start", row.draft_start, row.first, row.length - 1) : OK);
     }
 
@@ -120,7 +121,7 @@ struct Series {
         for (int i = 0; i < 2; i++) args->elapsed[i] = args->scoring[i] = args->drafting[i] = 0;
         state_bytes = args->state.count() * target->shape.width * bytes_of_type(target->shape.hidden);
         new_tokens = rows * (k + 1);
-        spare = growth ? most_of<int64_t>(growth->nodes, extent.followed) : 0;
+        spare = growth ? max_of<int64_t>(growth->nodes, extent.followed) : 0;
         // Over all rows: the tokens of the drafter's first forward, the most in any forward, and the size of the masks.
         // Then the longest row.
         int64_t behind = 0, fed = 0, seen = 0, room = 0;
@@ -128,7 +129,7 @@ struct Series {
             const RoundRow& row = args->row[b];
             if (const int bad = check(row)) return bad;
             if (drafter) behind += row.length - row.draft_start, fed += row.length - row.draft_start + k + 1;
-            room = most_of<int64_t>(room, row.room), seen += row.room;
+            room = max_of<int64_t>(room, row.room), seen += row.room;
         }
         if (const int bad = (heads ? holds("given", args->given, behind, state_bytes) : OK) ?:
                             (growth ? forest.make_room(growth, extent, drafter, variants[args->rules->variant], rows, room, fed)
@@ -157,7 +158,7 @@ struct Series {
 
     // Slots that a row's next round needs after its tokens, if the row may still emit ``left`` tokens.
     int64_t slots_needed(const RoundRow& row, int64_t left) const {
-        return args->growth ? spare : least_of<int64_t>(row.k, left - 1);
+        return args->growth ? spare : min_of<int64_t>(row.k, left - 1);
     }
 
     // Whether ``token`` ends row ``b``.

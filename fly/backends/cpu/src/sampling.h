@@ -12,9 +12,9 @@ inline int64_t best(const float* logits, int vocab, bool* numbers = nullptr) {
         most = larger(most, some);  // which may lose a NaN
         if (numbers) all &= equal(some, some) == (1u << W) - 1;
     }
-    for (int rest = v; rest < vocab; rest++) peak = most_of(logits[rest], peak), all &= logits[rest] == logits[rest];
+    for (int rest = v; rest < vocab; rest++) peak = max_of(logits[rest], peak), all &= logits[rest] == logits[rest];
     if (numbers) *numbers = all;
-    peak = most_of(largest(most), peak);
+    peak = max_of(largest(most), peak);
     const Vec wanted = set1(peak);
     for (v = 0; v + W <= vocab; v += W)
         if (const unsigned same = equal(ld(logits + v), wanted)) return v + __builtin_ctz(same);
@@ -70,7 +70,7 @@ inline Kept keep(const Sampling& how, const float* given, int vocab, float* spre
     for (int v = 0; v < room; v += W) most = larger(most, ld(logits + v));
     const float peak = largest(most);
     float least = -__builtin_inff();
-    if (how.top_k) least = least_kept(logits, nullptr, room, peak, (float)least_of(how.top_k, vocab));
+    if (how.top_k) least = least_kept(logits, nullptr, room, peak, (float)min_of(how.top_k, vocab));
     const auto keep_from = [&](float from, auto mass_of) {  // returns the mass of all logits from ``from`` up
         const Vec cut = set1(from);
         Vec all = zero();
@@ -84,8 +84,8 @@ inline Kept keep(const Sampling& how, const float* given, int vocab, float* spre
     const Vec top = set1(-peak), temperature = set1(how.temperature);
     float total = keep_from(least, [&](int, Vec logit) { return exponential((logit + top) / temperature); });
     float kept_from = least;
-    if (how.top_p < 1) kept_from = most_of(least_kept(logits, mass, room, peak, how.top_p * total), kept_from);
-    kept_from = most_of(peak + how.floor, kept_from);
+    if (how.top_p < 1) kept_from = max_of(least_kept(logits, mass, room, peak, how.top_p * total), kept_from);
+    kept_from = max_of(peak + how.floor, kept_from);
     if (kept_from > least) total = keep_from(kept_from, [&](int v, Vec) { return ld(mass + v); });
     return {peak, kept_from, total};
 }
@@ -139,7 +139,7 @@ int accepts(const float* logits, int vocab, const Sampling* how, const int64_t* 
             const float target = distribution_of(*how, logits, vocab, spread)[token];
             const float draft = distributions ? distributions[(long)j * vocab + token] : 1;
             if (draft != draft) return NO_NUMBER;
-            kept = coins[j] < target / most_of(draft, least);
+            kept = coins[j] < target / max_of(draft, least);
         } else {
             kept = best(logits, vocab) == token;
         }

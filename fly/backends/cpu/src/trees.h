@@ -35,7 +35,7 @@ struct Extent {
 
     explicit Extent(const Growth* growth) {
         int64_t level = 1;
-        for (int64_t i = 0; growth && i < growth->width.count() && candidates <= MOST; i++) {
+        for (int64_t i = 0; growth && i < growth->width.count() && candidates <= MAX_COUNT; i++) {
             if (growth->width[i] < 1) {  // ``Series::check`` refuses that
                 candidates = 0;
                 return;
@@ -76,7 +76,7 @@ class Forest {
     // Adds the ``n`` likeliest tokens after ``node`` by its logits. Among equals, the lowest id comes first.
     void add(Tree& tree, int node, const float* line, int token_of_line, int n) {
         const int vocab = drafter->shape.vocab;
-        n = least_of(n, vocab);
+        n = min_of(n, vocab);
         judge->top(line, vocab, n, best);
         const float least = best[n - 1], total = best[n];
         int found = 0;
@@ -98,7 +98,7 @@ class Forest {
 
     // Moves the ``n`` likeliest of ``count`` candidates to the front, in descending order. Returns how many there are.
     static int likeliest(const Tree& tree, int32_t* of, int count, int n) {
-        n = least_of(n, count);
+        n = min_of(n, count);
         for (int i = 0; i < n; i++) {
             int best = i;
             for (int j = i + 1; j < count; j++)

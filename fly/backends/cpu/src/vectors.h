@@ -2,9 +2,9 @@
 // many whole numbers. A variant defines set1, ld, st, fma and others before it includes this. Knows nothing of models.
 
 inline Vec zero() { return Vec{}; }
-inline Vec size_of(Vec x) { return (Vec)((Bits)x & 0x7fffffff); }
+inline Vec abs_of(Vec x) { return (Vec)((Bits)x & 0x7fffffff); }
 // Converts sums of integer products to floats. The inputs were stored plus 128, which added ``offset`` to each sum.
-inline Vec whole(const float* sums, const int32_t* offset) {
+inline Vec sums_to_floats(const float* sums, const int32_t* offset) {
     return __builtin_convertvector((Ints)ld(sums) - (Ints)ld((const float*)offset), Vec);
 }
 inline void st(uint16_t* p, Vec x);  // to nearest, ties to even; a nan stays one
@@ -104,11 +104,11 @@ inline void normalise(const float* x, const float* weight, int width, float eps,
 // Rounds ``count`` values, padded to 16, to multiples of a step, which is 1/127 of the largest absolute value. Stores
 // the multiples plus 128, and returns the step, which is NaN if a value is NaN or infinite.
 template <class Act>
-inline float narrowed(const Act* from, int count, uint8_t* to) {
+inline float round_to_8_bits(const Act* from, int count, uint8_t* to) {
     Vec most = zero(), poison = zero();
     for (int i = 0; i < count; i += W) {
         const Vec x = ld(from + i);
-        most = larger(most, size_of(x)), poison = fma(x, zero(), poison);  // the larger of two may lose a NaN
+        most = larger(most, abs_of(x)), poison = fma(x, zero(), poison);  // the larger of two may lose a NaN
     }
     const float peak = largest(most) + sum(poison);
     const Vec inverse = set1(peak > 0 ? 127.0f / peak : 0.0f);
