@@ -302,15 +302,15 @@ def for_chat(prompt: object) -> str:
 
 def _ids(prompt: np.ndarray[Any, Any] | torch.Tensor) -> list[int]:
     """Return the token ids of an array or a tensor. Raises ``ValueError`` if it has anything else."""
-    whole = prompt.dtype.kind in "iu" if isinstance(prompt, np.ndarray) else _is_whole(prompt.dtype)
-    if prompt.ndim != 1 or not whole:
+    integers = prompt.dtype.kind in "iu" if isinstance(prompt, np.ndarray) else _is_integer(prompt.dtype)
+    if prompt.ndim != 1 or not integers:
         shape = list(prompt.shape)
         raise ValueError(f"prompt of {prompt.dtype} and shape {shape}: token ids are integers, of one dimension")
     found: list[int] = prompt.tolist()
     return found
 
 
-def _is_whole(dtype: torch.dtype) -> bool:
+def _is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 

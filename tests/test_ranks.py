@@ -302,7 +302,7 @@ def live(rank: int, size: int, port: int, log: str, what: str) -> None:
             if step == 20 and what == "leaves it queued":  # as on CUDA, where entering a collective only queues it
                 ranks.progress.entered += 1
                 work = dist.all_reduce(torch.ones(8), async_op=True)
-                ranks.progress.over = work.is_completed
+                ranks.progress.is_done = work.is_completed
                 time.sleep(60)
             if step == 20 and what == "is cut off":
                 with ranks.awaited():  # a graph's result, which does not come

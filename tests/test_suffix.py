@@ -210,7 +210,7 @@ def test_it_equals_the_twin_through_any_history(
         row.provenance.clear()
         strategy.release(row)
     assert not strategy._own
-    indexed = [place for index in strategy._shared.values() for places in index.of.values() for place in places]
+    indexed = [place for index in strategy._shared.values() for places in index.ends.values() for place in places]
     assert {id(text) for text, _ in indexed} <= {id(text) for text, _, _ in strategy._outputs}
 
 

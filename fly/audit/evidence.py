@@ -67,11 +67,11 @@ class _Table:
             self.probs_TH[row, : len(draw.probs_H)] = draw.probs_H
         self.drawn_T = np.array([width if draw.drawn is None else draw.drawn for draw in draws])
 
-    def wide(self, of: Callable[[Draw], np.ndarray | None]) -> np.ndarray:
-        """Return each draw's alternative distribution, or the claimed one where ``of`` returns None."""
+    def wide(self, alternative: Callable[[Draw], np.ndarray | None]) -> np.ndarray:
+        """Return each draw's alternative distribution, or the claimed one where ``alternative`` returns None."""
         made_TH = self.probs_TH.copy()
         for row, draw in enumerate(self.draws):
-            if (found := of(draw)) is not None:
+            if (found := alternative(draw)) is not None:
                 made_TH[row, : len(found)] = found
         return made_TH
 

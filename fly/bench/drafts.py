@@ -110,9 +110,9 @@ class Ratio:
         ordered, n = sorted(ratios), len(ratios)
         # The true median lies outside the interval if too few of n fair coins fall on one side (the sign test).
         outside = list(accumulate(2 * math.comb(n, fewer) / 2**n for fewer in range(n // 2)))
-        aside = max(0, bisect_right(outside, 0.05) - 1)
+        beyond = max(0, bisect_right(outside, 0.05) - 1)
         middle = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
-        return Ratio(middle, ordered[aside], ordered[n - 1 - aside], n)
+        return Ratio(middle, ordered[beyond], ordered[n - 1 - beyond], n)
 
 
 @dataclass(frozen=True)

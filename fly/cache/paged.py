@@ -207,10 +207,10 @@ class PagedBatch:
                 seen_S = stored_S[: start + n + 1] if row.causal or row.mask_NS is None else stored_S[row.mask_NS[n]]
                 # for kernels that read tables: what a token of a tree sees
                 mask_1S = None if row.mask_NS is None else row.mask_NS[n : n + 1, : start + n + 1]
-                alone = PagedBatch(self.cache, [seq], [start + n], [1], [mask_1S])
+                single = PagedBatch(self.cache, [seq], [start + n], [1], [mask_1S])
                 at = row.new.start + n
-                alone._packed = slots_T[at : at + 1], [_Row(slice(0, 1), seen_S, None, False)]
-                yield alone
+                single._packed = slots_T[at : at + 1], [_Row(slice(0, 1), seen_S, None, False)]
+                yield single
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

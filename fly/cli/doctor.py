@@ -141,8 +141,8 @@ def _find_kernels(device: torch.device) -> Iterator[Finding]:
     from fly.backends.cuda.attention import find_flash  # they take seconds to import
     from fly.backends.cuda.ops import refuse_attention, refuse_layers, refuse_steps
 
-    of = device, torch.bfloat16, 128
-    refused, options = refuse_attention(*of, block_size_for(device)), find_flash(*of)
+    kind = device, torch.bfloat16, 128
+    refused, options = refuse_attention(*kind, block_size_for(device)), find_flash(*kind)
     yield Finding(f"{device} attention", "our Triton kernels", refused or "")
     of_torch = "" if options is not None else f"torch {torch.__version__} does not read pages in place: see the warning"
     yield Finding(f"{device} attention of prompts", "FlashAttention of PyTorch", of_torch)

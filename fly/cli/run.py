@@ -110,8 +110,8 @@ def grid_of(ray: str | None, actors: int | None, ranks: Any = None) -> Any:
 def setup_of(context: typer.Context, path: Path | None) -> Config:
     """Return the setup of a configuration file, with the options of the command line in place of the file's; or of the
     options alone."""
-    mine = Config.model_fields.keys() - Config.of_ranks  # ``ranks_of`` uses the other fields
-    options = options_of(context, mine) if path is None else {name: context.params.get(name) for name in mine}
+    known = Config.model_fields.keys() - Config.of_ranks  # ``ranks_of`` uses the other fields
+    options = options_of(context, known) if path is None else {name: context.params.get(name) for name in known}
     if path is None and options["draft"] is None:
         options["draft"] = usual_draft(options["model"])
     return Config.model_validate(_given(context, path, options), context={"trusted": True})

@@ -363,12 +363,14 @@ class AdaptiveDraft(Wrapper):
             seconds, drafting = (sum(part) for part in zip(*((spent.total, spent.draft) for spent in this.spent)))
             most = this.max_len or this.asked
             drafts = [row.drafts[before:] for row, (_, before) in zip(rows, this.before)]
-            took = [[(n, min(n, limit), kept) for n, kept in some] for some, limit in zip(drafts, most)]
+            results = [
+                [(n, min(n, limit), kept) for n, kept in row_results] for row_results, limit in zip(drafts, most)
+            ]
             draft = drafting - this.spent[0].draft * this.behind
         else:
             rounds, seconds, drafting = 1, now - this.begin, this.drafting
             sizes = zip(this.verified or [0] * len(rows), this.steps or [0] * len(rows), emitted)
-            took = [[(n, steps, min(len(new) - 1, steps))] if n else [] for n, steps, new in sizes]
+            results = [[(n, steps, min(len(new) - 1, steps))] if n else [] for n, steps, new in sizes]
             draft = drafting * (not this.behind)
         if not rounds:
             return
@@ -378,7 +380,11 @@ class AdaptiveDraft(Wrapper):
                 own.copied.append((told, common_prefix(looked, new)))
                 self._copied.add(*own.copied[-1])
         # Learn what forwards and drafted tokens cost.
-        load, verified, forward = this.load, sum(n for some in took for n, _, _ in some), (seconds - drafting) / rounds
+        load, verified, forward = (
+            this.load,
+            sum(n for row_results in results for n, _, _ in row_results),
+            (seconds - drafting) / rounds,
+        )
         size = len(rows) + verified / rounds
         if this.way == _LOOKUP and verified:
             load.costs.add_lookup(size, forward)
@@ -386,17 +392,19 @@ class AdaptiveDraft(Wrapper):
             load.costs.add_forward(len(rows), size, forward)
         else:
             load.costs.add_plain(len(rows), forward)
-        active = [some[this.behind :] for some in took if some]
-        if this.way == _DRAFTING and (steps := max((sum(n for _, n, _ in some) for some in active), default=0)):
+        active = [row_results[this.behind :] for row_results in results if row_results]
+        if this.way == _DRAFTING and (
+            steps := max((sum(n for _, n, _ in row_results) for row_results in active), default=0)
+        ):
             load.costs.add_step(len(active), draft / steps, size, forward)
         # Learn what drafts yield. A row that ends cuts off tokens that would have been kept, so its last draft says
         # nothing.
         if this.way == _DRAFTING:
-            for row, n, some in zip(rows, this.asked, took):
+            for row, n, row_results in zip(rows, this.asked, results):
                 own = self._row(row)
-                own.read = len(row.tokens) if some else own.read
-                some += [(0, 0, 0)] * (rounds - len(some)) * bool(n)
-                for verified, steps, kept in some[:-1] if row.finish_reason else some:
+                own.read = len(row.tokens) if row_results else own.read
+                row_results += [(0, 0, 0)] * (rounds - len(row_results)) * bool(n)
+                for verified, steps, kept in row_results[:-1] if row.finish_reason else row_results:
                     if steps:
                         load.rates.add(steps, kept)
                     load.drafting.add(kept, verified, steps)

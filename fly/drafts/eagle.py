@@ -151,9 +151,9 @@ class Eagle3Draft(StopsByChance):
 
     def commit(self, rows: abc.Sequence[Sequence]) -> None:
         self.runner.commit(rows)
-        if late := [row for row in rows if row.k and self.runner.count_unread(row) > _BACKLOG]:
-            self.prefill([(row, 0) for row in late])
-            self.runner.commit(late)
+        if behind := [row for row in rows if row.k and self.runner.count_unread(row) > _BACKLOG]:
+            self.prefill([(row, 0) for row in behind])
+            self.runner.commit(behind)
 
     def release(self, row: Sequence) -> None:
         self.runner.release(row)

@@ -23,25 +23,25 @@ class _Places:
     """For each n-gram, the places at which it ends and another token follows, oldest first."""
 
     depth: int
-    of: defaultdict[tuple[int, ...], list[_Place]] = field(default_factory=lambda: defaultdict(list))
+    ends: defaultdict[tuple[int, ...], list[_Place]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, text: list[int], end: int) -> None:
         """Index the n-grams that end at ``end``. Call this in order of positions."""
         for gram in self._grams(text, end):
-            self.of[gram].append((text, end))
+            self.ends[gram].append((text, end))
 
     def drop(self, text: list[int], end: int, at: int) -> None:
         """Undo ``add`` for the latest place (``at`` -1) or the oldest (``at`` 0)."""
         for gram in self._grams(text, end):
-            del self.of[gram][at]
-            if not self.of[gram]:
-                del self.of[gram]
+            del self.ends[gram][at]
+            if not self.ends[gram]:
+                del self.ends[gram]
 
     def longest(self, text: list[int], lookback: int) -> tuple[int, list[_Place]]:
         """Find the longest match with the end of ``text``. Return its length and its places, latest first."""
-        gram = next((gram for gram in self._grams(text, len(text) - 1) if gram in self.of), ())
+        gram = next((gram for gram in self._grams(text, len(text) - 1) if gram in self.ends), ())
         best, found = len(gram), list[_Place]()
-        for other, end in self.of[gram][: -lookback - 1 : -1] if gram else ():
+        for other, end in self.ends[gram][: -lookback - 1 : -1] if gram else ():
             if other[max(0, end + 1 - best) : end + 1] != text[-best:]:
                 continue
             n, most = best, min(self.depth, len(text), end + 1)
@@ -191,7 +191,7 @@ class SuffixDraft(DraftStrategy):
             oldest, indexed, salt = self._outputs.popleft()
             for end in range(indexed, len(oldest) - 1):
                 self._shared[salt].drop(oldest, end, 0)
-            if (known := self._shared.get(salt)) is not None and not known.of:
+            if (known := self._shared.get(salt)) is not None and not known.ends:
                 del self._shared[salt]
             self._held -= len(oldest)
         salt = row.params.cache_salt

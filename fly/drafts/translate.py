@@ -82,8 +82,8 @@ class _Speller:
         change, byte by byte. Other ids end before the first unfinished character.
         """
         if not self.byte_level:
-            whole = re.split("[\udc80-\udcff\ufffd]", text, maxsplit=1)[0]
-            return [i for i in self._tokenizer.encode(whole, add_special_tokens=False) if i in self.plain]
+            complete = re.split("[\udc80-\udcff\ufffd]", text, maxsplit=1)[0]
+            return [i for i in self._tokenizer.encode(complete, add_special_tokens=False) if i in self.plain]
         found: list[int] = []
         for number, part in enumerate(_BYTES.split(text)):
             spelled = part.encode("utf-8", "surrogateescape")

@@ -64,8 +64,8 @@ class EarlyExit(Wrapped):
         hidden_TC = self.model(tokens_T, positions_T, batch.kv, through=forward)
         # The rows that exited have logits already. Compute those of the other rows from the last layer.
         wanted = range(len(batch.tokens)) if places is None else places
-        late = [t for t in wanted if t not in forward.logits]
-        logits = dict(zip(late, self.model.logits(hidden_TC[late]))) if late else {}
+        remaining = [t for t in wanted if t not in forward.logits]
+        logits = dict(zip(remaining, self.model.logits(hidden_TC[remaining]))) if remaining else {}
         logits |= forward.logits
         logits_NV = torch.empty(0, self.config.vocab_size, device=self.device)
         if len(wanted):

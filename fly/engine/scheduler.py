@@ -183,15 +183,15 @@ class Scheduler:
         except Exception as error:
             self._failed(error)
             # The failed step changed nothing, so it can be taken again in parts.
-            alone = [_Step([row]) for row in step.rows] + [_Step([], [part]) for part in step.prefill]
-            if len(alone) > 1:
+            parts = [_Step([row]) for row in step.rows] + [_Step([], [part]) for part in step.prefill]
+            if len(parts) > 1:
                 if not isinstance(error, OutOfBlocks):
                     warnings.warn(
-                        f"a step failed and is taken again for each of its {len(alone)} requests alone: {error!r}",
+                        f"a step failed and is taken again for each of its {len(parts)} requests alone: {error!r}",
                         RuntimeWarning,
                         stacklevel=2,
                     )
-                for part in alone:
+                for part in parts:
                     if not self._is_over(part):
                         self._run(part)
                 return

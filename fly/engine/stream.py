@@ -24,7 +24,7 @@ class _Pieces:
         self._splitter = Splitter(job.requests[0].thinking)
         self._ready: deque[Piece] = deque()
         self._held: tuple[Token, ...] = ()  # tokens whose text is not final yet
-        self._begun = self._over = False
+        self._begun = self._ended = False
         self._error: BaseException | None = None
         self._taken = 0
 
@@ -40,7 +40,7 @@ class _Pieces:
 
     def _ask(self) -> bool:
         """Ask for the next entry. Return False if there is none. Raises the error that ended the request."""
-        if self._over:
+        if self._ended:
             error, self._error = self._error, None
             if error is not None:
                 raise error
@@ -56,14 +56,14 @@ class _Pieces:
         """Make pieces of an entry's news."""
         self._taken += 1
         if isinstance(entry, BaseException):
-            self._over, self._error = True, entry
+            self._ended, self._error = True, entry
             return
         for news in entry:
             for token, text in news.pieces:
                 self._held += (token,)
                 self._give(self._splitter.push(text))
             if news.over:
-                self._over, self._error = True, news.error
+                self._ended, self._error = True, news.error
                 if news.error is None:
                     found = self._splitter.finish(news.rest)
                     self._give(found or [("text", "")] if self._held else found)
@@ -76,7 +76,7 @@ class _Pieces:
 
     def _leave(self, wait: bool = False) -> None:
         """End the request if it is running, and forget what was not read."""
-        going, self._over, self._error = self._begun and not self._over, True, None
+        going, self._ended, self._error = self._begun and not self._ended, True, None
         self._ready.clear()
         if going:
             self._worker.cancel(self._job, wait)
@@ -99,7 +99,7 @@ class Stream(_Pieces, Iterator[Piece]):
                 self._leave()
                 raise
             self._take(entry)
-            if self._over:
+            if self._ended:
                 self._job.queue.put([])  # wakes other threads that read the same stream
         return self._ready.popleft()
 
@@ -124,7 +124,7 @@ class AsyncStream(_Pieces, AsyncIterator[Piece]):
                 self._leave()
                 raise
             self._take(entry)
-            if self._over:
+            if self._ended:
                 self._job.queue.put_nowait([])
         return self._ready.popleft()
 

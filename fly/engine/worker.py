@@ -336,21 +336,21 @@ class Worker:
                     touched[job] = None
             self.watch()
         # Deliver an entry to each job that is over, and to each stepwise job that is new or got tokens.
-        over = [job for job in touched if job.key in self._open and (job.error is not None or not job.left)]
-        for job in over:
+        finished = [job for job in touched if job.key in self._open and (job.error is not None or not job.left)]
+        for job in finished:
             self._remove(job)
         running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         shares = tuple(1 - each.num_free / each.num_blocks for each in self.scheduler.allocators())
         with self._lock:
             taken = self.load.taken + sum(len(job.requests) for job in new)
             self.load = Load(running, waiting, shares, taken)
-            heard = [job for job in touched if job in self.jobs and (job.stepwise or job in over)]
-            self.jobs.difference_update(over, leaving)
-        self._wanted.difference_update(job.key for job in heard if job.key not in self._leaving)
+            informed = [job for job in touched if job in self.jobs and (job.stepwise or job in finished)]
+            self.jobs.difference_update(finished, leaving)
+        self._wanted.difference_update(job.key for job in informed if job.key not in self._leaving)
         # A call that still waits for a cancelled job gets its last entry.
         ended = [(job, job.entry()) for job in leaving if job.stepwise]
-        self._deliver([*((job, job.entry()) for job in heard if job not in leaving), *ended])
-        for job in (*over, *leaving):
+        self._deliver([*((job, job.entry()) for job in informed if job not in leaving), *ended])
+        for job in (*finished, *leaving):
             job.gone.put(None)
 
     def _agree_on_jobs(self) -> tuple[list[Job], list[Job]]:

@@ -55,10 +55,10 @@ class Known(Tensor):
         """Make known logits. The mass of the other tokens is spread evenly over them, but none gets a logit above the
         smallest known one."""
         peak, known = logits[..., :1], logits[..., :-1]
-        again = (ids[..., -1:] == ids[..., :-1]).any(-1)  # the extra token is one of the n
+        repeated = (ids[..., -1:] == ids[..., :-1]).any(-1)  # the extra token is one of the n
         shares = (logits - peak).exp()
-        left = mass.exp() - shares[..., :-1].sum(-1) - shares[..., -1].masked_fill(again, 0.0)
-        others = (size - known.shape[-1] - (~again).long()).clamp_min(1)
+        left = mass.exp() - shares[..., :-1].sum(-1) - shares[..., -1].masked_fill(repeated, 0.0)
+        others = (size - known.shape[-1] - (~repeated).long()).clamp_min(1)
         left = left.clamp_min(torch.finfo(mass.dtype).tiny)
         rest = (peak.squeeze(-1) + (left / others).log()).minimum(known[..., -1])
         return Known(size, ids, logits, rest, mass, nats)

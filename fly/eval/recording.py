@@ -136,7 +136,7 @@ class Recorder(Wrapped):
         self.batch_invariant = inner.batch_invariant
         self._blocks: list[tuple[int, int, list[int], Tensor, Tensor, Outputs, Outputs | None]] = []
         # The outputs of the two models are computed at the same time, on two cores that would otherwise be idle.
-        self._beside = ThreadPoolExecutor(1, "fly-recorder", inner.enter_thread)
+        self._helper = ThreadPoolExecutor(1, "fly-recorder", inner.enter_thread)
 
     def decide(
         self,
@@ -153,7 +153,7 @@ class Recorder(Wrapped):
         logits_JV = target.logits_BKV[0].cpu()
         drafted, own = decision.drafted, None
         if draft.logits_BKV is not None and drafted:
-            own = self._beside.submit(Outputs.of, draft.logits_BKV[0, : len(drafted)].cpu())
+            own = self._helper.submit(Outputs.of, draft.logits_BKV[0, : len(drafted)].cpu())
         outputs = Outputs.of(logits_JV)
         token_J = torch.tensor(drafted, dtype=torch.int64)
         logit_J = logits_JV[torch.arange(len(drafted)), token_J]
@@ -166,7 +166,7 @@ class Recorder(Wrapped):
 
     def close(self) -> None:
         """End the thread."""
-        self._beside.shutdown()
+        self._helper.shutdown()
 
     def recording(self, about: dict[str, Any], text: list[int], prompt: int) -> Recording:
         """Return the blocks so far, without the first, which came with the prompt. ``text`` has ``prompt`` tokens of

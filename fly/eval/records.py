@@ -37,8 +37,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     when the run was killed, and is ignored. Raises ``ValueError`` with the number of any other line that is no JSON."""
     if not path.exists():
         return
-    *whole, _ = path.read_bytes().split(b"\n")
-    for number, line in enumerate(whole, start=1):
+    *complete, _ = path.read_bytes().split(b"\n")
+    for number, line in enumerate(complete, start=1):
         try:
             yield json.loads(line)
         except ValueError as error:

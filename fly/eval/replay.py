@@ -281,10 +281,10 @@ class Blocks:
     def _known(self, outputs: Outputs, place_BJ: Tensor, token_BJ: Tensor, logit_P: Tensor | None = None) -> Known:
         """Return the logits at some places, as far as they are known. ``logit_P`` has the logit of each place's own
         token. None stands for a draft model at temperature 0, whose own token is its most likely one."""
-        here = outputs.at(place_BJ)
-        ids = torch.cat([here.ids.long(), token_BJ.unsqueeze(-1)], -1)
-        own_BJ = here.logits[..., 0] if logit_P is None else logit_P[place_BJ]
-        return Known.of(self.size, ids, torch.cat([here.logits, own_BJ.unsqueeze(-1)], -1), here.mass, here.entropy)
+        found = outputs.at(place_BJ)
+        ids = torch.cat([found.ids.long(), token_BJ.unsqueeze(-1)], -1)
+        own_BJ = found.logits[..., 0] if logit_P is None else logit_P[place_BJ]
+        return Known.of(self.size, ids, torch.cat([found.logits, own_BJ.unsqueeze(-1)], -1), found.mass, found.entropy)
 
     def replay(
         self,

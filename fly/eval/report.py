@@ -171,15 +171,15 @@ def _tables(run: str, plan: Plan, tasks: dict[str, Any], records: Records, by_gr
         units: dict[tuple[str, int], Unit] = {}
         for key in sorted(key for key in keys if (key.task, key.temperature) == (name, temperature)):
             units.setdefault((key.problem, key.seed), {}).setdefault(key.way, []).append(key)
-        whole: dict[str, list[Unit]] = {}
+        complete: dict[str, list[Unit]] = {}
         for (problem, _), unit in units.items():
             turns = records.completions[next(iter(unit.values()))[0]]["turns"]
             if all(len(unit.get(way, ())) == turns for way in ways):
-                whole.setdefault(problem, []).append(unit)
-        if not whole:
+                complete.setdefault(problem, []).append(unit)
+        if not complete:
             continue
         # All problems make one table, and each group of problems another.
-        problems = sorted(whole.values(), key=lambda each: records.completions[each[0][ways[0]][0]]["number"])
+        problems = sorted(complete.values(), key=lambda each: records.completions[each[0][ways[0]][0]]["number"])
         groups: dict[str, list[list[Unit]]] = {"": problems}
         for each in problems if by_group else ():
             if group := records.completions[each[0][ways[0]][0]]["group"]:
@@ -195,7 +195,7 @@ def _tables(run: str, plan: Plan, tasks: dict[str, Any], records: Records, by_gr
                     group=group,
                     temperature=temperature,
                     rows=rows,
-                    unfinished=0 if group else len({problem for problem, _ in units} - whole.keys()),
+                    unfinished=0 if group else len({problem for problem, _ in units} - complete.keys()),
                     unscored=scored.count(False) if tasks[name]["scores"] else 0,
                     scorer=tasks[name]["scorer"],
                     refusals=tasks[name]["scorer"] == "refusal",
@@ -315,8 +315,8 @@ class _Comparison:
             row.p = sign_test(row.lost, row.won)
             if sum(plain):
                 both = sum(min(a, b) for a, b in zip(own, plain))
-                whole = sum(share > 0 for share in plain)
-                row.still = wilson(min(both / sum(plain), 1.0) * whole, whole)
+                solved = sum(share > 0 for share in plain)
+                row.still = wilson(min(both / sum(plain), 1.0) * solved, solved)
 
     def _compare_tokens(self, label: str, row: Row) -> None:
         if label == AUTOREGRESSIVE:

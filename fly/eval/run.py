@@ -37,11 +37,11 @@ def check_folder(plan: Plan, folder: Path) -> None:
     if path.exists():
         before = {"code": {}, **yaml.safe_load(path.read_text(encoding="utf-8"))}
         # If the folder lacks a field, the field was added after the folder was begun, and its default applied then.
-        then = {**Plan().model_dump(mode="json"), **before["plan"]}
+        begun_with = {**Plan().model_dump(mode="json"), **before["plan"]}
         changed = [
-            f"{name}: {then[name]!r} then, {value!r} now"
+            f"{name}: {begun_with[name]!r} then, {value!r} now"
             for name, value in fields.items()
-            if name not in ("tasks", "limit", "run_code") and then[name] != value
+            if name not in ("tasks", "limit", "run_code") and begun_with[name] != value
         ]
         changed += [
             f"task {name}: its file or its data have changed"

@@ -282,12 +282,12 @@ def _supported(raw: dict[str, Any], source: str) -> Family:
 
 def _layers(stated: dict[str, Any], family: Family) -> dict[str, Any]:
     """Return the kinds of the layers. If no layer has sliding attention, kinds and window are None."""
-    none = {"layer_types": None, "sliding_window": None}
+    all_full = {"layer_types": None, "sliding_window": None}
     count, types = stated.get("num_hidden_layers"), stated.get("layer_types")
     if stated.get("sliding_window") is None or not isinstance(count, int):
-        return none if set(types or ()) <= {FULL} else {"layer_types": types}
+        return all_full if set(types or ()) <= {FULL} else {"layer_types": types}
     types = list(types or family.layer_types(stated, count))
-    return none if types == [FULL] * count else {"layer_types": types}  # the field refuses unknown values
+    return all_full if types == [FULL] * count else {"layer_types": types}  # the field refuses unknown values
 
 
 def _rope(stated: dict[str, Any], source: str) -> tuple[float, RopeScaling, float | None]:

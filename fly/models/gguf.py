@@ -127,10 +127,10 @@ class _Reader:
             return self.text()
         if kind != _LIST:
             return self.number(_SCALARS[kind])
-        of, count = self.number("I"), self.number("Q")
-        if of in (_TEXT, _LIST):
-            return [self.value(of) for _ in range(count)]
-        return list(self.numbers(_SCALARS[of], count))
+        item_kind, count = self.number("I"), self.number("Q")
+        if item_kind in (_TEXT, _LIST):
+            return [self.value(item_kind) for _ in range(count)]
+        return list(self.numbers(_SCALARS[item_kind], count))
 
     def header(self, path: Path) -> Header:
         if bytes(self.data[:4]) != b"GGUF":
@@ -165,9 +165,9 @@ class Converted(Stored):
         return self._ordered(super().blocks())
 
     def read(self, cut: Cut = ()) -> Tensor:
-        whole = torch.empty(self.shape, dtype=torch.float32)
-        self.copy_to(whole)
-        return whole[cut] if cut else whole
+        values = torch.empty(self.shape, dtype=torch.float32)
+        self.copy_to(values)
+        return values[cut] if cut else values
 
     def copy_to(self, to: Tensor, cut: Cut = ()) -> None:
         """Convert the tensor in chunks, so that memory never holds a float32 copy of all of it."""
@@ -380,8 +380,8 @@ class GGUF(Checkpoint):
         """Return the texts of the named special tokens, and the chat templates."""
         tokens = self.fields.get("tokenizer.ggml.tokens") or []
         named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
-        ids = {f"{of}_token": self.fields.get(f"tokenizer.ggml.{key}_token_id") for of, key in named.items()}
-        texts = {of: tokens[number] for of, number in ids.items() if number is not None and number < len(tokens)}
+        ids = {f"{role}_token": self.fields.get(f"tokenizer.ggml.{key}_token_id") for role, key in named.items()}
+        texts = {role: tokens[number] for role, number in ids.items() if number is not None and number < len(tokens)}
         templates = {"default": self.fields.get("tokenizer.chat_template")}
         for other in self.fields.get("tokenizer.chat_templates") or ():
             templates[other] = self.fields.get(f"tokenizer.chat_template.{other}")

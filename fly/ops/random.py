@@ -79,9 +79,9 @@ def draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
         cumulative_BV, sought_B1 = probs_BV.double().cumsum(-1), uniform_B.double().unsqueeze(1)
         at_B1 = _find(cumulative_BV, sought_B1 * cumulative_BV[:, -1:])
         return torch.where(cumulative_BV[:, -1:] > 0, at_B1, 0).squeeze(1)
-    whole = width - width % _CHUNK
-    mass_BC = probs_BV[:, :whole].unflatten(1, (-1, _CHUNK)).sum(-1, dtype=torch.float64)
-    rest_B1 = probs_BV[:, whole:].sum(-1, dtype=torch.float64, keepdim=True)
+    chunked = width - width % _CHUNK
+    mass_BC = probs_BV[:, :chunked].unflatten(1, (-1, _CHUNK)).sum(-1, dtype=torch.float64)
+    rest_B1 = probs_BV[:, chunked:].sum(-1, dtype=torch.float64, keepdim=True)
     cumulative_BC = torch.cat([mass_BC, rest_B1], 1).cumsum(-1)
     # Find the chunk, and then the token within it.
     sought_B1 = uniform_B.double().unsqueeze(1) * cumulative_BC[:, -1:]

@@ -80,13 +80,13 @@ def top(values: Tensor, n: int) -> Top:
     width = values.shape[-1]
     if values.device.type != "cpu" or width < 4 * n * _CHUNK or values.numel() <= _FEW:
         return Top(*values.topk(min(n, width), dim=-1))
-    whole = width - width % _CHUNK
-    chunks = values[..., :whole].unflatten(-1, (-1, _CHUNK))
+    chunked = width - width % _CHUNK
+    chunks = values[..., :chunked].unflatten(-1, (-1, _CHUNK))
     best = chunks.amax(-1).topk(n, dim=-1, sorted=False).indices.unsqueeze(-1)
     picked = chunks.gather(-2, best.expand(*best.shape[:-1], _CHUNK)).flatten(-2)
-    found, at = torch.cat([picked, values[..., whole:]], dim=-1).topk(n, dim=-1)
+    found, at = torch.cat([picked, values[..., chunked:]], dim=-1).topk(n, dim=-1)
     inside = (best.squeeze(-1).gather(-1, (at // _CHUNK).clamp_max(n - 1))) * _CHUNK + at % _CHUNK
-    return Top(found, torch.where(at < n * _CHUNK, inside, whole + at - n * _CHUNK))
+    return Top(found, torch.where(at < n * _CHUNK, inside, chunked + at - n * _CHUNK))
 
 
 def log_mass(

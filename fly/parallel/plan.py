@@ -158,9 +158,9 @@ class Part:
                 + f" (needed for {rule.names})"
             )
 
-    def _cut(self, whole: Mapping[str, list[Piece]]) -> dict[str, list[Piece]]:
+    def _cut(self, layout_pieces: Mapping[str, list[Piece]]) -> dict[str, list[Piece]]:
         found: dict[str, list[Piece]] = {}
-        for name, pieces in whole.items():
+        for name, pieces in layout_pieces.items():
             found[name], start = [], 0
             for piece in pieces:
                 rule = self._rule(piece.key)
@@ -176,7 +176,7 @@ class Part:
                 rows, stored = slice(start, start + cut[0].stop - cut[0].start), self.rank == 0 or not once
                 found[name].append(replace(piece, rows=rows, cut=tuple(cut), stored=stored))
                 start = rows.stop
-        keys = [piece.key for pieces in whole.values() for piece in pieces]
+        keys = [piece.key for pieces in layout_pieces.values() for piece in pieces]
         if unused := [rule for rule in self.plan if not any(map(rule.matches, keys))]:
             raise PlanError(f"rule {unused[0].names!r} ({unused[0].style}) matches no tensor of this model")
         return found

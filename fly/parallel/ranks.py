@@ -232,10 +232,10 @@ class Ranks:
 
     def _compare(self) -> None:
         computed = zlib.crc32(repr([checksum.read() for checksum in self._checksums.values()]).encode(), self._agreed)
-        mine = torch.tensor([self._forwards, computed])
-        found = [torch.empty_like(mine) for _ in range(self.size)]
+        own = torch.tensor([self._forwards, computed])
+        found = [torch.empty_like(own) for _ in range(self.size)]
         with self.awaited():
-            dist.all_gather(found, mine, group=self.control)
+            dist.all_gather(found, own, group=self.control)
         if different := [str(rank) for rank, theirs in enumerate(found) if not torch.equal(theirs, found[0])]:
             count, self._forwards, self._agreed, self._checksums = self._forwards, 0, 0, {}  # report it once
             named = ("rank " if len(different) == 1 else "ranks ") + ", ".join(different)
@@ -255,7 +255,7 @@ class Ranks:
             with torch.cuda.device(tensors[0].device):
                 event = torch.cuda.Event()
                 event.record()
-            self.progress.over = event.query
+            self.progress.is_done = event.query
 
     @contextmanager
     def preparing(self) -> Iterator[None]:

@@ -43,7 +43,7 @@ class Progress:
         self.since: float | None = None  # when it entered the present collective; None: it is in none
         # On CUDA a collective is only queued. This tells whether the device has finished the last one; None: there is
         # none.
-        self.over: Callable[[], bool] | None = None
+        self.is_done: Callable[[], bool] | None = None
         self.lengths = 0  # a checksum of the lengths of its forwards
         self.preparing = False  # whether ranks may come late: see ``Ranks.preparing``
 
@@ -112,10 +112,10 @@ class Watch:
         self._store.add(key, 1)
         self._wait(lambda: self._store.add(key, 0) == self.size, self.heartbeat_timeout, error)
 
-    def _wait(self, over: Callable[[], bool], seconds: float, error: BaseException | None) -> None:
-        """Wait until ``over`` returns True. If there is an ``error``, blame this rank after ``seconds``."""
+    def _wait(self, is_over: Callable[[], bool], seconds: float, error: BaseException | None) -> None:
+        """Wait until ``is_over`` returns True. If there is an ``error``, blame this rank after ``seconds``."""
         started = time.monotonic()
-        while not over() and not self._stop.is_set():
+        while not is_over() and not self._stop.is_set():
             if error is not None and time.monotonic() - started > seconds:
                 if not isinstance(error, MemoryError) and "OutOfMemory" not in type(error).__name__:
                     traceback.print_exception(error)
@@ -200,11 +200,11 @@ class Watch:
     def _waiting(self, now: float) -> tuple[int, float] | None:
         """Return the number of the collective that this rank (or its device) waits for, and since when; None if it does
         not wait."""
-        entered, since, over = self.progress.entered, self.progress.since, self.progress.over
+        entered, since, is_done = self.progress.entered, self.progress.since, self.progress.is_done
         if since is not None:
             return entered, since
         with contextlib.suppress(RuntimeError):  # the device has failed; whoever waits for it reports that
-            if over is None or over():
+            if is_done is None or is_done():
                 self._queued = (0, 0.0)
                 return None
         if self._queued[0] != entered:

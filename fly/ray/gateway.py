@@ -154,8 +154,8 @@ class Gateway:
         self.taken.inc()
         try:
             async with asyncio.timeout(limit):
-                whole = await self._relay(scope, body, send)
-            (self.answered if whole else self.failed).inc()
+                complete = await self._relay(scope, body, send)
+            (self.answered if complete else self.failed).inc()
         except TimeoutError:
             if scope["path"] == "/health" and time.monotonic() < self._heard + _BEYOND:
                 # All replicas are full. That is no reason to restart them: one has just sent something.

@@ -106,14 +106,14 @@ class Replica:
 
         running = asyncio.create_task(run())
         try:
-            over = False
-            while not over:
+            ended = False
+            while not ended:
                 found = [await messages.get()]
                 while not messages.empty():
                     found.append(messages.get_nowait())
-                over = found[-1] is None
-                if some := [message for message in found if message is not None]:
-                    yield some
+                ended = found[-1] is None
+                if ready := [message for message in found if message is not None]:
+                    yield ready
             await running  # raises the application's error, if any
         finally:
             left.set()

@@ -467,8 +467,8 @@ class TokenByToken(Wrapped):
         wanted = range(len(batch.tokens)) if places is None else places
         asked, found, states_found = set(wanted), {}, list[Tensor]()
         for t, kv in enumerate(batch.kv.tokens()):
-            alone = Batch(batch.tokens[t : t + 1], batch.positions[t : t + 1], kv)
-            scores = self.inner.score(alone, None if t in asked else (), states)
+            single = Batch(batch.tokens[t : t + 1], batch.positions[t : t + 1], kv)
+            scores = self.inner.score(single, None if t in asked else (), states)
             if t in asked:
                 found[t] = scores.logits_NV
             if scores.states_TF is not None:

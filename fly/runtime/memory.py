@@ -75,8 +75,8 @@ def room_for(what: str, needed: int, device: torch.device, advice: str, mapped: 
         ran_out = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or getattr(error, "errno", 0) == errno.ENOMEM
         if not ran_out and "allocate memory" not in text and "enough memory" not in text:
             raise
-        beside = f" and {mapped / 1e9:.2f} GB of addresses for its file" if mapped and limited else ""
-        needs = f"{what} needs {needed / 1e9:.2f} GB of memory{beside}"
+        addresses = f" and {mapped / 1e9:.2f} GB of addresses for its file" if mapped and limited else ""
+        needs = f"{what} needs {needed / 1e9:.2f} GB of memory{addresses}"
         raise MemoryError(f"{needs}, and {free / 1e9:.2f} GB were free on {device}: {advice}") from error
 
 

@@ -65,12 +65,12 @@ class Guard:
             await self.app(scope, receive, send)
             return
         name, start, status = uuid.uuid4().hex, time.monotonic(), 499  # a client that left gets no answer
-        head, whole = scope["method"] == "HEAD", False
+        head, complete = scope["method"] == "HEAD", False
         address = (scope.get("client") or ("",))[0]
         client = Client(address, escaped(address[:100]))
 
         async def answer(message: Message) -> None:
-            nonlocal status, whole
+            nonlocal status, complete
             if message["type"] == "http.response.start":
                 more = ((b"x-request-id", name.encode()), (b"x-content-type-options", b"nosniff"))
                 message = {**message, "headers": [*message.get("headers", ()), *more]}
@@ -83,7 +83,7 @@ class Guard:
                     await send(message)
             except TimeoutError:
                 raise _Stalled from None
-            whole = message["type"] == "http.response.body" and not message.get("more_body")
+            complete = message["type"] == "http.response.body" and not message.get("more_body")
 
         try:
             client = self._client(scope, address)
@@ -93,7 +93,7 @@ class Guard:
         except _Stalled:
             log.warning("a reader took nothing for %g s; its connection is closed", self.write_timeout)
         except Exception:
-            if not whole:
+            if not complete:
                 raise
             # The answer has been sent. If this raised, uvicorn would close a connection that the client still uses.
             log.exception("a request was answered with status %d", status)

@@ -77,22 +77,22 @@ class Rules:
         self.max_k, self.require_lossless = max(64, k) if max_k is None else max_k, require_lossless
         if k > self.max_k:
             raise ValueError(f"k {k} is the default of requests and above max_k {max_k}; lower --k as well")
-        self._whole: dict[str, AcceptancePolicy] = {_squeeze(str(policy)): policy}
+        self._by_text: dict[str, AcceptancePolicy] = {_squeeze(str(policy)): policy}
         installed = {**policy_types(), **condition_types()}
         self.names = sorted(installed) if enabled is None else ["exact"]
         for entry in enabled or ():
             if entry in installed:
                 self.names.append(entry)
             else:
-                self._whole[_squeeze(entry)] = parse_policy(entry, trusted=True)
+                self._by_text[_squeeze(entry)] = parse_policy(entry, trusted=True)
         if enabled is None:
-            self._whole |= {name: make() for name, make in PRESETS.items()}
+            self._by_text |= {name: make() for name, make in PRESETS.items()}
         self._check_promise(policy)
 
     @property
     def choices(self) -> list[str]:
         """Rules, policies and presets that requests may name."""
-        return list(dict.fromkeys([*self.names, *map(str, self._whole)]))
+        return list(dict.fromkeys([*self.names, *map(str, self._by_text)]))
 
     def choose(
         self,
@@ -118,7 +118,7 @@ class Rules:
         return Speculation(rule, chosen, (draft or self.draft) if chosen else "none", self.leaves_early)
 
     def _read(self, given: str | Mapping[str, Any]) -> AcceptancePolicy:
-        if isinstance(given, str) and (whole := self._whole.get(_squeeze(given))) is not None:
+        if isinstance(given, str) and (whole := self._by_text.get(_squeeze(given))) is not None:
             return self._check_promise(whole)
         size = len(given if isinstance(given, str) else json.dumps(given))
         if size > _LONGEST:
@@ -129,7 +129,7 @@ class Rules:
             raise ValueError(f"policy: cannot be read: {error}") from None
         except ValueError as error:
             raise ValueError(f"policy: {error}") from None
-        if refused := sorted(named - {*self.names, *self._whole}):
+        if refused := sorted(named - {*self.names, *self._by_text}):
             raise ValueError(f"policy: {', '.join(refused)} not enabled here; choices: {self.choices}")
         return self._check_promise(rule)
 

@@ -87,7 +87,7 @@ class _Call:
         self._key = key
         self.text = ""
         self.name: str | None = None
-        self.over = False
+        self.complete = False
         self._start = self._end = -1  # where the arguments start and end, in characters
         self._given = 0  # number of the arguments' characters that ``arguments`` has returned
         self._depth, self._quoted, self._escaped = 0, False, False
@@ -98,7 +98,7 @@ class _Call:
         self.text += text
         if self.name is None and at < _HEAD and (head := self._head.match(self.text)):
             self.name, self._start = _load(head[1]), head.end()
-        while at < len(self.text) and not self.over:
+        while at < len(self.text) and not self.complete:
             self._step(at)
             at += 1
         rest, self.text = self.text[at:], self.text[:at]
@@ -117,7 +117,7 @@ class _Call:
             self._depth -= 1
             if self._depth == 1 and self._end < 0 <= self._start < at:
                 self._end = at + 1
-            self.over = self._depth == 0
+            self.complete = self._depth == 0
 
     def arguments(self) -> str:
         """Return the part of the arguments that ``push`` added since this was last called."""
@@ -226,12 +226,12 @@ class CallReader:
     def _inside(self, last: bool) -> Iterator[str | CallDelta]:
         call = self._call
         self._held = call.push(self._held)
-        name, whole = call.name, call.parse() if call.over and call.name is None else None
+        name, whole = call.name, call.parse() if call.complete and call.name is None else None
         if whole is not None:
             name = whole[0]
         if not self._announced:
             known = self._marked or (call.may_name(self._names) if name is None else name in self._names)
-            if not known or (name is None and (call.over or last)):
+            if not known or (name is None and (call.complete or last)):
                 self._held = call.text + self._held  # another call may begin in this text
                 yield self._no_call()
                 return
@@ -242,7 +242,7 @@ class CallReader:
             yield CallDelta(self.calls - 1, self._form.new_id(), name, "")
         if arguments := call.arguments() if whole is None else whole[1]:
             yield CallDelta(self.calls - 1, None, None, arguments)
-        if call.over:
+        if call.complete:
             self._state, self._behind = "closing", True
 
     def _no_call(self) -> str:

@@ -64,10 +64,10 @@ class Drafter:
         """
         kv, texts = plan.draft_kv, [row.tokens for row in plan.rows]
         assert kv is not None
-        late = [b for b, text in enumerate(texts) if drafts[b] and kv.starts[b] < len(text) - 2]
-        if late:
-            starts, new = [kv.starts[b] for b in late], [texts[b][kv.starts[b] : -2] for b in late]
-            batch = kv.cache.batch([kv.seqs[b] for b in late], starts, list(map(len, new)))
+        behind = [b for b, text in enumerate(texts) if drafts[b] and kv.starts[b] < len(text) - 2]
+        if behind:
+            starts, new = [kv.starts[b] for b in behind], [texts[b][kv.starts[b] : -2] for b in behind]
+            batch = kv.cache.batch([kv.seqs[b] for b in behind], starts, list(map(len, new)))
             self.model.score(Batch.of(new, batch), ())
         return [int(start < len(text) - 1) for start, text in zip(kv.starts, texts)]
 
@@ -119,11 +119,11 @@ class HeadDrafter(Drafter):
         kv, given, texts, count = plan.draft_kv, plan.given, [row.tokens for row in plan.rows], self.tokens_RJ.shape[1]
         assert kv is not None and given is not None
         ends = list(itertools.accumulate(kv.counts))  # where each row's hidden states end among those given
-        late = [b for b, lacks in enumerate(kv.counts) if drafts[b] and lacks > count]
-        if late:
-            starts, new = [kv.starts[b] for b in late], [texts[b][-kv.counts[b] : -count] for b in late]
-            batch = kv.cache.batch([kv.seqs[b] for b in late], starts, list(map(len, new)))
-            before = [given.states_TF[ends[b] - kv.counts[b] : ends[b] - count] for b in late]
+        behind = [b for b, lacks in enumerate(kv.counts) if drafts[b] and lacks > count]
+        if behind:
+            starts, new = [kv.starts[b] for b in behind], [texts[b][-kv.counts[b] : -count] for b in behind]
+            batch = kv.cache.batch([kv.seqs[b] for b in behind], starts, list(map(len, new)))
+            before = [given.states_TF[ends[b] - kv.counts[b] : ends[b] - count] for b in behind]
             self.head.begin(Batch.of(new, batch), torch.cat(before), ())
         # Each row's last tokens are aligned at the right, and so are the numbers of their hidden states.
         numbers = list[int]()

@@ -129,12 +129,12 @@ class CudaExecutor(TorchExecutor):
     @_on_device
     def describe(self) -> list[str]:
         found = [f"{self.device} ({torch.cuda.get_device_name(self.device)})"]
-        of = self.device, self.dtype, self.config.head_dim
-        refused = refuse_attention(*of, block_size_for(self.device))
+        kind = self.device, self.dtype, self.config.head_dim
+        refused = refuse_attention(*kind, block_size_for(self.device))
         if refused is None:
             found.append("attention by our Triton kernels")
         else:
-            flash = self.dtype != torch.float32 and find_flash(*of) is not None
+            flash = self.dtype != torch.float32 and find_flash(*kind) is not None
             way = "FlashAttention over pages" if flash else "PyTorch's attention over copies of pages"
             found.append(f"attention by {way} (not by our Triton kernels: {refused})")
         refused = refuse_layers(self.device, self.dtype)
@@ -263,8 +263,8 @@ class CudaExecutor(TorchExecutor):
         ends, width = [*itertools.accumulate(kv.counts, initial=0)], max(map(len, tables))
         parts = [batch.tokens, batch.positions, slots, [] if places is None else list(places), used, ends]
         parts.append([page for table in tables for page in table + [0] * (width - len(table))])
-        there = upload([number for part in parts for number in part], self.device)
-        tokens_T, positions_T, slots_T, places_N, *rest = there.split([len(part) for part in parts])
+        uploaded = upload([number for part in parts for number in part], self.device)
+        tokens_T, positions_T, slots_T, places_N, *rest = uploaded.split([len(part) for part in parts])
         used_B, ends_B1, pages = (numbers.to(torch.int32) for numbers in rest)
         found = Slots(slots_T, used_B, ends_B1, pages.view(-1, width), max(kv.counts))
         attention = PagedAttention(kv.cache, found, find_trees(kv))

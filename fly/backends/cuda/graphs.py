@@ -95,8 +95,8 @@ class Part(Generic[_T]):
         if self.reads is not None:
             self.refusal = self.refusal or self.reads.refusal
         # A part without a graph returns new tensors each time.
-        late = self.reads is not None and self.reads._graph is None
-        if self._runs < self._capture_at or self.refusal is not None or late:
+        reads_uncaptured = self.reads is not None and self.reads._graph is None
+        if self._runs < self._capture_at or self.refusal is not None or reads_uncaptured:
             self._runs += 1
             self.pool.prepared += self.refusal is None
             return self.run()

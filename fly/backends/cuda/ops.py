@@ -374,10 +374,10 @@ def _try(device: torch.device, compare: Callable[[], str | None]) -> str | None:
 
 def _compare(device: torch.device, run: Any, kernel: Callable[..., Any], *given: Any) -> str | None:
     """Compare what ``kernel`` on the device returns and writes with what ``run`` on the host returns and writes."""
-    there = [x.to(device) if isinstance(x, Tensor) else x for x in given]
-    here = [x.clone() if isinstance(x, Tensor) else x for x in given]
-    ours, theirs = kernel(*there), run(*here)
-    for one, other in zip(tree_leaves((ours, there)), tree_leaves((theirs, here))):
+    on_device = [x.to(device) if isinstance(x, Tensor) else x for x in given]
+    on_host = [x.clone() if isinstance(x, Tensor) else x for x in given]
+    ours, theirs = kernel(*on_device), run(*on_host)
+    for one, other in zip(tree_leaves((ours, on_device)), tree_leaves((theirs, on_host))):
         if isinstance(one, Tensor) and not torch.allclose(one.cpu().float(), other.float(), atol=0.05, rtol=0.05):
             return f"{run._name} differs from the reference"
     return None
