@@ -1,6 +1,6 @@
 """The small values that pass between the parts of an engine. Knows nothing of models, files, HTTP or ranks.
 
-Shape legend: B rows, K longest draft, V vocabulary.
+Shape legend: B rows, K longest draft, N selected positions, J positions of a row, R all positions, V vocabulary.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ distribution that it should come from. Each distribution is conditional on the t
 places of an answer is the joint distribution of its tokens.
 
 ``H`` is the number of tokens that are listed and known by their text: the *head*. All others are the *rest*.
+
+Shape legend: H tokens of the head.
 """
 
 from __future__ import annotations

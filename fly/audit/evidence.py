@@ -8,8 +8,8 @@ each of whom expects one fault.
 
 Source: G. Shafer, *Testing by betting*, JRSS A 184 (2021); for counts the bet is the Bayes factor of I. J. Good (1967).
 
-``T`` draws, ``H`` tokens of the longest head, ``P`` stakes, ``R`` simulated runs. The last column of ``[T, H + 1]``
-stands for the rest: all tokens outside the head.
+Shape legend: T draws, H tokens of the longest head, P stakes, R simulated runs, G groups of draws, L likenesses,
+D directions, n draws of a group. The last column of [T, H + 1] stands for the rest: all tokens outside the head.
 """
 
 from __future__ import annotations
@@ -33,7 +33,16 @@ _BEST = "the likeliest token too often"
 _COPIED, _AVOIDED = "what followed earlier in the text too often", "what followed earlier in the text too rarely"
 _FAR = "tokens that are none of the likeliest"
 
-_TILTS = (-0.6, -0.4, -0.2, -0.08, 0.08, 0.2, 0.4, 1.0)  # the fault draws from p^(1 + tilt): temperature 1 / (1 + tilt)
+_TILTS = (
+    -0.6,
+    -0.4,
+    -0.2,
+    -0.08,
+    0.08,
+    0.2,
+    0.4,
+    1.0,
+)  # the fault draws from probs^(1 + tilt): temperature 1 / (1 + tilt)
 _MIXES = (0.01, 0.05, 0.2, 0.7, 1.0)  # the share of tokens that have the fault
 _STAKES = (0.001, 0.005, 0.02, 0.1)
 _LIKENESS = (5.0, 20.0, 100.0, 500.0)  # weight of the claimed shares, as a number of draws added to those seen
@@ -262,25 +271,25 @@ def shares_power(draws: Sequence[Draw], variation: float, p: float, kinds: int, 
     for same in groups.values():
         if (n := len(same)) < 2:
             continue
-        p_H = same[0].probs_H
-        counts_RH = rng.multinomial(n, _moved(p_H, variation, rng))
-        # Each bet multiplies the capital by (seen so far + likeness · p) / (n + likeness) / p. The product of these
-        # factors depends only on the counts.
-        prior_LH = likeness_L[:, None] * np.maximum(p_H, 1e-300)
-        steps_LHn = np.log(prior_LH[..., None] + np.arange(n)) - np.log(p_H)[:, None]
+        probs_H = same[0].probs_H
+        counts_RH = rng.multinomial(n, _moved(probs_H, variation, rng))
+        # Each bet multiplies the capital by (seen so far + likeness · share) / (n + likeness) / share. The product of
+        # these factors depends only on the counts.
+        prior_LH = likeness_L[:, None] * np.maximum(probs_H, 1e-300)
+        steps_LHn = np.log(prior_LH[..., None] + np.arange(n)) - np.log(probs_H)[:, None]
         made_LHn = np.concatenate([np.zeros((*prior_LH.shape, 1)), steps_LHn.cumsum(-1)], -1)
-        whole_LR = made_LHn[:, np.arange(len(p_H)), counts_RH].sum(-1)
+        whole_LR = made_LHn[:, np.arange(len(probs_H)), counts_RH].sum(-1)
         whole_LR -= np.log(likeness_L[:, None] + np.arange(n)).sum(-1)[:, None]
         sums_LR += np.concatenate([whole_LR, np.logaddexp(whole_LR, 0.0) - math.log(2)])
     total_R = np.logaddexp.reduce(sums_LR) - math.log(len(sums_LR) * kinds)
     return float((total_R >= -math.log(p)).mean())
 
 
-def _moved(p_H: np.ndarray, variation: float, rng: np.random.Generator) -> np.ndarray:
-    """Return distributions [R, H] at this total variation from ``p_H`` (or as far as possible), each in a random
+def _moved(probs_H: np.ndarray, variation: float, rng: np.random.Generator) -> np.ndarray:
+    """Return distributions [R, H] at this total variation from ``probs_H`` (or as far as possible), each in a random
     direction: one of eight (D) that allows it."""
-    runs, up_RDH = np.arange(_RUNS), rng.random((_RUNS, 8, len(p_H))) < 0.5
-    up_RD, down_RD = up_RDH @ p_H, ~up_RDH @ p_H
+    runs, up_RDH = np.arange(_RUNS), rng.random((_RUNS, 8, len(probs_H))) < 0.5
+    up_RD, down_RD = up_RDH @ probs_H, ~up_RDH @ probs_H
     down_RD[up_RD <= 0] = 0
     able_RD = down_RD >= variation
     at_R = np.where(able_RD.any(-1), able_RD.argmax(-1), down_RD.argmax(-1))
@@ -288,7 +297,7 @@ def _moved(p_H: np.ndarray, variation: float, rng: np.random.Generator) -> np.nd
     moved_R1 = np.minimum(variation, down_R1)
     with np.errstate(divide="ignore", invalid="ignore"):  # where nothing can be moved, none of it is used
         factor_RH = np.where(up_RDH[runs, at_R], 1 + moved_R1 / up_R1, 1 - moved_R1 / down_R1)
-    made_RH = np.where(down_R1 > 0, p_H * factor_RH, p_H)
+    made_RH = np.where(down_R1 > 0, probs_H * factor_RH, probs_H)
     return made_RH / made_RH.sum(-1, keepdims=True)
 
 

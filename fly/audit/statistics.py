@@ -1,4 +1,7 @@
-"""Statistical tests other than the bets of ``fly.audit.evidence``, and the rule that decides over all p-values."""
+"""Statistical tests other than the bets of ``fly.audit.evidence``, and the rule that decides over all p-values.
+
+Shape legend: N outcomes of both samples.
+"""
 
 from __future__ import annotations
 

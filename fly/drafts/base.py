@@ -1,4 +1,7 @@
-"""The interface of draft strategies (``DraftStrategy``), and the setup that they get (``DraftSetup``)."""
+"""The interface of draft strategies (``DraftStrategy``), and the setup that they get (``DraftSetup``).
+
+Shape legend: B rows, A rows that draft, K longest draft, N tokens of a row, V vocabulary.
+"""
 
 from __future__ import annotations
 

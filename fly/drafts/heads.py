@@ -5,8 +5,8 @@ The head reads token i together with the target's hidden states at token i - 1. 
 even later in a row. Its positions count from the first token that it reads. This changes nothing, because rotary
 attention depends only on distances.
 
-Shape legend: N places, S cached tokens of a row, F hidden states side by side, C hidden width of the head, U draft
-vocabulary.
+Shape legend: T packed tokens, N places, S cached tokens of a row, F hidden states side by side, C hidden width of the
+head, U draft vocabulary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Check what a draft strategy proposes. Knows nothing of how strategies work."""
+"""Check what a draft strategy proposes. Knows nothing of how strategies work.
+
+Shape legend: B rows, K longest draft, V vocabulary.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ The translation by text is string-level exact match (SLEM, arXiv 2502.05202, sec
 (section 4) drafts only tokens that both vocabularies have. It was slower in every measurement, so it is not implemented
 (docs/how-to/drafts.md).
 
-Shape legend: B rows, K longest draft, V vocabulary.
+Shape legend: B rows, K longest draft, T packed tokens, N places, F hidden states side by side, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Choose the best of several strategies for each row. Shape legend: N tokens of one row, V vocabulary."""
+"""Choose the best of several strategies for each row.
+
+Shape legend: B rows, K longest draft, N tokens of one row, V vocabulary.
+"""
 
 from __future__ import annotations
 

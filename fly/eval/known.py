@@ -4,7 +4,7 @@ Rules use such a tensor like any other. The known parts are enough for the funct
 functions that do the same: a softmax, the most likely tokens, values at positions and tokens, how many tokens are more
 likely, and the usual ways to write an entropy. Anything that needs the whole vocabulary raises ``Unknown``.
 
-Shape legend: V vocabulary, n most likely tokens, "..." any leading dimensions.
+Shape legend: V vocabulary, n most likely tokens, N used positions, "..." any leading dimensions.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A recorder wraps the target's executor, sees what a rule sees, and changes nothing. While it is in place, rounds are
 taken one by one.
 
-Shape legend: N blocks, T drafted tokens in all blocks, P = T + N places (one more than drafted tokens in each block),
-J places of one block, n most likely tokens, V vocabulary.
+Shape legend: N blocks, T drafted tokens in all blocks, P = T + N places (one more than drafted tokens in each block), B
+rows, K longest draft, J places of one block, n most likely tokens, V vocabulary.
 """
 
 from __future__ import annotations

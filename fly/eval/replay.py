@@ -14,7 +14,8 @@ target and draft model had read all drafted tokens. Two things are estimates:
 A replay of exact speculation reproduces the run. With a smaller K, replay and run differ by rounding only.
 
 Shape legend: C completions, B the unfinished ones, P places of all blocks (one for each drafted token of a block, and
-one after them), J = K + 1 places of a draft, K longest draft, n most likely tokens.
+one after them), N blocks, T drafted tokens in all blocks, J = K + 1 places of a draft, K longest draft, n most likely
+tokens, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Timed completions: how long prompts and rounds take, and how long the models take within the rounds."""
+"""Timed completions: how long prompts and rounds take, and how long the models take within the rounds.
+
+Shape legend: T packed tokens, C hidden width, F hidden states side by side, U draft vocabulary, V vocabulary.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The decoder as a plain ``nn.Module``: a Llama, or another family if the configuration names one. Knows nothing of
 caches, batching, policies or ranks.
 
-Shape legend: T packed tokens, P positions, H query heads, G key/value heads, D head width, C hidden width,
-V vocabulary.
+Shape legend: T packed tokens, P positions, H query heads, G key/value heads, D head width, C hidden width, X gate and
+up side by side, U the tokens of a trimmed head, V vocabulary.
 
 The model reads one flat list of tokens with their positions. Tokens interact only in ``kv.attend(layer, q, k, v)``. The
 ``kv`` object knows which tokens form a sequence and what came before them.

@@ -1,6 +1,8 @@
 """Place the draft: whole on every rank, divided among all ranks like the target, or whole on the first rank alone.
 
 Knows nothing of policies or HTTP.
+
+Shape legend: B rows, K longest draft, N places, V vocabulary.
 """
 
 from __future__ import annotations

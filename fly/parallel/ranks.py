@@ -2,6 +2,8 @@
 
 All ranks do the same things in the same order. The first rank gives the others all values that depend on chance or the
 clock. Knows nothing of models, policies or HTTP.
+
+Shape legend: T integers, W a rank's part of the last dimension, "..." any dimensions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Gates: rules and conditions that look at the target's probability of a token and at the target's certainty.
 ``fly.policies.formulas`` describes what all rules share.
 
-Shape legend: B rows, K longest draft, V vocabulary, N any leading shape. Positions count from 0 here, from 1 in papers.
+Shape legend: B rows, K longest draft, J positions with padding, V vocabulary, X = V, or 2 if tokens are merged, N any
+leading shape. Positions count from 0 here, from 1 in papers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Conditions on *when* mismatches may be excused: how far into the text, how often, in which phase.
 
-Shape legend: B rows, K longest draft, V vocabulary. Positions count from 0 here.
+Shape legend: B rows, K longest draft, N selected positions, V vocabulary. Positions count from 0 here.
 
 The block tells a condition what it needs to know about the past (``Target.generated_B`` and others). Within the block,
 a position matters only if every mismatch before it was excused. So the mismatches before it *are* the relaxed tokens.

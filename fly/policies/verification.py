@@ -1,7 +1,7 @@
 """Apply a policy to a draft of chains or trees. Knows nothing of models, caches or ranks.
 
 Shape legend: B rows, K drafted tokens, M = K + 1 places (place 0 is after the row's last token, place j + 1 after
-drafted token j), V vocabulary, P paths from the row to a leaf, D longest path, N tokens.
+drafted token j), V vocabulary, P paths from the row to a leaf, D longest path, J = D + 1 places of a path, N tokens.
 """
 
 from __future__ import annotations

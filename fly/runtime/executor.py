@@ -4,7 +4,8 @@ An executor must implement ``score``, which runs one forward. It may also have i
 decide (``decide``) and to run whole rounds (``rounds``). If the executor ``takes`` the rows, the engine runs several
 rounds in one call of ``rounds``. Otherwise it runs one round by ``extend``, ``score`` and ``judge``.
 
-Shape legend: T packed tokens, N places, B rows, J positions of a row, K longest draft, V vocabulary.
+Shape legend: T packed tokens, N places, B rows, J positions of a row, K longest draft, F hidden states side by side, C
+hidden width, U draft vocabulary, V vocabulary.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ The engine's step calls it in this order: ``score`` (one forward over the last t
 row's rule decides), ``commit`` (the cache is rolled back to what was decided). For several rounds in one call it calls
 ``plan`` and ``note_rounds`` instead. Every call either succeeds or leaves the cache as it was.
 
-Shape legend: B rows, K longest draft, J positions of a row (K+1), P prompt tokens, V vocabulary.
+Shape legend: B rows, K longest draft, J positions of a row (K + 1), P prompt tokens, T packed tokens, N tokens of a
+row, F hidden states side by side, V vocabulary.
 """
 
 from __future__ import annotations

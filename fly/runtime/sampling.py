@@ -1,6 +1,6 @@
 """From logits to the processed distribution. Knows nothing of caches, models or policies.
 
-Shape legend: B rows, J positions of a row, V vocabulary, N uniforms.
+Shape legend: B rows, J positions of a row, K longest draft, N positions, V vocabulary.
 """
 
 from __future__ import annotations

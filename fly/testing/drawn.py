@@ -4,7 +4,7 @@ used twice.
 These are chi-square tests over many seeds. The seeds are fixed, so that results repeat. A correct strategy fails one
 comparison with a probability of 1e-9.
 
-Shape legend: N samples, V vocabulary, G groups of tokens.
+Shape legend: N samples, B rows, K longest draft, V vocabulary, G groups of tokens.
 """
 
 from __future__ import annotations

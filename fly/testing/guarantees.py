@@ -7,8 +7,8 @@ shape and over all cells. It is compared with the target's distribution over all
 
 Shape legend: B rows, N drafts, K drafted tokens, M = K + 1 places where a token can follow (place 0 is after the row's
 last token, place j + 1 after drafted token j), D longest path, V vocabulary, A = K + 1 axes of noise (K coins and one
-draw), L lines along an axis, P points of noise. A table of distributions is a list with one tensor [V^j, V] for each j:
-the distributions after each prefix of j tokens. Prefixes are numbered in base V.
+draw), L lines along an axis, P points of noise, I = 3 points within an interval. A table of distributions is a list
+with one tensor [V^j, V] for each j: the distributions after each prefix of j tokens. Prefixes are numbered in base V.
 """
 
 from __future__ import annotations

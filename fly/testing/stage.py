@@ -1,6 +1,6 @@
 """What a draft strategy is tested with: rows, a target, and calls in the engine's order.
 
-Shape legend: V vocabulary.
+Shape legend: B rows, K longest draft, V vocabulary.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A look is a point after some layer where a predictor decides whether the target exits.
 
 Shape legend: L looks, N positions of an answer, M positions in all, E candidates, F features, C hidden width, U tokens
-among which candidates are sought.
+among which candidates are sought, V vocabulary.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 predicts several tokens ahead. Each of these steps reads the head's own features from the step before, as in drafting.
 
 Shape legend: B rows of a batch, L tokens of a row, T packed tokens, S steps, N positions to learn, M positions to learn
-in one step, F width of the concatenated hidden states, C hidden width of the head, U draft vocabulary, V the target's
-vocabulary.
+in one step, F hidden states side by side, C hidden width of the head, H query heads, G key/value heads, D head width, U
+draft vocabulary, V the target's vocabulary.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One row of vLLM's batch with a rule of fly, and the decision on its block. Knows nothing of vLLM.
 
-Shape legend: K drafted tokens of the row, J = K + 1 places, V vocabulary.
+Shape legend: B rows (here one), K drafted tokens of the row, J = K + 1 places, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Matrices in the blocks of GGUF files: which kinds compiled kernels take as they are, and rounding to such blocks.
 
-Shape legend: N outputs, K inputs.
+Shape legend: N outputs, K inputs, B bytes of a row of blocks.
 
 The formats: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. src/blocks.cpp reads them, and
 src/rounding.cpp writes them.

@@ -3,7 +3,7 @@
 The engine asks ``takes`` and ``joins``, and then calls ``rounds`` (rounds.py, src/rounds.cpp). For rows that ``takes``
 refuses, it calls ``extend``, ``score`` and ``decide`` (host.py) one after another.
 
-Shape legend: N places, F hidden states side by side, U tokens of a trimmed head, V vocabulary.
+Shape legend: T packed tokens, N places, F hidden states side by side, U tokens of a trimmed head, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A draft head on compiled kernels. It drafts a chain in one call, shares calls of several rounds with its target, and
 grows a tree level by level.
 
-Shape legend: T packed tokens, F the target's hidden states side by side, C hidden width, V the target's vocabulary.
+Shape legend: T packed tokens, N places, F the target's hidden states side by side, C hidden width, U draft vocabulary,
+V the target's vocabulary.
 """
 
 from __future__ import annotations

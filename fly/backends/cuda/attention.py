@@ -5,8 +5,8 @@ computes attention. Our Triton kernels (``ops.attend_pages``) and FlashAttention
 row's pages are copied. FlashAttention handles prompts, because it is faster there, and everything if the Triton kernels
 are refused.
 
-Shape legend: T packed new tokens, N new tokens of each row, B rows, W pages of a row's table, Z tokens a page, S = W·Z,
-H query heads, G key/value heads, D head width.
+Shape legend: T packed new tokens, N new tokens of each row, B rows, W pages of a row's table, Z tokens a page, P pages,
+S = W·Z, H query heads, G key/value heads, D head width.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ The stages read what they need about each row from the table on the device (tabl
 first in it.
 
 Shape legend: R rows (padding included), B rows of a group, D rows above temperature 0, K longest draft, J = K + 1
-positions, F hidden states side by side, V vocabulary, X columns of a packed decision.
+positions, T packed tokens, W pages of a row's table, C hidden width, F hidden states side by side, V vocabulary, X
+columns of a packed decision.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ In order:
 3. Each later ``forward`` is fed the token drafted last.
 4. ``advance``, at the end of a round, notes which tokens were kept (device_round.py), for the next ``begin_draft``.
 
-Shape legend: R rows (padding included), K longest draft, J = K + 1, N new tokens of each row, T packed tokens,
-F hidden states of the target side by side, C hidden width, U vocabulary of a head, V vocabulary.
+Shape legend: R rows (padding included), K longest draft, J = K + 1, N new tokens of each row, T packed tokens, W pages
+of a row's table, F hidden states of the target side by side, C hidden width, U vocabulary of a head, V vocabulary.
 """
 
 from __future__ import annotations

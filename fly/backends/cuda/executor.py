@@ -5,7 +5,8 @@ lookup, a draft model, or a head's chain (rounds.py). Rows that ask for more tak
 strategy drafts token by token, ``score`` runs the forwards, and the rules decide in tensors, operation by operation.
 The log says once why.
 
-Shape legend: T packed tokens, N places, C hidden width, F hidden states side by side, V vocabulary.
+Shape legend: T packed tokens, N places, B rows, R rows with padding, J positions of a row, C hidden width, F hidden
+states side by side, V vocabulary.
 """
 
 from __future__ import annotations

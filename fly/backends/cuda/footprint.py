@@ -8,7 +8,8 @@ too, but a build of torch without CUDA cannot slice them.)
 Memory that no tensor shows is added: the scratch memory of sorting and of attention by splits, the workspaces of
 cuBLAS, and the driver's memory for each kernel of a graph.
 
-Shape legend: T packed tokens, R rows, N places, C hidden width, V vocabulary.
+Shape legend: T packed tokens, R rows with padding, B rows, W pages of a row's table, N places, C hidden width, V
+vocabulary.
 """
 
 from __future__ import annotations

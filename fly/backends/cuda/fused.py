@@ -1,6 +1,7 @@
 """A Llama's layers in few kernels: our Triton kernels replace the small steps between matrix products.
 
-Shape legend: T packed tokens, H query heads, D head width, C hidden width, X outputs side by side, N outputs, K inputs.
+Shape legend: T packed tokens, H query heads, D head width, C hidden width, I width of the feed-forward layer, X outputs
+side by side, N outputs, K inputs.
 """
 
 from __future__ import annotations

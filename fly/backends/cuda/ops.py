@@ -4,8 +4,8 @@ Graphs, ``torch.compile`` and tensors without values see each kernel as one oper
 the kernels: the tests compare them in Triton's interpreter, and each device compares them once before their first use.
 
 Shape legend: T packed new tokens, N new tokens of a row, B rows, W pages of a row's table, S slots of the cache or keys
-of a row, H query heads, G key/value heads, D head width, C hidden width, I width of the feed-forward layer,
-X outputs side by side, K inputs of a product, V vocabulary.
+of a row, H query heads, G key/value heads, D head width, C hidden width, I width of the feed-forward layer, X outputs
+side by side, K inputs of a product, P = K / 2 pairs of inputs, V vocabulary.
 """
 
 from __future__ import annotations

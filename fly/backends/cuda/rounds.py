@@ -12,7 +12,7 @@ A call ends after a round in which a row ended, when pages or time run out, or w
 hurry. A round is void if a rule that runs between graphs raises an error, or if a NaN leaves a row undecided. The
 rounds before it count.
 
-Shape legend: R rows with padding, J places of a round, F hidden states side by side.
+Shape legend: R rows with padding, B rows of a group, J places of a round, F hidden states side by side, V vocabulary.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The lines that go up hold what a round needs about each row (``make_line``, ``Ta
 since each round updates the table by itself. The lines that come down hold each round's decision (``pack`` on the
 device, ``unpack`` on the host).
 
-Shape legend: R rows (padding included), W pages of a row, C columns of the state, S tokens of the longest text,
-K longest draft, J = K + 1 positions, N tokens of a row.
+Shape legend: R rows (padding included), B rows of a group, W pages of a row, C columns of the state, S tokens of the
+longest text, K longest draft, J = K + 1 positions, N tokens of a row, V vocabulary.
 """
 
 from __future__ import annotations

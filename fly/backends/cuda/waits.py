@@ -5,7 +5,7 @@ A graph cannot hold anything that makes the host wait for the device: reading a 
 (``torch.tensor(list, device=...)``). ``fly check`` calls ``find_wait``, and so does a ``DeviceRound`` before it
 captures a decision.
 
-Shape legend: B rows, K longest draft, V vocabulary.
+Shape legend: B rows, K longest draft, J positions of a row, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The small steps of a layer between its products and its attention, as one Triton kernel each.
 
-Shape legend: T packed tokens, C hidden width, I width of the feed-forward layer, H query heads, G key/value heads,
-D head width, S slots of the cache.
+Shape legend: T packed tokens, C hidden width, I width of the feed-forward layer, H query heads, G key/value heads, D
+head width, S slots of the cache, X outputs side by side.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The small steps of a round outside of its layers, as one Triton kernel each.
 
-Shape legend: B rows, N new tokens of each row, T = B·N, W pages of a row's table, V vocabulary, X numbers of a block.
+Shape legend: B rows, N new tokens of each row, T = B·N, W pages of a row's table, V vocabulary, X numbers of a block, S
+steps of a search.
 """
 
 from __future__ import annotations
