@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
-__all__ = ["explain", "fault_place", "instead", "meant", "origin", "short"]
+__all__ = ["explain", "fault_place", "instead", "meant", "origin", "said", "short", "worded"]
 
 # Names that vLLM, transformers and OpenAI use, and the names here for the same thing.
 _ELSEWHERE = {
@@ -47,12 +48,26 @@ def explain(error: ValidationError, fields: Iterable[str] = ()) -> str:
             known = fields if len(problem["loc"]) == 1 else ()
             parts.append(f"{name}: there is no such field{instead(name, known, 'fields') if known else ''}")
             continue
-        text = problem["msg"].removeprefix("Value error, ")
+        text = worded(problem)
         # Our own validators name the value themselves.
         got = "" if problem["type"] in ("value_error", "missing") else f", got {problem['input']!r}"
         named = not name or text.startswith(f"{name} ")
         parts.append(f"{text}{got}" if named else f"{name}: {text}{got}")
     return "; ".join(parts)
+
+
+def said(error: Exception) -> str:
+    """Return what an error of input says, in one line: for an error of the system, the file and the reason."""
+    if isinstance(error, ValidationError):
+        return explain(error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{str(error.filename)!r}: {error.strerror}"
+    return str(error)
+
+
+def worded(problem: Mapping[str, Any]) -> str:
+    """Return pydantic's text of one of its errors, without what only a programmer knows."""
+    return problem["msg"].removeprefix("Value error, ").partition(" or instance of ")[0]
 
 
 def meant(word: str, known: Iterable[str]) -> str:

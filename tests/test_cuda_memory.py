@@ -209,7 +209,7 @@ def test_caches_take_what_rounds_and_prompts_leave() -> None:
         patch.setattr(torch.cuda, "mem_get_info", lambda *_: (1 << 28, 1 << 30))
         with pytest.raises(ValueError, match=r"memory_share 0\.5 of the 1\.1 GB of cuda:0: 0\.8 GB are in use"):
             LLM(there(TARGET), memory_share=0.5)
-    with pytest.raises(ValueError, match=r"memory_share 0\.5 is of a CUDA device, not of cpu; give cache_share"):
+    with pytest.raises(ValueError, match=r"memory_share 0\.5 is of a CUDA device, not of cpu; give cache_bytes"):
         LLM(TARGET, memory_share=0.5)
     with pytest.raises(ValueError, match=r"cache_tokens 64 and memory_share 0\.5 both give a size"):
         LLM(TARGET, cache_tokens=64, memory_share=0.5)

@@ -127,6 +127,12 @@ def test_conversations_hold_the_answers_before(tmp_path: Path, name: str) -> Non
     assert told == [("user", "Write."), ("assistant", "Done."), ("user", "Again.")]
 
 
+def test_a_task_of_ones_own_needs_data(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text('prompt: "{{ question }}"\n')
+    with pytest.raises(ValueError, match=r"task 'mine': data is missing"):
+        _ = load_task(str(tmp_path / "mine.yaml")).problems
+
+
 def test_bundled_tasks_are_whole() -> None:
     for name in task_names():
         task = load_task(name)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
+from typer.core import TyperGroup
 
 from fly import __version__
 from fly.cli.audit import audit
@@ -18,10 +20,25 @@ from fly.cli.registry import check, drafts, models, policies
 from fly.cli.replay import replay
 from fly.cli.serving import serve
 from fly.cli.training import train_exit_command, train_head_command
+from fly.errors import explain
 
 __all__ = ["app"]
 
+
+class _Commands(TyperGroup):
+    """Commands whose errors name the bad value of an option, which typer's own do not."""
+
+    def invoke(self, context: Any) -> Any:
+        try:
+            return super().invoke(context)
+        except typer.BadParameter as error:
+            if isinstance(error.__cause__, ValidationError):
+                error.message = explain(error.__cause__)
+            raise
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Pluggable speculative decoding: any draft proposes tokens, any acceptance policy decides which are kept.",
     no_args_is_help=True,
     add_completion=False,

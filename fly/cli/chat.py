@@ -6,13 +6,13 @@ import contextlib
 import inspect
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
 from rich.markup import escape
 
 from fly.bundled import BUNDLED
@@ -21,7 +21,7 @@ from fly.cli.options import SETUP, Deterministic, option, takes
 from fly.cli.run import alone, compute_in_words, options_of, sampling_of, setup_of
 from fly.cli.show import console, errors, fail
 from fly.config import Config
-from fly.errors import explain, meant
+from fly.errors import meant, said
 from fly.llm import LLM, Piece, Stream
 from fly.policies import parse_policy
 from fly.types import Guarantee, SamplingParams
@@ -140,9 +140,8 @@ class Conversation:
             except KeyboardInterrupt:
                 self._tell("stopped")
             except Exception as error:  # a wrong command, or a faulty plug-in: the conversation goes on
-                message = explain(error) if isinstance(error, ValidationError) else str(error)
                 kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
-                fail(kind + message)
+                fail(kind + said(error))
 
     def messages(self) -> list[dict[str, str]]:
         """Return all messages so far, the system prompt included."""
@@ -279,7 +278,8 @@ class Conversation:
     def _help(self, text: str) -> None:
         """list the commands, and what the colours mean."""
         for name, run in self.commands.items():
-            self._tell(f"  {name:13}{' '.join((inspect.getdoc(run) or '').split())}")
+            told = " ".join((inspect.getdoc(run) or "").split())
+            self._tell(textwrap.fill(f"  {name:13}{told}", 80, subsequent_indent=" " * 15))
         self._tell("  a line that ends with \\ goes on in the next; // begins a text with /")
         self._tell("  Ctrl+C stops an answer and keeps its beginning; Ctrl+D ends")
         if console.is_terminal:

@@ -43,7 +43,9 @@ def tasks(
     task: Annotated[
         str | None, typer.Argument(help="A task, NAME=PATH with its data, or a .yaml file of yours.")
     ] = None,
-    problem: Annotated[int, typer.Option(min=0, help="Which of its problems to show.")] = 0,
+    problem: Annotated[
+        int, typer.Option(min=0, help="Which of its problems to show, from 0, in the order of runs.")
+    ] = 0,
     model: Annotated[str | None, typer.Option(help="Show the prompt as this model's template writes it.")] = None,
     shots: Annotated[
         int | None, typer.Option(min=0, help="How many examples to put before it, if the task has some.")

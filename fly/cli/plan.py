@@ -18,7 +18,7 @@ from fly.cli.replay import tell_stops
 from fly.cli.run import alone, refuse_idle, rules_of
 from fly.cli.show import note, print_list, progress, ratio, warn
 from fly.eval.replay import Replay, Unknown, load_blocks
-from fly.models import LlamaConfig
+from fly.models import CheckpointError, LlamaConfig
 from fly.policies import AcceptancePolicy
 
 
@@ -90,7 +90,10 @@ def _plans(
     """Return the settings to show: one of the options, or without a target all of the paper."""
 
     def sizes(name: str) -> LlamaConfig:
-        return MODELS[name] if name in MODELS else open_model(name).config
+        try:
+            return MODELS[name] if name in MODELS else open_model(name).config
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; known sizes: {list(MODELS)}") from None
 
     small = None if draft == "none" else sizes(draft)
     settings: list[tuple[str, Setting, int, float | None]]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
-from pydantic import ValidationError
 from rich.markup import escape
 
 from fly.backends.cpu import why_not
@@ -20,7 +19,7 @@ from fly.bundled import usual_draft
 from fly.cache.allocator import OutOfBlocks
 from fly.cli.show import errors, fail, tell
 from fly.config import Config
-from fly.errors import explain, fault_place, origin
+from fly.errors import fault_place, origin, said
 from fly.expressions import grid
 from fly.llm import LLM
 from fly.policies import AcceptancePolicy, Exact, parse_policy
@@ -53,7 +52,7 @@ def command(run: _Command, alone: bool = False) -> _Command:
             errors.print("interrupted")
             raise typer.Exit(130) from None
         except (ValueError, OSError, OutOfBlocks, MemoryError) as error:
-            message = explain(error) if isinstance(error, ValidationError) else str(error)
+            message = said(error)
             if place := fault_place(error):
                 message = f"{type(error).__name__}: {message} ({place})"
         except Exception as error:

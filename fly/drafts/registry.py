@@ -130,6 +130,8 @@ class _Reader(Text):
         call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
         if isinstance(call.func, ast.Name):
             word = self.value(call.func)
+            if word == "none":
+                raise self.error("'none' stands alone: it is no part of another draft, and takes no parameters")
             registered = word in draft_types() or CLASS_PATH.fullmatch(word)
             if isinstance(node, ast.Call) or registered or not names_a_checkpoint(word):
                 return self._call(self.find(word), word, call)

@@ -27,7 +27,7 @@ def find_room(executor: Executor, work: Workload, share: float | None, ranks: Ra
     have."""
     if executor.device.type != "cuda":
         if share is not None:
-            raise ValueError(f"memory_share {share} is of a CUDA device, not of {executor.device}; give cache_share")
+            raise ValueError(f"memory_share {share} is of a CUDA device, not of {executor.device}; give cache_bytes")
         return None, work.rows
     context = executor.config.max_position_embeddings
     room, rows = divide_device(executor.device, share, partial(executor.reserve, work), context)

@@ -103,6 +103,8 @@ class Task(BaseModel):
             rows = [{**vars(problem), "tests": list(problem.tests)} for problem in bundled]
         elif self.data is not None:
             rows = read_rows(Path(self.data), f"task {self.name!r}")
+        elif self.name not in task_names():
+            raise ValueError(f"task {self.name!r}: data is missing: the path of a file of JSON lines, its problems")
         else:
             raise ValueError(
                 f"task {self.name!r} reads the file that was published with it, which is not part of fly; "
@@ -264,7 +266,8 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"task file {str(path)!r} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"task file {str(path)!r} cannot be read: {reason}") from None
 
 
 def read_rows(path: Path, what: str) -> list[dict[str, Any]]:
