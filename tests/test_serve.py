@@ -206,7 +206,8 @@ def test_the_rest_of_the_endpoints(here: Running, client: OpenAI) -> None:
         assert http.get("/version").json() == {"version": here.service.version}
         message = http.post("/chat/completions", json={}).json()["error"]["message"]
         assert "'/chat/completions'" in message and "/v1/chat/completions, /v1/completions, /v1/models" in message
-        assert http.get("/v1/completions").status_code == 405
+        got = http.get("/v1/completions")
+        assert got.status_code == 405 and "takes no GET; methods: POST" in got.json()["error"]["message"]
 
 
 def test_a_text_without_a_word_has_the_token_that_begins_every_text(here: Running) -> None:

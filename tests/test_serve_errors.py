@@ -108,7 +108,9 @@ def test_bad_requests_are_named(here: Running, change: dict[str, Any], param: st
         ({"prompt": ["a"] * 33}, "prompt", "33 completions; at most 32"),
         ({"prompt": ["a"] * 1025}, "prompt", "at most 1024 items"),
         ({"prompt": ["a"] * 11, "n": 3}, "n", "33 completions; at most 32"),
-        ({"best_of": 4}, "best_of", "beyond n"),
+        ({"best_of": 4}, "best_of", "4 must equal n (1)"),
+        ({"n": 2, "best_of": 1}, "best_of", "1 must equal n (2)"),
+        ({"response_format": "json_object"}, "response_format", "valid dictionary, got 'json_object'"),
         ({"suffix": "x"}, "suffix", "None"),
         ({"echo": True, "logprobs": 1, "stream": True}, "echo", "whole answer"),
         ({"prompt_logprobs": 1, "stream": True}, None, "prompt_logprobs needs a whole answer"),
@@ -146,6 +148,8 @@ def test_broken_bodies_are_400s_and_the_client_raises(here: Running, client: Ope
             assert got.status_code == 400 and error["message"]
             assert error["param"] == ("model" if b"model" in content and "json" in headers["content-type"] else None)
     assert httpx.post(f"{here.url}/v1/completions").json()["error"]["message"] == "the body is missing"
+    of_list = httpx.post(f"{here.url}/v1/completions", json=[1]).json()["error"]["message"]
+    assert of_list == "the body must be a JSON object, not [1]"
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model=MODEL, messages=CHAT, temperature=-1)
 

@@ -358,6 +358,9 @@ def _add_errors(app: FastAPI) -> None:
             paths = ", ".join(sorted(str(route.path) for route in app.routes if isinstance(route, APIRoute)))
             absent = _ABSENT.get(request.url.path.removeprefix("/v1/").partition("/")[0], "")
             message = f"there is nothing at {short(request.url.path)}{absent}; paths: {paths}"
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow")
+            message = f"{short(request.url.path)} takes no {request.method}; methods: {allowed}"
         response = ApiError(error.status_code, message).response()
         response.headers.update(error.headers or {})
         return response

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from fly.errors import short
+from fly.errors import short, worded
 from fly.serve.errors import ApiError
 from fly.serve.jsons import Twice, loads
 from fly.serve.messages import Part
@@ -80,8 +80,10 @@ def _wrong(error: ValidationError, body: Any) -> ApiError:
     if first["type"] not in _UNKNOWN:
         first = max((p for p in problems if path(p)[:1] == path(first)[:1]), key=rank)
     # Describe the problem, and name its field.
-    where, message = list(map(str, path(first))), first["msg"].removeprefix("Value error, ")
-    if first["type"] == "value_error" and not where:
+    where, message = list(map(str, path(first))), worded(first)
+    if first["type"] == "model_type" and not where:
+        message = f"the body must be a JSON object, not {short(first['input'])}"
+    elif first["type"] == "value_error" and not where:
         where = [name] if (name := message.partition(":")[0]).isidentifier() else []
     elif first["type"] == "extra_forbidden":
         message = f"unknown or unsupported: {short(where[-1])}; known: {', '.join(Part.__annotations__)}"

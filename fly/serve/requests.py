@@ -306,7 +306,7 @@ class CompletionRequest(Generation):
     @model_validator(mode="after")
     def _what_cannot_be_had(self) -> CompletionRequest:
         if self.best_of not in (None, self.n or 1):
-            raise ValueError(f"best_of: {self.best_of} is not supported beyond n; every completion is returned")
+            raise ValueError(f"best_of: {self.best_of} must equal n ({self.n or 1}): every completion is returned")
         if self.stream and self.prompt_top() is not None:
             name = "prompt_logprobs" if self.prompt_logprobs is not None else "echo: with logprobs it"
             raise ValueError(f"{name} needs a whole answer, not stream: true")

@@ -102,7 +102,7 @@ class Settings(BaseModel):
             try:
                 ip_network(network)
             except ValueError as error:
-                raise ValueError(f"trusted_proxies: {error}; give an address or a network, as 10.0.0.0/8") from None
+                raise ValueError(f"trusted_proxies {error}; give an address or a network, as 10.0.0.0/8") from None
         return networks
 
     @field_validator("allowed_hosts")
