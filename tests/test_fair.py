@@ -47,6 +47,14 @@ def test_prompts_are_shared_by_key() -> None:
         assert cached(server, "a", cache_salt="x") == 0  # the same salt of another key is another
 
 
+def test_choices_share_one_prompt_which_counts_once() -> None:
+    with running() as server:
+        assert cached(server, n=3) == 0
+        again = cached(server)
+        assert 0 < again == cached(server, n=3)
+        assert cached(server, prompt=[PROMPT, "Take it all."], n=2) == again
+
+
 def test_prompts_are_shared_wider_where_the_operator_says_so_or_gave_no_keys() -> None:
     with running(api_keys=("a", "b"), share_prefixes="all") as server:
         assert cached(server, "a") == 0 < cached(server, "b")

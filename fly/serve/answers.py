@@ -78,6 +78,7 @@ class Choice:
     reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list)  # pieces of tool calls
     generated: int = 0  # number of tokens
+    cached: int = 0  # tokens of the prompt that were in the cache
     tokens: list[tuple[Token, str, int]] = field(default_factory=list)  # token, its text, its block
     logprobs: list[dict[int, float]] = field(default_factory=list)
     blocks: int = 0
@@ -126,7 +127,7 @@ class Completion:
         self._prompts = [row.tokens[: row.prompt_length] for row in rows] if self.body.return_token_ids else None
         for choice in self.choices:
             choice.offset = len(self._echo(choice))
-        self._cached = self._drafted = self._accepted = 0
+        self._drafted = self._accepted = 0
         self._histogram: Counter[int] = Counter()  # rounds with a draft, by number of accepted tokens
 
     def add(self, news: News) -> Choice:
@@ -153,7 +154,7 @@ class Completion:
             ended = news.output.finish_reason
             choice.finish_reason = "tool_calls" if called and ended == "stop" else ended
             choice.prompt, choice.prompt_logprobs = news.output.prompt_token_ids, news.output.prompt_logprobs
-            self._cached += stats.cached
+            choice.cached = stats.cached
             choice.generated = stats.generated
             self._drafted += stats.drafted
             self._accepted += stats.accepted
@@ -221,11 +222,14 @@ class Completion:
     def usage(self) -> dict[str, Any]:
         """Return token counts, including those of drafted tokens."""
         prompt_tokens, generated = self._prompt_tokens, sum(choice.generated for choice in self.choices)
+        # The choices of a prompt share it, so the first to run had the fewest of its tokens from the cache.
+        of_choices, n = [choice.cached for choice in self.choices], self.body.n or 1
+        cached = sum(min(of_choices[first : first + n]) for first in range(0, len(of_choices), n))
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": generated,
             "total_tokens": prompt_tokens + generated,
-            "prompt_tokens_details": {"cached_tokens": min(self._cached, prompt_tokens)},
+            "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {
                 "reasoning_tokens": sum(choice.splitter.tokens for choice in self.choices),
                 "accepted_prediction_tokens": self._accepted,
