@@ -79,7 +79,7 @@ def test_trees_of_one_call_are_the_trees_of_as_many_steps(data: st.DataObject) -
 
     slow, many = decode(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fly.runtime.runner._AT_ONCE", data.draw(st.sampled_from([(1,), (30, 1), (128, 32, 8, 1)])))
+        patch.setattr("fly.runtime.runner._EXTRA_TOKENS", data.draw(st.sampled_from([(1,), (30, 1), (128, 32, 8, 1)])))
         patch.setattr("fly.backends.cpu.rounds._MAX_SCORED", data.draw(st.sampled_from([1, 60, 4096])))
         patch.setattr("fly.backends.cpu.rounds._MAX_MISMATCHES", data.draw(st.sampled_from([1, 1024])))
         fast, few = decode(FOREVER)

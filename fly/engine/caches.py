@@ -53,12 +53,12 @@ def make_caches(
 ) -> None:
     """Make the caches of the target and of the draft's models. Each holds ``tokens`` tokens; None: as many as fit in
     memory."""
-    executor, each = target.executor, target.bytes_per_token + setup.bytes_per_token
+    executor, token_bytes = target.executor, target.bytes_per_token + setup.bytes_per_token
     if tokens is None:
-        tokens = cache_size(executor, each, block_size, max_bytes, share, room)
+        tokens = cache_size(executor, token_bytes, block_size, max_bytes, share, room)
     if ranks is not None:  # free memory may differ between ranks, but all must admit the same requests
         tokens = min(ranks.collect(tokens))
     advice = "cache_bytes, cache_tokens or max_context makes it smaller"
-    with room_for(f"a cache of {tokens} tokens", each * tokens, executor.device, advice):
+    with room_for(f"a cache of {tokens} tokens", token_bytes * tokens, executor.device, advice):
         target.reserve(tokens, block_size)
         setup.reserve(tokens)

@@ -30,7 +30,7 @@ __all__ = ["Scheduler", "max_scored"]
 
 _LOGITS = 2**25  # the most logits of scored prompts in a step: 128 MiB, and as much again to normalise them
 # A step reads at least 32 prompt tokens, and at least an eighth of its tokens, however many rows decode.
-_LEAST_CHUNK, _LEAST_PART = 32, 8
+_MIN_CHUNK, _MIN_PART = 32, 8
 
 
 def max_scored(max_rows: int, vocab_size: int) -> int:
@@ -328,7 +328,7 @@ class Scheduler:
                 step.rows.append(row)
                 left -= 1 + self._max_drafted(row)
         # Divide the remaining tokens of the step among the prompts, and the tokens to score among the scored prompts.
-        left = max(left, _LEAST_CHUNK, self.step_tokens // _LEAST_PART)
+        left = max(left, _MIN_CHUNK, self.step_tokens // _MIN_PART)
         shares = _divide(left, {name: sum(prompts.values()) for name, prompts in filling.items()})
         wanted = {
             name: sum(len(self._scored_tokens(*each)) for each in prompts.items()) for name, prompts in filling.items()

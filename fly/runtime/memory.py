@@ -121,12 +121,17 @@ def divide_device(
 
 
 def cache_size(
-    model: Cacheable, each: int, block_size: int, given: int | None, share: float | None, room: Room | None = None
+    model: Cacheable,
+    token_bytes: int,
+    block_size: int,
+    given: int | None,
+    share: float | None,
+    room: Room | None = None,
 ) -> int:
     """Return how many tokens the caches of a loaded model and its draft will hold.
 
     Args:
-        each: bytes that a token takes in all caches together.
+        token_bytes: bytes that a token takes in all caches together.
         given: bytes that the caches may take; None is ``room``, or else 4 GiB, or half of the free memory if that is
             less.
         share: the share of the free memory that they may take, instead of ``given``.
@@ -147,14 +152,14 @@ def cache_size(
         budget, reason = DEFAULT_BYTES, f"the default cache_bytes {DEFAULT_BYTES}"
     else:
         budget, reason = free // 2, f"half of the {free / 1e9:.1f} GB free"
-    tokens = min(most, budget // each // block_size * block_size)
+    tokens = min(most, budget // token_bytes // block_size * block_size)
     if tokens < 1:
         raise ValueError(
-            f"{reason} hold no page of {block_size} tokens at {each} bytes a token, target and draft together"
+            f"{reason} hold no page of {block_size} tokens at {token_bytes} bytes a token, target and draft together"
         )
     if tokens < context:
         _log.warning(
             f"texts can have at most {tokens} tokens, though the model's context is {context}: {reason} hold no more, "
-            f"at {each} bytes a token; set {advice}"
+            f"at {token_bytes} bytes a token; set {advice}"
         )
     return tokens

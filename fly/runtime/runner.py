@@ -38,8 +38,8 @@ __all__ = ["OnPrompt", "Runner"]
 OnPrompt = Callable[[Sequence, range, Tensor], None]  # a row, some tokens of its prompt, logits [P, V] before each
 
 # For several rounds in one call, each row gets cache room for one round and for this many more tokens: the first of
-# these numbers that fits. All rows together get at most ``_IN_ALL`` more.
-_AT_ONCE, _IN_ALL = (128, 32, 8, 1), 1024
+# these numbers that fits. All rows together get at most ``_MAX_EXTRA`` more tokens.
+_EXTRA_TOKENS, _MAX_EXTRA = (128, 32, 8, 1), 1024
 
 
 class Runner:
@@ -315,7 +315,7 @@ class Runner:
         seconds: float = 0.0,
         hurry: array[int] | None = None,
     ) -> RoundPlan | None:
-        """Plan several rounds in one call, and reserve room in the caches for them (``_AT_ONCE``).
+        """Plan several rounds in one call, and reserve room in the caches for them (``_EXTRA_TOKENS``).
 
         Args:
             rows: rows with all tokens cached but the last.
@@ -344,7 +344,7 @@ class Runner:
         # Reserve room for as many tokens as the pages allow. This may evict cached prefixes of ended rows, but only
         # once: the pages that these rounds leave unused are free for the next rounds.
         spare = 0 if spec.tree is None else spec.tree.spare
-        for ahead in (min(most, 1 + _IN_ALL // len(rows)) for most in _AT_ONCE):
+        for ahead in (min(most, 1 + _MAX_EXTRA // len(rows)) for most in _EXTRA_TOKENS):
             ends = [len(row.tokens) + min(more, n + ahead) for row, more, n in zip(rows, left, k)]
             rooms, draft_rooms = [end + spare for end in ends], [min(end, context) + spare for end in ends]
             if self.fits(rows, rooms) and (drafter is None or drafter.fits(rows, draft_rooms)):

@@ -24,8 +24,8 @@ class HiddenStates:
     concatenated [N, F]. A row has them for a run of consecutive tokens that ends with the last cached one.
 
     If a row's first tokens were not fed, because their pages came from another row, the run begins after them.
-    ``begin`` returns how many of a new row's first tokens the draft head needs no states for; no more tokens than these
-    are taken from other rows. ``end`` is called when a row is finished.
+    ``begin`` returns how many of a new row's first tokens need no states, since the draft head has read them already;
+    at most these come from other rows' pages. ``end`` is called when a row is finished.
     """
 
     def __init__(self, layers: abc.Sequence[int]) -> None:
