@@ -125,9 +125,9 @@ class Calls(ABC):
         return self._answers(given, requests)
 
     async def agenerate(self, prompts: Prompts, params: Params = None, **options: Unpack[Options]) -> list[Output]:
-        """``generate`` for coroutines: any number of them may wait, on any event loop, without threads of their own.
-        Cancelling the task ends its requests. Arguments, result and errors are those of ``generate``, without
-        ``progress``."""
+        """Do what ``generate`` does, for coroutines: any number of them may wait, on any event loop, without threads of
+        their own. Cancelling the task ends its requests. Arguments, result and errors are those of ``generate``,
+        without ``progress``."""
         requests = self._asked(given := listed(prompts), params, options)
         if requests:
             await self.worker.arun(Job(requests, loop=asyncio.get_running_loop()))
@@ -145,7 +145,8 @@ class Calls(ABC):
         return Stream(self.worker, Job(self._streamed(prompt, params, options), stepwise=True))
 
     def astream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[Options]) -> AsyncStream:
-        """``stream`` for coroutines: ``async for piece in llm.astream(...)``. Call it where an event loop runs."""
+        """Do what ``stream`` does, for coroutines: ``async for piece in llm.astream(...)``. Call it where an event loop
+        runs."""
         requests = self._streamed(prompt, params, options)
         return AsyncStream(self.worker, Job(requests, stepwise=True, loop=asyncio.get_running_loop()))
 
@@ -195,7 +196,7 @@ class Calls(ABC):
     async def achat(
         self, messages: Any, params: Params = None, **options: Unpack[ChatOptions]
     ) -> Output | list[Output]:
-        """``chat`` for coroutines, without ``progress``."""
+        """Do what ``chat`` does, for coroutines, without ``progress``."""
         prompts, rest = self._conversations(messages, options)
         outputs = await self.agenerate(prompts, params, **rest)
         return outputs if _several(messages) else outputs[0]

@@ -94,7 +94,7 @@ def runs_compiled(executor: Executor) -> bool:
 def forward_of(
     executor: Executor, cache: PagedKVCache, rows: int, context: int, tokens: int, drafting: bool = False
 ) -> Callable[[], object]:
-    """Make a function that runs a forward pass of ``tokens`` random tokens in each of ``rows`` rows, after ``context``
+    """Make a function that runs a forward of ``tokens`` random tokens in each of ``rows`` rows, after ``context``
     cached tokens, and computes logits. With ``drafting``, the function makes one call that decodes ``tokens`` tokens
     greedily; it returns None if the model has no such call. The rows are new to ``cache``, and stay in it."""
     fed = 1 if drafting else tokens

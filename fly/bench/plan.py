@@ -57,9 +57,9 @@ class Device:
         bandwidth: bytes per second that are attained when weights are read.
         flops: operations per second that are attained.
         layer: time of a layer besides its weights, keys and values: short kernels on an accelerator, calls on a CPU.
-        forward: time of a forward pass besides its layers.
-        round: time of the engine between two forward passes.
-        drafted: extra time for each drafted and judged token, without its forward pass.
+        forward: time of a forward besides its layers.
+        round: time of the engine between two forwards.
+        drafted: extra time for each drafted and judged token, without its forward.
         reserved: bytes of memory that hold no weights or caches.
         attention: operations per second of attention, if they differ from ``flops``.
         cached: bytes per second of reading keys and values, if they differ from ``bandwidth``.
@@ -80,7 +80,7 @@ class Device:
 
 
 _BANDWIDTH, _FLOPS = 0.8, 0.6  # shares of the stated figures that matrix products usually attain
-# A forward pass is a CUDA graph (fly/backends/cuda). A layer has some 17 kernels besides its matrix products, at 2 µs
+# A forward is a CUDA graph (fly/backends/cuda). A layer has some 17 kernels besides its matrix products, at 2 µs
 # each; all that surrounds the layers counts as one more layer. A round has five launches of 4.5 µs and a wait of 20 µs.
 # The graph of each further drafted token costs nothing, since it is launched while another runs. The last figure is
 # memory for context, buffers and activations.
@@ -143,7 +143,7 @@ class Setting:
     Args:
         k: tokens drafted per round; the mean, if drafts stop by themselves.
         tau: tokens emitted per round, as measured elsewhere.
-        draft_tau: tokens proposed per forward pass of the draft model; above 1 if a cheaper level drafts for it.
+        draft_tau: tokens proposed per forward of the draft model; above 1 if a cheaper level drafts for it.
         rows: sequences in a batch.
         context: cached tokens of each sequence.
         itemsize: bytes of a weight, and of a cached number.
@@ -161,8 +161,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predicted times and memory. ``step`` is the seconds of an autoregressive forward pass, and ``verify`` those of a
-    verification. For each placement of the draft model, ``draft`` is the seconds of its forward pass, and ``memory``
+    """Predicted times and memory. ``step`` is the seconds of an autoregressive forward, and ``verify`` those of a
+    verification. For each placement of the draft model, ``draft`` is the seconds of its forward, and ``memory``
     the bytes on a rank."""
 
     setting: Setting
@@ -199,7 +199,7 @@ class Forecast:
 
 
 JUDGED = 2  # exchanges of a few numbers, for a rule that asks for top logits and mass
-_SMALL = 2  # such exchanges in every forward pass: ranks compare what they will compute, and find the largest logit
+_SMALL = 2  # such exchanges in every forward: ranks compare what they will compute, and find the largest logit
 
 
 @cache
@@ -210,7 +210,7 @@ def _share(config: LlamaConfig, ranks: int) -> Part:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one rank in a forward pass over new tokens of several sequences.
+    """The work of one rank in a forward over new tokens of several sequences.
 
     Attributes:
         layers: number of layers.
@@ -247,7 +247,7 @@ class Work:
 def step_seconds(
     config: LlamaConfig, machines: Machines, tokens: float, rows: int, context: int, itemsize: int
 ) -> float:
-    """Return the seconds of one forward pass over ``tokens`` new tokens of ``rows`` sequences, divided among the
+    """Return the seconds of one forward over ``tokens`` new tokens of ``rows`` sequences, divided among the
     ranks."""
     device, work = machines.device, Work.of(config, machines.ranks, tokens, rows, context, itemsize)
     working = (

@@ -1,6 +1,6 @@
 """Predict the gains of rules with large models, from the acceptance in a recorded run of other models.
 
-No model is run: the costs of a forward pass come from the cost model in ``fly.bench.plan``.
+No model is run: the costs of a forward come from the cost model in ``fly.bench.plan``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def scaled(found: Sequence[Replay], setting: Setting, machines: Machines, levels
 
     def of(each: Replay) -> Scaled:
         forwards = each.drafted if levels == 1 else each.forwards or each.drafted
-        # One more forward pass is launched before the host knows that a draft has stopped (fly/backends/cuda).
+        # One more forward is launched before the host knows that a draft has stopped (fly/backends/cuda).
         forwards = max(forwards + (each.reach > 0 or levels == 2), 1e-9)
         own = replace(setting, k=each.drafted, tau=each.tau.value, draft_tau=each.drafted / forwards)
         expected = forecast(own, machines)

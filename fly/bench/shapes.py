@@ -1,4 +1,4 @@
-"""Models of given shapes with random weights, and how much a forward pass of a model has to read and compute."""
+"""Models of given shapes with random weights, and how much a forward of a model has to read and compute."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def matrix_parameters(config: LlamaConfig) -> int:
 def forward_bytes(
     config: LlamaConfig, dtype: torch.dtype, rows: int = 1, context: int = 0, weight_bytes: float | None = None
 ) -> int:
-    """Return the bytes that a forward pass of ``rows`` rows has to read, however many new tokens they have. It reads
+    """Return the bytes that a forward of ``rows`` rows has to read, however many new tokens they have. It reads
     every weight once (``weight_bytes`` each; None takes the size of ``dtype``), and for each row the keys and values of
     ``context`` tokens. Norms are left out, and so is everything that is written."""
     stored = rows * context * PagedKVCache.bytes_per_token(config, dtype)
@@ -84,7 +84,7 @@ def forward_operations(
     tokens: int = 1,
     products: torch.dtype | None = None,
 ) -> Counter[torch.dtype]:
-    """Return the operations of a forward pass, by dtype. Each weight takes two per token, in ``products`` (None means
+    """Return the operations of a forward, by dtype. Each weight takes two per token, in ``products`` (None means
     ``dtype``). Attention takes four, in ``dtype``, for each pair of a token and a token that it attends to, and each
     number in the heads."""
     seen = tokens * context + tokens * (tokens + 1) // 2

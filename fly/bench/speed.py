@@ -1,6 +1,6 @@
-"""How fast forward passes and rounds are, compared with the limits of the machine.
+"""How fast forwards and rounds are, compared with the limits of the machine.
 
-A forward pass is timed alone, for several draft lengths, contexts, batch sizes and models. A round is timed while
+A forward is timed alone, for several draft lengths, contexts, batch sizes and models. A round is timed while
 decoding, with a clock around every call of a model; the remaining time is the round's own overhead.
 """
 
@@ -54,7 +54,7 @@ LONGEST = 4096
 
 @dataclass(frozen=True)
 class Forward:
-    """A timed forward pass of ``tokens`` new tokens in each of ``rows`` rows, after ``context`` cached tokens. With
+    """A timed forward of ``tokens`` new tokens in each of ``rows`` rows, after ``context`` cached tokens. With
     ``drafting``, it is instead the decoding of ``tokens`` tokens of one row, one by one. ``reading`` has the memory
     rates that were measured in each of the same turns, as in ``Limits``."""
 
@@ -72,12 +72,12 @@ class Forward:
 
     @property
     def weights(self) -> int:
-        """Bytes of weights that one forward pass has to read."""
+        """Bytes of weights that one forward has to read."""
         return self._bytes(0, 0)
 
     @property
     def context_bytes(self) -> int:
-        """Bytes of cached keys and values that one forward pass has to read."""
+        """Bytes of cached keys and values that one forward has to read."""
         return self._bytes(self.rows, self.context) - self.weights
 
     @property
@@ -96,7 +96,7 @@ class Forward:
 
     @property
     def _forwards(self) -> list[tuple[int, int]]:
-        """The numbers of cached and of new tokens of each forward pass. Decoding consists of several."""
+        """The numbers of cached and of new tokens of each forward. Decoding consists of several."""
         if self.drafting:
             return [(self.context + n, 1) for n in range(self.tokens)]
         return [(self.context, self.tokens)]
@@ -132,7 +132,7 @@ class Forward:
 
 
 class Shape(NamedTuple):
-    """A forward pass to be timed. The fields are those of ``Forward``."""
+    """A forward to be timed. The fields are those of ``Forward``."""
 
     rows: int
     context: int
@@ -141,7 +141,7 @@ class Shape(NamedTuple):
 
 
 class Forwards:
-    """Times a model's forward passes over a cache of random keys and values, which take as long as real ones.
+    """Times a model's forwards over a cache of random keys and values, which take as long as real ones.
 
     Args:
         name: the model's name, for the reader of the figures.
@@ -162,7 +162,7 @@ class Forwards:
         advance: Callable[[], None] = lambda: None,
         reads: Mapping[int, Callable[[], float]] = MappingProxyType({}),
     ) -> list[Forward]:
-        """Time a forward pass of every shape, in turns, as ``measure_forwards`` does. Raises ``ValueError`` for a shape
+        """Time a forward of every shape, in turns, as ``measure_forwards`` does. Raises ``ValueError`` for a shape
         that exceeds the model's context or the cache."""
         most, allocator = self.model.config.max_position_embeddings, self.cache.allocator
         for rows, context, tokens, _ in shapes:
@@ -173,7 +173,7 @@ class Forwards:
         return measure_forwards([(self, shape) for shape in shapes], repeats, advance, reads)
 
     def seconds(self, shape: Shape) -> float:
-        """Time one forward pass, logits included. Decoding takes a single call, if the model has one for it."""
+        """Time one forward, logits included. Decoding takes a single call, if the model has one for it."""
         done, seconds = clocked(forward_of(self.model, self.cache, *shape), self.model.device)
         for row in range(shape.rows):
             self.cache.allocator.release(row)
@@ -189,7 +189,7 @@ def measure_forwards(
     advance: Callable[[], None] = lambda: None,
     reads: Mapping[int, Callable[[], float]] = MappingProxyType({}),
 ) -> list[Forward]:
-    """Time forward passes in turns, of one model or several. Each turn also times ``reads``, which read memory (the
+    """Time forwards in turns, of one model or several. Each turn also times ``reads``, which read memory (the
     keys are their numbers of bytes)."""
     runs: list[Callable[[], object]] = [partial(forwards.seconds, shape) for forwards, shape in wanted]
     timings = take_turns([*reads.values(), *runs], repeats, wanted[0][0].model.device, advance)
@@ -206,7 +206,7 @@ def measure_forwards(
 def measure_models(
     subjects: Sequence[Subject], k: int, turns: int, advance: Callable[[], None] = lambda: None
 ) -> tuple[list[Forward], dict[str, Forward]]:
-    """Time the forward passes of each model in turns, for several draft lengths, contexts and batch sizes. Also
+    """Time the forwards of each model in turns, for several draft lengths, contexts and batch sizes. Also
     returns, by the name of each model, how long it takes to decode ``k`` tokens. ``advance`` is called ``turns + 1``
     times for each model."""
     swept: list[Forward] = []
@@ -230,7 +230,7 @@ def measure_models(
 
 
 def one_token(forwards: Sequence[Forward], forward: Forward) -> Forward:
-    """Return the forward pass of one token of one row, by the same model, with which ``forward`` is compared."""
+    """Return the forward of one token of one row, by the same model, with which ``forward`` is compared."""
     return next(f for f in forwards if (f.model, f.rows, f.context, f.tokens) == (forward.model, 1, CONTEXT, 1))
 
 
@@ -304,12 +304,12 @@ def measure_rounds(
 
 
 def predict(rounds: Rounds, forwards: Sequence[Forward], draft: Forward | None) -> float | None:
-    """Predict tokens per second, if a round took only as long as its forward passes take alone:
+    """Predict tokens per second, if a round took only as long as its forwards take alone:
 
         E[emitted] / (K·t_draft + t(K+1))
 
     This is S = E[emitted] / (K·c + v(K)) (Leviathan et al., arXiv 2211.17192, theorem 3.8, with v(K) in place of 1)
-    times the target's 1 / t(1). ``forwards`` are the target's forward passes for several K, at one context; t(K+1) is
+    times the target's 1 / t(1). ``forwards`` are the target's forwards for several K, at one context; t(K+1) is
     interpolated between them. ``draft`` is the draft model's. Returns None if drafting has no fixed cost per token:
     with several levels, or without a draft model.
     """

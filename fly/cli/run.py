@@ -122,7 +122,7 @@ def options_of(context: typer.Context, fields: Collection[str]) -> dict[str, Any
 
 
 def sampling_of(given: Mapping[str, Any], default: SamplingParams) -> SamplingParams:
-    """``default`` with the options that are not None. Raises ``ValidationError``."""
+    """Return ``default`` with the options that are not None. Raises ``ValidationError``."""
     return default.changed({name: value for name, value in given.items() if value is not None})
 
 

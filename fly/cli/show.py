@@ -120,7 +120,7 @@ def sentences(heading: str) -> Column:
 
 
 def ratio(value: float | None, over: float = 1.0) -> str:
-    """``value`` as a multiple of ``over``; a dash for None."""
+    """Write ``value`` as a multiple of ``over``; a dash for None."""
     return "–" if value is None else f"{value / over:.2f}×"
 
 

@@ -161,7 +161,7 @@ class Worker:
         job.check(entry)
 
     async def arun(self, job: Job) -> None:
-        """``run`` for a coroutine. The job's ``loop`` is the coroutine's event loop."""
+        """Do what ``run`` does, for a coroutine. The job's ``loop`` is the coroutine's event loop."""
         try:
             self.submit(job)
             entry = await job.queue.get()

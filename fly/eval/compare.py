@@ -72,7 +72,7 @@ def decode(
     Settings take turns of a few prompts (``together``). A busy moment of the machine then affects all of them, and no
     setting always finds another's data in the processor's caches. Each is warmed up first, on another prompt, since a
     strategy may remember texts. ``advance(name)`` is called after every completion. ``clocked`` also times the models;
-    this waits for a GPU after every forward pass.
+    this waits for a GPU after every forward.
     """
     if not settings or not prompts:
         raise ValueError(f"need at least one setting and one prompt, got {len(settings)} and {len(prompts)}")

@@ -14,7 +14,7 @@ Record = dict[str, Any]
 @dataclass(frozen=True)
 class Costs:
     """What speculation costs with one draft at one length: ``c`` is the time to draft a token, and ``v`` the time of a
-    verification. Both are relative to the target's forward pass of one token."""
+    verification. Both are relative to the target's forward of one token."""
 
     c: float
     v: float
@@ -29,7 +29,7 @@ def measured_costs(speculative: Sequence[Record], autoregressive: Sequence[Recor
 
     rounds, drafted = total(speculative, "rounds"), total(speculative, "drafted")
     forwards = total(autoregressive, "rounds")
-    base = total(autoregressive, "target") / max(forwards, 1)  # seconds of a forward pass of one token
+    base = total(autoregressive, "target") / max(forwards, 1)  # seconds of a forward of one token
     if not (rounds and drafted and base):
         return None
     return Costs(total(speculative, "draft") / drafted / base, total(speculative, "target") / rounds / base)

@@ -81,7 +81,7 @@ class Replay:
             unknown.
         seconds: how long the replay took.
         tokens: examples of relaxed tokens.
-        forwards: forward passes of the draft model per round, with prompt lookup below it; None without lookup.
+        forwards: how many forwards the draft model runs per round, with prompt lookup below it; None without lookup.
     """
 
     policy: AcceptancePolicy
@@ -302,7 +302,7 @@ class Blocks:
             k: the longest draft; None for the recorded one.
             confidence, reach: where drafts stop by themselves, as in ``SingleDraft``.
             cases: how many relaxed tokens to return as examples.
-            lookup: prompt lookup below the draft model. It changes no token, but saves forward passes of the draft
+            lookup: prompt lookup below the draft model. It changes no token, but saves forwards of the draft
                 model; those that remain are counted.
 
         Raises ``Unknown`` if the recording lacks what the rule needs, and ``ValueError`` for a longer draft.
@@ -340,7 +340,7 @@ class Blocks:
 
     def speed(self, tau: float, drafted: float) -> float | None:
         """Return the speed relative to AR if decisions took no time. The cost ``v`` of a verification is scaled to
-        drafts of this length: one forward pass of one token, plus an amount for each drafted token."""
+        drafts of this length: one forward of one token, plus an amount for each drafted token."""
         if self.costs is None:
             return None
         recorded = sum(len(each.drafted_T) for each in self.recordings) / max(sum(self.exact[1]), 1)
@@ -395,7 +395,7 @@ class _Walk:
         # Charge the relaxed tokens to each row's budgets.
         if (relaxes_BK := why_BK & stands_BK).any():
             self._charge(row_B, at_B, chain, relaxes_BK, costs)
-        if self.lookup is not None:  # count the forward passes that the draft model still has to run
+        if self.lookup is not None:  # count the forwards that the draft model still has to run
             for c, at, places, n in zip(row_B.tolist(), at_B.tolist(), chain.place_BJ, chain.lengths_B.tolist()):
                 tokens, before = blocks.token_P[places[:n]].tolist(), blocks.texts[c][:at]
                 self.forwards += lookup_forwards(self.indices[c], before, tokens, self.lookup.k)

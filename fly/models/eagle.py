@@ -5,7 +5,7 @@ Heads are published in two layouts. The paper's code has one flat configuration 
 ``LlamaForCausalLMEagle3``, and calls the layer ``midlayer``. The package ``speculators`` keeps the layer's
 configuration in ``transformer_layer_config``, and calls the layer ``layers.0``.
 
-Shape legend: T packed tokens, F hidden states of the target concatenated, C hidden width of the head, U draft
+Shape legend: T packed tokens, F hidden states of the target side by side, C hidden width of the head, U draft
 vocabulary, V the target's vocabulary.
 """
 

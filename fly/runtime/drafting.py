@@ -5,7 +5,7 @@ another. Knows no backend.
 three stages: choose each row's next token, stop the rows that are done, feed the others.
 
 Shape legend: T packed tokens, N places, B rows, J positions of a row, K longest draft, W candidates for a place,
-S cached tokens of a row, C features of a head, F hidden states concatenated, V vocabulary.
+S cached tokens of a row, C features of a head, F hidden states side by side, V vocabulary.
 """
 
 from __future__ import annotations

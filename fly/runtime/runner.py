@@ -417,8 +417,8 @@ class Runner:
 
     @contextmanager
     def _all_or_none(self, rows: abc.Sequence[Sequence]) -> Iterator[list[int]]:
-        """``begin`` the rows, and yield how many tokens of each are cached. If this context raises an error, take back
-        all pages that the rows got, and release the new rows."""
+        """Begin the rows (``begin``), and yield how many tokens of each are cached. If this context raises an error,
+        take back all pages that the rows got, and release the new rows."""
         new = [row for row in rows if row.id not in self._cached]
         starts = [len(self.begin(row)) for row in rows]
         try:

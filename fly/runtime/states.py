@@ -1,6 +1,6 @@
 """Hidden states of cached tokens, for draft heads that draft from them. Knows nothing of models.
 
-Shape legend: N consecutive tokens of a row, F hidden states concatenated.
+Shape legend: N consecutive tokens of a row, F hidden states side by side.
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ def check_cost(policy: AcceptancePolicy) -> str:
         executor = make_executor(toy_target(vocab))
         # Normal logits with a standard deviation above sqrt(2 ln V) are about as uncertain as a trained model's.
         logits = torch.randn(1, 16, vocab, generator=generator) * 1.3 * math.sqrt(2 * math.log(vocab))
-        choices = logits.argmax(-1).tolist()  # a forward pass returns them too
+        choices = logits.argmax(-1).tolist()  # a forward returns them too
         drafted = [(token + (j % 5 == 4)) % vocab for j, token in enumerate(choices[0][:-1])]  # one in five is wrong
         draft, rule = Draft.of([drafted]), bind_to(policy, Target(logits))
 

@@ -108,7 +108,7 @@ def attend_pages(
     start_B: Tensor | None = None,
     seen_TN: Tensor | None = None,
 ) -> Tensor:
-    """``fly.backends.cuda.kernels.attention.attend``, on any device."""
+    """Do what ``fly.backends.cuda.kernels.attention.attend`` does, on any device."""
     if not q_THD.is_cuda:
         return attend_plainly(
             q_THD, k_SGD, v_SGD, ends_B1, last_T, place_T, table_BW, longest, page, window, scale, start_B, seen_TN
@@ -127,7 +127,7 @@ def _(q_THD: Tensor, *rest: object, **more: object) -> Tensor:
 
 @torch.library.custom_op("fly::add_norm", mutates_args=())
 def add_norm(x_TC: Tensor, out_TC: Tensor, weight_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``x + out``, and its root mean square norm, [T, C] each."""
+    """Return ``x + out``, and its root mean square norm, [T, C] each."""
     if x_TC.is_cuda:
         from fly.backends.cuda.kernels import layer
 
@@ -183,7 +183,7 @@ def _(qkv_TX: Tensor, *rest: Tensor) -> Tensor:
 
 @torch.library.custom_op("fly::multiply_int8", mutates_args=())
 def multiply_int8(x_TK: Tensor, weight_NK: Tensor, scale_N1: Tensor, bias_N: Tensor | None) -> Tensor:
-    """``x @ (weight * scale).T + bias`` [T, N] for at most 16 tokens, with int8 weights."""
+    """Return ``x @ (weight * scale).T + bias`` [T, N] for at most 16 tokens, with int8 weights."""
     if x_TK.is_cuda:
         from fly.backends.cuda.kernels import product
 
@@ -199,8 +199,8 @@ def _(x_TK: Tensor, weight_NK: Tensor, *rest: object) -> Tensor:
 
 @torch.library.custom_op("fly::multiply_int4", mutates_args=())
 def multiply_int4(x_TK: Tensor, pairs_NP: Tensor, scale_NG: Tensor, zero_NG: Tensor, bias_N: Tensor | None) -> Tensor:
-    """``x @ ((number - zero) * scale).T + bias`` [T, N] of at most 16 tokens. ``pairs_NP`` (uint8) hold two numbers of
-    0 to 15 each, the first in the lower half; a group is 32, 64 or 128 inputs; zeros are uint8."""
+    """Return ``x @ ((number - zero) * scale).T + bias`` [T, N] of at most 16 tokens. ``pairs_NP`` (uint8) hold two
+    numbers of 0 to 15 each, the first in the lower half; a group is 32, 64 or 128 inputs; zeros are uint8."""
     if x_TK.is_cuda:
         from fly.backends.cuda.kernels import product
 
@@ -296,9 +296,9 @@ def _(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
 def find_kept(
     logits_NV: Tensor, temperature_N: Tensor, least_N: Tensor | None, top_p_N: Tensor | None, min_p_N: Tensor | None
 ) -> Tensor:
-    """``fly.runtime.sampling.find_kept``. The kernel does not sort: it narrows down the least logit of the nucleus. If
-    the tokens likelier than one token have ``top_p`` of the mass up to rounding, the kernel and the reference may
-    disagree about that token."""
+    """Do what ``fly.runtime.sampling.find_kept`` does. The kernel does not sort: it narrows down the least logit of the
+    nucleus. If the tokens likelier than one token have ``top_p`` of the mass up to rounding, the kernel and the
+    reference may disagree about that token."""
     if _own(logits_NV):
         from fly.backends.cuda.kernels import steps
 

@@ -39,7 +39,7 @@ def add_norm_kernel(
 
 
 def add_norm(x_TC: Tensor, out_TC: Tensor, weight_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``x + out`` and its norm, [T, C] each."""
+    """Return ``x + out`` and its norm, [T, C] each."""
     tokens, width = x_TC.shape
     sum_TC, normed_TC = (torch.empty((tokens, width), dtype=x_TC.dtype, device=x_TC.device) for _ in range(2))
     launch(

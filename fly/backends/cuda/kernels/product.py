@@ -21,7 +21,7 @@ def multiply_int8_kernel(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, tokens, x_stride,
     N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``x @ (weight * scale).T + bias`` for at most 16 tokens.
+    """Compute ``x @ (weight * scale).T + bias`` for at most 16 tokens.
 
     Grid: block of BLOCK_N outputs. A program reads the whole rows of its outputs, BLOCK_K numbers of each at a time, in
     their order: every weight is read once. In registers, weights become 16-bit numbers, which hold each int8 exactly.
@@ -70,7 +70,7 @@ def multiply_int4_kernel(
     N: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``x @ ((number - zero) * scale).T + bias`` for at most 16 tokens, with a scale and a zero for each group.
+    """Compute ``x @ ((number - zero) * scale).T + bias`` for at most 16 tokens, with a scale and a zero for each group.
 
     Grid: block of BLOCK_N outputs. A program reads the whole rows of its outputs, GROUPS groups of SIZE numbers at a
     time, in their order: every weight is read once. A byte holds two inputs side by side, the first in its lower half,
