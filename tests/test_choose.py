@@ -37,6 +37,14 @@ def test_a_request_is_drafted_for_by_the_one_it_names_as_if_that_were_alone(temp
     assert all(allocator.num_free == allocator.num_blocks for allocator in llm.scheduler.allocators())
 
 
+def test_a_choice_within_a_choice_gives_its_first() -> None:
+    inner = ChooseDraft(copy=NGramDraft(), other=NGramDraft(k=1))
+    llm = fly.LLM(random_llama(0), ChooseDraft(a=inner, b=NGramDraft(k=1)), k=4)
+    first, other = llm.generate([TEXTS[0]] * 2, temperature=0, max_tokens=24, draft=["a", "b"])
+    [alone] = fly.LLM(random_llama(0), "ngram", k=4).generate([TEXTS[0]], temperature=0, max_tokens=24)
+    assert first.token_ids == other.token_ids == alone.token_ids and first.stats.drafted == alone.stats.drafted
+
+
 class Heard(NGramDraft):
     """Notes whose calls it gets."""
 

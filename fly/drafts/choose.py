@@ -35,7 +35,8 @@ class ChooseDraft(Wrapper):
         self.learns = any(member.learns for member in self.members)
 
     def _member_of(self, row: Sequence) -> DraftStrategy:
-        return self.members[self.names.index(row.draft) if row.draft else 0]
+        # A name that is not here is an outer choose's.
+        return self.members[self.names.index(row.draft) if row.draft in self.names else 0]
 
     def _groups(self, rows: abc.Sequence[Sequence]) -> list[tuple[DraftStrategy, list[int]]]:
         """Return the strategies that these rows chose, each with the indices of its rows."""
