@@ -328,6 +328,9 @@ def test_the_command_prints_and_writes(run: tuple[Path, Any], tmp_path: Path) ->
     assert result.exit_code == 0, result.output
     said = words(result.output)
     assert "cannot be replayed: it needs the 99 most likely tokens" in said and "predicted τ" in said
+    assert said.count("τ: tokens a round") == 1
+    alone = command("replay", str(run[0]), "--beside", str(run[0])).output
+    assert "τ unchanged:" in words(alone) and "τ: tokens a round" not in alone  # only what explains its table
     found = json.loads(path.read_text())
     assert {row["k"] for row in found} == {3, 4, 7} and any("measured" in row for row in found)
     function = replay_run(run[0], RULES[5])["bundled-middle", "exact k7"]
@@ -415,6 +418,7 @@ def test_the_acceptance_of_a_run_gives_the_gain_of_large_models(run: tuple[Path,
         (["--recorded", str(run[0]), "--tau", "3"], "--tau does nothing with --recorded"),
         (["--policy", "fly"], "--policy does nothing without --recorded"),
         (["--recorded", str(run[0]), "--draft", "none"], "'--draft none' is none"),
+        (["--target", "llama-3.1-80b", "--tau", "3"], "known sizes: ['llama-3.1-8b', "),
     ):
         result = command("bench", "plan", *options)
         assert result.exit_code == 2 and reason in words(result.output), result.output

@@ -97,7 +97,8 @@ def replay(
                 for each in compared
             ]  # fmt: skip
         tell_stops(known)
-    note(escape(_LEGEND))
+    if rules:
+        note(escape(_LEGEND))
     write_json(json_, record)
 
 

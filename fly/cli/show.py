@@ -45,8 +45,8 @@ def tell(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Print one line about something that is missing above."""
-    console.print(f"[yellow]{escape(text)}[/]", highlight=False, soft_wrap=True)
+    """Print text about something that is missing above."""
+    console.print(f"[yellow]{escape(text)}[/]", highlight=False)
 
 
 def fail(text: str) -> None:
