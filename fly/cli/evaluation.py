@@ -69,7 +69,8 @@ def tasks(
     if problem >= len(asked.problems):
         raise ValueError(f"--problem {problem}: task {asked.name!r} has {len(asked.problems)} problems, from 0")
     shown = asked.problems[problem]
-    note(escape(f"{asked.name}: {len(asked.problems)} problems · {asked.scorer.kind} · problem {shown.id}"))
+    count = f"{len(asked.problems)} problem{'s' * (len(asked.problems) != 1)}"
+    note(escape(f"{asked.name}: {count} · {asked.scorer.kind} · problem {shown.id}"))
     if model is not None:
         llm = LLM(model)
         ids = asked.prompt_ids(llm, shown)

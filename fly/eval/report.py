@@ -452,7 +452,10 @@ def _notes(folder: Path, tables: list[Table], records: Records) -> list[str]:
             counts = ", ".join(f"{row.way} {row.unread} of {row.completions}" for row in table.rows if row.unread)
             notes.append(f"{table.task}: answers without a {lacking} count as wrong: {counts}")
         if table.unscored:
-            notes.append(f"{table.task}: {table.unscored} answers are not scored (programs run only with --run-code)")
+            notes.append(
+                f"{table.task}: {table.unscored} answers are not scored: a run scores them when all are decoded, and "
+                "runs programs only with --run-code"
+            )
         for row in table.rows:
             if row.recorded:
                 stop = "; its drafts stop by themselves, and only 'model(NAME)' records longer ones for 'fly replay'"
