@@ -40,6 +40,7 @@ from tests.serving import CHAT, MODEL, Running, eventually, running
         ({"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}, "logit_bias", "1025 entries"),
         ({"stop_token_ids": [5000]}, "stop_token_ids", "outside the vocabulary"),
         ({"min_tokens": 5}, "min_tokens", "exceeds max_tokens 4"),
+        ({"min_tokens": 2000, "max_tokens": 3000}, "min_tokens", "2000 exceeds the 996 tokens"),
         ({"stop": 5}, "stop", "valid string"),
         ({"stop": ["x"] * 17}, "stop", "at most 16 items"),
         (

@@ -364,7 +364,10 @@ class Service:
                 wanted = max(default.max_tokens, body.min_tokens or 0)
             else:
                 wanted = room if isinstance(body, ChatRequest) else max(16, body.min_tokens or 0)
-        return min(wanted, room, room if most is None else most)
+        left = room if most is None else min(room, most)
+        if (body.min_tokens or 0) > left:
+            raise invalid("min_tokens", f"{body.min_tokens} exceeds the {left} tokens that an answer may have here")
+        return min(wanted, left)
 
     def submit(self, prepared: Prepared, streamed: bool) -> Measured:
         """Submit a prepared request to the engine. Raises ``ApiError`` if the queue is full or the engine stopped."""
