@@ -72,6 +72,7 @@ class Reader:
         return Reader, ()
 
     def pieces(self, output: Output) -> list[Piece]:
+        """Return the text of ``output`` in the same pieces as a stream gives; empty without a tokenizer."""
         if self._text is None:
             return []
         text, splitter, found = self._text.fresh(), Splitter(self._thinking), list[Piece]()
@@ -128,6 +129,7 @@ class Output:
 
     @cached_property
     def pieces(self) -> list[Piece]:
+        """The text in the same pieces as a stream gives; empty without a tokenizer."""
         return self._reader.pieces(self)
 
     def to_dict(self) -> dict[str, Any]:

@@ -14,6 +14,12 @@ __all__ = ["check_draft"]
 def check_draft(draft: object, max_len: list[int], vocabulary: int, name: str) -> None:
     """Check a proposal, since a strategy may be a user's code.
 
+    Args:
+        draft: what the strategy proposed.
+        max_len: for each row, the most tokens that it was asked for, along any path.
+        vocabulary: V, the number of the target's token ids.
+        name: the strategy's name, for errors.
+
     Raises ``ValueError`` that names the strategy, what it proposed, and what it should have proposed.
     """
     if not isinstance(draft, Draft):

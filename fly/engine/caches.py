@@ -24,7 +24,16 @@ class Ranks(Protocol):
 
 def find_room(executor: Executor, work: Workload, share: float | None, ranks: Ranks | None) -> tuple[Room | None, int]:
     """Return the memory that caches may take on a CUDA device (None on other devices), and how many rows a step may
-    have."""
+    have.
+
+    Args:
+        executor: the target.
+        work: the most work that the engine will give it.
+        share: the share of the device's memory for weights, work and caches together; None is the default.
+        ranks: the processes that share the model; None is this process alone.
+
+    Raises ``ValueError`` for a ``share`` on another device than CUDA, or if the weights leave nothing.
+    """
     if executor.device.type != "cuda":
         if share is not None:
             raise ValueError(f"memory_share {share} is of a CUDA device, not of {executor.device}; give cache_bytes")
@@ -51,8 +60,18 @@ def make_caches(
     room: Room | None,
     ranks: Ranks | None,
 ) -> None:
-    """Make the caches of the target and of the draft's models. Each holds ``tokens`` tokens; None: as many as fit in
-    memory."""
+    """Make the caches of the target and of the draft's models.
+
+    Args:
+        target, setup: the target, and the setup that the draft was attached to.
+        tokens: how many tokens each cache holds over all rows; None: as many as fit in memory.
+        max_bytes, share, room: how much memory the caches may take, as ``given``, ``share`` and ``room`` of
+            ``fly.runtime.memory.cache_size``.
+        block_size: tokens in a page of the target's cache.
+        ranks: the processes that share the models; all of their caches get the smallest size.
+
+    Raises ``ValueError`` if not even one page fits, and ``MemoryError`` if memory runs out.
+    """
     executor, token_bytes = target.executor, target.bytes_per_token + setup.bytes_per_token
     if tokens is None:
         tokens = cache_size(executor, token_bytes, block_size, max_bytes, share, room)

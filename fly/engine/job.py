@@ -38,6 +38,7 @@ class News:
 
     @property
     def over(self) -> bool:
+        """Whether the request has ended."""
         return self.output is not None or self.error is not None
 
 

@@ -24,7 +24,13 @@ def warm_up(
 ) -> None:
     """Decode batches of 1 to 32 similar requests (``WARM_ROWS``) with ``generate``, until nothing new is captured. Each
     batch is decoded at temperature 0 and with the sampling of ``default`` (at temperature 1 if that is greedy).
-    ``advance`` is called after each kind of batch.
+
+    Args:
+        engine: the engine to warm up. On other devices than CUDA nothing is done.
+        max_rows: the most requests in a step; larger batches are left out.
+        k: the most tokens that are drafted in a round.
+        generate: decodes prompts (token ids), each with its own parameters.
+        advance: called with a text after each kind of batch.
     """
     executors = [engine.runner.executor, *(each.executor for each in engine.setup.drafters if each.executor)]
     if executors[0].device.type != "cuda":

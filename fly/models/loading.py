@@ -233,7 +233,8 @@ def checkpoint_tensors(model: Llama) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def save_model(model: Llama, directory: str | Path, dtype: torch.dtype = torch.bfloat16, **extra: Any) -> None:
-    """Write ``config.json`` and ``model.safetensors`` in Hugging Face's layout. ``extra`` is added to the config."""
+    """Write ``config.json`` and ``model.safetensors`` to ``directory``, in Hugging Face's layout and with weights in
+    ``dtype``. ``extra`` is added to the config."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {key: value.to("cpu", dtype).contiguous() for key, value in checkpoint_tensors(model)}

@@ -34,9 +34,9 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token for a single byte, in vocabul
 
 
 def read_eos_ids(checkpoint: str | Path | Checkpoint, vocab_size: int) -> frozenset[int]:
-    """Read the end-of-sequence ids from ``generation_config.json``, or else from ``config.json``.
+    """Read the end-of-sequence ids of a checkpoint from ``generation_config.json``, or else from ``config.json``.
 
-    Raises ``CheckpointError`` for an id outside the vocabulary.
+    Raises ``CheckpointError`` for an id outside the vocabulary of ``vocab_size`` tokens.
     """
     checkpoint = open_checkpoint(checkpoint)
     for name in ("generation_config.json", "config.json"):

@@ -85,7 +85,8 @@ class AcceptancePolicy(Bindable, ABC):
 
     @abstractmethod
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        """Return the probability [B, K], in [0, 1], of keeping token j if all tokens before it are kept."""
+        """Return the probability [B, K], in [0, 1], of keeping token j of the ``draft`` if all tokens before it are
+        kept. ``target`` is the target's output at the K + 1 positions of the block."""
 
     def chances(self, target: Target, draft: Draft) -> Tensor:
         """Call ``accept_probs`` and check its shape.

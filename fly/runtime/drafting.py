@@ -218,7 +218,8 @@ def draft_by_forwards(
 
 
 def draw_tokens(probs_NV: Tensor, seeds: abc.Sequence[int], lengths: abc.Sequence[int]) -> list[int]:
-    """Draw one token from each distribution. Its uniform number depends on the row's seed and length alone."""
+    """Draw one token from each distribution [N, V]. Its uniform number depends on the seed and the length of its row
+    alone, given as ``seeds`` and ``lengths``."""
     seed_N, length_N = upload([*seeds, *lengths], probs_NV.device).chunk(2)
     tokens: list[int] = draw(probs_NV, uniforms(seed_N, length_N, Stream.SAMPLE, 1).squeeze(1)).tolist()
     return tokens

@@ -101,7 +101,7 @@ class RoundRow:
 
     @staticmethod
     def of(row: Sequence, left: int, k: int) -> RoundRow:
-        """Copy the present values of ``row``."""
+        """Copy the present values of ``row``, which may still emit ``left`` tokens and drafts at most ``k`` a round."""
         counts = row.generated, row.stats.relaxed, row.stats.nats
         return RoundRow(row.tokens, left, k, row.stop_ids, row.policy, row.seed, row.greedy, *counts)
 

@@ -212,6 +212,7 @@ class Sequence:
 
     @property
     def greedy(self) -> bool:
+        """Whether it is at temperature 0."""
         return self.params.temperature == 0
 
     @property

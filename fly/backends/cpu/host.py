@@ -124,8 +124,14 @@ def lay_rules(
     control_V: Tensor | None,
     vocab: int,
 ) -> CRules:
-    """Lay out the rules of rows for the library. Each row has a policy (``is_compiled``) and a seed; ``sampling`` is
-    None at temperature 0."""
+    """Lay out the rules of rows for the library.
+
+    Args:
+        rows: each row's policy (``is_compiled``) and seed.
+        sampling: how rows are sampled; None at temperature 0.
+        control_V: bool, the control tokens of the vocabulary; None for none.
+        vocab: V, the width of the logits.
+    """
     rule, listed = (CRule * len(rows))(), list[CClause]()
     for c_rule, (policy, seed) in zip(rule, rows):
         clauses = _compiled_clauses(policy.relaxation)
