@@ -1,6 +1,6 @@
 """A whole draft in one call of the library (src/calls.cpp: fly_draft): its arguments and its result.
 
-Shape legend: B rows, K longest draft, V vocabulary.
+Shape legend: T packed tokens, B rows, K longest draft, F hidden states side by side, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def draft_in_one_call(
     sampling: BatchSampling | None,
     seeds: abc.Sequence[int],
     lookup: CLookup | None = None,
-    given: Tensor | None = None,
+    states_TF: Tensor | None = None,
 ) -> Drafted:
-    """Implement ``Executor.extend``, and ``Head.draft`` for a draft head, which is ``given`` the target's hidden
-    states."""
+    """Implement ``Executor.extend``, and ``Head.draft`` for a draft head, which reads the target's hidden
+    states (``states_TF``)."""
     call = packed.batch(array("q", batch.tokens), array("q", batch.positions), batch.kv)
     longest, count = max(max_len, default=0), len(max_len)
     stops = [array("q", row.stop_ids) for row in rows]
@@ -56,7 +56,7 @@ def draft_in_one_call(
     packed.library.fly_draft(
         packed.handle, ctypes.byref(call), longest, array("i", max_len), spans(stops), drafted, counts,
         how, coins, out_BKV, None if lookup is None else ctypes.byref(lookup), None if texts is None else spans(texts),
-        CStops.of_rows(spec, count), given,
+        CStops.of_rows(spec, count), states_TF,
     )  # fmt: skip
     found = [drafted[b * longest : b * longest + n].tolist() for b, n in enumerate(counts)]
     return Drafted(found, out_BKV, None) if sampling is not None else Drafted(found, None, out_BKV)

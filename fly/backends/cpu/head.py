@@ -138,4 +138,4 @@ class CpuHead(Head):
         if spec.tree is not None or any(map(constrains, rows)):
             return super().draft(batch, states_TF, spec, rows, max_len, sampling, seeds)
         states_TF = states_TF.to(self.dtype).contiguous()
-        return draft_in_one_call(self.packed, batch, spec, rows, max_len, sampling, seeds, given=states_TF)
+        return draft_in_one_call(self.packed, batch, spec, rows, max_len, sampling, seeds, states_TF=states_TF)
