@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fly import LLM, SamplingParams
+from fly.backends.cpu import available, why_not
 from fly.bundled import tasks
 from fly.drafts import NGramDraft, SingleDraft
 from fly.engine.job import Job
@@ -446,6 +447,30 @@ def test_a_program_may_fork_and_end_at_any_time() -> None:
     ran = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stdout) == (0, "4\n"), ran.stderr
     assert "Fatal" not in ran.stderr
+
+
+ENDING = """
+import threading, time
+from fly.backends import executor_of
+from fly.backends.cpu import available
+from fly.cache import PagedKVCache
+from fly.runtime.executor import Batch
+from tests.toys import random_llama
+executor = executor_of(random_llama(hidden=512, layers=6, max_positions=4000), available()[0])
+cache = PagedKVCache.for_model(executor, 4000)
+cache.resize(0, 4000)
+batch = Batch([1] * 4000, list(range(4000)), cache.batch([0], [0], [4000]))
+threading.Thread(target=executor.score, args=(batch, [0]), daemon=True).start()
+time.sleep(0.2)
+"""
+
+
+@pytest.mark.skipif(available() == ["torch"], reason=why_not() or "compiled kernels are here")
+def test_a_program_may_end_while_a_thread_is_in_a_long_forward() -> None:
+    """As after a prompt's forward that takes longer than a program waits for at its end."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    ran = subprocess.run([sys.executable, "-c", ENDING], env=environment, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 def test_a_stream_that_waits_and_is_closed_elsewhere_ends_for_its_reader() -> None:

@@ -83,10 +83,11 @@ def refusal(model: Llama) -> str | None:
 
 
 def new_model(owner: object, variant: str, shape: Shape, *weights: Tensor | None) -> ctypes.c_void_p:
-    """Make an empty model of the library (src/models.cpp: fly_new). It is freed with its ``owner``."""
+    """Make an empty model of the library (src/models.cpp: fly_new). It is freed with its ``owner``, but not when the
+    interpreter ends: another thread may still be in a call of it."""
     library, made = load(), ctypes.c_void_p()
     library.fly_new(ctypes.byref(made), variant_number(variant), ctypes.byref(shape), *weights)
-    weakref.finalize(owner, library.fly_free, made)
+    weakref.finalize(owner, library.fly_free, made).atexit = False
     return made
 
 
