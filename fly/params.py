@@ -149,7 +149,7 @@ class SamplingParams(_Params):
     """
 
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, lt=2**63)
     top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
     min_p: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)

@@ -147,6 +147,7 @@ def test_errors_name_the_value_and_the_choices(call: Callable[[], object], words
         ({"top_p": 0.0}, ("top_p", "0.0")),
         ({"top_p": 1.01}, ("top_p", "1.01")),
         ({"top_k": -2}, ("top_k", "-2")),
+        ({"top_k": 2**63}, ("top_k", str(2**63))),
         ({"min_p": 1.5}, ("min_p", "1.5")),
         ({"max_tokens": -1}, ("max_tokens", "-1")),
         ({"min_tokens": 9, "max_tokens": 8}, ("min_tokens 9", "max_tokens 8")),

@@ -70,8 +70,11 @@ def make_caches(
         block_size: tokens in a page of the target's cache.
         ranks: the processes that share the models; all of their caches get the smallest size.
 
-    Raises ``ValueError`` if not even one page fits, and ``MemoryError`` if memory runs out.
+    Raises ``ValueError`` for a size below 1 or if not even one page fits, and ``MemoryError`` if memory runs out.
     """
+    for name, size in (("cache_tokens", tokens), ("block_size", block_size)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name} {size} must be at least 1")
     executor, token_bytes = target.executor, target.bytes_per_token + setup.bytes_per_token
     if tokens is None:
         tokens = cache_size(executor, token_bytes, block_size, max_bytes, share, room)

@@ -328,14 +328,18 @@ def _encoded(
     tokenizer: RawTokenizer, texts: list[str], add_special_tokens: bool = False, offsets: bool = False
 ) -> Iterator[Encoding]:
     """Encode each text. Long texts use the library's batch calls, which alone release the interpreter lock. Short texts
-    do not, because the library warns at every fork after a batch call."""
-    if sum(map(len, texts)) < _LONG:
-        for text in texts:
-            yield tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return
-    encode = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
-    for start in range(0, len(texts), _TOGETHER):
-        yield from encode(texts[start : start + _TOGETHER], add_special_tokens=add_special_tokens)
+    do not, because the library warns at every fork after a batch call. Raises ``ValueError`` for half a surrogate
+    pair."""
+    try:
+        if sum(map(len, texts)) < _LONG:
+            for text in texts:
+                yield tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return
+        encode = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
+        for start in range(0, len(texts), _TOGETHER):
+            yield from encode(texts[start : start + _TOGETHER], add_special_tokens=add_special_tokens)
+    except TypeError:  # the library's own error names no cause
+        raise ValueError("the text has half a surrogate pair, so it is no Unicode") from None
 
 
 class TextStream:
