@@ -332,8 +332,8 @@ def test_reading_a_prompt_is_no_cost_of_drafting(prompt: int) -> None:
     strategy = AdaptiveDraft(Reader(machine), clock=machine.clock)
     for tokens in (5, 5, 30):
         machine.run(strategy, tokens, 15, prompt)
-        assert strategy._loads[True].costs.step in (None, pytest.approx(0.1, rel=0.2))
-    assert strategy._loads[True].costs.step
+        assert strategy._measured[True].costs.step in (None, pytest.approx(0.1, rel=0.2))
+    assert strategy._measured[True].costs.step
 
 
 def test_it_follows_costs_that_drift() -> None:

@@ -540,4 +540,4 @@ def test_adaptive_rounds_are_taken_at_once_and_counted_one_by_one(name: str, cou
         taken += steps < max(row.stats.rounds for row in rows)
         assert not any(held(made))
     assert taken == 6
-    assert any(load.costs.step is not None and load.rates.tried for load in adaptive._loads.values())
+    assert any(load.costs.step is not None and load.rates.tried for load in adaptive._measured.values())

@@ -84,7 +84,7 @@ class _Trial:
 
 
 @dataclass
-class _Load:
+class _Measurements:
     """Measurements of rows at temperature 0, or of others."""
 
     costs: Costs = field(default_factory=Costs)
@@ -123,7 +123,7 @@ class _Load:
 class _Round:
     """A running round, or several that run in one call."""
 
-    load: _Load
+    measured: _Measurements
     way: str
     begin: float
     places: list[tuple[int, int]]  # the id of each row, and its number of tokens
@@ -191,7 +191,8 @@ class AdaptiveDraft(Wrapper):
             lookup = SuffixDraft()
         super().__init__([strategy] if lookup is None else [strategy, lookup])
         self.clock = clock
-        self._loads: defaultdict[bool, _Load] = defaultdict(_Load)  # by whether all rows are at temperature 0
+        # By whether all rows are at temperature 0.
+        self._measured: defaultdict[bool, _Measurements] = defaultdict(_Measurements)
         self._copied = Rates()  # how often the lookup's tokens are right
         self._asking: deque[float] = deque(maxlen=5)  # seconds that the lookup took to propose
         self._rows: dict[int, _Row] = {}
@@ -282,29 +283,30 @@ class AdaptiveDraft(Wrapper):
 
     def _row(self, row: Sequence) -> _Row:
         if row.id not in self._rows:
-            self._rows[row.id] = _Row(self._loads[row.greedy].drafting.copy())
+            self._rows[row.id] = _Row(self._measured[row.greedy].drafting.copy())
         return self._rows[row.id]
 
     def _begin(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> _Round:
         """Choose what proposes for ``rows``, and start a round."""
         begin, count, known = self.clock(), len(rows), list(map(self._row, rows))
-        load, looked = self._loads[all(row.greedy for row in rows)], self._look_up(rows, max_len)
+        measured, looked = self._measured[all(row.greedy for row in rows)], self._look_up(rows, max_len)
         missed = [len(row.tokens) - own.read if n else math.inf for row, own, n in zip(rows, known, max_len)]
         behind = any(own.read == 0 or each > _MAX_UNREAD for own, each, n in zip(known, missed, max_len) if n)
         # Estimate how fast each choice is. Cut the lookup's proposals before tokens that do not pay.
-        speeds = {_PLAIN: load.plain_speed(count)}
-        speeds[_DRAFTING] = load.drafting_speed(count, [own.drafting for own, n in zip(known, max_len) if n], behind)
-        worth = load.costs.slope * max(speeds.values())
+        speeds = {_PLAIN: measured.plain_speed(count)}
+        yields = [own.drafting for own, n in zip(known, max_len) if n]
+        speeds[_DRAFTING] = measured.drafting_speed(count, yields, behind)
+        worth = measured.costs.slope * max(speeds.values())
         chances = [self._copied.chances(len(tokens), own.copied) for own, tokens in zip(known, looked)]
         chances = [[chance for chance in each if chance >= worth] for each in chances]
         lengths = list(map(len, chances))
         if any(lengths):
-            speeds[_LOOKUP] = load.lookup_speed(count, sum(lengths), sum(map(sum, chances)))
+            speeds[_LOOKUP] = measured.lookup_speed(count, sum(lengths), sum(map(sum, chances)))
         way, speed = max(speeds.items(), key=itemgetter(1))
         # Now and then, try what seems slower. In a batch a trial drafts for one row, the one that needs least reading.
         other = _DRAFTING if way == _PLAIN else _PLAIN
-        next_trial, trial, asked = load.trials[other], None, list(max_len)
-        wait = next_trial.wait if load.costs.step is not None else _TRIAL_ROUNDS
+        next_trial, trial, asked = measured.trials[other], None, list(max_len)
+        wait = next_trial.wait if measured.costs.step is not None else _TRIAL_ROUNDS
         plausible = other == _DRAFTING or speeds[_PLAIN] * _DOUBT > speed
         rounds = max(wait - next_trial.waited, 1) if plausible else _FIRST_WAIT
         if next_trial.left or (plausible and next_trial.waited >= wait):
@@ -312,15 +314,15 @@ class AdaptiveDraft(Wrapper):
             asked = [n * (b == first) for b, n in enumerate(max_len)]
         if way != _DRAFTING:
             asked = lengths if way == _LOOKUP else [0] * count
-        worth = load.worth(sum(map(bool, asked)), speed)
+        worth = measured.worth(sum(map(bool, asked)), speed)
         behind = any(own.read == 0 or each > _MAX_UNREAD for own, each, n in zip(known, missed, asked) if n)
         self._last = way
-        self._round = _Round(load, way, begin, _row_lengths(rows), asked, worth, looked, trial, rounds, behind)
+        self._round = _Round(measured, way, begin, _row_lengths(rows), asked, worth, looked, trial, rounds, behind)
         return self._round
 
     def _look_up(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[list[int]]:
         """Return what the lookup proposes for each row. If asking it takes too long, it proposes nothing."""
-        forward = self._loads[all(row.greedy for row in rows)].costs.plain(len(rows))
+        forward = self._measured[all(row.greedy for row in rows)].costs.plain(len(rows))
         if self.lookup is None or (forward and median(self._asking or [0.0]) > _MAX_LOOKUP_SHARE * forward):
             return [[] for _ in rows]
         begin = self.clock()
@@ -332,7 +334,7 @@ class AdaptiveDraft(Wrapper):
 
     def _lengths(self, this: _Round, rows: abc.Sequence[Sequence]) -> list[int]:
         """Return the most tokens to propose for each row."""
-        strategy, load = self.strategy, this.load
+        strategy, measured = self.strategy, this.measured
         if this.way != _DRAFTING:
             return this.asked
         if isinstance(strategy, StopsByChance) and strategy.worth is not None:
@@ -340,9 +342,9 @@ class AdaptiveDraft(Wrapper):
             return this.asked
         if not this.worth:
             return [min(most, _FIRST_LENGTH) for most in this.asked]
-        worth = this.worth * max(load.drafting.verified, 1e-9) / max(load.drafting.steps, 1e-9)
+        worth = this.worth * max(measured.drafting.verified, 1e-9) / max(measured.drafting.steps, 1e-9)
         return [
-            sum(chance >= worth for chance in load.rates.chances(most, row.drafts[-_LATEST:]))
+            sum(chance >= worth for chance in measured.rates.chances(most, row.drafts[-_LATEST:]))
             or min(most, row.stats.rounds % _RETRY_AFTER == 0)
             for row, most in zip(rows, this.asked)
         ]
@@ -380,23 +382,20 @@ class AdaptiveDraft(Wrapper):
                 own.copied.append((told, common_prefix(looked, new)))
                 self._copied.add(*own.copied[-1])
         # Learn what forwards and drafted tokens cost.
-        load, verified, forward = (
-            this.load,
-            sum(n for row_results in results for n, _, _ in row_results),
-            (seconds - drafting) / rounds,
-        )
+        measured, forward = this.measured, (seconds - drafting) / rounds
+        verified = sum(n for row_results in results for n, _, _ in row_results)
         size = len(rows) + verified / rounds
         if this.way == _LOOKUP and verified:
-            load.costs.add_lookup(size, forward)
+            measured.costs.add_lookup(size, forward)
         elif verified:
-            load.costs.add_forward(len(rows), size, forward)
+            measured.costs.add_forward(len(rows), size, forward)
         else:
-            load.costs.add_plain(len(rows), forward)
+            measured.costs.add_plain(len(rows), forward)
         active = [row_results[this.behind :] for row_results in results if row_results]
         if this.way == _DRAFTING and (
             steps := max((sum(n for _, n, _ in row_results) for row_results in active), default=0)
         ):
-            load.costs.add_step(len(active), draft / steps, size, forward)
+            measured.costs.add_step(len(active), draft / steps, size, forward)
         # Learn what drafts yield. A row that ends cuts off tokens that would have been kept, so its last draft says
         # nothing.
         if this.way == _DRAFTING:
@@ -406,14 +405,14 @@ class AdaptiveDraft(Wrapper):
                 row_results += [(0, 0, 0)] * (rounds - len(row_results)) * bool(n)
                 for verified, steps, kept in row_results[:-1] if row.finish_reason else row_results:
                     if steps:
-                        load.rates.add(steps, kept)
-                    load.drafting.add(kept, verified, steps)
+                        measured.rates.add(steps, kept)
+                    measured.drafting.add(kept, verified, steps)
                     own.drafting.add(kept, verified, steps)
         # Note when to try the other choices again.
         if this.trial is not None:
             this.trial.end(rounds)
         else:
-            for way, trial in load.trials.items():
+            for way, trial in measured.trials.items():
                 if way == this.way:
                     trial.wait = _FIRST_WAIT
                 elif way == _PLAIN or this.way == _PLAIN:

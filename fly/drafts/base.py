@@ -32,7 +32,7 @@ __all__ = [
     "Continuation",
     "DraftSetup",
     "DraftStrategy",
-    "Load",
+    "LoadModel",
     "Loaded",
     "OwnCache",
     "RowDraft",
@@ -59,7 +59,7 @@ class Loaded(NamedTuple):
 
 # A function that loads a model by its path or name (options: ``dtype``, ``device``, ``kernels``), or returns a loaded
 # model unchanged.
-Load = Callable[..., Loaded]
+LoadModel = Callable[..., Loaded]
 
 
 # Methods of strategies in earlier versions, and what replaced each.
@@ -118,7 +118,7 @@ class DraftSetup:
         self,
         target: Runner,
         vocabulary: Vocabulary | None = None,
-        load: Load = _take,
+        load: LoadModel = _take,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.target, self.tokenizer, self.clock = target, target.tokenizer, clock

@@ -169,7 +169,7 @@ class AcceptancePolicy(Bindable, ABC):
         Raises ``TypeError`` if ``condition`` is a policy, since two policies have no common core, or if this policy has
         its own ``verdict`` or ``relax``, which would be ignored.
         """
-        if not self._combines("|", condition):
+        if not self._takes_condition("|", condition):
             return NotImplemented
         return Relaxed(self.core, condition if self.relaxation is None else self.relaxation | condition)
 
@@ -178,7 +178,7 @@ class AcceptancePolicy(Bindable, ABC):
 
         Raises ``TypeError`` like ``|``, and if this policy excuses nothing, so that there is nothing to restrict.
         """
-        if not self._combines("&", condition):
+        if not self._takes_condition("&", condition):
             return NotImplemented
         if self.relaxation is None:
             raise TypeError(
@@ -188,12 +188,13 @@ class AcceptancePolicy(Bindable, ABC):
         return Relaxed(self.core, self.relaxation & condition)
 
     def __ror__(self, other: object) -> AcceptancePolicy:
-        return self._second("|", other)
+        return self._refuse_second("|", other)
 
     def __rand__(self, other: object) -> AcceptancePolicy:
-        return self._second("&", other)
+        return self._refuse_second("&", other)
 
-    def _combines(self, symbol: str, other: object) -> bool:
+    def _takes_condition(self, symbol: str, other: object) -> bool:
+        """Whether ``other`` is a condition. Raises ``TypeError`` for what must not be combined with this policy."""
         if isinstance(other, AcceptancePolicy):
             parts = "" if other.relaxation is None else f"; what '{other}' excuses is '{other.relaxation}'"
             raise TypeError(
@@ -204,7 +205,8 @@ class AcceptancePolicy(Bindable, ABC):
             _check_by_token(self, symbol, other)
         return isinstance(other, Condition)
 
-    def _second(self, symbol: str, other: object) -> AcceptancePolicy:
+    def _refuse_second(self, symbol: str, other: object) -> AcceptancePolicy:
+        """Raise ``TypeError`` if a condition stands before this policy."""
         if not isinstance(other, Condition):
             return NotImplemented
         raise TypeError(f"the policy stands first: '{self} {symbol} {other}'")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fly.cache import BlockAllocator
-from fly.drafts.base import DraftSetup, DraftStrategy, Load
+from fly.drafts.base import DraftSetup, DraftStrategy, LoadModel
 from fly.errors import short
 from fly.models import Llama
 from fly.ops import first_branch, one_hot
@@ -84,7 +84,7 @@ def split(draft: Draft, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]
 class Stage:
     """A fresh strategy with its own target, called in the engine's order."""
 
-    def __init__(self, strategy: DraftStrategy, model: Executor, load: Load) -> None:
+    def __init__(self, strategy: DraftStrategy, model: Executor, load: LoadModel) -> None:
         self.setup = make_setup(model, load)
         self.runner, self.positions = self.setup.target, model.config.max_position_embeddings
         self.strategy = self.setup.attach(strategy)

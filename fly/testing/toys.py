@@ -10,7 +10,7 @@ import torch
 
 from fly.backends import load
 from fly.cache import PagedKVCache
-from fly.drafts.base import DraftSetup, DraftStrategy, Load, Loaded
+from fly.drafts.base import DraftSetup, DraftStrategy, Loaded, LoadModel
 from fly.drafts.translate import TranslatingSetup
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
@@ -67,7 +67,7 @@ class LoadOnce:
         return self._known[key]
 
 
-def make_setup(executor: Executor, load: Load) -> DraftSetup:
+def make_setup(executor: Executor, load: LoadModel) -> DraftSetup:
     """Make a setup for draft strategies: a target over toy tokens, with a cache for many rows."""
     return TranslatingSetup(make_runner(executor), toy_vocabulary(executor.config.vocab_size), load)
 
