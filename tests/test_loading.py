@@ -365,7 +365,14 @@ def test_an_unknown_dtype_is_named(checkpoint: Path, dtype: str | torch.dtype) -
 def test_an_unknown_device_is_named(checkpoint: Path, device: str) -> None:
     with pytest.raises(ValueError, match="is unknown") as caught:
         load_model(checkpoint, device=device)
-    assert repr(device) in str(caught.value)
+    assert str(caught.value) == f"device {device!r} is unknown; choices: auto, cpu, cuda, cuda:1, ..."
+
+
+@pytest.mark.parametrize("device", ["xla", "hpu", "vulkan"])
+def test_a_device_that_cannot_compute_here_is_named(checkpoint: Path, device: str) -> None:
+    with pytest.raises(ValueError, match=rf"device '{device}' is not available here; choices: auto, cpu, ") as caught:
+        load_model(checkpoint, device=device)
+    assert "\n" not in str(caught.value)
 
 
 def test_auto_device_is_the_accelerator_where_there_is_one() -> None:

@@ -32,6 +32,7 @@ __all__ = [
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+_DEVICES = "auto, cpu, cuda, cuda:1, ..."
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,14 @@ def resolve_device(device: str | torch.device) -> torch.device:
     try:
         wanted = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device {device!r} is unknown ({error})") from error
+        raise ValueError(f"device {device!r} is unknown; choices: {_DEVICES}") from error
     if wanted.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {device!r} is not available here; this build of torch sees no CUDA device")
+    if wanted.type not in ("cpu", "cuda"):
+        try:
+            torch.empty(1, device=wanted)
+        except (RuntimeError, AssertionError, ImportError):  # torch's own text is a page
+            raise ValueError(f"device {device!r} is not available here; choices: {_DEVICES}") from None
     return wanted
 
 
