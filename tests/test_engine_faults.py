@@ -155,18 +155,20 @@ def test_a_step_that_fails_can_be_taken_again(name: str, broken: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:a step failed")
-def test_a_strategy_that_changes_a_row_is_refused() -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_strategy_that_changes_a_row_is_refused(count: int) -> None:
     """The text would go on from tokens that nobody emitted; what others ask for afterwards is as it was."""
 
     class Changes(NGramDraft):
         def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
             if any(row.params.max_tokens == 7 for row in rows):
-                rows[0].tokens.append(3)
+                for row in rows:
+                    row.tokens.append(3)
             return super().propose(rows, max_len)
 
     llm = LLM(TARGET, Changes(), k=4)
     with pytest.raises(ValueError, match="Changes changed the tokens of a row"):
-        llm.generate([[1, 2, 1, 2]], temperature=0, max_tokens=7)
+        llm.generate([[1, 2, 1, 2]] * count, temperature=0, max_tokens=7)
     params = SamplingParams(temperature=0, max_tokens=8)
     assert llm.generate([[1, 2, 1, 2]], params)[0].token_ids == expected([1, 2, 1, 2], params)[0]
 

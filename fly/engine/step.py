@@ -136,6 +136,8 @@ class Engine:
         lengths, name = [len(row.tokens) for row in rows], type(self.strategy).__name__
         draft = self.strategy.propose(rows, max_len)
         if lengths != [len(row.tokens) for row in rows]:  # the text would contain tokens that were never emitted
+            for row, length in zip(rows, lengths):
+                del row.tokens[length:]
             raise ValueError(f"{name} changed the tokens of a row: edit a copy, list(row.tokens)")
         check_draft(draft, max_len, self.runner.executor.config.vocab_size, name)
         return draft
