@@ -238,7 +238,14 @@ class NotANumber(AcceptancePolicy):
         return exact_accept_probs(target, draft) * float("nan")
 
 
+@dataclass(frozen=True)
+class ExcusesByChance(Exact):
+    def relax(self, target: Target, draft: Draft, agree_BK: Tensor) -> Tensor:
+        return exact_accept_probs(target, draft)
+
+
 PLANTED = [
+    (ExcusesByChance(), "shapes and ranges", "relax gave a torch.float32 tensor of [1, 1], not a bool tensor [B, K]"),
     (KeepsState(), "no hidden randomness", "asked again"),
     (TossesForEach(), "no hidden randomness", "ranks"),
     (NotANumber(), "shapes and ranges", "accept_probs is NaN: [[nan]]"),

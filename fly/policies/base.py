@@ -108,7 +108,10 @@ class AcceptancePolicy(Bindable, ABC):
         """Return which mismatches ``relaxation`` excuses, or ``relax`` if there is none, bool [B, K]. A banned token is
         never excused."""
         if self.relaxation is None:
-            excused_BK = self.relax(block.target, block.draft, block.agree_BK)
+            excused_BK, shape = self.relax(block.target, block.draft, block.agree_BK), block.agree_BK.shape
+            if not isinstance(excused_BK, Tensor) or excused_BK.dtype != torch.bool or excused_BK.shape != shape:
+                wanted = f"a bool tensor [B, K] of {list(shape)}"
+                raise ValueError(f"{self}: relax gave {describe(excused_BK)}, not {wanted}")
         else:
             excused_BK = self.relaxation.holds(block)
         return excused_BK & block.target.allowed(block.draft.tokens_BK)
