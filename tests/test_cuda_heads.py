@@ -199,7 +199,7 @@ def test_what_comes_often_is_compiled_with_hidden_states(monkeypatch: pytest.Mon
         engine = engine_by(HEADS["whole"], True)
         engine.stretch = 1e-9
         decode(engine, [row])
-        assert gpu.compiled["_last", True] > 0
+        assert gpu.compiled["_after_attention", True] > 0
     assert told(row) == told(want)
 
 

@@ -262,13 +262,13 @@ def test_ids_without_a_token_over_there_are_left_out(name: str) -> None:
 
 def test_the_draft_model_reads_its_own_begin_token() -> None:
     draft = attached(speaker(SMALL, 290), LARGE, 330)
-    own = draft._own(make_row(LARGE.encode("the cat")))  # "<bos>" is no token of the draft's
+    own = draft._in_draft_ids(make_row(LARGE.encode("the cat")))  # "<bos>" is no token of the draft's
     assert own.tokens == SMALL.encode("the cat") and own.tokens[0] == SMALL.token_id("<s>")
     back = attached(speaker(LARGE, 330), LARGE, 352)
-    assert back._own(make_row(LARGE.encode("the cat"))).tokens == LARGE.encode("the cat")
+    assert back._in_draft_ids(make_row(LARGE.encode("the cat"))).tokens == LARGE.encode("the cat")
     shared = train(ENGLISH, 290, ("<end>", "<bos>"), begin="<bos>")
     both = attached(speaker(shared, 290), LARGE, 330)
-    assert both._own(make_row(LARGE.encode("the cat"))).tokens == shared.encode("the cat")  # not twice
+    assert both._in_draft_ids(make_row(LARGE.encode("the cat"))).tokens == shared.encode("the cat")  # not twice
 
 
 # --- distributions ------------------------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ def test_exact_verification_emits_the_targets_distribution(name: str, seed: int,
 @one_to_one
 def test_rounds_draw_apart_even_where_the_draft_reads_as_many_tokens(name: str) -> None:
     strategy = pair(name)
-    seeds = {strategy._own(make_row([100] * n, 1.0, seed=3)).seed for n in range(1, 20)}
+    seeds = {strategy._in_draft_ids(make_row([100] * n, 1.0, seed=3)).seed for n in range(1, 20)}
     assert len(seeds) == 19 and 3 not in seeds
 
 
@@ -483,7 +483,7 @@ def test_half_a_character_goes_over_byte_by_byte_or_waits(draft: Tokenizer, cut:
     strategy = attached(reciting("the 😀 cat", LARGE, draft), LARGE, SIZES[LARGE])
     (drafted,) = proposals(strategy.propose([row], [12]))
     if draft is PIECES:
-        assert drafted == [] and PIECES.decode(strategy._own(row).tokens) == "the "
+        assert drafted == [] and PIECES.decode(strategy._in_draft_ids(row).tokens) == "the "
         row.tokens = whole[: len(LARGE.encode("the 😀"))]
         (drafted,) = proposals(strategy.propose([row], [12]))
     assert (row.tokens + drafted)[: len(whole)] == whole
