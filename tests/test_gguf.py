@@ -260,8 +260,8 @@ def byte_level(pre: str) -> tuple[RawTokenizer, dict[str, Any]]:
     fields = {
         "model": "gpt2",
         "pre": pre,
-        "tokens": tokens,
-        "token_type": [3 if token == "<end>" else 1 for token in tokens],
+        "tokens": [*tokens, "[PAD0]", "[PAD1]"],  # as converters pad a vocabulary
+        "token_type": [*(3 if token == "<end>" else 1 for token in tokens), 5, 5],
         "merges": [" ".join(pair) for pair in model["merges"]],
         "eos_token_id": 0,
         "add_bos_token": False,
@@ -275,6 +275,7 @@ def test_texts_become_the_tokens_of_the_published_tokenizer(pre: str, tmp_path: 
     write_tokenizer(tmp_path / "vocabulary.gguf", **fields)
     ours = Tokenizer(tmp_path / "vocabulary.gguf")
     assert ours.control_ids == {0} and read_eos_ids(tmp_path / "vocabulary.gguf", 999) == {0}
+    assert ours.raw.get_vocab() == theirs.get_vocab()
 
     @settings(max_examples=60)
     @given(TEXTS)

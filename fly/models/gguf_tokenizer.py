@@ -94,8 +94,11 @@ def make_tokenizer(fields: Mapping[str, Any], source: str) -> RawTokenizer:
     types = fields.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise CheckpointError(f"{source}: {len(tokens)} tokenizer.ggml.tokens, but {len(types)} token_type")
-    ids = {text: number for number, text in enumerate(tokens)}
-    if len(ids) != len(tokens):
+    # Converters pad a byte-level vocabulary to the rows of the head with unused tokens. Without these it equals that of
+    # the published tokenizer.json, so a draft from a directory needs no translation.
+    used = [number for number in range(len(tokens)) if kind == "llama" or types[number] != _UNUSED]
+    ids = {tokens[number]: number for number in used}
+    if len(ids) != len(used):
         ids = {text: tokens.index(text) for text in ids}  # of tokens with the same text, the first counts
     # Build the BPE model. Then add the special tokens, and the tokens at both ends of a text.
     begins = kind == "llama"
