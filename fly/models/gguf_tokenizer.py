@@ -97,9 +97,7 @@ def make_tokenizer(fields: Mapping[str, Any], source: str) -> RawTokenizer:
     # Converters pad a byte-level vocabulary to the rows of the head with unused tokens. Without these it equals that of
     # the published tokenizer.json, so a draft from a directory needs no translation.
     used = [number for number in range(len(tokens)) if kind == "llama" or types[number] != _UNUSED]
-    ids = {tokens[number]: number for number in used}
-    if len(ids) != len(used):
-        ids = {text: tokens.index(text) for text in ids}  # of tokens with the same text, the first counts
+    ids = {tokens[number]: number for number in reversed(used)}  # of tokens with the same text, the first counts
     # Build the BPE model. Then add the special tokens, and the tokens at both ends of a text.
     begins = kind == "llama"
     if kind == "gpt2":
