@@ -129,7 +129,7 @@ class Output:
 
     @cached_property
     def pieces(self) -> list[Piece]:
-        """The text in the same pieces as a stream gives; empty without a tokenizer."""
+        """The pieces that a stream gives of this text. There are none without a tokenizer."""
         return self._reader.pieces(self)
 
     def to_dict(self) -> dict[str, Any]:

@@ -205,7 +205,8 @@ class BlockAllocator:
         self._references[block] += 1
 
     def _drop(self, block: int) -> None:
-        """Count one sequence less that holds ``block``. The last one leaves it idle if it is published, else free."""
+        """Count one sequence fewer that holds ``block``. A block that none holds is idle if it is published, else
+        free."""
         self._references[block] -= 1
         if self._references[block]:
             return

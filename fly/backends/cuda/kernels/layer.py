@@ -67,7 +67,7 @@ def gate_kernel(both_ptr, out_ptr, stride, WIDTH: tl.constexpr, BLOCK: tl.conste
 
 
 def gate(both_TX: Tensor) -> Tensor:
-    """Return SiLU(gate) * up [T, I] of gate and up side by side, [T, 2 * I]."""
+    """Return SiLU(gate) * up, [T, I]. ``both_TX`` [T, 2 * I] holds gate and up side by side."""
     tokens, width = both_TX.shape[0], both_TX.shape[1] // 2
     out_TI = torch.empty((tokens, width), dtype=both_TX.dtype, device=both_TX.device)
     grid = tokens, triton.cdiv(width, 1024)
