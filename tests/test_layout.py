@@ -1,4 +1,4 @@
-"""The house: imports run one way, no file is a giant, and no room asks a model what it can."""
+"""The house: imports run one way, and no room asks a model what it can."""
 
 from __future__ import annotations
 
@@ -80,14 +80,6 @@ def test_no_two_modules_import_each_other() -> None:
 
 def test_few_modules_stand_at_the_top() -> None:
     assert len([path for path in FILES if path.parent.name == "fly" and path.stem not in PACKAGE]) <= 12
-
-
-def test_no_file_is_a_giant() -> None:
-    lengths = {module(path): len(text.splitlines()) for path, text in FILES.items()}
-    assert max(lengths.values()) <= 500
-    assert lengths["fly.engine.step"] <= 250
-    sources = [path for kind in ("*.cpp", "*.h") for path in (ROOT / "fly").rglob(kind)]
-    assert sources and all(len(path.read_text(encoding="utf-8").splitlines()) <= 600 for path in sources)
 
 
 @pytest.mark.parametrize("name", BLIND)
