@@ -23,7 +23,16 @@ from fly.backends.cpu import available, why_not
 from fly.backends.cpu import executor as cpu
 from fly.backends.torch import TorchExecutor
 from fly.cache import OutOfBlocks, PagedKVCache
-from fly.drafts import AdaptiveDraft, CascadeDraft, DraftStrategy, NGramDraft, SingleDraft, SuffixDraft, UnionDraft
+from fly.drafts import (
+    AdaptiveDraft,
+    CascadeDraft,
+    DraftStrategy,
+    NGramDraft,
+    SingleDraft,
+    SuffixDraft,
+    TreeDraft,
+    UnionDraft,
+)
 from fly.engine import Engine
 from fly.parallel.compiled import CompiledPart
 from fly.policies import AcceptancePolicy, AgreeingWindow, Block, Condition, EntropyGate, Exact, parse_policy
@@ -331,6 +340,7 @@ def test_it_is_used_only_if_nothing_has_to_be_done_between_two_rounds(monkeypatc
         assert not used(None, **asked), asked
     for asked in ({"logit_bias": {3: 1.0}}, {"presence_penalty": 1.0}):
         assert not used(SingleDraft(near), **asked), asked
+    assert not used(TreeDraft(near)) and used(TreeDraft(near), k=0)
     assert not used(SingleDraft(TorchExecutor(perturbed(PLAIN, 0.05))))  # a drafter that has no such call
 
 
