@@ -31,7 +31,6 @@ from fly.drafts import (
     SingleDraft,
     SuffixDraft,
     TreeDraft,
-    UnionDraft,
 )
 from fly.engine import Engine
 from fly.parallel.compiled import CompiledPart
@@ -516,13 +515,13 @@ def test_what_a_rule_was_asked_with_is_not_held_on_to() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("name", ["model", "n-gram", "union"])
+@pytest.mark.parametrize("name", ["model", "n-gram", "cascade"])
 def test_adaptive_rounds_are_taken_at_once_and_counted_one_by_one(name: str, count: int) -> None:
     """Whatever it decides, tokens are the target's own, and it hears of every round."""
     strategies: dict[str, Callable[[], DraftStrategy]] = {
         "model": lambda: SingleDraft(executor_of(PLAIN, VARIANTS[0])),
         "n-gram": lambda: NGramDraft(3, 1),
-        "union": lambda: UnionDraft([SuffixDraft(), SingleDraft(DRAFTS[1])]),
+        "cascade": lambda: CascadeDraft([SuffixDraft(), SingleDraft(DRAFTS[1])]),
     }
     adaptive = AdaptiveDraft(strategies[name]())
     made = Engine(Runner(TARGET, PagedKVCache(TARGET.config, 999, 4)), adaptive)
