@@ -283,8 +283,3 @@ def test_the_table_is_a_copy() -> None:
     assert draft_types()["ngram"] is NGramDraft
     for name, strategy in draft_types().items():
         assert name.isidentifier() and (strategy.__doc__ or "").strip()
-
-
-def test_a_strategy_that_was_deleted_says_what_to_use_instead() -> None:
-    with pytest.raises(ValueError, match=r"'recycling' was deleted: .*'suffix'"):
-        parse_draft("adaptive(ngram, recycling(nodes=4))")

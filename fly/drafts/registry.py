@@ -46,11 +46,6 @@ STRATEGIES = Registry(
     },
     bases=(DraftStrategy,),
     wanted="a class that subclasses DraftStrategy",
-    gone={
-        "recycling": "it won nowhere; use 'suffix', which needs no model either, or 'ngram+CHECKPOINT'",
-        "skip": "it won nowhere; 'ngram' needs no second model, and 'fly train-head' makes a small one",
-        "relay": "it won nowhere; a checkpoint's name alone, or 'adaptive(A)', gains more from the same parts",
-    },
     usable=lambda strategy: not inspect.isabstract(strategy),
     choices=lambda: {"strategies": ["none", *sorted(draft_types())], "bundled checkpoints": [*BUNDLED, *HEADS]},
     more=", or a checkpoint: the path of a directory or GGUF file, or a name on the Hugging Face hub",

@@ -24,7 +24,7 @@ __all__ = [
     "load", "spans", "split", "unusable", "variant_number", "why_not",
 ]  # fmt: skip
 
-_ABI = 37  # the number in src/library.cpp; a library with another number is refused
+_ABI = 38  # the number in src/library.cpp; a library with another number is refused
 _VARIABLE = "FLY_KERNELS"
 _LACKS = "this processor lacks some of its instructions"  # src/fly.h: LACKS
 TORCH = "torch"
@@ -127,13 +127,13 @@ class Sampling(ctypes.Structure):
 class CStops(ctypes.Structure):
     """src/interface.h: Stops."""
 
-    _fields_ = [(name, c_float) for name in ("confidence", "unused", "reach")]
+    _fields_ = [(name, c_float) for name in ("confidence", "reach")]
 
     @classmethod
     def of_rows(cls, spec: DraftSpec, rows: int) -> ctypes.Array[CStops]:
         """Return where the drafter stops, for each of ``rows`` rows."""
         reach = spec.reach or (0.0,) * rows
-        return (cls * rows)(*(cls(spec.confidence, float("inf"), chance) for chance in reach))
+        return (cls * rows)(*(cls(spec.confidence, chance) for chance in reach))
 
 
 class CLookup(ctypes.Structure):

@@ -79,7 +79,7 @@ struct Sampling {
 // Where a drafter stops (fly/runtime/drafting.py: DraftSpec): after a token if the largest probability there was below
 // ``confidence``, or if the product of the largest probabilities so far is below ``reach``. 0 never stops it.
 struct Stops {
-    float confidence, unused, reach;  // unused: kept, so that libraries built before still fit
+    float confidence, reach;
 
     bool any() const { return confidence > 0 || reach > 0; }
 };
