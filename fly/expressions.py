@@ -70,7 +70,6 @@ class Registry:
     choices: Callable[[], Mapping[str, Iterable[str]]]  # the names that an error lists, by title
     more: str = ""  # further possible names, in words
     presets: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # functions without parameters, by name
-    gone: Mapping[str, str] = field(default_factory=dict)  # names that were deleted, and what to use instead
 
     @cached_property
     def types(self) -> dict[str, Any]:
@@ -137,8 +136,6 @@ class Source:
             return self.registry.load(name)
         if found := self.registry.presets.get(name) or self.registry.types.get(name):
             return found
-        if name in self.registry.gone:
-            raise self.error(f"{name!r} was deleted: {self.registry.gone[name]}")
         choices = self.registry.choices()
         close = meant(name, [known for names in choices.values() for known in names])
         listed = ", ".join(f"{title}: {list(names)}" for title, names in choices.items())

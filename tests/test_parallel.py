@@ -204,7 +204,6 @@ STRATEGIES = [
     "{draft}",
     "ngram+{draft}",
     "tree({draft}, nodes=6, depth=3)",
-    "union(ngram, {draft})",
 ]
 
 

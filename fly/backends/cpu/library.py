@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 from fly.runtime.executor import DraftSpec
 
 __all__ = [
-    "MISMATCH", "CBatch", "CBlocks", "CClause", "CGrowth", "CLookup", "CMismatch", "CRoundRow", "CRounds", "CRule",
+    "MISMATCH", "CBatch", "CBlocks", "CClause", "CLookup", "CMismatch", "CRoundRow", "CRounds", "CRule",
     "CRules", "CStops", "CStored", "Sampling", "Shape", "Span", "available", "chosen", "default_variant", "fast_call",
     "load", "spans", "split", "unusable", "variant_number", "why_not",
 ]  # fmt: skip
 
-_ABI = 36  # the number in src/library.cpp; a library with another number is refused
+_ABI = 38  # the number in src/library.cpp; a library with another number is refused
 _VARIABLE = "FLY_KERNELS"
 _LACKS = "this processor lacks some of its instructions"  # src/fly.h: LACKS
 TORCH = "torch"
@@ -127,19 +127,13 @@ class Sampling(ctypes.Structure):
 class CStops(ctypes.Structure):
     """src/interface.h: Stops."""
 
-    _fields_ = [(name, c_float) for name in ("confidence", "unused", "reach")]
+    _fields_ = [(name, c_float) for name in ("confidence", "reach")]
 
     @classmethod
     def of_rows(cls, spec: DraftSpec, rows: int) -> ctypes.Array[CStops]:
         """Return where the drafter stops, for each of ``rows`` rows."""
         reach = spec.reach or (0.0,) * rows
-        return (cls * rows)(*(cls(spec.confidence, float("inf"), chance) for chance in reach))
-
-
-class CGrowth(_WithSpans):
-    """src/interface.h: Growth."""
-
-    _fields_ = [*((name, c_int32) for name in ("nodes", "follow")), *_span("width")]
+        return (cls * rows)(*(cls(spec.confidence, chance) for chance in reach))
 
 
 class CLookup(ctypes.Structure):
@@ -197,7 +191,7 @@ class CBlocks(_WithSpans):
 
     _fields_ = [
         *((name, c_int32) for name in ("k", "most")),
-        *_span("drafted", "drafted_count", "parent", "choice", "accepted", "path", "following", "mismatch"),
+        *_span("drafted", "drafted_count", "choice", "accepted", "following", "mismatch"),
         ("mismatches", c_int32),
     ]
 
@@ -226,7 +220,6 @@ class CRounds(_WithSpans):
         *_span("stops", "state"),
         ("read_before", c_int32),
         *_span("given", "read"),
-        ("growth", POINTER(CGrowth)),
     ]
 
 
