@@ -331,7 +331,7 @@ def test_configuration_files(tmp_path: Path) -> None:
         ("cache_share: .nan", "finite.*nan"),
         ("policy: flx", "flx"),
         ("{", "YAML"),
-        ("- 1", "valid"),
+        ("- 1", "mapping"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=said):
