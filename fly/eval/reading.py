@@ -48,9 +48,10 @@ _COMMANDS = {
     "times": "×",
 }
 _COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.DOTALL)
-_FRAC = re.compile(r"(?P<after>\d?)\\frac\s*+(?:\{([^{}]*)\}|(\d))\s*+(?:\{([^{}]*)\}|(\d))")
-# The end of a group matters only outside: what is boxed may hold further groups and boxes.
-_BRACE = re.compile(r"\\?(?:boxed|fbox)\s*\{|\\.|[{}]|\n\s*\n", re.DOTALL)
+_GROUP = r"\s*+(?:\{((?:[^{}]|\{[^{}]*\})*+)\}|(\d))"
+_FRAC = re.compile(rf"(?P<after>\d?)\\frac{_GROUP}{_GROUP}")
+_BOX = re.compile(r"\\?(?:boxed|fbox)\s*\{")
+_BRACES = re.compile(r"\\.|\{+|\}+|\n\s*\n", re.DOTALL)
 
 
 def _plain(text: str) -> str:
@@ -59,6 +60,7 @@ def _plain(text: str) -> str:
     text = re.sub(rf"(?<=\d)(?=[{_VULGAR}])", " ", text).translate(_CHARACTERS)
     text = _COMMAND.sub(_written_out, text)
     text = re.sub(r"_\{[^{}]*\}", "", text)  # an index is no number of its own
+    text = re.sub(r"\{([^\w{}]*)\}", r"\1", text)
     text = _FRAC.sub(_slashed, text)
     text = re.sub(r"[{}]|`+|(?<!\d)\*\*|\*\*(?!\d)|__+", "", text)
     text = re.sub(r"-[$€£¥₹]+ *", "-", text)
@@ -73,34 +75,33 @@ def _written_out(command: re.Match[str]) -> str:
 
 def _slashed(frac: re.Match[str]) -> str:
     over, below = (frac[2] or frac[3] or "").strip(), (frac[4] or frac[5] or "").strip()
-    return f"{frac['after']}{' ' if frac['after'] else ''}{over}/{below}"
+    return f"{frac['after']} {over}/{below}" if frac["after"] else f"{over}/{below}"
 
 
 def _boxes(text: str) -> list[str]:
     r"""Return what each outermost ``\boxed{}`` of a raw text holds, without markup. A box that is not closed ends with
     its line."""
-    contents, start, depth = [], -1, 0
-    if "box" not in text:
-        return []
-    for brace in _BRACE.finditer(text):
-        token = brace[0]
-        opens = token.endswith("{") and token != r"\{"
-        if start < 0:
-            if opens and token != "{":
-                start, depth = brace.end(), 1
-        elif token.isspace():
-            contents.append(text[start : brace.start()].partition("\n")[0])
-            start = -1
-        elif opens:
-            depth += 1
-        elif token == "}":
-            depth -= 1
-            if depth == 0:
-                contents.append(text[start : brace.start()])
-                start = -1
-    if start >= 0:
-        contents.append(text[start:].partition("\n")[0])
-    return [_plain(content) for content in contents]
+    contents = []
+    position = 0
+    while box := _BOX.search(text, position):
+        begin = position = box.end()
+        end, depth = -1, 1
+        for braces in _BRACES.finditer(text, begin):
+            position = braces.end()
+            if braces[0].isspace():  # no box goes past an empty line
+                break
+            if braces[0][0] == "{":
+                depth += len(braces[0])
+            elif braces[0][0] == "}":
+                depth -= len(braces[0])
+                if depth <= 0:
+                    end = braces.end() + depth - 1
+                    break
+        if end < 0:
+            line_end = text.find("\n", begin)
+            end = len(text) if line_end < 0 else line_end
+        contents.append(_plain(text[begin:end]))
+    return contents
 
 
 def _after(mark: re.Pattern[str], plain: str) -> list[str]:
@@ -119,11 +120,11 @@ _IS = (
 
 _WHOLE = rf"(?:\d{{1,3}}(?:(?:,\d{{3}})+|(?:{_THIN}\d{{3}})+)(?!\d)|\d{{1,2}}(?:,\d\d){{1,6}},\d{{3}}(?!\d)|\d+)"
 _NUMBER = re.compile(
-    r"(?<![A-Za-z\d^])(?<![A-Za-z\d]_)(?<!\d\.)(?<!\^-)(?P<sign>(?<![\w.)\]%])-)?"
+    r"(?=[-.\d])(?<![A-Za-z\d^])(?<![A-Za-z\d]_)(?<!\d\.)(?<!\^-)(?P<dated>(?<=/)|(?<=/ ))?(?P<sign>(?<![\w.)\]%])-)?"
     rf"(?P<digits>{_WHOLE}(?:\.\d+)?|(?<!\.)\.\d+)(?:[eE](?P<exponent>[-+]?\d{{1,4}})(?![A-Za-z\d]))?"
     r"(?:\s?\^\s?\(?(?P<power>-?\d{1,4})(?!\d))?"
     r"(?:\s?[×x*·]\s?10\s?\^\s?\(?(?P<tens>-?\d{1,4})(?!\d))?"
-    rf"(?:\s?/\s?(?P<below>{_WHOLE}(?:\.\d+)?)(?!\d|\.\d|\s?/\s?\d))?"
+    rf"(?(dated)|(?:\s?/\s?(?P<below>{_WHOLE}(?:\.\d+)?)(?!\d|\.\d|\s?/\s?\d))?)"
 )
 # From one number of an equation to the next: "3 bags * 400 nuts = 1200".
 _STEP = re.compile(r"[\s)\]%]*+(?:(?!x[\s\d])[A-Za-z]++\s*+)?(?P<sign>[-+*/×÷·^]|x(?=[\s\d])|=)[\s(]*+")
@@ -151,7 +152,10 @@ def read_number(text: str) -> Decimal | None:
             if (number := _first_number(piece)) is not None:
                 return number
     last = deque(_NUMBER.finditer(plain), maxlen=2)
-    return _mixed(last[0], last[-1]) or _value(last[-1]) if last else None
+    if not last:
+        return None
+    mixed = _mixed(last[0], last[-1])
+    return _value(last[-1]) if mixed is None else mixed
 
 
 def _signed(piece: str) -> str:
@@ -201,8 +205,7 @@ def _value(number: re.Match[str]) -> Decimal | None:
         value = _CONTEXT.power(value, int(number["power"]))
     if number["tens"]:
         value = value.scaleb(int(number["tens"]), _CONTEXT)
-    date = number.string[number.start() - 1 : number.start()] == "/"
-    if number["below"] and not date and (below := _decimal(number["below"])):
+    if number["below"] and (below := _decimal(number["below"])):
         value = _CONTEXT.divide(value, below)
     if not value.is_finite():
         return None
