@@ -112,7 +112,7 @@ def _after(mark: re.Pattern[str], plain: str) -> list[str]:
 # What stands between the word "answer" and the answer.
 _IS = (
     r"(?:\s+(?:to|for|of|in)\b[^\n.:;=?!\d]{0,80}?)?(?:,[^\n.:;=?!,\d]{1,20},)?"
-    r"(?:\s+(?:is|are|was|(?:would|should|will|must|has to|can only) be)\b|[^\w\n]{0,9}[:=]|[^\w\n]{0,9}\n)"
+    r"(?:\s+(?:is|are|was|(?:would|should|will|must|has to|can only) be|to be)\b|[^\w\n]{0,9}[:=]|[^\w\n]{0,9}\n)"
 )
 
 
@@ -224,11 +224,12 @@ _ONE = rf"{_OPEN}\b\w\b{_CLOSE}"
 _EXCLUDED = re.compile(  # "not A", "neither A nor B", "A is wrong"
     rf"(?i)(?:\b(?:not|cannot|neither|nor|than|instead of)|n't)\s+{_WORDS}{_ONE}"
     rf"(?:(?:\s*,\s*{_ONE}){{0,9}}\s*,?\s*\b(?:or|nor)\s+{_ONE})?(?!\w|['-]\w)"
-    rf"|{_ONE}(?:\s+\([^()\n]{{0,80}}\))?\s+(?:(?:is|are|was|can|must)\s+(?:be\s+)?(?:not|wrong|incorrect|false)|isn't|cannot)\b"
+    rf"|(?:{_ONE}\s*(?:,|and\b|or\b)\s*){{0,9}}{_ONE}(?:\s+\([^()\n]{{0,80}}\))?\s+(?:(?:is|are|was|can|must)\s+(?:be\s+)?(?:not|wrong|incorrect|false)|isn't|cannot)\b"
 )
 _CHOOSES = re.compile(
-    rf"(?i)(?<!to )\b(?:(?:answers?|ans|(?:correct|right|best|final|my) (?:choice|option|letter|one|pick|selection))"
-    rf"(?:\s+(?:choice|option|letter))?(?:{_IS}|\.?(?=\s+[(\[]?\w\b(?!\s+\w)))|correct\s*:)"
+    rf"(?i)(?<!to )\b(?:(?:answers?(?:'s)?|ans|(?:correct|right|best|final|my) (?:choice|option|letter|one|pick|selection))"
+    rf"(?:\s+(?:choice|option|letter))?(?:{_IS}|\.?(?=\s+[(\[]?\w\b(?!\s+\w)))|(?:correct|choice|option|selection)\s*:)"
+    rf"|\#{{4,}}(?=\s*{_ONE}[.\s]*(?:\n|\Z))"
 )
 _SENTENCE_END = re.compile(r"[.!?](?:\s|$)")
 
@@ -240,9 +241,9 @@ def _letter_patterns(choices: str) -> tuple[re.Pattern[str], re.Pattern[str], re
     exact = rf"[{re.escape(choices)}]"
     either = rf"[{re.escape(choices + choices.swapcase())}]"
     # Neither the article "a" nor the pronoun "I" (no noun follows an article after these words), nor a part of a word.
-    before = r"(?<![\w&])(?<!\w[.'-])"
+    before = r"(?<![A-Za-z\dÀ-ɏ&])(?<![A-Za-z\d]_)(?<!\w[.'-])"
     after = (
-        r"(?!\w|['-]\w|[+#]|\.\w)(?!(?<=[AaIi])\s+(?!(?:is|was|and|or|but|because|since|as|for|by|due|which|would|must|"
+        r"(?![A-Za-z\dÀ-ɏ+#]|[_'.-]\w)(?!(?<=[AaIi])\s+(?!(?:is|was|and|or|but|because|since|as|for|by|due|which|would|must|"
         r"should|has)\b)[a-z])(?!(?<=a)\s+[\dA-Z])"
     )
     named = rf"{before}(?P<letter>{either}){after}"
@@ -252,7 +253,7 @@ def _letter_patterns(choices: str) -> tuple[re.Pattern[str], re.Pattern[str], re
     concluded = (
         rf"(?:\b(?i:choose|chose|pick|select|go with|going with|opt for|say|guess|it's|it is|must be|should be)\s+"
         rf"(?i:{_WORDS}){_OPEN}(?={named})|(?={named}{_CLOSE}(?:\s+\([^()\n]{{0,80}}\))?\s+(?i:is|must be|would be|seems)\s+"
-        r"(?i:the\s+)?(?:\w+ly\s+)?(?i:only\s+)?(?i:correct|right|best|true|answer)\b))"
+        r"(?i:the\s+)?(?:\w+ly\s+)?(?i:only\s+)?(?i:correct|right|best|true|answer|choice|option)\b))"
     ).replace("(?P<letter>", "(")
     listed = rf"(?:^[ \t]*[(\[]?{exact}[)\].:][^\n]*(?:\n\s*|\Z)){{2,}}"
     return re.compile(named), re.compile(standing), re.compile(concluded), re.compile(listed, re.MULTILINE)
@@ -286,9 +287,10 @@ def read_choice(text: str, choices: str) -> str:
 
 # The opening line of a block, wherever a list or a quotation has moved it.
 _OPENING = re.compile(
-    r"^(?P<lead>(?:[ \t]|>|(?:[-*+]|\d{1,9}[.)])(?=[ \t]))*)(?P<fence>`{3,}|~{3,})(?P<info>[^`\n]*)$", re.MULTILINE
+    r"^(?P<lead>(?:[ \t]|>|(?:[-*+]|\d{1,9}[.)])(?=[ \t]))*)(?P<fence>`{3,}(?=[^`\n]*$)|~{3,})(?P<info>[^\n]*)$",
+    re.MULTILINE,
 )
-_PYTHON = re.compile(r"(?i)[\s{.]*i?py(?:thon)?[\d.]*(?![\w-])")
+_PYTHON = re.compile(r"(?i)[\s{]*(?:[^\s{}]*[.=:])?i?py(?:thon)?[\d.]*(?![\w-])")
 _MARKDOWN = re.compile(r"(?i)\s*(?:markdown|md)\b")
 # What may hold back-ticks within a program, and what ends its block.
 _LEXEME = re.compile(
