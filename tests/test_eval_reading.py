@@ -118,6 +118,7 @@ NUMBERS: list[tuple[str, float | None]] = [
     ("**Final Answer:**\n\n$$\n42\n$$\nof 50", 42),
     ("The answer is:\n\\[\n42\n\\] of 50", 42),
     ("The answer is 3. Wait, the answer is 4 of 5.", 4),
+    ("Turn the answer to weeks: 28 days / 7 days/week = 4 weeks", 4),
     ("To answer, add 12 and 3.\nIt makes 15 eggs.", 15),
     ("The answer is not 5 but 6 of 7.", 6),
     ("The answer is 3 * 400 = 1200 of 5,000.", 1200),
@@ -386,3 +387,202 @@ CODE += [(text.replace("\n", "\r\n"), program) for text, program in CODE[::3]]
 @pytest.mark.parametrize(("text", "program"), CODE)
 def test_a_program_is_what_a_person_reads(text: str, program: str) -> None:
     assert extract_code(text) == program
+
+
+# --- whatever the number, the letter or the program, in any wrapping -------------------------------------
+
+SEPARATORS = [",", "{,}", r"\,", r"\;", r"\ ", r"\text{,}", r",\!", "\u2009", "\u202f", "\u00a0"]
+WRAPPERS = [
+    "{}",
+    "${}$",
+    "**{}**",
+    "`{}`",
+    r"\({}\)",
+    r"\boxed{{{}}}",
+    r"$\boxed{{\text{{{}}}}}$",
+    r"\boxed{{\boxed{{{}}}}}",
+]
+CURRENCIES = ["", "", "$", r"\$", "£", "$ "]
+NUMBER_SENTENCES = [
+    "{}",
+    "They add 3 and 4.\nThe answer is {}.",
+    "Answer: {} apples, of 99.",
+    "**Final answer**: {}, not 7",
+    "First 1, then 2: it makes {}.",
+    "x = 7\n#### {}",
+    "The answer to the question is therefore {}, i.e. 1 more than 2.",
+    "## Answer\n\n{}",
+    "So 1 + 1 = {}",
+]
+
+
+def grouped(digits: str, separator: str, indian: bool) -> str:
+    head, groups = digits[:-3], [digits[-3:]]
+    while head:
+        size = 2 if indian else 3
+        head, groups = head[:-size], [head[-size:], *groups]
+    return separator.join(groups)
+
+
+@st.composite
+def written_numbers(draw: st.DrawFn) -> tuple[str, Fraction]:
+    whole = draw(st.integers(0, 10**9) | st.integers(0, 99))
+    minus = draw(st.sampled_from(["", "", "-", "\u2212"]))
+    form = draw(st.sampled_from(["plain", "grouped", "indian", "slash", "frac", "mixed", "exponent", "wide"]))
+    value = Fraction(whole)
+    text = str(whole)
+    if form in ("plain", "grouped", "indian"):
+        if form != "plain":
+            text = grouped(text, "," if form == "indian" else draw(st.sampled_from(SEPARATORS)), form == "indian")
+        if decimals := draw(st.sampled_from(["", "", "5", "25", "00"])):
+            text, value = f"{text}.{decimals}", value + Fraction(int(decimals), 10 ** len(decimals))
+        text = draw(st.sampled_from(CURRENCIES)) + text + draw(st.sampled_from(["", "", "%", r"\%", r"\text{ kg}"]))
+    elif form == "exponent":
+        power = draw(st.integers(-5, 5))
+        text = draw(st.sampled_from([f"{whole}e{power}", rf"{whole} \times 10^{{{power}}}"]))
+        value *= Fraction(10) ** power
+    elif form == "wide":
+        text = text.translate({ord("0") + n: ord("０") + n for n in range(10)})
+    else:
+        below = draw(st.integers(2, 12))
+        over = draw(st.integers(1, below - 1))
+        text = (
+            f"{over}/{below}"
+            if form == "slash"
+            else rf"\{draw(st.sampled_from('dt '))}frac".replace(" ", "") + f"{{{over}}}{{{below}}}"
+        )
+        value = Fraction(over, below)
+        if form == "mixed":
+            text, value = f"{whole}{text}", whole + value
+    return minus + text, -value if minus else value
+
+
+@given(written_numbers(), st.sampled_from(WRAPPERS), st.sampled_from(NUMBER_SENTENCES), st.booleans())
+def test_any_number_is_read_back(number: tuple[str, Fraction], wrapper: str, sentence: str, windows: bool) -> None:
+    text = sentence.format(wrapper.format(number[0]))
+    found = read_number(text.replace("\n", "\r\n") if windows else text)
+    assert found is not None and float(found) == pytest.approx(float(number[1]), rel=1e-15), text
+
+
+LETTER_WRAPPERS = [
+    *WRAPPERS,
+    "({})",
+    "[{}]",
+    '"{}"',
+    "“{}”",
+    "{}.",
+    "{})",
+    "option {}",
+    "choice ({})",
+    "**{}. Paris**",
+    "({}) Paris",
+    r"$\text{{{}}}$",
+    r"\boxed{{\text{{({})}}}}",
+    r"\boxed{{\textbf{{{}) }}5}}",
+]
+LETTER_SENTENCES = [
+    "The answer is {}",
+    "A is in Italy and B is wrong. The correct answer is {}, not A.",
+    "Answer: {}\n\nA is in Italy.",
+    "**Answer**: {}\n\nI think so.",
+    "A good question. I choose {}",
+    "Answer\n\n{}",
+    "the answer is therefore {}",
+    "The answer is not A but {}",
+    "A) Rome\nB) Oslo\n\nThe best option is {}",
+]
+
+
+@given(st.sampled_from("BCDbcd"), st.sampled_from(LETTER_WRAPPERS), st.sampled_from(LETTER_SENTENCES))
+def test_any_letter_is_read_back(letter: str, wrapper: str, sentence: str) -> None:
+    text = sentence.format(wrapper.format(letter))
+    assert read_choice(text, "ABCD") == letter.upper(), text
+
+
+@given(st.sampled_from("ABCD"), st.sampled_from(LETTER_WRAPPERS))
+def test_any_letter_alone_is_read_back(letter: str, wrapper: str) -> None:
+    assert read_choice(wrapper.format(letter), "ABCD") == letter
+    assert read_choice(f"The answer is: {wrapper.format(letter)}", "ABCD") == letter
+
+
+LINES = st.sampled_from(
+    [
+        "x = 1",
+        "",
+        "def f(x):",
+        "    return x",
+        "# don't stop: ```",
+        "s = 'it\\'s ```'",
+        's = f"```{x}\\\\"',
+        '"""Add.\n\n```\nf(1)\n```\n"""',
+        "    '''\n    ```python\n    f(1)\n    ```\n    it's\n    '''",
+        "y = ~x  # ~~~",
+        "    1. no list",
+        "> 3",
+    ]
+)
+PROGRAMS = st.lists(LINES, min_size=1, max_size=9).map(lambda lines: "import os\n" + "\n".join(lines) + "\n")
+
+
+@given(
+    PROGRAMS,
+    st.sampled_from(["```", "````", "~~~", "~~~~~"]),
+    st.sampled_from(["", "python", "py", "Python3", "python3.11", "{.python}", 'python title="f.py"']),
+    st.sampled_from(["", "Sure, that's it:\n", "```bash\npip install x\n```\n", "1. It's:\n\n"]),
+    st.sampled_from(["", "   ", "      ", "\t"]),
+    st.sampled_from(["", "\n", "\nDone. It's ''' now.\n", "\n```python\nprint(1)\n```\n"]),
+    st.booleans(),
+)
+def test_any_program_is_given_back(
+    program: str, fence: str, language: str, before: str, indent: str, after: str, windows: bool
+) -> None:
+    text = f"{before}{moved(f'{fence}{language}{chr(10)}{program}{fence}', indent)}{after}"
+    assert extract_code(text.replace("\n", "\r\n") if windows else text) == program
+    assert extract_code(f"{before}{moved(f'{fence}{language}{chr(10)}{program}', indent)}") == program
+
+
+@given(PROGRAMS, st.sampled_from(["", "It adds.", "So:\n```python\nprint(1)\n```\n", "It's:\n```\n1\n```"]))
+def test_a_program_in_a_block_that_the_prompt_opened_is_given_back(program: str, after: str) -> None:
+    assert extract_code(f"{program}```\n{after}") == program
+
+
+def test_the_answers_of_bundled_problems_are_read() -> None:
+    for split in ("heldout", "middle", "ood"):
+        for problem in problems(None, split):
+            if problem.kind == "code":
+                assert extract_code(problem.solution) == problem.solution.split("```python\n")[1].partition("```")[0]
+            else:
+                assert extract_answer(problem.solution.replace("\n", "\r\n")) == problem.answer
+            if problem.kind == "arithmetic":
+                assert read_number(problem.solution) == Decimal(problem.answer)
+
+
+PIECES = [
+    "7",
+    "1 ",
+    "1,",
+    "{",
+    "}",
+    "`",
+    "```\n",
+    "\\",
+    '\\"',
+    r"\boxed{",
+    r"\frac{",
+    "'''\n",
+    "answer is ",
+    "A, ",
+    " ",
+    "\n",
+    "1/",
+]
+
+
+@pytest.mark.parametrize("read", [read_number, lambda text: read_choice(text, "ABCD"), extract_code, extract_answer])
+def test_reading_takes_time_linear_in_the_text(read: Callable[[str], object]) -> None:
+    for piece in PIECES:
+        size, limit_s = (200_000, 0.2) if piece in "7{}`\\" else (50_000, 0.5)
+        text = "```python\n" + piece * (size // len(piece))
+        started = time.process_time()
+        read(text)
+        assert time.process_time() - started < limit_s, piece

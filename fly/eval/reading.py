@@ -111,8 +111,8 @@ def _after(mark: re.Pattern[str], plain: str) -> list[str]:
 
 # What stands between the word "answer" and the answer.
 _IS = (
-    r"(?:\s+(?:to|for|of|in)\b[^\n.:;=?!\d]{0,80}?)?(?:,[^\n.:;=?!,\d]{1,20},)?"
-    r"(?:\s+(?:is|are|was|(?:would|should|will|must|has to|can only) be|to be)\b|[^\w\n]{0,9}[:=]|[^\w\n]{0,9}\n)"
+    r"(?:(?:\s+(?:to|for|of|in)\b[^\n.:;=?!\d]{0,80}?)?(?:,[^\n.:;=?!,\d]{1,20},)?"
+    r"\s+(?:is|are|was|(?:would|should|will|must|has to|can only) be|to be)\b|[^\w\n]{0,9}[:=]|[^\w\n]{0,9}\n)"
 )
 
 
