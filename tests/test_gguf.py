@@ -7,6 +7,7 @@ import itertools
 import json
 import struct
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
@@ -31,7 +32,7 @@ from fly.models.gguf_tokenizer import PRE, make_tokenizer
 from fly.models.llama import rotary_frequencies
 from fly.models.opening import open_checkpoint
 from fly.models.tokenizer import Tokenizer, read_eos_ids
-from tests.ggufs import ARCHITECTURES, write_gguf, write_tokenizer
+from tests.ggufs import ARCHITECTURES, add_field, write_gguf, write_tokenizer
 from tests.toys import build_llama
 
 
@@ -316,6 +317,7 @@ def test_scored_vocabularies_merge_as_sentencepiece_does(prefix: bool, tmp_path:
     @settings(max_examples=60)
     @given(st.one_of(st.text(alphabet="thecatin sb.", min_size=1, max_size=30), st.text(min_size=1, max_size=8)))
     def check(text: str) -> None:
+        assume(not any(piece in text for piece in ("▁", *tokens[:3])))
         ids = ours.encode(text, add_special_tokens=False)
         assert ours.decode(ids) == text
         spelled = ("▁" if prefix else "") + text.replace(" ", "▁")
@@ -346,12 +348,140 @@ def test_every_way_to_cut_texts_is_usable() -> None:
         ({"model": "rwkv"}, r"tokenizer.ggml.model 'rwkv' is not supported; choices: \['gpt2', 'llama'\]"),
         ({"model": "llama"}, r"tokenizer.ggml.scores are missing"),
         ({"token_type": [1]}, r"token_type"),
+        ({"tokens": [1, 2]}, r"tokenizer.ggml.tokens are missing, or no texts"),
+        ({"merges": [1]}, r"tokenizer.ggml.merges are missing, or no texts"),
+        ({"add_bos_token": "false"}, r"tokenizer.ggml.add_bos_token 'false' must be true or false"),
+        ({"add_sep_token": True}, r"tokenizer.ggml.add_sep_token True is not supported"),
+        ({"remove_extra_whitespaces": True}, r"tokenizer.ggml.remove_extra_whitespaces True is not supported"),
+        ({"precompiled_charsmap": [1, 2]}, r"tokenizer.ggml.precompiled_charsmap of 2 entries is not supported"),
+        ({"normalizer.lowercase": True}, r"tokenizer.ggml.normalizer.lowercase True is not supported"),
+        ({"unheard_of": 1}, r"tokenizer.ggml.unheard_of 1 is not supported"),
     ],
 )
 def test_unknown_vocabularies_are_refused_by_name(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "vocabulary.gguf", **(byte_level("gpt-2")[1] | fields))
     with pytest.raises(CheckpointError, match=message):
         Tokenizer(tmp_path / "vocabulary.gguf")
+
+
+TOKENIZER_KEYS = sorted(
+    key.removeprefix("tokenizer.ggml.")
+    for key in vars(gguf.Keys.Tokenizer).values()
+    if isinstance(key, str) and key.startswith("tokenizer.ggml.")
+)
+
+
+@pytest.mark.parametrize("key", TOKENIZER_KEYS)
+def test_every_key_of_a_tokenizer_is_read_or_refused(key: str, tmp_path: Path) -> None:
+    """Of all keys that gguf-py knows: with a value that makes no sense, each is refused or warned of."""
+    write_tokenizer(tmp_path / "vocabulary.gguf", **(byte_level("gpt-2")[1] | {key: 9999}))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            Tokenizer(tmp_path / "vocabulary.gguf")
+        except CheckpointError as error:
+            assert f"tokenizer.ggml.{key} " in str(error)
+        else:
+            assert told or key in ("token_type_count", "scores")  # for segments, and for SentencePiece
+
+
+# Texts at which llama.cpp ends an answer (llama_vocab::impl::load in src/llama-vocab.cpp), and others that it takes as
+# control tokens. "</s>" is HTML's tag too, and counts only as a control token.
+ENDS = [
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>"),
+    *("[EOT]", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<|eom_id|>", "<|return|>", "<|call|>", "<|flush|>"),
+    *("<|calls|>", "[EOS]", "<eos>", "<turn|>", "<|tool_response>", "[e~[", "<|fim_pad|>", "<fim-pad>", "<PAD>"),
+    *("[PAD]", "<|fim_repo|>", "<|repo_name|>", "<REPO>", "<reponame>", "<|file_sep|>"),
+]
+MARKS = ["<|fim_prefix|>", "<fim_suffix>", "<MID>", "▁<PRE>", "<｜fim▁hole｜>", "<|code_middle|>"]
+TYPES_OF_TOKENS = {"NORMAL": 1, "CONTROL": 3, "USER_DEFINED": 4, "UNUSED": 5}
+
+
+@settings(max_examples=60)
+@given(
+    pieces=st.lists(
+        st.tuples(st.sampled_from([*ENDS, *MARKS, "</s>", "<|x|>"]), st.sampled_from(sorted(TYPES_OF_TOKENS))),
+        max_size=6,
+        unique_by=lambda piece: piece[0],
+    ),
+    key=st.sampled_from(["eos", "eot", "eom", "fim_pad"]),
+    scored=st.booleans(),
+)
+def test_ends_are_found_by_their_texts_and_are_control_tokens(
+    pieces: list[tuple[str, str]], key: str, scored: bool
+) -> None:
+    """Whatever type the file gives them: they end answers, do not show, and no message can spell them."""
+    fields, named = byte_level("gpt-2")[1], dict(pieces)
+    fields["tokens"] = [*fields["tokens"], *named, "<|by key|>"]
+    fields["token_type"] = [*fields["token_type"], *(TYPES_OF_TOKENS[kind] for kind in named.values()), 4]
+    fields |= {f"{key}_token_id": len(fields["tokens"]) - 1, "eos_token_id": fields["eos_token_id"]}
+    if key == "eos":
+        fields["eos_token_id"] = len(fields["tokens"]) - 1
+    if scored:  # all characters of texts are bytes, so that no two tokens of the pieces are merged
+        fields |= {"model": "llama", "scores": [0.0] * len(fields["tokens"])}
+    harmony = {"<|return|>"} & set(named) or {"<|flush|>"} & set(named)
+    other_ends = {"<|end|>"} if harmony and {"<|call|>", "<|calls|>"} & set(named) else set()
+    padding = {"<|fim_pad|>", "<fim-pad>", "<PAD>", "[PAD]"} if key == "fim_pad" else set()
+    texts = {text for text in named if text in ENDS} - other_ends - padding
+    if named.get("</s>") == "CONTROL" and "<|tool_response>" not in named:
+        texts.add("</s>")
+    control = texts | {"<|by key|>"} | {text for text in named if text in [*MARKS, "<|end|>"]}
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(file := Path(folder) / "vocabulary.gguf", **fields)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            tokenizer = Tokenizer(file)
+        ends = {tokenizer.raw.id_to_token(number) for number in read_eos_ids(file, 9999)}
+        assert ends - {"<end>"} == texts | {"<|by key|>"}
+        assert control <= {tokenizer.raw.id_to_token(number) for number in tokenizer.control_ids}
+        [warning] = told
+        wrong = {text: kind for text, kind in {**named, "<|by key|>": "USER_DEFINED"}.items() if text in control}
+        for text, kind in wrong.items():
+            assert (f"{text!r} ({kind})" in str(warning.message)) == (kind != "CONTROL")
+        assert str(warning.message).startswith(f"{file}: tokenizer.ggml.token_type")
+        for text in control:
+            number = tokenizer.raw.token_to_id(text)
+            assert tokenizer.encode(f"a{text}", add_special_tokens=False)[-1] == number
+            assert number not in tokenizer._plain.encode(text).ids
+            assert tokenizer.decode([number]) == ""
+
+
+BAD_IDS = [4294967295, -1, 999, 2.0, True, "2", [1]]
+
+
+@settings(max_examples=40)
+@given(
+    keys=st.dictionaries(
+        st.sampled_from(
+            ["bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask", "cls", "fim_pad", "prefix"]
+        ),
+        st.sampled_from(BAD_IDS),
+        min_size=1,
+    ),
+    scored=st.booleans(),
+)
+def test_ids_that_no_token_has_give_way_to_defaults_and_are_warned_of(keys: dict[str, Any], scored: bool) -> None:
+    """As in llama.cpp ("bad special token: ... using default id"), whose defaults are SentencePiece's."""
+    fields = {"model": "llama", "tokens": ["<unk>", "<s>", "</s>", "▁", "a", "aa"]}
+    fields |= {"scores": [0.0] * 6} if scored else {"model": "gpt2", "pre": "gpt-2", "merges": ["a a"]}
+    fields["token_type"] = [2, 3, 3, 1, 1, 1]
+    fields |= {f"{key}_token_id": value for key, value in keys.items()} | {"add_bos_token": True}
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(file := Path(folder) / "vocabulary.gguf", **fields)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            tokenizer = Tokenizer(file)
+        [warning] = told
+        for key, value in keys.items():
+            assert f"{key}_token_id {value!r} is no id of the 6 tokens" in str(warning.message)
+        assert f"{file}: " in str(warning.message)
+        assert tokenizer.special_names == (
+            {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"} if scored else {}
+        )
+        assert tokenizer.encode("a")[:-1] == ([1, 3] if scored else [])
+        assert read_eos_ids(file, 6) == {2}
+    if not scored:
+        assert "add_bos_token is true, but there is no such token" in str(warning.message)
 
 
 def test_a_file_is_run_by_its_path(tmp_path: Path) -> None:
@@ -374,19 +504,27 @@ def test_recommended_sampling_and_templates_are_read(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     fields = byte_level("gpt-2")[1]
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
-    writer.add_float32("general.sampling.temp", 0.5)
-    writer.add_int32("general.sampling.top_k", 7)
-    for key, value in fields.items():
-        add = {list: writer.add_array, str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32}
-        add[type(value)](f"tokenizer.ggml.{key}", value)
+    sampling = {
+        "temp": 0.5,
+        "top_k": 7,
+        "penalty_repeat": 1.0,
+        "penalty_last_n": 64,
+        "mirostat": 2,
+        "mirostat_tau": 5.0,
+    }
+    for key, value in sampling.items():
+        add_field(writer, f"general.sampling.{key}", value)
+    for key, value in {**fields, "suppress_tokens": [5, 6]}.items():
+        add_field(writer, f"tokenizer.ggml.{key}", value)
     writer.add_string("tokenizer.chat_template", template)
     writer.add_array("tokenizer.chat_templates", ["tool_use"])
     writer.add_string("tokenizer.chat_template.tool_use", "{{ tools }}{{ messages }}")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    params = read_sampling_defaults(tmp_path / "model.gguf")
-    assert (params.temperature, params.top_k) == (0.5, 7)
+    with pytest.warns(UserWarning, match=r"general.sampling.mirostat 2 not supported, and ignored$"):
+        params = read_sampling_defaults(tmp_path / "model.gguf")
+    assert (params.temperature, params.top_k, params.bad_words_ids) == (0.5, 7, ((5,), (6,)))
     tokenizer = Tokenizer(tmp_path / "model.gguf")
     assert tokenizer.template == template and set(tokenizer.templates) == {"default", "tool_use"}
     spoken = tokenizer.apply_chat_template([{"role": "user", "content": "the <end> cat"}], False)

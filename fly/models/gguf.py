@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fly.models.checkpoint import Checkpoint, Cut, Stored
 from fly.models.config import CheckpointError
-from fly.models.gguf_tokenizer import end_ids, has_vocabulary, make_tokenizer
+from fly.models.gguf_tokenizer import end_ids, has_vocabulary, make_tokenizer, special_ids, special_names
 
 __all__ = ["GGUF", "TYPES"]
 
@@ -73,6 +73,10 @@ _REFUSED = (
     "logit_scale",
     "residual_scale",
 )
+# Recommended sampling, by the names of generation_config.json; and settings that matter only beside others.
+_RECOMMENDED = "general.sampling."
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_SUBORDINATE = {"penalty_last_n", "mirostat_tau", "mirostat_eta", "xtc_threshold"}
 # struct's letters for the types of values in the metadata, by their numbers.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
@@ -257,8 +261,8 @@ class GGUF(Checkpoint):
             "rope_scaling": self._rope(),
             "tie_word_embeddings": "output.weight" not in found,
             "torch_dtype": "float32" if {entry.kind for entry in found.values()} == {_F32} else "bfloat16",
-            "bos_token_id": self.fields.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": self.fields.get("tokenizer.ggml.eos_token_id"),
+            "bos_token_id": special_ids(self.fields).get("bos"),
+            "eos_token_id": special_ids(self.fields).get("eos"),
         }
         # Add the settings that only some architectures have. Mistral's files name the architecture llama.
         window = self._get("attention.sliding_window")
@@ -369,24 +373,36 @@ class GGUF(Checkpoint):
         if name == "config.json":
             return self.raw
         if name == "generation_config.json":
-            sampling = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-            values = {ours: self.fields.get(f"general.sampling.{key}") for ours, key in sampling.items()}
-            given = {ours: value for ours, value in values.items() if value is not None}
             ends = sorted(end_ids(self.fields))
-            return {**given, **({"do_sample": True} if given else {}), **({"eos_token_id": ends} if ends else {})}
-        return self._tokenizer_settings() if name == "tokenizer_config.json" else {}
+            return {**self._sampling(), **({"eos_token_id": ends} if ends else {})}
+        if name != "tokenizer_config.json":
+            return {}
+        templates = self._templates()
+        return {**special_names(self.fields), **({"chat_template": templates} if templates else {})}
 
-    def _tokenizer_settings(self) -> dict[str, Any]:
-        """Return the texts of the named special tokens, and the chat templates."""
-        tokens = self.fields.get("tokenizer.ggml.tokens") or []
-        named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
-        ids = {f"{role}_token": self.fields.get(f"tokenizer.ggml.{key}_token_id") for role, key in named.items()}
-        texts = {role: tokens[number] for role, number in ids.items() if number is not None and number < len(tokens)}
+    def _sampling(self) -> dict[str, Any]:
+        """Return the recommended sampling. Settings that have no other name keep theirs, and are warned of."""
+        stated = {
+            key.removeprefix(_RECOMMENDED): value for key, value in self.fields.items() if key.startswith(_RECOMMENDED)
+        }
+        given = {name: stated.pop(key) for key, name in _SAMPLING.items() if key in stated}
+        others = {key: value for key, value in stated.items() if value and key not in _SUBORDINATE}
+        if others.get("penalty_repeat") == 1:
+            del others["penalty_repeat"]
+        banned = self.fields.get("tokenizer.ggml.suppress_tokens")
+        return {
+            **given,
+            **({"do_sample": True} if given else {}),
+            **{f"{_RECOMMENDED}{key}": value for key, value in others.items()},
+            **({"suppress_tokens": banned} if banned else {}),
+        }
+
+    def _templates(self) -> dict[str, str]:
+        """Return the chat templates by name."""
         templates = {"default": self.fields.get("tokenizer.chat_template")}
         for other in self.fields.get("tokenizer.chat_templates") or ():
             templates[other] = self.fields.get(f"tokenizer.chat_template.{other}")
-        templates = {name: text for name, text in templates.items() if text is not None}
-        return {**texts, **({"chat_template": templates} if templates else {})}
+        return {name: text for name, text in templates.items() if text is not None}
 
     def place_of(self, name: str) -> str:
         return f"{self.path} ({name})"
