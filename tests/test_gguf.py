@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
+import math
+import re
 import struct
 import tempfile
 import warnings
@@ -132,18 +135,30 @@ def test_scaled_frequencies_are_read_back(factor: float, low: float, high: float
         torch.testing.assert_close(rotary_frequencies(found), scaled, rtol=2e-3, atol=0)
 
 
+LINEAR = RopeScaling(rope_type="linear", factor=4.0)
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"type": "linear", "factor": 4.0}, RopeScaling(rope_type="linear", factor=4.0)),
+        ({"scaling.type": "linear", "scaling.factor": 4.0}, LINEAR),
+        ({"scaling.factor": 4.0}, LINEAR),  # as in llama.cpp, scaling is linear if the file has no type,
+        ({"scale_linear": 4.0}, LINEAR),  # an older key states the factor,
+        ({"scale_linear": 2.0, "scaling.factor": 4.0}, LINEAR),  # but not beside the newer one,
+        ({"scale_linear": 4.0, "scaling.type": "none"}, RopeScaling()),  # and nothing is scaled if the type is none
+        ({"scaling.factor": 0.0}, RopeScaling()),
         (
-            {"type": "yarn", "factor": 4.0, "original_context_length": 32},
+            {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 32},
             RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
+        ),
+        (
+            {"scaling.type": "yarn", "scale_linear": 4.0, "scaling.yarn_beta_fast": 16.0},
+            RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=2048, beta_fast=16.0),
         ),
     ],
 )
 def test_rope_scaling_is_read(fields: dict[str, Any], expected: RopeScaling, tmp_path: Path) -> None:
-    named = {f"llama.rope.scaling.{key}": value for key, value in fields.items()}
+    named = {f"llama.rope.{key}": value for key, value in fields.items()}
     write_gguf(Llama(_tiny()), tmp_path / "model.gguf", Kind.F32, named)
     assert open_checkpoint(tmp_path / "model.gguf").config.rope_scaling == expected
 
@@ -160,7 +175,21 @@ def _tiny(head_dim: int = 32) -> LlamaConfig:
         ({"llama.logit_scale": 2.0}, r"llama.logit_scale 2.0 is not supported"),
         ({"llama.rope.dimension_count": 16}, r"llama.rope.dimension_count 16 must be 32"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, r"'longrope' is not supported"),
+        ({"llama.rope.scaling.type": "longrope"}, r"rope scaling 'longrope' is not supported"),
+        ({"llama.rope.scaling.attn_factor": 1.2}, r"llama.rope.scaling.attn_factor 1.2\d* is not supported"),
+        ({"llama.rope.scaling.factor": "4"}, r"llama.rope.scaling.factor is '4'; it must be one number"),
+        ({"llama.rope.scaling.factor": math.nan}, r"llama.rope.scaling.factor is nan; it must be one number"),
+        ({"llama.block_count": True}, r"llama.block_count is True; it must be one number"),
+        ({"llama.attention.causal": False}, r"llama.attention.causal False is not supported"),
+        ({"llama.rope.global.freq_base": 1e6}, r"llama.rope.global.freq_base 1000000.0 is not supported"),
+        ({"llama.vocab_size": 9}, r"llama.vocab_size 9 is not supported; choices: \[8\]"),
+        ({"xielu.alpha_p": [0.5]}, r"xielu.alpha_p \[0.5\] is not supported"),
         ({"rope_freqs.weight": np.linspace(1, 3, 16, dtype=np.float32)}, r"not llama3 scaling"),
+        ({"rope_freqs.weight": np.linspace(0.5, 1, 16, dtype=np.float32)}, r"not llama3 scaling"),
+        (
+            {"rope_freqs.weight": np.full(16, 2, dtype=np.float32), "llama.rope.scale_linear": 4.0},
+            r"rope_freqs.weight and a rope scaling by 4.0 together are not supported",
+        ),
         (
             {"blk.0.odd.weight": np.ones(2, dtype=np.float32)},
             r"unexpected tensors .*: blk.0.odd.weight",
@@ -172,6 +201,123 @@ def test_what_is_not_computed_is_refused_by_name(fields: dict[str, Any], message
     write_gguf(Llama(_tiny()), tmp_path / "model.gguf", Kind.F32, fields)
     with pytest.raises(CheckpointError, match=message):
         load_model(tmp_path / "model.gguf", device="cpu")
+
+
+ARCHITECTURE_KEYS = sorted(
+    key.removeprefix("{arch}.")
+    for group in vars(gguf.Keys).values()
+    if isinstance(group, type)
+    for key in [*vars(group).values(), *vars(gguf.Keys.Attention.Indexer).values()]
+    if isinstance(key, str) and key.startswith("{arch}.") and "{dense}" not in key
+)
+# Keys without effect, as llama.cpp reads them for none of these architectures, or without YaRN not at all; and values
+# that say what is computed anyway.
+WITHOUT_EFFECT = {"attention.layer_norm_epsilon", "pooling_type", "rope.scaling.finetuned"}
+WITHOUT_EFFECT |= {f"rope.scaling.{key}" for key in ("original_context_length", "yarn_beta_fast", "yarn_beta_slow")}
+COMPUTED = [("rope.scaling.type", "linear"), ("attention.causal", True), ("block_count", 3)]
+# What errors name instead of a key, if sizes do not fit together.
+NAMED = {
+    "block_count": "tensors of layer",
+    "expert_count": "a mixture of experts",
+    "rope.scaling.type": "rope scaling",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim|the width of keys",
+    "rope.scaling.factor": "factor",
+    "rope.scale_linear": "factor",
+    "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+}
+
+
+@settings(max_examples=150)
+@given(
+    family=st.sampled_from(list(ARCHITECTURES)),
+    key=st.sampled_from([*ARCHITECTURE_KEYS, "rope.scale_linear", "hidden_activation", "unheard_of"]),
+    value=st.sampled_from([2, 3, 0.7, 5.0, "linear", "other", [3, 5], [2.0], True, -1]),
+)
+def test_every_key_of_an_architecture_is_read_or_refused_by_name(family: str, key: str, value: Any) -> None:
+    """Of all keys that gguf-py knows: what neither changes the configuration nor is refused would be lost."""
+    model, usual = small_model(family)
+    with tempfile.TemporaryDirectory() as folder:
+        file, name = Path(folder) / "model.gguf", f"{ARCHITECTURES[family]}.{key}"
+        write_gguf(model, file, Kind.F32, {name: value})
+        try:
+            changed = open_checkpoint(file).config != usual
+        except CheckpointError as error:
+            assert re.search(f"{name}|{NAMED.get(key, name)}", str(error)), error
+        else:
+            assert changed or key in WITHOUT_EFFECT or (key, value) in COMPUTED
+
+
+@functools.cache
+def small_model(family: str) -> tuple[Llama, LlamaConfig]:
+    """A model of three layers, and its configuration as it is read from a file."""
+    windows = {"sliding_window": 8, "layer_types": (SLIDING,) * 3} if family in ("mistral", "gemma3_text") else {}
+    model = Llama(_tiny().model_copy(update={"family": family, "num_hidden_layers": 3, **windows}))
+    with tempfile.TemporaryDirectory() as folder:
+        write_gguf(model, file := Path(folder) / "model.gguf", Kind.F32)
+        return model, open_checkpoint(file).config
+
+
+@pytest.mark.parametrize("family", list(ARCHITECTURES))
+def test_values_that_are_computed_anyway_are_fine(family: str, tmp_path: Path) -> None:
+    """Among them all that converters write for these architectures today."""
+    model, expected = small_model(family)
+    usual = {
+        **dict.fromkeys(("expert_count", "expert_used_count", "logit_scale", "attn_logit_softcapping"), 0),
+        "vocab_size": 8,
+        "rope.dimension_count": 32,
+        "attention.key_length": 32,
+        "attention.value_length": 32,
+        "attention.head_count": [1] * 3,
+        "attention.head_count_kv": [1] * 3,
+        "embedding_length_out": 32,
+        "attention.causal": True,
+        "attention.scale": 32**-0.5,
+        "residual_scale": 1.0,
+        "embedding_scale": 1.0,
+        "rope.scaling.type": "none",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.attn_factor": 1.0,
+        "rope.scaling.finetuned": False,
+        "rope.dimension_sections": [0, 0, 0, 0],
+        "use_parallel_residual": False,
+        "pooling_type": 3,
+        "attention.layer_norm_epsilon": 1e-5,
+        "tensor_data_layout": "reference",
+    }
+    if family in ("qwen2", "qwen3"):
+        usual["attention.sliding_window"] = 2048  # not less than the context
+    fields = {f"{ARCHITECTURES[family]}.{key}": value for key, value in usual.items()}
+    fields |= {"quantize.imatrix.file": "a", "general.tags": ["b"]}
+    write_gguf(model, tmp_path / "model.gguf", Kind.F32, fields)
+    assert open_checkpoint(tmp_path / "model.gguf").config == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (2, [SLIDING, FULL, SLIDING]),
+        (0, [SLIDING] * 3),
+        ([True, False, False], [SLIDING, FULL, FULL]),
+        ([False] * 3, None),
+        (True, "must be a whole number, or true or false for each of 3 layers"),
+        ([True], "must be a whole number, or true or false for each of 3 layers"),
+        ("all", "must be a whole number, or true or false for each of 3 layers"),
+    ],
+)
+def test_sliding_layers_of_a_gemma_are_read(pattern: Any, expected: Any, tmp_path: Path) -> None:
+    model, _ = small_model("gemma3_text")
+    write_gguf(model, tmp_path / "model.gguf", Kind.F32, {"gemma3.attention.sliding_window_pattern": pattern})
+    if isinstance(expected, str):
+        with pytest.raises(CheckpointError, match=f"gemma3.attention.sliding_window_pattern is .*{expected}"):
+            open_checkpoint(tmp_path / "model.gguf").raw  # noqa: B018
+    else:
+        types = open_checkpoint(tmp_path / "model.gguf").config.layer_types
+        assert (types and list(types)) == expected
 
 
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
