@@ -402,7 +402,7 @@ def test_ends_come_from_the_generation_config_first(
     assert read_eos_ids(tmp_path, 10) == expected
 
 
-@pytest.mark.parametrize("value", [10, -1, [1, 10], "2", 1.0, {"id": 1}])
+@pytest.mark.parametrize("value", [10, -1, [1, 10], "2", 1.0, True, [2, None], {"id": 1}])
 def test_an_end_outside_the_vocabulary_is_named(tmp_path: Path, value: object) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(CheckpointError, match=r"generation_config\.json.*eos_token_id.*10 tokens"):
