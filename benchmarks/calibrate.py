@@ -39,7 +39,7 @@ from fly.parallel import Part, Ranks, memory_here, parallelise
 from fly.parallel.draft import Placement
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.runtime.executor import Executor
-from fly.runtime.request import Sequence, Stats
+from fly.runtime.request import Row, Stats
 from fly.runtime.runner import Runner
 from fly.types import Draft, SamplingParams
 
@@ -275,7 +275,7 @@ def _fit(equations: abc.Sequence[tuple[abc.Sequence[float], float, float]]) -> l
 def feeding(executor: Executor, tokens: int, context: int) -> Callable[[], None]:
     """Return a function that runs a forward over ``tokens`` after ``context`` and picks the most likely tokens."""
     text = [1, 2, 3, 4] * (context // 4)
-    row = Sequence(text, context, SamplingParams(temperature=0.0), Exact(), seed=0, k=0)
+    row = Row(text, context, SamplingParams(temperature=0.0), Exact(), seed=0, k=0)
     runner = Runner(executor, PagedKVCache.for_model(executor, context + tokens + 64))
     draft = [4] * (tokens - 1)
 
@@ -298,7 +298,7 @@ class _Slips(SingleDraft):
     """A draft with one error in the middle of each block, so that the rule has something to judge: the argmax of a
     small random model is always its last token, for the target as for the draft."""
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         draft = super().propose(rows, max_len)
         tokens_BK = draft.tokens_BK.clone()
         tokens_BK[:, tokens_BK.shape[1] // 2 :].add_(1).remainder_(self.executor.config.vocab_size)

@@ -42,7 +42,7 @@ from fly.models.llama import allocate, skeleton
 from fly.models.tokenizer import Tokenizer
 from fly.policies import parse_policy
 from fly.runtime.executor import Batch, Executor
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.runner import Runner
 from fly.types import SamplingParams
 
@@ -129,7 +129,7 @@ def _load(names: Iterable[str], dtype: torch.dtype, setting: Setting) -> list[An
     return [load(CHECKPOINTS / name, dtype, setting.device).executor for name in names]
 
 
-def _decode(target: Executor, strategy: DraftStrategy | None, tokens: int, temperature: float = 0.0) -> list[Sequence]:
+def _decode(target: Executor, strategy: DraftStrategy | None, tokens: int, temperature: float = 0.0) -> list[Row]:
     """Answers of the bundled target to two problems, the second by a relaxed rule above temperature 0."""
     tokenizer, params = (
         Tokenizer(CHECKPOINTS / "fly-target"),
@@ -139,7 +139,7 @@ def _decode(target: Executor, strategy: DraftStrategy | None, tokens: int, tempe
     texts = [tokenizer.apply_chat_template(messages) for messages in asked]
     rules = ["exact", "fly" if temperature else "exact"]
     rows = [
-        Sequence(list(text), len(text), params, parse_policy(rule), seed, k=4)
+        Row(list(text), len(text), params, parse_policy(rule), seed, k=4)
         for seed, (text, rule) in enumerate(zip(texts, rules))
     ]
     engine = Engine(Runner(target, PagedKVCache.for_model(target, 2048)), strategy)

@@ -34,7 +34,7 @@ from fly.models import LlamaConfig
 from fly.models.eagle import Eagle3Head, HeadConfig
 from fly.policies import Exact
 from fly.runtime.executor import Executor, Spent
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.runner import Runner
 from fly.types import Draft, SamplingParams
 
@@ -216,10 +216,10 @@ class _Watched(Wrapper):
         super().__init__([inner])
         self.spent: list[Spent] = []
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         return self.members[0].propose(rows, max_len)
 
-    def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
+    def continuation(self, rows: abc.Sequence[Row]) -> Continuation | None:
         found = self.members[0].continuation(rows)
         return None if found is None else found._replace(report=self.spent.extend)
 
@@ -280,7 +280,7 @@ def _round(
     engine = Engine(Runner(target, PagedKVCache.for_model(target, count * (context + 1024))), watched)
     params = SamplingParams(temperature=0.0, max_tokens=1024)
     text = [7 * at % min(1000, target.config.vocab_size) for at in range(context - 1)]
-    rows = [Sequence([*text, b], context, params, Exact(), seed=b, k=setting.k) for b in range(count)]
+    rows = [Row([*text, b], context, params, Exact(), seed=b, k=setting.k) for b in range(count)]
 
     def go_on(rounds: int) -> None:
         until = rows[0].stats.rounds + rounds

@@ -27,7 +27,7 @@ from fly.models import Llama
 from fly.models.loading import resolve_device, resolve_dtype
 from fly.policies import AcceptancePolicy
 from fly.runtime.executor import Executor
-from fly.runtime.request import Sequence as Row
+from fly.runtime.request import Row
 from fly.runtime.runner import Runner
 from fly.testing.blocks import toy_vocabulary
 from fly.types import Draft, SamplingParams, Target

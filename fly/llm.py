@@ -43,7 +43,7 @@ from fly.ops import derive
 from fly.output import Output, Piece
 from fly.policies import AcceptancePolicy, Exact
 from fly.runtime.executor import Executor, Workload
-from fly.runtime.request import BadWords, Sequence
+from fly.runtime.request import BadWords, Row
 from fly.runtime.runner import Runner
 from fly.runtime.structured import Grammars
 from fly.types import SamplingParams
@@ -371,7 +371,7 @@ class LLM(Calls):
                 requests.append(Request(sample, self.tokenizer, text, streamed, thinking))
         return requests
 
-    def _row(self, prompt: Prompt, params: SamplingParams, policy: PolicyLike, k: int) -> Sequence:
+    def _row(self, prompt: Prompt, params: SamplingParams, policy: PolicyLike, k: int) -> Row:
         """Make the row of a request, and check everything that depends on the model or the tokenizer."""
         tokens, config = self._tokens_of(prompt), self.engine.runner.executor.config
         if not isinstance(params, SamplingParams):
@@ -397,7 +397,7 @@ class LLM(Calls):
         matcher = None if params.structured is None else self.grammars.matcher(params)
         # Under a grammar a row ends where nothing else may follow, even with ``ignore_eos``.
         eos = frozenset() if params.ignore_eos and matcher is None else self.eos_ids
-        row = Sequence(
+        row = Row(
             tokens=tokens,
             prompt_length=len(tokens),
             params=params,

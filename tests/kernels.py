@@ -16,7 +16,7 @@ from fly.cache import PagedKVCache
 from fly.models import Llama, LlamaConfig
 from fly.policies import Exact
 from fly.runtime.executor import Batch, DraftSpec, Executor, Lookup
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.sampling import BatchSampling
 
 VARIANTS = [name for name in available() if name != "torch"]
@@ -147,8 +147,8 @@ sampled = st.builds(
 
 def make_row(
     tokens: list[int], stop_ids: frozenset[int] = frozenset(), params: SamplingParams = GREEDY, seed: int = 0
-) -> Sequence:
-    return Sequence(tokens, len(tokens), params, Exact(), seed=seed, k=8, stop_ids=stop_ids)
+) -> Row:
+    return Row(tokens, len(tokens), params, Exact(), seed=seed, k=8, stop_ids=stop_ids)
 
 
 def stepwise(model: CpuExecutor) -> Executor:

@@ -18,7 +18,7 @@ from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import Continuation, StopsByChance, pad, pad_trees
 from fly.runtime.executor import Spent
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.types import Draft
 from tests.test_drafts import LARGE, MEDIUM, SMALL, VOCAB, make_row, proposals
 from tests.toys import caches, dense_logits, ready, run
@@ -179,16 +179,16 @@ class Simulated(DraftStrategy):
         self.seen: dict[int, int] = {}
         self.heard = 0
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         late = sum(len(row.tokens) - self.seen.get(row.id, 0) for row, n in zip(rows, max_len) if n)
         self.seen |= {row.id: len(row.tokens) for row, n in zip(rows, max_len) if n}
         self.machine.draft(max(max_len), late)
         return pad([[0] * n for n in max_len])
 
-    def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation:
+    def continuation(self, rows: abc.Sequence[Row]) -> Continuation:
         return Continuation(None, [sys.maxsize] * len(rows))
 
-    def commit(self, rows: abc.Sequence[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Row]) -> None:
         self.heard += 1
 
 
@@ -258,7 +258,7 @@ class Knowing(Simulated, StopsByChance):
 
     machine: HardPlaces
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         drafts = []
         for row, most in zip(rows, max_len):
             reach, n = 1.0, 0
@@ -321,7 +321,7 @@ def test_pauses_of_the_machine_are_no_costs() -> None:
 class Reader(Simulated):
     """Takes five seconds to read a prompt."""
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         self.machine.spend(5.0 * sum(row.id not in self.seen for row in rows))
         return super().propose(rows, max_len)
 
@@ -424,7 +424,7 @@ def test_a_strategy_that_is_not_asked_observes_nothing() -> None:
 class Bushes(Simulated):
     """Two candidates for every place, the second never right."""
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         self.machine.draft(max(max_len), 0)
         return pad_trees([([0, 2] * n, [2 * (i // 2) - 2 if i > 1 else -1 for i in range(2 * n)]) for n in max_len])
 

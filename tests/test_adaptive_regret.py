@@ -13,7 +13,7 @@ import pytest
 from fly.drafts import DraftStrategy
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import StopsByChance, pad
-from fly.runtime.request import Sequence, common_prefix
+from fly.runtime.request import Row, common_prefix
 from fly.types import Draft
 from tests.test_drafts import make_row
 
@@ -75,7 +75,7 @@ class Machine:
 
     def run(self, strategy: DraftStrategy | None, texts: abc.Sequence[Text], together: int) -> float:
         """Seconds of all requests. Up to ``together`` run at a time."""
-        start, waiting, rows = self.now, [make_row(text.tokens[: PROMPT + 1]) for text in texts], list[Sequence]()
+        start, waiting, rows = self.now, [make_row(text.tokens[: PROMPT + 1]) for text in texts], list[Row]()
         for number, (row, text) in enumerate(zip(waiting, texts)):
             row.prompt_length, row.id, self.texts[number] = PROMPT, number, text
         while rows or waiting:
@@ -109,7 +109,7 @@ class Model(StopsByChance):
         self.machine = machine
         self.read: dict[int, int] = {}
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         drafts, missed, machine = [], 0, self.machine
         for row, most in zip(rows, max_len):
             text, at, reached, drafted = machine.texts[row.id], len(row.tokens), 1.0, list[int]()
@@ -132,7 +132,7 @@ class Lookup(DraftStrategy):
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         drafts = []
         for row, most in zip(rows, max_len):
             text, at = self.machine.texts[row.id], len(row.tokens)

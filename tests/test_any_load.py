@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from fly import LLM, SamplingParams
 from fly.backends.cpu import available, why_not
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.types import Guarantee
 from tests.conftest import SANITIZER
 
@@ -102,7 +102,7 @@ class Load(RuleBasedStateMachine):
             prefix_reuse=data.draw(st.booleans()),
         )
         self.llm.engine.stretch = data.draw(st.sampled_from([0, 1e-9, 0.01, 0.01]))
-        self.rows: list[Sequence] = []
+        self.rows: list[Row] = []
         # some that stay for a while
         size, k = data.draw(st.integers(0, 2)), data.draw(st.sampled_from([9, 4]))
         for temperature in [0, *data.draw(st.sampled_from([[1.0], []]))]:
@@ -150,7 +150,7 @@ class Load(RuleBasedStateMachine):
             self.llm.scheduler.cancel(row)
         self.rows = [row for row in self.rows if not row.finish_reason]
 
-    def check(self, row: Sequence) -> None:
+    def check(self, row: Row) -> None:
         assert row.error is None
         said = row.tokens[row.prompt_length :]
         assert all(0 <= token < 1024 for token in said) and len(said) <= row.params.max_tokens

@@ -23,7 +23,7 @@ from fly.drafts import (
 )
 from fly.drafts.base import DraftSetup, pad, until_end
 from fly.ops import Stream, derive, draw, uniforms
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.sampling import BatchSampling
 from fly.testing import DRAFT_CHECKS, ConformanceError, check_draft, stage
 from fly.testing.blocks import toy_vocabulary
@@ -64,7 +64,7 @@ class Bigram(DraftStrategy):
     def attach(self, setup: DraftSetup) -> None:
         setup.add(Pages(self.allocator))
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         most = [self.length(row, n) for row, n in zip(rows, max_len)]
         self.book(rows, most)
         texts = [self.text(row) for row in rows]
@@ -87,20 +87,20 @@ class Bigram(DraftStrategy):
         probs_BKV = torch.stack(claims, 1) if claims else None
         return Draft(tokens_BK.long().view(len(rows), -1), torch.tensor([len(draft) for draft in drafts]), probs_BKV)
 
-    def commit(self, rows: abc.Sequence[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Row]) -> None:
         for row in rows:
             if row.id in self.allocator.sequences():
                 self.allocator.resize(row.id, len(row.tokens))
 
-    def release(self, row: Sequence) -> None:
+    def release(self, row: Row) -> None:
         self.texts.pop(row.id, None)
         self.allocator.release(row.id)
 
-    def length(self, row: Sequence, asked: int) -> int:
+    def length(self, row: Row, asked: int) -> int:
         assert self.context is not None
         return max(0, min(asked, self.context - len(row.tokens)))
 
-    def book(self, rows: abc.Sequence[Sequence], most: abc.Sequence[int]) -> None:
+    def book(self, rows: abc.Sequence[Row], most: abc.Sequence[int]) -> None:
         before = {row.id: self.allocator.length(row.id) for row in rows if row.id in self.allocator.sequences()}
         try:
             for row, n in zip(rows, most):
@@ -111,7 +111,7 @@ class Bigram(DraftStrategy):
                 self.allocator.resize(row.id, before[row.id]) if row.id in before else self.allocator.release(row.id)
             raise
 
-    def text(self, row: Sequence) -> list[int]:
+    def text(self, row: Row) -> list[int]:
         return list(row.tokens)
 
     def claim(self, probs_BV: Tensor, raw_BV: Tensor) -> Tensor:
@@ -120,38 +120,38 @@ class Bigram(DraftStrategy):
     def source(self, probs_BV: Tensor) -> Tensor:
         return probs_BV
 
-    def noise(self, rows: abc.Sequence[Sequence], j: int) -> Tensor:
+    def noise(self, rows: abc.Sequence[Row], j: int) -> Tensor:
         seed_B = torch.tensor([derive(row.seed, len(row.tokens)) for row in rows])
         return uniforms(seed_B, torch.full_like(seed_B, j), Stream.SAMPLE, 1).squeeze(1)
 
-    def ends(self, row: Sequence) -> frozenset[int]:
+    def ends(self, row: Row) -> frozenset[int]:
         return row.stop_ids
 
 
 class TooLong(Bigram):
-    def length(self, row: Sequence, asked: int) -> int:
+    def length(self, row: Row, asked: int) -> int:
         return super().length(row, asked + 1 if asked else 0)
 
 
 class AlwaysOne(Bigram):
-    def length(self, row: Sequence, asked: int) -> int:
+    def length(self, row: Row, asked: int) -> int:
         return super().length(row, max(1, asked))
 
 
 class OutOfRange(Bigram):
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         draft = super().propose(rows, max_len)
         return replace(draft, tokens_BK=draft.tokens_BK + 5 * draft.mask_BK())
 
 
 class BadPadding(Bigram):
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         draft = super().propose(rows, max_len)
         return replace(draft, tokens_BK=draft.tokens_BK.masked_fill(~draft.mask_BK(), -1))
 
 
 class Narrow(Bigram):
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         draft = super().propose(rows, max_len)
         return replace(draft, tokens_BK=draft.tokens_BK.int())
 
@@ -161,19 +161,19 @@ class Homeless(Bigram):
 
 
 class PastTheEnd(Bigram):
-    def ends(self, row: Sequence) -> frozenset[int]:
+    def ends(self, row: Row) -> frozenset[int]:
         return frozenset()
 
 
 class Mutating(Bigram):
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         for row in rows:
             row.stats.drafted += 1
         return super().propose(rows, max_len)
 
 
 class Renaming(Bigram):
-    def commit(self, rows: abc.Sequence[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Row]) -> None:
         super().commit(rows)
         for row in rows:
             row.bigram = True  # type: ignore[attr-defined]
@@ -203,7 +203,7 @@ class Improper(Bigram):
 class Excluding(Bigram):
     """Claims a distribution without the token that was drawn."""
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         draft = super().propose(rows, max_len)
         if draft.probs_BKV is None:
             return draft
@@ -215,51 +215,51 @@ class Excluding(Bigram):
 class Unsaid(Bigram):
     """Draws, and claims nothing."""
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         return replace(super().propose(rows, max_len), probs_BKV=None)
 
 
 class Fickle(Bigram):
     """How much it drafts depends on the seed."""
 
-    def length(self, row: Sequence, asked: int) -> int:
+    def length(self, row: Row, asked: int) -> int:
         return super().length(row, asked if row.greedy else min(asked, 1 + row.seed % 3))
 
 
 class SameEveryRound(Bigram):
-    def noise(self, rows: abc.Sequence[Sequence], j: int) -> Tensor:
+    def noise(self, rows: abc.Sequence[Row], j: int) -> Tensor:
         seed_B = torch.tensor([derive(row.seed, 0) for row in rows])
         return uniforms(seed_B, torch.full_like(seed_B, j), Stream.SAMPLE, 1).squeeze(1)
 
 
 class SameEveryToken(Bigram):
-    def noise(self, rows: abc.Sequence[Sequence], j: int) -> Tensor:
+    def noise(self, rows: abc.Sequence[Row], j: int) -> Tensor:
         return super().noise(rows, 0)
 
 
 class TheRowsOwn(Bigram):
     """Draws with the uniforms that the verdict flips its coins with."""
 
-    def noise(self, rows: abc.Sequence[Sequence], j: int) -> Tensor:
+    def noise(self, rows: abc.Sequence[Row], j: int) -> Tensor:
         seed_B, round_B = (torch.tensor([value(row) for row in rows]) for value in (_seed, _position))
         return uniforms(seed_B, round_B, Stream.ACCEPT, j + 1)[:, j]
 
 
-def _seed(row: Sequence) -> int:
+def _seed(row: Row) -> int:
     return row.seed
 
 
-def _position(row: Sequence) -> int:
+def _position(row: Row) -> int:
     return len(row.tokens)
 
 
 class OwnCoins(Bigram):
-    def noise(self, rows: abc.Sequence[Sequence], j: int) -> Tensor:
+    def noise(self, rows: abc.Sequence[Row], j: int) -> Tensor:
         return torch.rand(len(rows))
 
 
 class ById(Bigram):
-    def noise(self, rows: abc.Sequence[Sequence], j: int) -> Tensor:
+    def noise(self, rows: abc.Sequence[Row], j: int) -> Tensor:
         seed_B = torch.tensor([row.id for row in rows])
         return uniforms(seed_B, torch.full_like(seed_B, j), Stream.SAMPLE, 1).squeeze(1)
 
@@ -267,50 +267,50 @@ class ById(Bigram):
 class Neighbourly(Bigram):
     """Draws for all rows as for the first."""
 
-    def noise(self, rows: abc.Sequence[Sequence], j: int) -> Tensor:
+    def noise(self, rows: abc.Sequence[Row], j: int) -> Tensor:
         return super().noise([rows[0]] * len(rows), j)
 
 
 class Unforgetting(Bigram):
     """Goes on from what it drafted last."""
 
-    def text(self, row: Sequence) -> list[int]:
+    def text(self, row: Row) -> list[int]:
         held = self.texts.get(row.id, [])
         return [*held, *row.tokens[len(held) :]]
 
 
 class KeepsIds(Bigram):
-    def release(self, row: Sequence) -> None:
+    def release(self, row: Row) -> None:
         self.allocator.release(row.id)
 
 
 class KeepsBlocks(Bigram):
-    def release(self, row: Sequence) -> None:
+    def release(self, row: Row) -> None:
         self.texts.pop(row.id, None)
 
 
 class ForgetsAll(Bigram):
     """Raises for a row that it never saw."""
 
-    def release(self, row: Sequence) -> None:
+    def release(self, row: Row) -> None:
         del self.texts[row.id]
         self.allocator.release(row.id)
 
 
 class BeyondItsContext(Bigram):
-    def length(self, row: Sequence, asked: int) -> int:
+    def length(self, row: Row, asked: int) -> int:
         return asked
 
 
 class RaisesAtItsContext(Bigram):
-    def length(self, row: Sequence, asked: int) -> int:
+    def length(self, row: Row, asked: int) -> int:
         if len(row.tokens) > (self.context or 0):
             raise IndexError("position 60")
         return super().length(row, asked)
 
 
 class CorruptWhenFull(Bigram):
-    def book(self, rows: abc.Sequence[Sequence], most: abc.Sequence[int]) -> None:
+    def book(self, rows: abc.Sequence[Row], most: abc.Sequence[int]) -> None:
         try:
             super().book(rows, most)
         except OutOfBlocks:
@@ -320,7 +320,7 @@ class CorruptWhenFull(Bigram):
 
 
 class OtherErrorWhenFull(Bigram):
-    def book(self, rows: abc.Sequence[Sequence], most: abc.Sequence[int]) -> None:
+    def book(self, rows: abc.Sequence[Row], most: abc.Sequence[int]) -> None:
         try:
             super().book(rows, most)
         except OutOfBlocks as error:
@@ -334,7 +334,7 @@ class Meddling(Bigram):
         super().attach(setup)
         self.target = setup.target
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         self.target.cache.values.zero_()
         return super().propose(rows, max_len)
 
@@ -344,7 +344,7 @@ class Twins(DraftStrategy):
 
     vocab_size = VOCAB
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         tokens = torch.tensor([[3, 3]] * len(rows))
         lengths = torch.tensor([2 if most else 0 for most in max_len])
         return Draft(tokens, lengths, parents_BK=torch.full_like(tokens, -1))
@@ -353,7 +353,7 @@ class Twins(DraftStrategy):
 class Backwards(Twins):
     """A tree whose first token follows its second."""
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         draft = super().propose(rows, max_len)
         return replace(draft, parents_BK=torch.tensor([[1, -1]] * len(rows)))
 
@@ -450,11 +450,11 @@ class Learning(Bigram):
         super().__init__()
         self.committed = 0
 
-    def commit(self, rows: abc.Sequence[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Row]) -> None:
         super().commit(rows)
         self.committed += len(rows)
 
-    def length(self, row: Sequence, asked: int) -> int:
+    def length(self, row: Row, asked: int) -> int:
         return super().length(row, min(asked, 1 + self.committed))
 
 
@@ -469,7 +469,7 @@ def test_a_strategy_may_learn_if_it_says_so() -> None:
 @pytest.mark.usefixtures("few_seeds")
 def test_an_error_of_the_strategy_is_reported_once_with_its_place() -> None:
     class Broken(Bigram):
-        def length(self, row: Sequence, asked: int) -> int:
+        def length(self, row: Row, asked: int) -> int:
             raise KeyError("nothing here")
 
     (detail,) = [finding.detail for finding in check_draft(Broken, raises=False).findings if not finding.passed]
@@ -479,7 +479,7 @@ def test_an_error_of_the_strategy_is_reported_once_with_its_place() -> None:
 
 def test_an_invalid_draft_is_reported_once() -> None:
     class Lists(DraftStrategy):
-        def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+        def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
             return [[1]] * len(rows)  # type: ignore[return-value]  # what is tested
 
     (finding,) = check_draft(Lists, raises=False).findings
@@ -520,7 +520,7 @@ def test_every_vocabulary_that_the_kit_shows_has_texts(monkeypatch: pytest.Monke
             assert len(vocabulary.texts) == len(vocabulary.bytes) == vocabulary.size
             assert 0 <= vocabulary.token_id(" and") < vocabulary.size
 
-        def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+        def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
             asked = [
                 row.tokens[-1:] * bool(self.lettered_V[row.tokens[-1]]) * bool(most) for row, most in zip(rows, max_len)
             ]

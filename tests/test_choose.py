@@ -11,7 +11,7 @@ import torch
 
 import fly
 from fly.drafts import ChooseDraft, DraftStrategy, NGramDraft, SingleDraft, TranslatedDraft, TreeDraft, parse_draft
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.testing import check_draft
 from fly.types import Draft, Target
 from tests.toys import random_llama, ready
@@ -52,18 +52,18 @@ class Heard(NGramDraft):
         super().__init__()
         self.heard: set[int] = set()
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         self.heard |= {row.id for row in rows}
         return super().propose(rows, max_len)
 
-    def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
+    def observe(self, rows: abc.Sequence[Row], draft: Draft, target: Target) -> None:
         assert draft.shape[0] == len(rows) == target.logits_BKV.shape[0]
         self.heard |= {row.id for row in rows}
 
-    def commit(self, rows: abc.Sequence[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Row]) -> None:
         self.heard |= {row.id for row in rows}
 
-    def release(self, row: Sequence) -> None:
+    def release(self, row: Row) -> None:
         self.heard.add(row.id)
 
 

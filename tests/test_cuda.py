@@ -35,7 +35,7 @@ from fly.models.families import FULL, SLIDING
 from fly.ops import derive, derived
 from fly.policies import AcceptancePolicy, Exact, condition_types, parse_policy, policy_types
 from fly.runtime.executor import Executor, Lookup, TokenByToken, Wrapped
-from fly.runtime.request import BadWords, Sequence
+from fly.runtime.request import BadWords, Row
 from fly.runtime.runner import Runner
 from fly.testing.policies import check_cuda_graph
 from fly.types import SamplingParams
@@ -111,20 +111,18 @@ def there(model: Llama) -> Executor:
     return made
 
 
-def told(row: Sequence) -> tuple[object, ...]:
+def told(row: Row) -> tuple[object, ...]:
     return row.tokens, row.provenance, replace(row.stats, nats=round(row.stats.nats, 3)), row.drafts, row.finish_reason
 
 
-def row_of(
-    prompt: list[int], policy: AcceptancePolicy | None = None, k: int = 4, seed: int = 1, **asked: Any
-) -> Sequence:
+def row_of(prompt: list[int], policy: AcceptancePolicy | None = None, k: int = 4, seed: int = 1, **asked: Any) -> Row:
     stops = frozenset(asked.pop("stops", ()))
     params = SamplingParams(**{"temperature": 0, "max_tokens": 40, **asked})
     bad = BadWords(params.bad_words_ids)
-    return Sequence(list(prompt), len(prompt), params, policy or Exact(), seed, k, stop_ids=stops, bad=bad)
+    return Row(list(prompt), len(prompt), params, policy or Exact(), seed, k, stop_ids=stops, bad=bad)
 
 
-def decode(engine: Engine, rows: list[Sequence], most: int = 10**6) -> None:
+def decode(engine: Engine, rows: list[Row], most: int = 10**6) -> None:
     while (going := [row for row in rows if not row.finish_reason]) and most:
         engine.step(going)
         most -= 1
@@ -315,7 +313,7 @@ def test_no_graph_is_captured_again_in_200_ragged_rounds() -> None:
         engine = engine_of(there, "near", confidence=0.2)
         engine.stretch = 1e-9
 
-        def batch(first: int) -> list[Sequence]:
+        def batch(first: int) -> list[Row]:
             prompts = [[1, 2, first], [5] * (first % 7 + 1), [first, 3]]
             return [
                 row_of(

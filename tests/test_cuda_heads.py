@@ -24,7 +24,7 @@ from fly.models.llama import DenseCausal, record_states
 from fly.models.tokenizer import Tokenizer
 from fly.policies import parse_policy
 from fly.runtime.executor import Executor
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.runner import Runner
 from tests.test_cuda import POLICIES, SIZES, TARGET, VOCAB, decode, device, on_gpu, prompts, row_of, told
 from tests.test_cuda_plain import ASKS, check_same
@@ -165,7 +165,7 @@ def test_hidden_states_come_back_from_rounds() -> None:
         strategy = ChooseDraft(copies=NGramDraft(3, 1, 4), head=Eagle3Draft(head, cache_tokens=6000))
         return Engine(Runner(executor, PagedKVCache.for_model(executor, 6000)), strategy)
 
-    def told_in_turn(engine: Engine, row: Sequence) -> tuple[Any, ...]:
+    def told_in_turn(engine: Engine, row: Row) -> tuple[Any, ...]:
         engine.stretch = 1e-9
         for name in ("copies", "head", "copies", "head"):
             row.draft = name

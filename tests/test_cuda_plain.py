@@ -24,7 +24,7 @@ from fly.models.families import FULL, SLIDING
 from fly.models.tokenizer import Tokenizer
 from fly.policies import parse_policy
 from fly.runtime.executor import Executor
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.runner import Runner
 from fly.runtime.structured import Grammars
 from tests.test_cuda import DRAFTS, POLICIES, TARGET, VOCAB, decode, device, on_cpu, row_of, there
@@ -86,12 +86,12 @@ STRATEGIES: dict[str, Callable[[Callable[[Llama], Executor]], DraftStrategy | No
 }
 
 
-def said(row: Sequence) -> tuple[object, ...]:
+def said(row: Row) -> tuple[object, ...]:
     """What must be the same to the last bit."""
     return row.tokens, [token[:4] for token in row.provenance], row.drafts, row.finish_reason
 
 
-def check_same(rows: list[Sequence], want: list[Sequence]) -> None:
+def check_same(rows: list[Row], want: list[Row]) -> None:
     assert [said(row) for row in rows] == [said(row) for row in want]
     for row, other in zip(rows, want):
         for mine, theirs in zip(row.logprobs, other.logprobs, strict=True):
@@ -111,7 +111,7 @@ def test_the_plain_way_gives_the_texts_of_the_cpu(grammars: Grammars, data: st.D
     asks = st.tuples(policies, temperatures, st.sampled_from([{}, *ASKS, *map(form, FORMS)]))
     asked = data.draw(st.lists(asks, min_size=1, max_size=3))
 
-    def rows_of() -> list[Sequence]:
+    def rows_of() -> list[Row]:
         rows = [
             row_of([1, 2, 3, 1, 2, b], policy, 5, b, **{"temperature": temperature, "max_tokens": 25, **more})
             for b, (policy, temperature, more) in enumerate(asked)
@@ -133,7 +133,7 @@ def test_rows_that_ask_for_more_and_others_take_turns(temperature: float) -> Non
     """The plain way while one of the rows asks for more: its forwards are graphs too, and none is captured again. Then
     whole rounds, with one wait each."""
 
-    def rows_of() -> list[Sequence]:
+    def rows_of() -> list[Row]:
         long, short = (
             row_of([1, 2, 3 + b], POLICIES[1], 4, b, temperature=temperature, max_tokens=most, **asked)
             for b, (most, asked) in enumerate([(160, {}), (60, {"repetition_penalty": 1.3})])

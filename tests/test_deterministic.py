@@ -13,7 +13,7 @@ from fly.cache import PagedKVCache
 from fly.drafts import CascadeDraft, NGramDraft, SingleDraft, TreeDraft
 from fly.policies import Exact
 from fly.runtime.executor import TokenByToken
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.runner import Runner
 from tests.toys import random_llama, run
 
@@ -24,8 +24,8 @@ INVARIANT = TorchExecutor(MODEL).deterministic()
 prompts = st.lists(st.integers(0, 28), min_size=1, max_size=20)
 
 
-def row_of(tokens: list[int]) -> Sequence:
-    return Sequence(list(tokens), len(tokens), SamplingParams(temperature=0), Exact(), 0, 3)
+def row_of(tokens: list[int]) -> Row:
+    return Row(list(tokens), len(tokens), SamplingParams(temperature=0), Exact(), 0, 3)
 
 
 def alone(tokens: list[int]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from fly.drafts.base import pad
 from fly.drafts.registry import STRATEGIES, draft_types, parse_draft
 from fly.models import CheckpointError
 from fly.policies import AfterTokens, Exact, FLy
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.types import Draft
 from tests.toys import ready
 
@@ -44,7 +44,7 @@ class Plugged(DraftStrategy):
         self.parameters = (count, share, kind, name, on)
         self.below = below
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         return Draft.empty(len(rows))
 
 
@@ -54,7 +54,7 @@ class Several(DraftStrategy):
     def __init__(self, *members: DraftStrategy, dtype: str = "none given") -> None:
         self.members, self.dtype = list(members), dtype
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         return pad([[] for _ in rows])
 
 

@@ -12,7 +12,7 @@ from fly.backends import load
 from fly.drafts import AdaptiveDraft, CascadeDraft, ChooseDraft, DraftStrategy, NGramDraft, SingleDraft, pad
 from fly.drafts.base import DraftSetup
 from fly.drafts.translate import TranslatingSetup
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.runner import Runner
 from fly.types import Draft
 from tests.toys import random_llama, run
@@ -21,7 +21,7 @@ from tests.toys import random_llama, run
 class Silent(DraftStrategy):
     """Drafts nothing."""
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         return pad([[] for _ in rows])
 
 

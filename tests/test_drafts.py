@@ -15,7 +15,7 @@ from fly.drafts import CascadeDraft, NGramDraft, SingleDraft
 from fly.models import Llama
 from fly.ops import Stream, derive, draw, uniforms
 from fly.policies import Exact, FLy, LossySampling
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.sampling import BatchSampling
 from fly.types import Draft, SamplingParams
 from tests.toys import caches, dense_logits, random_llama, ready, run
@@ -39,9 +39,9 @@ LARGE = perturbed(SMALL, 0.05, seed=8)
 
 def make_row(
     tokens: list[int], temperature: float = 0.0, seed: int = 0, stop: tuple[int, ...] = (), **params: object
-) -> Sequence:
+) -> Row:
     sampling = SamplingParams(temperature=temperature, stop_token_ids=stop, **params)  # type: ignore[arg-type]
-    return Sequence(list(tokens), 1, sampling, Exact(), seed, 8, frozenset(stop))
+    return Row(list(tokens), 1, sampling, Exact(), seed, 8, frozenset(stop))
 
 
 def proposals(draft: Draft) -> list[list[int]]:

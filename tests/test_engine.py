@@ -32,7 +32,7 @@ from fly.policies import (
 )
 from fly.policies.verification import decide
 from fly.runtime.executor import Batch, Executor, Scores
-from fly.runtime.request import Gate, Sequence, common_prefix
+from fly.runtime.request import Gate, Row, common_prefix
 from fly.runtime.sampling import BatchSampling
 from fly.types import Draft, Noise, Target
 from tests.toy_engine import (
@@ -441,8 +441,8 @@ def test_a_rule_that_tosses_coins_tosses_them_at_temperature_0_too() -> None:
     logits_BJV[..., 3] = 9.0
     stood = 0
     for seed in range(400):
-        row = Sequence([1], 1, SamplingParams(temperature=0.0), AdditiveSlack(eps=0.25), seed=seed, k=1)
-        other = Sequence([1], 1, SamplingParams(temperature=1.0), AdditiveSlack(eps=0.25), seed=7, k=1)
+        row = Row([1], 1, SamplingParams(temperature=0.0), AdditiveSlack(eps=0.25), seed=seed, k=1)
+        other = Row([1], 1, SamplingParams(temperature=1.0), AdditiveSlack(eps=0.25), seed=7, k=1)
         draft = Draft(torch.tensor([[2]]), torch.tensor([1]))
         (alone,) = judge([row], Target(logits_BJV), draft)
         distribution = BatchSampling.of([row.params, other.params]).on(logits_BJV.expand(2, -1, -1))

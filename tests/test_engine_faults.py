@@ -17,7 +17,7 @@ from fly.engine import Engine
 from fly.policies import (
     Exact,
 )
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.runner import Runner
 from fly.types import Draft, Target
 from tests.toy_engine import (
@@ -71,7 +71,7 @@ class Breaking(DraftStrategy):
     def commit(self, rows: object) -> None:  # type: ignore[override]
         self._do("commit", rows)
 
-    def release(self, row: Sequence) -> None:
+    def release(self, row: Row) -> None:
         self.inner.release(row)
 
 
@@ -108,8 +108,8 @@ def test_a_failing_strategy_leaves_the_caches_whole(name: str, method: str, call
     assert [out.token_ids for out in llm.generate(PROMPTS, params)] == [expected(p, params)[0] for p in PROMPTS]
 
 
-def engine_row(prompt: list[int], most: int = 30, k: int = 5) -> Sequence:
-    return Sequence(list(prompt), len(prompt), SamplingParams(temperature=0, max_tokens=most), Exact(), 0, k)
+def engine_row(prompt: list[int], most: int = 30, k: int = 5) -> Row:
+    return Row(list(prompt), len(prompt), SamplingParams(temperature=0, max_tokens=most), Exact(), 0, k)
 
 
 @pytest.mark.parametrize("broken", ["target", "draft", "policy"])
@@ -160,7 +160,7 @@ def test_a_strategy_that_changes_a_row_is_refused(count: int) -> None:
     """The text would go on from tokens that nobody emitted; what others ask for afterwards is as it was."""
 
     class Changes(NGramDraft):
-        def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+        def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
             if any(row.params.max_tokens == 7 for row in rows):
                 for row in rows:
                     row.tokens.append(3)

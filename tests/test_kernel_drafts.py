@@ -16,7 +16,7 @@ from fly.drafts import NGramDraft, SingleDraft, SuffixDraft
 from fly.ops import Stream, draw, uniforms
 from fly.policies import Exact, FLy
 from fly.runtime.executor import Batch, DraftSpec, Lookup
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.sampling import BatchSampling
 from tests.kernels import (
     DTYPES,
@@ -263,7 +263,7 @@ def test_drafting_at_once_is_used_and_only_where_it_is_the_same(monkeypatch: pyt
     monkeypatch.setattr(model, "extend", lambda *args, **named: calls.append(1) or honest(*args, **named))
     row = make_row([1, 2, 3])
 
-    def proposes(strategy: SingleDraft, row: Sequence) -> bool:
+    def proposes(strategy: SingleDraft, row: Row) -> bool:
         calls.clear()
         strategy = ready(strategy)
         strategy.propose([row], [5])
@@ -272,7 +272,7 @@ def test_drafting_at_once_is_used_and_only_where_it_is_the_same(monkeypatch: pyt
 
     assert proposes(SingleDraft(model), row)
     assert proposes(SingleDraft(model, confidence=0.1), row) and proposes(SingleDraft(model, reach=0.1), row)
-    other = Sequence([1, 2, 3], 3, SamplingParams(), Exact(), seed=0, k=8, stop_ids=frozenset({4}))
+    other = Row([1, 2, 3], 3, SamplingParams(), Exact(), seed=0, k=8, stop_ids=frozenset({4}))
     assert proposes(SingleDraft(model), other)
     assert proposes(SingleDraft(model, draft=NGramDraft()), other)
     assert not proposes(SingleDraft(model, draft=SuffixDraft()), other)
@@ -280,7 +280,7 @@ def test_drafting_at_once_is_used_and_only_where_it_is_the_same(monkeypatch: pyt
     assert not proposes(SingleDraft(model, draft=NGramDraft(), policy=FLy()), row)
     for changed in ({"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}, {"min_tokens": 9}):
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 64, **changed})  # type: ignore[arg-type]
-        other = Sequence([1, 2, 3], 3, params, Exact(), seed=0, k=8, stop_ids=frozenset({4}))
+        other = Row([1, 2, 3], 3, params, Exact(), seed=0, k=8, stop_ids=frozenset({4}))
         assert not model.looks_up([other]) and model.looks_up([row])
         assert not proposes(SingleDraft(model, draft=NGramDraft()), other)
 

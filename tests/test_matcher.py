@@ -13,7 +13,7 @@ from fly import LLM, SamplingParams
 from fly.models.tokenizer import Tokenizer
 from fly.policies import Exact
 from fly.runtime.constraints import constrain
-from fly.runtime.request import BadWords, Sequence
+from fly.runtime.request import BadWords, Row
 from fly.runtime.sampling import BatchSampling
 from fly.runtime.structured import Grammars
 from fly.types import Draft, Target
@@ -114,7 +114,7 @@ def test_every_place_allows_what_the_language_does(
     matcher = Grammars(letters, WIDTH, [END]).matcher(params)
     prompt = [END, 0, TURN]
     for text, draft, choices, chain in asks:
-        row = Sequence(
+        row = Row(
             prompt + text,
             len(prompt),
             params,
@@ -163,7 +163,7 @@ def test_every_place_allows_what_the_language_does(
 
 def test_rows_without_a_form_are_left_alone(letters: Tokenizer) -> None:
     params = SamplingParams(structured={"regex": "(ab?|ab)?"})  # type: ignore[arg-type]
-    rows = [Sequence([0], 1, SamplingParams(), Exact(), 0, 2), Sequence([0], 1, params, Exact(), 0, 2)]
+    rows = [Row([0], 1, SamplingParams(), Exact(), 0, 2), Row([0], 1, params, Exact(), 0, 2)]
     logits = torch.randn(2, 2, WIDTH)
     assert constrain(logits, rows[:1], [[]]) is logits
     rows[1].matcher = Grammars(letters, WIDTH, [END]).matcher(params)
@@ -203,7 +203,7 @@ def test_exact_speculation_gives_the_distribution_under_the_mask(
         temperature=temperature,
         top_p=top_p,
     )
-    row = Sequence([0], 1, params, Exact(), 0, 1, frozenset([END]))
+    row = Row([0], 1, params, Exact(), 0, 1, frozenset([END]))
     row.matcher = Grammars(letters, WIDTH, [END]).matcher(params)
     generator = torch.Generator().manual_seed(seed)
     target_11V, draft_11V = (

@@ -27,7 +27,7 @@ from fly.models.eagle import Eagle3Head, HeadConfig
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.policies.base import ExactCore, exact_accept_probs
 from fly.runtime.executor import Batch, Executor, Head
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.runner import Runner
 from fly.types import Draft, SamplingParams, Target
 from tests.kernels import GROUPED, VARIANTS, W8A8
@@ -75,12 +75,12 @@ def make_head() -> Eagle3Head:
     return head.eval().requires_grad_(False)
 
 
-def row_of(prompt: list[int], temperature: float, policy: AcceptancePolicy | None = None, most: int = 14) -> Sequence:
+def row_of(prompt: list[int], temperature: float, policy: AcceptancePolicy | None = None, most: int = 14) -> Row:
     params = SamplingParams(temperature=temperature, max_tokens=most)
-    return Sequence(list(prompt), len(prompt), params, policy or Exact(), 3, 4)
+    return Row(list(prompt), len(prompt), params, policy or Exact(), 3, 4)
 
 
-def run(executor: Executor, strategy: DraftStrategy | None, rows: list[Sequence]) -> list[Sequence]:
+def run(executor: Executor, strategy: DraftStrategy | None, rows: list[Row]) -> list[Row]:
     """The rows when all are over, together; everything is free then."""
     scheduler = Scheduler(Engine(Runner(executor, PagedKVCache.for_model(executor, 4000)), strategy))
     for row in rows:
@@ -136,7 +136,7 @@ class NanDraft(DraftStrategy):
     def __init__(self, own: bool) -> None:
         self.own = own
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         tokens_BK = torch.tensor([[(len(row.tokens) + j) % VOCAB for j in range(max(max_len))] for row in rows])
         probs_BKV = torch.full((*tokens_BK.shape, VOCAB), 1 / VOCAB)
         for b, row in enumerate(rows):

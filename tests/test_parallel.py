@@ -41,7 +41,7 @@ from fly.parallel import (
 from fly.parallel.logits import VocabularyShards
 from fly.policies import parse_policy, policy_types
 from fly.runtime.executor import Batch, Executor
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.runner import Runner
 from fly.types import SamplingParams
 from tests.emulator import emulated, exchanged
@@ -386,7 +386,7 @@ def compiled(ranks: Ranks, target: str, plan: tuple[Rule, ...]) -> list[list[flo
 def rounds_on_gpus(ranks: Ranks | None, target: str, draft: str, kind: str, temperature: float) -> list[Any]:
     """What rows say by graphs that hold what ranks exchange, on emulated devices; alone on the CPU."""
     rows = [
-        Sequence(
+        Row(
             [1, 2, 3 + b], 3, SamplingParams(temperature=temperature, max_tokens=120), parse_policy(policy), b, 5
         )
         for b, policy in enumerate(("exact", "fly(theta=0.1, window=2, hold=2)", "exact"))

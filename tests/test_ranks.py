@@ -39,7 +39,7 @@ from fly.parallel import (
 from fly.parallel.draft import FirstDraft
 from fly.parallel.ranks import Checksum
 from fly.policies import Exact, parse_policy
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.runner import Runner
 from fly.types import SamplingParams
 from tests.pool import FORK, TOY, Pool, checkpoints, free_port, told
@@ -159,7 +159,7 @@ def draft_first(ranks: Ranks, target: str, draft: str) -> list[list[str]]:
     setup.attach(first)
     setup.reserve()
     params = SamplingParams(temperature=0.0)
-    row = Sequence(tokens=[1, 2, 1, 2, 1], prompt_length=5, params=params, policy=Exact(), seed=1, k=3)
+    row = Row(tokens=[1, 2, 1, 2, 1], prompt_length=5, params=params, policy=Exact(), seed=1, k=3)
     proposed = first.propose([row], [3])
     return ranks.collect([f"{each.device} {[*each.shape]}" for each in (proposed.tokens_BK, proposed.lengths_B)])
 

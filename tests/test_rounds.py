@@ -36,7 +36,7 @@ from fly.engine import Engine
 from fly.parallel.compiled import CompiledPart
 from fly.policies import AcceptancePolicy, AgreeingWindow, Block, Condition, EntropyGate, Exact, parse_policy
 from fly.runtime.executor import Executor, Rounds
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.runner import Runner
 from fly.types import Why
 from tests.test_drafts import perturbed
@@ -81,7 +81,7 @@ def engine(
     return Engine(runner, strategy)
 
 
-def told(row: Sequence) -> tuple[object, ...]:
+def told(row: Row) -> tuple[object, ...]:
     return row.tokens, row.provenance, row.stats, row.drafts, row.finish_reason
 
 
@@ -90,7 +90,7 @@ def held(engine: Engine) -> list[dict[object, int]]:
     return [{seq: a.length(seq) for seq in a.sequences()} for a in allocators]
 
 
-def take_steps(made: Engine, rows: list[Sequence], stopped: Callable[[Sequence, int], bool] | None) -> int:
+def take_steps(made: Engine, rows: list[Row], stopped: Callable[[Row, int], bool] | None) -> int:
     """Decode rows until all have ended or no page is left, and check after each step what was emitted and is cached.
     Returns the number of steps."""
     steps = 0
@@ -148,10 +148,10 @@ def test_rounds_of_one_call_are_the_rounds_of_as_many_steps(data: st.DataObject)
 
     ahead = data.draw(st.sampled_from([(1,), (7, 1), (30, 2, 1), (128, 32, 8, 1)]))  # fewer or more than there is left
 
-    def decode(stretch: Callable[[], float]) -> tuple[Sequence, object]:
+    def decode(stretch: Callable[[], float]) -> tuple[Row, object]:
         made, row = (
             engine(*setting, **stop),
-            Sequence(list(prompt), len(prompt), params, policy, seed, k, stop_ids=stops),
+            Row(list(prompt), len(prompt), params, policy, seed, k, stop_ids=stops),
         )
         emitted = []
         stopped = None if ends_at is None else lambda row, token: row.generated == ends_at
@@ -185,9 +185,9 @@ def test_rounds_of_one_call_are_the_rounds_of_as_many_steps(data: st.DataObject)
         assert mixedly == slowly and told(mixed) == told(slow)
 
 
-def rows_of(*prompts: list[int], policy: AcceptancePolicy | None = None, **given: object) -> list[Sequence]:
+def rows_of(*prompts: list[int], policy: AcceptancePolicy | None = None, **given: object) -> list[Row]:
     params = SamplingParams(**{"temperature": 0, "max_tokens": 60, **given})
-    return [Sequence(list(prompt), len(prompt), params, policy or Exact(), 0, 4) for prompt in prompts]
+    return [Row(list(prompt), len(prompt), params, policy or Exact(), 0, 4) for prompt in prompts]
 
 
 @settings(max_examples=40)
@@ -196,7 +196,7 @@ def test_a_row_alone_and_beside_others_by_turns(data: st.DataObject) -> None:
     setting = data.draw(st.sampled_from([None, 0, 1, 2])), data.draw(st.booleans()), None, (400, 400), 4
     stop = {"confidence": data.draw(st.sampled_from([0.0, 0.3]))}
     rows = [
-        Sequence(
+        Row(
             prompt,
             len(prompt),
             SamplingParams(temperature=data.draw(st.sampled_from([0, 0.7, 1.5])), top_p=0.9, max_tokens=60),
@@ -230,7 +230,7 @@ def test_rows_beside_one_another_take_the_rounds_of_as_many_steps(data: st.DataO
     all_cold = data.draw(st.booleans())
     rules = st.sampled_from([Exact(), Exact(), *POLICIES[1:-1]])
     given_rows = [
-        Sequence(
+        Row(
             prompt := data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9)),
             len(prompt),
             SamplingParams(
@@ -378,7 +378,7 @@ def test_a_callback_that_fails_leaves_whole_rounds() -> None:
     (row,), made = rows_of([1, 2, 3]), engine(0, False, None, (400, 400), 4)
     made.stretch = FOREVER
 
-    def stopped(row: Sequence, token: int) -> bool:
+    def stopped(row: Row, token: int) -> bool:
         if row.generated == 11:
             raise KeyError("no text")
         return False

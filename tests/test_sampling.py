@@ -14,7 +14,7 @@ from torch import Tensor
 from fly.ops import Stream, derive, draw, uniforms, vocabulary
 from fly.policies import Exact
 from fly.runtime.constraints import constrain
-from fly.runtime.request import BadWords, Sequence
+from fly.runtime.request import BadWords, Row
 from fly.runtime.sampling import BatchSampling
 from fly.types import SamplingParams
 
@@ -294,7 +294,7 @@ def test_derived_streams_are_independent_of_their_parents() -> None:
 
 
 @st.composite
-def speculations(draw_: st.DrawFn) -> tuple[Sequence, list[int], list[int]]:
+def speculations(draw_: st.DrawFn) -> tuple[Row, list[int], list[int]]:
     """A row with penalties and bans, and what is drafted to follow it: a tree."""
     token = st.integers(0, 4)
     penalty = st.sampled_from([0.0, -1.5, 0.25, 2.0])
@@ -309,14 +309,14 @@ def speculations(draw_: st.DrawFn) -> tuple[Sequence, list[int], list[int]]:
     )
     prompt, text = draw_(st.lists(token, min_size=1, max_size=4)), draw_(st.lists(token, max_size=4))
     stops = draw_(st.frozensets(token, max_size=3))
-    row = Sequence(prompt + text, len(prompt), sampling, Exact(), 0, 4, stops, bad=BadWords(tuple(map(tuple, bad))))
+    row = Row(prompt + text, len(prompt), sampling, Exact(), 0, 4, stops, bad=BadWords(tuple(map(tuple, bad))))
     draft = draw_(st.lists(token, max_size=4))
     return row, draft, [draw_(st.integers(-1, i - 1)) for i in range(len(draft))]
 
 
 @given(st.lists(speculations(), min_size=1, max_size=3), st.booleans(), st.integers(0, 1000))
 def test_constraints_hold_at_every_drafted_position(
-    batch: list[tuple[Sequence, list[int], list[int]]], trees: bool, seed: int
+    batch: list[tuple[Row, list[int], list[int]]], trees: bool, seed: int
 ) -> None:
     """Written out token by token from the definitions, for the text that leads to each position."""
     rows, drafts = [row for row, _, _ in batch], [draft for _, draft, _ in batch]

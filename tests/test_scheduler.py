@@ -16,7 +16,7 @@ from fly.engine import Engine
 from fly.engine.scheduler import Scheduler, _divide
 from fly.ops import derive
 from fly.policies import AcceptancePolicy, Exact, FLy, LossySampling
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.runner import Runner
 from fly.types import SamplingParams
 from tests.toys import HashModel
@@ -56,7 +56,7 @@ class Asked:
     client: str = ""
     scored: int | None = None  # the first prompt token to score
 
-    def row(self) -> Sequence:
+    def row(self) -> Row:
         scores = self.scored is not None and max(1, self.scored) < len(self.prompt)
         params = SamplingParams(
             temperature=self.temperature,
@@ -65,7 +65,7 @@ class Asked:
             prompt_logprobs=None if self.scored is None else 2,
             prompt_logprobs_start=self.scored or 0,
         )
-        return Sequence(
+        return Row(
             list(self.prompt),
             len(self.prompt),
             params,
@@ -83,7 +83,7 @@ def make_scheduler(name: str, blocks: int, size: int, **options: int) -> Schedul
     return Scheduler(Engine(runner, STRATEGIES[name](blocks, size)), **options)
 
 
-def outcome(row: Sequence) -> tuple[tuple[int, ...], str | None, list[dict[int, float]]]:
+def outcome(row: Row) -> tuple[tuple[int, ...], str | None, list[dict[int, float]]]:
     return tuple(row.tokens[row.prompt_length :]), row.finish_reason, row.prompt_logprobs
 
 
@@ -150,7 +150,7 @@ class Simulation(RuleBasedStateMachine):
         self.name = name
         self.scheduler = make_scheduler(name, -(-room // size), size, max_rows=max_rows, step_tokens=step_tokens)
         self.scheduler._scores = max_rows + scores
-        self.open: dict[int, tuple[Sequence, Asked]] = {}
+        self.open: dict[int, tuple[Row, Asked]] = {}
         self.told: dict[int, list[int]] = {}
 
     @rule(asked=requests, n=st.sampled_from([1, 1, 1, 3]))
@@ -322,7 +322,7 @@ def test_a_newcomer_has_its_first_token_within_two_steps(name: str, after: int, 
 def test_clients_that_go_on_asking_are_served_alike(sizes: list[int], max_rows: int, steps: int) -> None:
     """In rows, up to one; and where there are fewer rows than clients, in tokens, up to about one request."""
     scheduler = make_scheduler("none", 400, 4, max_rows=max_rows)
-    rows: dict[str, list[Sequence]] = {}
+    rows: dict[str, list[Row]] = {}
     for number, size in enumerate(sizes):  # the first has asked for everything before the others come
         asked = Asked((number, 1), max_tokens=size, client=str(number))
         rows[str(number)] = [asked.row() for _ in range(1 + steps * max_rows)]
@@ -475,7 +475,7 @@ def test_a_row_may_be_cancelled_from_within_a_step(itself: bool) -> None:
     scheduler = make_scheduler("model", 60, 4, max_rows=2)
     rows = [Asked((number, 2), max_tokens=12).row() for number in range(3)]  # the third waits
 
-    def stopped(row: Sequence, token: int) -> bool:
+    def stopped(row: Row, token: int) -> bool:
         if row.generated == 4:
             for other in rows[:1] if itself else rows[1:]:
                 scheduler.cancel(other)

@@ -16,7 +16,7 @@ from fly.drafts import NGramDraft
 from fly.engine import Engine
 from fly.engine.scheduler import Scheduler
 from fly.policies import Exact, FLy
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.runner import Runner
 from tests.serving import MODEL, running
 from tests.test_model import llama_configs, seeds, transformers_twin, twin_logits
@@ -89,8 +89,8 @@ def test_a_long_scored_prompt_does_not_block_others() -> None:
     scheduler = Scheduler(Engine(Runner(HashModel(), PagedKVCache(HashModel().config, 200, 2))), step_tokens=64)
     scheduler._scores = 4
 
-    def row(tokens: list[int], client: str, **params: Any) -> Sequence:
-        return Sequence(tokens, len(tokens), SamplingParams(temperature=0, **params), Exact(), 0, 0, client=client)
+    def row(tokens: list[int], client: str, **params: Any) -> Row:
+        return Row(tokens, len(tokens), SamplingParams(temperature=0, **params), Exact(), 0, 0, client=client)
 
     decoding = row([1, 2], "a", max_tokens=90)
     scheduler.add(decoding)

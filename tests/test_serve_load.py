@@ -25,7 +25,7 @@ from fly.drafts import NGramDraft
 from fly.engine.job import Job, Request
 from fly.engine.worker import Worker
 from fly.policies import Exact, parse_policy
-from fly.runtime.request import Sequence, Token
+from fly.runtime.request import Row, Token
 from tests.serving import MODEL, eventually, running
 
 ENDLESS = {"model": MODEL, "prompt": "Take", "max_tokens": 1000, "ignore_eos": True}
@@ -216,10 +216,10 @@ def test_a_client_that_comes_or_leaves_hurries_only_the_current_turn() -> None:
         def __bool__(self) -> bool:
             return self.rows > 0
 
-        def add(self, row: Sequence, stopped: object) -> None:
+        def add(self, row: Row, stopped: object) -> None:
             self.rows, self.came = self.rows + 1, (*self.came, "submit")
 
-        def cancel(self, row: Sequence) -> None:
+        def cancel(self, row: Row) -> None:
             self.rows, self.came = self.rows - 1, (*self.came, "cancel")
             begun.append((list(self.came), hurried))
 
@@ -231,7 +231,7 @@ def test_a_client_that_comes_or_leaves_hurries_only_the_current_turn() -> None:
 
     toy: Any = Toy()
     worker = Worker(toy)
-    row = Sequence([1], 1, SamplingParams(), Exact(), 0, 0)
+    row = Row([1], 1, SamplingParams(), Exact(), 0, 0)
     job = Job([Request(row)])
     worker.submit(job)
     assert eventually(lambda: len(begun) == 1)

@@ -27,7 +27,7 @@ from fly.models import LlamaConfig, save_model
 from fly.policies import Exact
 from fly.runtime.drafting import Batch, DraftSpec
 from fly.runtime.executor import Executor
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.sampling import BatchSampling
 from fly.types import SamplingParams
 from tests.blocked import decoded
@@ -141,7 +141,7 @@ def test_drafts_are_drawn_from_what_they_report(
     params, spec = SamplingParams(temperature=temperature), DraftSpec(reach=(reach,))
     drafted = []
     for executor in (whole, stepwise(whole)):
-        row = Sequence(tokens, len(tokens), params, Exact(), seed, 6)
+        row = Row(tokens, len(tokens), params, Exact(), seed, 6)
         sampling = BatchSampling.of([params]) if temperature else None
         drafted.append(executor.extend(_cached(executor, tokens), spec, [row], [5], sampling, [seed]))
     ours, theirs = drafted

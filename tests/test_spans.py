@@ -28,7 +28,7 @@ from fly.drafts import DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft
 from fly.engine import Engine
 from fly.policies import Exact, parse_policy
 from fly.runtime.executor import Batch, DraftSpec, Executor, Lookup
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.runner import Runner
 from fly.runtime.sampling import BatchSampling
 from tests import test_eagle, test_rounds
@@ -56,11 +56,11 @@ def packing() -> None:
     CpuHead(test_eagle.make_head(12), VARIANTS[0]).packed  # noqa: B018
 
 
-def stored(executor: CpuExecutor) -> tuple[PagedKVCache, Sequence]:
+def stored(executor: CpuExecutor) -> tuple[PagedKVCache, Row]:
     """A cache with room for 12 tokens of one row, of whose prompt 5 are stored."""
     cache = PagedKVCache.for_model(executor.packed, 64)
     cache.resize(0, 12)
-    return cache, Sequence([1, 2, 3, 4, 5, 6], 6, SamplingParams(temperature=1.0), Exact(), 1, 4)
+    return cache, Row([1, 2, 3, 4, 5, 6], 6, SamplingParams(temperature=1.0), Exact(), 1, 4)
 
 
 def forwards() -> None:
@@ -95,7 +95,7 @@ def rounds(target: Executor, strategy: DraftStrategy, temperature: float, rule: 
     made = Engine(Runner(target, PagedKVCache(target.config, 30, 4), control_ids=(3, 4)), strategy)
     made.stretch = test_rounds.FOREVER
     params = SamplingParams(temperature=temperature, max_tokens=12)
-    row = Sequence([1, 2, 3, 1, 2, 3, 1], 7, params, parse_policy(rule), 1, 4)
+    row = Row([1, 2, 3, 1, 2, 3, 1], 7, params, parse_policy(rule), 1, 4)
     while not row.finish_reason:
         made.step([row])
     made.release(row)

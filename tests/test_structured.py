@@ -24,7 +24,7 @@ from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft, Tre
 from fly.drafts.base import pad, pad_trees
 from fly.models.loading import save_model
 from fly.policies import AcceptancePolicy, EntropyGate, Exact, FLy, LossySampling
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.structured import Grammars, Matcher
 from fly.types import Draft, StructuredOutput
 from tests.toys import PADDING, random_llama, save_tokenizer
@@ -50,7 +50,7 @@ class WildDraft(DraftStrategy):
     def __init__(self, branches: int = 2) -> None:
         self.branches, self.spare = branches, 12
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         trees = []
         for row, most in zip(rows, max_len):
             rng = random.Random(len(row.tokens))

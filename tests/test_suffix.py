@@ -14,7 +14,7 @@ from fly.drafts import DraftStrategy, SingleDraft
 from fly.drafts.base import DraftSetup
 from fly.drafts.suffix import SuffixDraft
 from fly.policies import Exact
-from fly.runtime.request import Sequence, Token
+from fly.runtime.request import Row, Token
 from fly.runtime.runner import Runner
 from fly.types import Draft, SamplingParams, Why
 from tests.toys import random_llama, ready, run
@@ -23,11 +23,11 @@ VOCAB = 17
 FAR = 10**6  # a lookback that reaches everything here
 
 
-def make_row(tokens: list[int], prompt_length: int = 1, temperature: float = 0.0, seed: int = 0) -> Sequence:
-    return Sequence(list(tokens), prompt_length, SamplingParams(temperature=temperature), Exact(), seed, 8)
+def make_row(tokens: list[int], prompt_length: int = 1, temperature: float = 0.0, seed: int = 0) -> Row:
+    return Row(list(tokens), prompt_length, SamplingParams(temperature=temperature), Exact(), seed, 8)
 
 
-def emit(row: Sequence, tokens: list[int]) -> None:
+def emit(row: Row, tokens: list[int]) -> None:
     row.tokens += tokens
     row.provenance += [Token(token, Why.BONUS) for token in tokens]
 
@@ -278,7 +278,7 @@ def test_only_outputs_of_the_engine_are_shared_and_only_once() -> None:
 def test_outputs_are_shared_among_requests_of_one_salt_alone() -> None:
     strategy = SuffixDraft(shared_tokens=40, offset=4)
 
-    def row(salt: str) -> Sequence:
+    def row(salt: str) -> Row:
         return replace(make_row([1, 2, 3], 3), params=SamplingParams(cache_salt=salt))
 
     def finish(salt: str, tokens: list[int]) -> None:

@@ -15,7 +15,7 @@ from fly.backends.cpu import CpuExecutor, available, why_not
 from fly.cache import PagedKVCache
 from fly.policies import Exact
 from fly.runtime.executor import Batch, DraftSpec, Lookup
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from tests.toys import random_llama
 
 VARIANTS = [name for name in available() if name != "torch"]
@@ -61,7 +61,7 @@ def work(executor: CpuExecutor, seed: int) -> Callable[[], list[object]]:
         found: list[object] = []
         scores = executor.score(Batch(prompt, list(range(300)), cache.batch([0], [0], [300])), [0, 299])
         found.append(scores.logits_NV.tolist())
-        row = Sequence([*prompt, 5], 300, SamplingParams(temperature=0), Exact(), seed, 9)
+        row = Row([*prompt, 5], 300, SamplingParams(temperature=0), Exact(), seed, 9)
         for _ in range(3):
             batch = Batch([5], [300], cache.batch([0], [300], [1]))
             found.append(executor.extend(batch, DraftSpec(lookup=Lookup(4, 1, 8)), [row], [20]).tokens)

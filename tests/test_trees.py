@@ -16,7 +16,7 @@ from fly.drafts.base import pad_trees
 from fly.drafts.tree import TreeDraft
 from fly.ops import depths
 from fly.policies import AcceptancePolicy, AgreeingWindow, EntropyGate, Exact, FLy, Room, verify
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.testing import ConformanceError, check_trees
 from fly.types import Draft, Noise, Target
 from tests.test_conformance import NoResidual
@@ -107,7 +107,7 @@ class RandomTrees(DraftStrategy):
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         drafts = []
         for row, most in zip(rows, max_len):
             rng = random.Random(f"{self.seed}/{row.tokens}")

@@ -21,7 +21,7 @@ from fly.models.trimmed import kept_tokens
 from fly.policies import Exact
 from fly.runtime.drafting import Batch, DraftSpec
 from fly.runtime.executor import Executor
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.sampling import BatchSampling
 from fly.types import SamplingParams
 from tests.toys import random_llama
@@ -95,7 +95,7 @@ def test_drafts_are_drawn_from_what_they_report(
     drafted = []
     for way in (kernels, "torch"):
         executor = opened(checkpoint, way, kept)
-        row = Sequence(tokens, len(tokens), params, Exact(), seed, 6)
+        row = Row(tokens, len(tokens), params, Exact(), seed, 6)
         sampling = BatchSampling.of([params]) if temperature else None
         drafted.append(executor.extend(cached(executor, tokens, 6), spec, [row], [5], sampling, [seed]))
     ours, theirs = drafted

@@ -35,7 +35,7 @@ from fly.policies import (
     parse_policy,
 )
 from fly.policies.base import ExactCore
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.testing import check_draft, check_policy
 from fly.types import Draft, Target, Why
 from fly.vocabulary import Vocabulary
@@ -253,7 +253,7 @@ class Bound(DraftStrategy):
         self.vocabulary = setup.vocabulary
         self.vocab_size = setup.vocabulary.size
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         last = [(row.tokens[-1] + 1) % self.vocabulary.size for row in rows]
         return pad([[token][:most] for token, most in zip(last, max_len)])
 
@@ -286,7 +286,7 @@ def test_a_forgotten_vocab_size_is_one_line() -> None:
 class Wide(DraftStrategy):
     """Claims distributions over more tokens than there are."""
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         tokens_B1 = torch.tensor([row.tokens[-1:] for row in rows])
         probs_B1V = torch.nn.functional.one_hot(tokens_B1, 2000).float()
         return Draft(tokens_B1, torch.tensor(max_len).clamp_max(1), probs_B1V)

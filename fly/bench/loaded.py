@@ -21,7 +21,7 @@ from fly.llm import LLM
 from fly.models import LlamaConfig
 from fly.policies import AcceptancePolicy, Exact
 from fly.runtime.executor import Batch, DraftSpec, Executor
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.runner import Runner
 from fly.types import SamplingParams
 
@@ -105,7 +105,7 @@ def forward_of(
     if not drafting:
         return lambda: executor.score(batch)
     text = [0] * context + batch.tokens
-    row_ = Sequence(text, len(text), SamplingParams(temperature=0.0), Exact(), seed=0, k=tokens)
+    row_ = Row(text, len(text), SamplingParams(temperature=0.0), Exact(), seed=0, k=tokens)
     return lambda: executor.extend(batch, DraftSpec(), [row_], [tokens])
 
 

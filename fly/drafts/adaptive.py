@@ -15,7 +15,7 @@ from fly.drafts.base import Continuation, DraftSetup, DraftStrategy, StopsByChan
 from fly.drafts.measures import Costs, Rates
 from fly.drafts.suffix import SuffixDraft
 from fly.runtime.executor import Spent
-from fly.runtime.request import Sequence, common_prefix
+from fly.runtime.request import Row, common_prefix
 from fly.types import Draft, Target
 
 __all__ = ["AdaptiveDraft"]
@@ -214,7 +214,7 @@ class AdaptiveDraft(Wrapper):
         """The lookup that proposes in its place."""
         return self.members[1] if len(self.members) > 1 else None
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         this = self._round
         if this is None or this.places != _row_lengths(rows):  # otherwise ``continuation`` has started this round
             this = self._begin(rows, max_len)
@@ -231,7 +231,7 @@ class AdaptiveDraft(Wrapper):
         this.drafting = self.clock() - begin if this.way == _DRAFTING else 0.0
         return draft
 
-    def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
+    def continuation(self, rows: abc.Sequence[Row]) -> Continuation | None:
         """Describe rounds without a draft, or rounds in which the strategy continues the rows by itself, until another
         choice may be better. For a round by lookup return None, so that ``propose`` is called."""
         none = [0] * len(rows)
@@ -249,17 +249,17 @@ class AdaptiveDraft(Wrapper):
         this.max_len, rounds = list(map(min, lengths, inner.max_len)), min(this.rounds, inner.rounds)
         return inner._replace(max_len=this.max_len, rounds=rounds, report=this.spent.extend)
 
-    def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
+    def prefill(self, parts: abc.Sequence[tuple[Row, int]]) -> None:
         if self._last == _DRAFTING:  # otherwise the strategy may never draft for these rows
             super().prefill(parts)
             for row, end in parts:
                 self._row(row).read = end
 
-    def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
+    def observe(self, rows: abc.Sequence[Row], draft: Draft, target: Target) -> None:
         if (member := self._proposing) is not None:
             member.observe(rows, draft, target)
 
-    def commit(self, rows: abc.Sequence[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Row]) -> None:
         this, member, now = self._round, self._proposing, self.clock()
         self._round = None
         if member is not None:
@@ -267,7 +267,7 @@ class AdaptiveDraft(Wrapper):
         if this is not None:
             self._learn(this, rows, now)
 
-    def release(self, row: Sequence) -> None:
+    def release(self, row: Row) -> None:
         self._rows.pop(row.id, None)
         if self._round is not None and any(id_ == row.id for id_, _ in self._round.places):
             self._round = None
@@ -281,12 +281,12 @@ class AdaptiveDraft(Wrapper):
             return self.strategy
         return self.lookup if self._round.way == _LOOKUP else None
 
-    def _row(self, row: Sequence) -> _Row:
+    def _row(self, row: Row) -> _Row:
         if row.id not in self._rows:
             self._rows[row.id] = _Row(self._measured[row.greedy].drafting.copy())
         return self._rows[row.id]
 
-    def _begin(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> _Round:
+    def _begin(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> _Round:
         """Choose what proposes for ``rows``, and start a round."""
         begin, count, known = self.clock(), len(rows), list(map(self._row, rows))
         measured, looked = self._measured[all(row.greedy for row in rows)], self._look_up(rows, max_len)
@@ -320,7 +320,7 @@ class AdaptiveDraft(Wrapper):
         self._round = _Round(measured, way, begin, _row_lengths(rows), asked, worth, looked, trial, rounds, behind)
         return self._round
 
-    def _look_up(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[list[int]]:
+    def _look_up(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> list[list[int]]:
         """Return what the lookup proposes for each row. If asking it takes too long, it proposes nothing."""
         forward = self._measured[all(row.greedy for row in rows)].costs.plain(len(rows))
         if self.lookup is None or (forward and median(self._asking or [0.0]) > _MAX_LOOKUP_SHARE * forward):
@@ -332,7 +332,7 @@ class AdaptiveDraft(Wrapper):
             raise ValueError(f"{type(self.lookup).__name__} cannot be the lookup: it proposes trees or draws tokens")
         return [piece.tokens for piece in pieces]
 
-    def _lengths(self, this: _Round, rows: abc.Sequence[Sequence]) -> list[int]:
+    def _lengths(self, this: _Round, rows: abc.Sequence[Row]) -> list[int]:
         """Return the most tokens to propose for each row."""
         strategy, measured = self.strategy, this.measured
         if this.way != _DRAFTING:
@@ -349,7 +349,7 @@ class AdaptiveDraft(Wrapper):
             for row, most in zip(rows, this.asked)
         ]
 
-    def _learn(self, this: _Round, rows: abc.Sequence[Sequence], now: float) -> None:
+    def _learn(self, this: _Round, rows: abc.Sequence[Row], now: float) -> None:
         """Learn from a round, or from several, that ended at ``now``."""
         after = {row.id: row for row in rows}
         if any(id_ not in after for id_, _ in this.places):
@@ -419,6 +419,6 @@ class AdaptiveDraft(Wrapper):
                     trial.waited += rounds
 
 
-def _row_lengths(rows: abc.Sequence[Sequence]) -> list[tuple[int, int]]:
+def _row_lengths(rows: abc.Sequence[Row]) -> list[tuple[int, int]]:
     """Return the id of each row, and its number of tokens."""
     return [(row.id, len(row.tokens)) for row in rows]

@@ -22,7 +22,7 @@ from fly.models.tokenizer import Tokenizer
 from fly.ops import upload
 from fly.runtime.continuation import Continuation
 from fly.runtime.executor import Drafted, Executor, Head
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.runner import Runner
 from fly.types import Draft, Target
 from fly.vocabulary import Vocabulary
@@ -225,7 +225,7 @@ class DraftStrategy(ABC):
     spare: int = 0  # cache slots that its trees need beyond a row's longest path
 
     @abstractmethod
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         """Propose at most ``max_len[b]`` tokens after the last token of each row (in a tree: along any path). Fewer or
         none are always allowed.
 
@@ -241,24 +241,24 @@ class DraftStrategy(ABC):
         Raises ``ValueError`` if it cannot draft for this target, with the reason.
         """
 
-    def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
+    def prefill(self, parts: abc.Sequence[tuple[Row, int]]) -> None:
         """Read each row's prompt up to the given number of tokens. Called while the target reads prompts chunk by
         chunk. By default a strategy reads a whole prompt when it first drafts for the row."""
 
-    def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
+    def continuation(self, rows: abc.Sequence[Row]) -> Continuation | None:
         """Describe how this strategy continues rows, so that several rounds can run in one call, without ``propose``
         and ``observe``. Only a strategy that drafts by one model or by prompt lookup, and does not read the target's
         output, can return this. Any other returns None, the default."""
         return None
 
-    def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
+    def observe(self, rows: abc.Sequence[Row], draft: Draft, target: Target) -> None:
         """Learn from the target's output on a draft of this strategy. Called before the rows grow."""
 
-    def commit(self, rows: abc.Sequence[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Row]) -> None:
         """Roll the strategy's state back to the rows' tokens, which now end with the tokens of this round. Called after
         every round in which ``propose`` was called, and sometimes after others."""
 
-    def release(self, row: Sequence) -> None:
+    def release(self, row: Row) -> None:
         """Free the state of ``row``, which has ended."""
 
 
@@ -299,20 +299,20 @@ class Wrapper(DraftStrategy):
         self.members = [setup.attach(member) for member in self.members]
         self._follow_members()
 
-    def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
+    def prefill(self, parts: abc.Sequence[tuple[Row, int]]) -> None:
         for member in self.members:
             member.prefill(parts)
 
-    def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
+    def observe(self, rows: abc.Sequence[Row], draft: Draft, target: Target) -> None:
         """Let every member learn from the target's output, whichever member proposed the draft."""
         for member in self.members:
             member.observe(rows, draft, target)
 
-    def commit(self, rows: abc.Sequence[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Row]) -> None:
         for member in self.members:
             member.commit(rows)
 
-    def release(self, row: Sequence) -> None:
+    def release(self, row: Row) -> None:
         for member in self.members:
             member.release(row)
 
@@ -347,7 +347,7 @@ def drafted_of(rows: int, active: list[int], found: Drafted) -> Draft:
     return Draft(proposal.tokens_BK, proposal.lengths_B, probs_BKV, logits_BKV=logits_BKV)
 
 
-def until_end(tokens: list[int], row: Sequence) -> list[int]:
+def until_end(tokens: list[int], row: Row) -> list[int]:
     """Cut ``tokens`` after the first that ends ``row``."""
     ends = (at for at, token in enumerate(tokens, start=1) if token in row.stop_ids)
     return tokens[: next(ends, len(tokens))]

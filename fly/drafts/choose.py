@@ -9,7 +9,7 @@ from collections import abc
 
 from fly.drafts.base import Continuation, DraftStrategy, RowDraft, Wrapper, join_rows, split_rows
 from fly.ops import upload
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.types import Draft, Target
 
 __all__ = ["ChooseDraft"]
@@ -34,21 +34,21 @@ class ChooseDraft(Wrapper):
         super()._follow_members()
         self.learns = any(member.learns for member in self.members)
 
-    def _member_of(self, row: Sequence) -> DraftStrategy:
+    def _member_of(self, row: Row) -> DraftStrategy:
         # A name that is not here is an outer choose's.
         return self.members[self.names.index(row.draft) if row.draft in self.names else 0]
 
-    def _groups(self, rows: abc.Sequence[Sequence]) -> list[tuple[DraftStrategy, list[int]]]:
+    def _groups(self, rows: abc.Sequence[Row]) -> list[tuple[DraftStrategy, list[int]]]:
         """Return the strategies that these rows chose, each with the indices of its rows."""
         chosen = [self._member_of(row) for row in rows]
         groups = [(member, [b for b, own in enumerate(chosen) if own is member]) for member in self.members]
         return [(member, numbers) for member, numbers in groups if numbers]
 
-    def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
+    def prefill(self, parts: abc.Sequence[tuple[Row, int]]) -> None:
         for member, numbers in self._groups([row for row, _ in parts]):
             member.prefill([parts[b] for b in numbers])
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         groups = self._groups(rows)
         if len(groups) == 1:
             return groups[0][0].propose(rows, max_len)
@@ -58,19 +58,19 @@ class ChooseDraft(Wrapper):
             found |= zip(numbers, split_rows(draft))
         return join_rows([found[b] for b in range(len(rows))])
 
-    def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
+    def continuation(self, rows: abc.Sequence[Row]) -> Continuation | None:
         groups = self._groups(rows)
         return groups[0][0].continuation(rows) if len(groups) == 1 else None
 
-    def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
+    def observe(self, rows: abc.Sequence[Row], draft: Draft, target: Target) -> None:
         for member, numbers in self._groups(rows):
             index_B = upload(numbers, target.logits_BKV.device)
             part = draft.to(target.logits_BKV.device).rows(index_B, numbers)
             member.observe([rows[b] for b in numbers], part, target.rows(index_B, numbers))
 
-    def commit(self, rows: abc.Sequence[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Row]) -> None:
         for member, numbers in self._groups(rows):
             member.commit([rows[b] for b in numbers])
 
-    def release(self, row: Sequence) -> None:
+    def release(self, row: Row) -> None:
         self._member_of(row).release(row)

@@ -15,7 +15,7 @@ from fly.drafts.heads import HeadRunner
 from fly.drafts.model import seed_of
 from fly.drafts.stops import check_limits, reach_of
 from fly.runtime.executor import DraftSpec, Growth, Head
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.sampling import BatchSampling
 from fly.types import Draft
 
@@ -112,7 +112,7 @@ class Eagle3Draft(StopsByChance):
         self._runner = HeadRunner(head, states, target.share)
         setup.add(self.runner, self._cache_tokens, self._block_size)
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         context, most = self.head.config.max_position_embeddings, []
         for row, n in zip(rows, max_len):
             n = min(n, context - len(row.tokens), self._longest)
@@ -127,7 +127,7 @@ class Eagle3Draft(StopsByChance):
         found = self.runner.draft(going, self._spec(going), [most[b] for b in active], sampling, seeds)
         return drafted_of(len(rows), active, found)
 
-    def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
+    def continuation(self, rows: abc.Sequence[Row]) -> Continuation | None:
         if not all(map(self.runner.may_draft, rows)):
             return None
         return Continuation(self.runner, [self._longest] * len(rows), self._spec(rows))
@@ -137,23 +137,23 @@ class Eagle3Draft(StopsByChance):
         """The most tokens along a path."""
         return self.depth if self.k is None else min(self.k, self.depth)
 
-    def _spec(self, rows: abc.Sequence[Sequence]) -> DraftSpec:
+    def _spec(self, rows: abc.Sequence[Row]) -> DraftSpec:
         if self.growth is not None:
             return DraftSpec(tree=self.growth)
         return DraftSpec(self.confidence, reach=reach_of(rows, self.reach, self.worth or 0.0))
 
-    def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
+    def prefill(self, parts: abc.Sequence[tuple[Row, int]]) -> None:
         """Read the earlier chunks of the prompts. The target has computed their hidden states, but not this chunk's."""
         rows = [row for row, _ in parts if row.k and len(row.tokens) <= self.head.config.max_position_embeddings]
         # If there is no room now, ``propose`` reads the rows later.
         with suppress(OutOfBlocks), torch.inference_mode():
             self.runner.catch_up(rows)
 
-    def commit(self, rows: abc.Sequence[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Row]) -> None:
         self.runner.commit(rows)
         if behind := [row for row in rows if row.k and self.runner.count_unread(row) > _BACKLOG]:
             self.prefill([(row, 0) for row in behind])
             self.runner.commit(behind)
 
-    def release(self, row: Sequence) -> None:
+    def release(self, row: Row) -> None:
         self.runner.release(row)

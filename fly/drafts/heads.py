@@ -20,7 +20,7 @@ from torch import Tensor
 from fly.cache import BlockAllocator, OutOfBlocks, PagedBatch, PagedKVCache
 from fly.runtime.drafting import Batch, Drafted, DraftSpec, ends_of
 from fly.runtime.executor import Executor, Given, Head
-from fly.runtime.request import Sequence, common_prefix
+from fly.runtime.request import Row, common_prefix
 from fly.runtime.sampling import BatchSampling
 from fly.runtime.states import HiddenStates
 
@@ -59,7 +59,7 @@ class HeadRunner:
         self._held: dict[int, _Held] = {}
         states.begin, states.end = self.begin, self.release
 
-    def begin(self, row: Sequence) -> int:
+    def begin(self, row: Row) -> int:
         """Let a new row adopt pages of rows that begin with the same tokens. Return how many tokens the head does not
         have to read, so that their hidden states are not needed."""
         if (held := self._held.get(row.id)) is None:
@@ -67,17 +67,17 @@ class HeadRunner:
             held = self._held[row.id] = _Held(1, row.tokens[: 1 + adopted])
         return len(held.text) - 1
 
-    def may_draft(self, row: Sequence) -> bool:
+    def may_draft(self, row: Row) -> bool:
         """Whether the hidden states are known up to the row's last token but one."""
         stored = self.states.stored(row)
         return len(stored) > 0 and stored.stop == len(row.tokens) - 1
 
-    def count_unread(self, row: Sequence) -> int:
+    def count_unread(self, row: Row) -> int:
         """Return how many tokens the head could read now, beyond those it has read."""
         held = self._held.get(row.id)
         return self.states.stored(row).stop + 1 - (1 if held is None else len(held.text))
 
-    def catch_up(self, rows: abc.Sequence[Sequence]) -> None:
+    def catch_up(self, rows: abc.Sequence[Row]) -> None:
         """Read all tokens with known hidden states. Raises ``OutOfBlocks`` and changes nothing if there is no room."""
         unread = {row: part for row in rows if (part := self._unread(row))}
         if not unread:
@@ -91,7 +91,7 @@ class HeadRunner:
 
     def draft(
         self,
-        rows: abc.Sequence[Sequence],
+        rows: abc.Sequence[Row],
         spec: DraftSpec,
         max_len: abc.Sequence[int],
         sampling: BatchSampling | None,
@@ -130,23 +130,23 @@ class HeadRunner:
     def reserve(self, tokens: int | None = None, block_size: int | None = None) -> None:
         self.cache = PagedKVCache.for_model(self.head, tokens, block_size)
 
-    def fits(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> bool:
+    def fits(self, rows: abc.Sequence[Row], rooms: abc.Sequence[int]) -> bool:
         allocator = self.cache.allocator
         return sum(allocator.missing(row.id, room) for row, room in zip(rows, rooms)) <= allocator.num_free
 
-    def prepare(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
+    def prepare(self, rows: abc.Sequence[Row], rooms: abc.Sequence[int]) -> PagedBatch:
         unread = [self._unread(row) for row in rows]
         return self._reserve(rows, unread, [room - part.stop for part, room in zip(unread, rooms)])
 
-    def read_states(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given:
+    def read_states(self, rows: abc.Sequence[Row], kv: PagedBatch) -> Given:
         first = [self._held[row.id].first for row in rows]
         unread = [range(n + start, n + start + count) for n, start, count in zip(first, kv.starts, kv.counts)]
         return Given(first, self._states_before(rows, unread))
 
-    def note_cached(self, row: Sequence, text: list[int]) -> None:
+    def note_cached(self, row: Row, text: list[int]) -> None:
         self._held[row.id].text = text
 
-    def commit(self, rows: abc.Iterable[Sequence]) -> None:
+    def commit(self, rows: abc.Iterable[Row]) -> None:
         """Roll the head's cache back to the rows' tokens."""
         for row in rows:
             if (held := self._follow(row)) is not None and held.first == 1 and self.share:
@@ -156,12 +156,12 @@ class HeadRunner:
             elif held is not None:
                 self.states.drop(row, len(held.text) - 1 - _KEPT)
 
-    def release(self, row: Sequence) -> None:
+    def release(self, row: Row) -> None:
         """Free all pages of ``row``."""
         self._held.pop(row.id, None)
         self.cache.allocator.release(row.id)
 
-    def _follow(self, row: Sequence) -> _Held | None:
+    def _follow(self, row: Row) -> _Held | None:
         """Roll the cache back to the row's tokens except the last. Return what it still holds of the row, or None."""
         if (held := self._held.get(row.id)) is None:
             return None
@@ -174,7 +174,7 @@ class HeadRunner:
             self.cache.resize(row.id, held.slots)
         return held
 
-    def _unread(self, row: Sequence) -> range:
+    def _unread(self, row: Row) -> range:
         """Return the range of tokens to read next. The hidden states at the token before each of them are known."""
         stored, held = self.states.stored(row), self._follow(row)
         if held is None:
@@ -185,9 +185,7 @@ class HeadRunner:
             held = self._held[row.id] = _Held(stored.start + 1, row.tokens[: stored.start + 1])
         return range(len(held.text), min(stored.stop + 1, len(row.tokens)))
 
-    def _reserve(
-        self, rows: abc.Sequence[Sequence], unread: abc.Sequence[range], room: abc.Sequence[int]
-    ) -> PagedBatch:
+    def _reserve(self, rows: abc.Sequence[Row], unread: abc.Sequence[range], room: abc.Sequence[int]) -> PagedBatch:
         """Make room in the cache for the tokens ``unread``, and for ``room`` more in each row. Return the batch of
         ``unread``."""
         starts, counts = [self._held[row.id].slots for row in rows], [len(part) for part in unread]
@@ -200,13 +198,13 @@ class HeadRunner:
             raise
         return self.cache.batch([row.id for row in rows], starts, counts)
 
-    def _states_before(self, rows: abc.Sequence[Sequence], unread: abc.Sequence[range]) -> Tensor:
+    def _states_before(self, rows: abc.Sequence[Row], unread: abc.Sequence[range]) -> Tensor:
         """Return the hidden states at the token before each of the tokens ``unread``, one row after another."""
         before = [self.states.get(row, range(part.start - 1, part.stop - 1)) for row, part in zip(rows, unread)]
         return before[0] if len(before) == 1 else torch.cat(before)
 
 
-def _salt(row: Sequence) -> str:
+def _salt(row: Row) -> str:
     """Return the key under which rows may share pages. It includes the row's first token: the head never reads that
     token, but its pages depend on it."""
     return f"{row.params.cache_salt} {row.tokens[0]}"

@@ -32,7 +32,7 @@ from fly.ops import derive, nothing_left, sent
 from fly.policies import AcceptancePolicy, Exact
 from fly.runtime.drafting import Certainty, Drafted, draw_tokens
 from fly.runtime.executor import DraftSpec, Executor
-from fly.runtime.request import Sequence, common_prefix
+from fly.runtime.request import Row, common_prefix
 from fly.runtime.runner import Runner
 from fly.runtime.sampling import BatchSampling
 from fly.types import Draft, Guarantee, Target
@@ -115,7 +115,7 @@ class SingleDraft(StopsByChance):
         """The draft model."""
         return self.runner.executor
 
-    def spec(self, rows: abc.Sequence[Sequence]) -> DraftSpec:
+    def spec(self, rows: abc.Sequence[Row]) -> DraftSpec:
         """Return how the model drafts for ``rows``, including prompt lookup if that is its own draft strategy."""
         lookup = self.draft.lookup if type(self.draft) is NGramDraft and self._lossless else None
         reach = reach_of(rows, self.reach, self.worth or 0.0)
@@ -125,7 +125,7 @@ class SingleDraft(StopsByChance):
     def _lossless(self) -> bool:
         return self.policy.guarantee is Guarantee.LOSSLESS
 
-    def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
+    def prefill(self, parts: abc.Sequence[tuple[Row, int]]) -> None:
         context = self.executor.config.max_position_embeddings
         left = [(row, min(end, context) - len(self.runner.begin(row))) for row, end in parts if row.k]
         if left := [(row, n) for row, n in left if n > 0]:
@@ -136,7 +136,7 @@ class SingleDraft(StopsByChance):
         if self.draft is not None:
             self.draft.prefill(parts)
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         context = self.executor.config.max_position_embeddings
         own = [n if self.k is None else min(n, self.k) for n in max_len]
         most = [max(0, min(n, context - len(row.tokens))) for row, n in zip(rows, own)]
@@ -152,7 +152,7 @@ class SingleDraft(StopsByChance):
             return drafted_of(len(rows), active, self._draft_alone(going, wanted, spec))
         return drafted_of(len(rows), active, self._draft_in_rounds(going, wanted, spec))
 
-    def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
+    def continuation(self, rows: abc.Sequence[Row]) -> Continuation | None:
         spec = self.spec(rows)
         plain = is_built_in(type(self)) and (self.draft is None or spec.lookup is not None) and not self.with_logits
         known = all(row.greedy for row in rows) or self._lossless  # otherwise ``propose`` raises
@@ -160,17 +160,17 @@ class SingleDraft(StopsByChance):
             return None
         return Continuation(self.runner, [sys.maxsize if self.k is None else self.k] * len(rows), spec)
 
-    def commit(self, rows: abc.Sequence[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Row]) -> None:
         self.runner.commit(rows)
         if self.draft is not None:
             self.draft.commit(rows)
 
-    def release(self, row: Sequence) -> None:
+    def release(self, row: Row) -> None:
         self.runner.release(row)
         if self.draft is not None:
             self.draft.release(row)
 
-    def _draft_alone(self, rows: list[Sequence], max_len: list[int], spec: DraftSpec) -> Drafted:
+    def _draft_alone(self, rows: list[Row], max_len: list[int], spec: DraftSpec) -> Drafted:
         """Draft with the model alone, in one call of the executor."""
         seeds = [seed_of(row) for row in rows]
         sampling = None
@@ -178,7 +178,7 @@ class SingleDraft(StopsByChance):
             sampling = BatchSampling.of([row.params for row in rows])
         return self.runner.extend(rows, spec, max_len, sampling, seeds)
 
-    def _draft_in_rounds(self, rows: list[Sequence], max_len: list[int], spec: DraftSpec) -> Drafted:
+    def _draft_in_rounds(self, rows: list[Row], max_len: list[int], spec: DraftSpec) -> Drafted:
         """Run rounds until each row has enough tokens. In each round the strategy below proposes, and this model
         verifies."""
         scratch = [row.fork(self.policy, seed_of(row)) for row in rows]
@@ -228,7 +228,7 @@ class SingleDraft(StopsByChance):
             values_BKV[b, : len(each_V)] = torch.stack(each_V)
         return Drafted(chains, None, values_BKV) if greedy else Drafted(chains, values_BKV)
 
-    def _decide(self, rows: list[Sequence], target: Target, below: Draft) -> list[tuple[list[int], list[int]]]:
+    def _decide(self, rows: list[Row], target: Target, below: Draft) -> list[tuple[list[int], list[int]]]:
         """Return, for each row, the drafted tokens that this level keeps and its own next token, and their places.
 
         For deterministic chains under the exact rule, the model has one token of its own at each place: its most likely
@@ -246,7 +246,7 @@ class SingleDraft(StopsByChance):
         ]
 
 
-def _own_tokens(rows: list[Sequence], probs_BJV: Tensor) -> list[list[int]]:
+def _own_tokens(rows: list[Row], probs_BJV: Tensor) -> list[list[int]]:
     """Draw the model's own token at each place of each row."""
     places = probs_BJV.shape[1]
     lengths = [len(row.tokens) + at for row in rows for at in range(places)]
@@ -254,7 +254,7 @@ def _own_tokens(rows: list[Sequence], probs_BJV: Tensor) -> list[list[int]]:
     return [tokens[b * places : (b + 1) * places] for b in range(len(rows))]
 
 
-def seed_of(row: Sequence) -> int:
+def seed_of(row: Row) -> int:
     """Return the seed of all tokens that the draft model draws for a row in this round."""
     return 0 if row.greedy else derive(row.seed, len(row.tokens))
 

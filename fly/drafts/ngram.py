@@ -6,7 +6,7 @@ from collections import abc
 
 from fly.drafts.base import Continuation, DraftStrategy, is_built_in, pad, until_end
 from fly.runtime.executor import DraftSpec, Lookup
-from fly.runtime.request import Sequence, common_prefix
+from fly.runtime.request import Row, common_prefix
 from fly.types import Draft
 
 __all__ = ["Index", "NGramDraft"]
@@ -83,7 +83,7 @@ class NGramDraft(DraftStrategy):
         self.longest, self.shortest, self.k = longest, shortest, k
         self._indices: dict[int, Index] = {}
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         copied = [self._index(row).copied(row.tokens, min(most, self.k)) for row, most in zip(rows, max_len)]
         return pad([until_end(tokens, row) for row, tokens in zip(rows, copied)])
 
@@ -92,12 +92,12 @@ class NGramDraft(DraftStrategy):
         """The settings in the form that executors take."""
         return Lookup(self.longest, self.shortest, self.k)
 
-    def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
+    def continuation(self, rows: abc.Sequence[Row]) -> Continuation | None:
         spec = DraftSpec(lookup=self.lookup)
         return Continuation(None, [self.k] * len(rows), spec) if is_built_in(type(self)) else None
 
-    def release(self, row: Sequence) -> None:
+    def release(self, row: Row) -> None:
         self._indices.pop(row.id, None)
 
-    def _index(self, row: Sequence) -> Index:
+    def _index(self, row: Row) -> Index:
         return self._indices.setdefault(row.id, Index(self.longest, self.shortest))

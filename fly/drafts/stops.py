@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import abc
 
 from fly.policies import AcceptancePolicy
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.types import Guarantee
 
 __all__ = ["check_limits", "reach_of", "usual_reach"]
@@ -32,7 +32,7 @@ def usual_reach(reach: float | None, policy: AcceptancePolicy) -> float:
     return REACH if policy.guarantee is Guarantee.LOSSLESS else REACH_EXCUSED
 
 
-def reach_of(rows: abc.Sequence[Sequence], reach: float | None, worth: float) -> tuple[float, ...]:
+def reach_of(rows: abc.Sequence[Row], reach: float | None, worth: float) -> tuple[float, ...]:
     """Return ``DraftSpec.reach`` for each row: ``worth`` if it is known (not 0), otherwise ``usual_reach``. ``worth``
     is squared for rules that excuse mismatches, which keep tokens more often."""
     power = [1 if row.policy.guarantee is Guarantee.LOSSLESS else 2 for row in rows]

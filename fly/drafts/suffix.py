@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from fly.drafts.base import DraftSetup, DraftStrategy, pad, until_end
-from fly.runtime.request import Sequence, common_prefix
+from fly.runtime.request import Row, common_prefix
 from fly.types import Draft
 
 __all__ = ["SuffixDraft"]
@@ -129,20 +129,20 @@ class SuffixDraft(DraftStrategy):
             )
         self.vocab_size = size
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         found = [self._lookup(row, n if self.k is None else min(n, self.k)) for row, n in zip(rows, max_len)]
         return pad([until_end(tokens, row) for row, tokens in zip(rows, found)])
 
-    def commit(self, rows: abc.Sequence[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Row]) -> None:
         for row in rows:
             self._sync(row)
 
-    def release(self, row: Sequence) -> None:
+    def release(self, row: Row) -> None:
         """Free the row's own state, and share its output. A fork shares nothing: its tokens have no provenance."""
         if self._own.pop(row.id, None) is not None and row.provenance and self.shared_tokens:
             self._share(row)
 
-    def _lookup(self, row: Sequence, most: int) -> list[int]:
+    def _lookup(self, row: Row, most: int) -> list[int]:
         if most < 1:
             return []
         text, own = self._sync(row)
@@ -171,7 +171,7 @@ class SuffixDraft(DraftStrategy):
             score += chance
         return score, drafted
 
-    def _sync(self, row: Sequence) -> tuple[list[int], _Places]:
+    def _sync(self, row: Row) -> tuple[list[int], _Places]:
         """Update the indexed copy of the row's text and its index. Return both."""
         text, places = own = self._own.setdefault(row.id, ([], _Places(self.depth)))
         keep = common_prefix(text, row.tokens)
@@ -183,7 +183,7 @@ class SuffixDraft(DraftStrategy):
             places.add(text, end)
         return own
 
-    def _share(self, row: Sequence) -> None:
+    def _share(self, row: Row) -> None:
         start = max(0, row.prompt_length - self.depth, len(row.tokens) - self.shared_tokens)
         text = row.tokens[start:]
         first = max(0, row.prompt_length - 1 - start)  # the prompt's last token: the output follows it

@@ -25,7 +25,7 @@ from fly.models.lengths import byte_level
 from fly.models.tokenizer import Tokenizer
 from fly.ops import derive, first_branch
 from fly.runtime.executor import Batch, Executor, Scores, Wrapped
-from fly.runtime.request import Sequence, common_prefix
+from fly.runtime.request import Row, common_prefix
 from fly.types import Draft, SamplingParams, Target
 
 __all__ = ["TranslatedDraft", "TranslatingSetup", "Vocabularies", "translated"]
@@ -251,7 +251,7 @@ class TranslatedDraft(StopsByChance):
         self.vocab_size: int = vocab_size
         self._contexts: dict[int, _Context] = {}
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         self.draft.worth = self.worth
         own = [self._in_draft_ids(row) for row in rows]
         most = [n if self._may_draft(row, translated_row) else 0 for row, translated_row, n in zip(rows, own, max_len)]
@@ -269,30 +269,30 @@ class TranslatedDraft(StopsByChance):
         probs_BKV[..., :shared] = own_BKV[..., :shared]
         return Draft(draft.tokens_BK, draft.lengths_B, probs_BKV, draft.parents_BK)
 
-    def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
+    def observe(self, rows: abc.Sequence[Row], draft: Draft, target: Target) -> None:
         """Do nothing: the draft model cannot read the target's output, which is in another vocabulary."""
 
-    def commit(self, rows: abc.Sequence[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Row]) -> None:
         self._commit([self._in_draft_ids(row) for row in rows if row.id in self._contexts])
 
-    def release(self, row: Sequence) -> None:
+    def release(self, row: Row) -> None:
         self._contexts.pop(row.id, None)
         self.draft.release(row)
 
-    def _commit(self, own: abc.Sequence[Sequence]) -> None:
+    def _commit(self, own: abc.Sequence[Row]) -> None:
         """Let the draft commit these rows, which are in its own ids."""
         self.draft.commit([translated_row for translated_row in own if translated_row.tokens])
         for translated_row in own:
             if not translated_row.tokens:  # no token of this row has a draft id
                 self.draft.release(translated_row)
 
-    def _in_draft_ids(self, row: Sequence) -> Sequence:
+    def _in_draft_ids(self, row: Row) -> Row:
         """Return the row in the draft model's ids, under the same row id."""
         context = self._contexts.setdefault(row.id, _Context())
         context.follow(row.tokens, self.vocabularies)
         begin, to_draft, to_target = self.vocabularies.begin, self.vocabularies.to_draft, self.vocabularies.to_target
         ids = list(context.ids) if context.ids[: len(begin)] == begin else begin + context.ids
-        return Sequence(
+        return Row(
             tokens=ids,
             prompt_length=len(ids) - row.generated,  # both count the same number of emitted tokens
             params=_GREEDY if self.mode == "text" else _without_bans(row.params),
@@ -305,7 +305,7 @@ class TranslatedDraft(StopsByChance):
             id=row.id,
         )
 
-    def _may_draft(self, row: Sequence, own: Sequence) -> bool:
+    def _may_draft(self, row: Row, own: Row) -> bool:
         """Whether the draft model has a text to continue, and a token that may continue it."""
         if self.mode == "text":
             return bool(own.tokens) and self.vocabularies.is_complete(self._contexts[row.id].last_segment())
@@ -313,7 +313,7 @@ class TranslatedDraft(StopsByChance):
         return bool(own.tokens) and not only_ends
 
     def _retokenise(
-        self, rows: abc.Sequence[Sequence], own: abc.Sequence[Sequence], draft: Draft, max_len: abc.Sequence[int]
+        self, rows: abc.Sequence[Row], own: abc.Sequence[Row], draft: Draft, max_len: abc.Sequence[int]
     ) -> Draft:
         """Encode the drafted text for the target, up to the first special token. Include that token if it is shared."""
         vocabularies, to_target = self.vocabularies, self.vocabularies.to_target

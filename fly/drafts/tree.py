@@ -12,7 +12,7 @@ from fly.drafts.base import Loaded
 from fly.drafts.model import SingleDraft
 from fly.runtime.drafting import DraftSpec, Growth
 from fly.runtime.executor import Executor
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 
 __all__ = ["TreeDraft"]
 
@@ -52,5 +52,5 @@ class TreeDraft(SingleDraft):
         self.spare = self.growth.spare  # a row's longest path may be a single token
         self.worth = None  # reach counts only the likeliest token at each place, but a sibling may be kept instead
 
-    def spec(self, rows: abc.Sequence[Sequence]) -> DraftSpec:
+    def spec(self, rows: abc.Sequence[Row]) -> DraftSpec:
         return DraftSpec(tree=self.growth)

@@ -12,16 +12,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fly.runtime.request import Sequence, Token
+from fly.runtime.request import Row, Token
 from fly.types import Decision, Mismatch, Why
 
 __all__ = ["OnToken", "apply", "explain_tokens", "logprobs"]
 
-OnToken = Callable[[Sequence, int], bool]  # called with each emitted token in order; True ends the row there
+OnToken = Callable[[Row, int], bool]  # called with each emitted token in order; True ends the row there
 
 
 def apply(
-    row: Sequence, decisions: abc.Sequence[Decision], left: int, stopped: OnToken | None = None, prompt: bool = False
+    row: Row, decisions: abc.Sequence[Decision], left: int, stopped: OnToken | None = None, prompt: bool = False
 ) -> list[Token]:
     """Extend the row by the tokens that its decided blocks emit, exactly up to where the row ends, and count them.
 
@@ -70,7 +70,7 @@ def apply(
     return row.provenance[first:]
 
 
-def _append_bonuses(row: Sequence, decisions: abc.Sequence[Decision]) -> None:
+def _append_bonuses(row: Row, decisions: abc.Sequence[Decision]) -> None:
     """Extend the row by rounds without a draft that do not end it."""
     row.tokens += [decision.next_token for decision in decisions]
     row.provenance += [Token(one.next_token, Why.BONUS, None, one.choices[0]) for one in decisions]
@@ -80,7 +80,7 @@ def _append_bonuses(row: Sequence, decisions: abc.Sequence[Decision]) -> None:
 
 
 def _record_mismatches(
-    row: Sequence, block: list[Token], kept: abc.Sequence[int], mismatches: abc.Sequence[Mismatch], complete: bool
+    row: Row, block: list[Token], kept: abc.Sequence[int], mismatches: abc.Sequence[Mismatch], complete: bool
 ) -> None:
     """Mark relaxed tokens of the ``block`` with the clauses that excused them, and count what each clause did.
 
@@ -103,7 +103,7 @@ def _record_mismatches(
                 stats.spent[label] = stats.spent.get(label, 0.0) + cost
 
 
-def _extend(row: Sequence, ids: list[int], left: int, stopped: OnToken | None) -> int:
+def _extend(row: Row, ids: list[int], left: int, stopped: OnToken | None) -> int:
     """Append ``ids`` to the row up to its end, and return how many were appended."""
     if stopped is None and len(ids) < left and row.stop_ids.isdisjoint(ids):
         row.tokens += ids
@@ -151,7 +151,7 @@ def _make_entry(token: int, own: list[float], likeliest: list[float], count: int
 
 def explain_tokens(
     raw_BJV: Tensor,
-    rows: abc.Sequence[Sequence],
+    rows: abc.Sequence[Row],
     decisions: abc.Sequence[Decision],
     before: abc.Sequence[int],
     put: Callable[[list[int]], Tensor],

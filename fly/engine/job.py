@@ -13,7 +13,7 @@ from typing import Any
 from fly.models.chat import Splitter, Thinking
 from fly.models.tokenizer import TextStream, Tokenizer
 from fly.output import Output, Reader
-from fly.runtime.request import Sequence, Token
+from fly.runtime.request import Row, Token
 from fly.types import Guarantee
 
 __all__ = ["Entry", "Job", "News", "Request", "outputs_of", "read_along"]
@@ -47,7 +47,7 @@ class Request:
     """A row with its text. If the request is ``streamed`` or has a stop string, ``text`` decodes tokens as they come.
     ``thinking`` describes the reasoning that may begin the text."""
 
-    row: Sequence
+    row: Row
     tokenizer: Tokenizer | None = None
     text: TextStream | None = None
     streamed: bool = False
@@ -55,7 +55,7 @@ class Request:
     _texts: list[str] = field(default_factory=list)
     _logprobs: int = 0  # number of tokens whose log-probabilities were reported
 
-    def stopped(self, row: Sequence, token: int) -> bool:
+    def stopped(self, row: Row, token: int) -> bool:
         """Decode a token, and return whether a stop string now ends the text."""
         assert self.text is not None
         self._texts.append(self.text.push(token, stoppable=row.generated >= row.params.min_tokens))
@@ -110,7 +110,7 @@ class Request:
 
 
 def read_along(
-    row: Sequence,
+    row: Row,
     tokenizer: Tokenizer | None,
     streamed: bool = False,
     thinking: Thinking | None = None,

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from fly.cache import BlockAllocator, OutOfBlocks
 from fly.engine import Engine
-from fly.runtime.request import Sequence, Token
+from fly.runtime.request import Row, Token
 
 __all__ = ["Scheduler", "max_scored"]
 
@@ -42,8 +42,8 @@ def max_scored(max_rows: int, vocab_size: int) -> int:
 class _Step:
     """The input of one step: ``rows`` that emit, and a chunk of each prompt (or of a preempted row's text)."""
 
-    rows: list[Sequence] = field(default_factory=list)
-    prefill: list[tuple[Sequence, int]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    prefill: list[tuple[Row, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -52,7 +52,7 @@ class _Client:
 
     served: int  # the count that it started from, plus the tokens that were fed or emitted for it
     rows: int = 0
-    waiting: list[Sequence] = field(default_factory=list)
+    waiting: list[Row] = field(default_factory=list)
 
 
 class Scheduler:
@@ -65,7 +65,7 @@ class Scheduler:
             prompts get the rest. With a smaller number, decoding is more even while long prompts are read.
         failed: called with each error of a step before the error is handled. It raises those that concern all requests.
 
-    A request is a ``Sequence``. It is over when its ``finish_reason`` is set; if that is ``"error"``, its ``error``
+    A request is a ``Row``. It is over when its ``finish_reason`` is set; if that is ``"error"``, its ``error``
     is what ended it. An error of one request (for example in its policy) ends that request alone.
     """
 
@@ -80,23 +80,23 @@ class Scheduler:
             raise ValueError(f"max_rows {max_rows} and step_tokens {step_tokens} must be at least 1")
         self.engine, self.max_rows, self.step_tokens, self._failed = engine, max_rows, step_tokens, failed
         self.seconds: float = sys.maxsize  # seconds after which a step begins no further round
-        self.running: list[Sequence] = []  # by priority, then by arrival
+        self.running: list[Row] = []  # by priority, then by arrival
         self._clients: dict[str, _Client] = {}  # clients with unfinished requests
-        self._stopped: dict[int, Callable[[Sequence, int], bool]] = {}
+        self._stopped: dict[int, Callable[[Row, int], bool]] = {}
         self._reported: dict[int, int] = {}  # tokens of each row that a step has returned
         self._arrivals: dict[int, int] = {}  # the order of arrival, which is the same on all ranks; ids are not
         # The most prompt tokens scored in one step: their logits must fit into memory, and each row needs one token.
         self._scores = max_scored(max_rows, engine.runner.executor.config.vocab_size)
         self._count = itertools.count()
         self._stepping = False
-        self._stuck: Sequence | None = None  # a row that did not fit; None once pages are freed
+        self._stuck: Row | None = None  # a row that did not fit; None once pages are freed
 
     def __bool__(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self._clients)
 
     @property
-    def waiting(self) -> list[Sequence]:
+    def waiting(self) -> list[Row]:
         """The waiting requests, client by client, each client's in order."""
         return [row for client in self._clients.values() for row in client.waiting]
 
@@ -109,7 +109,7 @@ class Scheduler:
         for allocator in self.allocators():
             allocator.forget()
 
-    def check(self, row: Sequence) -> None:
+    def check(self, row: Row) -> None:
         """Raise ``ValueError`` if the caches cannot hold ``row`` up to its end, even if it runs alone."""
         end = row.prompt_length + row.params.max_tokens + self._spare
         if any(a.blocks_for(min(end, most)) > a.num_blocks for a, most, _ in self._caches()):
@@ -118,7 +118,7 @@ class Scheduler:
                 "fewer, or a larger cache_tokens"
             )
 
-    def add(self, row: Sequence, stopped: Callable[[Sequence, int], bool] | None = None) -> None:
+    def add(self, row: Row, stopped: Callable[[Row, int], bool] | None = None) -> None:
         """Add ``row`` to the waiting rows. ``stopped(row, token)`` is called with every token and may end the row.
 
         Raises ``ValueError`` as ``check`` does.
@@ -133,7 +133,7 @@ class Scheduler:
             client = self._clients[row.client] = _Client(least)
         insort(client.waiting, row, key=self._order)
 
-    def cancel(self, row: Sequence) -> None:
+    def cancel(self, row: Row) -> None:
         """End ``row`` at once and free its pages. A row that is over keeps its finish reason. If this is called within
         a step (by a ``stopped`` callback), the row ends with that step."""
         if row.id in self._reported:
@@ -206,11 +206,11 @@ class Scheduler:
         (row,) = step.rows or [row for row, _ in step.prefill]
         return bool(row.finish_reason) or row not in self.running
 
-    def _order(self, row: Sequence) -> tuple[int, int]:
+    def _order(self, row: Row) -> tuple[int, int]:
         """Return the sort key of one client's requests: priority, then arrival."""
         return row.priority, self._arrivals[row.id]
 
-    def _waiting_in_turn(self) -> Iterator[Sequence]:
+    def _waiting_in_turn(self) -> Iterator[Row]:
         """Yield waiting requests in the order in which they join. The next one depends on who has joined by then."""
         queues = {name: client.waiting[::-1] for name, client in self._clients.items() if client.waiting}
 
@@ -226,11 +226,11 @@ class Scheduler:
                 del queues[name]
             yield row
 
-    def _next_to_preempt(self) -> Sequence:
+    def _next_to_preempt(self) -> Row:
         """Return the running request that is preempted first."""
         return max(self.running, key=lambda row: (row.priority, self._clients[row.client].rows, self._arrivals[row.id]))
 
-    def _find_preemptible(self, row: Sequence) -> Sequence | None:
+    def _find_preemptible(self, row: Row) -> Row | None:
         """Return the running request to preempt for ``row``, if there is one."""
         if not self.running:
             return None
@@ -238,11 +238,11 @@ class Scheduler:
         ahead = self._clients[last.client].rows - self._clients[row.client].rows
         return last if (last.priority, ahead) > (row.priority, 1) else None
 
-    def _stop(self, row: Sequence, token: int) -> bool:
+    def _stop(self, row: Row, token: int) -> bool:
         stopped = self._stopped.get(row.id)
         return stopped is not None and stopped(row, token)
 
-    def _retire(self, row: Sequence) -> None:
+    def _retire(self, row: Row) -> None:
         """Free everything that is held for a row that is over, and forget it."""
         client = self._clients[row.client]
         if row in self.running:
@@ -260,7 +260,7 @@ class Scheduler:
         del self._reported[row.id], self._arrivals[row.id]
         self._stuck = None
 
-    def _preempt(self, row: Sequence) -> None:
+    def _preempt(self, row: Row) -> None:
         """Free the pages of ``row`` and let it wait again."""
         client = self._clients[row.client]
         self.running.remove(row)
@@ -303,14 +303,14 @@ class Scheduler:
             if self._count_unfed(row):
                 filling.add(self._next_page_key(row))
 
-    def _next_page_key(self, row: Sequence) -> object:
+    def _next_page_key(self, row: Row) -> object:
         """Return a key of the next page of ``row``: equal for rows that could share the page, else the row's id."""
         allocator = self.engine.runner.cache.allocator
         return (
             self.engine.runner.share and allocator.next_key(row.id, row.tokens[: row.shareable], row.params.cache_salt)
         ) or row.id
 
-    def _count_unfed(self, row: Sequence) -> int:
+    def _count_unfed(self, row: Row) -> int:
         """Return how many tokens of ``row`` must be fed before it decodes: its prompt, or after a preemption its text.
         The last token of a text is fed when the row decodes; if the row only scores its prompt, it is never fed."""
         pending = self.engine.runner.pending(row)
@@ -320,7 +320,7 @@ class Scheduler:
         """Plan a step: all rows that decode, and chunks of prompts with the remaining tokens. Each client gets an equal
         share of these. Its prompts divide the share equally, so that long prompts do not hold up short ones."""
         # Rows that decode come first. ``filling`` has the others by client, each with how many tokens to feed.
-        step, filling, left = _Step(), dict[str, dict[Sequence, int]](), self.step_tokens
+        step, filling, left = _Step(), dict[str, dict[Row, int]](), self.step_tokens
         for row in self.running:
             if unfed := self._count_unfed(row):
                 filling.setdefault(row.client, {})[row] = unfed
@@ -346,11 +346,11 @@ class Scheduler:
                     step.prefill.append((row, taken))
         return step
 
-    def _scored_tokens(self, row: Sequence, taken: int) -> range:
+    def _scored_tokens(self, row: Row, taken: int) -> range:
         """Return which prompt tokens of ``row`` are scored when ``taken`` more tokens are fed."""
         return row.scored(len(row.tokens) - self.engine.runner.pending(row), taken)
 
-    def _may_join(self, row: Sequence) -> bool:
+    def _may_join(self, row: Row) -> bool:
         """Whether there is room for the next round of ``row`` and of all running rows. Each running row must also have
         room for one more page, so that the new row is not preempted at once."""
         return len(self.running) < self.max_rows and self._has_room(_Step([*self.running, row]), len(self.running))
@@ -368,7 +368,7 @@ class Scheduler:
                 return False
         return True
 
-    def _max_drafted(self, row: Sequence) -> int:
+    def _max_drafted(self, row: Row) -> int:
         """Return the most tokens that may be drafted for ``row`` in its next round."""
         return max(0, min(row.k, self.engine.left(row) - 1)) if self.engine.strategy is not None else 0
 

@@ -27,7 +27,7 @@ from fly.drafts.limits import check_draft
 from fly.drafts.translate import TranslatingSetup
 from fly.engine.account import OnToken, apply, explain_tokens, logprobs
 from fly.runtime.executor import OpenBlocks, Spent
-from fly.runtime.request import Sequence, Token
+from fly.runtime.request import Row, Token
 from fly.runtime.runner import Runner
 from fly.types import Draft
 
@@ -57,9 +57,9 @@ class Engine:
     @torch.inference_mode()
     def step(
         self,
-        rows: abc.Sequence[Sequence],
+        rows: abc.Sequence[Row],
         stopped: OnToken | None = None,
-        prefill: abc.Sequence[tuple[Sequence, int]] = (),
+        prefill: abc.Sequence[tuple[Row, int]] = (),
         seconds: float = sys.maxsize,
     ) -> list[list[Token]]:
         """Take every row through one round, which emits between 1 and K+1 tokens per row. Return the tokens of each.
@@ -100,9 +100,9 @@ class Engine:
 
     def _take_round(
         self,
-        rows: abc.Sequence[Sequence],
+        rows: abc.Sequence[Row],
         stopped: OnToken | None,
-        prefill: abc.Sequence[tuple[Sequence, int]],
+        prefill: abc.Sequence[tuple[Row, int]],
         prompts: list[bool],
     ) -> None:
         """Propose, verify, decide and emit, once for each row."""
@@ -126,7 +126,7 @@ class Engine:
             if not row.params.max_tokens and not row.scores:
                 row.finish_reason = "length"  # nothing but its prompt was asked for
 
-    def _propose(self, rows: abc.Sequence[Sequence], prompts: list[bool]) -> Draft:
+    def _propose(self, rows: abc.Sequence[Row], prompts: list[bool]) -> Draft:
         """Ask the strategy for each row's draft, and check it."""
         # A forward over a prompt has no draft, so that the first token comes soon. A round emits one token beyond its
         # draft, so the draft has at most one token fewer than the row may still emit.
@@ -142,7 +142,7 @@ class Engine:
         check_draft(draft, max_len, self.runner.executor.config.vocab_size, name)
         return draft
 
-    def _take_several(self, rows: abc.Sequence[Sequence], stopped: OnToken | None, seconds: float) -> bool:
+    def _take_several(self, rows: abc.Sequence[Row], stopped: OnToken | None, seconds: float) -> bool:
         """Take the rows through several rounds in one call of the executor. Return False, with nothing changed, if the
         executor cannot do that for these rows, or if the strategy must be asked before each round."""
         runner, drafting = self.runner, None
@@ -171,7 +171,7 @@ class Engine:
                 report([Spent(0, time.perf_counter() - begin, 0.0, 0.0)])
         return True
 
-    def _decide_open(self, rows: abc.Sequence[Sequence], blocks: OpenBlocks, stopped: OnToken | None) -> None:
+    def _decide_open(self, rows: abc.Sequence[Row], blocks: OpenBlocks, stopped: OnToken | None) -> None:
         """Decide the blocks that the executor left open, except those of rows that have ended since."""
         going = [i for i, b in enumerate(blocks.rows) if not rows[b].finish_reason]
         if not going:
@@ -182,7 +182,7 @@ class Engine:
         for row, decision in zip(own, self.runner.judge(own, target, blocks.draft, self.strategy)):
             apply(row, [decision], self.left(row), stopped)
 
-    def left(self, row: Sequence) -> int:
+    def left(self, row: Row) -> int:
         """Return how many tokens ``row`` may still emit, by its ``max_tokens`` and the target's context."""
         return min(row.params.max_tokens - row.generated, self.context - len(row.tokens))
 
@@ -198,14 +198,14 @@ class Engine:
         if self.setup.all_built_in and all(other is not None and other.own_threads for other in (executor, *drafters)):
             executor.enter_thread()
 
-    def release(self, row: Sequence) -> None:
+    def release(self, row: Row) -> None:
         """Free everything ``row`` holds, in the target's cache and the strategy's."""
         self.runner.release(row)
         if self.strategy is not None:
             self.strategy.release(row)
 
 
-def _score_prompt(row: Sequence, scored: range, logits_PV: Tensor) -> None:
+def _score_prompt(row: Row, scored: range, logits_PV: Tensor) -> None:
     """Record the log-probabilities of the ``scored`` tokens of the prompt, whose logits are ``logits_PV``."""
     assert row.params.prompt_logprobs is not None
     ids = row.tokens[scored.start : scored.stop]

@@ -21,7 +21,7 @@ from fly.llm import LLM
 from fly.output import Output
 from fly.policies import AcceptancePolicy, Exact
 from fly.runtime.executor import Batch, Drafted, Executor, Head, RoundPlan, Rounds, Scores, Wrapped
-from fly.runtime.request import Sequence, Summed, Token
+from fly.runtime.request import Row, Summed, Token
 from fly.runtime.runner import Runner
 from fly.types import Decision, SamplingParams
 
@@ -67,10 +67,10 @@ class Clock(Wrapped):
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         return self._clocked(self.inner.score, batch, places, *([states] if states else []))
 
-    def looks_up(self, rows: abc.Sequence[Sequence]) -> bool:
+    def looks_up(self, rows: abc.Sequence[Row]) -> bool:
         return self.inner.looks_up(rows)
 
-    def takes(self, rows: abc.Sequence[Sequence]) -> bool:
+    def takes(self, rows: abc.Sequence[Row]) -> bool:
         return self.inner.takes(rows)
 
     def extend(self, *arguments: Any, **options: Any) -> Drafted:

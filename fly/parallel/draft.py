@@ -25,7 +25,7 @@ from fly.parallel.logits import VocabularyShards
 from fly.parallel.plan import PlanError
 from fly.parallel.ranks import Ranks
 from fly.runtime.executor import Batch, Executor, Head
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.types import Draft, Target
 
 __all__ = ["FirstDraft", "Placement", "place_draft"]
@@ -156,7 +156,7 @@ class FirstDraft(DraftStrategy):
             )
         return strategy
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         self._resize((row, len(row.tokens) + most + self.spare) for row, most in zip(rows, max_len) if most)
         sent: Any = None
         own_BKV: torch.Tensor | None = None
@@ -179,24 +179,24 @@ class FirstDraft(DraftStrategy):
         probs_BKV = torch.empty(shape, dtype=dtype, device=self._device) if own_BKV is None else own_BKV
         return replace(draft, probs_BKV=self.ranks.spread(probs_BKV.to(self._device)))
 
-    def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
+    def observe(self, rows: abc.Sequence[Row], draft: Draft, target: Target) -> None:
         if self.observes and isinstance(target.logits_BKV, VocabularyShards):
             target.logits_BKV.gathered()  # a collective of all ranks; the first rank's strategy reads the copy
         if self.strategy is not None:
             self.strategy.observe(rows, draft, target)
 
-    def commit(self, rows: abc.Sequence[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Row]) -> None:
         self._resize((row, len(row.tokens)) for row in rows)
         if self.strategy is not None:
             self.strategy.commit(rows)
 
-    def release(self, row: Sequence) -> None:
+    def release(self, row: Row) -> None:
         for mirror in self.mirrors:
             mirror.allocator.release(row.id)
         if self.strategy is not None:
             self.strategy.release(row)
 
-    def _resize(self, lengths: Iterable[tuple[Sequence, int]]) -> None:
+    def _resize(self, lengths: Iterable[tuple[Row, int]]) -> None:
         """Allocate pages for each row as the first rank does. If there are too few, only the first rank raises."""
         for row, length in lengths:
             for mirror in self.mirrors:

@@ -13,14 +13,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 
 __all__ = ["constrain", "constrains"]
 
 Numbers = Callable[[list[int] | Tensor], Tensor]
 
 
-def constrains(row: Sequence) -> bool:
+def constrains(row: Row) -> bool:
     """Whether ``constrain`` may change anything for a row, now or later in its draft."""
     ends_too_early = bool(row.stop_ids) and row.generated < row.params.min_tokens
     return row.params.penalises or ends_too_early or row.matcher is not None
@@ -28,7 +28,7 @@ def constrains(row: Sequence) -> bool:
 
 def constrain(
     logits_BJV: Tensor,
-    rows: abc.Sequence[Sequence],
+    rows: abc.Sequence[Row],
     drafts: abc.Sequence[list[int]],
     parents: abc.Sequence[list[int]] | None = None,
     numbers: Numbers | None = None,
@@ -65,7 +65,7 @@ def constrain(
     return constrained
 
 
-def _penalise(logits_V: Tensor, row: Sequence, text: list[int], numbers: Numbers) -> None:
+def _penalise(logits_V: Tensor, row: Row, text: list[int], numbers: Numbers) -> None:
     """Apply a request's penalties, biases and bad words to the logits after ``text``, in place."""
     params = row.params
     counts = Counter(text)

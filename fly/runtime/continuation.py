@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from fly.cache import PagedBatch
 from fly.runtime.executor import DraftSpec, Executor, Given, Spent
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.states import HiddenStates
 
 __all__ = ["Continuation", "Drafter"]
@@ -26,17 +26,17 @@ class Drafter(Protocol):
     def states(self) -> HiddenStates | None:
         """The target's hidden states that it drafts from; None if it needs none."""
 
-    def fits(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> bool:
+    def fits(self, rows: abc.Sequence[Row], rooms: abc.Sequence[int]) -> bool:
         """Whether its cache has pages for ``rooms[b]`` tokens of each row."""
 
-    def prepare(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
+    def prepare(self, rows: abc.Sequence[Row], rooms: abc.Sequence[int]) -> PagedBatch:
         """Make a batch of the uncached tokens of ``rows``, and reserve room for ``rooms[b]`` tokens of each row in all.
         Raises ``OutOfBlocks``, and changes nothing, if there is no room."""
 
-    def read_states(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given | None:
+    def read_states(self, rows: abc.Sequence[Row], kv: PagedBatch) -> Given | None:
         """Return the target's hidden states before the tokens of that batch; None if it needs none."""
 
-    def note_cached(self, row: Sequence, text: list[int]) -> None:
+    def note_cached(self, row: Row, text: list[int]) -> None:
         """Note which tokens of a row are cached after the rounds."""
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from fly.cache import PagedBatch
 from fly.ops import Stream, argmax, draw, nothing_left, top, uniforms, upload
 from fly.runtime.constraints import constrain
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.sampling import BatchSampling, ProcessedDistribution
 
 __all__ = [
@@ -200,7 +200,7 @@ def draft_by_forwards(
     start: DraftStart,
     step: Step,
     spec: DraftSpec,
-    rows: abc.Sequence[Sequence],
+    rows: abc.Sequence[Row],
     max_len: abc.Sequence[int],
     sampling: BatchSampling | None = None,
     seeds: abc.Sequence[int] = (),
@@ -230,7 +230,7 @@ def _draft_chains(
     start: DraftStart,
     step: Step,
     spec: DraftSpec,
-    rows: abc.Sequence[Sequence],
+    rows: abc.Sequence[Row],
     max_len: abc.Sequence[int],
     sampling: BatchSampling | None,
     seeds: abc.Sequence[int],
@@ -278,7 +278,7 @@ def _draft_chains(
     return Drafted(chains, None, sources_BKV) if sampling is None else Drafted(chains, sources_BKV)
 
 
-def _allowed(model: Computing, logits_NV: Tensor, rows: list[Sequence]) -> Tensor:
+def _allowed(model: Computing, logits_NV: Tensor, rows: list[Row]) -> Tensor:
     """Apply each row's penalties, bans and form to the logits. If they leave no token, the row's logits stay as they
     are; the target will reject the draft."""
     allowed_N1V = constrain(raw_N1V := logits_NV.unsqueeze(1), rows, [[]] * len(rows), None, model.numbers)
@@ -353,7 +353,7 @@ def _draft_trees(
     start: DraftStart,
     step: Step,
     growth: Growth,
-    rows: abc.Sequence[Sequence],
+    rows: abc.Sequence[Row],
     max_len: abc.Sequence[int],
 ) -> Drafted:
     trees, kv = [_Tree() for _ in rows], start.kv

@@ -39,7 +39,7 @@ from fly.runtime.drafting import (
     draft_by_forwards,
     ends_of,
 )
-from fly.runtime.request import Sequence, by_policy
+from fly.runtime.request import Row, by_policy
 from fly.runtime.sampling import BatchSampling, ProcessedDistribution
 from fly.types import Decision, Draft, Noise, Target
 
@@ -69,7 +69,7 @@ __all__ = [
 WARM_ROWS = 1, 2, 4, 8, 16, 32  # the batch sizes that a warm-up prepares
 
 
-def asks_between(row: Sequence) -> bool:
+def asks_between(row: Row) -> bool:
     """Whether Python must do something for ``row`` between two rounds: apply penalties, bans or a form, or record
     log-probabilities or explanations."""
     return constrains(row) or row.params.logprobs is not None or row.params.explain
@@ -100,7 +100,7 @@ class RoundRow:
     nats: float = 0.0  # the sum of -ln target(token) over the relaxed ones
 
     @staticmethod
-    def of(row: Sequence, left: int, k: int) -> RoundRow:
+    def of(row: Row, left: int, k: int) -> RoundRow:
         """Copy the present values of ``row``, which may still emit ``left`` tokens and drafts at most ``k`` a round."""
         counts = row.generated, row.stats.relaxed, row.stats.nats
         return RoundRow(row.tokens, left, k, row.stop_ids, row.policy, row.seed, row.greedy, *counts)
@@ -225,7 +225,7 @@ class Executor(ABC):
         self,
         batch: Batch,
         spec: DraftSpec,
-        rows: abc.Sequence[Sequence],
+        rows: abc.Sequence[Row],
         max_len: abc.Sequence[int],
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
@@ -253,11 +253,11 @@ class Executor(ABC):
 
         return draft_by_forwards(self, DraftStart.after(batch, logits_BV), step, spec, rows, max_len, sampling, seeds)
 
-    def looks_up(self, rows: abc.Sequence[Sequence]) -> bool:
+    def looks_up(self, rows: abc.Sequence[Row]) -> bool:
         """Whether a lookup (``DraftSpec.lookup``) saves forwards in ``extend`` for these rows."""
         return False
 
-    def takes(self, rows: abc.Sequence[Sequence]) -> bool:
+    def takes(self, rows: abc.Sequence[Row]) -> bool:
         """Whether ``rounds`` can run these rows, whatever drafts for them. The default: no."""
         return False
 
@@ -301,7 +301,7 @@ class Executor(ABC):
             noise = Noise(accept_BK, uniforms(seed_B, start_B, Stream.SAMPLE, 1).squeeze(1))
         return decide(policy, target, draft, noise)
 
-    def judge(self, rows: abc.Sequence[Sequence], target: Target, draft: Draft) -> list[Decision]:
+    def judge(self, rows: abc.Sequence[Row], target: Target, draft: Draft) -> list[Decision]:
         """Decide every row's block by its own policy; rows of the same policy are decided together."""
         draft = draft.to(target.logits_BKV.device)
         seeds, starts = [row.seed for row in rows], [len(row.tokens) for row in rows]
@@ -379,7 +379,7 @@ class Head(Executor):
         batch: Batch,
         states_TF: Tensor,
         spec: DraftSpec,
-        rows: abc.Sequence[Sequence],
+        rows: abc.Sequence[Row],
         max_len: abc.Sequence[int],
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),

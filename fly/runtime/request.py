@@ -17,7 +17,7 @@ from fly.types import SamplingParams, Why
 if TYPE_CHECKING:
     from fly.runtime.structured import Matcher
 
-__all__ = ["BadWords", "Gate", "Sequence", "Stats", "Token", "by_policy", "common_prefix"]
+__all__ = ["BadWords", "Gate", "Row", "Stats", "Token", "by_policy", "common_prefix"]
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ _ids = itertools.count()
 
 
 @dataclass(eq=False)
-class Sequence:
+class Row:
     """One request in flight: its tokens so far, and everything that decides how it goes on.
 
     Every cache is rolled back to ``tokens``. A strategy that speculates further works on a ``fork``, which has the same
@@ -201,7 +201,7 @@ class Sequence:
     priority: int = 0  # smaller goes first
     client: str = ""  # who made the request: clients share the engine fairly
     draft: str = ""  # the name of the strategy that drafts for it; empty: the first, or the only one
-    parent: Sequence | None = None  # has the same prompt, and prefills it for both
+    parent: Row | None = None  # has the same prompt, and prefills it for both
     error: Exception | None = None  # the error that ended it, if any
     matcher: Matcher | None = None  # for the form of its output; forks share it, since it follows their tokens
 
@@ -234,7 +234,7 @@ class Sequence:
         """How many first tokens may come from the cache, because no output of the model after them is needed."""
         return min(self._next_score, len(self.tokens)) - 1 if self.scores else len(self.tokens) - 1
 
-    def sample(self, seed: int) -> Sequence:
+    def sample(self, seed: int) -> Row:
         """Make another completion of the same request, before anything is generated."""
         return replace(
             self,
@@ -250,7 +250,7 @@ class Sequence:
             matcher=None if self.matcher is None else self.matcher.fresh(),
         )
 
-    def fork(self, policy: AcceptancePolicy, seed: int) -> Sequence:
+    def fork(self, policy: AcceptancePolicy, seed: int) -> Row:
         """Make a scratch copy with the same id, to speculate with another policy and another seed."""
         scratch = copy(self)  # a cascade forks every round, and ``replace`` takes four times as long
         scratch.tokens, scratch.policy, scratch.seed = list(self.tokens), policy, seed
@@ -259,7 +259,7 @@ class Sequence:
         return scratch
 
 
-def by_policy(rows: abc.Sequence[Sequence]) -> dict[AcceptancePolicy, list[int]]:
+def by_policy(rows: abc.Sequence[Row]) -> dict[AcceptancePolicy, list[int]]:
     """Return the row numbers of each policy."""
     groups: dict[AcceptancePolicy, list[int]] = {}
     for b, row in enumerate(rows):

@@ -28,14 +28,14 @@ from fly.policies.verification import add_costs
 from fly.runtime.constraints import constrain
 from fly.runtime.continuation import Continuation, Drafter
 from fly.runtime.executor import Batch, Drafted, DraftSpec, Executor, Given, RoundPlan, RoundRow, Rounds
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.sampling import BatchSampling
 from fly.runtime.states import HiddenStates
 from fly.types import Decision, Draft, Target
 
 __all__ = ["OnPrompt", "Runner"]
 
-OnPrompt = Callable[[Sequence, range, Tensor], None]  # a row, some tokens of its prompt, logits [P, V] before each
+OnPrompt = Callable[[Row, range, Tensor], None]  # a row, some tokens of its prompt, logits [P, V] before each
 
 # For several rounds in one call, each row gets cache room for one round and for this many more tokens: the first of
 # these numbers that fits. All rows together get at most ``_MAX_EXTRA`` more tokens.
@@ -106,13 +106,13 @@ class Runner:
         self._states = tuple(sorted(union)) if several else tuple(layers)
         return self._watches[-1]
 
-    def pending(self, row: Sequence) -> int:
+    def pending(self, row: Row) -> int:
         """Return how many tokens of ``row`` are not cached yet."""
         return len(row.tokens) - len(self._cached.get(row.id, ()))
 
-    def begin(self, row: Sequence) -> list[int]:
+    def begin(self, row: Row) -> list[int]:
         """Return the cached tokens of ``row``. A new row adopts pages that other rows filled with the same first
-        tokens. It does not adopt tokens that must be fed again (``Sequence.shareable``)."""
+        tokens. It does not adopt tokens that must be fed again (``Row.shareable``)."""
         if (cached := self._cached.get(row.id)) is None:
             allocator = self.cache.allocator
             # another runner on the same cache may hold the row already
@@ -122,7 +122,7 @@ class Runner:
             cached = self._cached[row.id] = row.tokens[:shared]
         return cached
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
+    def fork(self, parent: Row, child: Row) -> None:
         """Start ``child``, a new row, with the tokens that ``parent`` has cached. Both share the last page until one of
         them writes to it."""
         cached = self._cached[parent.id]
@@ -137,9 +137,9 @@ class Runner:
 
     def score(
         self,
-        rows: abc.Sequence[Sequence],
+        rows: abc.Sequence[Row],
         draft: Draft,
-        prefill: abc.Sequence[tuple[Sequence, int]] = (),
+        prefill: abc.Sequence[tuple[Row, int]] = (),
         on_prompt: OnPrompt | None = None,
     ) -> tuple[Target, Tensor]:
         """Verify: run one forward over each row's last token and its draft. Return a ``Target`` for the blocks, and the
@@ -154,7 +154,7 @@ class Runner:
         logits_BJV = constrain(raw_BJV, rows, chains, trees, self.executor.numbers)
         return self.view(rows, logits_BJV, choices if logits_BJV is raw_BJV else None), raw_BJV
 
-    def view(self, rows: abc.Sequence[Sequence], logits_BJV: Tensor, choices: list[list[int]] | None = None) -> Target:
+    def view(self, rows: abc.Sequence[Row], logits_BJV: Tensor, choices: list[list[int]] | None = None) -> Target:
         """Return a ``Target`` for the blocks.
 
         Args:
@@ -180,7 +180,7 @@ class Runner:
             choices=choices,
         )
 
-    def judge(self, rows: abc.Sequence[Sequence], target: Target, draft: Draft, strategy: object) -> list[Decision]:
+    def judge(self, rows: abc.Sequence[Row], target: Target, draft: Draft, strategy: object) -> list[Decision]:
         """Decide: let each row's own rule decide on its block (``Executor.judge``).
 
         Raises ``ValueError`` if a NaN leaves a row ``UNDECIDED``. The error names its source: the model, the
@@ -207,10 +207,10 @@ class Runner:
 
     def feed(
         self,
-        rows: abc.Sequence[Sequence],
+        rows: abc.Sequence[Row],
         drafts: abc.Sequence[list[int]],
         parents: abc.Sequence[list[int]] | None = None,
-        prefill: abc.Sequence[tuple[Sequence, int]] = (),
+        prefill: abc.Sequence[tuple[Row, int]] = (),
         on_prompt: OnPrompt | None = None,
     ) -> tuple[Tensor, list[list[int]] | None]:
         """Run one forward over the uncached tokens of every row and its draft after them.
@@ -221,7 +221,7 @@ class Runner:
                 ancestors, and stands at the position after them.
             prefill: further rows, and how many more tokens of each to cache in the same forward.
             on_prompt: called for every row that wants its prompt scored, with the numbers of the tokens
-                (``Sequence.scored``) and their logits.
+                (``Row.scored``) and their logits.
 
         Returns logits [B, J, V] with J = 1 + the longest draft. Position 0 follows the row's last token, position j
         follows the j-th drafted one. Rows with shorter drafts repeat their last position. Also returns the most likely
@@ -264,9 +264,7 @@ class Runner:
         choices = None if argmax is None else [argmax[at : at + per_row] for at in range(0, end, per_row)]
         return logits_NV[:end].unflatten(0, (len(rows), per_row)), choices
 
-    def _keep_states(
-        self, rows: abc.Sequence[Sequence], starts: list[int], counts: list[int], states_TF: Tensor
-    ) -> None:
+    def _keep_states(self, rows: abc.Sequence[Row], starts: list[int], counts: list[int], states_TF: Tensor) -> None:
         """Give the hidden states of the fed tokens to the drafters that need them."""
         width = self.executor.config.hidden_size
         for watch in self._watches:
@@ -280,7 +278,7 @@ class Runner:
 
     def extend(
         self,
-        rows: abc.Sequence[Sequence],
+        rows: abc.Sequence[Row],
         spec: DraftSpec,
         max_len: abc.Sequence[int],
         sampling: BatchSampling | None = None,
@@ -309,7 +307,7 @@ class Runner:
 
     def plan(
         self,
-        rows: abc.Sequence[Sequence],
+        rows: abc.Sequence[Row],
         left: abc.Sequence[int],
         drafting: Continuation | None,
         seconds: float = 0.0,
@@ -379,9 +377,7 @@ class Runner:
         read = drafter.states is None or drafter.states.layers == self._states
         return spec.tree is None and same and read and self.executor.joins(drafter.executor)
 
-    def note_rounds(
-        self, rows: abc.Sequence[Sequence], drafting: Continuation | None, plan: RoundPlan, ran: Rounds
-    ) -> None:
+    def note_rounds(self, rows: abc.Sequence[Row], drafting: Continuation | None, plan: RoundPlan, ran: Rounds) -> None:
         """Note what is cached after several rounds in one call: each row's text, and the last draft."""
         for row, text, drafted in zip(rows, ran.texts, ran.draft_cached):
             self._cached[row.id] = text
@@ -390,20 +386,20 @@ class Runner:
         for row, (first, states_NF) in zip(rows, ran.states):
             self._keep_states([row], [first], [len(states_NF)], states_NF)
 
-    def read_states(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given | None:
+    def read_states(self, rows: abc.Sequence[Row], kv: PagedBatch) -> Given | None:
         """Return None, since a draft model needs no hidden states of the target."""
         return None
 
-    def note_cached(self, row: Sequence, text: list[int]) -> None:
+    def note_cached(self, row: Row, text: list[int]) -> None:
         """Note which tokens of a row are cached after several rounds in one call."""
         self._cached[row.id] = text
 
-    def fits(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> bool:
+    def fits(self, rows: abc.Sequence[Row], rooms: abc.Sequence[int]) -> bool:
         """Whether the cache has pages for ``rooms[b]`` tokens of each row."""
         allocator = self.cache.allocator
         return sum(allocator.missing(row.id, room) for row, room in zip(rows, rooms)) <= allocator.num_free
 
-    def prepare(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
+    def prepare(self, rows: abc.Sequence[Row], rooms: abc.Sequence[int]) -> PagedBatch:
         """Make a batch of the uncached tokens of ``rows``, and reserve room for ``rooms[b]`` tokens of each row in all.
         Raises ``OutOfBlocks``, and changes nothing, if there is no room."""
         with self._all_or_none(rows) as starts:
@@ -411,7 +407,7 @@ class Runner:
             return self._reserve(rows, starts, counts, [room - start for room, start in zip(rooms, starts)])
 
     @contextmanager
-    def _all_or_none(self, rows: abc.Sequence[Sequence]) -> Iterator[list[int]]:
+    def _all_or_none(self, rows: abc.Sequence[Row]) -> Iterator[list[int]]:
         """Begin the rows (``begin``), and yield how many tokens of each are cached. If this context raises an error,
         take back all pages that the rows got, and release the new rows."""
         new = [row for row in rows if row.id not in self._cached]
@@ -425,15 +421,13 @@ class Runner:
                 self.release(row)
             raise
 
-    def _reserve(
-        self, rows: abc.Sequence[Sequence], starts: list[int], counts: list[int], room: list[int]
-    ) -> PagedBatch:
+    def _reserve(self, rows: abc.Sequence[Row], starts: list[int], counts: list[int], room: list[int]) -> PagedBatch:
         """Reserve ``room[b]`` slots after each row's cached tokens. Make a batch of its ``counts[b]`` new tokens."""
         for row, start, slots in zip(rows, starts, room):
             self.cache.resize(row.id, start + slots)
         return self.cache.batch([row.id for row in rows], starts, counts)
 
-    def commit(self, rows: Iterable[Sequence]) -> None:
+    def commit(self, rows: Iterable[Row]) -> None:
         """Roll the cache back to each row's tokens: drafted tokens that were not kept leave it. At most all tokens but
         the last stay cached, since the next forward must feed one."""
         for row in rows:
@@ -455,7 +449,7 @@ class Runner:
             if self.share:
                 self.cache.allocator.publish(row.id, cached, keep, row.params.cache_salt)
 
-    def release(self, row: Sequence) -> None:
+    def release(self, row: Row) -> None:
         """Free all pages of ``row``."""
         self._cached.pop(row.id, None)
         self._trees.pop(row.id, None)
@@ -464,7 +458,7 @@ class Runner:
         self.cache.allocator.release(row.id)
 
 
-def _arrange_trees(batch: Batch, rows: abc.Sequence[Sequence], parents: abc.Sequence[list[int]]) -> None:
+def _arrange_trees(batch: Batch, rows: abc.Sequence[Row], parents: abc.Sequence[list[int]]) -> None:
     """Let each drafted token see only its ancestors in the tree, and give it the position after them."""
     kv, end = batch.kv, 0
     masks: list[Tensor | None] = [None] * len(kv.counts)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fly.ops import upload
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 
 __all__ = ["HiddenStates"]
 
@@ -30,27 +30,27 @@ class HiddenStates:
 
     def __init__(self, layers: abc.Sequence[int]) -> None:
         self.layers = tuple(layers)
-        self.begin: Callable[[Sequence], int] = lambda row: 0
-        self.end: Callable[[Sequence], None] = lambda row: None
+        self.begin: Callable[[Row], int] = lambda row: 0
+        self.end: Callable[[Row], None] = lambda row: None
         self._runs: dict[int, tuple[int, Tensor]] = {}  # by row: number of the first token, and the run
 
-    def stored(self, row: Sequence) -> range:
+    def stored(self, row: Row) -> range:
         """Return the numbers of the tokens whose hidden states are stored."""
         start, states_NF = self._runs.get(row.id, (0, ()))
         return range(start, start + len(states_NF))
 
-    def get(self, row: Sequence, tokens: range) -> Tensor:
+    def get(self, row: Row, tokens: range) -> Tensor:
         """Return the hidden states of ``tokens``, which must be within the ``stored`` range."""
         start, states_NF = self._runs[row.id]
         return states_NF[tokens.start - start : tokens.stop - start]
 
-    def drop(self, row: Sequence, before: int) -> None:
+    def drop(self, row: Row, before: int) -> None:
         """Drop the states of tokens before this number."""
         start, states_NF = self._runs.get(row.id, (before, None))
         if states_NF is not None and start < before:
             self._runs[row.id] = before, states_NF[before - start :].clone()
 
-    def add(self, row: Sequence, first: int, states_NF: Tensor) -> None:
+    def add(self, row: Row, first: int, states_NF: Tensor) -> None:
         """Store the states of the row's tokens from ``first`` on, which were just fed."""
         start, known_NF = self._runs.get(row.id, (first, None))
         if known_NF is not None and start + len(known_NF) == first:
@@ -61,7 +61,7 @@ class HiddenStates:
             first, states_NF = first + cut, states_NF[cut:]
         self._runs[row.id] = first, states_NF
 
-    def keep(self, row: Sequence, start: int, path: list[int]) -> None:
+    def keep(self, row: Row, start: int, path: list[int]) -> None:
         """Keep the tokens of a tree that ``path`` names by their numbers, and drop the rest. The tree begins at
         ``start``."""
         first, states_NF = self._runs.get(row.id, (start, None))
@@ -69,7 +69,7 @@ class HiddenStates:
             kept = [*range(start - first), *(start - first + node for node in path)]
             self._runs[row.id] = first, states_NF[upload(kept, states_NF.device)]
 
-    def cut(self, row: Sequence, length: int) -> None:
+    def cut(self, row: Row, length: int) -> None:
         """Roll the row back to ``length`` tokens."""
         start, states_NF = self._runs.get(row.id, (0, None))
         if states_NF is None or start + len(states_NF) <= length:
@@ -79,13 +79,13 @@ class HiddenStates:
         else:
             del self._runs[row.id]
 
-    def fork(self, parent: Sequence, child: Sequence, length: int) -> None:
+    def fork(self, parent: Row, child: Row, length: int) -> None:
         """Let ``child`` begin with the first ``length`` tokens of ``parent``."""
         if parent.id in self._runs:
             self._runs[child.id] = self._runs[parent.id]
             self.cut(child, length)
 
-    def release(self, row: Sequence) -> None:
+    def release(self, row: Row) -> None:
         """Drop all states of the row, which has ended."""
         self._runs.pop(row.id, None)
         self.end(row)

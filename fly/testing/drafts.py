@@ -25,7 +25,7 @@ from fly.cache import OutOfBlocks
 from fly.drafts.base import DraftStrategy
 from fly.ops import depths
 from fly.policies import Exact
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.testing.drawn import (
     check_claimed_distribution,
     check_independent_of_the_verdict,
@@ -101,7 +101,7 @@ def check_shapes_and_ranges(kit: DraftKit) -> str:
     return f"{drafted} tokens drafted for {len(found)} rows" if drafted else "note: nothing was drafted for any row"
 
 
-def _valid(kit: DraftKit, stage: Stage, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[Proposal]:
+def _valid(kit: DraftKit, stage: Stage, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> list[Proposal]:
     """Let the strategy propose. Raises ``ConformanceError`` if the draft is not valid."""
     draft = stage.draft(rows, max_len)
     tokens, lengths, probs, longest = draft.tokens_BK, draft.lengths_B, draft.probs_BKV, draft.tokens_BK.shape[-1]
@@ -232,9 +232,7 @@ def check_rolled_back_equals_fresh(kit: DraftKit) -> str:
     return "valid; what it has learned may show" if kit.learns else f"{2 * len(histories)} histories"
 
 
-def _play(
-    kit: DraftKit, stage: Stage, event: str, rows: list[Sequence], max_len: list[int], rng: random.Random
-) -> None:
+def _play(kit: DraftKit, stage: Stage, event: str, rows: list[Row], max_len: list[int], rng: random.Random) -> None:
     """Apply one event to ``rows``."""
     if event == "give up":  # the engine gives a draft up when a step fails
         stage.draft(rows, max_len)
@@ -267,7 +265,7 @@ def check_release_frees_all(kit: DraftKit) -> str:
         require(not held and not sequences, f"allocator {number} still holds {what} after all rows were released")
     ids = {row.id for row in rows}
     for where, found in reachable(stage.strategy):
-        kind = "object" if isinstance(found, Sequence) else "id" if type(found) is int and found in ids else ""
+        kind = "object" if isinstance(found, Row) else "id" if type(found) is int and found in ids else ""
         require(not kind, f"{where} still holds the {kind} of a row after it was released")
     return f"{len(rows)} rows"
 

@@ -24,7 +24,7 @@ from fly.models import Llama
 from fly.ops import first_branch, one_hot
 from fly.policies import Exact
 from fly.runtime.executor import Executor, Head
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.testing.blocks import toy_vocabulary
 from fly.testing.report import require
 from fly.testing.toys import LoadOnce, make_executor, make_runner, make_setup, toy_target
@@ -43,7 +43,7 @@ _ids = itertools.count(10**12)  # ids of rows, so large that a strategy has no o
 class Proposal:
     """The draft of one row, without padding. ``most`` is the number of tokens that it may have."""
 
-    row: Sequence
+    row: Row
     most: int
     tokens: list[int]
     probs_KV: Tensor | None  # None if the draft is deterministic
@@ -71,7 +71,7 @@ class Proposal:
         return self if self.parents else dataclasses.replace(self, tokens=self.tokens[:length], probs_KV=probs_KV)
 
 
-def split(draft: Draft, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[Proposal]:
+def split(draft: Draft, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> list[Proposal]:
     """Split a draft into proposals for single rows."""
     trees = [None] * len(rows) if draft.trees is None else draft.trees
     claims = [None] * len(rows) if draft.probs_BKV is None else draft.probs_BKV.float().cpu().unbind()
@@ -95,28 +95,28 @@ class Stage:
         """The allocators of the strategy's caches."""
         return [drafter.allocator for drafter in self.setup.drafters]
 
-    def prime(self, rows: abc.Sequence[Sequence]) -> None:
+    def prime(self, rows: abc.Sequence[Row]) -> None:
         """Let the target read all but the last token of each row, as the engine does before it asks for a draft."""
         self.runner.commit(rows)
         seen = (dataclasses.replace(row, tokens=row.tokens[:-1]) for row in rows if len(row.tokens) <= self.positions)
         if new := [row for row in seen if self.runner.pending(row)]:
             self.runner.feed(new, [[]] * len(new))
 
-    def draft(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+    def draft(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         self.prime(rows)
         draft: object = self.strategy.propose(rows, max_len)
         if not isinstance(draft, Draft):
             raise ValueError(f"{type(self.strategy).__name__} proposed {short(draft)}, not a Draft")
         return draft
 
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[Proposal]:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> list[Proposal]:
         return split(self.draft(rows, max_len), rows, max_len)
 
-    def observe(self, rows: abc.Sequence[Sequence], draft: Draft) -> None:
+    def observe(self, rows: abc.Sequence[Row], draft: Draft) -> None:
         target, _ = self.runner.score(rows, draft)
         self.strategy.observe(rows, draft, target)
 
-    def round(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int], kept: int, token: int) -> None:
+    def round(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int], kept: int, token: int) -> None:
         """Draft, let the target score the draft, keep at most ``kept`` tokens of its first path, and add ``token``."""
         draft = self.draft(rows, max_len)
         self.observe(rows, draft)
@@ -124,11 +124,11 @@ class Stage:
             p.row.tokens += [*(p.tokens[node] for node in first_branch(p.follows)[:kept]), token]
         self.commit(rows)
 
-    def commit(self, rows: abc.Sequence[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Row]) -> None:
         self.runner.commit(rows)
         self.strategy.commit(rows)
 
-    def release(self, rows: abc.Sequence[Sequence]) -> None:
+    def release(self, rows: abc.Sequence[Row]) -> None:
         for row in rows:
             self.runner.release(row)
             self.strategy.release(row)
@@ -167,7 +167,7 @@ class DraftKit:
     def stage(self) -> Stage:
         return Stage(self.make(), self.model, self.load)
 
-    def fresh(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[Proposal]:
+    def fresh(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> list[Proposal]:
         """Let a fresh strategy propose."""
         return self.stage().propose(rows, max_len)
 
@@ -176,11 +176,11 @@ class DraftKit:
         if not self.learns:
             compare(found, self.fresh([p.row for p in found], [p.most for p in found]), how)
 
-    def row(self, tokens: list[int], params: SamplingParams | float = 0.0, seed: int = 0) -> Sequence:
+    def row(self, tokens: list[int], params: SamplingParams | float = 0.0, seed: int = 0) -> Row:
         """Make a request that has emitted all ``tokens`` but the first. ``params`` may be just a temperature."""
         if not isinstance(params, SamplingParams):
             params = SamplingParams(temperature=params)
-        return Sequence(list(tokens), 1, params, Exact(), seed, 8, frozenset(params.stop_token_ids), next(_ids))
+        return Row(list(tokens), 1, params, Exact(), seed, 8, frozenset(params.stop_token_ids), next(_ids))
 
     def texts(self, count: int) -> list[list[int]]:
         """Make texts of 1 to 13 tokens, short ones first. Each repeats a few tokens."""
@@ -188,7 +188,7 @@ class DraftKit:
         motifs = [[rng.randrange(self.vocab) for _ in range(1 + number % 5)] for number in range(count)]
         return [(motif * 13)[: 1 + 12 * number // max(count - 1, 1)] for number, motif in enumerate(motifs)]
 
-    def batches(self) -> Iterator[tuple[list[Sequence], list[int]]]:
+    def batches(self) -> Iterator[tuple[list[Row], list[int]]]:
         """Yield batches of rows, small ones first, with the most tokens to draft for each row: greedy, sampled and
         mixed batches in turn."""
         rng, texts = random.Random(0), self.texts(9)

@@ -18,7 +18,7 @@ from fly.backends.cpu.library import CLookup, CStops, Sampling, spans
 from fly.backends.cpu.packed import PackedLlama
 from fly.ops import Stream
 from fly.runtime.executor import Batch, Drafted, DraftSpec
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.sampling import BatchSampling
 
 __all__ = ["draft_in_one_call"]
@@ -28,7 +28,7 @@ def draft_in_one_call(
     packed: PackedLlama,
     batch: Batch,
     spec: DraftSpec,
-    rows: abc.Sequence[Sequence],
+    rows: abc.Sequence[Row],
     max_len: abc.Sequence[int],
     sampling: BatchSampling | None,
     seeds: abc.Sequence[int],

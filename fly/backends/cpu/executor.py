@@ -24,7 +24,7 @@ from fly.backends.cpu.rounds import take_rounds
 from fly.ops import spread
 from fly.runtime.constraints import constrains
 from fly.runtime.executor import Batch, Drafted, DraftSpec, Executor, Lookup, RoundPlan, Rounds, Scores, asks_between
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.sampling import BatchSampling
 
 __all__ = ["CpuExecutor"]
@@ -83,7 +83,7 @@ class CpuExecutor(HostDecisions):
         self,
         batch: Batch,
         spec: DraftSpec,
-        rows: abc.Sequence[Sequence],
+        rows: abc.Sequence[Row],
         max_len: abc.Sequence[int],
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
@@ -93,7 +93,7 @@ class CpuExecutor(HostDecisions):
         lookup = None if spec.lookup is None else self._c_lookup(spec.lookup)
         return draft_in_one_call(self.packed, batch, spec, rows, max_len, sampling, seeds, lookup)
 
-    def looks_up(self, rows: abc.Sequence[Sequence]) -> bool:
+    def looks_up(self, rows: abc.Sequence[Row]) -> bool:
         return not any(map(constrains, rows))
 
     def joins(self, drafter: Executor) -> bool:
@@ -101,7 +101,7 @@ class CpuExecutor(HostDecisions):
             return drafter.dtype == self.dtype
         return isinstance(drafter, CpuExecutor)
 
-    def takes(self, rows: abc.Sequence[Sequence]) -> bool:
+    def takes(self, rows: abc.Sequence[Row]) -> bool:
         """Whether compiled code implements the core of every row's rule. If only Python knows what a rule excuses, a
         block with a mismatch comes back undecided."""
         return not any(map(asks_between, rows)) and all(is_compiled(row.policy, row.greedy) for row in rows)

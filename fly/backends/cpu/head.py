@@ -22,7 +22,7 @@ from fly.models.eagle import Eagle3Head, HeadLayer
 from fly.models.llama import rotary_tables
 from fly.runtime.constraints import constrains
 from fly.runtime.executor import Batch, Drafted, DraftSpec, Head
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.sampling import BatchSampling
 
 __all__ = ["CpuHead", "PackedHead", "head_refusal"]
@@ -130,7 +130,7 @@ class CpuHead(Head):
         batch: Batch,
         states_TF: Tensor,
         spec: DraftSpec,
-        rows: abc.Sequence[Sequence],
+        rows: abc.Sequence[Row],
         max_len: abc.Sequence[int],
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),

@@ -50,7 +50,7 @@ from fly.runtime.executor import (
     Workload,
     asks_between,
 )
-from fly.runtime.request import Sequence
+from fly.runtime.request import Row
 from fly.runtime.sampling import BatchSampling, ProcessedDistribution
 from fly.types import Decision, Draft, Target
 
@@ -158,7 +158,7 @@ class CudaExecutor(TorchExecutor):
     def joins(self, drafter: Executor) -> bool:
         return isinstance(drafter, (CudaExecutor, TorchHead)) and drafter.device == self.device
 
-    def takes(self, rows: abc.Sequence[Sequence]) -> bool:
+    def takes(self, rows: abc.Sequence[Row]) -> bool:
         """Whether ``rounds`` can run these rows. Graphs are looked up by their rules, so a rule without a hash is
         refused."""
         self._plain = "the draft strategy is asked before each round, or a cache has no room for several rounds"
@@ -175,7 +175,7 @@ class CudaExecutor(TorchExecutor):
         self._plain = ""  # if it refuses rows, ``take_rounds`` says why
         return take_rounds(self, plan, self._find_rounds(plan.kv.cache))
 
-    def judge(self, rows: abc.Sequence[Sequence], target: Target, draft: Draft) -> list[Decision]:
+    def judge(self, rows: abc.Sequence[Row], target: Target, draft: Draft) -> list[Decision]:
         if self._plain:  # not for a prompt's round, or one that ``rounds`` refused
             note_plain_way(self._plain)
         self._plain = ""
