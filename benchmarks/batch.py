@@ -41,7 +41,7 @@ from fly.eval import Setting
 from fly.eval.plots import save_lines
 from fly.eval.scorers import check_many
 from fly.llm import LLM
-from fly.runtime.request import Stats, Token
+from fly.runner.request import Stats, Token
 from fly.types import SamplingParams
 
 

@@ -38,9 +38,9 @@ from fly.ops import argmax
 from fly.parallel import Part, Ranks, memory_here, parallelise
 from fly.parallel.draft import Placement
 from fly.policies import AcceptancePolicy, Exact, parse_policy
-from fly.runtime.executor import Executor
-from fly.runtime.request import Row, Stats
-from fly.runtime.runner import Runner
+from fly.runner.executor import Executor
+from fly.runner.request import Row, Stats
+from fly.runner.runner import Runner
 from fly.types import Draft, SamplingParams
 
 _WIDTHS, _CONTEXTS = (0.75, 1.25), (64, 320)  # of stand-ins: factors on the width; cached tokens

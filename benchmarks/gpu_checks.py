@@ -41,9 +41,9 @@ from fly.engine import Engine
 from fly.models.llama import allocate, skeleton
 from fly.models.tokenizer import Tokenizer
 from fly.policies import parse_policy
-from fly.runtime.executor import Batch, Executor
-from fly.runtime.request import Row
-from fly.runtime.runner import Runner
+from fly.runner.executor import Batch, Executor
+from fly.runner.request import Row
+from fly.runner.runner import Runner
 from fly.types import SamplingParams
 
 DTYPES = {torch.bfloat16: 0.03, torch.float16: 0.01, torch.float32: 1e-4}

@@ -33,9 +33,9 @@ from fly.engine import Engine
 from fly.models import LlamaConfig
 from fly.models.eagle import Eagle3Head, HeadConfig
 from fly.policies import Exact
-from fly.runtime.executor import Executor, Spent
-from fly.runtime.request import Row
-from fly.runtime.runner import Runner
+from fly.runner.executor import Executor, Spent
+from fly.runner.request import Row
+from fly.runner.runner import Runner
 from fly.types import Draft, SamplingParams
 
 _8B = MODELS["llama-3.1-8b"].model_copy(update={"max_position_embeddings": 8192})

@@ -26,9 +26,9 @@ from fly.drafts.base import pad
 from fly.models import Llama
 from fly.models.loading import resolve_device, resolve_dtype
 from fly.policies import AcceptancePolicy
-from fly.runtime.executor import Executor
-from fly.runtime.request import Row
-from fly.runtime.runner import Runner
+from fly.runner.executor import Executor
+from fly.runner.request import Row
+from fly.runner.runner import Runner
 from fly.testing.blocks import toy_vocabulary
 from fly.types import Draft, SamplingParams, Target
 

@@ -38,8 +38,8 @@ from fly.eval.task import load_task
 from fly.llm import LLM
 from fly.ops import pick
 from fly.policies import AcceptancePolicy, Block, Exact
-from fly.runtime.executor import Wrapped
-from fly.runtime.sampling import BatchSampling
+from fly.runner.executor import Wrapped
+from fly.runner.sampling import BatchSampling
 from fly.types import Decision, Draft, SamplingParams, Target
 
 CONTROL, OTHER, LIKELIEST = 0, 1, 126  # ids of the reduced vocabulary, and how many tokens of its own it has

@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError as _NotInstalled
 from importlib.metadata import version as _version
 
 from fly.llm import LLM, Output, Piece
-from fly.runtime.request import Stats, Token
+from fly.runner.request import Stats, Token
 from fly.types import Guarantee, SamplingParams, Why
 
 __all__ = ["LLM", "Guarantee", "Output", "Piece", "SamplingParams", "Stats", "Token", "Why"]

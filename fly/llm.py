@@ -42,10 +42,10 @@ from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.ops import derive
 from fly.output import Output, Piece
 from fly.policies import AcceptancePolicy, Exact
-from fly.runtime.executor import Executor, Workload
-from fly.runtime.request import BadWords, Row
-from fly.runtime.runner import Runner
-from fly.runtime.structured import Grammars
+from fly.runner.executor import Executor, Workload
+from fly.runner.request import BadWords, Row
+from fly.runner.runner import Runner
+from fly.runner.structured import Grammars
 from fly.types import SamplingParams
 from fly.vocabulary import Vocabulary
 
@@ -86,7 +86,7 @@ class LLM(Calls):
             requests, drafts, chunks of a prompt. At temperature 0 a lossless policy then gives exactly the text of
             autoregressive decoding, in bfloat16 too. This is free for kernels that add up in a fixed order (the
             compiled ones in one process). Other kernels then feed one token per forward
-            (``fly.runtime.executor.TokenByToken``).
+            (``fly.runner.executor.TokenByToken``).
         cache_tokens: how many tokens each KV cache holds over all requests; None is eight full contexts, or as many
             tokens as fit in ``cache_bytes``, if these are fewer. Memory is taken when it is first used. Of the sizes of
             caches (this, the next two and ``memory_share``) one may be given.
@@ -96,7 +96,7 @@ class LLM(Calls):
         cache_share: the share (up to 1) of the device's free memory that the caches take, in place of a size.
         memory_share: the share of a CUDA device's memory that this process takes in all, if none of the three above is
             given; None is 0.9. Weights take their part, rounds and prompts of ``max_rows`` rows take theirs, and the
-            caches get the rest (``fly.runtime.memory.divide_device``). If rounds would need more than a quarter of what
+            caches get the rest (``fly.runner.memory.divide_device``). If rounds would need more than a quarter of what
             the weights leave, ``max_rows`` is lowered, with a warning.
         max_context: the most tokens of a text (prompt and completion), at most the model's own context. A smaller one
             makes the model's tables and the default caches smaller. It also holds for a draft given as text.

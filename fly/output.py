@@ -12,7 +12,7 @@ from fly.errors import short
 from fly.models.chat import Kind, Splitter, Thinking
 from fly.models.tokenizer import TextStream
 from fly.policies import AcceptancePolicy, Bound
-from fly.runtime.request import Stats, Token
+from fly.runner.request import Stats, Token
 from fly.types import Guarantee, Why
 
 __all__ = ["Output", "Piece", "Reader"]

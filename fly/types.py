@@ -179,7 +179,7 @@ class ListedDraft(Draft):
 
 class LazyDistribution(Protocol):
     """A processed distribution [B, K+1, V] that is computed only where it is read
-    (``fly.runtime.sampling.ProcessedDistribution``)."""
+    (``fly.runner.sampling.ProcessedDistribution``)."""
 
     def dense(self) -> Tensor:
         """Return the whole distribution, [B, K+1, V]."""

@@ -15,9 +15,9 @@ from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
 from fly.models import Llama, LlamaConfig
 from fly.policies import Exact
-from fly.runtime.executor import Batch, DraftSpec, Executor, Lookup
-from fly.runtime.request import Row
-from fly.runtime.sampling import BatchSampling
+from fly.runner.executor import Batch, DraftSpec, Executor, Lookup
+from fly.runner.request import Row
+from fly.runner.sampling import BatchSampling
 
 VARIANTS = [name for name in available() if name != "torch"]
 INT8, W8A8, W4A8, W4 = ([f"{name}-{kind}" for name in VARIANTS] for kind in ("int8", "w8a8", "w4a8", "w4"))

@@ -22,7 +22,7 @@ from fly.policies import (
     LossySampling,
     verify,
 )
-from fly.runtime.sampling import BatchSampling
+from fly.runner.sampling import BatchSampling
 from fly.types import Draft, Noise, SamplingParams, Target, Verdict, Why
 
 PRESETS = (FLy.reference(), FLy.paper(), FLy.vllm())

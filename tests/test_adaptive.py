@@ -17,8 +17,8 @@ from fly import LLM, SamplingParams
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import Continuation, StopsByChance, pad, pad_trees
-from fly.runtime.executor import Spent
-from fly.runtime.request import Row
+from fly.runner.executor import Spent
+from fly.runner.request import Row
 from fly.types import Draft
 from tests.test_drafts import LARGE, MEDIUM, SMALL, VOCAB, make_row, proposals
 from tests.toys import caches, dense_logits, ready, run

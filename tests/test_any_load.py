@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from fly import LLM, SamplingParams
 from fly.backends.cpu import available, why_not
-from fly.runtime.request import Row
+from fly.runner.request import Row
 from fly.types import Guarantee
 from tests.conftest import SANITIZER
 

@@ -18,7 +18,7 @@ from fly.cli.bench import drafts_table, promise_table
 from fly.drafts import SingleDraft, parse_draft
 from fly.eval import Result, Setting
 from fly.eval.timed import Times
-from fly.runtime.request import Stats
+from fly.runner.request import Stats
 from tests.test_drafts import LARGE, VOCAB
 
 

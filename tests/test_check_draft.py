@@ -23,8 +23,8 @@ from fly.drafts import (
 )
 from fly.drafts.base import DraftSetup, pad, until_end
 from fly.ops import Stream, derive, draw, uniforms
-from fly.runtime.request import Row
-from fly.runtime.sampling import BatchSampling
+from fly.runner.request import Row
+from fly.runner.sampling import BatchSampling
 from fly.testing import DRAFT_CHECKS, ConformanceError, check_draft, stage
 from fly.testing.blocks import toy_vocabulary
 from fly.testing.drawn import p_value

@@ -11,7 +11,7 @@ import torch
 
 import fly
 from fly.drafts import ChooseDraft, DraftStrategy, NGramDraft, SingleDraft, TranslatedDraft, TreeDraft, parse_draft
-from fly.runtime.request import Row
+from fly.runner.request import Row
 from fly.testing import check_draft
 from fly.types import Draft, Target
 from tests.toys import random_llama, ready

@@ -28,7 +28,7 @@ from fly.policies import (
 )
 from fly.policies.base import exact_accept_probs
 from fly.policies.conditions import Block
-from fly.runtime.sampling import BatchSampling
+from fly.runner.sampling import BatchSampling
 from fly.testing import ConformanceError, check_policy, parametrize_with_checks
 from fly.testing.blocks import make_block, markers_of, toy_vocabulary
 from fly.testing.guarantees import check_guarantee

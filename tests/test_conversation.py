@@ -220,7 +220,7 @@ def test_thinking_is_dimmed_on_a_terminal_and_left_out_of_files(monkeypatch: pyt
     from rich.console import Console
 
     from fly.cli.completion import show
-    from fly.runtime.request import Token
+    from fly.runner.request import Token
     from fly.types import Why
 
     token = Token(1, Why.MATCH)

@@ -34,9 +34,9 @@ from fly.models import Llama
 from fly.models.families import FULL, SLIDING
 from fly.ops import derive, derived
 from fly.policies import AcceptancePolicy, Exact, condition_types, parse_policy, policy_types
-from fly.runtime.executor import Executor, Lookup, TokenByToken, Wrapped
-from fly.runtime.request import BadWords, Row
-from fly.runtime.runner import Runner
+from fly.runner.executor import Executor, Lookup, TokenByToken, Wrapped
+from fly.runner.request import BadWords, Row
+from fly.runner.runner import Runner
 from fly.testing.policies import check_cuda_graph
 from fly.types import SamplingParams
 from tests.emulator import Gpu, emulated

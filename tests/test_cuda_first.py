@@ -24,7 +24,7 @@ from fly.models import Llama
 from fly.parallel import launch
 from fly.parallel.ranks import Checksum, Ranks
 from fly.parallel.watch import Progress, Watch
-from fly.runtime.runner import Runner
+from fly.runner.runner import Runner
 from tests.emulated_flash import VERSIONS
 from tests.emulator import emulated, exchanged
 from tests.pool import free_port

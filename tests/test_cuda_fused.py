@@ -19,7 +19,7 @@ from fly.cache import PagedKVCache
 from fly.drafts import SingleDraft
 from fly.engine import Engine
 from fly.policies import parse_policy
-from fly.runtime.runner import Runner
+from fly.runner.runner import Runner
 from tests.emulator import FREE, Address, Gpu
 from tests.test_cuda import SIZES, VOCAB, decode, device, on_cpu, row_of, told
 from tests.test_cuda import there as on_device

@@ -23,9 +23,9 @@ from fly.models.eagle import Eagle3Head, HeadConfig, load_head
 from fly.models.llama import DenseCausal, record_states
 from fly.models.tokenizer import Tokenizer
 from fly.policies import parse_policy
-from fly.runtime.executor import Executor
-from fly.runtime.request import Row
-from fly.runtime.runner import Runner
+from fly.runner.executor import Executor
+from fly.runner.request import Row
+from fly.runner.runner import Runner
 from tests.test_cuda import POLICIES, SIZES, TARGET, VOCAB, decode, device, on_gpu, prompts, row_of, told
 from tests.test_cuda_plain import ASKS, check_same
 from tests.test_eagle import randomise

@@ -33,9 +33,9 @@ from fly.parallel.model import parallelise
 from fly.parallel.plan import Part
 from fly.parallel.ranks import Ranks
 from fly.policies import Exact, parse_policy
-from fly.runtime.executor import DraftSpec, Workload
-from fly.runtime.runner import Runner
-from fly.runtime.sampling import BatchSampling
+from fly.runner.executor import DraftSpec, Workload
+from fly.runner.runner import Runner
+from fly.runner.sampling import BatchSampling
 from fly.types import SamplingParams
 from tests.emulator import Gpu
 from tests.test_cuda import DRAFTS, TARGET, attend_by, decode, device, row_of, there

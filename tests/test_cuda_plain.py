@@ -23,10 +23,10 @@ from fly.models import Llama
 from fly.models.families import FULL, SLIDING
 from fly.models.tokenizer import Tokenizer
 from fly.policies import parse_policy
-from fly.runtime.executor import Executor
-from fly.runtime.request import Row
-from fly.runtime.runner import Runner
-from fly.runtime.structured import Grammars
+from fly.runner.executor import Executor
+from fly.runner.request import Row
+from fly.runner.runner import Runner
+from fly.runner.structured import Grammars
 from tests.test_cuda import DRAFTS, POLICIES, TARGET, VOCAB, decode, device, on_cpu, row_of, there
 from tests.test_drafts import perturbed
 from tests.toys import build_llama, save_tokenizer

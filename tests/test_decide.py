@@ -25,8 +25,8 @@ from fly.backends.cpu.host import _decide as decide_compiled
 from fly.backends.cpu.library import CClause, fast_call
 from fly.policies import Exact, parse_policy
 from fly.policies.conditions import Clause
-from fly.runtime.executor import Batch, Executor, Scores
-from fly.runtime.sampling import BatchSampling
+from fly.runner.executor import Batch, Executor, Scores
+from fly.runner.sampling import BatchSampling
 from fly.types import Decision, Draft, SamplingParams, Target
 
 pytestmark = pytest.mark.skipif(available() == ["torch"], reason=why_not() or "compiled kernels are here")

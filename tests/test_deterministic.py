@@ -12,9 +12,9 @@ from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
 from fly.drafts import CascadeDraft, NGramDraft, SingleDraft, TreeDraft
 from fly.policies import Exact
-from fly.runtime.executor import TokenByToken
-from fly.runtime.request import Row
-from fly.runtime.runner import Runner
+from fly.runner.executor import TokenByToken
+from fly.runner.request import Row
+from fly.runner.runner import Runner
 from tests.toys import random_llama, run
 
 SIZES = {"vocab_size": 29, "hidden": 96, "heads": 4, "kv_heads": 2, "intermediate": 160, "scale": 0.15}

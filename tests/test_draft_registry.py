@@ -20,7 +20,7 @@ from fly.drafts.base import pad
 from fly.drafts.registry import STRATEGIES, draft_types, parse_draft
 from fly.models import CheckpointError
 from fly.policies import AfterTokens, Exact, FLy
-from fly.runtime.request import Row
+from fly.runner.request import Row
 from fly.types import Draft
 from tests.toys import ready
 

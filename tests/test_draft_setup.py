@@ -12,8 +12,8 @@ from fly.backends import load
 from fly.drafts import AdaptiveDraft, CascadeDraft, ChooseDraft, DraftStrategy, NGramDraft, SingleDraft, pad
 from fly.drafts.base import DraftSetup
 from fly.drafts.translate import TranslatingSetup
-from fly.runtime.request import Row
-from fly.runtime.runner import Runner
+from fly.runner.request import Row
+from fly.runner.runner import Runner
 from fly.types import Draft
 from tests.toys import random_llama, run
 

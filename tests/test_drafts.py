@@ -15,8 +15,8 @@ from fly.drafts import CascadeDraft, NGramDraft, SingleDraft
 from fly.models import Llama
 from fly.ops import Stream, derive, draw, uniforms
 from fly.policies import Exact, FLy, LossySampling
-from fly.runtime.request import Row
-from fly.runtime.sampling import BatchSampling
+from fly.runner.request import Row
+from fly.runner.sampling import BatchSampling
 from fly.types import Draft, SamplingParams
 from tests.toys import caches, dense_logits, random_llama, ready, run
 

@@ -33,7 +33,7 @@ from fly.models.eagle import Eagle3Head, HeadConfig, is_head, load_head, save_he
 from fly.models.families import FAMILIES
 from fly.models.llama import DenseCausal, embedding_scale, record_states
 from fly.params import SamplingParams
-from fly.runtime.executor import Batch, Executor, Head, TokenByToken
+from fly.runner.executor import Batch, Executor, Head, TokenByToken
 from fly.testing import check_draft
 from fly.testing.toys import toy_target
 from fly.train import Answer, Plan, prompts_of, train_head

@@ -31,9 +31,9 @@ from fly.policies import (
     verify,
 )
 from fly.policies.verification import decide
-from fly.runtime.executor import Batch, Executor, Scores
-from fly.runtime.request import Gate, Row, common_prefix
-from fly.runtime.sampling import BatchSampling
+from fly.runner.executor import Batch, Executor, Scores
+from fly.runner.request import Gate, Row, common_prefix
+from fly.runner.sampling import BatchSampling
 from fly.types import Draft, Noise, Target
 from tests.toy_engine import (
     CONTEXT,

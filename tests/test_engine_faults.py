@@ -17,8 +17,8 @@ from fly.engine import Engine
 from fly.policies import (
     Exact,
 )
-from fly.runtime.request import Row
-from fly.runtime.runner import Runner
+from fly.runner.request import Row
+from fly.runner.runner import Runner
 from fly.types import Draft, Target
 from tests.toy_engine import (
     NEAR,

@@ -29,7 +29,7 @@ from fly.policies import (
     Thresholds,
     verify,
 )
-from fly.runtime.sampling import BatchSampling
+from fly.runner.sampling import BatchSampling
 from fly.types import Draft, Guarantee, SamplingParams, Target
 from tests.rule_twins import (
     POLICIES,

@@ -30,7 +30,7 @@ from fly.models import Llama, LlamaConfig
 from fly.models.config import CheckpointError
 from fly.models.families import FAMILIES
 from fly.ops import tree_mask
-from fly.runtime.executor import Batch
+from fly.runner.executor import Batch
 from fly.serve.service import Service
 from fly.serve.settings import Settings
 from fly.testing.toys import toy_target

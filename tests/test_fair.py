@@ -14,8 +14,8 @@ import pytest
 
 from fly import LLM, SamplingParams
 from fly.engine.job import Job
-from fly.runtime.structured import LIMITS
-from fly.runtime.trial import Trial
+from fly.runner.structured import LIMITS
+from fly.runner.trial import Trial
 from fly.serve import Settings
 from fly.serve.clients import Clients
 from tests.serving import MODEL, Running, eventually, running
@@ -151,7 +151,7 @@ def test_nothing_is_kept_of_a_grammar_beyond_the_limits(llm: LLM) -> None:
 
 
 def test_grammars_are_kept_up_to_so_many_bytes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fly.runtime.structured._KEPT", 3 * (33 << 20))
+    monkeypatch.setattr("fly.runner.structured._KEPT", 3 * (33 << 20))
     for number in range(9):
         llm.requests(["x"], SamplingParams(structured={"regex": "a" * (number + 1)}))  # type: ignore[arg-type]
         assert len(llm.grammars._kept) <= 3 and llm.grammars._size <= 3 * (33 << 20)

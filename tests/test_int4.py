@@ -20,8 +20,8 @@ from fly.engine import Engine
 from fly.models import load_model
 from fly.models.config import CheckpointError
 from fly.models.loading import save_model
-from fly.runtime.executor import Executor
-from fly.runtime.runner import Runner
+from fly.runner.executor import Executor
+from fly.runner.runner import Runner
 from tests.test_cuda import decode, device, row_of
 from tests.toys import random_llama
 

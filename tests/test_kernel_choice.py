@@ -29,7 +29,7 @@ from fly.eval.decoder import Decoder
 from fly.models import save_model
 from fly.models.loading import Loading
 from fly.ops import Stream, uniforms
-from fly.runtime.executor import Batch
+from fly.runner.executor import Batch
 from tests.kernels import (
     INT8,
     NARROW,

@@ -15,9 +15,9 @@ from fly.cache import PagedKVCache
 from fly.drafts import NGramDraft, SingleDraft, SuffixDraft
 from fly.ops import Stream, draw, uniforms
 from fly.policies import Exact, FLy
-from fly.runtime.executor import Batch, DraftSpec, Lookup
-from fly.runtime.request import Row
-from fly.runtime.sampling import BatchSampling
+from fly.runner.executor import Batch, DraftSpec, Lookup
+from fly.runner.request import Row
+from fly.runner.sampling import BatchSampling
 from tests.kernels import (
     DTYPES,
     GREEDY,

@@ -26,7 +26,7 @@ from fly.drafts import NGramDraft
 from fly.models import DenseCausal, LlamaConfig, save_model
 from fly.models.families import FAMILIES, OPTIONS, Family
 from fly.ops import argmax, tree_mask
-from fly.runtime.executor import Batch, DraftSpec, TokenByToken
+from fly.runner.executor import Batch, DraftSpec, TokenByToken
 from tests.blocked import decoded, in_groups, rounded_to_groups
 from tests.kernels import (
     DTYPES,

@@ -14,7 +14,7 @@ FILES = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "fly"
 # A room imports only itself and rooms that stand before it, annotations included.
 ROOMS = [
     "errors", "expressions", "params", "ops", "vocabulary", "types", "policies", "cache", "models", "bundled",
-    "runtime", "drafts", "output", "engine", "backends", "early_exit", "config", "parallel", "calls", "llm", "testing",
+    "runner", "drafts", "output", "engine", "backends", "early_exit", "config", "parallel", "calls", "llm", "testing",
     "eval", "bench", "train", "serve", "audit", "ray", "vllm", "cli",
 ]  # fmt: skip
 PACKAGE = {"__init__", "__main__"}  # may import any
@@ -85,14 +85,14 @@ def test_few_modules_stand_at_the_top() -> None:
 @pytest.mark.parametrize("name", BLIND)
 def test_no_room_above_the_backends_knows_one(name: str) -> None:
     for path, text in FILES.items():
-        if room(module(path)) == name and module(path) != "fly.runtime.structured":
+        if room(module(path)) == name and module(path) != "fly.runner.structured":
             assert not any(each.startswith("fly.backends") for each in imported(path)), path
             assert not re.search(r"ctypes|fly_\w+\(|CpuExecutor|TorchExecutor", text), path
 
 
 @pytest.mark.parametrize(
     "name",
-    ["types", "runtime.sampling", "runtime.executor", "runtime.runner", "drafts", "engine.step", "engine.account"],
+    ["types", "runner.sampling", "runner.executor", "runner.runner", "drafts", "engine.step", "engine.account"],
 )
 def test_no_module_probes_what_a_model_can_do(name: str) -> None:
     for path, text in FILES.items():
@@ -102,5 +102,5 @@ def test_no_module_probes_what_a_model_can_do(name: str) -> None:
 
 def test_from_the_step_to_a_forward_there_are_two_files() -> None:
     """The engine calls the runner, the runner its executor."""
-    engine, runner = (FILES[ROOT / "fly" / name] for name in ("engine/step.py", "runtime/runner.py"))
+    engine, runner = (FILES[ROOT / "fly" / name] for name in ("engine/step.py", "runner/runner.py"))
     assert "self.runner.score(" in engine and "self.executor.score(" in runner

@@ -66,7 +66,7 @@ def speaker(bare: Path, tmp_path: Path) -> Path:
         ("fly.cache", "BlockAllocator PagedKVCache OutOfBlocks"),
         ("fly.models", "Llama LlamaConfig load_model"),
         ("fly.types", "Draft Target Noise Verdict SamplingParams"),
-        ("fly.runtime.request", "Sequence Stats Token"),
+        ("fly.runner.request", "Sequence Stats Token"),
     ],
 )
 def test_public_names(module: str, names: str) -> None:
@@ -384,7 +384,7 @@ def test_the_end_token_in_a_prompt_ends_nothing_and_no_token_asked_for_gives_non
 
 
 def test_a_share_of_free_memory_sizes_all_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fly.runtime.memory.free_memory", lambda device: 1_000_000)
+    monkeypatch.setattr("fly.runner.memory.free_memory", lambda device: 1_000_000)
     llm = LLM(MODEL, SingleDraft(random_llama(5, VOCAB)), cache_share=0.5)
     stored = sum(
         2 * cache.keys.numel() * cache.keys.element_size()

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from fly import LLM, SamplingParams
 from fly.models.tokenizer import Tokenizer
 from fly.policies import Exact
-from fly.runtime.constraints import constrain
-from fly.runtime.request import BadWords, Row
-from fly.runtime.sampling import BatchSampling
-from fly.runtime.structured import Grammars
+from fly.runner.constraints import constrain
+from fly.runner.request import BadWords, Row
+from fly.runner.sampling import BatchSampling
+from fly.runner.structured import Grammars
 from fly.types import Draft, Target
 from tests.toys import PADDING, random_llama, save_tokenizer
 

@@ -14,7 +14,7 @@ import fly
 from fly.backends import choice
 from fly.backends.torch import TorchExecutor
 from fly.cache import DEFAULT_BYTES, PagedKVCache
-from fly.runtime import memory
+from fly.runner import memory
 from tests.commands import run as command
 from tests.commands import words
 from tests.toys import random_llama

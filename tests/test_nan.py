@@ -26,9 +26,9 @@ from fly.models import Llama
 from fly.models.eagle import Eagle3Head, HeadConfig
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.policies.base import ExactCore, exact_accept_probs
-from fly.runtime.executor import Batch, Executor, Head
-from fly.runtime.request import Row
-from fly.runtime.runner import Runner
+from fly.runner.executor import Batch, Executor, Head
+from fly.runner.request import Row
+from fly.runner.runner import Runner
 from fly.types import Draft, SamplingParams, Target
 from tests.kernels import GROUPED, VARIANTS, W8A8
 from tests.test_cuda import device, there

@@ -40,9 +40,9 @@ from fly.parallel import (
 )
 from fly.parallel.logits import VocabularyShards
 from fly.policies import parse_policy, policy_types
-from fly.runtime.executor import Batch, Executor
-from fly.runtime.request import Row
-from fly.runtime.runner import Runner
+from fly.runner.executor import Batch, Executor
+from fly.runner.request import Row
+from fly.runner.runner import Runner
 from fly.types import SamplingParams
 from tests.emulator import emulated, exchanged
 from tests.pool import TOY, Pool, checkpoints, told

@@ -29,7 +29,7 @@ from fly.policies import (
     verify,
 )
 from fly.policies.base import accepts_exactly
-from fly.runtime.sampling import BatchSampling
+from fly.runner.sampling import BatchSampling
 from fly.types import Draft, Guarantee, Noise, SamplingParams, Target, Verdict, Why
 from tests.policy_cases import PRESETS, Case, Twin, cases, flys, lossys, never, policies, random_case, same
 

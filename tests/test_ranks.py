@@ -39,8 +39,8 @@ from fly.parallel import (
 from fly.parallel.draft import FirstDraft
 from fly.parallel.ranks import Checksum
 from fly.policies import Exact, parse_policy
-from fly.runtime.request import Row
-from fly.runtime.runner import Runner
+from fly.runner.request import Row
+from fly.runner.runner import Runner
 from fly.types import SamplingParams
 from tests.pool import FORK, TOY, Pool, checkpoints, free_port, told
 from tests.toys import build_llama

@@ -29,7 +29,7 @@ from fly.policies import (
     Exact,
     gate_distribution,
 )
-from fly.runtime.executor import Scores
+from fly.runner.executor import Scores
 from fly.types import Decision, Draft, Target
 from tests.commands import run as command
 from tests.commands import words

@@ -35,9 +35,9 @@ from fly.drafts import (
 from fly.engine import Engine
 from fly.parallel.compiled import CompiledPart
 from fly.policies import AcceptancePolicy, AgreeingWindow, Block, Condition, EntropyGate, Exact, parse_policy
-from fly.runtime.executor import Executor, Rounds
-from fly.runtime.request import Row
-from fly.runtime.runner import Runner
+from fly.runner.executor import Executor, Rounds
+from fly.runner.request import Row
+from fly.runner.runner import Runner
 from fly.types import Why
 from tests.test_drafts import perturbed
 from tests.toys import caches, random_llama
@@ -175,7 +175,7 @@ def test_rounds_of_one_call_are_the_rounds_of_as_many_steps(data: st.DataObject)
 
     slow, slowly = decode(lambda: 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fly.runtime.runner._EXTRA_TOKENS", ahead)
+        patch.setattr("fly.runner.runner._EXTRA_TOKENS", ahead)
         patch.setattr("fly.backends.cpu.rounds._MAX_SCORED", data.draw(st.sampled_from([1, 20, 4096])))
         patch.setattr("fly.backends.cpu.rounds._MAX_MISMATCHES", data.draw(st.sampled_from([1, 20, 1024])))
         fast, at_once = decode(lambda: FOREVER)
@@ -255,7 +255,7 @@ def test_rows_beside_one_another_take_the_rounds_of_as_many_steps(data: st.DataO
 
     slow, many = decode(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fly.runtime.runner._EXTRA_TOKENS", data.draw(st.sampled_from([(1,), (30, 1), (128, 32, 8, 1)])))
+        patch.setattr("fly.runner.runner._EXTRA_TOKENS", data.draw(st.sampled_from([(1,), (30, 1), (128, 32, 8, 1)])))
         patch.setattr("fly.backends.cpu.rounds._MAX_SCORED", data.draw(st.sampled_from([1, 60, 4096])))
         patch.setattr("fly.backends.cpu.rounds._MAX_MISMATCHES", data.draw(st.sampled_from([1, 1024])))
         fast, few = decode(FOREVER)

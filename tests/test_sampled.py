@@ -15,7 +15,7 @@ import fly
 from benchmarks.sampled import CONTROL, Sampled, cut_all, load, outcome, record, save, truncated
 from fly.drafts import SingleDraft
 from fly.policies import AdditiveSlack, Ensemble, Exact, LogMargin, Near, Typical
-from fly.runtime.sampling import BatchSampling
+from fly.runner.sampling import BatchSampling
 from fly.types import SamplingParams
 from tests.rule_twins import softmax
 

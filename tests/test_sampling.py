@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fly.ops import Stream, derive, draw, uniforms, vocabulary
 from fly.policies import Exact
-from fly.runtime.constraints import constrain
-from fly.runtime.request import BadWords, Row
-from fly.runtime.sampling import BatchSampling
+from fly.runner.constraints import constrain
+from fly.runner.request import BadWords, Row
+from fly.runner.sampling import BatchSampling
 from fly.types import SamplingParams
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

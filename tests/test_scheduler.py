@@ -16,8 +16,8 @@ from fly.engine import Engine
 from fly.engine.scheduler import Scheduler, _divide
 from fly.ops import derive
 from fly.policies import AcceptancePolicy, Exact, FLy, LossySampling
-from fly.runtime.request import Row
-from fly.runtime.runner import Runner
+from fly.runner.request import Row
+from fly.runner.runner import Runner
 from fly.types import SamplingParams
 from tests.toys import HashModel
 

@@ -16,8 +16,8 @@ from fly.drafts import NGramDraft
 from fly.engine import Engine
 from fly.engine.scheduler import Scheduler
 from fly.policies import Exact, FLy
-from fly.runtime.request import Row
-from fly.runtime.runner import Runner
+from fly.runner.request import Row
+from fly.runner.runner import Runner
 from tests.serving import MODEL, running
 from tests.test_model import llama_configs, seeds, transformers_twin, twin_logits
 from tests.toys import HashModel, build_llama

@@ -25,7 +25,7 @@ from fly.drafts import NGramDraft
 from fly.engine.job import Job, Request
 from fly.engine.worker import Worker
 from fly.policies import Exact, parse_policy
-from fly.runtime.request import Row, Token
+from fly.runner.request import Row, Token
 from tests.serving import MODEL, eventually, running
 
 ENDLESS = {"model": MODEL, "prompt": "Take", "max_tokens": 1000, "ignore_eos": True}

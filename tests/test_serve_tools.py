@@ -22,8 +22,8 @@ from fly import SamplingParams
 from fly.engine.job import News
 from fly.models.chat import TAGS, ChatTemplate, Thinking
 from fly.models.tokenizer import Tokenizer
-from fly.runtime.request import Token, Why
-from fly.runtime.structured import Grammars
+from fly.runner.request import Token, Why
+from fly.runner.structured import Grammars
 from fly.serve.answers import Completion, Prepared, Vocabulary
 from fly.serve.jsons import loads
 from fly.serve.requests import ChatRequest

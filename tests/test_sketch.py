@@ -25,10 +25,10 @@ from fly.cache import PagedKVCache
 from fly.drafts import SingleDraft
 from fly.models import LlamaConfig, save_model
 from fly.policies import Exact
-from fly.runtime.drafting import Batch, DraftSpec
-from fly.runtime.executor import Executor
-from fly.runtime.request import Row
-from fly.runtime.sampling import BatchSampling
+from fly.runner.drafting import Batch, DraftSpec
+from fly.runner.executor import Executor
+from fly.runner.request import Row
+from fly.runner.sampling import BatchSampling
 from fly.types import SamplingParams
 from tests.blocked import decoded
 from tests.kernels import VARIANTS, built, same_bits, stepwise

@@ -27,10 +27,10 @@ from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft
 from fly.engine import Engine
 from fly.policies import Exact, parse_policy
-from fly.runtime.executor import Batch, DraftSpec, Executor, Lookup
-from fly.runtime.request import Row
-from fly.runtime.runner import Runner
-from fly.runtime.sampling import BatchSampling
+from fly.runner.executor import Batch, DraftSpec, Executor, Lookup
+from fly.runner.request import Row
+from fly.runner.runner import Runner
+from fly.runner.sampling import BatchSampling
 from tests import test_eagle, test_rounds
 from tests.toys import random_llama
 

@@ -32,8 +32,8 @@ from fly.eval.compare import in_turns
 from fly.eval.timed import Clock, Times, draft_runners, timed
 from fly.models import LlamaConfig, load_model, save_model
 from fly.policies import FLy
-from fly.runtime.executor import Batch, Drafted, DraftSpec, Executor
-from fly.runtime.request import Stats
+from fly.runner.executor import Batch, Drafted, DraftSpec, Executor
+from fly.runner.request import Stats
 from tests.test_drafts import make_row
 from tests.toys import build_llama, dense_logits, llama_configs, random_llama
 

@@ -24,8 +24,8 @@ from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft, Tre
 from fly.drafts.base import pad, pad_trees
 from fly.models.loading import save_model
 from fly.policies import AcceptancePolicy, EntropyGate, Exact, FLy, LossySampling
-from fly.runtime.request import Row
-from fly.runtime.structured import Grammars, Matcher
+from fly.runner.request import Row
+from fly.runner.structured import Grammars, Matcher
 from fly.types import Draft, StructuredOutput
 from tests.toys import PADDING, random_llama, save_tokenizer
 

@@ -14,8 +14,8 @@ from fly.drafts import DraftStrategy, SingleDraft
 from fly.drafts.base import DraftSetup
 from fly.drafts.suffix import SuffixDraft
 from fly.policies import Exact
-from fly.runtime.request import Row, Token
-from fly.runtime.runner import Runner
+from fly.runner.request import Row, Token
+from fly.runner.runner import Runner
 from fly.types import Draft, SamplingParams, Why
 from tests.toys import random_llama, ready, run
 

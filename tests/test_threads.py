@@ -14,8 +14,8 @@ from fly.backends import executor_of
 from fly.backends.cpu import CpuExecutor, available, why_not
 from fly.cache import PagedKVCache
 from fly.policies import Exact
-from fly.runtime.executor import Batch, DraftSpec, Lookup
-from fly.runtime.request import Row
+from fly.runner.executor import Batch, DraftSpec, Lookup
+from fly.runner.request import Row
 from tests.toys import random_llama
 
 VARIANTS = [name for name in available() if name != "torch"]

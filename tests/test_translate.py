@@ -26,7 +26,7 @@ from fly.models.lengths import byte_alphabet
 from fly.models.llama import KV
 from fly.models.tokenizer import Tokenizer
 from fly.policies import Exact
-from fly.runtime.sampling import BatchSampling
+from fly.runner.sampling import BatchSampling
 from fly.types import Draft, Target
 from tests.test_drafts import make_row, proposals
 from tests.toys import caches, dense_logits, random_llama, ready, run

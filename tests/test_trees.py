@@ -16,7 +16,7 @@ from fly.drafts.base import pad_trees
 from fly.drafts.tree import TreeDraft
 from fly.ops import depths
 from fly.policies import AcceptancePolicy, AgreeingWindow, EntropyGate, Exact, FLy, Room, verify
-from fly.runtime.request import Row
+from fly.runner.request import Row
 from fly.testing import ConformanceError, check_trees
 from fly.types import Draft, Noise, Target
 from tests.test_conformance import NoResidual

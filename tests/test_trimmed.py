@@ -19,10 +19,10 @@ from fly.drafts import NGramDraft, SingleDraft
 from fly.models import save_model
 from fly.models.trimmed import kept_tokens
 from fly.policies import Exact
-from fly.runtime.drafting import Batch, DraftSpec
-from fly.runtime.executor import Executor
-from fly.runtime.request import Row
-from fly.runtime.sampling import BatchSampling
+from fly.runner.drafting import Batch, DraftSpec
+from fly.runner.executor import Executor
+from fly.runner.request import Row
+from fly.runner.sampling import BatchSampling
 from fly.types import SamplingParams
 from tests.toys import random_llama
 

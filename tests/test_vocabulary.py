@@ -35,7 +35,7 @@ from fly.policies import (
     parse_policy,
 )
 from fly.policies.base import ExactCore
-from fly.runtime.request import Row
+from fly.runner.request import Row
 from fly.testing import check_draft, check_policy
 from fly.types import Draft, Target, Why
 from fly.vocabulary import Vocabulary

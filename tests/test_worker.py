@@ -454,7 +454,7 @@ import threading, time
 from fly.backends import executor_of
 from fly.backends.cpu import available
 from fly.cache import PagedKVCache
-from fly.runtime.executor import Batch
+from fly.runner.executor import Batch
 from tests.toys import random_llama
 executor = executor_of(random_llama(hidden=512, layers=6, max_positions=4000), available()[0])
 cache = PagedKVCache.for_model(executor, 4000)

@@ -20,8 +20,8 @@ from fly.drafts.translate import TranslatingSetup
 from fly.models import DenseCausal, Llama, LlamaConfig, RopeScaling
 from fly.models.families import FAMILIES, FULL, SLIDING, Family
 from fly.models.tokenizer import Tokenizer
-from fly.runtime.executor import Batch, Executor, Head, Scores
-from fly.runtime.runner import Runner
+from fly.runner.executor import Batch, Executor, Head, Scores
+from fly.runner.runner import Runner
 
 __all__ = [
     "PADDING",

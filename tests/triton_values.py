@@ -25,7 +25,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from fly.backends.cuda import ops
 from fly.backends.cuda.kernels import attention, layer, product, steps
 from fly.ops import depths, tree_mask
-from fly.runtime import sampling
+from fly.runner import sampling
 
 DTYPES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 fast = settings(deadline=None, suppress_health_check=list(HealthCheck))

@@ -23,9 +23,9 @@ ELSEWHERE = {"overview.md": "README.md", "changelog.md": "CHANGELOG.md", "benchm
 # The modules whose docstrings are the reference, in the order of docs/explanation/layout.md.
 MODULES = [
     "fly", "fly.policies", "fly.policies.registry", "fly.drafts", "fly.drafts.base", "fly.testing", "fly.types",
-    "fly.params", "fly.output", "fly.ops", "fly.cache", "fly.models", "fly.runtime.request", "fly.runtime.sampling",
-    "fly.runtime.constraints", "fly.runtime.structured", "fly.runtime.drafting", "fly.runtime.executor",
-    "fly.runtime.runner", "fly.engine.step", "fly.engine.scheduler", "fly.backends.cpu", "fly.parallel", "fly.config",
+    "fly.params", "fly.output", "fly.ops", "fly.cache", "fly.models", "fly.runner.request", "fly.runner.sampling",
+    "fly.runner.constraints", "fly.runner.structured", "fly.runner.drafting", "fly.runner.executor",
+    "fly.runner.runner", "fly.engine.step", "fly.engine.scheduler", "fly.backends.cpu", "fly.parallel", "fly.config",
     "fly.eval", "fly.eval.records", "fly.eval.statistics", "fly.serve", "fly.train",
 ]  # fmt: skip
 

@@ -29,8 +29,8 @@ from fly.models.llama import weight_bytes
 from fly.models.loading import Loading, resolve_device, resolve_dtype
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.models.trimmed import TrimmedHead, kept_tokens
-from fly.runtime.executor import Executor, Wrapped
-from fly.runtime.memory import room_for
+from fly.runner.executor import Executor, Wrapped
+from fly.runner.memory import room_for
 
 __all__ = [
     "LoadExecutor",

@@ -17,7 +17,7 @@ from fly.models.config import LlamaConfig
 from fly.models.eagle import Eagle3Head
 from fly.models.llama import record_states
 from fly.ops import upload
-from fly.runtime.executor import Batch, Executor, Head, Scores
+from fly.runner.executor import Batch, Executor, Head, Scores
 
 __all__ = ["Model", "TorchExecutor", "TorchHead"]
 

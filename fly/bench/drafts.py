@@ -23,7 +23,7 @@ from fly.drafts.base import Wrapper
 from fly.eval import Result, Setting, compare
 from fly.llm import LLM
 from fly.policies import AcceptancePolicy
-from fly.runtime.request import Row, Stats
+from fly.runner.request import Row, Stats
 from fly.types import Draft, SamplingParams
 
 __all__ = ["PROMISE", "STRATEGIES", "Drafted", "Misleading", "Promise", "Ratio", "measure_drafts", "measure_promise"]

@@ -20,9 +20,9 @@ from fly.eval.timed import Setting, draft_runners
 from fly.llm import LLM
 from fly.models import LlamaConfig
 from fly.policies import AcceptancePolicy, Exact
-from fly.runtime.executor import Batch, DraftSpec, Executor
-from fly.runtime.request import Row
-from fly.runtime.runner import Runner
+from fly.runner.executor import Batch, DraftSpec, Executor
+from fly.runner.request import Row
+from fly.runner.runner import Runner
 from fly.types import SamplingParams
 
 __all__ = [

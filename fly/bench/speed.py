@@ -24,8 +24,8 @@ from fly.cache import PagedKVCache
 from fly.eval import Setting, decode
 from fly.eval.timed import Times
 from fly.models import LlamaConfig
-from fly.runtime.executor import Executor
-from fly.runtime.request import Stats
+from fly.runner.executor import Executor
+from fly.runner.request import Stats
 from fly.types import SamplingParams
 
 __all__ = [

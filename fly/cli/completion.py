@@ -19,7 +19,7 @@ from fly.cli.run import command, compute_in_words, kernels_of, memory_of, option
 from fly.cli.show import console, errors, note
 from fly.llm import LLM, Piece
 from fly.policies import AcceptancePolicy
-from fly.runtime.request import Stats
+from fly.runner.request import Stats
 from fly.types import SamplingParams, StructuredOutput
 
 # For each reason to keep a token: its style and its meaning. Relaxed tokens are underlined as well, for readers who

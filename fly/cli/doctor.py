@@ -19,7 +19,7 @@ from fly.cache import DEFAULT_BYTES, block_size_for
 from fly.cli.options import Json
 from fly.cli.run import command
 from fly.cli.show import console, print_list, sentences, write_json
-from fly.runtime.memory import free_memory
+from fly.runner.memory import free_memory
 
 __all__ = ["Finding", "doctor", "examine"]
 

@@ -19,7 +19,7 @@ from fly.cli.run import command, compute_in_words, memory_of, options_of, ranks_
 from fly.cli.show import progress, tell
 from fly.config import Config
 from fly.llm import LLM
-from fly.runtime.executor import WARM_ROWS
+from fly.runner.executor import WARM_ROWS
 from fly.serve import Settings
 from fly.serve.listening import require_free
 from fly.serve.settings import wrong_with_key

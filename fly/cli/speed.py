@@ -24,7 +24,7 @@ from fly.cli.show import console, grouped, note, progress, ratio, table, write_j
 from fly.eval import Setting
 from fly.eval.plots import save_lines
 from fly.llm import LLM
-from fly.runtime.executor import Executor
+from fly.runner.executor import Executor
 from fly.types import SamplingParams
 
 _Point: TypeAlias = Callable[[Forward], tuple[float, float]]

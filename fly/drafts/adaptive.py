@@ -14,8 +14,8 @@ from statistics import median
 from fly.drafts.base import Continuation, DraftSetup, DraftStrategy, StopsByChance, Wrapper, pad, split_rows
 from fly.drafts.measures import Costs, Rates
 from fly.drafts.suffix import SuffixDraft
-from fly.runtime.executor import Spent
-from fly.runtime.request import Row, common_prefix
+from fly.runner.executor import Spent
+from fly.runner.request import Row, common_prefix
 from fly.types import Draft, Target
 
 __all__ = ["AdaptiveDraft"]

@@ -20,10 +20,10 @@ from fly.cache import BlockAllocator
 from fly.models.loading import resolve_device, resolve_dtype
 from fly.models.tokenizer import Tokenizer
 from fly.ops import upload
-from fly.runtime.continuation import Continuation
-from fly.runtime.executor import Drafted, Executor, Head
-from fly.runtime.request import Row
-from fly.runtime.runner import Runner
+from fly.runner.continuation import Continuation
+from fly.runner.executor import Drafted, Executor, Head
+from fly.runner.request import Row
+from fly.runner.runner import Runner
 from fly.types import Draft, Target
 from fly.vocabulary import Vocabulary
 

@@ -9,7 +9,7 @@ from collections import abc
 
 from fly.drafts.base import Continuation, DraftStrategy, RowDraft, Wrapper, join_rows, split_rows
 from fly.ops import upload
-from fly.runtime.request import Row
+from fly.runner.request import Row
 from fly.types import Draft, Target
 
 __all__ = ["ChooseDraft"]

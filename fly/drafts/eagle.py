@@ -14,9 +14,9 @@ from fly.drafts.base import Continuation, DraftSetup, StopsByChance, describe, d
 from fly.drafts.heads import HeadRunner
 from fly.drafts.model import seed_of
 from fly.drafts.stops import check_limits, reach_of
-from fly.runtime.executor import DraftSpec, Growth, Head
-from fly.runtime.request import Row
-from fly.runtime.sampling import BatchSampling
+from fly.runner.executor import DraftSpec, Growth, Head
+from fly.runner.request import Row
+from fly.runner.sampling import BatchSampling
 from fly.types import Draft
 
 __all__ = ["Eagle3Draft"]

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from fly.cache import BlockAllocator, OutOfBlocks, PagedBatch, PagedKVCache
-from fly.runtime.drafting import Batch, Drafted, DraftSpec, ends_of
-from fly.runtime.executor import Executor, Given, Head
-from fly.runtime.request import Row, common_prefix
-from fly.runtime.sampling import BatchSampling
-from fly.runtime.states import HiddenStates
+from fly.runner.drafting import Batch, Drafted, DraftSpec, ends_of
+from fly.runner.executor import Executor, Given, Head
+from fly.runner.request import Row, common_prefix
+from fly.runner.sampling import BatchSampling
+from fly.runner.states import HiddenStates
 
 __all__ = ["HeadRunner"]
 
@@ -44,7 +44,7 @@ class _Held:
 
 class HeadRunner:
     """Runs a head with its own KV cache on the hidden states of its target. It implements
-    ``fly.runtime.continuation.Drafter``.
+    ``fly.runner.continuation.Drafter``.
 
     Args:
         head: the draft head.

@@ -30,11 +30,11 @@ from fly.drafts.ngram import NGramDraft
 from fly.drafts.stops import check_limits, reach_of
 from fly.ops import derive, nothing_left, sent
 from fly.policies import AcceptancePolicy, Exact
-from fly.runtime.drafting import Certainty, Drafted, draw_tokens
-from fly.runtime.executor import DraftSpec, Executor
-from fly.runtime.request import Row, common_prefix
-from fly.runtime.runner import Runner
-from fly.runtime.sampling import BatchSampling
+from fly.runner.drafting import Certainty, Drafted, draw_tokens
+from fly.runner.executor import DraftSpec, Executor
+from fly.runner.request import Row, common_prefix
+from fly.runner.runner import Runner
+from fly.runner.sampling import BatchSampling
 from fly.types import Draft, Guarantee, Target
 
 __all__ = ["CascadeDraft", "SingleDraft", "seed_of"]

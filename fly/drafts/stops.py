@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import abc
 
 from fly.policies import AcceptancePolicy
-from fly.runtime.request import Row
+from fly.runner.request import Row
 from fly.types import Guarantee
 
 __all__ = ["check_limits", "reach_of", "usual_reach"]

@@ -24,8 +24,8 @@ from fly.drafts.model import SingleDraft
 from fly.models.lengths import byte_level
 from fly.models.tokenizer import Tokenizer
 from fly.ops import derive, first_branch
-from fly.runtime.executor import Batch, Executor, Scores, Wrapped
-from fly.runtime.request import Row, common_prefix
+from fly.runner.executor import Batch, Executor, Scores, Wrapped
+from fly.runner.request import Row, common_prefix
 from fly.types import Draft, SamplingParams, Target
 
 __all__ = ["TranslatedDraft", "TranslatingSetup", "Vocabularies", "translated"]

@@ -10,9 +10,9 @@ import torch
 
 from fly.drafts.base import Loaded
 from fly.drafts.model import SingleDraft
-from fly.runtime.drafting import DraftSpec, Growth
-from fly.runtime.executor import Executor
-from fly.runtime.request import Row
+from fly.runner.drafting import DraftSpec, Growth
+from fly.runner.executor import Executor
+from fly.runner.request import Row
 
 __all__ = ["TreeDraft"]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fly.early_exit.executor import EarlyExit
 from fly.early_exit.predictors import ExitConfig, Exits, load_exits, save_exits
-from fly.runtime.executor import Executor
+from fly.runner.executor import Executor
 
 __all__ = ["EarlyExit", "ExitConfig", "Exits", "exit_early", "load_exits", "save_exits"]
 

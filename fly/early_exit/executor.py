@@ -22,7 +22,7 @@ from fly.backends.torch import TorchExecutor
 from fly.early_exit.predictors import Exits
 from fly.models import Llama
 from fly.models.llama import KV, Layer, Norm
-from fly.runtime.executor import Batch, Executor, Scores, Wrapped
+from fly.runner.executor import Batch, Executor, Scores, Wrapped
 
 __all__ = ["EarlyExit"]
 

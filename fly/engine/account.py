@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fly.runtime.request import Row, Token
+from fly.runner.request import Row, Token
 from fly.types import Decision, Mismatch, Why
 
 __all__ = ["OnToken", "apply", "explain_tokens", "logprobs"]

@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from fly.drafts.base import DraftSetup
-from fly.runtime.executor import Executor, Workload
-from fly.runtime.memory import Room, cache_size, divide_device, room_for
-from fly.runtime.runner import Runner
+from fly.runner.executor import Executor, Workload
+from fly.runner.memory import Room, cache_size, divide_device, room_for
+from fly.runner.runner import Runner
 
 __all__ = ["find_room", "make_caches"]
 
@@ -66,7 +66,7 @@ def make_caches(
         target, setup: the target, and the setup that the draft was attached to.
         tokens: how many tokens each cache holds over all rows; None: as many as fit in memory.
         max_bytes, share, room: how much memory the caches may take, as ``given``, ``share`` and ``room`` of
-            ``fly.runtime.memory.cache_size``.
+            ``fly.runner.memory.cache_size``.
         block_size: tokens in a page of the target's cache.
         ranks: the processes that share the models; all of their caches get the smallest size.
 

@@ -13,7 +13,7 @@ from typing import Any
 from fly.models.chat import Splitter, Thinking
 from fly.models.tokenizer import TextStream, Tokenizer
 from fly.output import Output, Reader
-from fly.runtime.request import Row, Token
+from fly.runner.request import Row, Token
 from fly.types import Guarantee
 
 __all__ = ["Entry", "Job", "News", "Request", "outputs_of", "read_along"]

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from fly.cache import BlockAllocator, OutOfBlocks
 from fly.engine import Engine
-from fly.runtime.request import Row, Token
+from fly.runner.request import Row, Token
 
 __all__ = ["Scheduler", "max_scored"]
 

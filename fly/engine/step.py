@@ -26,9 +26,9 @@ from fly.drafts.base import DraftSetup, DraftStrategy
 from fly.drafts.limits import check_draft
 from fly.drafts.translate import TranslatingSetup
 from fly.engine.account import OnToken, apply, explain_tokens, logprobs
-from fly.runtime.executor import OpenBlocks, Spent
-from fly.runtime.request import Row, Token
-from fly.runtime.runner import Runner
+from fly.runner.executor import OpenBlocks, Spent
+from fly.runner.request import Row, Token
+from fly.runner.runner import Runner
 from fly.types import Draft
 
 __all__ = ["Engine"]

@@ -10,7 +10,7 @@ from fly.engine.job import Entry, Job
 from fly.engine.worker import Worker
 from fly.models.chat import Kind, Splitter
 from fly.output import Piece
-from fly.runtime.request import Stats, Token
+from fly.runner.request import Stats, Token
 
 __all__ = ["AsyncStream", "Stream"]
 

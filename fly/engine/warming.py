@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 
 from fly.engine.step import Engine
-from fly.runtime.executor import WARM_ROWS
+from fly.runner.executor import WARM_ROWS
 from fly.types import SamplingParams
 
 __all__ = ["warm_up"]

@@ -9,7 +9,7 @@ from typing import TypeVar
 from fly.bundled.tasks import Problem
 from fly.eval.scorers import check_many
 from fly.eval.timed import Setting, Times, timed
-from fly.runtime.request import Stats
+from fly.runner.request import Stats
 from fly.types import SamplingParams
 
 __all__ = ["Result", "compare", "decode", "in_turns"]

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from fly.llm import LLM
 from fly.policies import parse_policy
-from fly.runtime.request import Stats
+from fly.runner.request import Stats
 from fly.types import SamplingParams
 
 __all__ = ["Fly", "main"]

@@ -27,8 +27,8 @@ from fly.drafts import CascadeDraft, DraftStrategy, SingleDraft
 from fly.llm import LLM
 from fly.ops import top
 from fly.policies import AcceptancePolicy
-from fly.runtime.executor import Executor, Wrapped
-from fly.runtime.runner import Runner
+from fly.runner.executor import Executor, Wrapped
+from fly.runner.runner import Runner
 from fly.types import Decision, Draft, Target
 
 __all__ = ["LIKELIEST", "Outputs", "Recorder", "Recording", "recorded"]

@@ -20,9 +20,9 @@ from fly.engine.job import Job, Request
 from fly.llm import LLM
 from fly.output import Output
 from fly.policies import AcceptancePolicy, Exact
-from fly.runtime.executor import Batch, Drafted, Executor, Head, RoundPlan, Rounds, Scores, Wrapped
-from fly.runtime.request import Row, Summed, Token
-from fly.runtime.runner import Runner
+from fly.runner.executor import Batch, Drafted, Executor, Head, RoundPlan, Rounds, Scores, Wrapped
+from fly.runner.request import Row, Summed, Token
+from fly.runner.runner import Runner
 from fly.types import Decision, SamplingParams
 
 Result = TypeVar("Result")

@@ -24,8 +24,8 @@ from fly.drafts.base import DraftSetup, DraftStrategy, Loaded, OwnCache
 from fly.parallel.logits import VocabularyShards
 from fly.parallel.plan import PlanError
 from fly.parallel.ranks import Ranks
-from fly.runtime.executor import Batch, Executor, Head
-from fly.runtime.request import Row
+from fly.runner.executor import Batch, Executor, Head
+from fly.runner.request import Row
 from fly.types import Draft, Target
 
 __all__ = ["FirstDraft", "Placement", "place_draft"]

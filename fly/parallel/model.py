@@ -28,7 +28,7 @@ from fly.parallel.compiled import CompiledPart, PartExecutor
 from fly.parallel.logits import VocabularyShards
 from fly.parallel.plan import LLAMA, Part, PlanError, Rule
 from fly.parallel.ranks import Ranks
-from fly.runtime.executor import Executor
+from fly.runner.executor import Executor
 
 __all__ = ["load", "parallelise"]
 

@@ -12,7 +12,7 @@ from starlette.types import Receive
 
 from fly.engine.job import News
 from fly.engine.worker import Worker
-from fly.runtime.structured import StructuredError
+from fly.runner.structured import StructuredError
 from fly.serve.errors import ApiError, ClientLeft
 from fly.serve.metrics import Measured
 from fly.serve.turns import Turns

@@ -18,7 +18,7 @@ from fly.engine.job import News, Request
 from fly.models.chat import Kind, Splitter
 from fly.models.lengths import byte_alphabet
 from fly.models.tokenizer import Tokenizer
-from fly.runtime.request import Token
+from fly.runner.request import Token
 from fly.serve.jsons import write_json
 from fly.serve.requests import ChatRequest, CompletionRequest, Generation
 from fly.serve.rules import Speculation

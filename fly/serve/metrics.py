@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from fly.engine.job import Job, Request
 from fly.engine.worker import Load
-from fly.runtime.request import Stats, Token
+from fly.runner.request import Stats, Token
 from fly.types import Why
 
 __all__ = ["Measured", "Metrics"]

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import BeforeValidator, Field, model_validator
 
-from fly.runtime.structured import LONGEST
+from fly.runner.structured import LONGEST
 from fly.serve.messages import MOST, Body, Conversation, Function, Messages, NamedTool, known_fields
 from fly.types import SamplingParams
 

@@ -24,8 +24,8 @@ from fly.errors import explain, short
 from fly.llm import LLM
 from fly.models.chat import ChatPrompt, Thinking, pick
 from fly.models.tokenizer import TooLong
-from fly.runtime.structured import LIMITS
-from fly.runtime.trial import Trial
+from fly.runner.structured import LIMITS
+from fly.runner.trial import Trial
 from fly.serve import bodies
 from fly.serve.answering import until_left
 from fly.serve.answers import Echo, Prepared, Vocabulary

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from fly.models.chat import Thinking
 from fly.models.tokenizer import Tokenizer
-from fly.runtime.structured import BLANKS
+from fly.runner.structured import BLANKS
 from fly.serve.jsons import DEEPEST, loads
 
 __all__ = ["FORMATS", "Call", "CallFormat", "CallReader", "format_of", "grammar", "wrong_with_tools"]

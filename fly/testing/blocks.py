@@ -20,7 +20,7 @@ from fly.expressions import hints_of
 from fly.ops import one_hot
 from fly.policies import AcceptancePolicy, verify
 from fly.policies.binding import Bindable
-from fly.runtime.sampling import BatchSampling
+from fly.runner.sampling import BatchSampling
 from fly.testing.report import require
 from fly.types import Draft, Noise, SamplingParams, Target, Verdict
 from fly.vocabulary import Vocabulary

@@ -25,7 +25,7 @@ from fly.cache import OutOfBlocks
 from fly.drafts.base import DraftStrategy
 from fly.ops import depths
 from fly.policies import Exact
-from fly.runtime.request import Row
+from fly.runner.request import Row
 from fly.testing.drawn import (
     check_claimed_distribution,
     check_independent_of_the_verdict,

@@ -25,7 +25,7 @@ from torch import Tensor
 from fly.ops import depths, one_hot, pick
 from fly.policies import AcceptancePolicy, Exact, verify
 from fly.policies.base import exact_accept_probs
-from fly.runtime.sampling import BatchSampling
+from fly.runner.sampling import BatchSampling
 from fly.testing.blocks import TICK, TOLERANCE, Case, bind_to, make_block, make_cases, markers_of, require_same, rounded
 from fly.testing.report import ConformanceError, require
 from fly.types import Draft, Guarantee, Noise, SamplingParams, Target

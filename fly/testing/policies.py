@@ -32,8 +32,8 @@ from fly.backends.cuda.waits import find_wait
 from fly.expressions import check_parameters
 from fly.ops import one_hot
 from fly.policies import AcceptancePolicy, dump_policy, load_policy, parse_policy
-from fly.runtime.request import Stats
-from fly.runtime.sampling import BatchSampling
+from fly.runner.request import Stats
+from fly.runner.sampling import BatchSampling
 from fly.testing.blocks import TICK, TOLERANCE, Case, bind_to, make_block, make_cases, require_same, rounded
 from fly.testing.guarantees import check_guarantee, check_tokens_judged_alone, check_trees
 from fly.testing.report import Finding, Report, require, run_checks, seeded, title

@@ -23,8 +23,8 @@ from fly.errors import short
 from fly.models import Llama
 from fly.ops import first_branch, one_hot
 from fly.policies import Exact
-from fly.runtime.executor import Executor, Head
-from fly.runtime.request import Row
+from fly.runner.executor import Executor, Head
+from fly.runner.request import Row
 from fly.testing.blocks import toy_vocabulary
 from fly.testing.report import require
 from fly.testing.toys import LoadOnce, make_executor, make_runner, make_setup, toy_target

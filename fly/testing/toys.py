@@ -14,8 +14,8 @@ from fly.drafts.base import DraftSetup, DraftStrategy, Loaded, LoadModel
 from fly.drafts.translate import TranslatingSetup
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
-from fly.runtime.executor import Executor
-from fly.runtime.runner import Runner
+from fly.runner.executor import Executor
+from fly.runner.runner import Runner
 from fly.testing.blocks import toy_vocabulary
 from fly.vocabulary import Vocabulary
 

@@ -21,7 +21,7 @@ from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
 from fly.early_exit.predictors import ExitConfig, Exits, save_exits
 from fly.models import Llama
-from fly.runtime.executor import Batch, Executor
+from fly.runner.executor import Batch, Executor
 from fly.train.answers import Answer
 from fly.train.head import frequent_tokens
 

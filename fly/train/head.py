@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from fly.cache import PagedKVCache
 from fly.models import LlamaConfig
 from fly.models.eagle import Eagle3Head, HeadConfig, save_head
-from fly.runtime.executor import Batch, Executor
+from fly.runner.executor import Batch, Executor
 from fly.train.answers import Answer
 
 __all__ = ["Plan", "Training", "train_head"]

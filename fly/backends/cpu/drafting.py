@@ -17,9 +17,9 @@ from fly.backends.cpu.host import c_sampling, uniforms
 from fly.backends.cpu.library import CLookup, CStops, Sampling, spans
 from fly.backends.cpu.packed import PackedLlama
 from fly.ops import Stream
-from fly.runtime.executor import Batch, Drafted, DraftSpec
-from fly.runtime.request import Row
-from fly.runtime.sampling import BatchSampling
+from fly.runner.executor import Batch, Drafted, DraftSpec
+from fly.runner.request import Row
+from fly.runner.sampling import BatchSampling
 
 __all__ = ["draft_in_one_call"]
 

@@ -22,10 +22,10 @@ from fly.backends.cpu.library import CLookup
 from fly.backends.cpu.packed import PackedLlama, keep_threads
 from fly.backends.cpu.rounds import take_rounds
 from fly.ops import spread
-from fly.runtime.constraints import constrains
-from fly.runtime.executor import Batch, Drafted, DraftSpec, Executor, Lookup, RoundPlan, Rounds, Scores, asks_between
-from fly.runtime.request import Row
-from fly.runtime.sampling import BatchSampling
+from fly.runner.constraints import constrains
+from fly.runner.executor import Batch, Drafted, DraftSpec, Executor, Lookup, RoundPlan, Rounds, Scores, asks_between
+from fly.runner.request import Row
+from fly.runner.sampling import BatchSampling
 
 __all__ = ["CpuExecutor"]
 

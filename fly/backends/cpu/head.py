@@ -20,10 +20,10 @@ from fly.backends.cpu.library import chosen, load
 from fly.backends.cpu.packed import TYPES, PackedLlama, float_weights, new_model, shape_of
 from fly.models.eagle import Eagle3Head, HeadLayer
 from fly.models.llama import rotary_tables
-from fly.runtime.constraints import constrains
-from fly.runtime.executor import Batch, Drafted, DraftSpec, Head
-from fly.runtime.request import Row
-from fly.runtime.sampling import BatchSampling
+from fly.runner.constraints import constrains
+from fly.runner.executor import Batch, Drafted, DraftSpec, Head
+from fly.runner.request import Row
+from fly.runner.sampling import BatchSampling
 
 __all__ = ["CpuHead", "PackedHead", "head_refusal"]
 

@@ -32,8 +32,8 @@ from fly.backends.cpu.library import (
 )
 from fly.policies.base import AcceptancePolicy, accepts_exactly, draws_exactly
 from fly.policies.conditions import Clause, Condition
-from fly.runtime.executor import Executor
-from fly.runtime.sampling import BatchSampling, ProcessedDistribution
+from fly.runner.executor import Executor
+from fly.runner.sampling import BatchSampling, ProcessedDistribution
 from fly.types import Decision, Draft, Mismatch, Target
 
 __all__ = ["Blocks", "HostDecisions", "HostDistribution", "c_sampling", "is_compiled", "lay_rules", "uniforms"]

@@ -16,7 +16,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fly.runtime.executor import DraftSpec
+from fly.runner.executor import DraftSpec
 
 __all__ = [
     "MISMATCH", "CBatch", "CBlocks", "CClause", "CLookup", "CMismatch", "CRoundRow", "CRounds", "CRule",

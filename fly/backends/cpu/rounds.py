@@ -24,7 +24,7 @@ from torch import Tensor
 from fly.backends.cpu.host import Blocks, lay_rules
 from fly.backends.cpu.library import CLookup, CRoundRow, CRounds, CStops
 from fly.backends.cpu.packed import PackedLlama
-from fly.runtime.executor import OpenBlocks, RoundPlan, Rounds, Spent
+from fly.runner.executor import OpenBlocks, RoundPlan, Rounds, Spent
 from fly.types import Draft
 
 __all__ = ["take_rounds"]

@@ -23,7 +23,7 @@ from fly.backends.cuda.graphs import GraphPool, Part, Shared, Watch
 from fly.backends.cuda.ops import draw, uniforms
 from fly.backends.cuda.table import Column, Table
 from fly.ops import Stream, argmax, derived
-from fly.runtime.executor import Lookup
+from fly.runner.executor import Lookup
 
 __all__ = ["Chain", "Proposal", "copy_tokens", "look_up"]
 
@@ -219,7 +219,7 @@ class Chain:
         return torch.cat([own_DJ, own_RJ[drawn:]]), probs_DJV
 
     def _is_sure(self, own_RJ: Tensor, logits_RJV: Tensor, probs_DJV: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return whether drafting goes on after each token [R, J], as ``fly.runtime.drafting.Certainty`` decides it,
+        """Return whether drafting goes on after each token [R, J], as ``fly.runner.drafting.Certainty`` decides it,
         and, if needed, the product of the largest probabilities up to there."""
         goes_on_RJ, spec = ~self.table.is_end(own_RJ), self.shape.spec
         if not spec.stops:

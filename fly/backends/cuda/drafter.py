@@ -28,7 +28,7 @@ from fly.backends.torch import TorchHead
 from fly.cache import PagedKVCache
 from fly.models.config import LlamaConfig
 from fly.ops import upload
-from fly.runtime.executor import Batch, RoundPlan, Scores
+from fly.runner.executor import Batch, RoundPlan, Scores
 
 __all__ = ["Drafter", "HeadDrafter", "Model"]
 

@@ -38,7 +38,7 @@ from fly.cache import PagedKVCache, block_size_for
 from fly.models.compiled import CompiledLayers
 from fly.models.llama import Llama, record_states
 from fly.ops import upload
-from fly.runtime.executor import (
+from fly.runner.executor import (
     WARM_ROWS,
     Batch,
     DraftSpec,
@@ -50,8 +50,8 @@ from fly.runtime.executor import (
     Workload,
     asks_between,
 )
-from fly.runtime.request import Row
-from fly.runtime.sampling import BatchSampling, ProcessedDistribution
+from fly.runner.request import Row
+from fly.runner.sampling import BatchSampling, ProcessedDistribution
 from fly.types import Decision, Draft, Target
 
 __all__ = ["CudaExecutor"]

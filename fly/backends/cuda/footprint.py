@@ -36,7 +36,7 @@ from fly.backends.cuda.table import Shape
 from fly.cache import PagedKVCache
 from fly.models.llama import DenseCausal
 from fly.policies import Exact
-from fly.runtime.sampling import BatchSampling
+from fly.runner.sampling import BatchSampling
 
 __all__ = ["KERNEL_BYTES", "WORKSPACE", "Footprint", "Needs", "measure_prompt", "measure_round"]
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from fly.models.llama import rotate
 from fly.ops import random as plain
-from fly.runtime import sampling
+from fly.runner import sampling
 
 __all__ = [
     "add_norm",
@@ -296,7 +296,7 @@ def _(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
 def find_kept(
     logits_NV: Tensor, temperature_N: Tensor, least_N: Tensor | None, top_p_N: Tensor | None, min_p_N: Tensor | None
 ) -> Tensor:
-    """Do what ``fly.runtime.sampling.find_kept`` does. The kernel does not sort: it narrows down the least logit of the
+    """Do what ``fly.runner.sampling.find_kept`` does. The kernel does not sort: it narrows down the least logit of the
     nucleus. If the tokens likelier than one token have ``top_p`` of the mass up to rounding, the kernel and the
     reference may disagree about that token."""
     if _own(logits_NV):

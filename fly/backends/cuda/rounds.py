@@ -33,7 +33,7 @@ from fly.backends.cuda.graphs import Timer
 from fly.backends.cuda.shapes import DeviceRounds, TooLarge
 from fly.backends.cuda.table import PADDING, Column, Shape, count_pages, make_line, round_up, unpack
 from fly.policies import AcceptancePolicy
-from fly.runtime.executor import DraftSpec, RoundPlan, RoundRow, Rounds, Spent
+from fly.runner.executor import DraftSpec, RoundPlan, RoundRow, Rounds, Spent
 from fly.types import Decision
 
 __all__ = ["LONGEST", "note_plain_way", "take_rounds"]

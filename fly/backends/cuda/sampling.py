@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fly.backends.cuda.ops import find_kept, share_mass
-from fly.runtime.sampling import ProcessedDistribution
+from fly.runner.sampling import ProcessedDistribution
 
 __all__ = ["DeviceDistribution"]
 

@@ -22,9 +22,9 @@ from fly.backends.cuda.attention import reads_pages
 from fly.backends.cuda.graphs import upload_into
 from fly.backends.cuda.sampling import DeviceDistribution
 from fly.cache import PagedBatch
-from fly.runtime.executor import DraftSpec
-from fly.runtime.request import common_prefix
-from fly.runtime.sampling import BatchSampling
+from fly.runner.executor import DraftSpec
+from fly.runner.request import common_prefix
+from fly.runner.sampling import BatchSampling
 from fly.types import Decision, Draft, Mismatch, Verdict, Why
 
 __all__ = ["FEW", "PADDING", "Column", "Shape", "Table", "count_pages", "make_line", "pack", "round_up", "unpack"]

@@ -69,14 +69,14 @@ struct Batch {
     int32_t threads;
 };
 
-// How a row draws tokens (fly/runtime/sampling.py: ProcessedDistribution). At temperature 0 it takes the most likely
+// How a row draws tokens (fly/runner/sampling.py: ProcessedDistribution). At temperature 0 it takes the most likely
 // one.
 struct Sampling {
     float temperature, top_p, floor;  // floor: temperature · ln min_p; -inf: off
     int32_t top_k;                    // 0: off
 };
 
-// Where a drafter stops (fly/runtime/drafting.py: DraftSpec): after a token if the largest probability there was below
+// Where a drafter stops (fly/runner/drafting.py: DraftSpec): after a token if the largest probability there was below
 // ``confidence``, or if the product of the largest probabilities so far is below ``reach``. 0 never stops it.
 struct Stops {
     float confidence, reach;

@@ -91,7 +91,7 @@ EXPORT const char* fly_variant(int number, const char** why) {
     return variants[number]->name;
 }
 
-// Finds which of ``logits`` [B, J, V] sampling keeps (fly/runtime/sampling.py: ProcessedDistribution). ``found`` [3, B,
+// Finds which of ``logits`` [B, J, V] sampling keeps (fly/runner/sampling.py: ProcessedDistribution). ``found`` [3, B,
 // J] gets, at each position, the largest logit, the least kept one, and ln of the kept mass. Temperature 0 counts as 1.
 EXPORT int fly_kept(int variant, Span<const float> logits, int each, int vocab, Span<const Sampling> how, Span<float> found) {
     const int64_t rows = how.count(), places = rows * each;

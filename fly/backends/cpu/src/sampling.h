@@ -53,7 +53,7 @@ inline float least_kept(const float* logits, const float* mass, int room, float 
     return of_rank((int32_t)high);
 }
 
-// The logits that sampling keeps (fly/runtime/sampling.py: ProcessedDistribution): the largest (the peak), the least,
+// The logits that sampling keeps (fly/runner/sampling.py: ProcessedDistribution): the largest (the peak), the least,
 // and their mass, the sum of exp((logit - peak) / temperature).
 struct Kept {
     float peak, least, total;

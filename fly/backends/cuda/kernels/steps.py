@@ -161,7 +161,7 @@ def find_kept_kernel(
 def find_kept(
     logits_NV: Tensor, temperature_N: Tensor, least_N: Tensor | None, top_p_N: Tensor | None, min_p_N: Tensor | None
 ) -> Tensor:
-    """Return what is kept [3, N], as ``fly.runtime.sampling.find_kept``."""
+    """Return what is kept [3, N], as ``fly.runner.sampling.find_kept``."""
     rows, width = logits_NV.shape
     found_3N = torch.empty((3, rows), dtype=torch.float32, device=logits_NV.device)
     launch(

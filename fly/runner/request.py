@@ -15,7 +15,7 @@ from fly.policies.base import AcceptancePolicy
 from fly.types import SamplingParams, Why
 
 if TYPE_CHECKING:
-    from fly.runtime.structured import Matcher
+    from fly.runner.structured import Matcher
 
 __all__ = ["BadWords", "Gate", "Row", "Stats", "Token", "by_policy", "common_prefix"]
 

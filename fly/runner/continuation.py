@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from fly.cache import PagedBatch
-from fly.runtime.executor import DraftSpec, Executor, Given, Spent
-from fly.runtime.request import Row
-from fly.runtime.states import HiddenStates
+from fly.runner.executor import DraftSpec, Executor, Given, Spent
+from fly.runner.request import Row
+from fly.runner.states import HiddenStates
 
 __all__ = ["Continuation", "Drafter"]
 

@@ -23,7 +23,7 @@ from torch.nn.functional import embedding
 
 from fly.models.tokenizer import Tokenizer
 from fly.ops import common_prefix, nothing_left
-from fly.runtime.trial import follow
+from fly.runner.trial import follow
 from fly.types import SamplingParams, StructuredOutput
 
 __all__ = ["BLANKS", "LONGEST", "Grammars", "Matcher", "StructuredError"]

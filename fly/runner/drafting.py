@@ -22,9 +22,9 @@ from torch import Tensor
 
 from fly.cache import PagedBatch
 from fly.ops import Stream, argmax, draw, nothing_left, top, uniforms, upload
-from fly.runtime.constraints import constrain
-from fly.runtime.request import Row
-from fly.runtime.sampling import BatchSampling, ProcessedDistribution
+from fly.runner.constraints import constrain
+from fly.runner.request import Row
+from fly.runner.sampling import BatchSampling, ProcessedDistribution
 
 __all__ = [
     "Batch",

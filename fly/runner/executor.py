@@ -27,8 +27,8 @@ from fly.models.eagle import HeadConfig
 from fly.ops import Stream, sent, spread, uniforms, upload
 from fly.policies.base import AcceptancePolicy, accepts_exactly
 from fly.policies.verification import decide
-from fly.runtime.constraints import constrains
-from fly.runtime.drafting import (
+from fly.runner.constraints import constrains
+from fly.runner.drafting import (
     Batch,
     Drafted,
     DraftSpec,
@@ -39,8 +39,8 @@ from fly.runtime.drafting import (
     draft_by_forwards,
     ends_of,
 )
-from fly.runtime.request import Row, by_policy
-from fly.runtime.sampling import BatchSampling, ProcessedDistribution
+from fly.runner.request import Row, by_policy
+from fly.runner.sampling import BatchSampling, ProcessedDistribution
 from fly.types import Decision, Draft, Noise, Target
 
 __all__ = [

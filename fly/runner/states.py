@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fly.ops import upload
-from fly.runtime.request import Row
+from fly.runner.request import Row
 
 __all__ = ["HiddenStates"]
 

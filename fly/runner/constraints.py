@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fly.runtime.request import Row
+from fly.runner.request import Row
 
 __all__ = ["constrain", "constrains"]
 
@@ -37,7 +37,7 @@ def constrain(
     anything applies.
 
     These tokens are banned: stop tokens before ``min_tokens``, the token that would complete a bad sequence, and last
-    of all the tokens that a row's form does not allow (``fly.runtime.structured.Matcher``).
+    of all the tokens that a row's form does not allow (``fly.runner.structured.Matcher``).
 
     Position 0 follows the row's last token. Position j + 1 follows the drafted token j and the path to it (``parents``
     is as in ``Draft``; None for chains). Positions beyond a row's draft are padding and stay as they are. ``numbers``

@@ -25,12 +25,12 @@ from fly.cache import BlockAllocator, OutOfBlocks, PagedBatch, PagedKVCache
 from fly.models.tokenizer import Tokenizer
 from fly.ops import common_prefix, depths, descend, sent, tree_mask, upload
 from fly.policies.verification import add_costs
-from fly.runtime.constraints import constrain
-from fly.runtime.continuation import Continuation, Drafter
-from fly.runtime.executor import Batch, Drafted, DraftSpec, Executor, Given, RoundPlan, RoundRow, Rounds
-from fly.runtime.request import Row
-from fly.runtime.sampling import BatchSampling
-from fly.runtime.states import HiddenStates
+from fly.runner.constraints import constrain
+from fly.runner.continuation import Continuation, Drafter
+from fly.runner.executor import Batch, Drafted, DraftSpec, Executor, Given, RoundPlan, RoundRow, Rounds
+from fly.runner.request import Row
+from fly.runner.sampling import BatchSampling
+from fly.runner.states import HiddenStates
 from fly.types import Decision, Draft, Target
 
 __all__ = ["OnPrompt", "Runner"]
