@@ -16,7 +16,6 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from fly.bench.loaded import runners_of, settings_of
 from fly.bundled import usual_draft
 from fly.bundled.tasks import Problem
 from fly.bundled.tasks import problems as bundled_problems
@@ -37,9 +36,10 @@ from fly.cli.run import command, kernels_of, memory_of, ranks_of, rules_of
 from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.engine.job import Job, Request
-from fly.eval import Setting
-from fly.eval.plots import save_lines
-from fly.eval.scorers import check_many
+from fly.extras.bench.loaded import runners_of, settings_of
+from fly.extras.eval import Setting
+from fly.extras.eval.plots import save_lines
+from fly.extras.eval.scorers import check_many
 from fly.llm import LLM
 from fly.runner.request import Stats, Token
 from fly.types import SamplingParams

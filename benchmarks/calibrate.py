@@ -20,9 +20,6 @@ from rich.markup import escape
 from rich.table import Column
 
 from fly.backends.torch import TorchExecutor
-from fly.bench.clock import clocked, take_turns
-from fly.bench.plan import JUDGED, Device, Link, Machines, Setting, Work, forecast, step_seconds
-from fly.bench.shapes import random_model, randomise
 from fly.bundled import open_model
 from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
@@ -31,6 +28,9 @@ from fly.cli.run import command, memory_in_words, ranks_of
 from fly.cli.show import console, print_list, ratio
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.drafts import DraftStrategy, SingleDraft
+from fly.extras.bench.clock import clocked, take_turns
+from fly.extras.bench.plan import JUDGED, Device, Link, Machines, Setting, Work, forecast, step_seconds
+from fly.extras.bench.shapes import random_model, randomise
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
 from fly.models.loading import resolve_dtype

@@ -23,13 +23,13 @@ from fly.backends.cuda import ops
 from fly.backends.cuda.graphs import GraphPool, Part
 from fly.backends.cuda.int4 import round_int4
 from fly.backends.torch import TorchHead
-from fly.bench.clock import clocked, take_turns
-from fly.bench.plan import MODELS
-from fly.bench.shapes import forward_bytes, random_model, randomise
 from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, Eagle3Draft, SingleDraft
 from fly.drafts.base import Continuation, Wrapper
 from fly.engine import Engine
+from fly.extras.bench.clock import clocked, take_turns
+from fly.extras.bench.plan import MODELS
+from fly.extras.bench.shapes import forward_bytes, random_model, randomise
 from fly.models import LlamaConfig
 from fly.models.eagle import Eagle3Head, HeadConfig
 from fly.policies import Exact

@@ -16,13 +16,13 @@ import torch
 import typer
 
 from fly.backends import executor_of
-from fly.bench.clock import take_turns
-from fly.bench.shapes import shape_config
 from fly.cache import PagedKVCache
 from fly.cli.options import Device, Rules
 from fly.cli.run import alone, rules_of
 from fly.cli.show import console, print_list, progress
 from fly.drafts.base import pad
+from fly.extras.bench.clock import take_turns
+from fly.extras.bench.shapes import shape_config
 from fly.models import Llama
 from fly.models.loading import resolve_device, resolve_dtype
 from fly.policies import AcceptancePolicy

@@ -16,7 +16,7 @@ from benchmarks.twins import save_twin, twin
 from fly.backends import executor_of
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
-from fly.eval.timed import Setting, timed
+from fly.extras.eval.timed import Setting, timed
 from fly.models import load_model
 from fly.policies import Exact, FLy
 

@@ -18,15 +18,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from fly.backends import executor_of
-from fly.bench.loaded import drafts_alone, subjects_of
-from fly.bench.speed import Forward, Forwards, Shape, measure_forwards
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems as bundled_problems
 from fly.cli.options import Device, Dtype, Json, Kernels, Model, Rules
 from fly.cli.run import alone, rules_of
 from fly.cli.show import console, note, progress, ratio, table, write_json
 from fly.drafts import SingleDraft
-from fly.eval import Result, Setting, compare
+from fly.extras.bench.loaded import drafts_alone, subjects_of
+from fly.extras.bench.speed import Forward, Forwards, Shape, measure_forwards
+from fly.extras.eval import Result, Setting, compare
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig, load_model, save_model
 from fly.models.llama import allocate, skeleton

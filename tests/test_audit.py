@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fly import cli
-from fly.audit import Report, Unreachable, audit, check_names
-from fly.audit.client import Answer, Place, Server
-from fly.audit.distributions import Draw, expected, read_draws
-from fly.audit.evidence import evidence, power, shares_power, smallest
-from fly.audit.greedy import first_difference
-from fly.audit.prompts import PROMPTS
-from fly.audit.report import Finding, found_in
-from fly.audit.statistics import binomial_tail, compare_samples, holm
+from fly.extras.audit import Report, Unreachable, audit, check_names
+from fly.extras.audit.client import Answer, Place, Server
+from fly.extras.audit.distributions import Draw, expected, read_draws
+from fly.extras.audit.evidence import evidence, power, shares_power, smallest
+from fly.extras.audit.greedy import first_difference
+from fly.extras.audit.prompts import PROMPTS
+from fly.extras.audit.report import Finding, found_in
+from fly.extras.audit.statistics import binomial_tail, compare_samples, holm
 from tests.commands import words
 from tests.faulty import FAULTS, SIZE, VOCABULARY, Asked, Toy, listed, read, serving
 

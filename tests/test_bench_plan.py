@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from typer.testing import CliRunner
 
 from fly import cli
-from fly.bench.plan import DEVICES, MODELS, Link, Machines, Setting, forecast
-from fly.bench.shapes import matrix_parameters
+from fly.extras.bench.plan import DEVICES, MODELS, Link, Machines, Setting, forecast
+from fly.extras.bench.shapes import matrix_parameters
 from fly.models import Llama, LlamaConfig
 from tests.test_parallel import divisible_configs
 

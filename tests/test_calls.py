@@ -32,8 +32,8 @@ from fly.calls import ChatOptions, listed
 from fly.config import Config
 from fly.drafts import NGramDraft
 from fly.engine.worker import Stopped
-from fly.eval.plan import Plan
-from fly.eval.task import load_task
+from fly.extras.eval.plan import Plan
+from fly.extras.eval.task import load_task
 from fly.models.chat import ChatPrompt
 from fly.params import Sampling, StructuredOutput
 from fly.policies import AfterTokens, AgreeingWindow, Exact, FLy

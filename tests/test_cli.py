@@ -27,8 +27,8 @@ from fly.bundled.tasks import problems
 from fly.cli import show
 from fly.cli.run import rules_of
 from fly.config import Config
-from fly.eval import Plan, Setting, compare
 from fly.expressions import grid
+from fly.extras.eval import Plan, Setting, compare
 from fly.policies import Exact, FLy
 from tests.commands import plain, run, words
 from tests.ggufs import write_gguf

@@ -26,6 +26,8 @@ from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
 from fly.cli import app
 from fly.drafts import ChooseDraft, Eagle3Draft, NGramDraft, SingleDraft, parse_draft
+from fly.extras.train import Answer, Plan, prompts_of, train_head
+from fly.extras.train.head import _ALIKE, OwnSteps, _begin_like_the_target, _order, _Reader
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
 from fly.models.config import CheckpointError
@@ -36,8 +38,6 @@ from fly.params import SamplingParams
 from fly.runner.executor import Batch, Executor, Head, TokenByToken
 from fly.testing import check_draft
 from fly.testing.toys import toy_target
-from fly.train import Answer, Plan, prompts_of, train_head
-from fly.train.head import _ALIKE, OwnSteps, _begin_like_the_target, _order, _Reader
 from tests.toys import PLAIN
 
 DATA = Path(__file__).parent / "data"

@@ -19,14 +19,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fly.drafts.stops import REACH, REACH_EXCUSED
-from fly.eval import Plan, check_folder, decode_run, remaining, report, score_run
-from fly.eval.costs import Costs, neutral_speed
-from fly.eval.plan import AUTOREGRESSIVE
-from fly.eval.plots import Point, front, save_lines
-from fly.eval.records import Appender, Records, read_lines, read_records
-from fly.eval.render import as_html, as_json, as_markdown, columns, legend, round_lengths, write_spec_bench
-from fly.eval.report import Report, _notes, first_difference, pieces_of
-from fly.eval.statistics import Estimate, bootstrap_ratio, sign_test, wilson
+from fly.extras.eval import Plan, check_folder, decode_run, remaining, report, score_run
+from fly.extras.eval.costs import Costs, neutral_speed
+from fly.extras.eval.plan import AUTOREGRESSIVE
+from fly.extras.eval.plots import Point, front, save_lines
+from fly.extras.eval.records import Appender, Records, read_lines, read_records
+from fly.extras.eval.render import as_html, as_json, as_markdown, columns, legend, round_lengths, write_spec_bench
+from fly.extras.eval.report import Report, _notes, first_difference, pieces_of
+from fly.extras.eval.statistics import Estimate, bootstrap_ratio, sign_test, wilson
 from fly.policies import ExactCore
 from tests.commands import plain, words
 from tests.commands import run as command

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fly.bundled.tasks import problems
-from fly.eval.reading import extract_answer, extract_code, read_choice, read_number
+from fly.extras.eval.reading import extract_answer, extract_code, read_choice, read_number
 
 NUMBERS: list[tuple[str, float | None]] = [
     ("", None),

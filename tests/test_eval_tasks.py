@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fly.eval import Task, jail, load_task, task_names
-from fly.eval.scorers import Number, Programs, extract_code
-from fly.eval.task import Problem
+from fly.extras.eval import Task, jail, load_task, task_names
+from fly.extras.eval.scorers import Number, Programs, extract_code
+from fly.extras.eval.task import Problem
 from tests.commands import run as command
 from tests.commands import words
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from fly import LLM, cli
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
-from fly.eval.harness import Fly
+from fly.extras.eval.harness import Fly
 from tests.serving import MODEL, running
 
 PROBLEMS = problems("arithmetic", "heldout", n=6)

@@ -19,13 +19,13 @@ from fly.backends.cpu import available, chosen, library, why_not
 from fly.backends.cpu.host import uniforms as host_uniforms
 from fly.backends.cpu.packed import pool_threads
 from fly.backends.torch import TorchExecutor
-from fly.bench.shapes import random_model, shape_config
 from fly.cache import PagedKVCache
 from fly.cli.chat import Conversation
 from fly.config import Config
 from fly.drafts import SingleDraft
-from fly.eval import Plan
-from fly.eval.decoder import Decoder
+from fly.extras.bench.shapes import random_model, shape_config
+from fly.extras.eval import Plan
+from fly.extras.eval.decoder import Decoder
 from fly.models import save_model
 from fly.models.loading import Loading
 from fly.ops import Stream, uniforms

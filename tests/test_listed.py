@@ -17,7 +17,7 @@ import fly.policies
 from fly.backends.cpu.packed import refusal
 from fly.drafts import DraftStrategy, draft_types
 from fly.drafts.base import Wrapper
-from fly.eval import scorers
+from fly.extras.eval import scorers
 from fly.models.families import FAMILIES, Family
 from fly.models.gguf import _ARCHITECTURES
 from fly.models.llama import skeleton
@@ -173,7 +173,7 @@ def test_a_scorer_is_listed_everywhere() -> None:
         require_listed(
             f"scorer {kind!r}",
             {
-                "fly/eval/scorers.py (KINDS)": kind in scorers.KINDS,
+                "fly/extras/eval/scorers.py (KINDS)": kind in scorers.KINDS,
                 "docs/how-to/evaluate.md (the table of scorers)": f"| `{shown}`" in page,
             },
         )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from fly.eval.task import load_task
+from fly.extras.eval.task import load_task
 from tools import prompts
 from tools.prompts import Asked, drawn, library, small
 

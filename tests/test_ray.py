@@ -26,8 +26,8 @@ from ray import serve  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.serve.schema import ServeDeploySchema  # noqa: E402
 
-from fly.ray import Deployed, build  # noqa: E402
-from fly.ray.gateway import conversation, merged  # noqa: E402
+from fly.extras.ray import Deployed, build  # noqa: E402
+from fly.extras.ray.gateway import conversation, merged  # noqa: E402
 from tests.serving import eventually  # noqa: E402
 
 ASKED = {"model": "fly-target", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
@@ -61,7 +61,7 @@ def test_the_manifest_for_kuberay_is_understood() -> None:
     path = Path(__file__).parent.parent / "docs" / "how-to" / "kubernetes" / "rayservice.yaml"
     config = yaml.safe_load(yaml.safe_load(path.read_text())["spec"]["serveConfigV2"])
     (application,) = ServeDeploySchema.model_validate(config).applications
-    assert application.import_path == "fly.ray:build"
+    assert application.import_path == "fly.extras.ray:build"
     assert Deployed.of(application.args).bounds == (1, 8)
 
 

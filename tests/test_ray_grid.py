@@ -24,11 +24,11 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from fly import LLM, SamplingParams  # noqa: E402
-from fly.eval import Plan, check_folder, remaining, report, score_run, write_run  # noqa: E402
-from fly.eval.records import read_records  # noqa: E402
-from fly.ray.grid import Grid  # noqa: E402
-from fly.ray.pool import Pool  # noqa: E402
-from fly.train.answers import generate_answers  # noqa: E402
+from fly.extras.eval import Plan, check_folder, remaining, report, score_run, write_run  # noqa: E402
+from fly.extras.eval.records import read_records  # noqa: E402
+from fly.extras.ray.grid import Grid  # noqa: E402
+from fly.extras.ray.pool import Pool  # noqa: E402
+from fly.extras.train.answers import generate_answers  # noqa: E402
 from tests.test_eval import PLAN, finish, without_times  # noqa: E402
 
 MORE = Plan.of({**PLAN, "limit": 6, "tasks": [{"task": "bundled-middle", "max_tokens": 40}, PLAN["tasks"][1]]})

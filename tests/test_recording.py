@@ -19,11 +19,11 @@ from fly import LLM, SamplingParams
 from fly.backends.torch import TorchExecutor
 from fly.drafts import NGramDraft, SingleDraft
 from fly.drafts.ngram import Index, lookup_forwards
-from fly.eval import Plan, check_folder, decode_run, recording, remaining, score_run
-from fly.eval.known import Known, Unknown
-from fly.eval.recording import Outputs, Recorder, Recording
-from fly.eval.records import read_records
-from fly.eval.replay import Blocks, load_blocks
+from fly.extras.eval import Plan, check_folder, decode_run, recording, remaining, score_run
+from fly.extras.eval.known import Known, Unknown
+from fly.extras.eval.recording import Outputs, Recorder, Recording
+from fly.extras.eval.records import read_records
+from fly.extras.eval.replay import Blocks, load_blocks
 from fly.ops import argmax, entropy, log_mass, pick, top
 from fly.policies import (
     Exact,

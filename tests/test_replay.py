@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 
 from fly import LLM, SamplingParams
-from fly.bench.plan import DEVICES, MODELS, Machines, Setting, forecast
-from fly.bench.scale import REACHES, lengths, replays, scaled
-from fly.eval import Plan, check_folder, decode_run, recording, remaining, score_run
-from fly.eval.beside import compare_with_run
-from fly.eval.known import Known, Unknown
-from fly.eval.recording import LIKELIEST, Recording
-from fly.eval.records import read_records
-from fly.eval.render import columns
-from fly.eval.replay import Blocks, load_blocks
-from fly.eval.replay import replay as replay_run
-from fly.eval.report import report
+from fly.extras.bench.plan import DEVICES, MODELS, Machines, Setting, forecast
+from fly.extras.bench.scale import REACHES, lengths, replays, scaled
+from fly.extras.eval import Plan, check_folder, decode_run, recording, remaining, score_run
+from fly.extras.eval.beside import compare_with_run
+from fly.extras.eval.known import Known, Unknown
+from fly.extras.eval.recording import LIKELIEST, Recording
+from fly.extras.eval.records import read_records
+from fly.extras.eval.render import columns
+from fly.extras.eval.replay import Blocks, load_blocks
+from fly.extras.eval.replay import replay as replay_run
+from fly.extras.eval.report import report
 from fly.ops import Stream, pick, uniforms
 from fly.policies import (
     AcceptancePolicy,

@@ -111,8 +111,8 @@ def test_options_of_ray_reach_the_application(monkeypatch: pytest.MonkeyPatch) -
         given.update(vars(deployed))
         return 1  # a request was lost
 
-    monkeypatch.setitem(sys.modules, "fly.ray", SimpleNamespace(Deployed=SimpleNamespace))
-    monkeypatch.setitem(sys.modules, "fly.ray.running", SimpleNamespace(run=run))
+    monkeypatch.setitem(sys.modules, "fly.extras.ray", SimpleNamespace(Deployed=SimpleNamespace))
+    monkeypatch.setitem(sys.modules, "fly.extras.ray.running", SimpleNamespace(run=run))
     asked = ["serve", "--ray", "--replicas", "1-8", "--ranks", "2", "--cpus", "4", "--port", "8123"]
     result = CliRunner().invoke(cli.app, asked)
     assert result.exit_code == 1, result.output

@@ -18,18 +18,18 @@ from typer.testing import CliRunner
 from fly import LLM, SamplingParams, cli
 from fly.backends.cpu import available, why_not
 from fly.backends.torch import TorchExecutor
-from fly.bench import limits as limits_module
-from fly.bench.clock import Timing, take_turns
-from fly.bench.limits import Limits
-from fly.bench.prompts import PROMPTS, asked_of, usual_amount
-from fly.bench.shapes import forward_bytes, forward_operations, matrix_parameters, random_model, shape_config
-from fly.bench.speed import Forward, Forwards, Rounds, Shape, context_slope, measure_rounds, predict
 from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
 from fly.drafts import Eagle3Draft, NGramDraft
-from fly.eval import Setting, compare, decode
-from fly.eval.compare import in_turns
-from fly.eval.timed import Clock, Times, draft_runners, timed
+from fly.extras.bench import limits as limits_module
+from fly.extras.bench.clock import Timing, take_turns
+from fly.extras.bench.limits import Limits
+from fly.extras.bench.prompts import PROMPTS, asked_of, usual_amount
+from fly.extras.bench.shapes import forward_bytes, forward_operations, matrix_parameters, random_model, shape_config
+from fly.extras.bench.speed import Forward, Forwards, Rounds, Shape, context_slope, measure_rounds, predict
+from fly.extras.eval import Setting, compare, decode
+from fly.extras.eval.compare import in_turns
+from fly.extras.eval.timed import Clock, Times, draft_runners, timed
 from fly.models import LlamaConfig, load_model, save_model
 from fly.policies import FLy
 from fly.runner.executor import Batch, Drafted, DraftSpec, Executor

@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 from fly.bundled import CHECKPOINTS
 from fly.bundled.tasks import FROZEN, KINDS, SPLITS, Problem, problems
-from fly.eval import jail
-from fly.eval.sandbox import Language, Refused, Result, Sandbox
-from fly.eval.scorers import Programs, check_many
-from fly.eval.task import load_task
+from fly.extras.eval import jail
+from fly.extras.eval.sandbox import Language, Refused, Result, Sandbox
+from fly.extras.eval.scorers import Programs, check_many
+from fly.extras.eval.task import load_task
 from fly.models import load_model
 from tools import problems as tools_problems
 from tools import train as training

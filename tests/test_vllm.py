@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fly.extras.engines.vllm.plugin import deciding, expand_batch_to_tokens
+from fly.extras.engines.vllm.rows import Row, read_rule
 from fly.policies import FLy, parse_policy, verify
 from fly.types import Draft, Noise, Target
-from fly.vllm.plugin import deciding, expand_batch_to_tokens
-from fly.vllm.rows import Row, read_rule
 
 SIZE = 8
 RULES = [

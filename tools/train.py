@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from fly.bundled import CHECKPOINTS
 from fly.bundled.tasks import KINDS, Problem
-from fly.eval.scorers import check_many
+from fly.extras.eval.scorers import check_many
 from fly.models import Llama, LlamaConfig, load_model, save_model
 from tools import wording
 from tools.problems import generate

@@ -21,14 +21,14 @@ from fly.cli.run import alone, options_of, refuse_idle
 from fly.cli.show import console, errors, note, print_list, sentences, table, write_json
 
 if TYPE_CHECKING:
-    from fly.audit import Finding, Report
+    from fly.extras.audit import Finding, Report
 
 _COLOURS = {"pass": "green", "fail": "bold red", "undecided": "yellow", "not supported": "dim"}
 
 
 # Options for the reference server, which fly starts.
 _OF_REFERENCE = ("dtype", "kernels")
-# Options that go to ``fly.audit.audit`` unchanged.
+# Options that go to ``fly.extras.audit.audit`` unchanged.
 _ASKED = {
     "name": option(str, "The model's name on the server. Default: the first it lists."),
     "beside_name": option(str, "The model's name on the second server."),
@@ -76,8 +76,8 @@ def audit(
 
     The exit status is 0 if nothing failed, 1 if something did, and 2 if the server could not be tested.
     """
-    from fly.audit import audit as run
-    from fly.audit import check_names
+    from fly.extras.audit import audit as run
+    from fly.extras.audit import check_names
 
     if list_:
         print_list(check_names().items(), "check", sentences("tests that"))
@@ -111,7 +111,7 @@ def _read(path: Path) -> list[str]:
 def _reference(model: str, running: dict[str, Any]) -> Iterator[str]:
     """Serve the model without a draft until the context ends, and yield the server's address. Raises ``Unreachable``,
     with the cause, if the server does not start or ends before the context does."""
-    from fly.audit import Unreachable
+    from fly.extras.audit import Unreachable
     from fly.llm import LLM
     from fly.serve import Server, Service, Settings
 

@@ -17,7 +17,7 @@ from fly.cli.options import RUNNING, DraftLength, Policy, Split, takes
 from fly.cli.run import alone
 from fly.cli.show import console
 from fly.errors import instead
-from fly.eval.plan import Plan
+from fly.extras.eval.plan import Plan
 from fly.llm import LLM
 from fly.policies import parse_policy
 from fly.types import SamplingParams

@@ -17,13 +17,13 @@ from fly.cli.options import GRID, LOADING, RANKS, Exits, Json, Rules, option, ou
 from fly.cli.run import alone, command, grid_of, memory_of, options_of, ranks_of, refuse_idle, typed_in
 from fly.cli.show import console, narrow, note, print_list, progress, sentences, table, tell, write_json
 from fly.errors import instead
-from fly.eval.plan import Plan
-from fly.eval.records import read_records
-from fly.eval.render import as_html, as_json, as_markdown, columns, legend, write_spec_bench
-from fly.eval.report import Report, report
-from fly.eval.run import check_folder, decode_run, remaining, score_run, write_run
-from fly.eval.scorers import Programs
-from fly.eval.task import Task, load_task, task_names
+from fly.extras.eval.plan import Plan
+from fly.extras.eval.records import read_records
+from fly.extras.eval.render import as_html, as_json, as_markdown, columns, legend, write_spec_bench
+from fly.extras.eval.report import Report, report
+from fly.extras.eval.run import check_folder, decode_run, remaining, score_run, write_run
+from fly.extras.eval.scorers import Programs
+from fly.extras.eval.task import Task, load_task, task_names
 from fly.llm import LLM
 
 
@@ -31,7 +31,7 @@ from fly.llm import LLM
 def harness(context: typer.Context) -> None:
     """Run lm-evaluation-harness's own command, with fly as one of its models: --model fly --model_args model=..."""
     try:
-        from fly.eval.harness import main
+        from fly.extras.eval.harness import main
     except ModuleNotFoundError as error:
         raise ValueError(f"the harness is not installed ({error}): pip install 'flyspec[lm-eval]'") from None
     main(context.args)

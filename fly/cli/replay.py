@@ -15,11 +15,11 @@ from rich.text import Text
 from fly.cli.options import Json, Rules, option, output, takes
 from fly.cli.run import alone, rules_of
 from fly.cli.show import console, narrow, note, ratio, table, warn, write_json
-from fly.eval.beside import Prediction, compare_with_run
-from fly.eval.costs import Costs
-from fly.eval.plots import save_lines
-from fly.eval.replay import Blocks, Replay, Unknown, load_blocks
-from fly.eval.statistics import Estimate
+from fly.extras.eval.beside import Prediction, compare_with_run
+from fly.extras.eval.costs import Costs
+from fly.extras.eval.plots import save_lines
+from fly.extras.eval.replay import Blocks, Replay, Unknown, load_blocks
+from fly.extras.eval.statistics import Estimate
 from fly.policies import AcceptancePolicy
 
 _LEGEND = (

@@ -100,7 +100,7 @@ def grid_of(ray: str | None, actors: int | None, ranks: Any = None) -> Any:
     if ranks is not None:
         raise ValueError("--ray starts its own processes; run it without torchrun")
     try:
-        from fly.ray.grid import Grid
+        from fly.extras.ray.grid import Grid
     except ModuleNotFoundError as error:
         raise ValueError(f"--ray: Ray is not installed ({error}): pip install 'flyspec[ray]'") from None
     return Grid(ray, actors)

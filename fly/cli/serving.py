@@ -153,8 +153,8 @@ def _follow(setup: Config, ranks: Any) -> None:
 def _serve_on_ray(setup: Config, settings: Settings, ranks_: int, **options: Any) -> None:
     """Serve by replicas until a signal; exit status 1 if requests were lost."""
     try:
-        from fly.ray import Deployed
-        from fly.ray.running import run
+        from fly.extras.ray import Deployed
+        from fly.extras.ray.running import run
     except ModuleNotFoundError as error:
         raise ValueError(f"--ray: Ray is not installed ({error}): pip install 'flyspec[ray]'") from None
     if run(Deployed(setup=setup, settings=settings, ranks=ranks_, **options)):

@@ -11,18 +11,35 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from fly.bench.clock import Timing
-from fly.bench.limits import Limits, dtype_name, measure_limits
-from fly.bench.loaded import ROUNDINGS, Subject, runs_compiled, settings_of, shape_subject, subjects_of, target_of
-from fly.bench.prompts import asked_of, usual_amount
-from fly.bench.shapes import matrix_parameters
-from fly.bench.speed import CONTEXT, Forward, Rounds, context_slope, measure_models, measure_rounds, one_token, predict
 from fly.bundled import usual_draft
 from fly.cli.options import LOADING, DraftLength, Json, Rules, Turns, output, takes
 from fly.cli.run import alone, kernels_of, rules_of
 from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
-from fly.eval import Setting
-from fly.eval.plots import save_lines
+from fly.extras.bench.clock import Timing
+from fly.extras.bench.limits import Limits, dtype_name, measure_limits
+from fly.extras.bench.loaded import (
+    ROUNDINGS,
+    Subject,
+    runs_compiled,
+    settings_of,
+    shape_subject,
+    subjects_of,
+    target_of,
+)
+from fly.extras.bench.prompts import asked_of, usual_amount
+from fly.extras.bench.shapes import matrix_parameters
+from fly.extras.bench.speed import (
+    CONTEXT,
+    Forward,
+    Rounds,
+    context_slope,
+    measure_models,
+    measure_rounds,
+    one_token,
+    predict,
+)
+from fly.extras.eval import Setting
+from fly.extras.eval.plots import save_lines
 from fly.llm import LLM
 from fly.runner.executor import Executor
 from fly.types import SamplingParams

@@ -12,8 +12,8 @@ from fly.backends.choice import load
 from fly.cli.options import GRID, LOADING, option, takes
 from fly.cli.run import alone, grid_of, options_of
 from fly.cli.show import note, print_list, progress
+from fly.extras.train import Answer, ExitPlan, Plan, answers, card, exit_card, prompts_of, train_exits, train_head
 from fly.llm import LLM
-from fly.train import Answer, ExitPlan, Plan, answers, card, exit_card, prompts_of, train_exits, train_head
 from fly.types import SamplingParams
 
 _PROMPTS = {

@@ -1,5 +1,5 @@
 """Early exit (SpecEE, arXiv 2504.08850). Predictors estimate whether more layers would change the target's choice, and
-an executor skips the layers where they would not. ``fly.train`` trains the predictors."""
+an executor skips the layers where they would not. ``fly.extras.train`` trains the predictors."""
 
 from pathlib import Path
 

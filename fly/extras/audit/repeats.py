@@ -1,0 +1,95 @@
+"""Checks of repetition: the same seed must repeat an answer, and several choices must not repeat each other."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fly.extras.audit.client import Answer
+from fly.extras.audit.context import Context, check
+from fly.extras.audit.distributions import min_variation, reported
+from fly.extras.audit.greedy import first_difference
+from fly.extras.audit.report import Finding, Verdict, found_in
+from fly.extras.audit.statistics import binomial_tail
+
+_LENGTH, _PROMPTS, _SEEDS = 24, 8, (11, 12)
+# If rounding changes a distribution, a draw with the same random number changes with a probability of a few times their
+# total variation.
+_CHANGES, _LEAST, _UNKNOWN = 4.0, 1e-4, 0.02
+
+
+@check("seed", "The same seed gives the same answer, alone and among other requests; another seed gives another one.")
+def seed(context: Context) -> Finding:
+    numbers = context.lively[:_PROMPTS]
+    asked = [
+        (context.prompts[number], context.fields({"seed": seed, "max_tokens": _LENGTH}))
+        for number in numbers
+        for seed in _SEEDS
+    ]
+    first, second = ([reply.answer for reply in context.server.ask_all(asked, 1)] for _ in range(2))
+    together = [reply.answer for reply in context.server.ask_all(asked * 2, 32)]
+    pairs = [*zip(first, second), *zip(first * 2, together)]
+
+    # Count the pairs that differ, and estimate how many rounding alone would make differ.
+    compared, parted, rates, example = 0, 0, [], ""
+    for one, other in pairs:
+        apart = first_difference(one, other)
+        until = min(len(one.places), len(other.places)) if apart is None else apart.at + 1
+        compared += max(1, until)
+        rates += [_rate(a, b, context.server.top) for a, b in zip(one.places[:until], other.places[:until])]
+        if apart is not None:
+            parted += 1
+            example = example or f"{apart.mine!r} and {apart.theirs!r} after {apart.at} tokens"
+    rate = max(_LEAST, float(np.mean(rates))) if rates else _UNKNOWN
+    p = binomial_tail(parted, compared, min(rate, 0.5))
+    alone = sum(first_difference(one, other) is not None for one, other in zip(first, second))
+    figures = {"pairs": len(pairs), "parted": parted, "parted_alone": alone, "rate_by_rounding": rate}
+    seen = f"{len(pairs)} pairs"
+    if all(first_difference(first[at], first[at + 1]) is None for at in range(0, len(first), 2)):
+        detail = "answers are the same whatever the seed"
+        return Finding("seed", "", Verdict.FAIL, seen, None, "", detail, figures)
+    noted = f"{parted} of {len(pairs)} answers part from the first with their seed, {alone} of {len(first)} alone: "
+    note = noted + example + (", as rounding may do" if p > context.p else "") if parted else ""
+    critical = next(hits for hits in range(compared + 1) if binomial_tail(hits, compared, min(rate, 0.5)) <= context.p)
+    finds = f"{critical} of {len(pairs)} answers differing"
+    return Finding("seed", "", Verdict.PASS, seen, p, finds, note, figures, critical / len(pairs))
+
+
+def _rate(one: object, other: object, top: int) -> float:
+    return _CHANGES * min_variation(reported(one, top), reported(other, top))  # type: ignore[arg-type]
+
+
+@check("n", "n choices are as many, and each is drawn by itself.")
+def choices(context: Context) -> Finding:
+    asked, log_gains = 0, np.zeros(3)
+    shares = np.array([0.1, 0.3, 0.9])
+    same = pairs = 0
+    for number in context.lively[:12]:
+        answers = context.server.ask(context.prompts[number], context.fields({"n": 4, "max_tokens": 8})).answers
+        asked += 1
+        if len(answers) != 4:
+            return Finding("n", "", Verdict.FAIL, f"{asked} requests", detail=f"n 4 gives {len(answers)} choices")
+        for one, other in ((answers[0], answers[1]), (answers[2], answers[3])):
+            pairs += 1
+            same += one.text == other.text
+            # If the first tokens are equal with probability ``chance``, a bet that they are equal pays 1 / chance.
+            equal = one.tokens[:1] == other.tokens[:1] if one.places else one.text == other.text
+            chance = _alike(one, context.server.top)
+            log_gains += np.log(1 - shares + shares * (equal / chance))
+    gain = float(np.logaddexp.reduce(log_gains)) - math.log(len(shares))
+    if same == pairs:
+        return Finding("n", "", Verdict.FAIL, f"{asked} requests", detail="all choices are copies of each other")
+    detail = f"{same} of {pairs} pairs of choices are the same" if same else ""
+    p = min(1.0, math.exp(-gain))
+    return Finding("n", "", Verdict.PASS, f"{asked} requests", p, "copied choices", detail, share=found_in(pairs))
+
+
+def _alike(answer: Answer, top: int) -> float:
+    """Return the largest possible probability that two draws have the same first token; a guess if nothing is
+    reported."""
+    if not answer.places:
+        return 0.5
+    shares = [*reported(answer.places[0], top).values()]
+    rest = max(0.0, 1 - sum(shares))
+    return min(1.0, sum(share**2 for share in shares) + rest * min(rest, shares[-1]))

@@ -1,0 +1,70 @@
+"""Predict the gains of rules with large models, from the acceptance in a recorded run of other models.
+
+No model is run: the costs of a forward come from the cost model in ``fly.extras.bench.plan``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from fly.drafts import NGramDraft
+from fly.extras.bench.plan import Machines, Setting, forecast
+from fly.extras.eval.replay import Blocks, Replay
+from fly.extras.eval.statistics import Estimate
+from fly.policies import AcceptancePolicy
+
+__all__ = ["REACHES", "Scaled", "lengths", "replays", "scaled"]
+
+REACHES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.6)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A rule at the best of the replayed draft lengths.
+
+    Attributes:
+        gain: the speed relative to autoregressive decoding; its interval comes from the interval of τ over problems, at
+            the same length.
+        fits: whether the models fit in the devices' memory.
+    """
+
+    replay: Replay
+    gain: Estimate
+    fits: bool
+
+
+def lengths(blocks: Blocks) -> list[tuple[int, float]]:
+    """Return the kinds of drafts to replay, each as its ``k`` and ``reach``: drafts of fixed lengths and, if a draft
+    model's probabilities were recorded, drafts that stop by themselves."""
+    fixed = sorted({k for k in (3, 5, 7, 10, 15, 20, 25) if k < blocks.k} | {blocks.k})
+    stopped = [] if blocks.draft is None else [(blocks.k, reach) for reach in REACHES if reach]
+    return [*((k, 0.0) for k in fixed), *stopped]
+
+
+def replays(blocks: Blocks, policy: AcceptancePolicy, advance: Callable[[], None] = lambda: None) -> list[Replay]:
+    """Replay ``policy`` with drafts of all ``lengths``. ``advance`` is called after each.
+
+    Raises ``Unknown`` if the recording lacks what the rule needs.
+    """
+    found = []
+    for k, reach in lengths(blocks):
+        found.append(blocks.replay(policy, k, reach=reach, lookup=NGramDraft()))
+        advance()
+    return found
+
+
+def scaled(found: Sequence[Replay], setting: Setting, machines: Machines, levels: int) -> Scaled:
+    """Return the best of the replays ``found`` for the models of ``setting``. If ``levels`` is 2, prompt lookup drafts
+    for the draft model."""
+
+    def of(each: Replay) -> Scaled:
+        forwards = each.drafted if levels == 1 else each.forwards or each.drafted
+        # One more forward is launched before the host knows that a draft has stopped (fly/backends/cuda).
+        forwards = max(forwards + (each.reach > 0 or levels == 2), 1e-9)
+        own = replace(setting, k=each.drafted, tau=each.tau.value, draft_tau=each.drafted / forwards)
+        expected = forecast(own, machines)
+        gain = Estimate(*(expected.gain() * tau / each.tau.value for tau in each.tau))
+        return Scaled(each, gain, expected.fits)
+
+    return max((of(each) for each in found), key=lambda each: each.gain.value)

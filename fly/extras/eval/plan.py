@@ -1,0 +1,308 @@
+"""What a run decodes, as data: rules × draft lengths × drafts × temperatures × seeds × tasks."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_serializer,
+    model_validator,
+)
+
+from fly.bundled import BUNDLED, usual_draft
+from fly.cache import DEFAULT_BYTES
+from fly.config import Fields
+from fly.errors import PlacedError, explain
+from fly.expressions import CLASS_PATH, grid
+from fly.extras.eval.records import Key
+from fly.extras.eval.task import Problem, Task, load_task
+from fly.policies import AcceptancePolicy, Exact, parse_policy
+from fly.policies.registry import load_policy
+from fly.types import Guarantee
+
+__all__ = ["AUTOREGRESSIVE", "Asked", "Plan", "Turn", "Way"]
+
+AUTOREGRESSIVE = "autoregressive"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to decode. ``label`` names it in tables, and is unique within a plan."""
+
+    label: str
+    draft: str  # a text of ``fly.drafts.parse_draft``; "none" for autoregressive decoding
+    k: int
+    policy: AcceptancePolicy
+    exits: str | None = None  # the early exits of the target
+
+    @property
+    def exact(self) -> bool:
+        """Whether this is exact speculation, with which the other ways are compared."""
+        return self.k > 0 and self.policy == Exact() and self.exits is None
+
+    @property
+    def guarantee(self) -> Guarantee:
+        return self.policy.guarantee if self.exits is None else Guarantee.HEURISTIC
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One completion that a plan asks for. ``number`` is the index of the problem in its task."""
+
+    key: Key
+    number: int
+    task: Task
+    problem: Problem
+    way: Way
+
+    @property
+    def row_seed(self) -> int:
+        """The seed of the completion, which is the same for every way."""
+        text = f"{self.key.task}/{self.key.problem}/{self.key.turn}/{self.key.seed}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def _parsed(text: str) -> AcceptancePolicy:
+    return parse_policy(text, trusted=True)
+
+
+def _rule(value: object) -> str:
+    """Check that a policy can be read, and return its text. A text is kept as it is, because in ``module:Class`` it
+    says what to import."""
+    text = value if isinstance(value, str) else str(load_policy(value, trusted=True))
+    _parsed(text)
+    return text
+
+
+def _some_draft(text: str) -> str:
+    if text == "none":
+        raise ValueError("draft 'none' leaves nothing to judge; autoregressive decoding is always measured")
+    return text
+
+
+def _listed(value: object) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _spread(value: object) -> list[Any]:
+    return [each for given in _listed(value) for each in (grid(given) if isinstance(given, str) else [given])]
+
+
+_Value = TypeVar("_Value")
+_Rule = Annotated[str, BeforeValidator(_rule)]
+_Draft = Annotated[str, AfterValidator(_some_draft)]
+_Several = Annotated[tuple[_Value, ...], BeforeValidator(_listed), Field(min_length=1)]  # or a single value
+
+
+class _Extra(BaseModel):
+    """A single way, in addition to the product. A field that is left out takes the plan's first value."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: _Rule = "exact"
+    k: int | None = Field(default=None, ge=1)
+    draft: str | None = None
+
+
+class Asked(BaseModel):
+    """A task of a plan. ``task`` names it (``NAME``, ``NAME=PATH`` or a ``.yaml`` file), and ``limit`` is the number of
+    its problems to use. Any other field replaces the task's own field of that name."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    task: str
+    limit: int | None = Field(default=None, ge=1)
+
+    def load(self) -> Task:
+        """Load the task and apply the changes. Raises ``ValueError`` naming what is wrong."""
+        return load_task(self.task, **(self.model_extra or {}))
+
+
+def _asked(value: object) -> object:
+    return {"task": value} if isinstance(value, str) else value
+
+
+class Plan(BaseModel):
+    """The settings of a run, from a YAML or JSON file or the command line. Both are trusted: a policy may name a
+    ``module:Class``, which is imported. Unknown fields are errors.
+
+    A plan has these ways to decode:
+
+    - autoregressive decoding;
+    - for every draft and ``k``, exact speculation and each of ``policies`` (``fly(theta={0.1, 0.3})`` is two policies,
+      see ``fly.expressions.grid``);
+    - the single ways of ``settings``, each together with exact speculation with the same draft and length.
+
+    Each way runs at every temperature with every seed. ``limit`` is the number of problems of each task, unless the
+    task has its own ``limit``. ``max_tokens`` replaces the tasks' own limits. ``together`` is the number of problems
+    decoded at a time. ``record`` keeps the blocks of exact speculation at temperature 0 for ``fly replay``. ``exits``
+    runs all ways a second time, with early exits of the target.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = "fly-target"
+    drafts: _Several[_Draft] = ()
+    k: _Several[Annotated[int, Field(ge=1)]] = (15,)
+    policies: Annotated[tuple[_Rule, ...], BeforeValidator(_spread)] = ()
+    settings: tuple[_Extra, ...] = ()
+    temperatures: _Several[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = (0.0,)
+    seeds: _Several[int] = (0,)
+    tasks: _Several[Annotated[Asked, BeforeValidator(_asked)]] = (Asked(task="bundled-middle"),)
+    limit: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    together: int = Field(default=1, ge=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    run_code: bool = False
+    record: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
+    kernels: str = "auto"
+    deterministic: bool = False
+    exits: str | None = None
+    cache_bytes: int = Field(default=DEFAULT_BYTES, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_draft(cls, values: Any) -> Any:
+        """Fill in the default draft: fly-draft for fly-target, and prompt lookup for other models."""
+        if not isinstance(values, dict) or values.get("drafts") is not None:
+            return values
+        usual = usual_draft(values.get("model", BUNDLED[0]))
+        return values | {"drafts": (usual if usual != "none" else "ngram",)}
+
+    @model_validator(mode="after")
+    def _can_be_recorded(self) -> Plan:
+        if self.record and 0.0 not in self.temperatures:
+            raise PlacedError(
+                f"record: blocks are recorded at temperature 0, which {self.temperatures} leave out", "record"
+            )
+        if self.record and self.together > 1:
+            raise PlacedError(
+                f"record: blocks are recorded one problem at a time, not {self.together} together", "record"
+            )
+        return self
+
+    @field_serializer("settings", "tasks")
+    def _without_defaults(self, value: tuple[BaseModel, ...]) -> list[dict[str, Any]]:
+        return [each.model_dump(exclude_none=True) for each in value]
+
+    @property
+    def code(self) -> dict[str, str]:
+        """The modules that rules and drafts name as ``module:Class``, each with a digest of its file."""
+        texts = [*self.policies, *self.drafts, *(part for each in self.settings for part in (each.policy, each.draft))]
+        names = {found[0].partition(":")[0] for text in texts if text for found in CLASS_PATH.finditer(text)}
+        digests = {}
+        for name in sorted(names):
+            with suppress(ImportError):  # the path of a checkpoint may contain a colon, too
+                if file := inspect.getsourcefile(import_module(name)):
+                    digests[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+        return digests
+
+    @property
+    def ways(self) -> list[Way]:
+        """Every way to decode: first autoregressive decoding; then, for each draft and length, exact speculation before
+        the others."""
+        rules = [Exact(), *map(_parsed, self.policies)]
+        wanted = list(product(self.drafts, self.k, rules))
+        for extra in self.settings:
+            draft, k = extra.draft or self.drafts[0], extra.k or self.k[0]
+            wanted += [(draft, k, Exact()), (draft, k, _parsed(extra.policy))]
+        several = len({draft for draft, _, _ in wanted}) > 1
+        found = [Way(AUTOREGRESSIVE, "none", 0, Exact())]
+        for draft, k, rule in dict.fromkeys(wanted):
+            found.append(Way(f"{rule} k{k}" + (f" {draft}" if several else ""), draft, k, rule))
+        if self.exits is not None:
+            found += [replace(way, label=f"{way.label} + exits", exits=self.exits) for way in found]
+        return found
+
+    def loaded_tasks(self) -> dict[str, tuple[Task, int]]:
+        """Return the tasks by name, each with the number of problems to decode.
+
+        Raises ``ValueError`` if two tasks share a name, or one cannot be loaded.
+        """
+        found: dict[str, tuple[Task, int]] = {}
+        for asked in self.tasks:
+            task = asked.load()
+            if task.name in found:
+                raise ValueError(f"two tasks are called {task.name!r}; give one another name: {{task: …, name: …}}")
+            limit = asked.limit or self.limit
+            if limit and task.generated is not None:  # load only as many bundled problems as are needed
+                task = asked.model_copy(update={"generated": task.generated.model_copy(update={"count": limit})}).load()
+            found[task.name] = task, min(limit or len(task.problems), len(task.problems))
+        return found
+
+    def turns(self) -> Iterator[Turn]:
+        """Yield all completions, in order. The ways take turns at each problem (or each group of problems that are
+        decoded together), so that a busy moment of the machine affects all of them. Which way comes first rotates. At
+        temperature 0 seeds change nothing, so only the first seed is used."""
+        tasks, ways, few = self.loaded_tasks().values(), self.ways, self.together
+        for part, first in enumerate(range(0, max(limit for _, limit in tasks), few)):
+            at = part % len(ways)
+            for task, limit in tasks:
+                problems = list(enumerate(task.problems[first : min(first + few, limit)], first))
+                turns = range(max((len(problem.turns) for _, problem in problems), default=0))
+                sampled = [(heat, seed) for heat in self.temperatures for seed in self.seeds[: None if heat else 1]]
+                for (heat, seed), way, turn in product(sampled, ways[at:] + ways[:at], turns):
+                    for number, problem in problems:
+                        if turn < len(problem.turns):
+                            key = Key(task.name, problem.id, turn, seed, heat, way.label)
+                            yield Turn(key, number, task, problem, way)
+
+    @staticmethod
+    def of(fields: Mapping[str, Any], where: Callable[[tuple[str | int, ...]], str] | None = None) -> Plan:
+        """Make a plan with these fields. Raises ``ValueError`` that names every wrong field; ``where`` returns what
+        comes before each (see ``fly.errors.explain``)."""
+        try:
+            return Plan.model_validate(fields)
+        except ValidationError as error:
+            raise ValueError(explain(error, Plan.model_fields, where)) from error
+
+    @staticmethod
+    def of_run(folder: Path) -> Plan:
+        """Return the plan of a run's folder. Raises ``ValueError`` if the folder is no run."""
+        if not (folder / "plan.yaml").exists():
+            missing = "there is no plan.yaml in it" if folder.is_dir() else "there is no such folder"
+            raise ValueError(f"{str(folder)!r} is no run: {missing}; 'fly eval --out FOLDER' makes one")
+        fields = Plan.read(folder)
+        return Plan.of(fields, fields.where)
+
+    @staticmethod
+    def read(path: str | Path) -> Fields:
+        """Read the fields of a plan's file, or of the plan in a run's folder, without checking them. Paths in a file
+        are relative to it. Raises ``ValueError`` if the file cannot be read, or is no plan."""
+        path = Path(path)
+        fields = Fields.read(path / "plan.yaml" if path.is_dir() else path, "plan", Plan.model_fields)
+        if path.is_dir():
+            if not isinstance(fields.get("plan"), dict):
+                raise ValueError(f"{fields.source}: this is no plan of a run, which 'fly eval --out FOLDER' writes")
+            return fields.part("plan")
+        if "tasks" in fields:
+            fields["tasks"] = [_placed(each, path.absolute().parent) for each in _listed(fields["tasks"])]
+        return fields
+
+
+def _placed(asked: Any, folder: Path) -> Any:
+    """Return a task of a plan's file, with its paths made absolute."""
+    asked = _asked(asked)
+    if not isinstance(asked, dict) or not isinstance(asked.get("task"), str):
+        return asked
+    name, equals, data = asked["task"].partition("=")
+    placed = str(folder / name) if name.endswith((".yaml", ".yml")) else name
+    moved = {field: str(folder / asked[field]) for field in ("data", "examples") if isinstance(asked.get(field), str)}
+    return {**asked, **moved, "task": placed + (f"={folder / data}" if equals else "")}

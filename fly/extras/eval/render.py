@@ -1,0 +1,267 @@
+"""Write reports: the cells of their tables, Markdown, JSON, an HTML page, and answer files for Spec-Bench."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from fly.extras.eval.plan import AUTOREGRESSIVE, Plan
+from fly.extras.eval.plots import COLOURS, Curve, Point, curves, pareto
+from fly.extras.eval.records import read_records
+from fly.extras.eval.report import Report, Row, Table
+from fly.extras.eval.statistics import Estimate
+
+__all__ = ["as_html", "as_json", "as_markdown", "columns", "legend", "write_spec_bench"]
+
+Cells = Mapping[str, Callable[[Row], str]]
+_NONE = "–"
+
+# What the headings mean that do not say it themselves.
+_MEANINGS = {
+    "over AR": "AR: the target alone · over AR, over exact: speed beside it, or beside the fastest exact speculation ★",
+    "at no cost": "at no cost: over AR if decisions took no time",
+    "τ": "τ: tokens for each forward of the target",
+    "kept": "kept: share of drafted tokens that are emitted",
+    "gate": "gate: share of mismatches at which the target was undecided (–: no entropy gate, or it was not asked)",
+    "Python": "Python: share of rounds decided in Python",
+    "layers": "layers: those that a round goes through",
+    "recovery": "recovery: share right beside AR's",
+    "lost, won": "lost, won: problems that AR, or this way, answers right more often",
+    "p": "p: the chance of that by luck alone",
+    "relaxed": "relaxed: share of tokens kept though the exact rule rejects them",
+    "same": "same: answers equal to AR's",
+    "cut": "cut: answers that ended at the limit of tokens",
+    "first": "first: median place of the first other token",
+    "length": "length: tokens beside AR's",
+    "place in the draft": "place in the draft: how often it is kept, in drafts that long",
+}
+
+
+def legend(tables: Sequence[Table]) -> str:
+    """Explain the columns of these tables."""
+    shown = {heading for table in tables for cells in columns(table).values() for heading in cells}
+    meanings = (meaning for heading, meaning in _MEANINGS.items() if heading in shown)
+    return f"{' · '.join(meanings)} · after or below values: intervals of 95 %"
+
+
+def _share(value: float | None) -> str:
+    return _NONE if value is None else f"{value:.1%}" if value < 0.0995 else f"{value:.0%}"
+
+
+def _times(value: float | None) -> str:
+    return _NONE if value is None or math.isnan(value) else f"{value:.2f}×"
+
+
+def _with_interval(estimate: Estimate | None, percent: bool = False) -> str:
+    """Write an estimate with its interval."""
+    if estimate is None or math.isnan(estimate.value):
+        return _NONE
+    if percent:
+        return f"{estimate.value:.1%} ({100 * estimate.low:.0f}–{100 * estimate.high:.0f})"
+    return f"{estimate.value:.2f}× ({estimate.low:.2f}–{estimate.high:.2f})"
+
+
+def columns(table: Table) -> dict[str, Cells]:
+    """Return the cells of a table's three parts: speed, answers, and how often each place of a draft was kept. Columns
+    without a value are left out, but for those of which a note of the report says why."""
+
+    def name(row: Row) -> str:
+        return f"{row.way} ★" if row.way == table.best_exact else row.way
+
+    def unless_ar(cell: Callable[[Row], str]) -> Callable[[Row], str]:
+        return lambda row: _NONE if row.way == AUTOREGRESSIVE else cell(row)
+
+    def marked(row: Row) -> str:
+        return _with_interval(row.over_exact).replace("×", "×†", int(row in table.other_stops))
+
+    speed: Cells = {
+        "decoding": name,
+        "tok/s": lambda row: _NONE if row.recorded else f"{row.speed:,.{int(row.speed < 100)}f}",
+        "over AR": unless_ar(lambda row: _with_interval(row.over_ar)),
+        "over exact": lambda row: "1" if row.way == table.best_exact else marked(row),
+        "at no cost": lambda row: _times(row.neutral),
+        "τ": lambda row: f"{row.tau:.2f}",
+        "kept": lambda row: _share(row.kept),
+        "gate": lambda row: _share(row.gate),
+        "Python": lambda row: _share(row.python),
+        "layers": lambda row: _NONE if row.layers is None else f"{row.layers:.1f}",
+    }
+    right, over = ("refused", "refusals kept") if table.refusals else ("right", "recovery")
+    answers: Cells = {
+        "decoding": name,
+        right: lambda row: _with_interval(row.accuracy, percent=True),
+        over: unless_ar(lambda row: _with_interval(row.still if table.refusals else row.recovery, percent=True)),
+        "lost, won": unless_ar(lambda row: _NONE if row.p is None else f"{row.lost}, {row.won}"),
+        "p": lambda row: _NONE if row.p is None else f"{row.p:.2g}",
+        "relaxed": lambda row: _share(row.relaxed) if row.k else _NONE,
+        "same": lambda row: _share(row.same),
+        "cut": lambda row: _share(row.cut / row.completions),
+        "first": lambda row: _NONE if row.diverges is None else f"{row.diverges:g}",
+        "length": unless_ar(lambda row: _with_interval(row.length)),
+    }
+    longest = max(len(row.curve) for row in table.rows)
+    places: Cells = {
+        "place in the draft": name,
+        **{str(at): _kept_at(at) for at in sorted({*(1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 40), longest}) if at <= longest},
+    }
+    parts = {"Speed": speed, "Answers": answers, "How often a drafted token was kept": places if longest else {}}
+    noted = {"over AR", "over exact", *([over] if table.rows[0].accuracy else [])}
+    shown = {
+        part: {
+            heading: cell
+            for heading, cell in cells.items()
+            if heading in noted or any(cell(row) != _NONE for row in table.rows)
+        }
+        for part, cells in parts.items()
+    }
+    return {part: cells for part, cells in shown.items() if cells}
+
+
+def _kept_at(place: int) -> Callable[[Row], str]:
+    return lambda row: _share(row.curve[place - 1]) if len(row.curve) >= place else _NONE
+
+
+def as_markdown(found: Report) -> str:
+    """Return headings and tables that any Markdown viewer shows."""
+    lines = []
+    for table in found.tables:
+        lines += [f"## {_plain(table.title)}", "", f"{table.run}", ""]
+        for cells in columns(table).values():
+            lines.append("| " + " | ".join(cells) + " |")
+            lines.append("|" + " --- |" + " ---: |" * (len(cells) - 1))
+            lines += ["| " + " | ".join(_plain(cell(row)) for cell in cells.values()) + " |" for row in table.rows]
+            lines.append("")
+    lines += [legend(found.tables), ""]
+    lines += [f"- {_plain(note)}" for note in found.notes]
+    lines += [f"- {_plain(_described(facts))}" for facts in found.environments]
+    return "\n".join(lines) + "\n"
+
+
+def _plain(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _described(facts: Mapping[str, Any]) -> str:
+    """Describe in one line the software and hardware that made records."""
+    drafts = [f"; draft {name}, kernels {k}" if k else f"; draft {name}" for name, k in facts["drafts"].items()]
+    return (
+        f"{facts['model']} on {facts['machine']} ({facts['threads']} threads, {facts['device']}), {facts['dtype']}, "
+        f"kernels {facts['kernels']}{''.join(drafts)}; fly {facts['fly']}, torch {facts['torch']}, "
+        f"Python {facts['python']}"
+    )
+
+
+def as_json(found: Report) -> dict[str, Any]:
+    """Return all figures as JSON. An estimate is an object with value, low and high; an unknown figure is null."""
+    return {
+        "tables": [
+            {
+                **{key: _clean(value) for key, value in vars(table).items() if key not in ("rows", "cases")},
+                "rows": [
+                    {**_clean(asdict(row)), "tokens_per_second": row.speed, "gate": row.gate} for row in table.rows
+                ],
+            }
+            for table in found.tables
+        ],
+        "environments": found.environments,
+        "notes": found.notes,
+    }
+
+
+def _clean(value: Any) -> Any:
+    """Convert a value for JSON: NaN becomes None, and an estimate becomes an object."""
+    if isinstance(value, Estimate):
+        return None if math.isnan(value.value) else value._asdict()
+    if isinstance(value, dict):
+        return {key: _clean(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_clean(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def as_html(found: Report, title: str) -> str:
+    """Return one HTML page without links. It has tables, plots, and texts side by side, with every relaxed token
+    marked."""
+    shown = []
+    for table in found.tables:
+        coloured = [(row, COLOURS[number % len(COLOURS)]) for number, row in enumerate(table.rows)]
+        points = [
+            Point(row.way, colour, row.over_ar, row.recovery or Estimate(1.0, 1.0, 1.0))
+            for row, colour in coloured
+            if row.over_ar is not None and (row.recovery is not None or row.way == AUTOREGRESSIVE)
+        ]
+        drawn = [Curve(row.way, colour, list(enumerate(row.curve, 1))) for row, colour in coloured if row.curve]
+        shown.append(
+            {
+                "table": table,
+                "parts": columns(table),
+                "pareto": pareto(points, "speed over autoregression", "recovery") if len(points) > 1 else "",
+                "curves": curves(drawn, "place in the draft", "accepted", (0.0, 1.0)) if drawn else "",
+            }
+        )
+    source = (files("fly.extras.eval") / "report.html").read_text(encoding="utf-8")
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(source)
+    return template.render(
+        title=title,
+        shown=shown,
+        notes=found.notes,
+        environments=[_described(facts) for facts in found.environments],
+        legend=legend(found.tables),
+    )
+
+
+def write_spec_bench(folder: Path, into: Path) -> list[Path]:
+    """Write the answers of a run in the form that Spec-Bench's own scripts read: a file of JSON lines for each way,
+    task and temperature. Returns the files. Raises ``ValueError`` if the folder is no run."""
+    plan = Plan.of_run(folder)
+    files_: dict[tuple[str, str, float], dict[str, dict[int, list[dict[str, Any]]]]] = {}
+    for key, record in sorted(read_records(folder).completions.items()):
+        questions = files_.setdefault((key.way, key.task, key.temperature), {})
+        questions.setdefault(key.problem, {}).setdefault(key.seed, []).append(record)
+    into.mkdir(parents=True, exist_ok=True)
+    written = []
+    for (way, task, temperature), questions in files_.items():
+        name = f"{Path(plan.model).name}-{task}-{way}-temperature-{temperature:g}"
+        target = into / (re.sub(r"[^\w.-]+", "-", name).strip("-") + ".jsonl")
+        ordered = sorted(questions.items(), key=lambda item: next(iter(item[1].values()))[0]["number"])
+        lines = [json.dumps(_answered(problem, seeds, name), ensure_ascii=False) for problem, seeds in ordered]
+        target.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        written.append(target)
+    return written
+
+
+def _answered(problem: str, seeds: Mapping[int, list[dict[str, Any]]], name: str) -> dict[str, Any]:
+    first = next(iter(seeds.values()))[0]
+    return {
+        "question_id": int(problem) if problem.isdigit() else problem,
+        "category": first["group"],
+        "answer_id": f"{problem}-{first['row_seed']:x}",
+        "model_id": name,
+        "choices": [
+            {
+                "index": index,
+                "turns": [record["text"] for record in turns],
+                "decoding_steps": [record["rounds"] for record in turns],
+                "new_tokens": [record["generated"] for record in turns],
+                "wall_time": [record["seconds"]["prompt"] + record["seconds"]["decoding"] for record in turns],
+                "accept_lengths": [length for record in turns for length in round_lengths(record["why"])],
+            }
+            for index, turns in enumerate(seeds.values())
+        ],
+        "tstamp": datetime.fromisoformat(first["at"]).timestamp(),
+    }
+
+
+def round_lengths(why: str) -> list[int]:
+    """Return how many tokens each round emitted. The first token came with the prompt; a round ends with a correction
+    or a bonus, or where the answer ends."""
+    return [len(found) for found in re.findall(r"[mr]*[cb]|[mr]+$", why[1:])]

@@ -1,0 +1,479 @@
+"""Reports compare each way to decode with autoregressive decoding and with the fastest exact speculation, on the same
+problems.
+
+A report is computed from the folder of a run; no model is loaded.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fly.extras.eval.costs import Costs, measured_costs, neutral_speed
+from fly.extras.eval.plan import AUTOREGRESSIVE, Plan
+from fly.extras.eval.records import Key, Records, read_records
+from fly.extras.eval.scorers import UNREAD
+from fly.extras.eval.statistics import Estimate, bootstrap_ratio, sign_test, wilson
+
+__all__ = ["Case", "Report", "Row", "Table", "report"]
+
+Record = dict[str, Any]
+
+
+@dataclass
+class Row:
+    """One way on one task. Estimates have intervals of 95 %; None stands for unknown."""
+
+    way: str
+    policy: str
+    guarantee: str
+    k: int
+    problems: int
+    completions: int
+    tokens: int
+    seconds: float
+    tau: float
+    kept: float | None  # share of drafted tokens that were emitted
+    relaxed: float  # share of emitted tokens that were relaxed
+    python: float | None  # share of rounds that were decided in Python
+    recorded: bool  # whether its blocks were recorded; rounds are then taken one by one
+    layers: float | None  # layers of the target that a round runs on average, with early exits
+    cut: int  # completions that ended at the limit of tokens
+    reach: float | None  # drafts stop below this chance of being kept (``fly.drafts.stops``)
+    accuracy: Estimate | None = None
+    recovery: Estimate | None = None  # accuracy relative to autoregressive decoding (AR)
+    lost: int = 0  # problems that AR answers right more often
+    won: int = 0  # problems that this way answers right more often
+    unread: int = 0  # scored answers in which the scorer found nothing to compare, such as a number
+    p: float | None = None
+    still: Estimate | None = None  # of the problems that AR answers right, the share that this way answers right
+    over_ar: Estimate | None = None  # tokens per second, relative to AR
+    over_exact: Estimate | None = None
+    neutral: float | None = None  # speed relative to AR if decisions took no time
+    costs: Costs | None = None
+    same: float | None = None  # share of completions equal to AR's, at temperature 0
+    diverges: float | None = None  # median index of the first different token, among the other completions
+    length: Estimate | None = None  # number of tokens, relative to AR
+    curve: list[float] = field(default_factory=list)  # for each token of a draft, the share of drafts kept up to it
+    gates: dict[str, list[int]] = field(default_factory=dict)  # by clause: mismatches it judged, and for which it held
+
+    @property
+    def gate(self) -> float | None:
+        """The share of mismatches at which an entropy gate held, because the target was uncertain."""
+        counts = [held for name, held in self.gates.items() if name.startswith("entropy")]
+        asked = sum(asked for asked, _ in counts)
+        return sum(passed for _, passed in counts) / asked if asked else None
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second, the time of prompts included."""
+        return self.tokens / self.seconds
+
+
+@dataclass
+class Case:
+    """The answers to one problem in several ways. An answer has the label of its way, whether it is right, and its text
+    in pieces, each with the reason why it was relaxed (or "")."""
+
+    problem: str
+    asked: str
+    answers: list[tuple[str, bool | None, list[tuple[str, str]]]]
+
+
+@dataclass
+class Table:
+    """One task of one run at one temperature."""
+
+    run: str
+    task: str
+    group: str  # the group of problems; "" for all problems
+    temperature: float
+    rows: list[Row]
+    unfinished: int  # problems left out because some way has not answered them yet
+    unscored: int
+    scorer: str  # its kind
+    refusals: bool  # whether a right answer is a refusal
+    best_exact: str | None  # the label of the fastest exact speculation; None if all were recorded
+    cases: list[Case]
+    together: int  # problems decoded at a time
+    makers: int  # how many actors, or machines, decoded these problems
+    timed: int  # problems that one of them decoded in every way, in turns; speeds are compared on these only
+
+    @property
+    def other_stops(self) -> list[Row]:
+        """The rows whose drafts stop at a different reach than those of the fastest exact speculation."""
+        exact = next((row.reach for row in self.rows if row.way == self.best_exact), None)
+        return [row for row in self.rows if None not in (exact, row.reach) and row.reach != exact]
+
+    @property
+    def title(self) -> str:
+        group = f" · {self.group}" if self.group else ""
+        few = f", {self.together} at a time" if self.together > 1 else ""
+        count = self.rows[0].problems
+        return f"{self.task}{group} · temperature {self.temperature:g} · {count} problem{'s' * (count != 1)}{few}"
+
+
+@dataclass
+class Report:
+    """The tables of one or several runs, the machines and software that made them, and notes for the reader."""
+
+    tables: list[Table]
+    environments: list[dict[str, Any]]
+    notes: list[str]
+
+
+def report(folders: Sequence[Path], by_group: bool = False, cases: int = 6) -> Report:
+    """Read runs and compare their ways. ``by_group`` adds a table for each group of problems; ``cases`` is the number
+    of problems of each task whose texts are shown side by side.
+
+    Raises ``ValueError`` for a folder that is no run, or has no completions.
+    """
+    tables: list[Table] = []
+    environments: list[dict[str, Any]] = []
+    notes: list[str] = []
+    for folder in folders:
+        plan, records = Plan.of_run(folder), read_records(folder)
+        if not records.completions:
+            raise ValueError(f"{str(folder)!r} has no completions yet")
+        facts = yaml.safe_load((folder / "plan.yaml").read_text(encoding="utf-8"))["tasks"]
+        made = _tables(str(folder), plan, facts, records, by_group, cases)
+        tables += made
+        environments += [
+            {**each, "drafts": _drafts(plan, records, name)} for name, each in records.environments.items()
+        ]
+        notes += _notes(folder, made, records)
+    return Report(tables, environments, notes)
+
+
+def _drafts(plan: Plan, records: Records, environment: str) -> dict[str, str]:
+    """Return the drafts of an environment, each with the kernels of its models. They are "" for a draft without a
+    model, and for records that do not name them."""
+    drafts = {way.label: way.draft for way in plan.ways if way.k}
+    return {
+        drafts[key.way]: " + ".join(f"{kernels} in {dtype}" for kernels, dtype in record.get("drafting", ()))
+        for key, record in records.completions.items()
+        if key.way in drafts and record["environment"] == environment
+    }
+
+
+def _tables(run: str, plan: Plan, tasks: dict[str, Any], records: Records, by_group: bool, cases: int) -> list[Table]:
+    """Make a table for each task and temperature, over the problems that every way has answered completely."""
+    ways, found = [way.label for way in plan.ways], []
+    keys = [key for key in records.completions if key.way in ways]
+    for name, temperature in dict.fromkeys((key.task, key.temperature) for key in keys):
+        # Collect the turns of each problem and seed by way, and keep the problems that are complete.
+        units: dict[tuple[str, int], Unit] = {}
+        for key in sorted(key for key in keys if (key.task, key.temperature) == (name, temperature)):
+            units.setdefault((key.problem, key.seed), {}).setdefault(key.way, []).append(key)
+        complete: dict[str, list[Unit]] = {}
+        for (problem, _), unit in units.items():
+            turns = records.completions[next(iter(unit.values()))[0]]["turns"]
+            if all(len(unit.get(way, ())) == turns for way in ways):
+                complete.setdefault(problem, []).append(unit)
+        if not complete:
+            continue
+        # All problems make one table, and each group of problems another.
+        problems = sorted(complete.values(), key=lambda each: records.completions[each[0][ways[0]][0]]["number"])
+        groups: dict[str, list[list[Unit]]] = {"": problems}
+        for each in problems if by_group else ():
+            if group := records.completions[each[0][ways[0]][0]]["group"]:
+                groups.setdefault(group, []).append(each)
+        for group, part in groups.items():
+            comparison = _Comparison(plan, records, part)
+            rows, best = comparison.table()
+            scored = [_last(unit, way) in records.scores for each in part for unit in each for way in ways]
+            found.append(
+                Table(
+                    run=run,
+                    task=name,
+                    group=group,
+                    temperature=temperature,
+                    rows=rows,
+                    unfinished=0 if group else len({problem for problem, _ in units} - complete.keys()),
+                    unscored=scored.count(False) if tasks[name]["scores"] else 0,
+                    scorer=tasks[name]["scorer"],
+                    refusals=tasks[name]["scorer"] == "refusal",
+                    best_exact=best,
+                    cases=[] if group else _cases(plan, records, part, cases),
+                    together=plan.together,
+                    makers=len(comparison.makers),
+                    timed=len(comparison.timed),
+                )
+            )
+    return found
+
+
+Unit = dict[str, list[Key]]  # the turns of one problem with one seed, by way
+
+
+def _last(unit: Unit, way: str) -> Key:
+    return unit[way][-1]
+
+
+class _Comparison:
+    """All ways of a plan on the same problems. A problem has one ``Unit`` for each seed."""
+
+    def __init__(self, plan: Plan, records: Records, problems: list[list[Unit]]) -> None:
+        self.plan, self.records, self.problems = plan, records, problems
+        self.ways = {way.label: way for way in plan.ways}
+        # Times can be compared only on problems where a single maker made all completions, in turns.
+        makers = [
+            {_maker(records.completions[key]) for unit in problem for keys in unit.values() for key in keys}
+            for problem in problems
+        ]
+        self.makers: set[str] = set().union(*makers)
+        self.timed = [problem for problem, own in zip(problems, makers) if len(own) == 1]
+
+    def of(self, way: str, problems: list[list[Unit]] | None = None) -> list[list[Record]]:
+        """Return the completions of each of ``problems``; None means all problems."""
+        every = self.problems if problems is None else problems
+        return [[self.records.completions[key] for unit in problem for key in unit[way]] for problem in every]
+
+    def sums(self, way: str, value: Callable[[Record], float], problems: list[list[Unit]] | None = None) -> list[float]:
+        """Return, for each problem, the sum of ``value`` over its completions."""
+        return [sum(map(value, each)) for each in self.of(way, problems)]
+
+    def shares(self, way: str) -> list[float] | None:
+        """Return, for each problem, the share of seeds whose answer is right; None if some answer has no score."""
+        scores = self.records.scores
+        found = [[scores.get(_last(unit, way)) for unit in problem] for problem in self.problems]
+        if any(score is None for each in found for score in each):
+            return None
+        return [sum(score["right"] for score in each if score) / len(each) for each in found]
+
+    def table(self) -> tuple[list[Row], str | None]:
+        """Return a row for each way, and the label of the fastest exact speculation, if one was not recorded."""
+        rows = {label: self._row(label) for label in self.ways}
+        # The speed of a recorded way is that of recording, so it is compared with nothing.
+        exact = [row for row in rows.values() if self.ways[row.way].exact and not row.recorded]
+        for label, row in rows.items():
+            row.over_ar = None if row.recorded else self._speed_over(label, AUTOREGRESSIVE)
+        # The fastest has the highest speed relative to AR or, without comparable times, the most tokens per second.
+        best = max(exact, key=lambda row: row.over_ar.value if row.over_ar else row.speed).way if exact else None
+        for label, row in rows.items():
+            row.over_exact = self._speed_over(label, best) if best else None
+            row.length = bootstrap_ratio([self.sums(label, _tokens)], [self.sums(AUTOREGRESSIVE, _tokens)])
+            self._compare_answers(label, row)
+            self._compare_tokens(label, row)
+            self._compare_costs(label, row)
+        return list(rows.values()), best
+
+    def _row(self, label: str) -> Row:
+        way, every = self.ways[label], self._records(label)
+        total = {
+            name: sum(record[name] for record in every)
+            for name in ("rounds", "emitted", "drafted", "accepted", "relaxed", "generated", "judged")
+        }
+        gates: dict[str, list[int]] = {}
+        for record in every:
+            for name, counts in record["gates"].items():
+                gates[name] = [a + b for a, b in zip(gates.get(name, [0, 0]), counts)]
+        return Row(
+            way=label,
+            policy=str(way.policy),
+            guarantee=way.guarantee.value,
+            k=way.k,
+            problems=len(self.problems),
+            completions=len(every),
+            tokens=total["generated"],
+            seconds=sum(map(_seconds, every)),
+            tau=total["emitted"] / max(total["rounds"], 1),
+            kept=total["accepted"] / total["drafted"] if total["drafted"] else None,
+            relaxed=total["relaxed"] / max(total["generated"], 1),
+            python=total["judged"] / total["rounds"] if total["rounds"] and way.k else None,
+            recorded=any("blocks" in record for record in every),
+            layers=sum(record.get("layers", 0) for record in every) / total["rounds"] if way.exits else None,
+            cut=sum(record["finish_reason"] == "length" for record in every),
+            reach=every[0].get("reach"),
+            curve=_curve([tuple(draft) for record in every for draft in record["drafts"]]),
+            gates=gates,
+        )
+
+    def _speed_over(self, label: str, other: str) -> Estimate | None:
+        if not self.timed:
+            return None
+        own, others = ([self.sums(way, value, self.timed) for value in (_tokens, _seconds)] for way in (label, other))
+        return bootstrap_ratio([own[0], others[1]], [own[1], others[0]])
+
+    def _compare_answers(self, label: str, row: Row) -> None:
+        own, plain = self.shares(label), self.shares(AUTOREGRESSIVE)
+        if own is None or plain is None:
+            return
+        row.accuracy = wilson(sum(own), len(own))
+        scores = [self.records.scores[_last(unit, label)] for problem in self.problems for unit in problem]
+        row.unread = sum(not (score["right"] or score["found"]) for score in scores)
+        row.lost = sum(a < b for a, b in zip(own, plain))
+        row.won = sum(a > b for a, b in zip(own, plain))
+        if label != AUTOREGRESSIVE:
+            row.recovery = bootstrap_ratio([own], [plain]) if sum(plain) else None
+            row.p = sign_test(row.lost, row.won)
+            if sum(plain):
+                both = sum(min(a, b) for a, b in zip(own, plain))
+                solved = sum(share > 0 for share in plain)
+                row.still = wilson(min(both / sum(plain), 1.0) * solved, solved)
+
+    def _compare_tokens(self, label: str, row: Row) -> None:
+        if label == AUTOREGRESSIVE:
+            return
+        firsts, count = [], 0
+        for problem in self.problems:
+            for unit in problem:
+                ours, theirs = (self.records.completions[unit[way][0]] for way in (label, AUTOREGRESSIVE))
+                if ours["temperature"]:
+                    return  # sampled answers differ by chance
+                count += 1
+                first = first_difference(ours["token_ids"], theirs["token_ids"])
+                firsts += [] if first is None else [first]
+        row.same = 1 - len(firsts) / count
+        row.diverges = statistics.median(firsts) if firsts else None
+
+    def _compare_costs(self, label: str, row: Row) -> None:
+        """Compute the speed without the time of decisions, from the costs that exact speculation with the same draft
+        and length measured."""
+        way = self.ways[label]
+        twins = [one for one in self.ways.values() if one.exact and (one.draft, one.k) == (way.draft, way.k)]
+        if not twins or way.exits:  # early exits change the cost of a verification
+            return
+        exact, plain = (self._records(name, self.timed) for name in (twins[0].label, AUTOREGRESSIVE))
+        own = self._records(label)
+        row.costs, rounds = measured_costs(exact, plain), sum(record["rounds"] for record in own)
+        if row.costs is not None and rounds:
+            row.neutral = neutral_speed(row.tau, sum(record["drafted"] for record in own) / rounds, row.costs)
+
+    def _records(self, label: str, problems: list[list[Unit]] | None = None) -> list[Record]:
+        return [record for each in self.of(label, problems) for record in each]
+
+
+def _maker(record: Record) -> str:
+    """Return the actor that made a record or, if the record names none, the id of the machine and software."""
+    return str(record.get("actor", record["environment"]))
+
+
+def _tokens(record: Record) -> float:
+    return float(record["generated"])
+
+
+def _seconds(record: Record) -> float:
+    return float(record["seconds"]["prompt"] + record["seconds"]["decoding"])
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    """Return the index of the first token that differs, or that only one of the lists has; None if they are equal."""
+    return next((at for at, (x, y) in enumerate(zip_longest(a, b)) if x != y), None)
+
+
+def _curve(drafts: list[tuple[int, ...]]) -> list[float]:
+    """Return, for each token of a draft, the share of drafts that were kept up to it, among the drafts that are long
+    enough."""
+    longest = max((length for length, _ in drafts), default=0)
+    reached = [[stands for length, stands in drafts if length > place] for place in range(longest)]
+    return [sum(stands > place for stands in each) / len(each) for place, each in enumerate(reached)]
+
+
+def _cases(plan: Plan, records: Records, problems: list[list[Unit]], count: int) -> list[Case]:
+    """Return the problems whose texts are most worth reading: first those whose score a rule changed, then those with
+    the most relaxed tokens."""
+    units = [problem[0] for problem in problems]
+
+    def interest(unit: Unit) -> tuple[int, int]:
+        scores = {records.scores.get(keys[-1], {}).get("right") for keys in unit.values()}
+        relaxed = sum(records.completions[key]["relaxed"] for keys in unit.values() for key in keys)
+        return len(scores), relaxed
+
+    chosen = sorted(units, key=interest, reverse=True)[:count]
+    found = []
+    for unit in chosen:
+        answers = []
+        for way in plan.ways:
+            key = unit[way.label][-1]
+            right = records.scores.get(key, {}).get("right")
+            answers.append((way.label, right, pieces_of(records.completions[key])))
+        plain = _last(unit, AUTOREGRESSIVE)
+        found.append(Case(plain.problem, records.completions[plain]["asked"], answers))
+    return found
+
+
+def pieces_of(record: Record) -> list[tuple[str, str]]:
+    """Split the text of a completion into pieces. Each relaxed token comes with the clause that excused it, and the
+    text between them with ""."""
+    text, ends = record["text"], record["ends"]
+    pieces, at = [], 0
+    for place, clause, _, choice in record["excused"]:
+        if not ends:
+            break
+        start = ends[place - 1] if place else 0
+        pieces += [(text[at:start], ""), (text[start : ends[place]], f"{clause}; the target's own was {choice!r}")]
+        at = ends[place]
+    return [piece for piece in [*pieces, (text[at:], "")] if piece[0]]
+
+
+def _notes(folder: Path, tables: list[Table], records: Records) -> list[str]:
+    """Return notes for the reader of the tables."""
+    notes = []
+    if len(records.environments) > 1:
+        kinds = [
+            f"{e['machine']}, {e['kernels']}, torch {e['torch']}, fly {e['fly']}" for e in records.environments.values()
+        ]
+        notes.append(f"{folder}: made by {len(kinds)} different setups: {'; '.join(kinds)}")
+    for table in tables:
+        if table.group:
+            continue
+        if table.makers > 1:
+            notes.append(
+                f"{table.task}: decoded by {table.makers} actors or setups; speeds over AR and over exact compare the "
+                f"{table.timed} of {table.rows[0].problems} problems that one of them decoded in every way, in turns; "
+                "tok/s is of all"
+            )
+        if table.unfinished:
+            notes.append(
+                f"{table.task}: {table.unfinished} problems lack some way and are left out; the run is not over"
+            )
+        if most := max(row.cut for row in table.rows):
+            way = next(row for row in table.rows if row.cut == most)
+            notes.append(
+                f"{table.task}: up to {most} of {way.completions} answers ({way.way}) were cut at their limit of "
+                "tokens, and are scored as they are: --max-tokens raises it"
+            )
+        if others := table.other_stops:
+            stops = ", ".join(f"{row.way} ({row.reach:g})" for row in others)
+            exact = next(row for row in table.rows if row.way == table.best_exact)
+            notes.append(
+                f"{table.task}: † drafts stop by themselves at another chance of being kept (reach) under {stops} than "
+                f"under {exact.way} ({exact.reach:g}), which 'over exact' includes; a draft such as 'ngram+model(NAME, "
+                f"reach={exact.reach:g})' stops alike under all rules"
+            )
+        if (lacking := UNREAD.get(table.scorer)) and any(row.unread for row in table.rows):
+            counts = ", ".join(f"{row.way} {row.unread} of {row.completions}" for row in table.rows if row.unread)
+            notes.append(f"{table.task}: answers without a {lacking} count as wrong: {counts}")
+        if table.unscored:
+            notes.append(
+                f"{table.task}: {table.unscored} answers are not scored: a run scores them when all are decoded, and "
+                "runs programs only with --run-code"
+            )
+        for row in table.rows:
+            if row.recorded:
+                stop = "; its drafts stop by themselves, and only 'model(NAME)' records longer ones for 'fly replay'"
+                notes.append(
+                    f"{table.task}, {row.way}: its blocks were recorded, so its rounds were taken one by one and "
+                    "decided in Python: that speed is not shown, and no way is compared with it (over exact); 'at no "
+                    f"cost' is its speed without decisions{stop if row.reach else ''}"
+                )
+            elif row.python:
+                notes.append(
+                    f"{table.task}, {row.way}: {row.python:.0%} of its rounds were decided in Python, which takes "
+                    "longer than compiled code; 'at no cost' is its speed without that"
+                )
+            for gate, (asked, passed) in row.gates.items():
+                if asked >= 20 and not passed:
+                    notes.append(f"{table.task}, {row.way}: {gate} never held ({asked} mismatches): nothing is relaxed")
+        if (alone := table.rows[0].accuracy) and not alone.value:
+            kept = "refuses nothing here, so there is no refusal to keep"
+            lost = "answers nothing right here, so no rule can lose anything, and recovery has no value"
+            notes.append(f"{table.task}: the target alone {kept if table.refusals else lost}")
+    return list(dict.fromkeys(notes))
