@@ -9,18 +9,18 @@ from pydantic import ValidationError
 from typer.core import TyperGroup
 
 from fly import __version__
-from fly.cli.audit import audit
-from fly.cli.bench import bench
 from fly.cli.chat import chat
-from fly.cli.comparison import demo
 from fly.cli.completion import generate
 from fly.cli.doctor import doctor
-from fly.cli.evaluation import evaluate, harness, report_command, tasks
 from fly.cli.registry import check, drafts, models, policies
-from fly.cli.replay import replay
 from fly.cli.serving import serve
-from fly.cli.training import train_exit_command, train_head_command
 from fly.errors import explain
+from fly.extras.audit.command import audit
+from fly.extras.bench.command import bench
+from fly.extras.eval.command import evaluate, harness, report_command, tasks
+from fly.extras.eval.demo import demo
+from fly.extras.eval.replay_command import replay
+from fly.extras.train.command import train_exit_command, train_head_command
 
 __all__ = ["app"]
 

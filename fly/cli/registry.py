@@ -12,12 +12,12 @@ from fly.backends.choice import max_stored_bytes, uses_blocks
 from fly.backends.cpu.blocks import KINDS
 from fly.bundled import BUNDLED, CHECKPOINTS, HEADS, find_checkpoint, open_model, resolve_checkpoint
 from fly.cache import PagedKVCache
-from fly.cli.bench import show_drafts
-from fly.cli.comparison import bundled_plan, show_plan
 from fly.cli.options import K
 from fly.cli.run import alone, command
 from fly.cli.show import console, errors, note, print_list, progress, sentences
 from fly.drafts import draft_types, parse_draft
+from fly.extras.bench.command import show_drafts
+from fly.extras.eval.demo import bundled_plan, show_plan
 from fly.models.checkpoint import Checkpoint
 from fly.models.config import CheckpointError
 from fly.models.hub import HubName

@@ -12,11 +12,11 @@ from rich.table import Table
 
 from fly.bundled.tasks import KINDS
 from fly.cli.options import LOADING, K, Policy, takes
-from fly.cli.plan import bench_plan
 from fly.cli.run import alone
 from fly.cli.show import console, note, progress, table
-from fly.cli.speed import bench_speed
 from fly.extras.bench.drafts import PROMISE, STRATEGIES, Drafted, Promise, Ratio, measure_drafts, measure_promise
+from fly.extras.bench.plan_command import bench_plan
+from fly.extras.bench.speed_command import bench_speed
 from fly.policies import AcceptancePolicy, parse_policy
 
 

@@ -12,11 +12,11 @@ from rich.text import Text
 
 from fly.bundled.tasks import SPLITS
 from fly.cli.completion import show_legend, show_stream
-from fly.cli.evaluation import run_plan, show_report
 from fly.cli.options import RUNNING, DraftLength, Policy, Split, takes
 from fly.cli.run import alone
 from fly.cli.show import console
 from fly.errors import instead
+from fly.extras.eval.command import run_plan, show_report
 from fly.extras.eval.plan import Plan
 from fly.llm import LLM
 from fly.policies import parse_policy

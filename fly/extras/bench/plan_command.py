@@ -12,12 +12,12 @@ from rich.table import Column
 
 from fly.bundled import open_model
 from fly.cli.options import K, number, option, takes
-from fly.cli.replay import tell_stops
 from fly.cli.run import alone, refuse_idle, rules_of
 from fly.cli.show import note, print_list, progress, ratio, warn
 from fly.extras.bench.plan import DEVICES, MODELS, PAPER, Machines, Setting, forecast
 from fly.extras.bench.scale import lengths, replays, scaled
 from fly.extras.eval.replay import Replay, Unknown, load_blocks
+from fly.extras.eval.replay_command import tell_stops
 from fly.models import CheckpointError, LlamaConfig
 from fly.policies import AcceptancePolicy
 
