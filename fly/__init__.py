@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError as _NotInstalled
 from importlib.metadata import version as _version
 
 from fly.llm import LLM, Output, Piece
+from fly.moved import report_moves as _report_moves
 from fly.runner.request import Stats, Token
 from fly.types import Guarantee, SamplingParams, Why
 
@@ -14,3 +15,5 @@ try:
     __version__ = _version("flyspec")
 except _NotInstalled:  # run from a source tree
     __version__ = "0+unknown"
+
+_report_moves()

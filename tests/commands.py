@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import typer
 from typer.testing import CliRunner, Result
 
 from fly import cli
 
-__all__ = ["plain", "run", "words"]
+__all__ = ["commands_of_fly", "plain", "run", "words"]
+
+
+def commands_of_fly() -> dict[str, Any]:
+    """Every command by its name, those of extras too."""
+    app: Any = typer.main.get_command(cli.app)
+    return {name: cli.load_command(name) if name in cli.EXTRAS else each for name, each in app.commands.items()}
 
 
 def run(*arguments: str, **options: object) -> Result:

@@ -12,10 +12,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import typer
 from gguf import GGMLQuantizationType
 from typer.testing import CliRunner
 
@@ -30,7 +28,7 @@ from fly.config import Config
 from fly.expressions import grid
 from fly.extras.eval import Plan, Setting, compare
 from fly.policies import Exact, FLy
-from tests.commands import plain, run, words
+from tests.commands import commands_of_fly, plain, run, words
 from tests.ggufs import write_gguf
 from tests.toys import random_llama
 
@@ -63,8 +61,8 @@ def test_the_commands_are_these() -> None:
 
 
 def test_text_is_generated_by_the_exact_rule_unless_another_is_named() -> None:
-    app: Any = typer.main.get_command(cli.app)
-    named = {**app.commands, **{f"bench {name}": each for name, each in app.commands["bench"].commands.items()}}
+    named = commands_of_fly()
+    named |= {f"bench {name}": each for name, each in named["bench"].commands.items()}
     rules = {name: p.default for name, each in named.items() for p in each.params if p.name == "policy"}
     assert {name for name, rule in rules.items() if rule == "exact"} == {"generate", "chat", "serve", "bench drafts"}
     assert {name for name, rule in rules.items() if rule == "fly"} == {"demo"}
@@ -72,6 +70,24 @@ def test_text_is_generated_by_the_exact_rule_unless_another_is_named() -> None:
     assert fly.LLM("fly-tiny").policy == Config().policy == Exact() and Plan().policies == ()
     answer = json.loads(run("generate", QUESTION, "--json").output)
     assert (answer["policy"], answer["guarantee"], answer["stats"]["relaxed"]) == ("exact", "lossless", 0)
+
+
+def test_the_help_shows_of_an_extra_what_its_command_says() -> None:
+    for name, extra in cli.EXTRAS.items():
+        assert extra.help == commands_of_fly()[name].get_short_help_str(200), name
+
+
+def test_the_help_imports_no_extra() -> None:
+    program = """if True:
+        import contextlib, sys
+        from fly.cli import app
+        sys.argv = ["fly", "--help"]
+        with contextlib.suppress(SystemExit):
+            app()
+        print([name for name in sys.modules if name.startswith("fly.extras")])
+    """
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "train-exit" in shown and shown.endswith("[]\n")
 
 
 def test_values_in_braces_are_a_rule_each() -> None:

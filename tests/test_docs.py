@@ -183,12 +183,10 @@ def test_what_does_not_run_here_can_be_read(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=name)
 def test_the_page_names_only_commands_and_options_that_exist(page: Path) -> None:
-    from typer.main import get_command
-
-    from fly.cli import app
+    from tests.commands import commands_of_fly
 
     for words in commands("\n".join(blocks(page, "sh", "bash"))):
-        command: Any = get_command(app)
+        command: Any = types.SimpleNamespace(commands=commands_of_fly())
         while all_of_them := getattr(command, "commands", None):
             known = {name: each for name, each in all_of_them.items() if not each.hidden}
             assert words and words[0] in known, f"{words}; known: {sorted(known)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -13,10 +14,14 @@ FILES = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "fly"
 
 # A room imports only itself and rooms that stand before it, annotations included.
 ROOMS = [
-    "errors", "expressions", "params", "ops", "vocabulary", "types", "policies", "cache", "models", "bundled",
+    "moved", "errors", "expressions", "params", "ops", "vocabulary", "types", "policies", "cache", "models", "bundled",
     "runner", "drafts", "output", "engine", "backends", "early_exit", "config", "parallel", "calls", "llm", "testing",
-    "eval", "bench", "train", "serve", "audit", "ray", "vllm", "cli",
+    "serve", "cli", "extras",
 ]  # fmt: skip
+# Programs and bridges beside the core, each with the other extras that it may import.
+EXTRAS: dict[str, set[str]] = {
+    "eval": set(), "bench": {"eval"}, "train": {"eval"}, "ray": {"eval", "train"}, "audit": set(), "engines": set(),
+}  # fmt: skip
 PACKAGE = {"__init__", "__main__"}  # may import any
 # These know no backend: what a model can is asked of its executor alone.
 BLIND = ROOMS[: ROOMS.index("backends")]
@@ -59,6 +64,8 @@ def test_a_room_imports_only_rooms_before_it(path: Path) -> None:
     if own in PACKAGE or path.name == "__main__.py":
         return
     later = {name for name in imported(path) if ROOMS.index(room(name)) > ROOMS.index(own)}
+    if own == "cli":  # see test_the_core_imports_no_extra
+        later = {name for name in later if not extra(name)}
     assert not later
 
 
@@ -76,6 +83,49 @@ def test_no_two_modules_import_each_other() -> None:
         for name in free:
             del needs[name]
     assert not needs
+
+
+def extra(name: str) -> str:
+    """The extra that a module belongs to; empty for a module of the core."""
+    return name.removeprefix("fly.extras.").split(".")[0] if name.startswith("fly.extras.") else ""
+
+
+def test_every_extra_says_what_it_is_for() -> None:
+    assert {extra(module(path)) for path in FILES} - {""} == EXTRAS.keys()
+    for name, others in EXTRAS.items():
+        page = (ROOT / "fly" / "extras" / name / "README.md").read_text(encoding="utf-8")
+        assert len(page.splitlines()) <= 15
+        for word in ("## What for", "## How to run", "## What it may import"):
+            assert word in page, (name, word)
+        for other in others:
+            assert f"`fly.extras.{other}`" in page
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if extra(module(path))], ids=module)
+def test_an_extra_imports_only_the_extras_that_the_table_names(path: Path) -> None:
+    name = extra(module(path))
+    assert {extra(other) for other in imported(path)} - {"", name} <= EXTRAS[name]
+
+
+def test_the_core_imports_no_extra() -> None:
+    """Except the command, within its functions: a command that is not run imports none of what it needs."""
+    for path, text in FILES.items():
+        if extra(module(path)):
+            continue
+        if any(extra(name) for name in imported(path)):
+            assert room(module(path)) == "cli", path
+            for node in ast.parse(text).body:
+                assert not (isinstance(node, (ast.Import, ast.ImportFrom)) and "fly.extras" in ast.unparse(node)), path
+
+
+def test_an_old_place_names_the_new_one() -> None:
+    for name in ("eval", "bench", "train", "ray", "audit"):
+        with pytest.raises(ImportError, match=f"fly.extras.{name}"):
+            importlib.import_module(f"fly.{name}")
+    with pytest.raises(ImportError, match=r"fly\.extras\.eval"):
+        importlib.import_module("fly.eval.scorers")
+    with pytest.raises(ImportError, match=r"fly\.extras\.engines\.vllm"):
+        importlib.import_module("fly.vllm")
 
 
 def test_few_modules_stand_at_the_top() -> None:

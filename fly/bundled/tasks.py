@@ -1,7 +1,8 @@
 """The problems that the bundled models solve, stored in ``problems/``: word problems (``arithmetic``), lists to
 rearrange (``text``) and small Python functions (``code``).
 
-``tools/problems.py``, in a checkout, generated them and can generate others. ``fly.extras.eval.scorers`` checks answers.
+``tools/problems.py``, in a checkout, generated them and can generate others. ``fly.extras.eval.scorers`` checks
+answers.
 """
 
 from __future__ import annotations

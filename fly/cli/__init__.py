@@ -1,12 +1,17 @@
-"""The ``fly`` command. Everything it does can be done from Python too; it only reads options and prints."""
+"""The ``fly`` command. Everything it does can be done from Python too; it only reads options and prints.
+
+Commands of the core are imported here. A command of an extra (``fly/extras``) is imported when it runs: ``EXTRAS`` says
+where each is, and what ``fly --help`` shows of it.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import importlib
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from pydantic import ValidationError
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from fly import __version__
 from fly.cli.chat import chat
@@ -15,18 +20,76 @@ from fly.cli.doctor import doctor
 from fly.cli.registry import check, drafts, models, policies
 from fly.cli.serving import serve
 from fly.errors import explain
-from fly.extras.audit.command import audit
-from fly.extras.bench.command import bench
-from fly.extras.eval.command import evaluate, harness, report_command, tasks
-from fly.extras.eval.demo import demo
-from fly.extras.eval.replay_command import replay
-from fly.extras.train.command import train_exit_command, train_head_command
 
-__all__ = ["app"]
+__all__ = ["EXTRAS", "Extra", "app"]
 
 
-class _Commands(TyperGroup):
-    """Commands whose errors name the bad value of an option, which typer's own do not."""
+class Extra(NamedTuple):
+    """A command of an extra: the ``place`` of its function or of its own typer app, its line in ``fly --help``, and
+    whether it passes all arguments on."""
+
+    place: str
+    help: str
+    passes_on: bool = False
+
+
+EXTRAS = {
+    "demo": Extra(
+        "fly.extras.eval.demo:demo",
+        "Show what speculation gains: one completion in colours, then a table over held-out problems.",
+    ),
+    "tasks": Extra(
+        "fly.extras.eval.command:tasks",
+        "List the tasks, or show one: its first prompt as a model gets it, and its scorer.",
+    ),
+    "eval": Extra(
+        "fly.extras.eval.command:evaluate",
+        "Measure accuracy and speed of rules on tasks, beside autoregressive decoding and exact speculation.",
+    ),
+    "report": Extra(
+        "fly.extras.eval.command:report_command",
+        "Compare runs: speed, accuracy with intervals, recovery with a paired test, where the texts differ.",
+    ),
+    "replay": Extra(
+        "fly.extras.eval.replay_command:replay",
+        "Try any rule on recorded blocks: tokens a round, relaxed tokens, and how fast that would be.",
+    ),
+    "harness": Extra(
+        "fly.extras.eval.command:harness",
+        "Run lm-evaluation-harness's own command, with fly as one of its models: --model fly --model_args model=...",
+        passes_on=True,
+    ),
+    "bench": Extra(
+        "fly.extras.bench.command:bench",
+        "Measure speed, as ratios within one run.",
+    ),
+    "train-head": Extra(
+        "fly.extras.train.command:train_head_command",
+        "Train an EAGLE-3 draft head for a target on its own answers, and write it in the published layout.",
+    ),
+    "train-exit": Extra(
+        "fly.extras.train.command:train_exit_command",
+        "Train early exits (SpecEE) for a target on its own answers: predictors of when more layers change nothing.",
+    ),
+    "audit": Extra(
+        "fly.extras.audit.command:audit",
+        "Judge any OpenAI-compatible server: are its answers those of its model, whatever makes it fast?",
+    ),
+}
+
+
+class Commands(TyperGroup):
+    """The commands of the core and of the extras. Their errors name the bad value of an option, which typer's own do
+    not."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name, extra in EXTRAS.items():
+            self.add_command(TyperCommand(name, help=extra.help, rich_help_panel="Extras"))
+
+    def resolve_command(self, context: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(context, args)
+        return name, load_command(name) if name in EXTRAS else command, rest
 
     def invoke(self, context: Any) -> Any:
         try:
@@ -37,8 +100,25 @@ class _Commands(TyperGroup):
             raise
 
 
+def load_command(name: str) -> Any:
+    """Import the command of an extra."""
+    place, _, passes_on = EXTRAS[name]
+    module, _, attribute = place.partition(":")
+    function = getattr(importlib.import_module(module), attribute)
+    if isinstance(function, typer.Typer):
+        function.info.name = name
+        return typer.main.get_group(function)
+    alone = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+    # Every argument after the name of a command that passes them on is its own, --help too.
+    settings = (
+        {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []} if passes_on else None
+    )
+    alone.command(name, context_settings=settings)(function)
+    return typer.main.get_command(alone)
+
+
 app = typer.Typer(
-    cls=_Commands,
+    cls=Commands,
     help="Pluggable speculative decoding: any draft proposes tokens, any acceptance policy decides which are kept.",
     no_args_is_help=True,
     add_completion=False,
@@ -60,15 +140,5 @@ def _main(
 ) -> None: ...
 
 
-for _command in (generate, chat, serve, models, policies, drafts, tasks, check, demo):
+for _command in (generate, chat, serve, models, policies, drafts, check, doctor):
     app.command()(_command)
-app.command("eval")(evaluate)
-app.command("train-head")(train_head_command)
-app.command("train-exit")(train_exit_command)
-_TO_OTHERS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-app.command(context_settings=_TO_OTHERS)(harness)  # every argument after its name goes to the harness, --help too
-app.command("report")(report_command)
-app.command()(replay)
-app.command()(audit)
-app.command()(doctor)
-app.add_typer(bench, name="bench")

@@ -16,8 +16,6 @@ from fly.cli.options import K
 from fly.cli.run import alone, command
 from fly.cli.show import console, errors, note, print_list, progress, sentences
 from fly.drafts import draft_types, parse_draft
-from fly.extras.bench.command import show_drafts
-from fly.extras.eval.demo import bundled_plan, show_plan
 from fly.models.checkpoint import Checkpoint
 from fly.models.config import CheckpointError
 from fly.models.hub import HubName
@@ -196,8 +194,12 @@ def _measured(sound: bool, rule: str | None, draft: str, problems: int, k: int) 
     note("measured on the bundled models, at temperature 0 alone; 'fly eval' takes your models and temperatures")
     try:
         if rule is not None:
+            from fly.extras.eval.demo import bundled_plan, show_plan
+
             show_plan(bundled_plan(rule, problems, k))
         else:
+            from fly.extras.bench.command import show_drafts
+
             show_drafts((draft,), parse_policy("exact"), max(1, problems // 3), k)
     except Exception as error:
         if sound:

@@ -1,7 +1,7 @@
 """The script of the sandbox's process: it reads jobs from standard input, and runs each in a process without rights.
 
-``fly.extras.eval.sandbox`` starts this file in a bare interpreter, so it imports nothing from the package. A job names its
-language:
+``fly.extras.eval.sandbox`` starts this file in a bare interpreter, so it imports nothing from the package. A job names
+its language:
 
 - ``small`` is a subset of Python without imports, files or attributes. The syntax tree is checked, so such a program
   is harmless on any machine.

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from fly.config import Config
 from fly.errors import explain
@@ -14,9 +17,6 @@ from fly.extras.ray.cluster import share
 from fly.extras.ray.gateway import Gateway
 from fly.extras.ray.replica import Replica
 from fly.serve import Settings
-from ray import serve
-from ray.serve import Application
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 __all__ = ["NAME", "Deployed", "build"]
 
@@ -80,7 +80,7 @@ class Deployed(BaseModel):
 
 
 def build(args: Mapping[str, Any] | Deployed) -> Application:
-    """Build the application, for ``serve.run`` and for ``import_path: fly.extras.ray:build`` in Ray's configuration file.
+    """Build the application, for ``serve.run`` and for ``import_path: fly.extras.ray:build`` in Ray's configuration.
 
     Raises ``ValueError`` for fields that are unknown or wrong.
     """

@@ -8,9 +8,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 import ray
+import torch
 
 __all__ = ["join", "nodes", "set_threads", "share"]
 

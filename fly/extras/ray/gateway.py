@@ -17,14 +17,14 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from fly.serve import Settings
-from fly.serve.errors import ApiError
 from ray import serve
 from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, WorkerCrashedError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fly.serve import Settings
+from fly.serve.errors import ApiError
 
 __all__ = ["Gateway", "conversation", "merged"]
 

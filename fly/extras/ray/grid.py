@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import ray
+
 from fly.extras.eval.decoder import Decoder, Finished
 from fly.extras.eval.plan import Plan, Turn
 from fly.extras.eval.records import Key

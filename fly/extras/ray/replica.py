@@ -11,17 +11,17 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from typing import Any
 
+import ray
+from ray import serve
+from ray.util.placement_group import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from starlette.types import Message, Scope
 
-import ray
 from fly.config import Config
 from fly.extras.ray.cluster import set_threads
 from fly.llm import LLM
 from fly.parallel import Ranks, launch
 from fly.serve import Service, Settings, create_app
-from ray import serve
-from ray.util.placement_group import get_current_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 __all__ = ["Replica"]
 

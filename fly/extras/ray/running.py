@@ -7,10 +7,11 @@ import threading
 import time
 from contextlib import suppress
 
-from fly.extras.ray.application import NAME, Deployed, build
-from fly.extras.ray.cluster import join
 from ray import serve
 from ray.serve.exceptions import RayServeException
+
+from fly.extras.ray.application import NAME, Deployed, build
+from fly.extras.ray.cluster import join
 
 __all__ = ["run"]
 

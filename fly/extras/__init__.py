@@ -1,0 +1,1 @@
+"""Programs and bridges beside the core, which imports none of them. Each has a README."""

@@ -1,0 +1,1 @@
+"""Rules of fly inside other engines."""
