@@ -117,6 +117,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
             (folder / unwanted).write_bytes(b"not to be fetched")
         (folder / "additional_chat_templates").mkdir()
         (folder / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
+        for older in ("special_tokens_map.json", "added_tokens.json"):
+            (folder / older).write_text("{}")
     files = root / "me/files-GGUF" / COMMITS["main"]
     (files / "q").mkdir(parents=True)
     write_gguf(random_llama(1), files / "q" / "small-f32.gguf", Kind.F32)
@@ -168,7 +170,8 @@ def online(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, di
 def test_only_what_a_checkpoint_is_made_of_is_fetched(hub: Hub, online: tuple[Path, dict[str, str], str]) -> None:
     _, found, printed = online
     files = {str(path.relative_to(found["me/small"])) for path in Path(found["me/small"]).rglob("*") if path.is_file()}
-    assert files == {"config.json", "model.safetensors", "additional_chat_templates/rag.jinja"}
+    tokens = {"special_tokens_map.json", "added_tokens.json"}
+    assert files == {"config.json", "model.safetensors", "additional_chat_templates/rag.jinja"} | tokens
     assert not any(re.search(r"\.bin$|consolidated|fp16|a\.gguf|other\.gguf", path) for path in hub.asked)
     assert "Fetching" in printed  # a bar shows how far it is
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,117 @@ def test_tokenizers_are_the_same_if_every_token_has_the_same_id(level: Tokenizer
     other.add_tokens(["more"])
     other.save(str(home / "tokenizer.json"))
     assert not level.same_as(Tokenizer(home))
+
+
+# --- the tokens of several files -------------------------------------------------------------------------
+
+TEXTS = ("<s>", "</s>", "<pad>", "[PAD]", "<x>", "new", "ab")
+FLAGS = st.fixed_dictionaries(
+    {}, optional=dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized", "special"), st.booleans())
+)
+FLAGGED = st.builds(lambda text, flags: {"content": text, **flags}, st.sampled_from(TEXTS), FLAGS)
+TYPED = FLAGGED.map(lambda token: {"__type": "AddedToken", **token})  # as transformers 4 saves a token with flags
+NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "image_token")
+EXTRA, OLDER_EXTRA = "extra_special_tokens", "additional_special_tokens"
+
+
+def listed(*tokens: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
+    return st.lists(st.one_of(st.sampled_from(TEXTS), *tokens), max_size=3)
+
+
+def named(*names: str) -> st.SearchStrategy[dict[str, str]]:
+    return st.dictionaries(st.sampled_from(names), st.sampled_from(TEXTS), max_size=2)
+
+
+SETTINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(NAMES, st.one_of(st.none(), st.sampled_from(TEXTS), TYPED)),
+        OLDER_EXTRA: st.one_of(st.none(), listed(TYPED)),
+        EXTRA: st.one_of(st.none(), listed(TYPED), named("image_token", "bos_token", "a")),
+        "added_tokens_decoder": st.dictionaries(st.integers(-2, 30).map(str), FLAGGED, max_size=3),
+        "model_specific_special_tokens": named("image_token", "a"),
+        "split_special_tokens": st.booleans(),
+        "add_bos_token": st.booleans(),
+    },
+)
+OLDER_NAMES = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(NAMES, st.one_of(st.none(), st.sampled_from(TEXTS), FLAGGED)),
+        OLDER_EXTRA: listed(),
+        EXTRA: st.one_of(listed(), named("image_token", "a")),
+    },
+)
+OLDER_IDS = st.lists(st.tuples(st.sampled_from(TEXTS), st.integers(0, 30)), max_size=4).map(dict)
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_tokens_and_their_ids_are_those_of_transformers(data: st.DataObject) -> None:
+    """However many files state them, in older and newer ways, and even if they contradict each other."""
+    transformers = pytest.importorskip("transformers")
+    vocab = {piece: i for i, piece in enumerate([*sorted(set("".join(TEXTS) + " im")), "<s>", "ab"])}
+    raw = RawTokenizer(models.BPE(vocab=vocab, merges=[]))
+    raw.decoder = decoders.Fuse()
+    if data.draw(st.booleans(), "lowercase"):
+        raw.normalizer = normalizers.Lowercase()
+    saved = data.draw(st.lists(FLAGGED, max_size=2), "tokenizer.json")
+    raw.add_tokens([AddedToken(**token) for token in saved])
+    if (padding := data.draw(st.sampled_from([None, "[PAD]"]), "padding")) is not None:
+        raw.enable_padding(pad_token=padding)
+    with tempfile.TemporaryDirectory() as folder:
+        raw.save(f"{folder}/tokenizer.json")
+        files = {"tokenizer_config": SETTINGS, "special_tokens_map": OLDER_NAMES, "added_tokens": OLDER_IDS}
+        for name, contents in files.items():
+            if (drawn := data.draw(st.one_of(st.none(), contents), name)) is not None:
+                Path(folder, f"{name}.json").write_text(json.dumps(drawn))
+        theirs, ours = transformers.PreTrainedTokenizerFast.from_pretrained(folder), Tokenizer(folder)
+    assert ours.special_names == theirs.special_tokens_map
+    tokens = theirs.added_tokens_decoder
+    assert list(map(repr, ours.raw.get_added_tokens_decoder().items())) == list(map(repr, tokens.items()))
+    assert ours.control_ids == {i for i, token in tokens.items() if token.special}
+    text = "".join(data.draw(st.lists(st.sampled_from([*TEXTS, " ", "a", "m", "<S>"]), max_size=12), "text"))
+    ids = theirs.encode(text)
+    assert ours.encode(text) == ids
+    assert ours.decode(ids, False) == theirs.decode(ids)
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    ours.check_length(text, len(ids))
+
+
+def test_added_tokens_without_an_embedding_stay_text(home: Path) -> None:
+    """As transformers numbers them, such a token would be beyond the model's vocabulary."""
+    size = byte_level().get_vocab_size()
+    (home / "config.json").write_text(json.dumps({"vocab_size": size + 1}))
+    settings_file(home, bos_token="<|begin|>", extra_special_tokens=["<|fits|>"], pad_token="[PAD]", eos_token="[EOS]")
+    with pytest.warns(
+        UserWarning, match=rf"the model has {size + 1} tokens, .*added tokens \['\[PAD\]', '<\|fits\|>'\]"
+    ):
+        tokenizer = Tokenizer(home)
+    tokenizer.check_fits(size + 1)
+    assert tokenizer.encode("[EOS]") == [size] and size in tokenizer.control_ids
+    assert tokenizer.decode(tokenizer.encode("[PAD]<|fits|>")) == "[PAD]<|fits|>"
+    assert tokenizer.special_names["pad_token"] == "[PAD]"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer_config", '{"extra_special_tokens": 5}'),
+        ("tokenizer_config", '{"added_tokens_decoder": {"x": {"content": "a"}}}'),
+        ("tokenizer_config", '{"added_tokens_decoder": {"3": {"content": "a", "lstrip": 3}}}'),
+        ("tokenizer_config", '{"added_tokens_decoder": {"3": 7}}'),
+        ("special_tokens_map", '{"bos_token": 5}'),
+        ("special_tokens_map", "[]"),
+        ("added_tokens", '{"a": "x"}'),
+        ("added_tokens", '{"a": null}'),
+        ("added_tokens", "{"),
+    ],
+)
+def test_broken_files_of_tokens_are_named(home: Path, name: str, text: str) -> None:
+    (home / f"{name}.json").write_text(text)
+    with pytest.raises(CheckpointError, match=rf"{name}\.json"):
+        Tokenizer.load(home)
 
 
 # --- chat templates --------------------------------------------------------------------------------------

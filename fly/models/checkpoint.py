@@ -111,6 +111,11 @@ class Checkpoint(ABC):
     def raw_tokenizer(self) -> RawTokenizer:
         """Load the tokenizer. The checkpoint must have one."""
 
+    @property
+    @abstractmethod
+    def special_names(self) -> dict[str, str]:
+        """The special tokens by the names that chat templates use, such as ``bos_token``."""
+
     @abstractmethod
     def templates(self) -> dict[str, str]:
         """Read the chat templates that have their own files, by name. ``default`` is the template for conversations."""

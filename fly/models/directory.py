@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os.path
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -14,12 +15,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer as RawTokenizer
 
+from fly.models.added_tokens import added_tokens
 from fly.models.checkpoint import Checkpoint, Stored, join_names
 from fly.models.config import CheckpointError, LlamaConfig, read_json
 
 __all__ = ["Directory"]
 
 _INDEX = "model.safetensors.index.json"
+_TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Tables that old exporters saved with the weights. The decoder computes them itself.
 _DERIVED = (".rotary_emb.inv_freq",)
@@ -62,6 +65,37 @@ class Directory(Checkpoint):
         return (self.path / "tokenizer.json").exists()
 
     def raw_tokenizer(self) -> RawTokenizer:
+        return self._tokenizer[0]
+
+    @property
+    def special_names(self) -> dict[str, str]:
+        return self._tokenizer[1]
+
+    @cached_property
+    def _tokenizer(self) -> tuple[RawTokenizer, dict[str, str]]:
+        """The tokenizer with the tokens of all files, and the special tokens by name."""
+        raw, settings = self._saved_tokenizer(), self.settings(_TOKEN_FILES[0])
+        try:
+            names, tokens = added_tokens(raw, settings, *map(self.settings, _TOKEN_FILES[1:]))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            files = [name for name in _TOKEN_FILES if (self.path / name).exists()]
+            raise CheckpointError(f"{self.path}: the tokens in {files} cannot be read ({error!r})") from error
+        new = [token.content for token in tokens if raw.token_to_id(token.content) is None]
+        raw.add_tokens(tokens)
+        # Leave out new tokens that the model has no embedding for, so that texts which spell them can be computed.
+        rows = self.settings("config.json").get("vocab_size")
+        beyond = [text for text in new if isinstance(rows, int) and (raw.token_to_id(text) or 0) >= rows]
+        if beyond:
+            message = (
+                f"the model has {rows} tokens, and no embedding for the added tokens {beyond}: they stay plain text"
+            )
+            warnings.warn(f"{self.path}: {message}", stacklevel=2)
+            raw = self._saved_tokenizer()
+            raw.add_tokens([token for token in tokens if token.content not in beyond])
+        raw.encode_special_tokens = bool(settings.get("split_special_tokens"))
+        return raw, names
+
+    def _saved_tokenizer(self) -> RawTokenizer:
         file = self.path / "tokenizer.json"
         try:
             return RawTokenizer.from_file(str(file))

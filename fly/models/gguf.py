@@ -451,10 +451,8 @@ class GGUF(Checkpoint):
         if name == "generation_config.json":
             ends = sorted(end_ids(self.fields))
             return {**self._sampling(), **({"eos_token_id": ends} if ends else {})}
-        if name != "tokenizer_config.json":
-            return {}
-        templates = self._templates()
-        return {**special_names(self.fields), **({"chat_template": templates} if templates else {})}
+        templates = self._templates() if name == "tokenizer_config.json" else {}
+        return {"chat_template": templates} if templates else {}
 
     def _sampling(self) -> dict[str, Any]:
         """Return the recommended sampling. Settings that have no other name keep theirs, and are warned of."""
@@ -489,6 +487,10 @@ class GGUF(Checkpoint):
 
     def raw_tokenizer(self) -> RawTokenizer:
         return make_tokenizer(self.fields, str(self.path))
+
+    @property
+    def special_names(self) -> dict[str, str]:
+        return special_names(self.fields)
 
     def templates(self) -> dict[str, str]:
         return {}

@@ -22,6 +22,8 @@ _FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
 )

@@ -28,8 +28,6 @@ __all__ = ["TextStream", "Tokenizer", "TooLong", "read_eos_ids"]
 
 _LONG = 2**14  # this many characters take about ten milliseconds to encode
 _TOGETHER = 1024  # texts to encode per call; their encodings take a hundred times the memory of the texts
-# Names by which chat templates refer to special tokens.
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token for a single byte, in vocabularies that fall back to bytes
 
 
@@ -80,15 +78,9 @@ class Tokenizer:
             sources = sources if isinstance(sources, dict) else {"default": sources}
             if bad := [source for source in sources.values() if not isinstance(source, str)]:
                 raise TypeError(f"chat_template must be text, got {bad[0]!r}")
-            extra = settings.get("extra_special_tokens")  # further special tokens, by the names that templates use
-            named = {**(extra if isinstance(extra, dict) else {}), **{name: settings.get(name) for name in _NAMED}}
-            self.special_names: dict[str, str] = {
-                name: token["content"] if isinstance(token, dict) else token
-                for name, token in named.items()
-                if token is not None
-            }
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"{checkpoint.place_of('tokenizer_config.json')}: {error!r}") from error
+        self.special_names = checkpoint.special_names
         # Templates in files of their own replace those in the settings.
         self.templates = {name: ChatTemplate(source) for name, source in (checkpoint.templates() or sources).items()}
 
