@@ -18,6 +18,7 @@ from fly.cli.doctor import doctor
 from fly.cli.evaluation import evaluate, harness, report_command, tasks
 from fly.cli.registry import check, drafts, models, policies
 from fly.cli.replay import replay
+from fly.cli.run import ARGUMENTS
 from fly.cli.serving import serve
 from fly.cli.training import train_exit_command, train_head_command
 from fly.errors import explain
@@ -26,7 +27,12 @@ __all__ = ["app"]
 
 
 class _Commands(TyperGroup):
-    """Commands whose errors name the bad value of an option, which typer's own do not."""
+    """Commands whose errors name the bad value of an option, which typer's own do not. The context keeps their
+    arguments."""
+
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        context.meta[ARGUMENTS] = [*arguments]
+        return super().parse_args(context, arguments)
 
     def invoke(self, context: Any) -> Any:
         try:
