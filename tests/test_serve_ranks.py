@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from typer.testing import CliRunner
 
 import fly
 from fly import cli
+from fly.parallel import start_ranks
 from tests.serving import eventually
 
 QUESTION = "Take the list 4 9 5 7. Reverse the list, then sort from low to high."
@@ -101,6 +103,62 @@ def test_two_ranks_say_who_is_lost_start_again_and_end_in_order() -> None:
             next(lines)
             process.send_signal(signal.SIGTERM)
             assert "[DONE]" in "".join(lines)
+
+
+def test_ranks_that_fly_starts_end_in_order(tmp_path: Path) -> None:
+    """As one process does: the request that runs is finished, the status is 0, and there is no traceback."""
+    long = {"model": "fly-tiny", "prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    command = [sys.executable, "-m", "fly.serve", "--ranks", "2", "--model", "fly-tiny", "--port", "0"]
+    with open(tmp_path / "log", "w+", encoding="utf-8") as log:
+        process = subprocess.Popen(command, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        try:
+            assert eventually(lambda: "running on" in (tmp_path / "log").read_text("utf-8"), 90)
+            said = (tmp_path / "log").read_text("utf-8")
+            url = said.partition("running on ")[2].partition(" ")[0]
+            with httpx.stream("POST", f"{url}/v1/completions", json=long, timeout=60) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGINT)
+                assert "[DONE]" in "".join(lines)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    said = (tmp_path / "log").read_text("utf-8")
+    assert "fly: 2 ranks" in said and "Traceback" not in said and "ended without a word" not in said
+
+
+def test_statuses_of_ranks_are_those_of_the_whole() -> None:
+    """As shells say: of the first that fails, and 128 and its number after a signal. Others do not go on for ever."""
+    for code, status in [
+        ("pass", 0),
+        ("raise SystemExit(3 * (os.environ['RANK'] == '1'))", 3),
+        ("os.kill(os.getpid(), 9)", 137),
+        ("assert os.environ['WORLD_SIZE'] == '2' and os.environ['MASTER_ADDR'] == '127.0.0.1'", 0),
+        ("time.sleep(60 * int(os.environ['RANK'])); raise SystemExit(4)", 4),
+    ]:
+        assert start_ranks(2, [sys.executable, "-c", f"import os, time; {code}"], grace=0.2) == status, code
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_ranks_and_says_how(number: signal.Signals, tmp_path: Path) -> None:
+    obedient = "signal.signal(signal.SIGTERM, lambda *_: os._exit(0))"
+    for setup, status in [(obedient, 0), ("", 143)]:
+        ready = [tmp_path / f"{status} {rank}" for rank in range(2)]
+        code = f"import os, pathlib, signal, sys, time; {setup}\n"
+        code += "pathlib.Path(f'{sys.argv[1]} {os.environ[\"RANK\"]}').touch(); time.sleep(60)"
+        command = [sys.executable, "-c", code, str(tmp_path / str(status))]
+
+        def send(ready: list[Path] = ready) -> None:
+            assert eventually(lambda: all(file.exists() for file in ready))
+            os.kill(os.getpid(), number)
+
+        (sender := threading.Thread(target=send)).start()
+        if status and number == signal.SIGINT:  # what ends a command with "interrupted"
+            with pytest.raises(KeyboardInterrupt):
+                start_ranks(2, command)
+        else:
+            assert start_ranks(2, command) == status
+        sender.join()
 
 
 def test_options_of_ray_reach_the_application(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +18,7 @@ import pytest
 from openai import OpenAI
 
 from fly import LLM, SamplingParams
+from fly.bundled import CHECKPOINTS
 from fly.engine.job import Job
 from fly.policies import Exact, FLy
 from fly.serve.rules import Rules
@@ -64,6 +67,33 @@ def test_every_request_has_its_own_policy(client: OpenAI, alone: LLM) -> None:
         alone.worker.run(Job([request]))
         stood = [n for _, n in request.row.drafts]  # round by round, however many of them the engine takes in a step
         assert histogram == [stood.count(n) for n in range(k + 1)]
+
+
+def test_a_name_hides_the_paths_of_target_and_draft(tmp_path: Path) -> None:
+    shutil.copytree(CHECKPOINTS / "fly-tiny", tmp_path / "inner-name")
+    with running(f"ngram+model('{tmp_path}/inner-name', k=3)", name="outer-name") as server:
+        told = httpx.get(f"{server.url}/v1/models").json()["data"][0]
+        assert (told["id"], told["speculation"]["draft"]) == ("outer-name", "draft")
+        assert told["speculation"]["drafts"] == ["draft", "none"]
+        asked: dict[str, Any] = {"model": "outer-name", "prompt": "a", "max_tokens": 3}
+        for given, status in [
+            ({}, 200),
+            ({"speculation": {"draft": "draft", "provenance": True}}, 200),
+            ({"stream": True}, 200),
+            ({"speculation": {"draft": str(tmp_path)[::-1]}}, 400),
+            ({"speculation": {"k": 1000}}, 400),
+            ({"speculation": {"draft": "none", "k": 2}}, 400),
+            ({"model": "another"}, 404),
+            ({"prompt": [10**6]}, 400),
+            ({"prompt": [1] * 10**4}, 400),
+            ({"logit_bias": {"99999": 1}}, 400),
+        ]:
+            got = httpx.post(f"{server.url}/v1/completions", json={**asked, **given}, timeout=60)
+            assert got.status_code == status, got.text
+            assert not re.search(f"inner-name|{tmp_path}|{MODEL}", f"{got.headers} {got.text}")
+        for path in ("metrics", "openapi.json", "health", "tokenizer_info", "", "nowhere"):
+            got = httpx.get(f"{server.url}/{path}")
+            assert not re.search(f"inner-name|{tmp_path}|{MODEL}", f"{got.headers} {got.text}")
 
 
 @pytest.mark.parametrize("stream", [False, True])

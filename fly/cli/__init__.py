@@ -18,6 +18,7 @@ from fly.cli.chat import chat
 from fly.cli.completion import generate
 from fly.cli.doctor import doctor
 from fly.cli.registry import check, drafts, models, policies
+from fly.cli.run import ARGUMENTS
 from fly.cli.serving import serve
 from fly.errors import explain
 
@@ -80,7 +81,7 @@ EXTRAS = {
 
 class Commands(TyperGroup):
     """The commands of the core and of the extras. Their errors name the bad value of an option, which typer's own do
-    not."""
+    not. The context keeps their arguments."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -90,6 +91,10 @@ class Commands(TyperGroup):
     def resolve_command(self, context: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(context, args)
         return name, load_command(name) if name in EXTRAS else command, rest
+
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        context.meta[ARGUMENTS] = [*arguments]
+        return super().parse_args(context, arguments)
 
     def invoke(self, context: Any) -> Any:
         try:

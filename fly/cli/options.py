@@ -16,7 +16,7 @@ from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT, LONGEST, SHORTEST
 _Run = TypeVar("_Run", bound=Callable[..., Any])
 _OF_MODEL: dict[str, Any] = {"rich_help_panel": "Model and decoding"}
 _of_model = functools.partial(typer.Option, **_OF_MODEL)
-_of_ranks: dict[str, Any] = {"rich_help_panel": "Several processes (torchrun)"}
+_of_ranks: dict[str, Any] = {"rich_help_panel": "Several processes (--ranks, torchrun)"}
 
 
 def takes(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[_Run], _Run]:
@@ -54,6 +54,11 @@ def number(least: float, most: float = math.inf, *, help: str, **look: Any) -> A
 
     shown = f"x>={least:g}" if most == math.inf else f"{least:g}<=x<={most:g}"
     return typer.Option(callback=check, metavar=f"<float range> [{shown}]", help=help, **look)
+
+
+def ranks_option(help: str) -> tuple[Any, Any]:
+    """Return the option ``--ranks`` for a group of ``takes``."""
+    return option(int, help, "--ranks", min=1, default=1, **_of_ranks)
 
 
 def output(*names: str, help: str, suffix: str = "") -> Any:
@@ -150,8 +155,9 @@ SETUP = {
     "exits": (Exits, None),
     "config": (ConfigFile, None),
 }
-# Options of how long ranks wait for one another:
+# Options of ranks, and of how long they wait for one another:
 RANKS = {
+    "ranks_": ranks_option("Processes on this machine that share the model."),
     "heartbeat_timeout": (HeartbeatTimeout, HEARTBEAT_TIMEOUT),
     "collective_timeout": (CollectiveTimeout, COLLECTIVE_TIMEOUT),
 }

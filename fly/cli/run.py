@@ -25,6 +25,8 @@ from fly.llm import LLM
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.types import SamplingParams
 
+ARGUMENTS = "fly.arguments"  # where a context keeps the arguments of the whole command
+
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
@@ -39,7 +41,7 @@ def command(run: _Command, alone: bool = False) -> _Command:
             sys.path.insert(0, "")
         try:
             if alone and "TORCHELASTIC_RUN_ID" in os.environ:
-                raise ValueError("this command is for one process; torchrun runs generate, serve and eval")
+                raise ValueError("this command is for one process; several run generate, serve and eval")
             with warnings.catch_warnings():
                 warnings.showwarning = _show_warning
                 return run(*arguments, **options)
@@ -76,18 +78,27 @@ alone = functools.partial(command, alone=True)
 
 @contextmanager
 def ranks_of(context: typer.Context, config: Path | None = None, on_fault: Any = None) -> Iterator[Any]:
-    """Yield the ranks that torchrun started, or None without it. Only the first rank reads and prints."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    """Yield the ranks that --ranks or torchrun started, or None without them. Only the first rank reads and prints.
+
+    With --ranks, this process starts the ranks and then ends as they do: it raises ``typer.Exit``.
+    """
+    from fly.parallel import launch, start_ranks
+    from fly.parallel.start import RUN_ID
+
+    run_id, count = os.environ.get("TORCHELASTIC_RUN_ID"), context.params["ranks_"]
+    if count > 1 and run_id not in (None, RUN_ID):
+        raise ValueError(f"--ranks {count} starts processes of its own; run it without torchrun")
+    if run_id is None and count > 1 and not context.params.get("ray"):
+        raise typer.Exit(start_ranks(count, [sys.executable, "-m", "fly", *context.meta[ARGUMENTS]]))
+    if run_id is None:
         yield None
         return
-    from fly.parallel import launch
-
     timeouts = {name: context.params[name] for name in Config.of_ranks}
     with suppress(ValueError):  # errors of the file are reported once, after the ranks have started
         timeouts = _given(context, config, timeouts)
     with launch(**timeouts, on_fault=on_fault) as ranks:
         if not ranks.leads:
-            sys.stdout = errors.file = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
+            sys.stdout = errors.file = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (until the process ends)
         yield ranks
 
 

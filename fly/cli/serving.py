@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fly.cli.options import MODEL, RANKS, SETUP, option, takes
+from fly.cli.options import MODEL, RANKS, SETUP, option, ranks_option, takes
 from fly.cli.run import command, compute_in_words, memory_of, options_of, ranks_of, refuse_idle, setup_of
 from fly.cli.show import progress, tell
 from fly.config import Config
 from fly.llm import LLM
+from fly.parallel.start import RUN_ID
 from fly.runner.executor import WARM_ROWS
 from fly.serve import Settings
 from fly.serve.listening import require_free
@@ -31,9 +32,12 @@ _of_ray = functools.partial(option, rich_help_panel="Ray")
 _RAY = {
     "ray": _of_ray(bool, "Serve by replicas on the Ray cluster at hand, or a new one here.", "--ray", default=False),
     "replicas": _of_ray(str, "How many replicas, or a range ('1-8') that follows the load.", default="1"),
-    "ranks_": _of_ray(int, "Processes that share the model of a replica.", "--ranks", min=1, default=1),
     "cpus": _of_ray(float, "CPUs, and so threads, of each process."),
     "gpus": _of_ray(float, "GPUs of each process. Default: 1 if there are any."),
+}
+_RANKS = {
+    **RANKS,
+    "ranks_": ranks_option("Processes on this machine that share the model; with --ray, those of each replica."),
 }
 _of_limits = functools.partial(option, min=1, rich_help_panel="Limits")
 _ROOM = {
@@ -70,7 +74,7 @@ def _options(names: tuple[str, ...], panel: str) -> dict[str, tuple[Any, Any]]:
 
 
 @command
-@takes(MODEL, SETUP, _options(_ACCESS, "Access"), _options(_LIMITS, "Limits"), _ROOM, RANKS, _RAY)
+@takes(MODEL, SETUP, _options(_ACCESS, "Access"), _options(_LIMITS, "Limits"), _ROOM, _RANKS, _RAY)
 def serve(context: typer.Context, config: Path | None, ray: bool, **_: Any) -> None:
     """Serve a model over HTTP as OpenAI does, with a playground at /.
 
@@ -84,7 +88,7 @@ def serve(context: typer.Context, config: Path | None, ray: bool, **_: Any) -> N
     if "api_keys_file" in given:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the model is loaded; the file is read after that anyway
     given["api_keys"] = _keys(given.get("api_keys"), given.get("api_keys_file"))
-    if not ray and os.environ.get("RANK", "0") == "0":  # of torchrun's ranks, the first listens
+    if not ray and os.environ.get("RANK", "0") == "0":  # of several ranks, the first listens
         wanted = Settings(**given)
         require_free(wanted.host, wanted.port)  # now, since loading may take minutes
 
@@ -95,11 +99,13 @@ def serve(context: typer.Context, config: Path | None, ray: bool, **_: Any) -> N
             time.sleep(0.5)
 
     with ranks_of(context, config, report) as ranks:
-        if ranks is not None:  # torchrun kills its processes 30 seconds after it asked them to end
+        if ranks is not None and os.environ["TORCHELASTIC_RUN_ID"] != RUN_ID:
+            # torchrun kills its processes 30 seconds after it asked them to end.
             given["drain_timeout"] = min(given["drain_timeout"], 22.0)
         settings, setup = Settings(**given), setup_of(context, config)
         if ray:
-            _serve_on_ray(setup, settings, **{name: context.params[name] for name in _RAY if name != "ray"})
+            of_ray = {name: context.params[name] for name in (*_RAY, "ranks_") if name != "ray"}
+            _serve_on_ray(setup, settings, **of_ray)
         elif ranks is None or ranks.leads:
             _serve_here(setup, settings, ranks, services, keys_are_seen=bool(context.params["api_keys"]))
         else:

@@ -305,7 +305,7 @@ def launch(
     collective_timeout: float = COLLECTIVE_TIMEOUT,
     on_fault: Callable[[str], None] | None = None,
 ) -> Iterator[Ranks]:
-    """Join the processes that torchrun started, until the block ends::
+    """Join the processes that torchrun or ``start_ranks`` started, until the block ends::
 
         with fly.parallel.launch() as ranks:
             llm = fly.LLM("checkpoints/large", draft="checkpoints/small", ranks=ranks)
@@ -320,7 +320,7 @@ def launch(
         on_fault: called with the message before the process ends, in another thread.
 
     Raises:
-        ValueError: this process was not started by torchrun, or a timeout is not above 0 and finite.
+        ValueError: this process was not started so, or a timeout is not above 0 and finite.
     """
     for name, seconds in (("heartbeat_timeout", heartbeat_timeout), ("collective_timeout", collective_timeout)):
         if not 0 < seconds < math.inf:
@@ -352,7 +352,7 @@ def _connect(collective_timeout: float) -> tuple[Any, str]:
     """Join the group of the processes that torchrun started. Return torchrun's store, and how often it has started them
     again."""
     if missing := [name for name in _VARIABLES if name not in os.environ]:
-        raise ValueError(f"{missing} not set: ranks are started by torchrun --nproc-per-node N ...")
+        raise ValueError(f"{missing} not set: ranks are started by start_ranks, or by torchrun --nproc-per-node N ...")
     store, rank, size = next(iter(dist.rendezvous("env://")))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     device = None

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request as HttpRequest
 
 from fly import __version__
+from fly.drafts import draft_types
 from fly.engine.worker import Stopped
 from fly.errors import explain, short
 from fly.llm import LLM
@@ -57,7 +58,8 @@ class Service:
     Args:
         llm: a model with a tokenizer; the service owns it from now on.
         settings: the operator's settings.
-        draft: the name of the model's draft, or "none".
+        draft: the text of the model's draft, or "none". If the settings give the model's name, clients see "draft" in
+            its place, unless it is the name of a strategy.
         name: the name by which clients ask for the model, unless the settings give one.
 
     Raises:
@@ -72,6 +74,8 @@ class Service:
             raise ValueError("require_lossless: this target leaves early (exits), so no policy is lossless here")
         self.llm, self.settings, self.tokenizer = llm, settings, llm.tokenizer
         self.name = settings.name or name
+        if settings.name is not None and draft not in ("none", *draft_types()):
+            draft = "draft"  # its text would say what the model's name hides, such as a path
         self._named = llm.draft_names
         self.rules = Rules(
             llm.policy, llm.k if draft != "none" else 0, draft, settings.policies, settings.max_k,

@@ -39,7 +39,9 @@ class Settings(BaseModel):
 
     host: str = _set("127.0.0.1", "The address to listen on; 0.0.0.0 is reachable from other machines.")
     port: int = _set(8000, "The port; 0 takes a free one.", ge=0, le=65535)
-    name: str | None = _set(None, "The model's name for clients. Default: its path.", min_length=1)
+    name: str | None = _set(
+        None, "The model's name for clients, who then see 'draft' for its draft. Default: their paths.", min_length=1
+    )
     policies: tuple[str, ...] | None = _set(
         None,
         "What requests may name: rules ('fly', with any parameters) or whole policies ('fly & after(2)'); repeatable. "

@@ -168,6 +168,8 @@ def evaluate(
     # The run.
     if out is None and plan is not None and plan.is_dir():
         out = plan
+    if context.params["ray"] is not None:
+        refuse_idle(context, ("ranks_",), "with --ray")
     with ranks_of(context) as ranks, _folder(out, ranks) as folder:
         found = run_plan(wanted, folder, ranks, grid_of(**options_of(context, GRID), ranks=ranks))
         if ranks is None or ranks.leads:
