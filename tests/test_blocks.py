@@ -71,6 +71,13 @@ def test_four_bits_are_the_best_line_of_several(n: int, k: int, seed: int, centr
     assert abs(float(got.norm()) - float(twin.norm())) <= 5e-4 * float(weight_NK.float().norm())
 
 
+@given(groups=st.integers(1, 9), value=st.floats(-1e3, 1e3, width=32))
+def test_equal_weights_stay_what_they_are(groups: int, value: float) -> None:
+    """But for the rounding of a factor to float16, whose numbers are 2^-24 apart near 0."""
+    whole_NK = decoded(four_bits(torch.full((1, 32 * groups), value)), "Q4_K", 32 * groups)
+    assert float((whole_NK - value).abs().max()) <= 2.0**-10 * abs(value) + 15 * 63 * 2.0**-25
+
+
 @pytest.mark.filterwarnings("ignore:.*value encountered")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_so(bad: float) -> None:
