@@ -19,7 +19,7 @@ struct Group {
     Four w[FOURS];
 };
 
-// How many steps of a line are tried between the smallest and the largest weight of a group (tests/blocked.py has them too).
+// How many steps of a line are tried between the smallest and the largest weight of a group (tests/test_blocks.py has them too).
 constexpr float STEPS[] = {14.2f, 14.6f, 15.0f, 15.4f};
 
 ALWAYS_INLINE Four all(float x) { return Four{x, x, x, x}; }
