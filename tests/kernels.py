@@ -1,16 +1,14 @@
-"""Helpers of tests of compiled kernels: variants, rounded twins, texts in pages, drafts."""
+"""Helpers of tests of compiled kernels: variants, texts in pages, drafts."""
 
 from __future__ import annotations
-
-from copy import deepcopy
 
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from fly import SamplingParams
-from fly.backends.cpu import CpuExecutor, PackedLlama, available, int8_weights, why_not
+from fly.backends.cpu import CpuExecutor, PackedLlama, available, why_not
 from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
 from fly.models import Llama, LlamaConfig
@@ -79,37 +77,6 @@ def paged(
     return [torch.cat(part) for part in parts]
 
 
-def rounded_to_int8(model: Llama) -> Llama:
-    """A copy whose matrices (and the embedding that one of them is) are what int8 weights stand for."""
-    twin = deepcopy(model)
-    with torch.no_grad():
-        for linear in (module for module in twin.modules() if isinstance(module, nn.Linear)):
-            whole_NK, scale_N = int8_weights(linear.weight)
-            linear.weight.copy_(whole_NK * scale_N.unsqueeze(1))
-    return twin
-
-
-def whole_steps(values_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row of activations in whole steps, and what its step is, as float32 [T, K] and [T, 1]."""
-    values_TK = values_TK.float()
-    peak_T1 = values_TK.abs().amax(-1, keepdim=True)
-    inverse_T1 = torch.where(peak_T1 > 0, torch.full_like(peak_T1, 127) / peak_T1, 0)  # 127 / x rounds twice in PyTorch
-    return (values_TK * inverse_T1).round(), peak_T1 / 127
-
-
-def rounded_to_w8a8(model: Llama, stored: torch.dtype) -> Llama:
-    """A copy whose weights are those, and in which what a matrix takes, ``stored`` as such, is rounded as well."""
-
-    def narrowed(linear: nn.Module, taken: tuple[Tensor]) -> tuple[Tensor]:
-        whole_TK, step_T1 = whole_steps(taken[0].to(stored))
-        return ((whole_TK * step_T1).to(taken[0].dtype),)
-
-    twin = rounded_to_int8(model)
-    for linear in (module for module in twin.modules() if isinstance(module, nn.Linear)):
-        linear.register_forward_pre_hook(narrowed)
-    return twin
-
-
 @st.composite
 def cut(draw: st.DrawFn, length: int, most: int = 40) -> list[int]:
     """A length as a sum of parts."""
@@ -122,16 +89,6 @@ def cut(draw: st.DrawFn, length: int, most: int = 40) -> list[int]:
 
 def text(length: int, seed: int, vocab: int) -> Tensor:
     return torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(seed))
-
-
-def close(got: Tensor, want: Tensor, dtype: torch.dtype, slack: float = 1.0, unrounded: Tensor | None = None) -> None:
-    """``unrounded``: logits without rounding on the way, by which ill-conditioned models are told."""
-    if dtype == torch.float32:
-        torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
-    else:  # both round to 8 bits at other places: what differs is small beside what varies
-        error, spread = (got - want).square().mean().sqrt(), want.std(unbiased=False) + want.abs().mean()
-        own = 0.0 if unrounded is None else float((want - unrounded).square().mean().sqrt())
-        assert float(error) < slack * 0.1 * float(spread) + 4 * own + 1e-3
 
 
 GREEDY = SamplingParams(temperature=0.0)

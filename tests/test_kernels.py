@@ -6,7 +6,6 @@ Skipped as a whole if the library was not built.
 from __future__ import annotations
 
 import os
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +18,13 @@ from torch import Tensor
 from fly import LLM
 from fly.backends import executor_of, load_executor
 from fly.backends.cpu import CpuExecutor, PackedLlama, int8_weights
-from fly.backends.cpu.blocks import eight_bits, four_bits
 from fly.backends.torch import TorchExecutor
 from fly.cache import PagedBatch, PagedKVCache
 from fly.drafts import NGramDraft
 from fly.models import DenseCausal, LlamaConfig, save_model
 from fly.models.families import FAMILIES, OPTIONS, Family
 from fly.ops import argmax, tree_mask
+<<<<<<< HEAD
 from fly.runner.executor import Batch, DraftSpec, TokenByToken
 from tests.blocked import decoded, in_groups, rounded_to_groups
 from tests.kernels import (
@@ -55,6 +54,17 @@ from tests.toys import PLAIN, build_llama, dense_logits, llama_configs, random_l
 @settings(max_examples=10)
 @given(data=st.data(), seed=st.integers(0, 5))
 @pytest.mark.parametrize("family", PLAIN, ids=lambda family: family.name)
+=======
+from fly.runner.executor import Batch, DraftSpec, TokenByToken
+from tests.kernels import DTYPES, GROUPED, NARROW, VARIANTS, WIDE, built, cut, make_row, paged, same_bits, text
+from tests.toys import PLAIN, build_llama, llama_configs, random_llama
+from tests.twins import Twin, assert_within
+
+
+@built
+@settings(max_examples=25)
+@given(data=st.data(), config=llama_configs(families=PLAIN), seed=st.integers(0, 5))
+>>>>>>> numerics
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_it_is_the_function_of_the_pytorch_model(
@@ -65,16 +75,10 @@ def test_it_is_the_function_of_the_pytorch_model(
     reference = build_llama(config, seed, scale=0.3 if dtype == torch.float32 else 0.1).to(dtype)
     rows = [text(data.draw(st.integers(1, 40)), b, config.vocab_size) for b in range(data.draw(st.integers(1, 3)))]
     cuts = [data.draw(cut(len(row))) for row in rows]
-    got = paged(
-        PackedLlama(reference, variant),
-        rows,
-        cuts,
-        block_size=data.draw(st.sampled_from([1, 3, 4, 16])),
-        scatter=data.draw(st.sampled_from([0, 9])),
-    )
-    unrounded = deepcopy(reference).float()
-    for row, logits in zip(rows, got):
-        close(logits, dense_logits(reference, row), dtype, unrounded=dense_logits(unrounded, row))
+    pages = {"block_size": data.draw(st.sampled_from([1, 3, 4, 16])), "scatter": data.draw(st.sampled_from([0, 9]))}
+    twin = Twin(reference, variant)
+    for row, logits in zip(rows, paged(PackedLlama(reference, variant), rows, cuts, **pages)):
+        assert_within(logits, twin.logits(row))
 
 
 GRANITE = LlamaConfig(
@@ -100,7 +104,7 @@ def test_multipliers_are_those_of_the_pytorch_model(variant: str) -> None:
     reference = build_llama(GRANITE, 3, scale=0.1)
     model, row = PackedLlama(reference, variant), text(30, 0, 40)
     (logits,) = paged(model, [row], [[30]], block_size=4, scatter=0)
-    close(logits, dense_logits(reference, row), torch.float32 if variant in VARIANTS else torch.bfloat16)
+    assert_within(logits, Twin(reference, variant).logits(row))
     torch.testing.assert_close(
         model.embedding(), reference.embed_tokens.weight, rtol=0.02, atol=1e-4 if variant in VARIANTS else 2e-3
     )
@@ -124,9 +128,14 @@ def test_other_norms_are_refused_by_name_and_run_on_pytorch(family: str, tmp_pat
 
 
 @built
+<<<<<<< HEAD
 @settings(max_examples=10)
 @given(data=st.data(), seed=st.integers(0, 5))
 @pytest.mark.parametrize("family", PLAIN, ids=lambda family: family.name)
+=======
+@settings(max_examples=25)
+@given(data=st.data(), config=llama_configs(families=PLAIN), seed=st.integers(0, 5))
+>>>>>>> numerics
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", NARROW)
 def test_on_narrow_weights_it_is_the_function_of_the_rounded_pytorch_model(
@@ -138,19 +147,9 @@ def test_on_narrow_weights_it_is_the_function_of_the_rounded_pytorch_model(
     cuts = [data.draw(cut(len(row))) for row in rows]
     model = PackedLlama(reference, variant)
     assert model.kernels == variant and (model.weight_bytes == 1 or variant in GROUPED)
-    # activations are bfloat16 on AVX-512, whatever the model's dtype, save on avx512 with int8, multiplied as float32
-    exact = dtype == torch.float32 and variant in ("avx512-int8", "avx2-int8")
-    tolerance = torch.float32 if exact else torch.bfloat16
-    stored = torch.float32 if variant.startswith("avx2") else torch.bfloat16
-    if variant in INT8:
-        twin = rounded_to_int8(reference)
-    elif variant in W8A8:
-        twin = rounded_to_w8a8(reference, stored)
-    else:
-        twin = rounded_to_groups(reference, stored, wide_head=variant in W4A8)
+    twin = Twin(reference, variant)
     for row, logits in zip(rows, paged(model, rows, cuts)):
-        # a norm of what was computed makes its rounding larger too
-        close(logits, dense_logits(twin, row), tolerance, slack=3.0 if config.traits.query_norm else 2.0)
+        assert_within(logits, twin.logits(row))
 
 
 @given(n=st.integers(1, 140), k=st.integers(1, 9), seed=st.integers(0, 99), scale=st.floats(1e-6, 1e6))
@@ -223,17 +222,8 @@ def test_no_number_of_rows_changes_a_product(case: Case, count: int) -> None:
     hidden_TC = torch.randn(count, config.hidden_size, generator=torch.Generator().manual_seed(1)).to(case.model.dtype)
     together = case.model.logits(hidden_TC)
     assert same_bits(together, torch.cat([case.model.logits(row.unsqueeze(0)) for row in hidden_TC]))
-    weight_VC = build_llama(config).to(case.model.dtype).lm_head.weight
-    if case.model.kernels in GROUPED:
-        rounding, kind = (eight_bits, "Q8_0") if case.model.kernels in W4A8 else (four_bits, "Q4_K")
-        weight_VC, hidden_TC = decoded(rounding(weight_VC), kind, config.hidden_size), in_groups(hidden_TC)
-    elif case.model.kernels in NARROW:
-        whole_VC, scale_V = int8_weights(weight_VC)
-        weight_VC = whole_VC * scale_V.unsqueeze(1)
-    if case.model.kernels in W8A8:
-        whole_TC, step_T1 = whole_steps(hidden_TC)
-        hidden_TC = whole_TC * step_T1
-    torch.testing.assert_close(together, hidden_TC.double().mm(weight_VC.T.double()).float(), rtol=1e-4, atol=1e-4)
+    reference = build_llama(config).to(case.model.dtype)
+    assert_within(together, Twin(reference, case.model.kernels).project(hidden_TC))
 
 
 BROAD = LlamaConfig(  # its matrices take long enough to be shared out as threads go
@@ -307,7 +297,7 @@ def test_the_cache_may_be_of_another_dtype(variant: str, model_dtype: torch.dtyp
     reference = build_llama(WIDE, scale=0.1).to(model_dtype)
     row = text(50, 3, WIDE.vocab_size)
     (got,) = paged(PackedLlama(reference, variant), [row], [[20, 1, 29]], cache_dtype=cache_dtype)
-    close(got, dense_logits(reference, row), torch.bfloat16)
+    assert_within(got, Twin(reference, variant).logits(row, cache_dtype))
 
 
 @built

@@ -30,9 +30,9 @@ from fly.runner.executor import Executor
 from fly.runner.request import Row
 from fly.runner.sampling import BatchSampling
 from fly.types import SamplingParams
-from tests.blocked import decoded
 from tests.kernels import VARIANTS, built, same_bits, stepwise
 from tests.toys import build_llama
+from tests.twins import decoded
 
 STRIP, LIKELY, FINE = 16, 256, 15  # src/fly.h, src/logits.h
 # Vocabulary and width: no multiples of what is sketched at once, and more inputs than a sum of 16 bits holds.

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from copy import deepcopy
 
 import pytest
 import torch
@@ -19,9 +18,10 @@ from hypothesis import strategies as st
 from fly.backends.cpu import PackedLlama, available, chosen, library
 from fly.cli.doctor import examine
 from fly.models import LlamaConfig
-from tests.kernels import DTYPES, WIDE, close, cut, paged, same_bits, text
+from tests.kernels import DTYPES, WIDE, cut, paged, same_bits, text
 from tests.sanitizers import COMPILER, build
-from tests.toys import PLAIN, build_llama, dense_logits, llama_configs, random_llama
+from tests.toys import PLAIN, build_llama, llama_configs, random_llama
+from tests.twins import Twin, assert_within
 
 ENDINGS = ["", "-int8", "-w8a8", "-w4a8", "-w4"]
 # Outputs and inputs: of no whole tile, to be shared out among threads, and as many as real models have.
@@ -107,9 +107,9 @@ def test_a_forward_on_tiles_is_that_on_vectors(
             )
         )
         return
-    unrounded = deepcopy(reference).float()
+    twin = Twin(reference, "amx")
     for row, logits in zip(rows, whole):
-        close(logits, dense_logits(reference, row), torch.bfloat16, unrounded=dense_logits(unrounded, row))
+        assert_within(logits, twin.logits(row))
 
 
 @pytest.mark.parametrize("ending", ["", "-w8a8"])

@@ -19,7 +19,7 @@ struct Group {
     Four w[FOURS];
 };
 
-// How many steps of a line are tried between the smallest and the largest weight of a group (tests/blocked.py has them too).
+// How many steps of a line are tried between the smallest and the largest weight of a group (tests/test_blocks.py has them too).
 constexpr float STEPS[] = {14.2f, 14.6f, 15.0f, 15.4f};
 
 ALWAYS_INLINE Four all(float x) { return Four{x, x, x, x}; }
@@ -96,7 +96,7 @@ Line line_of(const Group& group) {
     const float most = larger(larger(all(high[0]), all(high[1])), larger(all(high[2]), all(high[3])))[0];
     const float centre = sum(total) / GROUP, span = most - least;
     Line best = {0, least};
-    float best_gain = -1;
+    float best_gain = -__builtin_inff();
     if (!(span > 0)) return {0 * centre, least};  // all the same; or NaN
     for (const float steps : STEPS) {
         const Four inverse = all(steps / span), end = all(15);
@@ -109,9 +109,8 @@ Line line_of(const Group& group) {
         // through 0 instead.
         const float mean = sum(numbers) / GROUP, square = sum(squares), product = sum(products);
         const float spread = square - GROUP * mean * mean;
-        if (!(spread > 0)) continue;
-        Line line = {product / spread, 0};
-        line.least = centre - line.scale * mean;
+        Line line = {0, centre};  // where all weights have the same number
+        if (spread > 0) line.scale = product / spread, line.least = centre - line.scale * mean;
         float gain = line.scale * product;
         if (line.least > 0) {
             const float whole = product + GROUP * mean * centre;  // Σ number · weight
