@@ -34,8 +34,8 @@ _CHARACTERS: dict[int, int | str | None] = {
     **{ord(each): unicodedata.normalize("NFKC", each).replace("\u2044", "/") for each in _VULGAR},
 }
 _WRAPPERS = (
-    "text textbf textit textrm textsf texttt textnormal emph underline mathbf mathrm mathit mathsf mathtt boldsymbol bm "
-    "mbox hbox operatorname bf rm it displaystyle textstyle left right big Big bigl bigr Bigl Bigr !"
+    "text textbf textit textrm textsf texttt textnormal emph underline mathbf mathrm mathit mathsf mathtt boldsymbol "
+    "bm mbox hbox operatorname bf rm it displaystyle textstyle left right big Big bigl bigr Bigl Bigr !"
 )
 _COMMANDS = {
     **dict.fromkeys(_WRAPPERS.split(), ""),
@@ -57,11 +57,13 @@ _BRACES = re.compile(r"\\.|\{+|\}+|\n\s*\n", re.DOTALL)
 def _plain(text: str) -> str:
     r"""Return the text without the markup of LaTeX and Markdown. Spaces that may separate thousands become U+2009, all
     signs of a minus ``-``, and ``\frac{3}{4}`` becomes ``3/4``."""
-    text = re.sub(rf"(?<=\d)(?=[{_VULGAR}])", " ", text).translate(_CHARACTERS)
+    text = re.sub(rf"(?<=\d)(?=[{_VULGAR}])", " ", text)
+    text = re.sub(r"[⁺⁻]?[⁰¹²³⁴-⁹]+", _raised, text).translate(_CHARACTERS)
     text = _COMMAND.sub(_written_out, text)
     text = re.sub(r"_\{[^{}]*\}", "", text)  # an index is no number of its own
     text = re.sub(r"\{([^\w{}]*)\}", r"\1", text)
     text = _FRAC.sub(_slashed, text)
+    text = re.sub(r"(?<=\d)\*\*(?=-?\d)", "^", text.replace("}{", " "))
     text = re.sub(r"[{}]|`+|(?<!\d)\*\*|\*\*(?!\d)|__+", "", text)
     text = re.sub(r"-[$€£¥₹]+ *", "-", text)
     text = re.sub(r"[$€£¥₹]", " ", text)
@@ -71,6 +73,10 @@ def _plain(text: str) -> str:
 def _written_out(command: re.Match[str]) -> str:
     name = command[1]
     return _COMMANDS.get(name, f" {name} " if name.isalpha() else name)
+
+
+def _raised(digits: re.Match[str]) -> str:
+    return "^" + unicodedata.normalize("NFKC", digits[0].lstrip("⁺")).replace("\u2212", "-")
 
 
 def _slashed(frac: re.Match[str]) -> str:
@@ -112,7 +118,8 @@ def _after(mark: re.Pattern[str], plain: str) -> list[str]:
 # What stands between the word "answer" and the answer.
 _IS = (
     r"(?:(?:\s+(?:to|for|of|in)\b[^\n.:;=?!\d]{0,80}?)?(?:,[^\n.:;=?!,\d]{1,20},)?"
-    r"\s+(?:is|are|was|(?:would|should|will|must|has to|can only) be|to be)\b|[^\w\n]{0,9}[:=]|[^\w\n]{0,9}\n)"
+    r"\s+(?:is|are|was|(?:would|should|will|must|has to|can only) be|to be)(?![A-Za-z])|'s(?=\s)"
+    r"|[^\w\n]{0,9}[:=]|[^\w\n]{0,9}\n)"
 )
 
 
@@ -124,7 +131,7 @@ _NUMBER = re.compile(
     rf"(?P<digits>{_WHOLE}(?:\.\d+)?|(?<!\.)\.\d+)(?:[eE](?P<exponent>[-+]?\d{{1,4}})(?![A-Za-z\d]))?"
     r"(?:\s?\^\s?\(?(?P<power>-?\d{1,4})(?!\d))?"
     r"(?:\s?[×x*·]\s?10\s?\^\s?\(?(?P<tens>-?\d{1,4})(?!\d))?"
-    rf"(?(dated)|(?:\s?/\s?(?P<below>{_WHOLE}(?:\.\d+)?)(?!\d|\.\d|\s?/\s?\d))?)"
+    rf"(?(dated)|(?:\s?/\s?(?P<below>-?{_WHOLE}(?:\.\d+)?)(?!\d|\.\d|\s?/\s?\d))?)"
 )
 # From one number of an equation to the next: "3 bags * 400 nuts = 1200".
 _STEP = re.compile(r"[\s)\]%]*+(?:(?!x[\s\d])[A-Za-z]++\s*+)?(?P<sign>[-+*/×÷·^]|x(?=[\s\d])|=)[\s(]*+")
@@ -221,13 +228,15 @@ def _decimal(digits: str) -> Decimal:
 _WORDS = r"(?:(?:options?|choices?|letters?|answers?|the|be|it|is)\s+){0,3}"
 _OPEN, _CLOSE = r"[(\[\"'*]{0,3}", r"[)\]\"'*]{0,3}"
 _ONE = rf"{_OPEN}\b\w\b{_CLOSE}"
-_EXCLUDED = re.compile(  # "not A", "neither A nor B", "A is wrong"
+_WRONG = r"(?:be\s+)?(?:not(?!\s+(?:wrong|incorrect|false))|wrong|incorrect|false)\b"
+_EXCLUDED = re.compile(  # "not A", "neither A nor B", "A is wrong", "A and B are wrong"
     rf"(?i)(?:\b(?:not|cannot|neither|nor|than|instead of)|n't)\s+{_WORDS}{_ONE}"
-    rf"(?:(?:\s*,\s*{_ONE}){{0,9}}\s*,?\s*\b(?:or|nor)\s+{_ONE})?(?!\w|['-]\w)"
-    rf"|(?:{_ONE}\s*(?:,|and\b|or\b)\s*){{0,9}}{_ONE}(?:\s+\([^()\n]{{0,80}}\))?\s+(?:(?:is|are|was|can|must)\s+(?:be\s+)?(?:not|wrong|incorrect|false)|isn't|cannot)\b"
+    rf"(?:(?:\s*,\s*{_ONE}){{0,9}}\s*+,?\s*+(?:or|nor)\s+{_ONE})?(?!\w|['-]\w)"
+    rf"|(?:{_ONE}\s*,\s*){{0,9}}{_ONE}\s*+,?\s*+(?:and|or)\s+{_ONE}\s+(?:are|were|can|must)\s+{_WRONG}"
+    rf"|{_ONE}(?:\s+\([^()\n]{{0,80}}\))?\s+(?:(?:is|was|can|must)\s+{_WRONG}|isn't|cannot)"
 )
 _CHOOSES = re.compile(
-    rf"(?i)(?<!to )\b(?:(?:answers?(?:'s)?|ans|(?:correct|right|best|final|my) (?:choice|option|letter|one|pick|selection))"
+    rf"(?i)(?<!to )\b(?:(?:answers?|ans|(?:correct|right|best|final|my) (?:choice|option|letter|one|pick|selection))"
     rf"(?:\s+(?:choice|option|letter))?(?:{_IS}|\.?(?=\s+[(\[]?\w\b(?!\s+\w)))|(?:correct|choice|option|selection)\s*:)"
     rf"|\#{{4,}}(?=\s*{_ONE}[.\s]*(?:\n|\Z))"
 )
@@ -250,10 +259,11 @@ def _letter_patterns(choices: str) -> tuple[re.Pattern[str], re.Pattern[str], re
     standing = (
         rf"{before}(?:(?<=[(\[])(?={either}[)\]])|\A(?={either}(?:[).:]|\s*\Z))|(?={exact}))(?P<letter>{either}){after}"
     )
+    chosen = r"choose|chose|pick|select|go with|going with|opt for|say|guess|it's|it is|must be|should be"
+    right = r"(?:the\s+)?(?:\w+ly\s+)?(?:only\s+)?(?:correct|right|best|true|answer|choice|option)\b"
     concluded = (
-        rf"(?:\b(?i:choose|chose|pick|select|go with|going with|opt for|say|guess|it's|it is|must be|should be)\s+"
-        rf"(?i:{_WORDS}){_OPEN}(?={named})|(?={named}{_CLOSE}(?:\s+\([^()\n]{{0,80}}\))?\s+(?i:is|must be|would be|seems)\s+"
-        r"(?i:the\s+)?(?:\w+ly\s+)?(?i:only\s+)?(?i:correct|right|best|true|answer|choice|option)\b))"
+        rf"\b(?i:{chosen})\s+(?i:{_WORDS}){_OPEN}(?={named})"
+        rf"|(?={named}{_CLOSE}(?:\s+\([^()\n]{{0,80}}\))?\s+(?i:is|must be|would be|seems)\s+(?i:{right}))"
     ).replace("(?P<letter>", "(")
     listed = rf"(?:^[ \t]*[(\[]?{exact}[)\].:][^\n]*(?:\n\s*|\Z)){{2,}}"
     return re.compile(named), re.compile(standing), re.compile(concluded), re.compile(listed, re.MULTILINE)
@@ -294,19 +304,29 @@ _PYTHON = re.compile(r"(?i)[\s{]*(?:[^\s{}]*[.=:])?i?py(?:thon)?[\d.]*(?![\w-])"
 _MARKDOWN = re.compile(r"(?i)\s*(?:markdown|md)\b")
 # What may hold back-ticks within a program, and what ends its block.
 _LEXEME = re.compile(
-    r"(?P<triple>\"{3}|'{3})|\"(?:\\.|[^\"\\\n])*+\"|'(?:\\.|[^'\\\n])*+'|\#[^\n]*|\\.|(?P<ticks>`{3,})|^[ \t>]*(?P<tildes>~{3,})[ \t]*$",
+    r"(?P<triple>\"{3}|'{3})"
+    r"|\"(?:\\.|[^\"\\\n])*+\"|'(?:\\.|[^'\\\n])*+'"
+    r"|\#[^\n]*"
+    r"|\\."
+    r"|(?P<ticks>`{3,})"
+    r"|^[ \t>]*(?P<tildes>~{3,})[ \t]*$",
     re.DOTALL | re.MULTILINE,
 )
 _TRIPLE_END = {quote: re.compile(rf"(?:\\.|[^\\])*?{quote}", re.DOTALL) for quote in ('"""', "'''")}
 _STATEMENT = (
-    r"(?:(?:(?:async +)?def|class) +\w+ *[(:\[]|import +\w|from +[\w.]+ +import\b|@\w|return\b|(?:else|try|finally) *:|"
-    r"(?:if|elif|for|while|with)\b[^\n]*:[ \t]*$)"
+    r"(?:(?:(?:async +)?def|class) +\w+ *[(:\[]|import +\w|from +[\w.]+ +import\b|@\w|return\b"
+    r"|(?:else|try|finally) *:|(?:if|elif|for|while|with)\b[^\n]*:[ \t]*$)"
 )
 _STATEMENTS = re.compile(rf"^[ \t]*{_STATEMENT}", re.MULTILINE)
-# The first line, but for comments, of a text that goes on with a program.
-_BEGINS_AS_PROGRAM = re.compile(
-    rf"(?:[ \t]*(?:\#[^\n]*)?\n)*+(?:(?: \ |\t)[ \t]*(?![-*+>`~\s]|\d+[.)]\s)|{_STATEMENT}|[rRbBuUfF]?(?:\"{{3}}|'{{3}})|"
-    r"[A-Za-z_][\w.]*\([^\n]*\)[ \t]*$|[A-Za-z_][\w.]*(?:\[[^\]\n]*\])?(?: *, *\w+)*(?: *: *[\w.\[\], ]+)? *[-+*/%|&^]?=[^=\n])",
+# The begin of a text that continues a program: its language, or a line of code after any comments.
+_CONTINUES = re.compile(
+    r"(?P<language>(?i:i?py(?:thon)?[\d.]*)[ \t]*\n)"
+    r"|(?:[ \t]*(?:\#[^\n]*)?\n)*+(?:"
+    r"(?:  |\t)[ \t]*(?![-*+>`~\s]|\d+[.)]\s)"
+    rf"|{_STATEMENT}"
+    r"|[rRbBuUfF]?(?:\"{3}|'{3})"
+    r"|[A-Za-z_][\w.]*\([^\n]*\)[ \t]*$"
+    r"|[A-Za-z_][\w.]*(?:\[[^\]\n]*\])?(?: *, *\w+)*(?: *: *[\w.\[\], ]+)? *[-+*/%|&^]?=[^=\n])",
     re.MULTILINE,
 )
 
@@ -318,18 +338,21 @@ def extract_answer(completion: str) -> str | None:
 
 
 def extract_code(completion: str) -> str:
-    """Return the program of an answer, as evaluators of HumanEval do: its first block in Python (bigcode, OpenCompass and
-    simple-evals take the first block). A block without a language is in Python if it has statements of Python, or if no
-    block is named. The answer may begin within a block that its prompt has opened, and may end within one. Without any
-    block, the program is the whole text. Ends of lines become ``\\n``."""
+    r"""Return the program of an answer: its first block in Python, as evaluators of HumanEval do (OpenCompass and
+    simple-evals take the first block).
+
+    A block without a language is in Python if it has statements of Python, or if no block is named as Python. Sessions
+    (``>>>``) are no programs. The answer may begin within a block that its prompt has opened, and may end within one.
+    Without any block, the program is the whole text. Line ends become ``\n``.
+    """
     text = completion.replace("\r\n", "\n")
     unnamed = []
     for info, code in _blocks(text):
-        if _PYTHON.match(info) and not code.lstrip().startswith(">>>"):
+        if not code.strip() or code.lstrip().startswith(">>>"):
+            continue
+        if _PYTHON.match(info) or (not info.strip() and _STATEMENTS.search(code)):
             return code
         if not info.strip():
-            if _STATEMENTS.search(code):
-                return code
             unnamed.append(code)
     return unnamed[0] if unnamed else text
 
@@ -338,10 +361,11 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
     """Yield the language and the content of each block."""
     endless: set[str] = set()
     position = 0
-    if _BEGINS_AS_PROGRAM.match(text):
-        end, following = _end_of_block(text, 0, "```", endless)
+    if continues := _CONTINUES.match(text):
+        begin = continues.end("language") if continues["language"] else 0
+        end, following = _end_of_block(text, begin, "```", endless)
         if following > end or end == len(text):  # not the opening line of another block
-            yield "python", text[:end]
+            yield "python", text[begin:end]
             position = following
     while opening := _OPENING.search(text, position):
         begin = position = min(opening.end() + 1, len(text))
