@@ -26,6 +26,7 @@ from markupsafe import Markup
 
 from fly.models.traced import (
     EMPTY,
+    END,
     TEMPLATE,
     Traced,
     TracedMarkup,
@@ -37,7 +38,27 @@ from fly.models.traced import (
     writers_of,
 )
 
-__all__ = ["Sandbox"]
+__all__ = ["Content", "PartsWanted", "Refusal", "Sandbox"]
+
+_OF_PARTS = ("type", "text", "get")  # what templates read of a part of a content
+
+
+class Refusal(jinja2.TemplateError):
+    """A template has called ``raise_exception``."""
+
+
+class Content(Traced):
+    """A content that is a text. Its characters are plain ``Traced``, so that they differ from it."""
+
+    __slots__ = ()
+
+
+class PartsWanted(Exception):
+    """A template reads a character of a content, which has this ``writer``, as a part of the content."""
+
+    def __init__(self, writer: str) -> None:
+        super().__init__(writer)
+        self.writer = writer
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -65,6 +86,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def join_texts(values: Iterable[Any]) -> str:
         """Return the value of ``a ~ b``."""
         return EMPTY.join(map(text_of, values))
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        _check_character(obj, attribute)
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        _check_character(obj, argument)
+        return super().getitem(obj, argument)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         form = getattr(value, "__self__", None)
@@ -156,7 +185,12 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise Refusal(message)
+
+
+def _check_character(value: Any, name: Any) -> None:
+    if type(value) is Traced and len(value) == 1 and name in _OF_PARTS and (writer := writers_of(value)) >= END:
+        raise PartsWanted(writer)
 
 
 def _keep_writers(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,6 +28,7 @@ __all__ = [
     "common_writer",
     "dump_json",
     "escape_text",
+    "message_number",
     "message_writer",
     "text_of",
     "trace",
@@ -40,11 +41,17 @@ UNKNOWN = "\1"  # the template or a message: an operation has lost it
 ROLE = "\2"  # the role of a message, if it is a plain name: templates build control tokens from roles
 OTHER = "\3"  # messages, tools, documents and variables, except the content of messages
 END = "\4"  # the last character of the content that an answer continues
+_FIRST = 5
 
 
 def message_writer(number: int) -> str:
     """Return the writer of the content of message ``number``."""
-    return chr(5 + number)
+    return chr(_FIRST + number)
+
+
+def message_number(writer: str) -> int:
+    """Return the number of the message with this writer."""
+    return ord(writer) - _FIRST
 
 
 class Traced(str):
@@ -308,7 +315,11 @@ def rewritten_writers(source: str, text: str, length_of: Callable[[str], int]) -
 
 
 def _trace_literals(
-    text: str, value: Any, write: Callable[[str], str], sort_keys: bool = False, name_of: Callable[[Any], str] | None = None
+    text: str,
+    value: Any,
+    write: Callable[[str], str],
+    sort_keys: bool = False,
+    name_of: Callable[[Any], str] | None = None,
 ) -> Traced:
     """Return ``text``, which shows ``value`` and its strings as ``write`` writes them, with its writers. ``name_of``
     gives the string that a key of another type becomes; if it is None, keys are written like values.
