@@ -33,6 +33,7 @@ from fly.models.traced import (
     common_writer,
     dump_json,
     escape_text,
+    rewritten_writers,
     text_of,
     trace,
     writers_of,
@@ -220,7 +221,7 @@ def _tojson(
 
 @pass_eval_context
 def _join(context: EvalContext, values: Iterable[Any], between: Any = EMPTY, attribute: str | int | None = None) -> str:
-    return FILTERS["join"](context, values, text_of(between), attribute)
+    return FILTERS["join"](context, values, between if isinstance(between, Markup) else text_of(between), attribute)
 
 
 def _indent(text: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
@@ -237,6 +238,12 @@ def _mark_safe(value: Any) -> TracedMarkup:
     return TracedMarkup(text, writers_of(text))
 
 
+def _title(value: Any) -> str:
+    text = text_of(value)
+    title = FILTERS["title"](text)
+    return Traced(title, rewritten_writers(text, title, lambda c: 0))
+
+
 def _string(value: Any) -> str:
     return value if isinstance(value, str) else text_of(value)
 
@@ -251,5 +258,6 @@ _FILTERS = {
     "join": _join,
     "safe": _mark_safe,
     "string": _string,
+    "title": _title,
     "tojson": _tojson,
 }

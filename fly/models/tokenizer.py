@@ -111,9 +111,14 @@ class Tokenizer:
             self.apply_chat_template([{"role": "user", "content": "a"}])
 
     @cached_property
+    def controls(self) -> dict[int, AddedToken]:
+        """The special tokens by id, such as end-of-sequence and turn markers. They are never plain text."""
+        return {i: token for i, token in self.raw.get_added_tokens_decoder().items() if token.special}
+
+    @cached_property
     def control_ids(self) -> frozenset[int]:
-        """Ids of the special tokens, such as end-of-sequence and turn markers. They are never plain text."""
-        return frozenset(self._controls)
+        """The ids of ``controls``."""
+        return frozenset(self.controls)
 
     def token_id(self, text: str) -> int:
         """Return the id of the token that spells ``text``. Raises ``ValueError`` unless ``text`` is a single token."""
@@ -294,7 +299,7 @@ class Tokenizer:
         [encoding] = _encoded(self._finder, [text], offsets=True)
         controls = []
         for token, (since, until) in zip(encoding.ids, encoding.offsets):
-            if (kind := self._controls.get(token)) is not None:
+            if (kind := self.controls.get(token)) is not None:
                 read = text[since:until]
                 start = since + (len(read) - len(read.lstrip()) if kind.lstrip else 0)
                 end = until - (len(read) - len(read.rstrip()) if kind.rstrip else 0)
@@ -309,12 +314,12 @@ class Tokenizer:
         ids = {}
         for text, encoding in zip(unique, _encoded(self._plain, unique, offsets=True)):
             # Some models (Unigram, whole words) know control tokens as words. Cut these, so that they are no words.
-            words = [span for token, span in zip(encoding.ids, encoding.offsets) if token in self._spelled_ids]
-            if words:
-                if whole := [text[start:end] for start, end in words if end - start < 2]:
-                    raise ValueError(f"the tokenizer has no token but a control token for {whole[0]!r}")
-                cuts = [0, *(start + 1 for start, _ in words), len(text)]
-                parts = self._encode_plain([text[start:end] for start, end in pairwise(cuts)])
+            read = [(i, *span) for i, span in zip(encoding.ids, encoding.offsets) if i in self._spelled_ids]
+            for i, start, end in read:
+                if text[start:end] == self.controls[i].content and end - start == 1:
+                    raise ValueError(f"the tokenizer has no token for {text[start:end]!r} but a control token")
+            if cuts := [start + 1 for _, start, end in read if end - start > 1]:
+                parts = self._encode_plain([text[start:end] for start, end in pairwise([0, *cuts, len(text)])])
                 ids[text] = [i for part in parts for i in part]
             else:
                 ids[text] = encoding.ids
@@ -326,14 +331,10 @@ class Tokenizer:
         return frozenset[str]().union(*(template.variables for template in self.templates.values()))
 
     @cached_property
-    def _controls(self) -> dict[int, AddedToken]:
-        return {i: token for i, token in self.raw.get_added_tokens_decoder().items() if token.special}
-
-    @cached_property
     def _spelled_ids(self) -> frozenset[int]:
         """The ids of control tokens that a text can only have by spelling them: all but that of unknown words."""
         unknown = self.special_names.get("unk_token"), getattr(self.raw.model, "unk_token", None)
-        return frozenset(i for i, token in self._controls.items() if token.content not in unknown)
+        return frozenset(i for i, token in self.controls.items() if token.content not in unknown)
 
     @cached_property
     def _mark(self) -> str:
@@ -362,7 +363,7 @@ class Tokenizer:
 
     @cached_property
     def _hidden(self) -> _Hidden:
-        return _Hidden("".join(token.content for token in self._controls.values()))
+        return _Hidden("".join(token.content for token in self.controls.values()))
 
 
 class _Control(NamedTuple):
@@ -416,8 +417,9 @@ class TextStream:
     """Turns tokens into text as they arrive. It returns only whole characters, up to a stop string.
 
     ``push`` takes one token and returns the text that is final, which means that no stop string can begin in it.
-    ``finish`` returns the rest. Special tokens are left out, except those in ``shown``. With ``keep_stop`` the text
-    ends after the stop string instead of before it.
+    ``finish`` returns the rest. Special tokens are left out, except those in ``shown``; but a stop string that spells
+    whole special tokens is found where they come. With ``keep_stop`` the text ends after the stop string instead of
+    before it.
     """
 
     def __init__(
@@ -427,10 +429,13 @@ class TextStream:
         self._tokenizer, self._stop, shown, self._keep_stop = self._given
         ids = {tokenizer.raw.token_to_id(text): text for text in shown}
         self._shown = {i: text for i, text in ids.items() if i in tokenizer.control_ids}
+        controls = {i: token.content for i, token in tokenizer.controls.items() if i not in self._shown}
+        self._silent = {i: text for i, text in controls.items() if any(text in each for each in self._stop)}
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []  # tokens that the decoder has read
         self._decoded = 0  # number of final characters in their text
-        self._held = ""  # decoded, but perhaps the beginning of a stop string
+        self._held = ""  # decoded, but perhaps the beginning of a stop string; with the texts of ``_silent`` tokens
+        self._kinds = ""  # for each character of ``_held``: "." in the text, "(" a silent token's first, "-" its others
         self.text = ""  # all text given out so far
         self.stopped = False
 
@@ -441,14 +446,17 @@ class TextStream:
     def push(self, token: int, stoppable: bool = True) -> str:
         """Add a token and return the text that is now final. Set ``stopped`` if a stop string is complete, unless the
         text is not ``stoppable`` yet."""
-        self._held += self._decode(token)
+        self._hold(self._decode(token))
+        if silent := self._silent.get(token):
+            self._held += silent
+            self._kinds += "(" + "-" * (len(silent) - 1)
         return self._settle(stoppable)
 
     def finish(self) -> str:
         """Return the rest of the text after the last token, unfinished characters included."""
         if self.stopped:
             return ""
-        self._held += self._unfinished()
+        self._hold(self._unfinished())
         self._ids, self._decoded = [], 0
         return self._settle(stoppable=True, keep=False)  # the rest may complete a stop string
 
@@ -477,18 +485,47 @@ class TextStream:
         """Return the characters whose last bytes are missing, as replacement marks."""
         return self._tokenizer.decode(self._ids)[self._decoded :]
 
+    def _hold(self, text: str) -> None:
+        self._held += text
+        self._kinds += "." * len(text)
+
     def _settle(self, stoppable: bool, keep: bool = True) -> str:
         """Return the held text up to a stop string. With ``keep``, also hold back what may be the beginning of one."""
         stops = self._stop if stoppable else ()
-        if found := [(at, len(stop)) for stop in stops if (at := self._held.find(stop)) >= 0]:
-            at, length = min(found)
-            self.stopped, end = True, at + length if self._keep_stop else at
+        if found := [(at, len(stop), stop) for stop in stops if (at := self._find(stop)) is not None]:
+            end, _, stop = min(found)
+            self.stopped, rest = True, len(self._held)
         else:
-            end = len(self._held) - (max(map(self._overlap, stops), default=0) if keep else 0)
-        settled, self._held = self._held[:end], "" if found else self._held[end:]
+            end = rest = min(map(self._find_beginning, stops), default=len(self._held)) if keep else len(self._held)
+            stop = ""
+        settled = "".join(c for c, kind in zip(self._held[:end], self._kinds) if kind == ".")
+        settled += stop if self._keep_stop else ""
+        self._held, self._kinds = self._held[rest:], self._kinds[rest:]
         self.text += settled
         return settled
 
-    def _overlap(self, stop: str) -> int:
-        """Return the length of the longest suffix of the held text that is a prefix of ``stop``."""
-        return next((n for n in range(len(stop) - 1, 0, -1) if self._held.endswith(stop[:n])), 0)
+    def _views(self) -> Iterator[tuple[str, Sequence[int]]]:
+        """Yield what is held with silent tokens, and without, each with the places of its characters in the former."""
+        yield self._held, range(len(self._held))
+        if "(" in self._kinds:
+            places = [at for at, kind in enumerate(self._kinds) if kind == "."]
+            yield "".join(self._held[at] for at in places), places
+
+    def _find(self, stop: str) -> int | None:
+        """Return the place at which ``stop`` begins in what is held, or None. It never has a part of a silent token."""
+        found = []
+        for text, places in self._views():
+            at = text.find(stop)
+            while at >= 0 and "-" in (self._kinds[places[at]], self._kinds[places[at + len(stop) - 1] + 1 :][:1]):
+                at = text.find(stop, at + 1)
+            if at >= 0:
+                found.append(places[at])
+        return min(found, default=None)
+
+    def _find_beginning(self, stop: str) -> int:
+        """Return the place at which the end of what is held may be the beginning of ``stop``."""
+        found = [len(self._held)]
+        for text, places in self._views():
+            begins = (len(text) - n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n]))
+            found += next(([places[at]] for at in begins if self._kinds[places[at]] != "-"), [])
+        return min(found)

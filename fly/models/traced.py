@@ -30,6 +30,7 @@ __all__ = [
     "escape_text",
     "message_number",
     "message_writer",
+    "rewritten_writers",
     "text_of",
     "trace",
     "writers_of",
