@@ -23,6 +23,7 @@ from fly.models.traced import (
     TEMPLATE,
     UNKNOWN,
     Traced,
+    end_of,
     message_number,
     message_writer,
     trace,
@@ -193,7 +194,7 @@ class ChatTemplate:
         Raises ``ValueError`` that names the template if it refuses the messages (a template is a program, so it may
         raise any error), or if it shows nothing of a message that has a text.
         """
-        if continued and not (messages and _text_of(messages[-1]).strip()):
+        if continued and not (messages and _text_of(messages[-1])):
             raise ValueError("continue_final_message: the last message has no text to continue")
         variables = {**trace(own, TEMPLATE), **trace(given, OTHER)}
 
@@ -220,7 +221,12 @@ class ChatTemplate:
             first = f"message {absent[0]} (role {messages[absent[0]]['role']!r})"
             others = f" and {len(absent) - 1} others" if absent[1:] else ""
             warnings.warn(f"the chat template {self.name!r} leaves out {first}{others}", stacklevel=3)
-        return self._cut_open(text, _text_of(messages[-1])) if continued else text
+        if not continued:
+            return text
+        end = writers_of(text).rfind(END) + 1 or end_of(text)
+        if end is None:
+            raise self.refusal("it does not show the end of the last message, which the answer would continue")
+        return text[:end]
 
     @cached_property
     def variables(self) -> frozenset[str]:
@@ -309,15 +315,6 @@ class ChatTemplate:
                     absent.append(number)
         return absent
 
-    def _cut_open(self, text: Traced, content: str) -> Traced:
-        """Cut ``text`` after the last message's ``content``, and after the whitespace at its end if that is shown."""
-        writers = writers_of(text)
-        end = writers.rfind(END) + 1
-        if not end:
-            raise self.refusal("it does not show the end of the last message, which the answer would continue")
-        margin = writers[end : end + len(content) - len(content.rstrip())]
-        return text[: end + len(margin) - len(margin.lstrip(OTHER))]
-
 
 class _PartsPrinted(Exception):
     """A template prints the parts of a content as they are, instead of their texts."""
@@ -363,8 +360,9 @@ def _trace_content(number: int, message: Message, listed: bool, continued: bool)
     before, core = len(text) - len(text.lstrip()), len(text.strip())
     writers = OTHER * before + message_writer(number) * core + OTHER * (len(text) - before - core)
     if continued:
-        writers = writers[: before + core - 1] + END + writers[before + core :]
-    traced = Content(text, writers)
+        last = before + core - 1
+        writers = writers[:last] + END * (len(text) - last)
+    traced = Content(text, writers, len(text) if continued else None)
     if not listed:
         return traced
     parts, start = [], 0

@@ -27,6 +27,7 @@ __all__ = [
     "TracedMarkup",
     "common_writer",
     "dump_json",
+    "end_of",
     "escape_text",
     "message_number",
     "message_writer",
@@ -41,7 +42,7 @@ TEMPLATE = "\0"
 UNKNOWN = "\1"  # the template or a message: an operation has lost it
 ROLE = "\2"  # the role of a message, if it is a plain name: templates build control tokens from roles
 OTHER = "\3"  # messages, tools, documents and variables, except the content of messages
-END = "\4"  # the last character of the content that an answer continues
+END = "\4"  # the end of the content that an answer continues: its last character, and whitespace after it
 _FIRST = 5
 
 
@@ -56,35 +57,47 @@ def message_number(writer: str) -> int:
 
 
 class Traced(str):
-    """A text with the writer of each character. It behaves as its plain value does."""
+    """A text with the writer of each character. It behaves as its plain value does.
 
-    __slots__ = ("_writers",)  # templates cannot read names that begin with "_"
+    ``end`` is the place in it at which the content ends that an answer continues. Only cutting and joining keep it. It
+    matters if a template leaves no character of the content: thinking that a content has may end with it.
+    """
+
+    __slots__ = ("_end", "_writers")  # templates cannot read names that begin with "_"
     _writers: str
+    _end: int | None
 
-    def __new__(cls, text: str, writers: str) -> Traced:
+    def __new__(cls, text: str, writers: str, end: int | None = None) -> Traced:
         traced = super().__new__(cls, text)
-        traced._writers = writers
+        traced._writers, traced._end = writers, end
         return traced
 
     def __str__(self) -> str:
         return self
 
     def __getitem__(self, key: SupportsIndex | slice) -> Traced:
-        return Traced(str.__getitem__(self, key), self._writers[key])
+        end = None
+        if self._end is not None and isinstance(key, slice):
+            start, stop, step = key.indices(len(self))
+            end = self._end - start if start <= self._end <= stop and step == 1 else None
+        return Traced(str.__getitem__(self, key), self._writers[key], end)
 
     def __iter__(self) -> Iterator[str]:
         return map(Traced, str.__iter__(self), self._writers)
 
     def __add__(self, other: Any) -> Any:
         if isinstance(other, str) and not isinstance(other, Markup):
-            return Traced(str.__add__(self, other), self._writers + writers_of(other))
+            end = end_of(other)
+            end = self._end if end is None else len(self) + end
+            return Traced(str.__add__(self, other), self._writers + writers_of(other), end)
         # Markup and undefined values add themselves. Anything else is an error, which ``str`` words best.
         adds = hasattr(type(other), "__radd__") and not isinstance(other, (int, float))
         return NotImplemented if adds else str.__add__(self, other)
 
     def __radd__(self, other: Any) -> Any:
         if isinstance(other, str):
-            return Traced(str.__add__(other, self), writers_of(other) + self._writers)
+            end = None if self._end is None else len(other) + self._end
+            return Traced(str.__add__(other, self), writers_of(other) + self._writers, end)
         return NotImplemented
 
     def __mul__(self, count: SupportsIndex) -> Traced:
@@ -101,7 +114,12 @@ class Traced(str):
 
     def join(self, texts: Iterable[str]) -> Traced:
         texts = list(texts)
-        return Traced(str.join(self, texts), self._writers.join(map(writers_of, texts)))
+        joined = Traced(str.join(self, texts), self._writers.join(map(writers_of, texts)))
+        for number in reversed(range(len(texts))):
+            if (end := end_of(texts[number])) is not None:
+                joined._end = end + sum(map(len, texts[:number])) + number * len(self)
+                break
+        return joined
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         return self._cut(str.split(self, sep, maxsplit), sep)
@@ -239,6 +257,11 @@ EMPTY = Traced("", "")
 def writers_of(text: str) -> str:
     """Return the writers of the characters of any text."""
     return text._writers if isinstance(text, (Traced, TracedMarkup)) else UNKNOWN * len(text)
+
+
+def end_of(text: str) -> int | None:
+    """Return the place in any text at which the content ends that an answer continues, or None."""
+    return text._end if isinstance(text, Traced) else None
 
 
 def trace(value: Any, writer: str) -> Any:
