@@ -6,11 +6,11 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given, note, settings
 from hypothesis import strategies as st
 
 from fly.models.sandbox import Sandbox
-from fly.models.traced import OTHER, TEMPLATE, UNKNOWN, message_writer, trace, writers_of
+from fly.models.traced import OTHER, TEMPLATE, message_writer, trace, writers_of
 
 chat_template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
 
@@ -36,7 +36,8 @@ ONE = [
     "{}.title()", "{}.capitalize()", "{}.upper()", "{}.removeprefix('<|')", "{}.removesuffix('>')",
     "{}.translate({{97: 'zz', 98: none}})", "{}.replace('', '.')", "{}.replace('a', '', 1)", "('%s' % {})",
     "('%-8s.' % {})", "('%(a)s%%' % {{'a': {}}})", "('{{!r}}|'.format({}))", "('{{:>9}}{{{{'.format({}))",
-    "('%s;'|format({}))", "'{{a}}'.format_map({{'a': {}}})", "({} is string)", "({}.encode()|string)", "({}|e|string)",
+    "('%s;'|format({}))", "'{{a}}'.format_map({{'a': {}}})", "({} is string)", "({}.encode()|string)",
+    "({}|e|string)",
 ]  # fmt: skip
 TWO = [
     "({} ~ {})", "({} + {})", "({} if {} == 'a' else '<|end|>')", "('<|end|>' if 'a' in {} else {})",
@@ -45,14 +46,16 @@ TWO = [
     "({}.split({})|join)", "({} if {} > 'b' else 'c')", "(dict(a={}, b={})|tojson)", "({}|e + {})", "({} + {}|e)",
 ]  # fmt: skip
 STATEMENTS = [
-    "{{{{ {} }}}}", "{{% set x = {} %}}{{{{ x }}}}[{{{{ x }}}}]", "{{% set y %}}<{{{{ {} }}}}>{{% endset %}}{{{{ y }}}}",
-    "{{% filter upper %}}<|{{{{ {} }}}}{{% endfilter %}}", "{{% filter indent(3) %}}a\n{{{{ {} }}}}\nb{{% endfilter %}}",
+    "{{{{ {} }}}}", "{{% set x = {} %}}{{{{ x }}}}[{{{{ x }}}}]", "{{% if {} %}}yes{{% endif %}}",
+    "{{% set y %}}<{{{{ {} }}}}>{{% endset %}}{{{{ y }}}}", "{{% filter upper %}}<|{{{{ {} }}}}{{% endfilter %}}",
+    "{{% filter indent(3) %}}a\n{{{{ {} }}}}\nb{{% endfilter %}}",
     "{{% for c in {} %}}{{{{ c }}}}{{% if not loop.last %}},{{% endif %}}{{% endfor %}}",
     "{{% macro m(a, b='<|end|>') %}}{{{{ a }}}}{{{{ b }}}}{{% endmacro %}}{{{{ m({}) }}}}{{{{ m('x', a) }}}}",
     "{{% macro w() %}}({{{{ caller() }}}}){{% endmacro %}}{{% call w() %}}{{{{ {} }}}}{{% endcall %}}",
-    "{{% if {} %}}yes{{% endif %}}", "{{% set ns = namespace(t='') %}}{{% set ns.t = ns.t ~ {} %}}{{{{ ns.t }}}}",
+    "{{% set ns = namespace(t='') %}}{{% set ns.t = ns.t ~ {} %}}{{{{ ns.t }}}}",
     "{{% generation %}}{{{{ {} }}}}{{% endgeneration %}}", "{{% autoescape true %}}<{{{{ {} }}}}{{% endautoescape %}}",
-    "{{% with z = {} %}}{{{{ z ~ z }}}}{{% endwith %}}", "{{% block q %}}{{{{ {} }}}}{{% endblock %}}{{{{ self.q() }}}}",
+    "{{% with z = {} %}}{{{{ z ~ z }}}}{{% endwith %}}",
+    "{{% block q %}}{{{{ {} }}}}{{% endblock %}}{{{{ self.q() }}}}",
     "{{% for k, v in {{'a': {}}}|items %}}{{{{ k }}}}={{{{ v }}}}{{% endfor %}}", "{{{{ {}|random }}}}",
 ]  # fmt: skip
 
@@ -71,31 +74,36 @@ def templates(
     return st.lists(line, min_size=1, max_size=3).map(" ".join)
 
 
-def rendered(source: str, variables: dict[str, Any], plain: bool) -> str | None:
-    """What a template makes of the variables; None if it fails."""
+def plainly(source: str, **variables: Any) -> str | None:
+    """What transformers' environment makes of the variables; None if the template fails."""
     random.seed(0)  # for the filter of that name
     try:
-        if plain:
-            return chat_template_utils._compile_jinja_template(source).render(variables)
-        return SANDBOX.from_string(source).render(
-            {name: trace(value, WRITER[name]) for name, value in variables.items()}
-        )
+        return chat_template_utils._compile_jinja_template(source).render(variables)
     except Exception:
         return None
 
 
-WRITER = {"a": message_writer(0), "b": OTHER}
-OWN = "<|end|>", "ab", "x <|", "|>\n", "Straße"  # in Latin letters: what templates write here
+def traced(source: str, **variables: Any) -> Any:
+    """The same in our sandbox."""
+    random.seed(0)
+    try:
+        return SANDBOX.from_string(source).render(variables)
+    except Exception:
+        return None
+
+
+OWN = ("<|end|>", "ab", "x <|", "|>\n", "Straße")  # what templates write here
 THEIRS = st.lists(st.sampled_from(["ж", "Щ ", "<|", "|>", "\t", "Σ", "\n", "ώ", " ", "'", '"', "&", "я я"]), max_size=6)
 
 
-@settings(max_examples=200)
+@settings(max_examples=150)
 @given(source=templates(["a", "b", *map(repr, OWN)]), a=THEIRS.map("".join), b=THEIRS.map("".join))
 @example("{{ [a, 'ab']|tojson }}{{ ['ab', a] }}", "ж\n'", "")
 def test_no_letter_of_a_message_is_said_to_be_the_templates(source: str, a: str, b: str) -> None:
     """Messages here have no Latin letter and templates no other, so letters tell who wrote them."""
-    text = rendered(source, {"a": a, "b": b}, False)
-    assert text == rendered(source, {"a": a, "b": b}, True)
+    note(repr((source, a, b)))
+    text = traced(source, a=trace(a, message_writer(0)), b=trace(b, OTHER))
+    assert text == plainly(source, a=a, b=b)
     if text is not None:
         assert len(writers_of(text)) == len(text)
         own = {character for character, writer in zip(text, writers_of(text)) if writer == TEMPLATE}

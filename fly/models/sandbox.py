@@ -241,7 +241,7 @@ def _mark_safe(value: Any) -> TracedMarkup:
 def _title(value: Any) -> str:
     text = text_of(value)
     title = FILTERS["title"](text)
-    return Traced(title, rewritten_writers(text, title, lambda c: 0))
+    return Traced(title, rewritten_writers(text, title, lambda part: 0))
 
 
 def _string(value: Any) -> str:

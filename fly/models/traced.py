@@ -185,16 +185,16 @@ class Traced(str):
         return Traced(text, writers_of(sign) + TEMPLATE * (len(text) - len(self)) + writers_of(rest))
 
     def lower(self) -> Traced:
-        return self._rewritten(str.lower(self), lambda c: len(str.lower(c)))
+        return self._rewritten(str.lower(self), lambda part: len(str.lower(part)))
 
     def upper(self) -> Traced:
-        return self._rewritten(str.upper(self), lambda c: len(str.upper(c)))
+        return self._rewritten(str.upper(self), lambda part: len(str.upper(part)))
 
     def casefold(self) -> Traced:
-        return self._rewritten(str.casefold(self), lambda c: len(str.casefold(c)))
+        return self._rewritten(str.casefold(self), lambda part: len(str.casefold(part)))
 
     def swapcase(self) -> Traced:
-        return self._rewritten(str.swapcase(self), lambda c: len(str.swapcase(c)))
+        return self._rewritten(str.swapcase(self), lambda part: len(str.swapcase(part)))
 
     def capitalize(self) -> Traced:
         return self._rewritten(str.capitalize(self))
@@ -225,7 +225,7 @@ class Traced(str):
         filler = writers_of(*fillchar) if fillchar else TEMPLATE  # the template pads
         return Traced(text, filler * left + self._writers + filler * (len(text) - len(self) - left))
 
-    def _rewritten(self, text: str, length_of: Callable[[str], int] = lambda c: 0) -> Traced:
+    def _rewritten(self, text: str, length_of: Callable[[str], int] = lambda part: 0) -> Traced:
         return Traced(text, rewritten_writers(self, text, length_of))
 
 
@@ -323,18 +323,19 @@ def escape_text(value: Any) -> TracedMarkup:
         return TracedMarkup(html, writers_of(html))
     text = text_of(value)
     escaped = escape(text)
-    return TracedMarkup(escaped, rewritten_writers(text, escaped, lambda c: len(escape(c))))
+    return TracedMarkup(escaped, rewritten_writers(text, escaped, lambda part: len(escape(part))))
 
 
 def rewritten_writers(source: str, text: str, length_of: Callable[[str], int]) -> str:
-    """Return the writers of ``text``, which has ``length_of(c)`` characters for each character ``c`` of ``source``: at
-    least one for each, if both have the same length."""
+    """Return the writers of ``text``, in which ``length_of(part)`` characters stand for each part of ``source``. If
+    both have the same length, each character must stand for one."""
     writers = writers_of(source)
     if len(writers) == len(text):
         return writers
     if len(set(writers)) == 1:
         return writers[0] * len(text)
-    stretched = "".join(writer * length_of(c) for writer, c in zip(writers, str.__iter__(source)))
+    parts = (run.span() for run in _RUN.finditer(writers))
+    stretched = "".join(writers[start] * length_of(str.__getitem__(source, slice(start, end))) for start, end in parts)
     return stretched if len(stretched) == len(text) else UNKNOWN * len(text)
 
 
@@ -355,7 +356,7 @@ def _trace_literals(
         for string in _strings(value, sort_keys, name_of):
             literal = write(string)
             at = text.index(literal, start)
-            inside = rewritten_writers(string, literal[1:-1], lambda c: len(write(c)) - 2)
+            inside = rewritten_writers(string, literal[1:-1], lambda part: len(write(part)) - 2)
             writers += [OTHER * (at + 1 - start), inside, OTHER]
             start = at + len(literal)
     except (TypeError, ValueError):
@@ -382,6 +383,7 @@ def _strings(value: Any, sort_keys: bool, name_of: Callable[[Any], str] | None) 
         raise TypeError(f"{type(value).__name__} is no plain data")
 
 
+_RUN = re.compile(r"(.)\1*", re.DOTALL)
 # A conversion of the operator ``%``, except those whose width is an argument.
 _CONVERSION = re.compile(r"%(?:\(([^()]*)\))?([#0\- +]*\d*(?:\.\d+)?)[hlL]?([a-zA-Z%])")
 
