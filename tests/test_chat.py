@@ -449,6 +449,20 @@ def test_special_tokens_in_what_is_said_stay_text(
     assert specials(token) == specials("c")
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(
+    messages=conversations(),
+    last=st.sampled_from(["Sure, ", " so\n", "<think>\nhm\n</think>\n\n", "</think>", 'it\'s "x"']),
+)
+def test_an_open_conversation_ends_as_that_of_transformers(
+    pairs: dict[str, tuple[Tokenizer, Any]], name: str, messages: list[dict[str, Any]], last: str
+) -> None:
+    """It puts a mark into the content; templates see none of ours, so that they refuse less."""
+    messages = [*messages[:-1], {"role": messages[-1]["role"], "content": last}]
+    found, wanted = both(pairs[name], messages, add_generation_prompt=False, continue_final_message=True)
+    assert wanted is None or found == wanted
+
+
 # --- thinking --------------------------------------------------------------------------------------------
 
 PARTS = ["<think>", "</think>", "[THINK]", "[/THINK]", "<", "</", "thi", "nk>", "\n", " ", "a", "é"]

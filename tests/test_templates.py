@@ -259,7 +259,7 @@ LOOPS = [
     "{{ m.content[0]['text'] + (m.content[1]['text'] if m.content|length > 1 else '') }}",
 ]
 EITHER = [
-    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}!{% endfor %}{% endif %}",
+    "{% if m.content is string %}{{ m.content }}{% else %}parts{% endif %}",
     "{{ m.content if m.content is string else m.content[0].text }}",
     "{% if m.content is not string %}{{ m.content|tojson }}{% else %}{{ m.content }}{% endif %}",
     "{{ m.content.text if m.content.text is defined else m.content }}",

@@ -176,8 +176,8 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
-        own: Mapping[str, Any],
-        given: Mapping[str, Any],
+        trusted: Mapping[str, Any],
+        untrusted: Mapping[str, Any],
         continued: bool = False,
     ) -> Traced:
         """Render a conversation. The result knows who wrote each character (``fly.models.traced``).
@@ -187,8 +187,8 @@ class ChatTemplate:
 
         Args:
             messages: what ``conversation`` returns.
-            own: variables that count as the template's own writing, such as the names of special tokens.
-            given: variables that count as text of messages, such as ``tools``.
+            trusted: variables that count as the template's own writing, such as the names of special tokens.
+            untrusted: variables that count as messages' writing, such as ``tools``.
             continued: whether to end after the last message's content, so that the answer continues it.
 
         Raises ``ValueError`` that names the template if it refuses the messages (a template is a program, so it may
@@ -196,7 +196,7 @@ class ChatTemplate:
         """
         if continued and not (messages and _text_of(messages[-1])):
             raise ValueError("continue_final_message: the last message has no text to continue")
-        variables = {**trace(own, TEMPLATE), **trace(given, OTHER)}
+        variables = {**trace(trusted, TEMPLATE), **trace(untrusted, OTHER)}
 
         def attempt(messages: Sequence[Message], listed: Collection[str], continued: bool = False) -> Traced:
             last = len(messages) - 1
@@ -335,7 +335,7 @@ class _Parts(list[Any]):
         raise _PartsPrinted(self._role)
 
 
-_NAME = re.compile(r"[\w -]+")
+_NAME = re.compile(r"[\w -]+")  # a role that spells no part of a control token but a word
 _SANDBOX = Sandbox()
 
 

@@ -219,7 +219,9 @@ class Tokenizer:
     ) -> ChatPrompt:
         """Render a conversation with the checkpoint's template, in a sandbox, and encode it.
 
-        Only the template can produce control tokens. A message or variable that spells one stays plain text.
+        Only the template can write control tokens. A message or variable that spells one stays plain text, whatever
+        the template does with it. The role of a message counts as the template's own if it is a name, so that a
+        template may build control tokens from roles.
 
         Args:
             messages: dictionaries with a role and a content, and whatever else the template reads.
@@ -232,19 +234,20 @@ class Tokenizer:
             at_most: the most tokens allowed. This limit is checked before anything is encoded.
             variables: other variables of the template, such as ``enable_thinking``.
 
-        Raises ``ValueError`` if the checkpoint has no template, the template refuses the messages, or it does not read
-        a variable; ``TooLong`` if there must be more than ``at_most`` tokens.
+        Raises ``ValueError`` if the checkpoint has no template, or the template refuses the messages, shows nothing of
+        one that has a text, does not read a variable, or makes it impossible to tell who wrote a control token;
+        ``TooLong`` if there must be more than ``at_most`` tokens.
         """
         template = pick(self.templates, chat_template, bool(tools))
         lists = {"tools": tools, "documents": documents}
-        given = {**{name: value for name, value in lists.items() if value is not None}, **variables}
+        untrusted = {**{name: value for name, value in lists.items() if value is not None}, **variables}
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
-        if unread := sorted(given.keys() - template.variables):  # they would have no effect
+        if unread := sorted(untrusted.keys() - template.variables):  # they would have no effect
             known = sorted(template.variables - {"messages", "add_generation_prompt", *self.special_names})
             raise template.refusal(f"it does not read {unread}; it reads {known}")
-        own = {**self.special_names, **_LISTS, "add_generation_prompt": add_generation_prompt}
-        text = template.render(conversation(messages), own, given, continue_final_message)
+        trusted = {**self.special_names, **_LISTS, "add_generation_prompt": add_generation_prompt}
+        text = template.render(conversation(messages), trusted, untrusted, continue_final_message)
         if at_most is not None:
             self.check_length(text, at_most)
         ids = self._encode_rendered(text, template.name)
@@ -258,33 +261,33 @@ class Tokenizer:
         """Render a conversation as text, for callers that cannot use token ids. If a message spells a control token, it
         becomes a real one when the text is encoded: use ``apply_chat_template`` for messages that you do not trust.
         Raises the same errors as ``apply_chat_template``."""
-        own = {**self.special_names, **_LISTS, "add_generation_prompt": add_generation_prompt}
-        return str.__str__(pick(self.templates, None, False).render(conversation(messages), own, {}))
+        trusted = {**self.special_names, **_LISTS, "add_generation_prompt": add_generation_prompt}
+        return str.__str__(pick(self.templates, None, False).render(conversation(messages), trusted, {}))
 
     def _encode_rendered(self, rendered: Traced, name: str) -> list[int]:
-        """Encode what the template ``name`` rendered. Its own control tokens become tokens; what messages spell is
-        encoded as plain text."""
+        """Encode what the template ``name`` rendered. Control tokens that it wrote become tokens; those that messages
+        spell are encoded as plain text."""
         text, writers = str.__str__(rendered), writers_of(rendered)
         spelled = self._find_controls(text)
-        found = spelled
+        controls = spelled
         if any(not set(writers[token.start : token.end]) <= {TEMPLATE, ROLE} for token in spelled):
-            found = self._find_controls(self._hide_messages(text, writers))
-        if unsure := [token for token in found if UNKNOWN in writers[token.start : token.end]]:
+            controls = self._find_controls(self._hide_messages(text, writers))
+        if unsure := [token for token in controls if UNKNOWN in writers[token.start : token.end]]:
             spelling = text[unsure[0].start : unsure[0].end]
             raise ValueError(
                 f"the chat template {name!r} changes {spelling!r} so that nothing tells who wrote this control token, "
                 "the template or a message"
             )
-        own = [token for token in found if TEMPLATE in writers[token.start : token.end]]
-        if own == spelled:
+        controls = [token for token in controls if TEMPLATE in writers[token.start : token.end]]
+        if controls == spelled:
             [encoding] = _encoded(self.raw, [text])
-            controls = [token.id for token in own if token.id in self._spelled_ids]
-            if [i for i in encoding.ids if i in self._spelled_ids] == controls:
+            wanted = [token.id for token in controls if token.id in self._spelled_ids]
+            if [i for i in encoding.ids if i in self._spelled_ids] == wanted:
                 return encoding.ids
-        ends = [0, *(token.until for token in own)]
-        begins = [*(token.since for token in own), len(text)]
-        first, *others = self._encode_plain([text[start:end] for start, end in zip(ends, begins)])
-        return first + [i for token, other in zip(own, others) for i in (token.id, *other)]
+        begins = [0, *(token.until for token in controls)]
+        ends = [*(token.since for token in controls), len(text)]
+        first, *others = self._encode_plain([text[begin:end] for begin, end in zip(begins, ends)])
+        return first + [i for token, other in zip(controls, others) for i in (token.id, *other)]
 
     def _hide_messages(self, text: str, writers: str) -> str:
         """Replace the characters that messages wrote, so that they spell no control token."""
@@ -314,11 +317,11 @@ class Tokenizer:
         ids = {}
         for text, encoding in zip(unique, _encoded(self._plain, unique, offsets=True)):
             # Some models (Unigram, whole words) know control tokens as words. Cut these, so that they are no words.
-            read = [(i, *span) for i, span in zip(encoding.ids, encoding.offsets) if i in self._spelled_ids]
-            for i, start, end in read:
-                if text[start:end] == self.controls[i].content and end - start == 1:
-                    raise ValueError(f"the tokenizer has no token for {text[start:end]!r} but a control token")
-            if cuts := [start + 1 for _, start, end in read if end - start > 1]:
+            words = [(i, *span) for i, span in zip(encoding.ids, encoding.offsets) if i in self._spelled_ids]
+            for i, start, end in words:
+                if end - start == 1 and text[start] == self.controls[i].content:
+                    raise ValueError(f"the tokenizer has no token for {text[start]!r} but a control token")
+            if cuts := [start + 1 for _, start, end in words if end - start > 1]:
                 parts = self._encode_plain([text[start:end] for start, end in pairwise([0, *cuts, len(text)])])
                 ids[text] = [i for part in parts for i in part]
             else:
@@ -492,8 +495,8 @@ class TextStream:
     def _settle(self, stoppable: bool, keep: bool = True) -> str:
         """Return the held text up to a stop string. With ``keep``, also hold back what may be the beginning of one."""
         stops = self._stop if stoppable else ()
-        if found := [(at, len(stop), stop) for stop in stops if (at := self._find(stop)) is not None]:
-            end, _, stop = min(found)
+        if complete := [(at, len(stop), stop) for stop in stops if (at := self._find(stop)) is not None]:
+            end, _, stop = min(complete)
             self.stopped, rest = True, len(self._held)
         else:
             end = rest = min(map(self._find_beginning, stops), default=len(self._held)) if keep else len(self._held)
@@ -513,19 +516,22 @@ class TextStream:
 
     def _find(self, stop: str) -> int | None:
         """Return the place at which ``stop`` begins in what is held, or None. It never has a part of a silent token."""
-        found = []
+        begins = []
         for text, places in self._views():
             at = text.find(stop)
             while at >= 0 and "-" in (self._kinds[places[at]], self._kinds[places[at + len(stop) - 1] + 1 :][:1]):
                 at = text.find(stop, at + 1)
             if at >= 0:
-                found.append(places[at])
-        return min(found, default=None)
+                begins.append(places[at])
+        return min(begins, default=None)
 
     def _find_beginning(self, stop: str) -> int:
-        """Return the place at which the end of what is held may be the beginning of ``stop``."""
-        found = [len(self._held)]
+        """Return the place from which what is held may be the beginning of ``stop``."""
+        begins = [len(self._held)]
         for text, places in self._views():
-            begins = (len(text) - n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n]))
-            found += next(([places[at]] for at in begins if self._kinds[places[at]] != "-"), [])
-        return min(found)
+            for length in range(min(len(stop) - 1, len(text)), 0, -1):
+                begin = places[len(text) - length]
+                if text.endswith(stop[:length]) and self._kinds[begin] != "-":
+                    begins.append(begin)
+                    break
+        return min(begins)
