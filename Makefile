@@ -8,12 +8,19 @@ BIN    := $(VENV)/bin
 demo: $(VENV)/.installed
 	$(BIN)/fly demo
 
-# An answer in two minutes: what tests/conftest.py does not list as slow, with a third of the examples.
+# An answer in two minutes: what tests/conftest.py does not list as slow, with half of the examples.
 check: $(VENV)/.installed-dev lint types
 	$(BIN)/pytest -n auto -m quick --hypothesis-profile quick
 
+# The same examples every time, on every machine.
 test: $(VENV)/.installed-dev lint types
 	$(BIN)/pytest -n auto
+
+# Other random examples of each property in every round, some minutes a round: make explore ROUNDS=20 takes hours.
+.PHONY: explore
+ROUNDS = 1
+explore: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.explore --rounds $(ROUNDS)
 
 # Attacks on a server, some minutes. Its figures mean something on a machine that does nothing else.
 hostile: $(VENV)/.installed-dev

@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-__all__ = ["explain", "fault_place", "instead", "meant", "origin", "said", "short", "worded"]
+__all__ = ["PlacedError", "explain", "fault_place", "instead", "meant", "origin", "said", "short", "worded"]
 
 # Names that vLLM, transformers and OpenAI use, and the names here for the same thing.
 _ELSEWHERE = {
@@ -38,21 +38,35 @@ _ELSEWHERE = {
 }
 
 
-def explain(error: ValidationError, fields: Iterable[str] = ()) -> str:
+class PlacedError(ValueError):
+    """An error in a part of an input. ``place`` is the path to the part: keys of mappings and indices of lists."""
+
+    def __init__(self, message: str, *place: str | int) -> None:
+        super().__init__(message)
+        self.place = place
+
+
+def explain(
+    error: ValidationError, fields: Iterable[str] = (), where: Callable[[tuple[str | int, ...]], str] | None = None
+) -> str:
     """Describe all wrong fields in one line: name, fault and value. For a field that does not exist, suggest one of
-    ``fields``."""
+    ``fields``. ``where`` returns what comes before the description of each: it gets the path to the wrong value."""
     parts = []
     for problem in error.errors(include_url=False):
         name = ".".join(map(str, problem["loc"]))
+        about = problem.get("ctx", {})
+        tag = about["discriminator"].strip("'") if "discriminator" in about else None  # the field that picks a class
+        place = (*problem["loc"], *([tag] if tag else getattr(about.get("error"), "place", ())))
+        start = where(place) if where else ""
         if problem["type"] == "extra_forbidden":
             known = fields if len(problem["loc"]) == 1 else ()
-            parts.append(f"{name}: there is no such field{instead(name, known, 'fields') if known else ''}")
+            parts.append(f"{start}{name}: there is no such field{instead(name, known, 'fields') if known else ''}")
             continue
         text = worded(problem)
         # Our own validators name the value themselves.
         got = "" if problem["type"] in ("value_error", "missing") else f", got {problem['input']!r}"
         named = not name or text.startswith(f"{name} ")
-        parts.append(f"{text}{got}" if named else f"{name}: {text}{got}")
+        parts.append(f"{start}{text}{got}" if named else f"{start}{name}: {text}{got}")
     return "; ".join(parts)
 
 

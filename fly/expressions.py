@@ -24,7 +24,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from fly.errors import explain, instead, meant
+from fly.errors import PlacedError, explain, instead, meant
 
 __all__ = [
     "CLASS_PATH",
@@ -70,7 +70,6 @@ class Registry:
     choices: Callable[[], Mapping[str, Iterable[str]]]  # the names that an error lists, by title
     more: str = ""  # further possible names, in words
     presets: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # functions without parameters, by name
-    gone: Mapping[str, str] = field(default_factory=dict)  # names that were deleted, and what to use instead
 
     @cached_property
     def types(self) -> dict[str, Any]:
@@ -118,8 +117,9 @@ class Source:
     named: set[str] = field(default_factory=set)  # collects the names that are looked up
     defaults: Mapping[str, Any] = field(default_factory=dict)  # values for parameters with these names
 
-    def error(self, message: str) -> ValueError:
-        return ValueError(f"{self._start}: {message}")
+    def error(self, message: str, *place: str) -> ValueError:
+        """Return an error of the text, or of the parameter of its call at ``place``."""
+        return PlacedError(f"{self._start}: {message}", *place)
 
     @property
     def _start(self) -> str:
@@ -137,8 +137,6 @@ class Source:
             return self.registry.load(name)
         if found := self.registry.presets.get(name) or self.registry.types.get(name):
             return found
-        if name in self.registry.gone:
-            raise self.error(f"{name!r} was deleted: {self.registry.gone[name]}")
         choices = self.registry.choices()
         close = meant(name, [known for names in choices.values() for known in names])
         listed = ", ".join(f"{title}: {list(names)}" for title, names in choices.items())
@@ -162,10 +160,12 @@ class Source:
         parameters = signature.parameters
         named = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
         if wrong := [option for option in options if option not in parameters and not named]:
-            raise self.error(f"{name} has no parameter {wrong[0]!r}{instead(wrong[0], parameters)}")
+            raise self.error(f"{name} has no parameter {wrong[0]!r}{instead(wrong[0], parameters)}", wrong[0])
+        place: tuple[str, ...] = ()
         try:
             bound = signature.bind(*arguments, **options)
             for parameter, given in bound.arguments.items():
+                place = (parameter,)
                 hint, kind = hints.get(parameter, Any), parameters[parameter].kind
                 several, named = kind is Parameter.VAR_POSITIONAL, kind is Parameter.VAR_KEYWORD
                 values = tuple(
@@ -174,13 +174,14 @@ class Source:
                 for value in values:
                     _check_parameter(make, parameter, value)
                 bound.arguments[parameter] = dict(zip(given, values)) if named else values if several else values[0]
+            place = ()
             for parameter in self.defaults.keys() & parameters.keys() - bound.arguments.keys():
                 bound.arguments[parameter] = self.defaults[parameter]
             return make(*bound.args, **bound.kwargs)
         except (TypeError, ValueError, OverflowError) as error:
             if str(error).startswith(self._start):  # an error of a part, which names the text already
                 raise
-            raise self.error(f"{name}: {error}") from error
+            raise self.error(f"{name}: {error}", *place) from error
 
 
 class Text(Source):

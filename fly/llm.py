@@ -18,7 +18,7 @@ import torch
 
 from fly.backends.choice import LoadExecutor, executor_of, load_executor
 from fly.backends.choice import load as load_model
-from fly.backends.cpu.library import TORCH
+from fly.backends.cpu.library import TORCH, check_target
 from fly.bundled import open_model
 from fly.cache import block_size_for
 from fly.calls import Calls, Params, PolicyLike, Prompt, Prompts, as_policy, for_chat, listed
@@ -244,7 +244,7 @@ class LLM(Calls):
             self.tokenizer, self.eos_ids, self.default_params = model.tokenizer, model.eos_ids, model.default_params
             executor = model.engine.runner.executor
         else:
-            _check_kernels(kernels)
+            check_target(kernels)
             checkpoint = open_model(model) if isinstance(model, (str, Path, Checkpoint)) else None
             most = sys.maxsize if checkpoint is None else checkpoint.config.max_position_embeddings
             if max_context is not None and max_context > most:
@@ -256,7 +256,7 @@ class LLM(Calls):
         if max_context is not None and max_context != executor.config.max_position_embeddings:
             has = executor.config.max_position_embeddings
             raise ValueError(f"max_context {max_context}: this model is loaded already, with a context of {has}")
-        _check_kernels(executor.kernels)  # that of a loaded model, or of FLY_KERNELS
+        check_target(executor.kernels)  # that of a loaded model, or of FLY_KERNELS
         if self.tokenizer is not None:
             self.tokenizer.check_fits(executor.config.vocab_size)
         return executor
@@ -467,12 +467,6 @@ def _part_loader(ranks: Ranks, whole_sums: bool) -> LoadExecutor:
     from fly.parallel import LLAMA, LLAMA_WHOLE_SUMS, load
 
     return partial(load, plan=LLAMA_WHOLE_SUMS if whole_sums else LLAMA, ranks=ranks)
-
-
-def _check_kernels(kernels: str) -> None:
-    """Refuse kernels that only a draft may have."""
-    if kernels.rpartition("-")[2] == "w4":
-        raise ValueError(f"kernels {kernels!r} are for drafts: likely tokens alone get logits; a target takes 'w4a8'")
 
 
 def _check_k(k: int) -> int:

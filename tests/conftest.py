@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from fly.backends.cpu import library
 
@@ -21,10 +22,17 @@ if TYPE_CHECKING:
 
 # Forwards of tiny models take milliseconds, but their time is no property: no deadline anywhere.
 _QUIET = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-settings.register_profile("local", deadline=None, max_examples=60, suppress_health_check=_QUIET)
-settings.register_profile("ci", parent=settings.get_profile("local"), derandomize=True, print_blob=True)
-settings.register_profile("quick", parent=settings.get_profile("local"), max_examples=20)
-settings.load_profile("ci" if os.environ.get("CI", "").lower() in ("1", "true") else "local")
+# What ``pytest`` runs: the same examples every time, on every machine. ``make check`` takes fewer of them.
+settings.register_profile(
+    "fixed", deadline=None, max_examples=40, derandomize=True, print_blob=True, suppress_health_check=_QUIET
+)
+settings.register_profile("quick", parent=settings.get_profile("fixed"), max_examples=20)
+# What ``make explore`` runs: other examples for each seed.
+settings.register_profile("explore", parent=settings.get_profile("fixed"), max_examples=60, derandomize=False)
+settings.load_profile("fixed")
+# Hypothesis also draws the constants of our modules that were imported before an example, and xdist gives each process
+# other tests: without this, the examples would depend on both. tests/test_examples.py holds it.
+providers._get_local_constants = lambda: providers._local_constants
 
 # ``make check`` leaves these files out: each takes over ten seconds, together four fifths of the whole suite's time.
 SLOW = {

@@ -15,7 +15,7 @@ from torch import Tensor
 from fly.models import Llama
 from fly.models.loading import checkpoint_tensors
 
-__all__ = ["ARCHITECTURES", "write_gguf", "write_tokenizer"]
+__all__ = ["ARCHITECTURES", "add_field", "write_gguf", "write_tokenizer"]
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
 # Where blocks of K-quants, which the library reads but does not write, hold numbers of 16 bits.
@@ -57,14 +57,7 @@ def write_gguf(
     if config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
     for key, value in (fields or {}).items():
-        if isinstance(value, np.ndarray):
-            writer.add_tensor(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        else:
-            writer.add_string(key, value)
+        add_field(writer, key, value)
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), config.num_hidden_layers)
     made = {}
     for seed, (key, tensor) in enumerate(checkpoint_tensors(model)):
@@ -94,16 +87,25 @@ def write_tokenizer(path: Path, **fields: Any) -> None:
     """A file of a vocabulary alone; ``fields`` by what comes after ``tokenizer.ggml.``"""
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in fields.items():
-        name = f"tokenizer.ggml.{key}"
-        if isinstance(value, list):
-            writer.add_array(name, value)
-        elif isinstance(value, bool):
-            writer.add_bool(name, value)
-        elif isinstance(value, int):
-            writer.add_uint32(name, value)
-        else:
-            writer.add_string(name, value)
+        add_field(writer, f"tokenizer.ggml.{key}", value)
     _finish(writer)
+
+
+def add_field(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
+    """Add metadata of the type that ``value`` has, or a tensor if it is an array. It replaces a value of this name."""
+    writer.kv_data[0].pop(name, None)
+    if isinstance(value, np.ndarray):
+        writer.add_tensor(name, value)
+    elif isinstance(value, list):
+        writer.add_array(name, value)
+    elif isinstance(value, bool):
+        writer.add_bool(name, value)
+    elif isinstance(value, int):
+        (writer.add_int32 if value < 0 else writer.add_uint32)(name, value)
+    elif isinstance(value, float):
+        writer.add_float32(name, value)
+    else:
+        writer.add_string(name, value)
 
 
 def _finish(writer: gguf.GGUFWriter) -> None:

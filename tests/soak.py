@@ -36,7 +36,7 @@ from fly.types import Guarantee
 
 MODEL = "fly-target"
 EAGLE = "eagle3(fly-eagle3, nodes=12, depth=4, width=3)"
-LEARN = "union", "adaptive", "choose", "suffix", "eagle3"  # a head by what it kept of hidden states
+LEARN = "adaptive", "choose", "suffix", "eagle3"  # a head by what it kept of hidden states
 MEGABYTES, FILES = 64, 2  # that a process may have grown by
 RULES = ["exact", "exact", "block", "fly(theta=0.3, window=2, hold=2)", "exact | entropy(0.4) & ~control"]
 FORMS = [{"regex": "[0-9]{1,3}( [0-9]{1,3}){0,9}"}, {"json_object": True}]
@@ -59,7 +59,7 @@ STAGES = [
     Stage("fly-draft", served=True),
     Stage(EAGLE, "avx2"),
     Stage("ngram+model(fly-tiny)", "int8", served=True),
-    Stage("union(ngram, fly-draft)", "w8a8"),
+    Stage("suffix+fly-draft", "w8a8"),
     Stage("adaptive(tree(fly-draft, nodes=9, depth=4, width=3))", served=True),
 ]
 

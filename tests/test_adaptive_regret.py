@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fly.drafts import DraftStrategy, UnionDraft
+from fly.drafts import DraftStrategy
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import StopsByChance, pad
 from fly.runtime.request import Sequence, common_prefix
@@ -149,7 +149,6 @@ def total(arm: str, kind: str, step: float, seed: int, together: int = 1, **cost
         "none": None,
         "model": Model(machine),
         "lookup": Lookup(machine),
-        "union": UnionDraft([Lookup(machine), Model(machine)]),
         "adaptive": AdaptiveDraft(Model(machine), Lookup(machine), machine.clock),
     }
     texts = [Text.of(kind, 1000 * seed + n) for n in range(REQUESTS * together)]
@@ -163,7 +162,7 @@ def test_it_loses_little_to_the_best_arm_from_the_first_request(kind: str, step:
     """Where nothing can be predicted, it loses some trials and the reading of a few prompts: 4 % of ten short answers.
     With a neighbour that comes and goes, drafts that gain nothing on a quiet machine cost up to 7 %."""
     seeds = range(4)
-    arms = "none", "model", "lookup", "union", "adaptive"
+    arms = "none", "model", "lookup", "adaptive"
     times = {arm: sum(total(arm, kind, step, seed, noise=noise) for seed in seeds) for arm in arms}
     adaptive = times.pop("adaptive")
     assert adaptive <= (1.08 if kind == "random" else 1.035) * min(times.values())

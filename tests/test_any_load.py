@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not VARIANTS, reason=why_not() or "compiled kern
 # A bare name drafts as well as it can: with prompt lookup below it, and stopping by itself.
 DRAFTS = [
     "none", "ngram", "suffix", "fly-tiny", "model(fly-tiny)", "ngram+fly-tiny", "ngram+fly-tiny+fly-tiny",
-    "tree(fly-tiny, nodes=9, depth=4, width=3)", "union(ngram, fly-tiny)", "adaptive(fly-tiny)",
+    "tree(fly-tiny, nodes=9, depth=4, width=3)", "suffix+fly-tiny", "adaptive(fly-tiny)",
     "adaptive(tree(fly-tiny, nodes=6, depth=3, width=2))", "choose(small=fly-tiny, copy=ngram)",
     "eagle3(fly-eagle3)", "eagle3(fly-eagle3, nodes=12, depth=4, width=3)",
 ]  # fmt: skip

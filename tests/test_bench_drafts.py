@@ -73,7 +73,7 @@ def printed(width: int, rows: list[Drafted] | list[Promise]) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [80, 90, 100, 200])
-@pytest.mark.parametrize("names", [STRATEGIES, ("fly-draft", "ngram"), (f"union(fly-draft, {'ngram+' * 30}suffix)",)])
+@pytest.mark.parametrize("names", [STRATEGIES, ("fly-draft", "ngram"), (f"adaptive({'ngram+' * 30}fly-draft)",)])
 def test_every_strategy_has_its_whole_name_and_figures_at_any_width(width: int, names: tuple[str, ...]) -> None:
     stats = Stats(generated=3000, emitted=3000, rounds=250)
     result = Result(Setting("x", LLM(LARGE), 0), stats, Times(0.1, 0.4), ["x"] * 8, [True] * 8)

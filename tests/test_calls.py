@@ -17,6 +17,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -139,20 +140,70 @@ def test_parts_of_a_message_are_one_text(llm: LLM) -> None:
     assert llm.chat_prompt([{"role": "user", "content": parts}]) == llm.chat_prompt(ONE)
 
 
-@pytest.mark.parametrize(
-    ("text", "twice"),
-    [
-        ("k: 3\npolicy: fly\nk: 5\n", "'k' is given twice"),
-        ("policy:\n  name: fly\n  theta: 0.1\n  theta: 0.3\n", "'theta' is given twice"),
-        ('{"k": 3, "k": 3}', "'k' is given twice"),
-    ],
-)
-def test_a_file_says_everything_once(text: str, twice: str, tmp_path: Path) -> None:
-    (path := tmp_path / "setup.yaml").write_text(text, encoding="utf-8")
-    for read in (Config.read, Plan.read, load_task):
+# Lines of a configuration that are right, and lines with an error and what it says.
+RIGHT = ["model: fly-tiny", "draft: ngram", "max_rows: 4", "policy:\n  name: fly\n  theta: 0.1", "prefix_reuse: true"]
+WRONG = [
+    ("k: 3\nk: 5", 1, "'k' is given twice"),
+    ('{"k": 3,\n "k": 3}', 1, "'k' is given twice"),
+    ("exits:\n  a: 1\n  b: 2\n  a: 3", 3, "'a' is given twice"),
+    ("k: many", 0, "'many'"),
+    ("cache_share:\n  - 1\n  - 2", 0, "[1, 2]"),
+    ("polcy: exact", 0, "did you mean 'policy'?"),
+    ("exits: 2024-13-01", 0, "month"),
+    ("exits: !mine x", 0, "'!mine'"),
+    ("exits: ]", 0, "not valid YAML"),
+    ('exits: "\x07"', 0, "not allowed"),
+    ("policy:\n  name: fly\n  tetha: 0.1", 2, "did you mean 'theta'?"),
+    ("policy:\n  name: fly\n  # high\n  theta: high", 3, "'high'"),
+    (
+        "policy:\n  name: relaxed\n  base: {name: exact}\n  condition:\n    name: all\n    parts:\n"
+        "      - {name: room}\n      - name: window\n        window: 2.5",
+        8,
+        "2.5",
+    ),
+]
+
+
+@given(st.permutations(RIGHT), st.sampled_from(WRONG), st.integers(0, len(RIGHT)), st.integers(0, 3))
+def test_an_error_in_a_file_names_its_line(
+    right: list[str], wrong: tuple[str, int, str], before: int, comments: int
+) -> None:
+    """Wherever it stands; lines count from 1, as editors show them."""
+    text, line, said = wrong
+    parts = [] if text.startswith("{") else [each for each in right if each.split(":")[0] != text.split(":")[0]]
+    above = "".join(f"{each}\n" for each in ["# a setup", *parts[:before], *["# -"] * comments])
+    with TemporaryDirectory() as folder:
+        (path := Path(folder) / "setup.yaml").write_text(
+            above + text + "\n" + "\n".join(parts[before:]), encoding="utf-8"
+        )
         with pytest.raises(ValueError) as caught:
+            Config.read(path)
+        assert str(caught.value).startswith(f"{path}, line {above.count(chr(10)) + line + 1}: "), caught.value
+        assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("read", [Config.read, Plan.read, load_task])
+def test_a_file_has_fields_and_each_once(read: Callable[[str], object], tmp_path: Path) -> None:
+    path = tmp_path / "setup.yaml"
+    for empty in ("", "# nothing\n", "---\n", "{}\n"):  # a default model would run, and the user would not know
+        path.write_text(empty, encoding="utf-8")
+        with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}: this \w+ is empty; fields: \["):
             read(str(path))
-        assert str(path) in str(caught.value) and twice in str(caught.value) and "line " in str(caught.value)
+    for text, line in (("a: 3\nb: 4\na: 5\n", 3), ('{"a": 3, "a": 3}', 1)):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}, line {line}: .*'a' is given twice, first on"):
+            read(str(path))
+    path.write_text("- 1\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"is a mapping of fields, not \[1\]"):
+        read(str(path))
+    path.write_bytes(b"about: x\nprompt: \xff\n")
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}, line 2: not in UTF-8"):
+        read(str(path))
+
+
+def test_json_may_be_indented_by_tabs(tmp_path: Path) -> None:
+    (path := tmp_path / "setup.json").write_text('{\n\t"model": "fly-tiny",\n\t"k":\t3\n}\n', encoding="utf-8")
+    assert Config.read(path).k == 3
 
 
 def test_options_are_the_fields_of_sampling_parameters() -> None:

@@ -20,7 +20,6 @@ from fly.drafts import (
     SingleDraft,
     SuffixDraft,
     TreeDraft,
-    UnionDraft,
 )
 from fly.drafts.base import DraftSetup, pad, until_end
 from fly.ops import Stream, derive, draw, uniforms
@@ -367,7 +366,6 @@ OURS: dict[str, Callable[[], DraftStrategy]] = {
     "confidence": lambda: SingleDraft(run(MODEL), confidence=0.15),
     "suffix": SuffixDraft,
     "tree": lambda: TreeDraft(run(MODEL), nodes=7, depth=3, width=2),
-    "union": lambda: UnionDraft([NGramDraft(), SingleDraft(run(MODEL))]),
     "adaptive": lambda: AdaptiveDraft(SingleDraft(run(MODEL))),
 }
 

@@ -14,7 +14,7 @@ from fly.drafts import ChooseDraft, DraftStrategy, NGramDraft, SingleDraft, Tran
 from fly.runtime.request import Sequence
 from fly.testing import check_draft
 from fly.types import Draft, Target
-from tests.toys import random_llama
+from tests.toys import random_llama, ready
 
 TEXTS = [[1, 2, 3, 1, 2], [4, 5, 4, 5, 4], [7, 8, 9, 7, 8, 9], [2, 2, 2], [5, 6, 5, 6]]
 
@@ -72,6 +72,13 @@ def test_a_strategy_sees_only_its_own_requests() -> None:
     llm = fly.LLM(random_llama(0), ChooseDraft(one=one, other=other))
     llm.generate(TEXTS, fly.SamplingParams(temperature=0.0, max_tokens=9), draft=["one", "other", "one", "", "other"])
     assert (len(one.heard), len(other.heard)) == (3, 2) and not one.heard & other.heard
+
+
+def test_it_drafts_for_texts_that_one_of_its_strategies_drafts_for() -> None:
+    short, long = SingleDraft(random_llama(1, max_positions=12)), SingleDraft(random_llama(2, max_positions=64))
+    both = ready(ChooseDraft(short=short, long=long))
+    assert both.context == 64 and both.vocab_size == short.vocab_size
+    assert ready(ChooseDraft(short=SingleDraft(random_llama(1, max_positions=12)), copy=NGramDraft())).context is None
 
 
 def test_names_are_checked() -> None:

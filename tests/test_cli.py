@@ -331,7 +331,7 @@ def test_configuration_files(tmp_path: Path) -> None:
         ("cache_share: .nan", "finite.*nan"),
         ("policy: flx", "flx"),
         ("{", "YAML"),
-        ("- 1", "valid"),
+        ("- 1", "mapping"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=said):
@@ -450,7 +450,7 @@ def test_compare_counts_what_happened() -> None:
 
 def test_drafts_are_listed_checked_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = run("drafts").output
-    assert all(name in listed for name in ("ngram(", "suffix(", "union(", "adaptive(strategy, lookup"))
+    assert all(name in listed for name in ("ngram(", "suffix(", "tree(", "adaptive(strategy, lookup"))
     (tmp_path / "my_drafts_cli.py").write_text(
         "from fly.drafts import NGramDraft, pad\n"
         "class Mine(NGramDraft): pass\n"

@@ -5,16 +5,21 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 import fly
 from fly import LLM, SamplingParams, cli
 from fly.bundled import CHECKPOINTS
+from fly.cli.chat import Conversation
+from fly.config import Config
 
 QUESTIONS = ["Take the list 4 9 5 7. Reverse the list.", "Take the list 3 8. Add 2 to each number."]
 
@@ -75,8 +80,8 @@ def test_commands_change_what_follows_and_lose_nothing(target: LLM, tmp_path: Pa
             "/k '-1'",
             "/temperature 'hot'",
             "nothing-there",
-            "/drop 2 must be in 1..1",
-            "/drop x",
+            "/drop '2' must be an integer in 1..1",
+            "/drop 'x'",
             "/save needs",
             "No such file",
             "/reset takes nothing",
@@ -91,6 +96,58 @@ def test_commands_change_what_follows_and_lose_nothing(target: LLM, tmp_path: Pa
     assert "temperature 0.5" in result.stderr and "no system prompt but the template's own" in result.stderr
     other = talk(f"/save {file}")
     assert "exists already" in other.stderr and json.loads(file.read_text()) == saved
+
+
+NO_NUMBERS = ["-1", "abc", "1.5", "1 2", "+3", "1_0", "٣", "²", "nan", "9" * 5000]
+REFUSED = {
+    "/k": [*NO_NUMBERS, "1024", "99999"],  # the context holds 1024 tokens, one of which is not drafted
+    "/drop": [*NO_NUMBERS, "0", "3", "99999"],
+    "/temperature": ["-1", "abc", "nan", "inf", "-inf", "1e999", "1 2"],
+    "/policy": ["fyl", "fly(theta=high)", "entropy(0.3)", "fly(", "exact & fly", "nowhere:Rule"],
+    "/draft": ["nothing-there", "ngram(k=-1)", "ngram(", "none+ngram", "''", "/nowhere"],
+    "/save": ["", "/nowhere/at/all", "~nobody-of-this-name/a", "."],
+    "/system": ["\ud83d"],  # half a surrogate pair, which no text is
+    **{name: ["now", "0"] for name in ("/reset", "/help", "/quit")},
+    "/K": ["3"],
+    "/": ["k 3"],
+}
+
+
+@pytest.mark.parametrize(("command", "argument"), [(name, each) for name, bad in REFUSED.items() for each in bad])
+def test_a_wrong_argument_is_an_error_and_changes_nothing(target: LLM, command: str, argument: str) -> None:
+    conversation = Conversation(target, Config(draft="fly-draft"), SamplingParams(), None, {})
+    conversation.turns = [{"role": role, "content": "a"} for _ in range(2) for role in ("user", "assistant")]
+
+    def state() -> list[Any]:
+        kept = conversation
+        return [kept.llm, kept.setup, kept.params, kept.policy, kept.k, kept.system, [*kept.turns]]
+
+    before = state()
+    with pytest.raises((ValueError, OSError)) as caught:
+        conversation.obey(f"{command}\t {argument}")
+    assert len(str(caught.value)) < 1000 and state() == before
+
+
+@given(st.integers(0, 1023))
+def test_k_is_any_number_that_the_context_has_room_for(target: LLM, k: int) -> None:
+    conversation = Conversation(target, Config(draft="fly-draft"), SamplingParams(), None, {})
+    conversation.obey(f"/k   {k}")
+    assert conversation.k == k
+    conversation.obey("/k")
+    assert conversation.k == k
+
+
+def test_a_system_prompt_that_the_template_refuses_is_an_error_at_once(tmp_path: Path) -> None:
+    """As Gemma's template does, which raises at a message of the system."""
+    shutil.copytree(CHECKPOINTS / "fly-tiny", tmp_path / "gemma")
+    config = json.loads((file := tmp_path / "gemma" / "tokenizer_config.json").read_text("utf-8"))
+    config["chat_template"] = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+        "{{ messages[-1].content }}"
+    )
+    file.write_text(json.dumps(config), "utf-8")
+    said = talk("/system Be brief.", "/system", arguments=(str(tmp_path / "gemma"),)).stderr
+    assert "no system role" in said and "no system prompt but the template's own" in said
 
 
 def test_options_of_a_conversation(target: LLM) -> None:

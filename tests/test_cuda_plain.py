@@ -17,7 +17,6 @@ from fly.drafts import (
     NGramDraft,
     SingleDraft,
     TreeDraft,
-    UnionDraft,
 )
 from fly.engine import Engine
 from fly.models import Llama
@@ -82,7 +81,6 @@ STRATEGIES: dict[str, Callable[[Callable[[Llama], Executor]], DraftStrategy | No
     "model": model,
     "lookup below a model": lambda run: CascadeDraft([NGramDraft(3, 1, 4), model(run)]),
     "three levels": lambda run: CascadeDraft([NGramDraft(3, 1, 4), model(run, DRAFTS["short"]), model(run)]),
-    "union": lambda run: UnionDraft([NGramDraft(3, 1, 4), model(run)]),
     "choice": lambda run: ChooseDraft(small=model(run), tree=tree(run, nodes=5, depth=3)),
     "windowed tree": lambda run: tree(run, WINDOWED[1], nodes=8, depth=3),
 }

@@ -1,5 +1,5 @@
-"""Decisions by compiled code against the tensor rule: the same about chains and trees, at any temperature, for rules
-whose conditions it knows. Skipped as a whole where the library was not built.
+"""Decisions by compiled code against the tensor rule: the same about chains, at any temperature, for rules whose
+conditions it knows. Skipped as a whole where the library was not built.
 
 Shape legend: B rows, K longest draft, J positions of a row, V vocabulary.
 """
@@ -67,15 +67,8 @@ def blocks(draw: st.DrawFn) -> tuple[Target, Draft, list[int], list[int]]:
     chains = [row[: draw(st.integers(0, longest))] for row in tokens_BJ.tolist()]
     longest = max(map(len, chains))
     logits_BJV = logits_BJV[:, : longest + 1]
-    kind = draw(st.sampled_from(["chain", "chain", "drawn", "tree"]))
-    trees = None
-    if kind == "tree":
-        trees = [[draw(st.integers(-1, n - 1)) for n in range(len(chain))] for chain in chains]
-        for chain, tree in zip(chains, trees):  # siblings differ
-            for n, parent in enumerate(tree):
-                taken = [chain[m] for m in range(n) if tree[m] == parent]
-                chain[n] = next(token % vocab for token in range(chain[n], 2 * vocab) if token % vocab not in taken)
-    draft = Draft.of(chains, trees=trees)
+    drawn = draw(st.integers(0, 2)) == 0
+    draft = Draft.of(chains)
     temperatures = draw(st.lists(st.sampled_from([0.0, 0.7, 1.3]), min_size=count, max_size=count))
     probs, greedy_B = None, None
     if any(temperatures):
@@ -83,7 +76,7 @@ def blocks(draw: st.DrawFn) -> tuple[Target, Draft, list[int], list[int]]:
         asked = [SamplingParams(temperature=t, top_k=top_k, min_p=min_p) for t in temperatures]
         sampling = BatchSampling.of(asked)
         probs, greedy_B = OnHost().process(sampling, logits_BJV), sampling.greedy_B
-        if kind == "drawn":
+        if drawn:
             probs_BKV = torch.randn(count, longest, vocab, generator=generator).softmax(-1)
             draft = Draft(draft.tokens_BK, draft.lengths_B, probs_BKV)
     control_V = torch.arange(vocab) % 3 == 0
@@ -113,7 +106,7 @@ def test_compiled_decisions_are_those_of_the_tensor_rule(
         patch.setattr("fly.backends.cpu.host.default_variant", lambda: variant)
         wanted = Executor.decide(OnHost(), policy, target, draft, seeds, starts)
         found = decide_compiled(policy, target, draft, seeds, starts)
-        event(f"compiled {found is not None}, tree {draft.trees is not None}, greedy {target.all_greedy}")
+        event(f"compiled {found is not None}, drawn {draft.probs_BKV is not None}, greedy {target.all_greedy}")
         if found is None:  # a NaN, or what only tensors know
             found = OnHost().decide(policy, target, draft, seeds, starts)
     for one, other in zip(found, wanted, strict=True):
@@ -138,13 +131,11 @@ def call(blocks: Blocks, logits_BJV: Tensor, rule: str = "exact", rows: int = 1)
 
 
 def test_sizes_and_numbers_are_checked_by_the_call() -> None:
-    def made(tokens: list[int], parents: list[int] | None = None, choice: int = 0, asks: int = 4) -> Blocks:
-        found = Blocks(1, 3, 1, parents is not None, asks)
+    def made(tokens: list[int], choice: int = 0, asks: int = 4) -> Blocks:
+        found = Blocks(1, 3, 1, asks)
         found.count[0] = len(tokens)
         for n, token in enumerate(tokens[:3]):
             found.drafted[n] = token
-            if parents is not None:
-                found.parent[n] = parents[n]
         found.choice[0] = choice
         return found
 
@@ -160,8 +151,6 @@ def test_sizes_and_numbers_are_checked_by_the_call() -> None:
         call(made([VOCAB]), whole)
     with pytest.raises(ValueError, match="a choice is 11"):
         call(made([1], choice=VOCAB), whole)
-    with pytest.raises(ValueError, match="a parent is 1, not -1 to 0"):
-        call(made([1, 2], [-1, 1]), whole)
     with pytest.raises(ValueError, match="bytes of 'mismatch'"):
         call(made([1], asks=2), whole, "fly")
 
@@ -185,7 +174,7 @@ def test_python_and_cpp_list_the_same_kinds_of_clauses() -> None:
 def test_a_kind_of_clause_that_compiled_code_does_not_know_is_refused(kind: int) -> None:
     rules = lay_rules([(parse_policy("fly"), 0)], None, None, VOCAB)
     vars(rules)["clause"][2].kind = kind
-    block = Blocks(1, 3, 1, False, 4)
+    block = Blocks(1, 3, 1, 4)
     with pytest.raises(ValueError, match=f"the kind of a clause is {kind}, not 0 to {len(CClause.KINDS) - 1}"):
         fast_call("fly_decide")(
             ctypes.byref(rules), ctypes.byref(block.c), array("q", [9]), torch.zeros(1, 4, VOCAB), None
@@ -193,7 +182,7 @@ def test_a_kind_of_clause_that_compiled_code_does_not_know_is_refused(kind: int)
 
 
 def test_what_compiled_code_would_misread_is_left_to_tensors() -> None:
-    """Distributions of another width or type, ids that are none; strides are no matter."""
+    """Trees, distributions of another width or type, ids that are none; strides are no matter."""
     logits_BJV = torch.randn(1, 3, 40, generator=torch.Generator().manual_seed(0))
     sampling = BatchSampling.of([SamplingParams()])
 
@@ -208,6 +197,7 @@ def test_what_compiled_code_would_misread_is_left_to_tensors() -> None:
         Draft(tokens_BK, lengths_B, torch.full((1, 2, 40), 1 / 40, dtype=torch.float64)),
         Draft(torch.tensor([[3, 40]]), lengths_B),
         Draft(torch.tensor([[3, -1]]), lengths_B),
+        Draft.of([[3, 5]], trees=[[-1, -1]]),
     ):
         assert decide(draft) is None
     across_BJV = logits_BJV.transpose(1, 2).contiguous().transpose(1, 2)

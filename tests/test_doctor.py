@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,26 @@ def test_it_shows_versions_and_kernels_without_a_path_or_a_user(tmp_path: Path) 
 def test_it_shows_the_kernels_that_the_variable_names(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLY_KERNELS", kernels)
     assert findings()["CPU kernels"].found.startswith(f"{kernels} (named by FLY_KERNELS)")
+
+
+@pytest.mark.skipif(available() == [TORCH], reason="the library was not built")
+def test_kernels_that_it_offers_are_accepted() -> None:
+    offered = re.search(r"--kernels (.*) for fewer bits", findings()["CPU kernels"].found)
+    assert offered is not None
+    for kernels in offered[1].split(" or "):
+        result = CliRunner().invoke(app, ["generate", "a", "--model", "fly-tiny", "--kernels", kernels, "--n", "1"])
+        assert result.exit_code == 0, result.output
+    refused = CliRunner().invoke(app, ["generate", "a", "--model", "fly-tiny", "--kernels", "w5"])
+    choices = ast.literal_eval(re.search(r"choices: (\[.*?\])", " ".join(refused.output.split()))[1])  # type: ignore[index]
+    for kernels in {*choices} - {name for name in choices if name.endswith("stored")}:  # of GGUF files alone
+        assert fly.LLM("fly-tiny", device="cpu", kernels=kernels).engine
+
+
+@pytest.mark.skipif(available() == [TORCH], reason="the library was not built")
+def test_kernels_for_drafts_are_not_what_targets_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLY_KERNELS", "w4")
+    found = findings()["CPU kernels"]
+    assert found.found == "w4" and "are for drafts" in found.unused
 
 
 def test_kernels_that_are_not_to_be_had_are_not_used_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:

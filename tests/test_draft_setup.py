@@ -1,4 +1,4 @@
-"""What a strategy is given when it is attached, and what it is told that is written for earlier versions."""
+"""What a strategy is given when it is attached."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 import fly
 from fly.backends import load
-from fly.drafts import AdaptiveDraft, CascadeDraft, DraftStrategy, NGramDraft, SingleDraft, UnionDraft, pad
+from fly.drafts import AdaptiveDraft, CascadeDraft, ChooseDraft, DraftStrategy, NGramDraft, SingleDraft, pad
 from fly.drafts.base import DraftSetup
 from fly.drafts.translate import TranslatingSetup
 from fly.runtime.request import Sequence
@@ -25,21 +25,6 @@ class Silent(DraftStrategy):
         return pad([[] for _ in rows])
 
 
-class Bound(Silent):
-    def bind(self, vocabulary: object) -> None:
-        """As of version 0.2."""
-
-
-class Targeted(Silent):
-    def attach(self, target: Runner) -> None:  # type: ignore[override]
-        """As of version 0.2."""
-
-
-class Allocating(Silent):
-    def allocators(self) -> list[object]:
-        return []
-
-
 class Watching(Silent):
     def attach(self, setup: DraftSetup) -> None:
         self.setup = setup
@@ -47,20 +32,6 @@ class Watching(Silent):
 
 def setup_of(target: object = None) -> DraftSetup:
     return TranslatingSetup(Runner(run(target or random_llama()), None), load=load)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "words"),
-    [
-        (Bound(), r"Bound\.bind .*setup\.vocabulary in attach"),
-        (Targeted(), r"Targeted\.attach takes a setup .*setup\.target"),
-        (Allocating(), r"Allocating\.allocators .*setup\.load\(NAME\)"),
-        (UnionDraft([NGramDraft(), Bound()]), r"Bound\.bind"),
-    ],
-)
-def test_methods_of_earlier_versions_are_refused_with_the_new_form(strategy: DraftStrategy, words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        fly.LLM("fly-tiny", strategy)
 
 
 def test_a_strategy_is_given_who_it_drafts_for() -> None:
@@ -95,7 +66,7 @@ def test_strategies_that_decide_by_time_share_a_clock() -> None:
     setup, mine = setup_of(), lambda: 3.0
     setup.clock = lambda: 5.0
     shared, own = AdaptiveDraft(NGramDraft()), AdaptiveDraft(NGramDraft(), clock=mine)
-    setup.attach(UnionDraft([shared, own]))
+    setup.attach(ChooseDraft(a=shared, b=own))
     assert shared.clock is setup.clock and own.clock is mine
 
 
@@ -103,5 +74,5 @@ def test_only_our_strategies_compute_by_executors_alone() -> None:
     setup = setup_of()
     setup.attach(NGramDraft())
     assert setup.all_built_in
-    setup.attach(UnionDraft([NGramDraft(), Silent()]))
+    setup.attach(AdaptiveDraft(NGramDraft(), Silent()))
     assert not setup.all_built_in

@@ -258,7 +258,12 @@ def test_a_task_of_ones_own_shows_its_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"scorer": "nummer"}, "scorer 'nummer' is none of none, exact, number"),
+        ({"scorer": "numbr"}, "scorer 'numbr' is none of none, exact, number"),
+        ({"scorer": "numbr"}, "(did you mean 'number'?)"),
+        ({"scorer": {"kind": "chioce"}}, "(did you mean 'choice'?)"),
+        ({"scorer": {"kind": "number", "tolernce": 1}}, "has no field 'tolernce' (did you mean 'tolerance'?)"),
+        ({"scorer": {"tolerance": 1}}, "must be a name, or a mapping with a kind: one of none, exact"),
+        ({"scorer": 5}, "scorer 5 must be a name, or a mapping"),
         ({"scorer": {"kind": "regex", "pattern": "("}}, "is no regular expression"),
         ({"promt": "x"}, "promt: there is no such field (did you mean 'prompt'?)"),
         ({"prompt": "{{ county }}"}, "'county' is undefined; fields: ['capital', 'country', 'number']"),

@@ -56,6 +56,9 @@ def test_a_generation_config_in_full(tmp_path: Path) -> None:
     for wrong, said in (
         ({"suppress_tokens": [10]}, "bad_words_ids .10."),
         ({"bad_words_ids": 3}, "lists of token ids"),
+        ({"suppress_tokens": [True]}, "suppress_tokens must be lists of token ids .True is no whole number."),
+        ({"suppress_tokens": [1.0]}, "1.0 is no whole number"),
+        ({"bad_words_ids": ["1"]}, "'1' is no whole number"),
     ):
         path.write_text(json.dumps(wrong))
         with pytest.raises(CheckpointError, match=rf"generation_config\.json.*{said}"):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
+import math
+import re
 import struct
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
@@ -31,7 +35,7 @@ from fly.models.gguf_tokenizer import PRE, make_tokenizer
 from fly.models.llama import rotary_frequencies
 from fly.models.opening import open_checkpoint
 from fly.models.tokenizer import Tokenizer, read_eos_ids
-from tests.ggufs import ARCHITECTURES, write_gguf, write_tokenizer
+from tests.ggufs import ARCHITECTURES, add_field, write_gguf, write_tokenizer
 from tests.toys import build_llama
 
 
@@ -131,18 +135,30 @@ def test_scaled_frequencies_are_read_back(factor: float, low: float, high: float
         torch.testing.assert_close(rotary_frequencies(found), scaled, rtol=2e-3, atol=0)
 
 
+LINEAR = RopeScaling(rope_type="linear", factor=4.0)
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"type": "linear", "factor": 4.0}, RopeScaling(rope_type="linear", factor=4.0)),
+        ({"scaling.type": "linear", "scaling.factor": 4.0}, LINEAR),
+        ({"scaling.factor": 4.0}, LINEAR),  # as in llama.cpp, scaling is linear if the file has no type,
+        ({"scale_linear": 4.0}, LINEAR),  # an older key states the factor,
+        ({"scale_linear": 2.0, "scaling.factor": 4.0}, LINEAR),  # but not beside the newer one,
+        ({"scale_linear": 4.0, "scaling.type": "none"}, RopeScaling()),  # and nothing is scaled if the type is none
+        ({"scaling.factor": 0.0}, RopeScaling()),
         (
-            {"type": "yarn", "factor": 4.0, "original_context_length": 32},
+            {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 32},
             RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
+        ),
+        (
+            {"scaling.type": "yarn", "scale_linear": 4.0, "scaling.yarn_beta_fast": 16.0},
+            RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=2048, beta_fast=16.0),
         ),
     ],
 )
 def test_rope_scaling_is_read(fields: dict[str, Any], expected: RopeScaling, tmp_path: Path) -> None:
-    named = {f"llama.rope.scaling.{key}": value for key, value in fields.items()}
+    named = {f"llama.rope.{key}": value for key, value in fields.items()}
     write_gguf(Llama(_tiny()), tmp_path / "model.gguf", Kind.F32, named)
     assert open_checkpoint(tmp_path / "model.gguf").config.rope_scaling == expected
 
@@ -159,7 +175,21 @@ def _tiny(head_dim: int = 32) -> LlamaConfig:
         ({"llama.logit_scale": 2.0}, r"llama.logit_scale 2.0 is not supported"),
         ({"llama.rope.dimension_count": 16}, r"llama.rope.dimension_count 16 must be 32"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, r"'longrope' is not supported"),
+        ({"llama.rope.scaling.type": "longrope"}, r"rope scaling 'longrope' is not supported"),
+        ({"llama.rope.scaling.attn_factor": 1.2}, r"llama.rope.scaling.attn_factor 1.2\d* is not supported"),
+        ({"llama.rope.scaling.factor": "4"}, r"llama.rope.scaling.factor is '4'; it must be one number"),
+        ({"llama.rope.scaling.factor": math.nan}, r"llama.rope.scaling.factor is nan; it must be one number"),
+        ({"llama.block_count": True}, r"llama.block_count is True; it must be one number"),
+        ({"llama.attention.causal": False}, r"llama.attention.causal False is not supported"),
+        ({"llama.rope.global.freq_base": 1e6}, r"llama.rope.global.freq_base 1000000.0 is not supported"),
+        ({"llama.vocab_size": 9}, r"llama.vocab_size 9 is not supported; choices: \[8\]"),
+        ({"xielu.alpha_p": [0.5]}, r"xielu.alpha_p \[0.5\] is not supported"),
         ({"rope_freqs.weight": np.linspace(1, 3, 16, dtype=np.float32)}, r"not llama3 scaling"),
+        ({"rope_freqs.weight": np.linspace(0.5, 1, 16, dtype=np.float32)}, r"not llama3 scaling"),
+        (
+            {"rope_freqs.weight": np.full(16, 2, dtype=np.float32), "llama.rope.scale_linear": 4.0},
+            r"rope_freqs.weight and a rope scaling by 4.0 together are not supported",
+        ),
         (
             {"blk.0.odd.weight": np.ones(2, dtype=np.float32)},
             r"unexpected tensors .*: blk.0.odd.weight",
@@ -171,6 +201,123 @@ def test_what_is_not_computed_is_refused_by_name(fields: dict[str, Any], message
     write_gguf(Llama(_tiny()), tmp_path / "model.gguf", Kind.F32, fields)
     with pytest.raises(CheckpointError, match=message):
         load_model(tmp_path / "model.gguf", device="cpu")
+
+
+ARCHITECTURE_KEYS = sorted(
+    key.removeprefix("{arch}.")
+    for group in vars(gguf.Keys).values()
+    if isinstance(group, type)
+    for key in [*vars(group).values(), *vars(gguf.Keys.Attention.Indexer).values()]
+    if isinstance(key, str) and key.startswith("{arch}.") and "{dense}" not in key
+)
+# Keys without effect, as llama.cpp reads them for none of these architectures, or without YaRN not at all; and values
+# that say what is computed anyway.
+WITHOUT_EFFECT = {"attention.layer_norm_epsilon", "pooling_type", "rope.scaling.finetuned"}
+WITHOUT_EFFECT |= {f"rope.scaling.{key}" for key in ("original_context_length", "yarn_beta_fast", "yarn_beta_slow")}
+COMPUTED = [("rope.scaling.type", "linear"), ("attention.causal", True), ("block_count", 3)]
+# What errors name instead of a key, if sizes do not fit together.
+NAMED = {
+    "block_count": "tensors of layer",
+    "expert_count": "a mixture of experts",
+    "rope.scaling.type": "rope scaling",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim|the width of keys",
+    "rope.scaling.factor": "factor",
+    "rope.scale_linear": "factor",
+    "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+}
+
+
+@settings(max_examples=150)
+@given(
+    family=st.sampled_from(list(ARCHITECTURES)),
+    key=st.sampled_from([*ARCHITECTURE_KEYS, "rope.scale_linear", "hidden_activation", "unheard_of"]),
+    value=st.sampled_from([2, 3, 0.7, 5.0, "linear", "other", [3, 5], [2.0], True, -1]),
+)
+def test_every_key_of_an_architecture_is_read_or_refused_by_name(family: str, key: str, value: Any) -> None:
+    """Of all keys that gguf-py knows: what neither changes the configuration nor is refused would be lost."""
+    model, usual = small_model(family)
+    with tempfile.TemporaryDirectory() as folder:
+        file, name = Path(folder) / "model.gguf", f"{ARCHITECTURES[family]}.{key}"
+        write_gguf(model, file, Kind.F32, {name: value})
+        try:
+            changed = open_checkpoint(file).config != usual
+        except CheckpointError as error:
+            assert re.search(f"{name}|{NAMED.get(key, name)}", str(error)), error
+        else:
+            assert changed or key in WITHOUT_EFFECT or (key, value) in COMPUTED
+
+
+@functools.cache
+def small_model(family: str) -> tuple[Llama, LlamaConfig]:
+    """A model of three layers, and its configuration as it is read from a file."""
+    windows = {"sliding_window": 8, "layer_types": (SLIDING,) * 3} if family in ("mistral", "gemma3_text") else {}
+    model = Llama(_tiny().model_copy(update={"family": family, "num_hidden_layers": 3, **windows}))
+    with tempfile.TemporaryDirectory() as folder:
+        write_gguf(model, file := Path(folder) / "model.gguf", Kind.F32)
+        return model, open_checkpoint(file).config
+
+
+@pytest.mark.parametrize("family", list(ARCHITECTURES))
+def test_values_that_are_computed_anyway_are_fine(family: str, tmp_path: Path) -> None:
+    """Among them all that converters write for these architectures today."""
+    model, expected = small_model(family)
+    usual = {
+        **dict.fromkeys(("expert_count", "expert_used_count", "logit_scale", "attn_logit_softcapping"), 0),
+        "vocab_size": 8,
+        "rope.dimension_count": 32,
+        "attention.key_length": 32,
+        "attention.value_length": 32,
+        "attention.head_count": [1] * 3,
+        "attention.head_count_kv": [1] * 3,
+        "embedding_length_out": 32,
+        "attention.causal": True,
+        "attention.scale": 32**-0.5,
+        "residual_scale": 1.0,
+        "embedding_scale": 1.0,
+        "rope.scaling.type": "none",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.attn_factor": 1.0,
+        "rope.scaling.finetuned": False,
+        "rope.dimension_sections": [0, 0, 0, 0],
+        "use_parallel_residual": False,
+        "pooling_type": 3,
+        "attention.layer_norm_epsilon": 1e-5,
+        "tensor_data_layout": "reference",
+    }
+    if family in ("qwen2", "qwen3"):
+        usual["attention.sliding_window"] = 2048  # not less than the context
+    fields = {f"{ARCHITECTURES[family]}.{key}": value for key, value in usual.items()}
+    fields |= {"quantize.imatrix.file": "a", "general.tags": ["b"]}
+    write_gguf(model, tmp_path / "model.gguf", Kind.F32, fields)
+    assert open_checkpoint(tmp_path / "model.gguf").config == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (2, [SLIDING, FULL, SLIDING]),
+        (0, [SLIDING] * 3),
+        ([True, False, False], [SLIDING, FULL, FULL]),
+        ([False] * 3, None),
+        (True, "must be a whole number, or true or false for each of 3 layers"),
+        ([True], "must be a whole number, or true or false for each of 3 layers"),
+        ("all", "must be a whole number, or true or false for each of 3 layers"),
+    ],
+)
+def test_sliding_layers_of_a_gemma_are_read(pattern: Any, expected: Any, tmp_path: Path) -> None:
+    model, _ = small_model("gemma3_text")
+    write_gguf(model, tmp_path / "model.gguf", Kind.F32, {"gemma3.attention.sliding_window_pattern": pattern})
+    if isinstance(expected, str):
+        with pytest.raises(CheckpointError, match=f"gemma3.attention.sliding_window_pattern is .*{expected}"):
+            open_checkpoint(tmp_path / "model.gguf").raw  # noqa: B018
+    else:
+        types = open_checkpoint(tmp_path / "model.gguf").config.layer_types
+        assert (types and list(types)) == expected
 
 
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
@@ -316,6 +463,7 @@ def test_scored_vocabularies_merge_as_sentencepiece_does(prefix: bool, tmp_path:
     @settings(max_examples=60)
     @given(st.one_of(st.text(alphabet="thecatin sb.", min_size=1, max_size=30), st.text(min_size=1, max_size=8)))
     def check(text: str) -> None:
+        assume(not any(piece in text for piece in ("▁", *tokens[:3])))
         ids = ours.encode(text, add_special_tokens=False)
         assert ours.decode(ids) == text
         spelled = ("▁" if prefix else "") + text.replace(" ", "▁")
@@ -346,12 +494,140 @@ def test_every_way_to_cut_texts_is_usable() -> None:
         ({"model": "rwkv"}, r"tokenizer.ggml.model 'rwkv' is not supported; choices: \['gpt2', 'llama'\]"),
         ({"model": "llama"}, r"tokenizer.ggml.scores are missing"),
         ({"token_type": [1]}, r"token_type"),
+        ({"tokens": [1, 2]}, r"tokenizer.ggml.tokens are missing, or no texts"),
+        ({"merges": [1]}, r"tokenizer.ggml.merges are missing, or no texts"),
+        ({"add_bos_token": "false"}, r"tokenizer.ggml.add_bos_token 'false' must be true or false"),
+        ({"add_sep_token": True}, r"tokenizer.ggml.add_sep_token True is not supported"),
+        ({"remove_extra_whitespaces": True}, r"tokenizer.ggml.remove_extra_whitespaces True is not supported"),
+        ({"precompiled_charsmap": [1, 2]}, r"tokenizer.ggml.precompiled_charsmap of 2 entries is not supported"),
+        ({"normalizer.lowercase": True}, r"tokenizer.ggml.normalizer.lowercase True is not supported"),
+        ({"unheard_of": 1}, r"tokenizer.ggml.unheard_of 1 is not supported"),
     ],
 )
 def test_unknown_vocabularies_are_refused_by_name(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "vocabulary.gguf", **(byte_level("gpt-2")[1] | fields))
     with pytest.raises(CheckpointError, match=message):
         Tokenizer(tmp_path / "vocabulary.gguf")
+
+
+TOKENIZER_KEYS = sorted(
+    key.removeprefix("tokenizer.ggml.")
+    for key in vars(gguf.Keys.Tokenizer).values()
+    if isinstance(key, str) and key.startswith("tokenizer.ggml.")
+)
+
+
+@pytest.mark.parametrize("key", TOKENIZER_KEYS)
+def test_every_key_of_a_tokenizer_is_read_or_refused(key: str, tmp_path: Path) -> None:
+    """Of all keys that gguf-py knows: with a value that makes no sense, each is refused or warned of."""
+    write_tokenizer(tmp_path / "vocabulary.gguf", **(byte_level("gpt-2")[1] | {key: 9999}))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            Tokenizer(tmp_path / "vocabulary.gguf")
+        except CheckpointError as error:
+            assert f"tokenizer.ggml.{key} " in str(error)
+        else:
+            assert told or key in ("token_type_count", "scores")  # for segments, and for SentencePiece
+
+
+# Texts at which llama.cpp ends an answer (llama_vocab::impl::load in src/llama-vocab.cpp), and others that it takes as
+# control tokens. "</s>" is HTML's tag too, and counts only as a control token.
+ENDS = [
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>"),
+    *("[EOT]", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<|eom_id|>", "<|return|>", "<|call|>", "<|flush|>"),
+    *("<|calls|>", "[EOS]", "<eos>", "<turn|>", "<|tool_response>", "[e~[", "<|fim_pad|>", "<fim-pad>", "<PAD>"),
+    *("[PAD]", "<|fim_repo|>", "<|repo_name|>", "<REPO>", "<reponame>", "<|file_sep|>"),
+]
+MARKS = ["<|fim_prefix|>", "<fim_suffix>", "<MID>", "▁<PRE>", "<｜fim▁hole｜>", "<|code_middle|>"]
+TYPES_OF_TOKENS = {"NORMAL": 1, "CONTROL": 3, "USER_DEFINED": 4, "UNUSED": 5}
+
+
+@settings(max_examples=60)
+@given(
+    pieces=st.lists(
+        st.tuples(st.sampled_from([*ENDS, *MARKS, "</s>", "<|x|>"]), st.sampled_from(sorted(TYPES_OF_TOKENS))),
+        max_size=6,
+        unique_by=lambda piece: piece[0],
+    ),
+    key=st.sampled_from(["eos", "eot", "eom", "fim_pad"]),
+    scored=st.booleans(),
+)
+def test_ends_are_found_by_their_texts_and_are_control_tokens(
+    pieces: list[tuple[str, str]], key: str, scored: bool
+) -> None:
+    """Whatever type the file gives them: they end answers, do not show, and no message can spell them."""
+    fields, named = byte_level("gpt-2")[1], dict(pieces)
+    fields["tokens"] = [*fields["tokens"], *named, "<|by key|>"]
+    fields["token_type"] = [*fields["token_type"], *(TYPES_OF_TOKENS[kind] for kind in named.values()), 4]
+    fields |= {f"{key}_token_id": len(fields["tokens"]) - 1, "eos_token_id": fields["eos_token_id"]}
+    if key == "eos":
+        fields["eos_token_id"] = len(fields["tokens"]) - 1
+    if scored:  # all characters of texts are bytes, so that no two tokens of the pieces are merged
+        fields |= {"model": "llama", "scores": [0.0] * len(fields["tokens"])}
+    harmony = {"<|return|>"} & set(named) or {"<|flush|>"} & set(named)
+    other_ends = {"<|end|>"} if harmony and {"<|call|>", "<|calls|>"} & set(named) else set()
+    padding = {"<|fim_pad|>", "<fim-pad>", "<PAD>", "[PAD]"} if key == "fim_pad" else set()
+    texts = {text for text in named if text in ENDS} - other_ends - padding
+    if named.get("</s>") == "CONTROL" and "<|tool_response>" not in named:
+        texts.add("</s>")
+    control = texts | {"<|by key|>"} | {text for text in named if text in [*MARKS, "<|end|>"]}
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(file := Path(folder) / "vocabulary.gguf", **fields)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            tokenizer = Tokenizer(file)
+        ends = {tokenizer.raw.id_to_token(number) for number in read_eos_ids(file, 9999)}
+        assert ends - {"<end>"} == texts | {"<|by key|>"}
+        assert control <= {tokenizer.raw.id_to_token(number) for number in tokenizer.control_ids}
+        [warning] = told
+        wrong = {text: kind for text, kind in {**named, "<|by key|>": "USER_DEFINED"}.items() if text in control}
+        for text, kind in wrong.items():
+            assert (f"{text!r} ({kind})" in str(warning.message)) == (kind != "CONTROL")
+        assert str(warning.message).startswith(f"{file}: tokenizer.ggml.token_type")
+        for text in control:
+            number = tokenizer.raw.token_to_id(text)
+            assert tokenizer.encode(f"a{text}", add_special_tokens=False)[-1] == number
+            assert number not in tokenizer._plain.encode(text).ids
+            assert tokenizer.decode([number]) == ""
+
+
+BAD_IDS = [4294967295, -1, 999, 2.0, True, "2", [1]]
+
+
+@settings(max_examples=40)
+@given(
+    keys=st.dictionaries(
+        st.sampled_from(
+            ["bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask", "cls", "fim_pad", "prefix"]
+        ),
+        st.sampled_from(BAD_IDS),
+        min_size=1,
+    ),
+    scored=st.booleans(),
+)
+def test_ids_that_no_token_has_give_way_to_defaults_and_are_warned_of(keys: dict[str, Any], scored: bool) -> None:
+    """As in llama.cpp ("bad special token: ... using default id"), whose defaults are SentencePiece's."""
+    fields = {"model": "llama", "tokens": ["<unk>", "<s>", "</s>", "▁", "a", "aa"]}
+    fields |= {"scores": [0.0] * 6} if scored else {"model": "gpt2", "pre": "gpt-2", "merges": ["a a"]}
+    fields["token_type"] = [2, 3, 3, 1, 1, 1]
+    fields |= {f"{key}_token_id": value for key, value in keys.items()} | {"add_bos_token": True}
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(file := Path(folder) / "vocabulary.gguf", **fields)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            tokenizer = Tokenizer(file)
+        [warning] = told
+        for key, value in keys.items():
+            assert f"{key}_token_id {value!r} is no id of the 6 tokens" in str(warning.message)
+        assert f"{file}: " in str(warning.message)
+        assert tokenizer.special_names == (
+            {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"} if scored else {}
+        )
+        assert tokenizer.encode("a")[:-1] == ([1, 3] if scored else [])
+        assert read_eos_ids(file, 6) == {2}
+    if not scored:
+        assert "add_bos_token is true, but there is no such token" in str(warning.message)
 
 
 def test_a_file_is_run_by_its_path(tmp_path: Path) -> None:
@@ -374,19 +650,27 @@ def test_recommended_sampling_and_templates_are_read(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     fields = byte_level("gpt-2")[1]
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
-    writer.add_float32("general.sampling.temp", 0.5)
-    writer.add_int32("general.sampling.top_k", 7)
-    for key, value in fields.items():
-        add = {list: writer.add_array, str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32}
-        add[type(value)](f"tokenizer.ggml.{key}", value)
+    sampling = {
+        "temp": 0.5,
+        "top_k": 7,
+        "penalty_repeat": 1.0,
+        "penalty_last_n": 64,
+        "mirostat": 2,
+        "mirostat_tau": 5.0,
+    }
+    for key, value in sampling.items():
+        add_field(writer, f"general.sampling.{key}", value)
+    for key, value in {**fields, "suppress_tokens": [5, 6]}.items():
+        add_field(writer, f"tokenizer.ggml.{key}", value)
     writer.add_string("tokenizer.chat_template", template)
     writer.add_array("tokenizer.chat_templates", ["tool_use"])
     writer.add_string("tokenizer.chat_template.tool_use", "{{ tools }}{{ messages }}")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    params = read_sampling_defaults(tmp_path / "model.gguf")
-    assert (params.temperature, params.top_k) == (0.5, 7)
+    with pytest.warns(UserWarning, match=r"general.sampling.mirostat 2 not supported, and ignored$"):
+        params = read_sampling_defaults(tmp_path / "model.gguf")
+    assert (params.temperature, params.top_k, params.bad_words_ids) == (0.5, 7, ((5,), (6,)))
     tokenizer = Tokenizer(tmp_path / "model.gguf")
     assert tokenizer.template == template and set(tokenizer.templates) == {"default", "tool_use"}
     spoken = tokenizer.apply_chat_template([{"role": "user", "content": "the <end> cat"}], False)

@@ -24,7 +24,7 @@ from fly.backends.torch import TorchExecutor
 from fly.cache import PagedBatch, PagedKVCache
 from fly.drafts import NGramDraft
 from fly.models import DenseCausal, LlamaConfig, save_model
-from fly.models.families import OPTIONS
+from fly.models.families import FAMILIES, OPTIONS, Family
 from fly.ops import argmax, tree_mask
 from fly.runtime.executor import Batch, DraftSpec, TokenByToken
 from tests.blocked import decoded, in_groups, rounded_to_groups
@@ -52,13 +52,16 @@ from tests.toys import PLAIN, build_llama, dense_logits, llama_configs, random_l
 
 
 @built
-@given(data=st.data(), config=llama_configs(families=PLAIN), seed=st.integers(0, 5))
+@settings(max_examples=10)
+@given(data=st.data(), seed=st.integers(0, 5))
+@pytest.mark.parametrize("family", PLAIN, ids=lambda family: family.name)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_it_is_the_function_of_the_pytorch_model(
-    variant: str, dtype: torch.dtype, data: st.DataObject, config: LlamaConfig, seed: int
+    variant: str, dtype: torch.dtype, family: Family, data: st.DataObject, seed: int
 ) -> None:
     """Over widths, grouping, biases, ties, rope types, vocabularies, page sizes, page layouts and cuts."""
+    config = data.draw(llama_configs(families=[family]))
     reference = build_llama(config, seed, scale=0.3 if dtype == torch.float32 else 0.1).to(dtype)
     rows = [text(data.draw(st.integers(1, 40)), b, config.vocab_size) for b in range(data.draw(st.integers(1, 3)))]
     cuts = [data.draw(cut(len(row))) for row in rows]
@@ -108,24 +111,28 @@ def test_multipliers_are_those_of_the_pytorch_model(variant: str) -> None:
 
 
 @built
-def test_other_norms_are_refused_by_name_and_run_on_pytorch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family not in PLAIN])
+def test_other_norms_are_refused_by_name_and_run_on_pytorch(family: str, tmp_path: Path) -> None:
     config = (
-        GRANITE.model_dump() | {name: LlamaConfig.model_fields[name].default for name in OPTIONS} | {"family": "olmo2"}
+        GRANITE.model_dump() | {name: LlamaConfig.model_fields[name].default for name in OPTIONS} | {"family": family}
     )
     save_model(build_llama(LlamaConfig.model_validate(config)), tmp_path, torch.float32)
-    with pytest.raises(ValueError, match=r"kernels 'w8a8'.*know nothing of the norms of the family 'olmo2'"):
+    with pytest.raises(ValueError, match=rf"kernels 'w8a8'.*know nothing of the norms of the family '{family}'"):
         load_executor(tmp_path, kernels="w8a8")
     assert load_executor(tmp_path).kernels == "torch"
     assert LLM(tmp_path, NGramDraft()).generate([[1, 2]], max_tokens=3)
 
 
 @built
-@given(data=st.data(), config=llama_configs(families=PLAIN), seed=st.integers(0, 5))
+@settings(max_examples=10)
+@given(data=st.data(), seed=st.integers(0, 5))
+@pytest.mark.parametrize("family", PLAIN, ids=lambda family: family.name)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", NARROW)
 def test_on_narrow_weights_it_is_the_function_of_the_rounded_pytorch_model(
-    variant: str, dtype: torch.dtype, data: st.DataObject, config: LlamaConfig, seed: int
+    variant: str, dtype: torch.dtype, family: Family, data: st.DataObject, seed: int
 ) -> None:
+    config = data.draw(llama_configs(families=[family]))
     reference = build_llama(config, seed, scale=0.1).to(dtype)
     rows = [text(data.draw(st.integers(1, 40)), b, config.vocab_size) for b in range(data.draw(st.integers(1, 3)))]
     cuts = [data.draw(cut(len(row))) for row in rows]

@@ -25,6 +25,7 @@ from fly.parallel import Part
 from fly.parallel.plan import PlanError
 from fly.policies import AcceptancePolicy, Condition, condition_types, policy_types
 from fly.policies.registry import _COMPOSITES, CATALOGUE, GATES
+from tests import test_kernels, test_model, test_parallel
 from tests.rule_twins import POLICIES
 from tests.test_compiled import BUDGETS
 from tests.test_docs import DOCS, ROOT
@@ -106,19 +107,54 @@ def config_of(family: Family) -> Any:
     return LlamaConfig(family=family.name, **SIZES)  # type: ignore[arg-type]
 
 
+def reader_name(model_type: str) -> str:
+    """A regular expression for the family's name where people write it: without the number of its generation, and with
+    a space, a dash or nothing in place of an underscore (``seed_oss`` is Seed-OSS, ``gemma3_text`` is Gemma 3)."""
+    return model_type.removesuffix("_text").rstrip("0123456789_").replace("_", "[-_ ]?")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "written"),
+    # What the pages of transformers on these models are called.
+    [
+        ("seed_oss", "Seed-OSS"),
+        ("gemma3_text", "Gemma 3"),
+        ("qwen3", "Qwen3"),
+        ("gpt_neox", "GPT-NeoX"),
+        ("phi3", "Phi-3"),
+        ("olmo2", "OLMo2"),
+        ("ernie4_5", "Ernie 4.5"),
+        ("llama", "Llama"),
+    ],
+)
+def test_a_family_is_looked_for_as_readers_write_it(model_type: str, written: str) -> None:
+    assert re.search(reader_name(model_type), f"Llama, {written} and others", re.IGNORECASE)
+    assert model_type == "llama" or not re.search(reader_name(model_type), "Llama, Mistral", re.IGNORECASE)
+
+
+def families_tried(tests: ModuleType) -> set[str]:
+    """The families that a module's tests have in their ids, so that ``pytest -k`` finds them."""
+    marks = [mark for test in vars(tests).values() for mark in getattr(test, "pytestmark", ())]
+    of_families = [mark.args[1] for mark in marks if mark.name == "parametrize" and mark.args[0] == "family"]
+    return {getattr(family, "name", family) for families in of_families for family in families}
+
+
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
 def test_a_family_is_listed_everywhere(family: Family) -> None:
     """And the table of what runs where says what the code does."""
     rows = re.findall(rf"^\| [^|]*`{family.name}`[^|]*\|(.*)\|$", text("docs", "contributing.md"), flags=re.MULTILINE)
     published = {name for raw in PUBLISHED.values() for name in raw["architectures"]}
     read = [*_ARCHITECTURES.values(), "MistralForCausalLM"]  # whose files say "llama"
-    shown = family.name.removesuffix("_text").rstrip("0123456789")
+    shown = reader_name(family.name)
     require_listed(
         family.name,
         {
             "docs/contributing.md (a row of what runs where)": len(rows) == 1,
             "tests/test_families.py (PUBLISHED)": family.architecture in published,
             "tests/test_compiled.py (BUDGETS)": family.name in BUDGETS,
+            "tests/test_model.py (ids)": family.name in families_tried(test_model),
+            "tests/test_kernels.py (ids)": family.name in families_tried(test_kernels),
+            "tests/test_parallel.py (ids)": family.name in families_tried(test_parallel) or not divided(family),
             "docs/how-to/models.md": re.search(shown, text("docs", "how-to", "models.md"), re.IGNORECASE) is not None,
             "README.md": re.search(shown, text("README.md"), re.IGNORECASE) is not None,
         },

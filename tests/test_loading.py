@@ -286,12 +286,29 @@ def test_a_missing_shard_is_named(checkpoint: Path) -> None:
     refused(checkpoint, gone)
 
 
-@pytest.mark.parametrize("where", ["../elsewhere.safetensors", "/elsewhere.safetensors", "sub/elsewhere.safetensors"])
+@pytest.mark.parametrize(
+    "where",
+    ["../elsewhere.safetensors", "/elsewhere.safetensors", "x/../../elsewhere.safetensors", "../model-2/a", "./.."],
+)
 def test_an_index_cannot_name_files_outside_its_directory(checkpoint: Path, where: str) -> None:
     weight_map = shard(checkpoint)
     shutil.copy(checkpoint / weight_map[QUERY], checkpoint.parent / "elsewhere.safetensors")
     write_index(checkpoint, weight_map | {QUERY: where})
     refused(checkpoint, "index.json", where)
+
+
+@pytest.mark.parametrize("spelled", ["./{}", "sub/../{}", ".//{}", "../model/{}", "{directory}/{}"])
+def test_an_index_may_spell_files_of_its_directory_in_any_way(checkpoint: Path, spelled: str) -> None:
+    """Some of its entries, so that a file has two spellings; and a file in a folder of the directory."""
+    weight_map = shard(checkpoint)
+    other = weight_map[QUERY]
+    entries = {key: spelled.format(name, directory=checkpoint) for key, name in weight_map.items() if key < QUERY}
+    write_index(checkpoint, weight_map | entries)
+    assert_same_weights(random_llama(7), load_model(checkpoint, device="cpu"))
+    (checkpoint / "sub").mkdir()
+    (checkpoint / other).rename(checkpoint / "sub" / other)
+    write_index(checkpoint, {key: f"sub/{name}" if name == other else name for key, name in weight_map.items()})
+    assert_same_weights(random_llama(7), load_model(checkpoint, device="cpu"))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "{}", "null", '{"weight_map": []}', '{"weight_map": null}'])
@@ -402,7 +419,7 @@ def test_ends_come_from_the_generation_config_first(
     assert read_eos_ids(tmp_path, 10) == expected
 
 
-@pytest.mark.parametrize("value", [10, -1, [1, 10], "2", 1.0, {"id": 1}])
+@pytest.mark.parametrize("value", [10, -1, [1, 10], "2", 1.0, True, [2, None], {"id": 1}])
 def test_an_end_outside_the_vocabulary_is_named(tmp_path: Path, value: object) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(CheckpointError, match=r"generation_config\.json.*eos_token_id.*10 tokens"):

@@ -78,21 +78,6 @@ def test_a_plot_is_svg(command: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "told"),
-    [
-        *((f"bench {name} --turns 5", f"python -m benchmarks.{name}") for name in ("peers", "twins", "batch")),
-        *((f"bench {name}", f"python -m benchmarks.{name}") for name in ("policy", "gpu")),
-        ("bench plan --check", "python -m benchmarks.calibrate"),
-        ("demo --seed 3", "the problems are those of seed 0"),
-    ],
-)
-def test_what_was_deleted_says_what_to_use_instead(command: str, told: str) -> None:
-    result = run(*command.split())
-    assert result.exit_code == 2 and told in plain(result.output), result.output
-    assert command.split()[1] not in run(command.split()[0], "--help").output or "plan" in command
-
-
-@pytest.mark.parametrize(
     "options",
     [
         ("--policy", "flyy", "policy 'flyy': 'flyy' is unknown (did you mean 'fly'?)"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,53 @@ def run(browser: Any) -> None:
 def test_the_page_needs_nothing_from_elsewhere() -> None:
     page = (Path(fly.serve.__file__).parent / "playground.html").read_text("utf-8")
     assert "http:" not in page and "https:" not in page and "src=" not in page and "@import" not in page
+
+
+# A page whose elements are whatever the script asks for, and a server that refuses: prints what the page shows.
+STAND_IN = """
+const [key, status, body] = JSON.parse(process.argv[1]);
+const any = () => new Proxy(function () {}, {
+  get: (of, name) => name === Symbol.toPrimitive ? () => "" : name === Symbol.iterator ? [][Symbol.iterator] :
+    (of[name] ??= any()),
+  apply: () => any(),
+});
+const elements = { key: { value: key, addEventListener() {} }, model: {} };
+const find = (id) => elements[id] ??= any();
+const document = new Proxy({}, { get: (_, name) => name === "getElementById" ? find : any() });
+const [localStorage, matchMedia, addEventListener] = [any(), any(), () => {}];
+const fetch = async () => new Response(body, { status, statusText: "Bad Gateway" });
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+@pytest.mark.parametrize(
+    ("key", "status", "shown"),
+    [
+        ("", 401, "The server wants an API key: put it into the field “API key”."),
+        ("wrong", 401, "The server does not know this API key."),
+        ("schlüssel two", 401, "The server does not know this API key."),
+        ("", 403, "a reason"),
+        ("", 502, "The answer was 502 Bad Gateway."),
+    ],
+)
+def test_a_user_of_the_page_needs_no_headers(key: str, status: int, shown: str) -> None:
+    page = (Path(fly.serve.__file__).parent / "playground.html").read_text("utf-8")
+    script = page.partition("<script>")[2].partition("</script>")[0].replace('"use strict";', "")
+    body = "<html>" if status == 502 else json.dumps({"error": {"message": "a reason"}})
+    then = "setTimeout(() => console.log(elements.model.textContent), 50);"
+    command = ["node", "-e", STAND_IN + script + then, json.dumps([key, status, body])]
+    said = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=60)
+    assert said.stdout == f"{shown}\n", said.stderr
+
+
+@needs_browser
+def test_the_key_goes_into_its_field(browser: Any) -> None:
+    with running(api_keys=("a-key",)) as server:
+        browser.get(server.url)
+        assert eventually(lambda: "put it into the field" in one(browser, "#model").text)
+        for text, shown in (("another", "does not know this API key"), ("a-key", MODEL)):
+            fill(one(browser, "#key"), text + Keys.TAB)
+            assert eventually(lambda shown=shown: shown in one(browser, "#model").text)
 
 
 @needs_browser

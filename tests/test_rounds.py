@@ -23,7 +23,15 @@ from fly.backends.cpu import available, why_not
 from fly.backends.cpu import executor as cpu
 from fly.backends.torch import TorchExecutor
 from fly.cache import OutOfBlocks, PagedKVCache
-from fly.drafts import AdaptiveDraft, CascadeDraft, DraftStrategy, NGramDraft, SingleDraft, SuffixDraft, UnionDraft
+from fly.drafts import (
+    AdaptiveDraft,
+    CascadeDraft,
+    DraftStrategy,
+    NGramDraft,
+    SingleDraft,
+    SuffixDraft,
+    TreeDraft,
+)
 from fly.engine import Engine
 from fly.parallel.compiled import CompiledPart
 from fly.policies import AcceptancePolicy, AgreeingWindow, Block, Condition, EntropyGate, Exact, parse_policy
@@ -331,6 +339,7 @@ def test_it_is_used_only_if_nothing_has_to_be_done_between_two_rounds(monkeypatc
         assert not used(None, **asked), asked
     for asked in ({"logit_bias": {3: 1.0}}, {"presence_penalty": 1.0}):
         assert not used(SingleDraft(near), **asked), asked
+    assert not used(TreeDraft(near)) and used(TreeDraft(near), k=0)
     assert not used(SingleDraft(TorchExecutor(perturbed(PLAIN, 0.05))))  # a drafter that has no such call
 
 
@@ -506,13 +515,13 @@ def test_what_a_rule_was_asked_with_is_not_held_on_to() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("name", ["model", "n-gram", "union"])
+@pytest.mark.parametrize("name", ["model", "n-gram", "cascade"])
 def test_adaptive_rounds_are_taken_at_once_and_counted_one_by_one(name: str, count: int) -> None:
     """Whatever it decides, tokens are the target's own, and it hears of every round."""
     strategies: dict[str, Callable[[], DraftStrategy]] = {
         "model": lambda: SingleDraft(executor_of(PLAIN, VARIANTS[0])),
         "n-gram": lambda: NGramDraft(3, 1),
-        "union": lambda: UnionDraft([SuffixDraft(), SingleDraft(DRAFTS[1])]),
+        "cascade": lambda: CascadeDraft([SuffixDraft(), SingleDraft(DRAFTS[1])]),
     }
     adaptive = AdaptiveDraft(strategies[name]())
     made = Engine(Runner(TARGET, PagedKVCache(TARGET.config, 999, 4)), adaptive)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
-from hypothesis import example, given
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 from openai import OpenAI
 from tokenizers import AddedToken
@@ -24,6 +25,7 @@ from fly.models.tokenizer import Tokenizer
 from fly.runtime.request import Token, Why
 from fly.runtime.structured import Grammars
 from fly.serve.answers import Completion, Prepared, Vocabulary
+from fly.serve.jsons import loads
 from fly.serve.requests import ChatRequest
 from fly.serve.rules import Rules
 from fly.serve.tools import FORMATS, CallReader, format_of, grammar
@@ -70,23 +72,18 @@ def prompt(here: Running, **body: Any) -> str:
 # Reading.
 
 
-def read(
-    form: str, pieces: list[str], names: tuple[str, ...] = ("weather", "stop")
-) -> tuple[str, list[tuple[Any, ...]]]:
-    """The text, and the name and arguments of each call; each call's id and name come first, and only once."""
-    reader, text, calls = CallReader(FORMATS[form], names), "", []
+def read(form: str, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """The text, and the name and arguments of each call, which are always an object."""
+    reader, text, calls = CallReader(FORMATS[form], ["weather", "stop"]), "", []
     for said in [*(said for piece in pieces for said in reader.push(piece)), *reader.finish()]:
         if isinstance(said, str):
             assert said
             text += said
-        elif said.name is not None:
-            assert said.at == len(calls) and said.arguments == "" and said.id
-            calls.append([said.name, ""])
         else:
-            assert said.id is None and said.arguments and said.at == len(calls) - 1
-            calls[said.at][1] += said.arguments
+            assert said.at == len(calls) and said.id and isinstance(loads(said.arguments), dict)
+            calls.append((said.name, said.arguments))
     assert reader.calls == len(calls)
-    return text, [tuple(call) for call in calls]
+    return text, calls
 
 
 def cut(text: str, at: list[int]) -> list[str]:
@@ -94,42 +91,151 @@ def cut(text: str, at: list[int]) -> list[str]:
     return [text[a:b] for a, b in pairwise(places)]
 
 
+def around(form: str, calls: list[str]) -> str:
+    """Calls between their markers."""
+    if form == "hermes":
+        return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+    return f"[TOOL_CALLS] [{', '.join(calls)}]" if form == "mistral" else f"<|python_tag|>{'; '.join(calls)}"
+
+
 SAID = st.text(st.sampled_from("ab<[|{\"' \n}`tool_call>"), max_size=30)
 VALUE = st.recursive(st.none() | st.integers() | SAID, lambda v: st.lists(v, max_size=3) | st.dictionaries(SAID, v))
 ARGUMENTS = st.dictionaries(SAID, VALUE, max_size=3)
+CUTS = st.lists(st.integers(0, 400), max_size=40)
 
 
 @given(
     form=st.sampled_from(sorted(FORMATS)),
     before=st.text("ab <[{}\n", max_size=12),
     calls=st.lists(st.tuples(st.sampled_from(["weather", "stop"]), ARGUMENTS), min_size=1, max_size=3),
-    at=st.lists(st.integers(0, 400), max_size=40),
+    at=CUTS,
     indent=st.sampled_from([None, 2]),
 )
 def test_calls_are_read_however_the_text_is_cut(
     form: str, before: str, calls: list[tuple[str, dict[str, Any]]], at: list[int], indent: int | None
 ) -> None:
-    how = FORMATS[form]
-    written = [json.dumps({"name": name, how.arguments: given}, indent=indent) for name, given in calls]
-    if form == "hermes":
-        said = before + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written)
-    elif form == "mistral":
-        said = f"{before}[TOOL_CALLS] [{', '.join(written)}]"
-    else:
-        said = before + "<|python_tag|>" + "; ".join(written)
-    text, found = read(form, cut(said, at))
+    key = FORMATS[form].arguments
+    written = [json.dumps({"name": name, key: given}, indent=indent) for name, given in calls]
+    text, found = read(form, cut(before + around(form, written), at))
     assert text == before.rstrip()
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
 
 
-@given(form=st.sampled_from(sorted(FORMATS)), text=SAID, at=st.lists(st.integers(0, 400), max_size=40))
+# Calls, what is nearly a call, what is no JSON, markers and text, one after another.
+VALUES = [
+    "{}",
+    '{"a": "}{", "b": [1, {"c": "\\"\\\\"}]}',
+    r'{"u": "\ud83d\ude00é"}',
+    '""',
+    "null",
+    "[1]",
+    r'"{\"a\": 1}"',
+]
+WRONG = ['"Oslo"', '"NaN"', "NaN", '{"a": -01}', "{'a': 1}", '{"a": "\n"}', r'{"a": "\x"}', '{"a": tru']
+MEMBER = st.sampled_from(
+    ['"name": "weather"', '"name": "stop"', '"name": "bob"', r'"n\u0061me": "st\u006fp"', '"name": [3]', '"id": "c1"']
+    + ['"type": "function"', '"type": {}', '"why": {"name": "stop"}']
+    + [f'"{key}": {value}' for key in ("arguments", "parameters", "args") for value in [*VALUES, *WRONG]]
+)
+OBJECT = st.builds(
+    lambda members, between: f"{{{between.join(members)}}}", st.lists(MEMBER), st.sampled_from([",", ",\n "])
+)
+MARKS = [mark for form in FORMATS.values() for mark in (form.opener, form.closer, form.separator) if mark]
+PART = OBJECT | st.sampled_from([*MARKS, "[", "]", "```json\n", "\n```", "\n", "Look: "]) | SAID
+ANSWER = st.builds(lambda parts, end: "".join(parts)[:end], st.lists(PART), st.integers(0, 400))
+
+
+@settings(max_examples=200)
+@given(form=st.sampled_from(sorted(FORMATS)), answer=ANSWER, at=CUTS)
+def test_no_reading_depends_on_the_pieces(form: str, answer: str, at: list[int]) -> None:
+    whole = read(form, [answer])
+    event(f"{len(whole[1])} calls, text: {bool(whole[0])}")
+    assert read(form, cut(answer, at)) == read(form, list(answer)) == whole
+
+
+@given(
+    form=st.sampled_from(["hermes", "llama"]),
+    members=st.permutations(['"name": "weather"', '"type": "function"', '"id": "c1"', '"parameters": {"a": 1}']),
+    fenced=st.booleans(),
+    at=CUTS,
+)
+def test_keys_of_a_call_may_stand_in_any_order(form: str, members: list[str], fenced: bool, at: list[int]) -> None:
+    """As in the parsers of vLLM, SGLang and llama.cpp, which parse the JSON; also without a marker."""
+    call = f"{{{', '.join(members)}}}"
+    said = f"```json\n{call}\n```" if fenced else call
+    assert read(form, cut(said, at)) == read(form, cut(around(form, [call]), at)) == ("", [("weather", '{"a": 1}')])
+
+
+@given(form=st.sampled_from(sorted(FORMATS)), text=SAID, at=CUTS)
 @example("hermes", "<tool_call>\nweather(Oslo)\n</tool_call> it is", [])
-@example("hermes", '<tool_call>{"name": "weather"', [3])
+@example("hermes", '<tool_call>{"name": "weather", "arguments": {"a', [3])
 @example("hermes", '```json\n{"name": "bob", "arguments": {}}\n```', [9, 20])
 @example("llama", '{"name": "Bob", "parameters": {}} is he', [])
 @example("mistral", "[TOOL_CALLS] none", [14])
 def test_text_that_is_not_a_call_is_unchanged(form: str, text: str, at: list[int]) -> None:
     assert read(form, cut(text, at)) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", '{"city"'),
+        ("hermes", '{"name": "bob"'),
+        ("llama", '{"type": "object"'),
+        ("hermes", '```json\n{"name": "weather", "why"'),
+        ("hermes", "<tool_call>w"),
+        ("hermes", '<tool_call>{"name": w}'),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {"a": "\t'),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {}]'),
+        ("mistral", "[TOOL_CALLS] [3"),
+        ("llama", "<|python_tag|>p"),
+    ],
+)
+def test_text_is_held_back_only_while_it_may_become_a_call(form: str, text: str) -> None:
+    reader = CallReader(FORMATS[form], ["weather"])
+    assert reader.push(text[:-1]) == []
+    assert "".join(map(str, reader.push(text[-1] + "."))) == f"{text}."
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+@pytest.mark.parametrize("key", ["arguments", "parameters"])
+@pytest.mark.parametrize(
+    ("value", "arguments"),
+    [
+        ('{"a": [1.50, 1e400]}', '{"a": [1.50, 1e400]}'),  # as it is written
+        (r'"{\"a\": \"\u00e9\"}"', '{"a": "é"}'),  # llama.cpp: a string is the arguments' text
+        ('""', "{}"),  # no arguments, as where messages of clients are read
+        ('" "', "{}"),
+        ("null", "{}"),
+        ('"null"', "{}"),
+        ('"Oslo"', None),
+        ("[1]", None),
+        ("3", None),
+        ("NaN", None),
+        ('{"a": NaN}', None),
+        (r'"{\"a\": NaN}"', None),
+        ('{"a": 1}, "arguments": {}', None),  # which of the two is meant?
+        ('{"a": 1}, "parameters": {}', None),
+    ],
+)
+def test_arguments_are_an_object_or_the_call_is_text(form: str, key: str, value: str, arguments: str | None) -> None:
+    """The same in every form, with markers and without. vLLM's parser of Hermes takes ``arguments`` alone, its parser
+    of Llama and SGLang's of all forms take both keys."""
+    call = f'{{"name": "weather", "{key}": {value}}}'
+    for said in [around(form, [call])] + ([] if form == "mistral" else [call, f"```json\n{call}\n```"]):
+        assert read(form, [said]) == ((said, []) if arguments is None else ("", [("weather", arguments)]))
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_an_unknown_key_is_not_left_out_of_a_call(form: str) -> None:
+    for members, marked, unmarked in (
+        ('"args": {"a": 1}', None, None),  # no key of arguments that vLLM, SGLang or llama.cpp know
+        ('"arguments": {"a": 1}, "why": "so"', '{"a": 1}', None),  # vLLM and SGLang ignore further keys
+        ('"type": "function"', "{}", None),  # SGLang: no arguments
+    ):
+        call = f'{{"name": "stop", {members}}}'
+        for said, arguments in ((around(form, [call]), marked), (call, unmarked)):
+            assert read(form, [said]) == ((said, []) if arguments is None else ("", [("stop", arguments)]))
 
 
 CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
@@ -140,26 +246,22 @@ CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
     [
         ("hermes", f"<tool_call>{CALL}</tool_call>\nDone.", "Done.", 1),
         ("hermes", f"<tool_call>{CALL}", "", 1),  # the end left out
-        ("hermes", f"```json\n{CALL}\n```", "", 1),  # a fence for the markers
+        ("hermes", f"```json\n{CALL}\n{CALL}\n```", "", 2),  # a fence for the markers
         ("hermes", f"{CALL}\n{CALL}", "", 2),
+        ("hermes", f"{CALL}\n```py\nx\n```", "```py\nx\n```", 1),
         ("hermes", f"I do:\n```json\n{CALL}\n```", f"I do:\n```json\n{CALL}\n```", 0),
-        ("hermes", '<tool_call>{"arguments": {"city": "Oslo"}, "name": "weather"}</tool_call>', "", 1),
+        ("hermes", f'<tool_call>{{"a": "<tool_call>{{"}}\n<tool_call>{CALL}', '<tool_call>{"a": "<tool_call>{"}', 1),
         ("hermes", '<tool_call>{"name": "other", "arguments": {"city": "Oslo"}}</tool_call>', "", 1),
         ("mistral", f"[TOOL_CALLS]{CALL}", "", 1),
-        ("llama", CALL.replace("arguments", "parameters"), "", 1),
+        ("mistral", f"[TOOL_CALLS] [{CALL}, 3]", ", 3]", 1),
+        ("llama", f"{CALL}; {CALL}; x", "; x", 2),
+        ("llama", f"<|python_tag|>{CALL}; <|python_tag|>{CALL}", "", 2),
     ],
 )
 def test_how_else_models_write_them(form: str, said: str, text: str, calls: int) -> None:
     got_text, got = read(form, list(said))
     assert (got_text, len(got)) == (text, calls)
     assert all(json.loads(arguments) == {"city": "Oslo"} for _, arguments in got)
-
-
-def test_arguments_come_as_they_are_written() -> None:
-    reader, seen = CallReader(FORMATS["hermes"], ["weather"]), []
-    for character in f"<tool_call>{CALL}</tool_call>":
-        seen += [said.arguments for said in reader.push(character) if not isinstance(said, str)]
-    assert seen == ["", *'{"city": "Oslo"}']
 
 
 def test_formats_are_recognised_from_templates() -> None:
@@ -186,9 +288,14 @@ def tokenizer(request: Any) -> Tokenizer:
     return made
 
 
+@cache
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer, 1040, [2])
+
+
 def allowed(tokenizer: Tokenizer, source: str, text: str) -> bool:
     """Whether the whole text, token by token, is what the grammar wants."""
-    matcher = Grammars(tokenizer, 1040, [2]).matcher(SamplingParams(structured={"grammar": source}))  # type: ignore[arg-type]
+    matcher = grammars(tokenizer).matcher(SamplingParams(structured={"grammar": source}))  # type: ignore[arg-type]
     ids = tokenizer.encode(text, add_special_tokens=False)
     for place, token in enumerate([*ids, 2]):
         bits, _ = matcher._mask(place)
@@ -232,6 +339,21 @@ def test_only_known_functions_can_be_called(tokenizer: Tokenizer, form: str) -> 
         assert not fits("Hello", False, answer=answer)
 
 
+@pytest.mark.parametrize("form", ["hermes", "llama"])
+def test_no_unmarked_call_gets_past_the_grammar(tokenizer: Tokenizer, form: str) -> None:
+    """What may begin as a call that the reader would find may have no wrong arguments."""
+    source = grammar(FORMATS[form], SCHEMAS, tokenizer, required=False, parallel=True)
+    name, rest = '"name": "weather"', '"parameters": {"city": "Bonn"}'
+    calls = [f"{{{first}, {second}}}" for first, second in ((name, rest), (rest, name))]
+    calls += [f"{{{more}, {call[1:]}" for call in calls for more in ('"type": "function"', '"id": "c1"')]
+    calls += [calls[0].replace("name", r"n\u0061me"), calls[0].replace("weather", r"weathe\u0072")]
+    for call in calls:
+        for said in (f"```json\n{call}\n```", "\t\r\n" + " " * 20 + call):
+            assert read(form, [said])[1] and not allowed(tokenizer, source, said)
+    for said in ('{"name": "Bob"}', '{"city": "Bonn"}', '```json\n{"a": 1}\n```', f"See: {calls[0]}"):
+        assert not read(form, [said])[1] and allowed(tokenizer, source, said)
+
+
 @pytest.mark.parametrize("begun", [True, False])
 def test_who_thinks_may_think_before_a_call(tokenizer: Tokenizer, begun: bool) -> None:
     made = grammar(
@@ -252,27 +374,26 @@ def test_calls_that_are_required(client: OpenAI, parallel: bool) -> None:
         "temperature": 0, "parallel_tool_calls": parallel,
     }  # fmt: skip
     whole = client.chat.completions.create(**asked).choices[0]
-    assert whole.message.content is None and whole.message.tool_calls
-    assert whole.finish_reason == ("length" if parallel else "tool_calls")  # so small a model goes on for ever
-    assert (len(whole.message.tool_calls) > 1) == parallel
-    for call in whole.message.tool_calls[: -1 if parallel else None]:
+    assert whole.message.tool_calls
+    # So small a model goes on for ever. The call that the end of the answer cuts is text.
+    assert whole.finish_reason == ("length" if parallel else "tool_calls")
+    assert (whole.message.content or "").startswith("<tool_call>" if parallel else "")
+    assert (len(whole.message.tool_calls) > 1) == bool(whole.message.content) == parallel
+    for call in whole.message.tool_calls:
         assert call.type == "function" and re.fullmatch("call_[0-9a-f]{24}", call.id)
         jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
     assert len({call.id for call in whole.message.tool_calls}) == len(whole.message.tool_calls)
-    calls: list[list[str]] = []
+    calls, text = list[list[str | None]](), ""
     chunks = list(client.chat.completions.create(**asked, stream=True))
     for chunk in chunks:
         delta = chunk.choices[0].delta
-        assert not delta.content and len(delta.tool_calls or []) <= 1
+        text += delta.content or ""
+        assert len(delta.tool_calls or []) <= 1
         for piece in delta.tool_calls or []:
-            assert piece.function is not None
-            if piece.id:
-                assert (piece.index, piece.type, piece.function.arguments) == (len(calls), "function", "")
-                calls.append([piece.function.name or "", ""])
-            else:
-                assert piece.function.name is None
-                calls[piece.index][1] += piece.function.arguments or ""
+            assert (piece.index, piece.type) == (len(calls), "function") and piece.function is not None
+            calls.append([piece.function.name, piece.function.arguments])
     assert calls == [[call.function.name, call.function.arguments] for call in whole.message.tool_calls]
+    assert text == (whole.message.content or "")
     assert chunks[-1].choices[0].finish_reason == whole.finish_reason
 
 
@@ -364,7 +485,7 @@ def test_arguments_that_are_nested_deep_are_refused(here: Running) -> None:
         messages = [*CHAT, {"role": "assistant", "tool_calls": [call]}]
         got = httpx.post(f"{here.url}/v1/chat/completions", json={"model": MODEL, "messages": messages})
         assert got.status_code == 400 and "arguments of a call" in got.json()["error"]["message"], got.text
-        assert read("hermes", [f"<tool_call>{text}"])[1] == []  # nor does a model that writes them do any harm
+        assert read("hermes", [f"<tool_call>{text[:4000]}"])[1] == []  # nor does a model that writes them do any harm
 
 
 def test_a_template_of_another_kind_is_refused(here: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,7 +525,7 @@ def test_calls_and_text_of_one_answer(here: Running, reason: str) -> None:
     message = whole.build_whole()["choices"][0]
     assert message["finish_reason"] == last["choices"][0]["finish_reason"] == {"stop": "tool_calls"}.get(reason, reason)
     assert message["message"]["content"] == "I look." == "".join(delta.get("content", "") for delta in deltas)
-    pieces = [piece["function"] for delta in deltas for piece in delta.get("tool_calls", [])]
+    [piece] = [piece for delta in deltas for piece in delta.get("tool_calls", [])]
     [call] = message["message"]["tool_calls"]
-    assert pieces[0] == {"name": "weather", "arguments": ""}
-    assert "".join(piece["arguments"] for piece in pieces) == call["function"]["arguments"] == '{"city": "Oslo"}'
+    assert piece == {"index": 0, "id": piece["id"], "type": "function", "function": call["function"]}
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}

@@ -24,7 +24,7 @@ from fly.backends.cpu.host import Blocks, lay_rules
 from fly.backends.cpu.library import CRounds, Sampling, fast_call, load
 from fly.backends.cpu.packed import PackedLlama
 from fly.cache import PagedKVCache
-from fly.drafts import DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft, TreeDraft
+from fly.drafts import DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft
 from fly.engine import Engine
 from fly.policies import Exact, parse_policy
 from fly.runtime.executor import Batch, DraftSpec, Executor, Lookup
@@ -106,13 +106,11 @@ def decisions() -> None:
     logits, probs = torch.randn(3, 11), torch.full((3, 11), 1 / 11)
     how = (Sampling * 1)(Sampling(1.0, 1.0, -torch.inf, 0))
     fast_call("fly_kept")(logits, 3, 11, how, torch.empty(3, 1, 3))
-    for trees in (False, True):
-        blocks = Blocks(1, 2, 1, trees, 4)
-        blocks.count[0], blocks.drafted[1] = 2, 1
-        if trees:
-            blocks.parent[0] = blocks.parent[1] = -1
-        rules = lay_rules([(Exact(), 0)], None, None, 11)
-        fast_call("fly_decide")(byref(rules), byref(blocks.c), array("q", [9]), logits, None if trees else probs[:2])
+    blocks = Blocks(1, 2, 1, 4)
+    blocks.count[0] = 2
+    blocks.drafted[1] = 1
+    rules = lay_rules([(Exact(), 0)], None, None, 11)
+    fast_call("fly_decide")(byref(rules), byref(blocks.c), array("q", [9]), logits, probs[:2])
     fast_call("fly_uniforms")(array("q", [1, 2]), array("q", [3, 4]), 0, 3, array("f", bytes(24)))
 
 
@@ -125,10 +123,8 @@ CALLS: dict[str, Callable[[], None]] = {
     "drawn chains": lambda: rounds(TARGET, SingleDraft(DRAFT), 1.0),
     "chains with clauses": lambda: rounds(TARGET, SingleDraft(DRAFT), 0, "exact | entropy(0.4) & ~control"),
     "copies": lambda: rounds(TARGET, NGramDraft(3, 1, 4), 0),
-    "drawn trees": lambda: rounds(TARGET, TreeDraft(DRAFT, nodes=5, depth=3, width=2), 1.0),
-    "trees with a rule in Python": lambda: rounds(TARGET, TreeDraft(DRAFT, nodes=5), 0, "fly & budget(0.1)"),
+    "a rule in Python": lambda: rounds(TARGET, SingleDraft(DRAFT), 0, "fly & budget(0.1)"),
     "heads": lambda: rounds(HEADED, Eagle3Draft(HEAD), 0),
-    "trees of heads": lambda: rounds(HEADED, Eagle3Draft(HEAD, nodes=5, depth=3, width=2), 0),
 }
 WILL_DO = {
     "", "start", "count", "control", "stops",  # there is none, or this call does not use it
@@ -192,7 +188,6 @@ def test_numbers_may_be_anything(data: st.DataObject) -> None:
         structures = [each._obj for each in arguments if hasattr(each, "_obj")]
         for structure in list(structures):
             structures += [*vars(structure)["row"]] if isinstance(structure, CRounds) else []
-            structures += [structure.growth.contents] if isinstance(structure, CRounds) and structure.growth else []
         structure = data.draw(st.sampled_from(structures))
         kinds = {c_int32, c_int64, c_uint32}
         names = [each for each, kind in structure._fields_ if kind in kinds and not each.endswith("_bytes")]

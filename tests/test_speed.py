@@ -227,7 +227,7 @@ def test_the_models_of_a_draft() -> None:
         1,
     ]
     assert len(draft_runners(strategy_of("ngram+fly-tiny+fly-draft"))) == 2
-    several = {"adaptive(fly-draft)": 1, "union(suffix, fly-draft)": 1, "choose(a=fly-tiny, b=adaptive(fly-draft))": 2}
+    several = {"adaptive(fly-draft)": 1, "suffix+fly-draft": 1, "choose(a=fly-tiny, b=adaptive(fly-draft))": 2}
     assert {text: len(draft_runners(strategy_of(text))) for text in several} == several
 
 

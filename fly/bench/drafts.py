@@ -40,7 +40,6 @@ STRATEGIES = (
     "suffix+fly-draft",
     "ngram+fly-tiny+fly-draft",
     "fly-tiny+fly-draft",
-    "union(suffix, fly-draft)",
     "adaptive(ngram)",
     "adaptive(fly-draft)",
 )

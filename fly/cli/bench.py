@@ -133,20 +133,3 @@ bench = typer.Typer(help="Measure speed, as ratios within one run.", no_args_is_
 
 for _command in (bench_speed, bench_drafts, bench_plan):
     bench.command(_command.__name__.removeprefix("bench_"))(_command)
-
-
-def _refuse(name: str) -> None:
-    """Register a command that moved to ``benchmarks/``, as an error that says so."""
-
-    @alone
-    def run() -> None:
-        raise ValueError(
-            f"'fly bench {name}' is not part of the package; in a checkout run: python -m benchmarks.{name}"
-        )
-
-    others = {"allow_extra_args": True, "ignore_unknown_options": True}
-    bench.command(name, hidden=True, context_settings=others)(run)
-
-
-for _name in ("peers", "twins", "batch", "policy", "gpu"):
-    _refuse(_name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import re
 import sys
 import textwrap
 import time
@@ -21,7 +22,7 @@ from fly.cli.options import SETUP, Deterministic, option, takes
 from fly.cli.run import alone, compute_in_words, options_of, sampling_of, setup_of
 from fly.cli.show import console, errors, fail
 from fly.config import Config
-from fly.errors import meant, said
+from fly.errors import meant, said, short
 from fly.llm import LLM, Piece, Stream
 from fly.policies import parse_policy
 from fly.types import Guarantee, SamplingParams
@@ -132,7 +133,7 @@ class Conversation:
                 continue
             try:
                 if line.startswith("/") and not line.startswith("//"):
-                    self._obey(line)
+                    self.obey(line)
                 elif line:
                     self._answer(line.removeprefix("/"))
             except EOFError:
@@ -145,7 +146,7 @@ class Conversation:
 
     def messages(self) -> list[dict[str, str]]:
         """Return all messages so far, the system prompt included."""
-        return [*([{"role": "system", "content": self.system}] if self.system is not None else []), *self.turns]
+        return _messages(self.system, self.turns)
 
     def _answer(self, text: str) -> None:
         """Answer a message. A message without any answer is not kept."""
@@ -185,15 +186,15 @@ class Conversation:
             ending.append("it was still thinking")
         self._tell(" · ".join([*answer.figures(), *ending]))
 
-    def _obey(self, line: str) -> None:
-        """Run a command."""
-        name, _, text = line.partition(" ")
+    def obey(self, line: str) -> None:
+        """Run a command, a line that begins with a slash. An error (``ValueError``, ``OSError``) changes nothing."""
+        name, *rest = line.split(maxsplit=1)
         if (run := self.commands.get(name)) is None:
             hint = meant(name, self.commands)
             raise ValueError(
                 f"{name} is no command{hint}; choices: {' '.join(self.commands)} (// begins a text with /)"
             )
-        run(text.strip())
+        run("".join(rest))
 
     def _policy(self, text: str) -> None:
         """TEXT: the acceptance policy, such as 'exact' or 'fly(theta=0.3) & after(2)'; without TEXT, show it."""
@@ -208,9 +209,7 @@ class Conversation:
     def _k(self, text: str) -> None:
         """N: the most tokens drafted in a round; 0 drafts none."""
         if text:
-            if not (text.isascii() and text.isdigit()):
-                raise ValueError(f"/k {text!r} must be an integer of at least 0")
-            self.k = int(text)
+            self.k = _integer("/k", text, 0, self.llm.engine.context - 1, "what the context has room for")
         self._tell(f"k {self.k}" + (" (there is no draft: /draft)" if self.llm.draft is None and self.k else ""))
 
     def _draft(self, text: str) -> None:
@@ -237,21 +236,24 @@ class Conversation:
     def _system(self, text: str) -> None:
         """TEXT: the system prompt, from the next answer on; "" is the template's own."""
         if text:
-            self.system = None if text == '""' else text
+            system = None if text == '""' else text
+            self.llm.chat_prompt(
+                _messages(system, [{"role": "user", "content": "a"}]), **self.variables
+            )  # may refuse it
+            self.system = system
         self._tell("no system prompt but the template's own" if self.system is None else f"system: {self.system}")
 
     def _drop(self, text: str) -> None:
         """N: forget the oldest N turns; 1 without N."""
+        if not self.turns:
+            raise ValueError("/drop: there are no turns to forget")
         turns = len(self.turns) // 2
-        if not (text or "1").isdecimal() or not 1 <= int(text or 1) <= turns:
-            raise ValueError(f"/drop {text or 1} must be in 1..{turns}, the number of turns there are")
-        del self.turns[: 2 * int(text or 1)]
+        del self.turns[: 2 * _integer("/drop", text or "1", 1, turns, "the number of turns there are")]
         self._tell(f"{len(self.turns) // 2} turns are left")
 
     def _reset(self, text: str) -> None:
         """forget all turns; the settings stay."""
-        if text:
-            raise ValueError(f"/reset takes nothing, got {text!r}")
+        _refuse_text("/reset", text)
         self.turns.clear()
         self._tell(f"all turns are forgotten · {self._settings()}")
 
@@ -259,7 +261,10 @@ class Conversation:
         """FILE: write the conversation and its settings, as JSON."""
         if not text:
             raise ValueError("/save needs the name of a file")
-        path = Path(text).expanduser()
+        try:
+            path = Path(text).expanduser()
+        except RuntimeError as error:  # such as ~someone
+            raise ValueError(f"/save {text!r}: {error}") from None
         if path.exists() and path.resolve() not in self._saved:
             raise ValueError(f"{text} exists already; give another name")
         record = {
@@ -277,6 +282,7 @@ class Conversation:
 
     def _help(self, text: str) -> None:
         """list the commands, and what the colours mean."""
+        _refuse_text("/help", text)
         for name, run in self.commands.items():
             told = " ".join((inspect.getdoc(run) or "").split())
             self._tell(textwrap.fill(f"  {name:13}{told}", 80, subsequent_indent=" " * 15))
@@ -287,6 +293,7 @@ class Conversation:
 
     def _quit(self, text: str) -> None:
         """end."""
+        _refuse_text("/quit", text)
         raise EOFError
 
     def _settings(self) -> str:
@@ -296,6 +303,24 @@ class Conversation:
     def _tell(text: str) -> None:
         """Print something that is no part of an answer; on standard error if answers go to a file."""
         (console if console.is_terminal else errors).print(escape(text), style="dim", highlight=False, soft_wrap=True)
+
+
+def _messages(system: str | None, turns: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Return the turns, after the system prompt if there is one."""
+    return [*([] if system is None else [{"role": "system", "content": system}]), *turns]
+
+
+def _integer(command: str, text: str, least: int, most: int, limit: str) -> int:
+    """Read the number that a command takes. Raises ``ValueError``, which says that ``most`` is the ``limit``."""
+    if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
+        raise ValueError(f"{command} {short(text)} must be an integer in {least}..{most}, {limit}")
+    return int(text)
+
+
+def _refuse_text(command: str, text: str) -> None:
+    """Raise ``ValueError`` if there is text after a command that takes none."""
+    if text:
+        raise ValueError(f"{command} takes nothing, got {short(text)}")
 
 
 class _Answer:

@@ -13,7 +13,7 @@ from rich.text import Text
 from fly.bundled.tasks import SPLITS
 from fly.cli.completion import show_legend, show_stream
 from fly.cli.evaluation import run_plan, show_report
-from fly.cli.options import RUNNING, DraftLength, Policy, Split, gone, takes
+from fly.cli.options import RUNNING, DraftLength, Policy, Split, takes
 from fly.cli.run import alone
 from fly.cli.show import console
 from fly.errors import instead
@@ -30,7 +30,6 @@ def demo(
     k: DraftLength = 15,
     policy: Policy = "fly",
     split: Split = "heldout",
-    seed: Annotated[bool, gone("--seed", "the problems are those of seed 0; --problems says how many")] = False,
     **options: Any,
 ) -> None:
     """Show what speculation gains: one completion in colours, then a table over held-out problems."""

@@ -14,7 +14,7 @@ import torch
 from rich.markup import escape
 
 from fly import __version__
-from fly.backends.cpu.library import NARROW, TORCH, available, chosen, unusable, why_not
+from fly.backends.cpu.library import FOR_ALL, TORCH, available, check_target, chosen, unusable, why_not
 from fly.cache import DEFAULT_BYTES, block_size_for
 from fly.cli.options import Json
 from fly.cli.run import command
@@ -99,9 +99,9 @@ def _find_processor() -> Iterator[Finding]:
     yield Finding("threads", f"{torch.get_num_threads()} of PyTorch")
     # The kernels in use: the best set for this processor, or the one that FLY_KERNELS names.
     try:
-        used = chosen()
+        check_target(used := chosen())
         forced = os.environ.get("FLY_KERNELS", "").strip()
-        narrow = f"; --kernels {' or '.join(NARROW)} for fewer bits" if available()[0] != TORCH else ""
+        narrow = f"; --kernels {' or '.join(FOR_ALL)} for fewer bits" if available()[0] != TORCH else ""
         yield Finding("CPU kernels", f"{used}{' (named by FLY_KERNELS)' if forced else ''}{narrow}")
     except ValueError as error:
         yield Finding("CPU kernels", os.environ.get("FLY_KERNELS", ""), str(error))

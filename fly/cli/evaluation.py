@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -154,13 +154,17 @@ def evaluate(
     """Measure accuracy and speed of rules on tasks, beside autoregressive decoding and exact speculation."""
     # The plan: the file's fields, then those of options.
     limit, limits = _limits(problems or [])
-    fields = {} if plan is None else Plan.read(plan)
+    fields = None if plan is None else Plan.read(plan)
     given = {name: value for name, value in options_of(context, _PLANNED).items() if value}
     of_model = options_of(context, [name for name in _LOADED if plan is None or typed_in(context, name)])
     given |= {name: value for name, value in of_model.items() if value is not None}
     if limit or plan is None:
         given["limit"] = limit or 48
-    wanted = _limited(Plan.of({**fields, **given}, f"{plan}: " if plan else ""), limits)
+
+    def where(place: tuple[str | int, ...]) -> str:
+        return "" if fields is None or (place and place[0] in given) else fields.where(place)
+
+    wanted = _limited(Plan.of({**(fields or {}), **given}, where), limits, where)
     # The run.
     if out is None and plan is not None and plan.is_dir():
         out = plan
@@ -187,9 +191,16 @@ def _limits(problems: list[str]) -> tuple[int | None, dict[str, int]]:
     return limit, limits
 
 
-def _limited(plan: Plan, limits: dict[str, int]) -> Plan:
-    """Return the plan with the numbers of problems for named tasks. Raises ``ValueError`` for a task that it lacks."""
-    names = [asked.load().name for asked in plan.tasks]
+def _limited(plan: Plan, limits: dict[str, int], where: Callable[[tuple[str | int, ...]], str]) -> Plan:
+    """Return the plan with the numbers of problems for named tasks. Raises ``ValueError`` for a task that it lacks, and
+    for one that cannot be loaded; ``where`` tells where the latter is named."""
+    names = []
+    for number, asked in enumerate(plan.tasks):
+        try:
+            names.append(asked.load().name)
+        except ValueError as error:
+            place = "tasks", number, *getattr(error, "place", ())
+            raise ValueError(f"{where(place)}{error}") from error
     if unknown := next((name for name in limits if name not in names), None):
         raise ValueError(f"--problems {unknown}={limits[unknown]}: there is no such task{instead(unknown, names)}")
     both = zip(names, plan.tasks)

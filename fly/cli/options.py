@@ -70,17 +70,6 @@ def output(*names: str, help: str, suffix: str = "") -> Any:
     return typer.Option(*names, help=help, callback=check)
 
 
-def gone(name: str, instead: str) -> Any:
-    """Return a deleted option. It is hidden, and its error says what to use ``instead``."""
-
-    def refuse(given: bool) -> bool:
-        if given:
-            raise typer.BadParameter(f"it was deleted; {instead}")
-        return given
-
-    return typer.Option(name, hidden=True, callback=refuse)
-
-
 Model = Annotated[
     str, _of_model(help="The target: a bundled name, a directory, a GGUF file, or a name on the Hugging Face hub.")
 ]

@@ -13,7 +13,7 @@ from rich.table import Column
 from fly.bench.plan import DEVICES, MODELS, PAPER, Machines, Setting, forecast
 from fly.bench.scale import lengths, replays, scaled
 from fly.bundled import open_model
-from fly.cli.options import K, gone, number, option, takes
+from fly.cli.options import K, number, option, takes
 from fly.cli.replay import tell_stops
 from fly.cli.run import alone, refuse_idle, rules_of
 from fly.cli.show import note, print_list, progress, ratio, warn
@@ -53,7 +53,6 @@ _SETTING = {
 @takes(_SETTING)
 def bench_plan(
     typed: typer.Context,
-    check: Annotated[bool, gone("--check", "in a checkout it is python -m benchmarks.calibrate")] = False,
     recorded: Annotated[
         Path | None,
         typer.Option(help="A run of 'fly eval --record': its acceptance gives τ, for each rule.", metavar="RUN"),

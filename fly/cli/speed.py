@@ -59,8 +59,8 @@ def bench_speed(
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            help="Random models beside it, WIDTHxLAYERSxVOCABULARY, in 8 or 4 bits with :int8, :w8a8 or :w4a8 after it "
-            f"({SHAPE}, each way); '{NO_SHAPE}' for none."
+            help="Random models beside it, WIDTHxLAYERSxVOCABULARY, in 8 or 4 bits with "
+            f"{' or '.join(f':{kind}' for kind in ROUNDINGS)} after it ({SHAPE}, each way); '{NO_SHAPE}' for none."
         ),
     ] = None,
     problems: Annotated[

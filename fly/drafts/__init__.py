@@ -10,7 +10,6 @@ from fly.drafts.registry import draft_types, parse_draft
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.translate import TranslatedDraft
 from fly.drafts.tree import TreeDraft
-from fly.drafts.union import UnionDraft
 
 __all__ = [
     "AdaptiveDraft",
@@ -24,7 +23,6 @@ __all__ = [
     "SuffixDraft",
     "TranslatedDraft",
     "TreeDraft",
-    "UnionDraft",
     "draft_types",
     "pad",
     "pad_trees",

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections import abc
 from collections.abc import Callable
 from copy import copy
-from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -60,18 +59,6 @@ class Loaded(NamedTuple):
 # A function that loads a model by its path or name (options: ``dtype``, ``device``, ``kernels``), or returns a loaded
 # model unchanged.
 LoadModel = Callable[..., Loaded]
-
-
-# Methods of strategies in earlier versions, and what replaced each.
-_GONE = {
-    "bind": "take setup.vocabulary in attach(self, setup)",
-    "resolve": "load models in attach(self, setup), by setup.load(NAME)",
-    "executors": "setup.load(NAME) knows the models that a strategy drafts with",
-    "allocators": "setup.load(NAME) knows the caches of these models",
-    "bytes_per_token": "setup.load(NAME) knows the caches of these models",
-    "reserve": "setup.load(NAME) knows the caches of these models",
-    "choices": "only ChooseDraft has names for requests to choose from",
-}
 
 
 class OwnCache(Protocol):
@@ -171,16 +158,10 @@ class DraftSetup:
         """Attach a strategy and return it. If its vocabulary differs from the target's, return a strategy around it
         that translates its drafts. A strategy that is made of others attaches them by this method too.
 
-        Raises ``ValueError`` if it cannot draft for this target, and ``TypeError`` for methods of earlier versions.
+        Raises ``ValueError`` if it cannot draft for this target.
         """
-        kind = type(strategy)
-        for name, instead in _GONE.items():
-            if name in dir(kind):
-                raise TypeError(f"{kind.__name__}.{name} is not called any more: {instead}")
-        if {"target", "runner"} & set(signature(strategy.attach).parameters):
-            raise TypeError(f"{kind.__name__}.attach takes a setup now: def attach(self, setup), with setup.target")
         strategy.attach(self)
-        self._kinds.append(kind)
+        self._kinds.append(type(strategy))
         return self.translate(strategy)
 
     def translate(self, strategy: DraftStrategy) -> DraftStrategy:

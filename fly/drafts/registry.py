@@ -9,7 +9,7 @@ import ast
 import inspect
 from collections import abc
 from pathlib import Path
-from typing import Any, TypeGuard, get_args, get_origin
+from typing import Any, TypeGuard, get_args
 
 import torch
 
@@ -22,8 +22,7 @@ from fly.drafts.model import CascadeDraft, SingleDraft
 from fly.drafts.ngram import NGramDraft
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.tree import TreeDraft
-from fly.drafts.union import UnionDraft
-from fly.expressions import CLASS_PATH, Registry, Text, hints_of
+from fly.expressions import CLASS_PATH, Registry, Text
 from fly.models.eagle import is_head
 from fly.policies import AcceptancePolicy, parse_policy
 
@@ -42,17 +41,11 @@ STRATEGIES = Registry(
         "model": SingleDraft,
         "tree": TreeDraft,
         "eagle3": Eagle3Draft,
-        "union": UnionDraft,
         "adaptive": AdaptiveDraft,
         "choose": ChooseDraft,
     },
     bases=(DraftStrategy,),
     wanted="a class that subclasses DraftStrategy",
-    gone={
-        "recycling": "it won nowhere; use 'suffix', which needs no model either, or 'ngram+CHECKPOINT'",
-        "skip": "it won nowhere; 'ngram' needs no second model, and 'fly train-head' makes a small one",
-        "relay": "it won nowhere; a checkpoint's name alone, or 'union(A, B)', gains more from the same parts",
-    },
     usable=lambda strategy: not inspect.isabstract(strategy),
     choices=lambda: {"strategies": ["none", *sorted(draft_types())], "bundled checkpoints": [*BUNDLED, *HEADS]},
     more=", or a checkpoint: the path of a directory or GGUF file, or a name on the Hugging Face hub",
@@ -94,8 +87,6 @@ def parse_draft(
     - ``a+b+c`` is a cascade, cheapest first: each level drafts for the next one, and the first has no draft.
     - An argument is read as a strategy or a policy if its parameter is annotated so. For all other parameters a bare
       word is a string, as in ``model(fly-draft)``.
-    - If a class's first parameter is a sequence of strategies, the text gives them as positional arguments, as in
-      ``union(ngram, fly-draft)``.
 
     Args:
         trusted: whether ``module:Class`` (or ``module:instance``) may import. Pass False for a text from the network.
@@ -134,7 +125,7 @@ class _Reader(Text):
                 raise self.error("'none' stands alone: it is no part of another draft, and takes no parameters")
             registered = word in draft_types() or CLASS_PATH.fullmatch(word)
             if isinstance(node, ast.Call) or registered or not names_a_checkpoint(word):
-                return self._call(self.find(word), word, call)
+                return self.call(self.find(word), word, call)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             word = node.value
             if not names_a_checkpoint(word):
@@ -145,15 +136,6 @@ class _Reader(Text):
         else:
             raise self.error(f"{self.source(node)!r} is no strategy")
         return _of_checkpoint(word, self.defaults, level)
-
-    def _call(self, make: Any, word: str, call: ast.Call) -> DraftStrategy:
-        """Call a class. If its first parameter is a sequence of strategies, they may be given one by one."""
-        if call.args and isinstance(make, type):
-            first = hints_of(make).get(next(iter(inspect.signature(make).parameters), ""))
-            takes_list = get_origin(first) in (abc.Sequence, list, tuple) and _mentions(first, DraftStrategy)
-            if takes_list and not (len(call.args) == 1 and isinstance(call.args[0], ast.List)):
-                call = ast.Call(call.func, [ast.List(call.args, ast.Load())], call.keywords)
-        return self.call(make, word, call)
 
     def argument(self, given: ast.expr, hint: Any) -> Any:
         """Read an argument, as a strategy or a policy if its annotation says so. Lists and tuples may hold these."""

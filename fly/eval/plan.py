@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -12,7 +12,6 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -26,8 +25,8 @@ from pydantic import (
 
 from fly.bundled import BUNDLED, usual_draft
 from fly.cache import DEFAULT_BYTES
-from fly.config import read_yaml
-from fly.errors import explain
+from fly.config import Fields
+from fly.errors import PlacedError, explain
 from fly.eval.records import Key
 from fly.eval.task import Problem, Task, load_task
 from fly.expressions import CLASS_PATH, grid
@@ -190,9 +189,13 @@ class Plan(BaseModel):
     @model_validator(mode="after")
     def _can_be_recorded(self) -> Plan:
         if self.record and 0.0 not in self.temperatures:
-            raise ValueError(f"record: blocks are recorded at temperature 0, which {self.temperatures} leave out")
+            raise PlacedError(
+                f"record: blocks are recorded at temperature 0, which {self.temperatures} leave out", "record"
+            )
         if self.record and self.together > 1:
-            raise ValueError(f"record: blocks are recorded one problem at a time, not {self.together} together")
+            raise PlacedError(
+                f"record: blocks are recorded one problem at a time, not {self.together} together", "record"
+            )
         return self
 
     @field_serializer("settings", "tasks")
@@ -262,13 +265,13 @@ class Plan(BaseModel):
                             yield Turn(key, number, task, problem, way)
 
     @staticmethod
-    def of(fields: dict[str, Any], where: str = "") -> Plan:
-        """Make a plan with these fields. Raises ``ValueError`` that names every wrong field, and ``where`` the fields
-        came from."""
+    def of(fields: Mapping[str, Any], where: Callable[[tuple[str | int, ...]], str] | None = None) -> Plan:
+        """Make a plan with these fields. Raises ``ValueError`` that names every wrong field; ``where`` returns what
+        comes before each (see ``fly.errors.explain``)."""
         try:
             return Plan.model_validate(fields)
         except ValidationError as error:
-            raise ValueError(f"{where}{explain(error, Plan.model_fields)}") from error
+            raise ValueError(explain(error, Plan.model_fields, where)) from error
 
     @staticmethod
     def of_run(folder: Path) -> Plan:
@@ -276,25 +279,19 @@ class Plan(BaseModel):
         if not (folder / "plan.yaml").exists():
             missing = "there is no plan.yaml in it" if folder.is_dir() else "there is no such folder"
             raise ValueError(f"{str(folder)!r} is no run: {missing}; 'fly eval --out FOLDER' makes one")
-        return Plan.of(Plan.read(folder), f"{folder}: ")
+        fields = Plan.read(folder)
+        return Plan.of(fields, fields.where)
 
     @staticmethod
-    def read(path: str | Path) -> dict[str, Any]:
+    def read(path: str | Path) -> Fields:
         """Read the fields of a plan's file, or of the plan in a run's folder, without checking them. Paths in a file
         are relative to it. Raises ``ValueError`` if the file cannot be read, or is no plan."""
         path = Path(path)
-        saved = path / "plan.yaml" if path.is_dir() else path
-        try:
-            fields = read_yaml(saved.read_text(encoding="utf-8")) or {}
-        except (OSError, UnicodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise ValueError(f"plan {str(path)!r} cannot be read: {reason}") from error
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from error
-        if not isinstance(fields, dict):
-            raise ValueError(f"{path}: a plan is a mapping of fields, not {fields!r}")
+        fields = Fields.read(path / "plan.yaml" if path.is_dir() else path, "plan", Plan.model_fields)
         if path.is_dir():
-            return dict(fields["plan"])
+            if not isinstance(fields.get("plan"), dict):
+                raise ValueError(f"{fields.source}: this is no plan of a run, which 'fly eval --out FOLDER' writes")
+            return fields.part("plan")
         if "tasks" in fields:
             fields["tasks"] = [_placed(each, path.absolute().parent) for each in _listed(fields["tasks"])]
         return fields

@@ -7,15 +7,17 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from decimal import Decimal, InvalidOperation
+from decimal import MAX_EMAX, MIN_EMIN, Decimal, localcontext
 from functools import cached_property
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from fly.bundled.tasks import Problem
+from fly.errors import instead, meant
+from fly.eval.reading import extract_answer, extract_code, read_choice, read_number
 from fly.eval.sandbox import Language, Sandbox
 from fly.expressions import CLASS_PATH
 
@@ -117,13 +119,8 @@ class ExactText(_Scorer):
         return " ".join(word for word in words if word not in ("a", "an", "the"))
 
 
-_NUMBER = re.compile(r"(?<![\w.)])-?(?:\$\s?)?\d[\d,]*(?:\.\d+)?|(?<![\w.)])-?\$?\.\d+")
-_MARKS = (r"####(.*)", r"\\boxed\{([^{}]*)\}", r"(?i)answer\s*(?:is|:)\**\s*:?(.*)")
-
-
 class Number(_Scorer):
-    """A number of the completion equals the answer within ``tolerance``. It is the number after the last ``####``, else
-    the one in the last ``\\boxed{}``, else the one after the last "answer is" or "answer:", else the last number."""
+    """The number that a completion gives (``read_number``) equals the answer within ``tolerance``."""
 
     kind: Literal["number"] = "number"
     tolerance: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -135,25 +132,16 @@ class Number(_Scorer):
     def score(self, completion: str, answer: str, row: Row, programs: Programs) -> Score:
         self.check(answer)
         wanted = self.read(answer) or Decimal(0)
-        if (found := self.read(completion)) is None:
+        found = self.read(completion)
+        if found is None:
             return Score(False)
-        return Score(abs(found - wanted) <= Decimal(str(self.tolerance)), str(found))
+        with localcontext(Emin=MIN_EMIN, Emax=MAX_EMAX):  # a number may have a million digits
+            return Score(abs(found - wanted) <= Decimal(str(self.tolerance)), f"{found:f}")
 
     @staticmethod
     def read(text: str) -> Decimal | None:
-        for mark in _MARKS:
-            for piece in reversed(re.findall(mark, text)):
-                if numbers := _NUMBER.findall(piece):
-                    return _decimal(numbers[0])
-        numbers = _NUMBER.findall(text)
-        return _decimal(numbers[-1]) if numbers else None
-
-
-def _decimal(text: str) -> Decimal | None:
-    try:
-        return Decimal(re.sub(r"[$,\s]", "", text))
-    except InvalidOperation:
-        return None
+        """Return the number that a text gives, or None if it has none."""
+        return read_number(text)
 
 
 class Pattern(_Scorer):
@@ -184,8 +172,7 @@ class Pattern(_Scorer):
 
 
 class Choice(_Scorer):
-    """A letter of the completion equals the answer. It is the letter after the last "answer is" or "answer:", else the
-    first letter that stands alone."""
+    """The letter that a completion chooses (``read_choice``) equals the answer."""
 
     kind: Literal["choice"] = "choice"
     choices: str = "ABCD"
@@ -196,10 +183,7 @@ class Choice(_Scorer):
 
     def score(self, completion: str, answer: str, row: Row, programs: Programs) -> Score:
         self.check(answer)
-        letter = rf"\(?\b([{re.escape(self.choices)}])\b\)?"
-        named = re.findall(rf"(?i:answer\s*(?:is|:)\**)[\s:*]*{letter}", completion)
-        alone = re.findall(rf"{letter}(?!(?<=[AI])\s+(?!is\b)[a-z])", completion)  # not the article "A", nor "I"
-        found = named[-1] if named else alone[0] if alone else ""
+        found = read_choice(completion, self.choices)
         return Score(found == answer.strip(), found)
 
 
@@ -259,22 +243,6 @@ class BundledTask(_Scorer):
         return Score(found == answer, found or "")
 
 
-_PYTHON = "", "python", "python3", "py"  # what may stand after the opening fence of a program
-
-
-def extract_answer(completion: str) -> str | None:
-    """Return the text of the last ``####`` line, or None if there is none."""
-    found = re.findall(r"^####[ \t]*(.*?)[ \t]*$", completion, flags=re.MULTILINE)
-    return found[-1] if found else None
-
-
-def extract_code(completion: str) -> str:
-    """Return the first fenced block in Python, or without a language (closed or not); the whole text if there is no
-    block."""
-    blocks = re.findall(r"```([\w+-]*)[ \t]*\n(.*?)(?:```|\Z)", completion, flags=re.DOTALL)
-    return next((code for language, code in blocks if language.lower() in _PYTHON), completion)
-
-
 def check_many(pairs: Sequence[tuple[Problem, str]]) -> list[bool]:
     """Return for each completion whether it solves its bundled problem. One sandbox runs all the programs."""
     scorer = BundledTask()
@@ -320,18 +288,33 @@ UNREAD = {
 KINDS = ("none", "exact", "number", "regex", "choice", "code", "refusal", "bundled", "own")
 
 
+_CLASSES = {kind.model_fields["kind"].default: kind for kind in get_args(Scorer)}
+
+
 def _spelled_out(value: object) -> object:
     """Expand the short forms: ``number`` means ``{kind: number}``, and ``module:function`` means a function of your
-    own."""
+    own. Raise ``ValueError`` for a kind or a field that does not exist."""
     if value is None:
         return {"kind": "none"}
-    if not isinstance(value, str):
+    if isinstance(value, str):
+        return {"kind": "own", "function": value} if ":" in value else {"kind": _known_kind(value)}
+    if isinstance(value, BaseModel):
         return value
-    if ":" in value:
-        return {"kind": "own", "function": value}
-    if value not in KINDS:
-        raise ValueError(f"scorer {value!r} is none of {', '.join(KINDS)} and no module:function")
-    return {"kind": value}
+    if not isinstance(value, Mapping) or "kind" not in value:
+        raise ValueError(f"scorer {value!r} must be a name, or a mapping with a kind: one of {', '.join(KINDS)}")
+    fields = _CLASSES[_known_kind(value["kind"])].model_fields
+    for name in value:
+        if name not in fields:
+            raise ValueError(f"scorer {value['kind']!r} has no field {name!r}{instead(str(name), fields, 'fields')}")
+    return value
+
+
+def _known_kind(kind: object) -> str:
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(
+            f"scorer {kind!r} is none of {', '.join(KINDS)} and no module:function{meant(str(kind), KINDS)}"
+        )
+    return kind
 
 
 ScorerField = Annotated[

@@ -13,12 +13,11 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fly.bundled.tasks import problems as bundled_problems
-from fly.config import read_yaml
-from fly.errors import explain, instead
+from fly.config import Fields
+from fly.errors import PlacedError, explain, instead
 from fly.eval.scorers import Nothing, Programs, Score, ScorerField, render
 from fly.llm import LLM
 
@@ -85,9 +84,9 @@ class Task(BaseModel):
     def _fits_together(self) -> Task:
         given = [name for name in ("data", "rows", "generated") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"give one of data, rows and generated, not {given}")
+            raise PlacedError(f"give one of data, rows and generated, not {given}", given[-1])
         if self.shots and not (self.solution and self.examples):
-            raise ValueError(f"shots {self.shots} need examples, and a template of their solution")
+            raise PlacedError(f"shots {self.shots} need examples, and a template of their solution", "shots")
         if self.turns is None and "turn" in self.prompt and self.prompt == "{{ turn }}":
             raise ValueError("prompt is missing: a template of what is asked, such as '{{ question }}'")
         return self
@@ -233,41 +232,36 @@ def load_task(text: str, **changes: Any) -> Task:
     """Load a bundled task by its name, or a task from its YAML file. ``NAME=PATH`` also names the data. ``changes``
     replace fields of the task.
 
-    Raises ``ValueError`` for an unknown task, a file that cannot be read, or a wrong field.
+    Raises ``ValueError`` for an unknown task, a file that cannot be read, or a wrong field; ``PlacedError`` for one of
+    ``changes``.
     """
     name, equals, data = text.partition("=")
     if equals:
         changes = {**changes, "data": str(Path(data).absolute())}
-    where = Path(name)
-    if where.suffix in (".yaml", ".yml"):
-        source, folder, own = _read(where), where.parent.absolute(), where.stem
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        source, folder, own = Fields.read(path, "task", Task.model_fields), path.parent.absolute(), path.stem
     elif name in task_names():
-        source, folder, own = (_BUNDLED / f"{name}.yaml").read_text(encoding="utf-8"), None, name
+        content = (_BUNDLED / f"{name}.yaml").read_bytes()
+        source, folder, own = Fields.parse(content, name, "task", Task.model_fields), None, name
     else:
         raise ValueError(f"unknown task {name!r}{instead(name, task_names())}; a task of your own is a .yaml file")
+    fields = dict(source)
+    for field in ("data", "examples"):
+        if folder is not None and isinstance(fields.get(field), str):
+            fields[field] = str(folder / fields[field])
+    if "data" in changes:
+        fields = {key: value for key, value in fields.items() if key not in ("rows", "generated")}
+
+    def where(place: tuple[str | int, ...]) -> str:
+        return f"task {name!r}: " if place and place[0] in changes else source.where(place)
+
     try:
-        fields = read_yaml(source)
-        if not isinstance(fields, dict):
-            raise ValueError(f"{name}: a task is a mapping of fields, not {fields!r}")
-        for field in ("data", "examples"):
-            if folder is not None and isinstance(fields.get(field), str):
-                fields[field] = str(folder / fields[field])
-        if "data" in changes:
-            fields = {key: value for key, value in fields.items() if key not in ("rows", "generated")}
         return Task.model_validate({"name": own, **fields, **changes})
-    except yaml.YAMLError as error:
-        raise ValueError(f"{name}: not valid YAML ({' '.join(str(error).split())})") from error
     except ValidationError as error:
         known = [*Task.model_fields, *(["limit"] if changes else [])]  # a plan may also give a limit
-        raise ValueError(f"task {name!r}: {explain(error, known)}") from error
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"task file {str(path)!r} cannot be read: {reason}") from None
+        changed = (problem["loc"] for problem in error.errors() if problem["loc"] and problem["loc"][0] in changes)
+        raise PlacedError(explain(error, known, where), *next(changed, ())) from error
 
 
 def read_rows(path: Path, what: str) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from fly.engine.job import Job, Request
 from fly.llm import LLM
 from fly.output import Output
 from fly.policies import AcceptancePolicy, Exact
-from fly.runtime.executor import Batch, Drafted, DraftSpec, Executor, Head, RoundPlan, Rounds, Scores, Wrapped
+from fly.runtime.executor import Batch, Drafted, Executor, Head, RoundPlan, Rounds, Scores, Wrapped
 from fly.runtime.request import Sequence, Summed, Token
 from fly.runtime.runner import Runner
 from fly.types import Decision, SamplingParams
@@ -61,8 +61,8 @@ class Clock(Wrapped):
         self.judged += len(decisions)
         return decisions
 
-    def joins(self, drafter: Executor, spec: DraftSpec) -> bool:
-        return self.inner.joins(drafter.inner if isinstance(drafter, Clock) else drafter, spec)
+    def joins(self, drafter: Executor) -> bool:
+        return self.inner.joins(drafter.inner if isinstance(drafter, Clock) else drafter)
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         return self._clocked(self.inner.score, batch, places, *([states] if states else []))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os.path
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -74,18 +75,26 @@ class Directory(Checkpoint):
 
     def weight_files(self) -> list[Path]:
         """List the files of the weights. Raises ``CheckpointError`` if one is missing."""
-        index, listed = self.path / _INDEX, ["model.safetensors"]
+        index, files = self.path / _INDEX, [self.path / "model.safetensors"]
         if index.exists():
             try:
-                listed = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-                outside = [name for name in listed if name in ("", "..") or Path(name).name != name]
+                listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+                inside = {name: self._inside(name) for name in listed}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise CheckpointError(f"{index}: not a safetensors index ({error!r})") from error
-            if outside:
+            if outside := sorted(name for name, file in inside.items() if file is None):
                 raise CheckpointError(f"{index}: names files outside the directory: {outside}")
-        if missing := [name for name in listed if not (self.path / name).exists()]:
-            raise CheckpointError(f"{self.path}: weight files are missing: {missing}")
-        return [self.path / name for name in listed]
+            files = sorted({file for file in inside.values() if file is not None})
+        if missing := [str(file.relative_to(self.path)) for file in files if not file.exists()]:
+            raise CheckpointError(f"{index if index.exists() else self.path}: weight files are missing: {missing}")
+        return files
+
+    def _inside(self, name: str) -> Path | None:
+        """Return the path of a file in the directory, however an index spells it; None if it is not inside. Links are
+        not followed, since the hub's cache consists of links."""
+        folder = os.path.abspath(self.path)
+        file = Path(os.path.normpath(os.path.join(folder, name)))
+        return self.path / file.relative_to(folder) if file.is_relative_to(folder) and file != Path(folder) else None
 
 
 def _parts(key: str, stored: Stored, config: LlamaConfig) -> Iterator[tuple[str, Stored]]:

@@ -77,6 +77,8 @@ def sampling_defaults(
     try:
         listed = {name: asked.pop(name) for name in _IDS if name in asked}
         bad = [*([i] for i in listed.get("suppress_tokens", ())), *listed.get("bad_words_ids", ())]
+        if odd := [number for ids in bad for number in ids if type(number) is not int]:
+            raise TypeError(f"{odd[0]!r} is no whole number")
         if bad:
             given["bad_words_ids"] = tuple(map(tuple, bad))
         params = SamplingParams(**given)

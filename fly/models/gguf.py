@@ -20,9 +20,11 @@ import torch
 from tokenizers import Tokenizer as RawTokenizer
 from torch import Tensor
 
+from fly.errors import short
 from fly.models.checkpoint import Checkpoint, Cut, Stored
 from fly.models.config import CheckpointError
-from fly.models.gguf_tokenizer import end_ids, has_vocabulary, make_tokenizer
+from fly.models.families import FULL, SLIDING, family_of
+from fly.models.gguf_tokenizer import end_ids, has_vocabulary, make_tokenizer, special_ids, special_names
 
 __all__ = ["GGUF", "TYPES"]
 
@@ -63,16 +65,34 @@ _SIZES = {
     "num_attention_heads": "attention.head_count",
     "max_position_embeddings": "context_length",
 }
-# Settings that would change the computation in ways that the decoder does not implement.
-_REFUSED = (
-    "attention.clamp_kqv",
-    "attention.scale",
-    "attn_logit_softcapping",
-    "embedding_scale",
-    "final_logit_softcapping",
-    "logit_scale",
-    "residual_scale",
+_WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+# Keys that state the width of a head in other ways.
+_WIDTHS = (
+    *("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"),
+    *("rope.dimension_count", "rope.dimension_count_swa"),
 )
+# Keys of an architecture that are read, in all architectures and in some.
+_READ = {
+    *(*_SIZES.values(), *_WIDTHS, "expert_count", "attention.key_length", "attention.head_count_kv"),
+    *("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scale_linear", "rope.scaling.type"),
+    *("rope.scaling.factor", "rope.scaling.original_context_length"),
+    *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+}
+_READ_BY = {"llama": {_WINDOW}, "gemma3": {_WINDOW, _PATTERN, "rope.freq_base_swa"}}
+# Keys that llama.cpp does not read for these architectures, or that do not change the logits.
+_WITHOUT_EFFECT = {"attention.layer_norm_epsilon", "pooling_type", "rope.scaling.finetuned"}
+# The values of other keys that change nothing. For keys that are not listed these are zero, false and empty ones.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "rope.scaling.alpha"), (0, 1)),
+    **dict.fromkeys(("attention.output_scale", "attention.value_scale"), (0, 1)),
+    **{f"rope.scaling.{key}": (1,) for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")},
+}
+_COMPUTING = ("adapter.", "diffusion.", "xielu.")  # beginnings of other keys that define the computation
+# Recommended sampling, by the names of generation_config.json; and settings that matter only beside others.
+_RECOMMENDED = "general.sampling."
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_SUBORDINATE = {"penalty_last_n", "mirostat_tau", "mirostat_eta", "xtc_threshold"}
 # struct's letters for the types of values in the metadata, by their numbers.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
@@ -230,9 +250,8 @@ class GGUF(Checkpoint):
 
     @cached_property
     def head_dim(self) -> int:
-        return int(
-            self._get("attention.key_length") or self._get("embedding_length") // self._get("attention.head_count")
-        )
+        width, heads = self._size("embedding_length"), self._size("attention.head_count")
+        return self._size("attention.key_length", width // heads)
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:
@@ -242,26 +261,61 @@ class GGUF(Checkpoint):
     def _get(self, key: str, default: Any = None) -> Any:
         return self.fields.get(f"{self.architecture}.{key}", default)
 
+    def _number(self, key: str, default: float | None = None) -> float:
+        """Read a number, or the number that a list has for each layer."""
+        value = self._get(key, default)
+        if isinstance(value, list) and value and value == value[:1] * len(value):
+            value = value[0]
+        if value is None:
+            raise CheckpointError(f"{self.path}: {self.architecture}.{key} is missing")
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise CheckpointError(
+                f"{self.path}: {self.architecture}.{key} is {short(value)}; it must be one number for all layers"
+            )
+        return _short(value) if isinstance(value, float) else int(value)
+
+    def _size(self, key: str, default: int | None = None) -> int:
+        """Read a whole number from 1 on. Zero stands for the default."""
+        value = self._number(key, default) or default
+        if not isinstance(value, int) or value < 1:
+            raise CheckpointError(
+                f"{self.path}: {self.architecture}.{key} is {value!r}; it must be a whole number above 0"
+            )
+        return value
+
     @cached_property
     def raw(self) -> dict[str, Any]:
-        found, architecture, sizes = self._listed, self.architecture, self._sizes()
+        found, architecture = self._listed, self.architecture
+        if (experts := self._get("expert_count")) or any("_exps" in name for name in found):
+            raise CheckpointError(
+                f"{self.path}: a mixture of experts ({experts}) is not supported; one dense network is"
+            )
+        sizes = {name: self._size(key) for name, key in _SIZES.items()}
+        layers = sizes["num_hidden_layers"]
+        if "token_embd.weight" not in found:
+            raise CheckpointError(f"{self.path}: tensors are missing: token_embd.weight")
+        if f"blk.{layers - 1}.attn_norm.weight" not in found:
+            raise CheckpointError(
+                f"{self.path}: tensors of layer {layers - 1} are missing, but block_count is {layers}"
+            )
         # Collect the settings that all architectures have, by Hugging Face's names.
+        ids = special_ids(self.fields)
         config = {
             "architectures": [_ARCHITECTURES[architecture]],
             **sizes,
-            "num_key_value_heads": self._get("attention.head_count_kv"),
+            "num_key_value_heads": self._size("attention.head_count_kv", sizes["num_attention_heads"]),
             "head_dim": self.head_dim,
             "vocab_size": found["token_embd.weight"].shape[0],
-            "rms_norm_eps": _short(self._get("attention.layer_norm_rms_epsilon")),
-            "rope_theta": self._base,
+            "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
+            "rope_theta": self._number("rope.freq_base", 10000.0),
             "rope_scaling": self._rope(),
             "tie_word_embeddings": "output.weight" not in found,
             "torch_dtype": "float32" if {entry.kind for entry in found.values()} == {_F32} else "bfloat16",
-            "bos_token_id": self.fields.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": self.fields.get("tokenizer.ggml.eos_token_id"),
+            "bos_token_id": ids.get("bos"),
+            "eos_token_id": ids.get("eos"),
         }
         # Add the settings that only some architectures have. Mistral's files name the architecture llama.
-        window = self._get("attention.sliding_window")
+        window = self._number(_WINDOW, 0) or None
         if architecture == "llama" and window:
             config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
         elif architecture == "llama":
@@ -271,67 +325,93 @@ class GGUF(Checkpoint):
             wide = sizes["hidden_size"] / sizes["num_attention_heads"]
             config |= {
                 "sliding_window": window,
-                "rope_local_base_freq": _short(self._get("rope.freq_base_swa", 10000.0)),
-                "query_pre_attn_scalar": wide if sizes["num_hidden_layers"] == 62 else self.head_dim,
+                "rope_local_base_freq": self._number("rope.freq_base_swa", 10000.0),
+                "query_pre_attn_scalar": wide if layers == 62 else self.head_dim,
+                **self._pattern(layers),
             }
-            if isinstance(pattern := self._get("attention.sliding_window_pattern"), int):
-                config["sliding_window_pattern"] = pattern
+        self._check_keys(config)
         return config
 
-    def _sizes(self) -> dict[str, int]:
-        """Read the model's sizes. Raises ``CheckpointError`` if a size is missing, or a setting would change the
-        computation."""
-        path, found, architecture = self.path, self._listed, self.architecture
-        if missing := [key for key in (*_SIZES.values(), "attention.layer_norm_rms_epsilon") if self._get(key) is None]:
-            raise CheckpointError(f"{path}: {architecture}.{missing[0]} is missing")
-        if (experts := self._get("expert_count")) or any("_exps" in name for name in found):
-            raise CheckpointError(f"{path}: a mixture of experts ({experts}) is not supported; one dense network is")
-        if bad := [key for key in _REFUSED if self._get(key)]:
-            raise CheckpointError(f"{path}: {architecture}.{bad[0]} {self._get(bad[0])!r} is not supported")
-        if "token_embd.weight" not in found:
-            raise CheckpointError(f"{path}: tensors are missing: token_embd.weight")
-        sizes = {name: self._get(key) for name, key in _SIZES.items()}
-        if odd := [name for name, value in sizes.items() if not isinstance(value, int) or value < 1]:
-            raise CheckpointError(f"{path}: {odd[0]} is {sizes[odd[0]]!r}; it must be one number for all layers")
-        layers, head_dim = sizes["num_hidden_layers"], self.head_dim
-        if f"blk.{layers - 1}.attn_norm.weight" not in found:
-            raise CheckpointError(f"{path}: tensors of layer {layers - 1} are missing, but block_count is {layers}")
-        for key in ("attention.value_length", "rope.dimension_count"):
-            if (width := self._get(key, head_dim)) != head_dim:
-                raise CheckpointError(f"{path}: {architecture}.{key} {width} must be {head_dim}, the width of keys")
-        return sizes
-
-    @property
-    def _base(self) -> float:
-        return _short(self._get("rope.freq_base", 10000.0))
+    def _pattern(self, layers: int) -> dict[str, Any]:
+        """Return which layers of a Gemma are sliding: all but each n-th, or those that a list marks."""
+        value = self._get(_PATTERN)
+        if value is None:
+            return {}
+        if type(value) is int and value > 0:
+            return {"sliding_window_pattern": value}
+        if value == 0 and type(value) is int:
+            value = [True] * layers
+        if not isinstance(value, list) or len(value) != layers or any(mark not in (0, 1) for mark in value):
+            must = f"it must be a whole number, or true or false for each of {layers} layers"
+            raise CheckpointError(f"{self.path}: gemma3.{_PATTERN} is {short(value)}; {must}")
+        return {"layer_types": [SLIDING if mark else FULL for mark in value]}
 
     def _rope(self) -> dict[str, Any] | None:
-        """Return the scaling of the rotary frequencies in the form of ``config.json``."""
-        path, kind, factor = (
-            self.path,
-            self._get("rope.scaling.type", "none"),
-            self._get("rope.scaling.factor", 1.0),
-        )
-        if (listed := self._listed.get(_ROPE)) is not None:
-            return _llama3(path, self._stored(_ROPE, listed).read().double().numpy(), self._base, self.head_dim)
-        if kind == "none" or factor == 1.0:
-            return None
-        if kind not in ("linear", "yarn"):
+        """Return the scaling of the rotary frequencies in the form of ``config.json``. As in llama.cpp, it is linear if
+        the file has no type, and an older key may state the factor."""
+        path, kind = self.path, self._get("rope.scaling.type", "linear")
+        if kind not in ("none", "linear", "yarn"):
             raise CheckpointError(
                 f"{path}: rope scaling {kind!r} is not supported; choices: ['none', 'linear', 'yarn']"
             )
-        scaling = {"rope_type": kind, "factor": _short(factor)}
+        factor = self._number("rope.scaling.factor", self._number("rope.scale_linear", 0)) or 1.0
+        scaled = kind != "none" and factor != 1.0
+        if (listed := self._listed.get(_ROPE)) is not None:
+            if scaled:
+                raise CheckpointError(f"{path}: {_ROPE} and a rope scaling by {factor} together are not supported")
+            divisors = self._stored(_ROPE, listed).read().double().numpy()
+            return _llama3(path, divisors, self._number("rope.freq_base", 10000.0), self.head_dim)
+        if not scaled:
+            return None
+        scaling = {"rope_type": kind, "factor": factor}
         if kind == "linear":
             return scaling
-        for key in ("attn_factor", "yarn_ext_factor", "yarn_attn_factor", "yarn_log_multiplier"):
-            if (value := self._get(f"rope.scaling.{key}")) not in (None, 1.0):
-                raise CheckpointError(f"{path}: rope.scaling.{key} {value} is not supported")
         keys = {
             "original_max_position_embeddings": "original_context_length",
             "beta_fast": "yarn_beta_fast",
             "beta_slow": "yarn_beta_slow",
         }
-        return scaling | {name: v for name, key in keys.items() if (v := self._get(f"rope.scaling.{key}")) is not None}
+        stated = {name: self._number(f"rope.scaling.{key}", 0) for name, key in keys.items()}
+        return scaling | {name: value for name, value in stated.items() if value}
+
+    def _check_keys(self, config: Mapping[str, Any]) -> None:
+        """Raise ``CheckpointError`` for metadata that would change the computation, but have no effect here."""
+        path, architecture, head_dim = self.path, self.architecture, self.head_dim
+        for key in _WIDTHS:
+            if (width := self._number(key, head_dim)) != head_dim:
+                raise CheckpointError(f"{path}: {architecture}.{key} {width} must be {head_dim}, the width of keys")
+        neutral, read = self._neutral(config), _READ | _WITHOUT_EFFECT | _READ_BY.get(architecture, set())
+        for name, value in self.fields.items():
+            key = name.removeprefix(f"{architecture}.")
+            if not name.startswith((f"{architecture}.", *_COMPUTING)) or key in read:
+                continue
+            if key not in neutral and any(value if isinstance(value, list) else [value]):
+                raise CheckpointError(f"{path}: {name} {short(value)} is not supported")
+            if key in neutral and not any(_equal(value, other) for other in neutral[key]):
+                raise CheckpointError(
+                    f"{path}: {name} {short(value)} is not supported; choices: {short([*neutral[key]])}"
+                )
+
+    def _neutral(self, config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+        """Return the values of keys that are not read, and that the model computes anyway."""
+        family = family_of(config["architectures"])
+        assert family is not None
+        neutral = {
+            **_NEUTRAL,
+            "vocab_size": (config["vocab_size"],),
+            "embedding_length_out": (0, config["hidden_size"]),
+            "hidden_activation": (family.activation_name,),
+            "attention.scale": (0, config.get("query_pre_attn_scalar", self.head_dim) ** -0.5),
+            "rope.freq_base_swa": (config["rope_theta"],),
+            "tensor_data_layout": ("reference",),
+        }
+        if self.architecture == "llama":  # Meta's layout is that of all files of this architecture
+            neutral["tensor_data_layout"] = ("reference", "Meta AI original pth")
+        if "sliding_window" in config:
+            neutral[_PATTERN] = (0, [True] * config["num_hidden_layers"])
+        elif self._number(_WINDOW, 0) >= config["max_position_embeddings"]:  # it hides nothing
+            neutral[_WINDOW] = (self._get(_WINDOW),)
+        return neutral
 
     def _name(self, name: str) -> str:
         """Return Hugging Face's name of a tensor. A tensor that has none keeps its own, and ``check_tensors`` refuses
@@ -369,24 +449,36 @@ class GGUF(Checkpoint):
         if name == "config.json":
             return self.raw
         if name == "generation_config.json":
-            sampling = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-            values = {ours: self.fields.get(f"general.sampling.{key}") for ours, key in sampling.items()}
-            given = {ours: value for ours, value in values.items() if value is not None}
             ends = sorted(end_ids(self.fields))
-            return {**given, **({"do_sample": True} if given else {}), **({"eos_token_id": ends} if ends else {})}
-        return self._tokenizer_settings() if name == "tokenizer_config.json" else {}
+            return {**self._sampling(), **({"eos_token_id": ends} if ends else {})}
+        if name != "tokenizer_config.json":
+            return {}
+        templates = self._templates()
+        return {**special_names(self.fields), **({"chat_template": templates} if templates else {})}
 
-    def _tokenizer_settings(self) -> dict[str, Any]:
-        """Return the texts of the named special tokens, and the chat templates."""
-        tokens = self.fields.get("tokenizer.ggml.tokens") or []
-        named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
-        ids = {f"{role}_token": self.fields.get(f"tokenizer.ggml.{key}_token_id") for role, key in named.items()}
-        texts = {role: tokens[number] for role, number in ids.items() if number is not None and number < len(tokens)}
+    def _sampling(self) -> dict[str, Any]:
+        """Return the recommended sampling. Settings that have no other name keep theirs, and are warned of."""
+        stated = {
+            key.removeprefix(_RECOMMENDED): value for key, value in self.fields.items() if key.startswith(_RECOMMENDED)
+        }
+        given = {name: stated.pop(key) for key, name in _SAMPLING.items() if key in stated}
+        others = {key: value for key, value in stated.items() if value and key not in _SUBORDINATE}
+        if others.get("penalty_repeat") == 1:
+            del others["penalty_repeat"]
+        banned = self.fields.get("tokenizer.ggml.suppress_tokens")
+        return {
+            **given,
+            **({"do_sample": True} if given else {}),
+            **{f"{_RECOMMENDED}{key}": value for key, value in others.items()},
+            **({"suppress_tokens": banned} if banned else {}),
+        }
+
+    def _templates(self) -> dict[str, str]:
+        """Return the chat templates by name."""
         templates = {"default": self.fields.get("tokenizer.chat_template")}
         for other in self.fields.get("tokenizer.chat_templates") or ():
             templates[other] = self.fields.get(f"tokenizer.chat_template.{other}")
-        templates = {name: text for name, text in templates.items() if text is not None}
-        return {**texts, **({"chat_template": templates} if templates else {})}
+        return {name: text for name, text in templates.items() if text is not None}
 
     def place_of(self, name: str) -> str:
         return f"{self.path} ({name})"
@@ -421,6 +513,13 @@ def _short(value: float) -> float:
     return float(str(np.float32(value)))
 
 
+def _equal(value: Any, other: Any) -> bool:
+    """Whether a value of the metadata is ``other``, up to the rounding of numbers to float32."""
+    if isinstance(value, float) and isinstance(other, (int, float)):
+        return math.isclose(value, other, rel_tol=1e-6)
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
 def _llama3(path: Path, divided: np.ndarray[Any, Any], theta: float, head_dim: int) -> dict[str, Any] | None:
     """Find the settings of ``llama3`` scaling (``fly.models.llama.rotary_frequencies``) that divide the frequencies by
     ``divided``.
@@ -429,14 +528,14 @@ def _llama3(path: Path, divided: np.ndarray[Any, Any], theta: float, head_dim: i
     if the other settings match it, so it is 1.
     """
     factor = float(divided.max())
-    if factor <= 1.0:
+    if (divided == 1).all():
         return None
     if divided.min() == factor:
         return {"rope_type": "linear", "factor": factor}
     frequency = theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    keep = (1 / divided - 1 / factor) / (1 - 1 / factor)
+    keep = (1 / divided - 1 / factor) / ((1 - 1 / factor) or 1.0)
     blended = (keep > 1e-4) & (keep < 1 - 1e-4)
-    if len(divided) == len(frequency) and blended.sum() >= 2:
+    if factor > 1.0 and len(divided) == len(frequency) and blended.sum() >= 2:
         slope, start = np.polyfit(frequency[blended], keep[blended], 1)
         high = 1 - 1 / start
         original = round(slope * 2 * math.pi * (high - 1))

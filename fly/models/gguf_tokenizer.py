@@ -7,21 +7,79 @@ converted to BPE on whole texts that merges better scores first, as in transform
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as RawTokenizer
 
 from fly.models.config import CheckpointError
 
-__all__ = ["PRE", "end_ids", "has_vocabulary", "make_tokenizer"]
+__all__ = ["PRE", "end_ids", "has_vocabulary", "make_tokenizer", "special_ids", "special_names"]
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # tokenizer.ggml.token_type
-# Tokens that end an answer in some families, in addition to the ids in the metadata.
-_ENDS = {"<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"}
-_END_KEYS = ("eos", "eot", "eom")
+T = TypeVar("T")
+
+_TYPES = ("UNDEFINED", "NORMAL", "UNKNOWN", "CONTROL", "USER_DEFINED", "UNUSED", "BYTE")  # tokenizer.ggml.token_type
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+# Names of special tokens in chat templates, by the first part of the keys of their ids.
+_NAMES = {
+    "bos": "bos_token",
+    "eos": "eos_token",
+    "unknown": "unk_token",
+    "padding": "pad_token",
+    "seperator": "sep_token",  # so spelled by gguf-py
+    "separator": "sep_token",  # so spelled in the format's description
+    "mask": "mask_token",
+    "cls": "cls_token",
+}
+# The ids that llama.cpp gives these tokens in SentencePiece vocabularies, if the file states none.
+_DEFAULTS = {"unknown": 0, "bos": 1, "eos": 2}
+# llama.cpp also finds tokens by their texts (src/llama-vocab.cpp, llama_vocab::impl::load). These end an answer,
+_ENDS = {
+    *("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "</s>"),
+    *("<eos>", "[EOS]", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<turn|>", "[e~["),
+    *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<|tool_response>"),
+}
+# but the first text of a pair does not, if the vocabulary has all of the second.
+_EXCEPTIONS = (
+    ("<|end|>", {"<|return|>", "<|call|>"}),
+    ("<|end|>", {"<|return|>", "<|calls|>"}),
+    ("<|end|>", {"<|flush|>", "<|call|>"}),
+    ("<|end|>", {"<|flush|>", "<|calls|>"}),
+    ("</s>", {"<|tool_response>"}),
+)
+_TAG = "</s>"  # HTML's tag too: ordinary text in many vocabularies, such as Qwen's and Gemma's, unless typed as control
+# Texts of tokens in prompts with code to fill in, by the first part of the keys of their ids. They count if the file
+# does not state the id.
+_CODE = {
+    "fim_pre": {
+        *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>"),
+        "<|prefix|>",
+    },
+    "fim_suf": {
+        *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>"),
+        "<|suffix|>",
+    },
+    "fim_mid": {
+        *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>"),
+        "<|middle|>",
+    },
+    "fim_pad": {"<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"},
+    "fim_rep": {"<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"},
+    "fim_sep": {"<|file_sep|>"},
+}
+_CODE_ENDS = ("fim_pad", "fim_rep", "fim_sep")  # padding and what begins another repository or file end an answer too
+_OLDER = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}  # older names of these keys
+_ID_KEYS = (*_NAMES, "eot", "eom", *_CODE)
+# What comes after "tokenizer.ggml." in the keys that are read, and in those that change no ids of texts.
+_FLAGS = {"add_bos_token", "add_eos_token", "add_space_prefix"}
+_READ = {
+    *("model", "pre", "tokens", "token_type", "scores", "merges", "eos_token_ids", "suppress_tokens", *_FLAGS),
+    *(f"{key}_token_id" for key in (*_ID_KEYS, *_OLDER.values())),
+}
+_WITHOUT_EFFECT = {"token_type_count"}
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SHORTENED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -89,11 +147,14 @@ def make_tokenizer(fields: Mapping[str, Any], source: str) -> RawTokenizer:
     kind, tokens = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.tokens")
     if kind not in ("gpt2", "llama"):
         raise CheckpointError(f"{source}: tokenizer.ggml.model {kind!r} is not supported; choices: ['gpt2', 'llama']")
-    if not tokens:
-        raise CheckpointError(f"{source}: tokenizer.ggml.tokens are missing")
-    types = fields.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
-    if len(types) != len(tokens):
-        raise CheckpointError(f"{source}: {len(tokens)} tokenizer.ggml.tokens, but {len(types)} token_type")
+    if not _is_list_of(tokens, str):
+        raise CheckpointError(f"{source}: tokenizer.ggml.tokens are missing, or no texts")
+    stated = fields.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    if not _is_list_of(stated, int) or len(stated) != len(tokens):
+        raise CheckpointError(f"{source}: tokenizer.ggml.token_type is not a number for each of {len(tokens)} tokens")
+    _check_keys(fields, source)
+    _warn_of_ids(fields, source)
+    types = _corrected_types(fields, source, stated)
     # Converters pad a byte-level vocabulary to the rows of the head with unused tokens. Without these it equals that of
     # the published tokenizer.json, so a draft from a directory needs no translation.
     used = [number for number in range(len(tokens)) if kind == "llama" or types[number] != _UNUSED]
@@ -119,24 +180,112 @@ def make_tokenizer(fields: Mapping[str, Any], source: str) -> RawTokenizer:
     return tokenizer
 
 
+def special_names(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of the special tokens, by the names that chat templates use."""
+    tokens, ids = _tokens(fields), special_ids(fields)
+    return {name: tokens[ids[key]] for key, name in _NAMES.items() if key in ids and tokens}
+
+
 def end_ids(fields: Mapping[str, Any]) -> set[int]:
-    """Return the ids of the tokens that end an answer."""
-    tokens = fields.get("tokenizer.ggml.tokens") or []
-    types = fields.get("tokenizer.ggml.token_type") or []
-    named = (fields.get(f"tokenizer.ggml.{key}_token_id") for key in _END_KEYS)
-    known = {number for number, text in enumerate(tokens) if text in _ENDS and types[number : number + 1] == [_CONTROL]}
-    return {number for number in named if number is not None} | known
+    """Return the ids of the tokens that end an answer. As in llama.cpp, they are found by their keys and by their
+    texts. Without a vocabulary they are those in the metadata."""
+    tokens, ids = _tokens(fields), special_ids(fields)
+    stated = {ids[key] for key in ("eos", "eot", "eom", *_CODE_ENDS) if key in ids}
+    listed = fields.get("tokenizer.ggml.eos_token_ids")
+    stated |= {number for number in (listed if _is_list_of(listed, int) else ()) if _is_id(number, tokens)}
+    if not tokens:
+        return stated
+    texts = _ENDS.union(*(_CODE[key] for key in _CODE_ENDS if key not in ids)).intersection(tokens)
+    others = {text for text, needed in _EXCEPTIONS if needed <= texts}
+    found = stated | {number for number, text in enumerate(tokens) if text in texts}
+    types = _types(fields)
+    tags = {n for n in found - stated if tokens[n] == _TAG and types[n : n + 1] != [_CONTROL]}
+    return {number for number in found - tags if tokens[number] not in others}
+
+
+def _tokens(fields: Mapping[str, Any]) -> list[str]:
+    tokens = fields.get("tokenizer.ggml.tokens")
+    return tokens if _is_list_of(tokens, str) else []
+
+
+def _types(fields: Mapping[str, Any]) -> list[int]:
+    types = fields.get("tokenizer.ggml.token_type")
+    return types if _is_list_of(types, int) else []
+
+
+def _is_list_of(value: Any, kind: type[T]) -> TypeGuard[list[T]]:
+    """Whether ``value`` is a list with entries of ``kind``. All entries of a list in a file have one type."""
+    return isinstance(value, list) and bool(value) and type(value[0]) is kind
+
+
+def _is_id(number: Any, tokens: list[str]) -> TypeGuard[int]:
+    return type(number) is int and number >= 0 and (number < len(tokens) or not tokens)
+
+
+def special_ids(fields: Mapping[str, Any]) -> dict[str, int]:
+    """Return the ids of special tokens, by the first part of their keys. As in llama.cpp, a default takes the place of
+    an id that no token has."""
+    tokens, types, ids = _tokens(fields), _types(fields), dict[str, int]()
+    if fields.get("tokenizer.ggml.model") == "llama":
+        ids = {key: n for key, n in _DEFAULTS.items() if types[n : n + 1] in ([_CONTROL], [_UNKNOWN])}
+    for key in _ID_KEYS:
+        for name in (_OLDER.get(key, key), key):
+            if _is_id(number := fields.get(f"tokenizer.ggml.{name}_token_id"), tokens):
+                ids[key] = number
+    return ids
+
+
+def _check_keys(fields: Mapping[str, Any], source: str) -> None:
+    """Raise ``CheckpointError`` for metadata that would change the ids of texts, but have no effect here."""
+    for name, value in fields.items():
+        key = name.removeprefix("tokenizer.ggml.")
+        if key == name or key in _WITHOUT_EFFECT:
+            continue
+        if key in _FLAGS and not isinstance(value, bool):
+            raise CheckpointError(f"{source}: {name} {value!r} must be true or false")
+        if key not in _READ and value:
+            text = f"of {len(value)} entries" if isinstance(value, list) else repr(value)
+            raise CheckpointError(f"{source}: {name} {text} is not supported; it must be missing, false or empty")
+
+
+def _warn_of_ids(fields: Mapping[str, Any], source: str) -> None:
+    """Warn of ids that no token has, and of a token that texts must begin or end with, but whose id is missing."""
+    tokens, ids, faults = _tokens(fields), special_ids(fields), []
+    for key in (*_ID_KEYS, *_OLDER.values()):
+        number = fields.get(name := f"tokenizer.ggml.{key}_token_id")
+        if number is not None and not _is_id(number, tokens):
+            taken = f"{ids[key]} is taken" if key in ids else "no token is taken"
+            faults.append(f"{name} {number!r} is no id of the {len(tokens)} tokens, so {taken}")
+    listed = fields.get(name := "tokenizer.ggml.eos_token_ids") or []
+    if not isinstance(listed, list) or not all(_is_id(number, tokens) for number in listed):
+        faults.append(f"{name} {listed!r} are not all ids of the {len(tokens)} tokens, so the others are taken")
+    for key in ("bos", "eos"):
+        if fields.get(name := f"tokenizer.ggml.add_{key}_token") and key not in ids:
+            faults.append(f"{name} is true, but there is no such token, so none is added")
+    if faults:
+        warnings.warn(f"{source}: {'; '.join(faults)}", stacklevel=3)
+
+
+def _corrected_types(fields: Mapping[str, Any], source: str, stated: list[int]) -> list[int]:
+    """Return the tokens' types, but control tokens for all that end an answer or mark code, as in llama.cpp. Warn if
+    the file states other types for these."""
+    tokens, ids = _tokens(fields), special_ids(fields)
+    marks = {"<|end|>"}.union(*(texts for key, texts in _CODE.items() if key not in ids))
+    control = end_ids(fields) | {number for number, text in enumerate(tokens) if text in marks}
+    if wrong := sorted(number for number in control if stated[number] != _CONTROL):
+        named = dict(enumerate(_TYPES))
+        listed = ", ".join(f"{tokens[n]!r} ({named.get(stated[n], stated[n])})" for n in wrong)
+        said = "tokenizer.ggml.token_type does not say that these are control tokens; they are taken as such"
+        warnings.warn(f"{source}: {said}: {listed}", stacklevel=3)
+    return [_CONTROL if number in control else kind for number, kind in enumerate(stated)]
 
 
 def _byte_level(fields: Mapping[str, Any], ids: dict[str, int], pre: Pre, source: str) -> RawTokenizer:
-    if (merges := fields.get("tokenizer.ggml.merges")) is None:
-        raise CheckpointError(f"{source}: tokenizer.ggml.merges are missing")
+    merges = fields.get("tokenizer.ggml.merges")
+    if merges != [] and not _is_list_of(merges, str):
+        raise CheckpointError(f"{source}: tokenizer.ggml.merges are missing, or no texts")
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    try:
-        model = models.BPE(vocab=ids, merges=pairs, fuse_unk=False, ignore_merges=pre.whole_words)
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{source}: not a usable vocabulary ({error})") from error
-    tokenizer = RawTokenizer(model)
+    tokenizer = _merging(source, vocab=ids, merges=pairs, fuse_unk=False, ignore_merges=pre.whole_words)
     if pre.composed:
         tokenizer.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in pre.splits]
@@ -146,11 +295,20 @@ def _byte_level(fields: Mapping[str, Any], ids: dict[str, int], pre: Pre, source
     return tokenizer
 
 
+def _merging(source: str, **options: Any) -> RawTokenizer:
+    """Make a tokenizer that only merges."""
+    try:
+        return RawTokenizer(models.BPE(**options))
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"{source}: not a usable vocabulary ({error})") from error
+
+
 def _sentence_piece(
     fields: Mapping[str, Any], tokens: list[str], ids: dict[str, int], types: list[int], source: str
 ) -> RawTokenizer:
-    if (scores := fields.get("tokenizer.ggml.scores")) is None or len(scores) != len(tokens):
-        raise CheckpointError(f"{source}: tokenizer.ggml.scores are missing, or not one for each token")
+    scores = fields.get("tokenizer.ggml.scores")
+    if not (_is_list_of(scores, float) or _is_list_of(scores, int)) or len(scores) != len(tokens):
+        raise CheckpointError(f"{source}: tokenizer.ggml.scores are missing, or not one number for each token")
     mergeable = {text for text, number in ids.items() if types[number] in (_NORMAL, _USER_DEFINED, _UNUSED)}
     # Every way to split a token into two tokens is a merge. Better scores merge first; the rest of the key breaks ties.
     merges = []
@@ -161,15 +319,15 @@ def _sentence_piece(
             if left in mergeable and right in mergeable:
                 merges.append((-score, -at, at - len(text), -ids[left], -ids[right], left, right))
     merges.sort()
-    unknown = fields.get("tokenizer.ggml.unknown_token_id")
-    model = models.BPE(
+    unknown = special_ids(fields).get("unknown")
+    tokenizer = _merging(
+        source,
         vocab=ids,
         merges=[merge[-2:] for merge in merges],
         unk_token=None if unknown is None else tokens[unknown],
         fuse_unk=True,
         byte_fallback=_BYTE in types,
     )
-    tokenizer = RawTokenizer(model)
     # Spaces are stored as ▁. A text may get a space before it.
     steps: list[Any] = [normalizers.Replace(" ", "▁")]
     undo: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -184,7 +342,7 @@ def _add_ends(tokenizer: RawTokenizer, fields: Mapping[str, Any], tokens: list[s
     """Make encoded texts begin and end with the tokens that the metadata require."""
     parts, used = ["$A"], []
     for key, first in (("bos", True), ("eos", False)):
-        number = fields.get(f"tokenizer.ggml.{key}_token_id")
+        number = special_ids(fields).get(key)
         if number is not None and fields.get(f"tokenizer.ggml.add_{key}_token", begins and first):
             parts.insert(0 if first else len(parts), tokens[number])
             used.append((tokens[number], number))

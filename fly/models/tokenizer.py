@@ -46,7 +46,7 @@ def read_eos_ids(checkpoint: str | Path | Checkpoint, vocab_size: int) -> frozen
     for name in ("generation_config.json", "config.json"):
         if (value := checkpoint.settings(name).get("eos_token_id")) is not None:
             ids = value if isinstance(value, list) else [value]
-            if bad := [i for i in ids if not isinstance(i, int) or not 0 <= i < vocab_size]:
+            if bad := [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]:
                 where = checkpoint.place_of(name)
                 raise CheckpointError(f"{where}: eos_token_id {bad} is outside the vocabulary of {vocab_size} tokens")
             return frozenset(ids)

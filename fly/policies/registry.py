@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, InstanceOf, PlainSerializer, ValidationInfo, WithJsonSchema
 
+from fly.errors import PlacedError
 from fly.expressions import CLASS_PATH, Registry, Source, Text
 from fly.policies.base import AcceptancePolicy, Relaxed
 from fly.policies.conditions import AgreeingWindow, All, AnyOf, Condition, ControlToken, EntropyGate, Not, Room
@@ -170,12 +171,19 @@ def _from_data(source: Source) -> Any:
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise ValueError(f"policy {value!r} is neither a text nor a mapping with a name")
 
-    def part(item: object) -> Any:
-        return _from_data(Source(RULES, item, source.trusted, source.named)) if isinstance(item, Mapping) else item
+    def part(item: object, *place: str | int) -> Any:
+        if not isinstance(item, Mapping):
+            return item
+        try:
+            return _from_data(Source(RULES, item, source.trusted, source.named))
+        except ValueError as error:
+            raise PlacedError(str(error), *place, *getattr(error, "place", ())) from error
 
     name = value["name"]
     options = {
-        key: tuple(map(part, item)) if isinstance(item, (list, tuple)) else part(item)
+        key: tuple(part(each, key, number) for number, each in enumerate(item))
+        if isinstance(item, (list, tuple))
+        else part(item, key)
         for key, item in value.items()
         if key != "name"
     }

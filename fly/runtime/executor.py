@@ -90,7 +90,7 @@ class RoundRow:
 
     tokens: list[int]
     left: int  # how many tokens it may still emit, at least 1
-    k: int  # the most tokens (or levels of a tree) to draft in a round; at most ``left`` - 1 are drafted
+    k: int  # the most tokens to draft in a round; at most ``left`` - 1 are drafted
     stop_ids: Collection[int]
     policy: AcceptancePolicy
     seed: int
@@ -271,8 +271,8 @@ class Executor(ABC):
         """
         return None
 
-    def joins(self, drafter: Executor, spec: DraftSpec) -> bool:
-        """Whether ``rounds`` can run with ``drafter``, drafting by ``spec``."""
+    def joins(self, drafter: Executor) -> bool:
+        """Whether ``rounds`` can run with ``drafter``."""
         return False
 
     def numbers(self, values: abc.Sequence[int] | Tensor) -> Tensor:

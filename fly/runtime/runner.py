@@ -325,7 +325,7 @@ class Runner:
             seconds, hurry: when to stop (``RoundPlan``).
 
         Returns None, and changes nothing, if there is no room, or if this executor cannot run rounds with that drafter:
-        it does not join it (``Executor.joins``), or their vocabularies or hidden states differ.
+        it drafts trees, the two do not join (``Executor.joins``), or their vocabularies or hidden states differ.
         """
         # Who drafts? Nobody, if no row may draft any more, or if the text has become too long for the drafter.
         drafting = drafting or Continuation(None, [0] * len(rows))
@@ -343,10 +343,9 @@ class Runner:
             spec = DraftSpec()
         # Reserve room for as many tokens as the pages allow. This may evict cached prefixes of ended rows, but only
         # once: the pages that these rounds leave unused are free for the next rounds.
-        spare = 0 if spec.tree is None else spec.tree.spare
         for ahead in (min(most, 1 + _MAX_EXTRA // len(rows)) for most in _EXTRA_TOKENS):
-            ends = [len(row.tokens) + min(more, n + ahead) for row, more, n in zip(rows, left, k)]
-            rooms, draft_rooms = [end + spare for end in ends], [min(end, context) + spare for end in ends]
+            rooms = [len(row.tokens) + min(more, n + ahead) for row, more, n in zip(rows, left, k)]
+            draft_rooms = [min(room, context) for room in rooms]
             if self.fits(rows, rooms) and (drafter is None or drafter.fits(rows, draft_rooms)):
                 break
         else:
@@ -374,26 +373,22 @@ class Runner:
         )
 
     def _runs_with(self, drafter: Drafter, spec: DraftSpec) -> bool:
-        """Whether the executor can run rounds with this drafter: the two join, the vocabulary is the same, and the
-        drafter reads no hidden states but those that are recorded."""
+        """Whether the executor can run rounds with this drafter: it drafts chains, the two join, the vocabulary is the
+        same, and the drafter reads no hidden states but those that are recorded."""
         same = drafter.executor.config.vocab_size == self.executor.config.vocab_size
         read = drafter.states is None or drafter.states.layers == self._states
-        return same and read and self.executor.joins(drafter.executor, spec)
+        return spec.tree is None and same and read and self.executor.joins(drafter.executor)
 
     def note_rounds(
         self, rows: abc.Sequence[Sequence], drafting: Continuation | None, plan: RoundPlan, ran: Rounds
     ) -> None:
-        """Note what is cached after several rounds in one call: each row's text, and the last draft. An open tree is
-        cached as a whole; ``commit`` cuts it to the path that is kept."""
+        """Note what is cached after several rounds in one call: each row's text, and the last draft."""
         for row, text, drafted in zip(rows, ran.texts, ran.draft_cached):
             self._cached[row.id] = text
             if drafting is not None and drafting.runner is not None and plan.drafter is not None:
                 drafting.runner.note_cached(row, text[:drafted])
         for row, (first, states_NF) in zip(rows, ran.states):
             self._keep_states([row], [first], [len(states_NF)], states_NF)
-        if ran.open is not None and ran.open.draft.trees is not None:
-            for b, parents in zip(ran.open.rows, ran.open.draft.trees):
-                self._trees[rows[b].id] = (len(ran.texts[b]) - len(parents), parents)
 
     def read_states(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given | None:
         """Return None, since a draft model needs no hidden states of the target."""

@@ -22,7 +22,7 @@ from fly.runtime.request import Token
 from fly.serve.jsons import write_json
 from fly.serve.requests import ChatRequest, CompletionRequest, Generation
 from fly.serve.rules import Speculation
-from fly.serve.tools import CallDelta, CallFormat, CallReader
+from fly.serve.tools import Call, CallFormat, CallReader
 
 __all__ = ["Choice", "Completion", "Prepared", "Vocabulary"]
 
@@ -76,7 +76,7 @@ class Choice:
     reader: CallReader | None = None
     text: str = ""
     reasoning: str = ""
-    calls: list[CallDelta] = field(default_factory=list)  # pieces of tool calls
+    calls: list[Call] = field(default_factory=list)  # tool calls
     generated: int = 0  # number of tokens
     cached: int = 0  # tokens of the prompt that were in the cache
     tokens: list[tuple[Token, str, int]] = field(default_factory=list)  # token, its text, its block
@@ -144,8 +144,7 @@ class Completion:
         if news.over:
             self._add_found(choice, choice.splitter.finish(news.rest))
             if choice.reader is not None:
-                cut = news.output is not None and news.output.finish_reason == "length"
-                self._add_calls(choice, choice.reader.finish(cut))
+                self._add_calls(choice, choice.reader.finish())
         # Count what speculation did.
         self._histogram.update(accepted for _, accepted in news.drafts)
         if news.output is not None:
@@ -170,12 +169,12 @@ class Completion:
                 self._add_calls(choice, choice.reader.push(text))
 
     @staticmethod
-    def _add_calls(choice: Choice, found: list[str | CallDelta]) -> None:
-        for delta in found:
-            if isinstance(delta, str):
-                choice.text += delta
+    def _add_calls(choice: Choice, found: list[str | Call]) -> None:
+        for piece in found:
+            if isinstance(piece, str):
+                choice.text += piece
             else:
-                choice.calls.append(delta)
+                choice.calls.append(piece)
 
     def entries(self, found: Sequence[News]) -> int:
         """Estimate the number of JSON entries in this news or, without news, in the opening."""
@@ -260,7 +259,7 @@ class Completion:
         for choice in self.choices:
             body = self._choice(choice)
             if self.chat:
-                calls = _join_calls(choice.calls)
+                calls = list(map(_shown, choice.calls))
                 message = {"role": "assistant", "content": choice.text or (None if calls else ""), "refusal": None}
                 also = {"tool_calls": calls, "reasoning_content": choice.reasoning}
                 body["message"] = message | {name: value for name, value in also.items() if value}
@@ -275,23 +274,27 @@ class Completion:
 
     def chunk(self, choice: Choice) -> dict[str, Any] | None:
         """Build a chunk of what a choice gained since its last chunk; None if there is nothing to show yet. A chunk has
-        at most one piece of a tool call, as clients expect. So call this again until it returns None."""
-        pieces = _join_pieces(choice.calls)
-        # If there are several pieces of tool calls, send the first.
-        if len(pieces) > 1:
-            delta = {"content": choice.text} if choice.text else {}
-            choice.text, choice.calls = "", pieces[1:]
-            return self._body([self._empty(choice) | {"delta": delta | _in_delta(pieces[:1])}], ".chunk")
+        at most one tool call, as clients expect. So call this again until it returns None."""
+        delta = {
+            "reasoning_content": choice.reasoning,
+            "content": choice.text,
+            "tool_calls": [{"index": call.at, **_shown(call)} for call in choice.calls[:1]],
+        }
+        delta = {name: value for name, value in delta.items() if value}
+        # If there are several tool calls, send the first.
+        if len(choice.calls) > 1:
+            choice.text = choice.reasoning = ""
+            del choice.calls[0]
+            return self._body([self._empty(choice) | {"delta": delta}], ".chunk")
         # Otherwise send everything that came in, if there is anything to show.
         ends = choice.finish_reason is not None and not choice.reason_sent
         listed = choice.tokens and (self.explains or self.top is not None or self._prompts is not None)
-        if not (choice.text or choice.reasoning or pieces or listed or ends):
+        if not (delta or listed or ends):
             return None
         choice.reason_sent = choice.finish_reason is not None
         body = self._choice(choice)
         if self.chat:
-            delta = {"reasoning_content": choice.reasoning, "content": choice.text}
-            body["delta"] = {name: text for name, text in delta.items() if text} | _in_delta(pieces)
+            body["delta"] = delta
         else:
             body["text"] = choice.text
         choice.text = choice.reasoning = ""
@@ -412,32 +415,6 @@ def _finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def _join_calls(pieces: list[CallDelta]) -> list[dict[str, Any]]:
-    """Join all pieces of tool calls into calls in OpenAI's form."""
-    calls: list[dict[str, Any]] = []
-    for piece in pieces:
-        if piece.name is not None:
-            calls.append({"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}})
-        calls[piece.at]["function"]["arguments"] += piece.arguments
-    return calls
-
-
-def _join_pieces(pieces: list[CallDelta]) -> list[CallDelta]:
-    """Join neighbouring pieces of the same call's arguments."""
-    found: list[CallDelta] = []
-    for piece in pieces:
-        if found and piece.name is None and found[-1].name is None and found[-1].at == piece.at:
-            found[-1] = found[-1]._replace(arguments=found[-1].arguments + piece.arguments)
-        else:
-            found.append(piece)
-    return found
-
-
-def _in_delta(pieces: list[CallDelta]) -> dict[str, Any]:
-    """Return the pieces of tool calls in a chunk, in OpenAI's form."""
-    calls: list[dict[str, Any]] = []
-    for piece in pieces:
-        begins = {} if piece.name is None else {"id": piece.id, "type": "function"}
-        function = {} if piece.name is None else {"name": piece.name}
-        calls.append({"index": piece.at, **begins, "function": {**function, "arguments": piece.arguments}})
-    return {"tool_calls": calls} if calls else {}
+def _shown(call: Call) -> dict[str, Any]:
+    """Return a tool call in OpenAI's form."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

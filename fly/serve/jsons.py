@@ -38,7 +38,7 @@ def loads(text: bytes | str, once: bool = True) -> Any:
     if entries > ENTRIES or members > MEMBERS:
         raise TooMuch(f"more than {ENTRIES} entries of lists, or {MEMBERS} members of objects")
     try:
-        value = json.loads(text, object_pairs_hook=_refuse_twice if once else None)
+        value = json.loads(text, object_pairs_hook=_refuse_twice if once else None, parse_constant=_refuse_constant)
     except RecursionError as error:
         raise TooMuch(f"{error}: it is nested more than {DEEPEST} deep") from None
     level: list[Any] = [[value]]
@@ -90,6 +90,10 @@ def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise Twice(Counter(name for name, _ in pairs).most_common(1)[0][0])
     return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no value of JSON")
 
 
 def _counted(data: str) -> tuple[int, int]:

@@ -6,22 +6,30 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import groupby
+from string import ascii_letters, digits, hexdigits
+from typing import Any, NamedTuple, TypeVar
 
 from fly.models.chat import Thinking
 from fly.models.tokenizer import Tokenizer
 from fly.runtime.structured import BLANKS
-from fly.serve.jsons import loads
+from fly.serve.jsons import DEEPEST, loads
 
-__all__ = ["FORMATS", "CallDelta", "CallFormat", "CallReader", "format_of", "grammar", "wrong_with_tools"]
+__all__ = ["FORMATS", "Call", "CallFormat", "CallReader", "format_of", "grammar", "wrong_with_tools"]
 
 _FENCE = "```json"
-_NAME = '{"name":"'  # the beginning of a call's JSON, without blanks
 _SPACE = r"[ \n]{0,16}"
 _MOST = 16  # most calls in one answer, because small models that must call would never stop
-_HEAD = 1024  # the name and the start of the arguments must come within this many characters
+_ARGUMENTS = "arguments", "parameters"  # the keys under which families write the arguments
+_KEYS = {"name", *_ARGUMENTS, "type", "id"}  # the keys of a call
+_BLANKS = " \t\n\r"
+_SCALAR = frozenset(f"{ascii_letters}{digits}+-.")
+_SCALARS = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+T = TypeVar("T")
+_Rule = Generator[None, str, T]
 
 
 @dataclass(frozen=True)
@@ -70,202 +78,273 @@ def format_of(template: str) -> CallFormat | None:
     return None
 
 
-class CallDelta(NamedTuple):
-    """A piece of the call with number ``at`` in an answer: first ``id`` and ``name``, then pieces of the arguments."""
+class Call(NamedTuple):
+    """A call of a function. ``at`` is its number in the answer; ``arguments`` is the text of a JSON object."""
 
     at: int
-    id: str | None
-    name: str | None
+    id: str
+    name: str
     arguments: str
 
 
-class _Call:
-    """The JSON of one call as it comes in."""
+class _Frame(NamedTuple):
+    """What may stand around calls: before the first, before each of the others (one of several), after the last."""
 
-    def __init__(self, key: str) -> None:
-        self._head = re.compile(rf'\s*\{{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"{key}"\s*:\s*(?=\{{)')
-        self._key = key
-        self.text = ""
-        self.name: str | None = None
-        self.complete = False
-        self._start = self._end = -1  # where the arguments start and end, in characters
-        self._given = 0  # number of the arguments' characters that ``arguments`` has returned
-        self._depth, self._quoted, self._escaped = 0, False, False
+    first: tuple[str, ...]
+    others: tuple[tuple[str, ...], ...]
+    after: str
 
-    def push(self, text: str) -> str:
-        """Add the text that belongs to the call; return the rest."""
-        at = len(self.text)
-        self.text += text
-        if self.name is None and at < _HEAD and (head := self._head.match(self.text)):
-            self.name, self._start = _load(head[1]), head.end()
-        while at < len(self.text) and not self.complete:
-            self._step(at)
-            at += 1
-        rest, self.text = self.text[at:], self.text[:at]
-        return rest
 
-    def _step(self, at: int) -> None:
-        character = self.text[at]
-        if self._quoted:
-            self._quoted = character != '"' or self._escaped
-            self._escaped = character == "\\" and not self._escaped
-        elif character == '"':
-            self._quoted = True
-        elif character in "{[":
-            self._depth += 1
-        elif character in "}]":
-            self._depth -= 1
-            if self._depth == 1 and self._end < 0 <= self._start < at:
-                self._end = at + 1
-            self.complete = self._depth == 0
-
-    def arguments(self) -> str:
-        """Return the part of the arguments that ``push`` added since this was last called."""
-        arguments = self.text[self._start : None if self._end < 0 else self._end] if self._start >= 0 else ""
-        new, self._given = arguments[self._given :], len(arguments)
-        return new
-
-    def may_name(self, names: frozenset[str]) -> bool:
-        """Whether the text so far may still become a call of one of these functions."""
-        begins = "".join(self.text[:_HEAD].split())
-        if not begins.startswith(_NAME):
-            return _NAME.startswith(begins)
-        name, whole, _ = begins.removeprefix(_NAME).partition('"')
-        return name in names if whole else any(each.startswith(name) for each in names)
-
-    def parse(self) -> tuple[str, str] | None:
-        """Return the name and the arguments, which may stand in either order; None if this is not a call."""
-        call = _load(self.text)
-        if not isinstance(call, dict) or not isinstance(name := call.get("name"), str):
-            return None
-        given = call.get(self._key, call.get("arguments", {}))
-        return name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+class _Mismatch(Exception):
+    """A character is not what a rule of the reader asks for."""
 
 
 class CallReader:
-    """Splits a streamed answer into text and calls. Pieces may have any size.
+    """Splits a streamed answer into text and calls.
 
-    Markers and the blanks beside them are never returned as text. If something begins like a call but is not one, it is
-    returned unchanged as text, markers included. Arguments are passed on as the model writes them.
+    The answer is read one character at a time, so the result cannot depend on the pieces in which it comes. Text is
+    held back only while it may still become a call, and a call is returned once its JSON is complete. Markers of calls,
+    and the blanks beside them, are never returned. What is not a call is text, unchanged, markers included; so is a
+    call that the end of the answer cuts.
 
-    Models often leave the markers out, or write a code fence instead. So JSON that calls a known function counts as a
-    call at the beginning of an answer, with or without a fence.
+    A call is a JSON object with a ``name`` and with ``arguments`` or ``parameters``, in any order. The arguments are an
+    object, or a string that holds one; null and a blank string stand for no arguments. After a marker any name is
+    accepted: whoever runs the functions can tell the model that a function does not exist. Other keys are ignored. But
+    an object without arguments is a call without arguments only if it has no other keys than ``type`` and ``id``,
+    because another key may be the model's own word for the arguments.
+
+    Models often leave the markers out, or write a code fence instead. So an object at the beginning of an answer is a
+    call, too, if it names a known function, has arguments, and has no other keys than ``type`` ("function") and ``id``.
 
     Args:
         form: how the model writes calls.
-        names: the known functions. After a marker any name is accepted: whoever runs the functions can tell the model
-            that a function does not exist.
+        names: the known functions.
     """
 
     def __init__(self, form: CallFormat, names: Iterable[str]) -> None:
-        self._form, self._names = form, frozenset(names)
-        self._held = ""  # text received but not decided yet
-        self._raw = ""  # text before a call (markers and blanks), returned if it turns out not to be a call
-        self._call = _Call(form.arguments)
-        # "start": a call may begin unmarked; "text"; "opened": before a call; "call": within it; "closing": after it
-        self._state = "text" if form.listed else "start"
-        self._marked = self._announced = self._behind = False  # the last call: had a marker; was returned; just ended
-        self.calls = 0  # number of calls returned so far
+        self._form, self._names = form, tuple(names)
+        opener, between = form.opener, form.separator.strip()
+        self._marked: tuple[_Frame, ...] = (_Frame((opener,), (), form.closer),)
+        self._unmarked: tuple[_Frame, ...] = (_Frame((_FENCE,), ((),), "```"), _Frame((), ((),), ""))
+        if form.listed:
+            self._marked = _Frame((opener, "["), ((between,),), "]"), _Frame((opener,), ((between,),), "")
+            self._unmarked = ()
+        elif between:
+            self._marked = (_Frame((opener,), ((between, opener), (between,)), form.closer),)
+            self._unmarked = tuple(frame._replace(others=((between,), ())) for frame in self._unmarked)
+        self._starts = {"".join(frame.first)[:1] or "{" for frame in (*self._marked, *self._unmarked)}
+        self.calls = 0  # number of calls so far
+        self._said: list[str | Call] = []  # decided, but not returned yet
+        self._read: list[str] = []  # characters of what is being decided
+        self._ahead: list[str] = []  # characters to be read again, the next one last
+        self._reading = self._answer()
+        next(self._reading)
 
-    def push(self, text: str) -> list[str | CallDelta]:
-        """Add text. Return what is decided by now, in order: text and pieces of calls, none of them empty."""
-        self._held += text
-        return [piece for piece in self._settle(last=False) if piece]
+    def push(self, text: str) -> list[str | Call]:
+        """Add text. Return what is decided by now, in order: texts, none of them empty, and calls."""
+        for character in text:
+            self._reading.send(character)
+        return self._take()
 
-    def finish(self, cut: bool = False) -> list[str | CallDelta]:
-        """Return what is still held back at the end of the answer. If a marked call has no arguments yet, it is dropped
-        if the answer was ``cut`` by its length; otherwise it is text, because the model chose to stop there."""
-        begun = self._state in ("opened", "call") and self._marked and not self._announced
-        return [] if cut and begun else [piece for piece in self._settle(last=True) if piece]
+    def finish(self) -> list[str | Call]:
+        """Return what is still held back at the end of the answer."""
+        with suppress(StopIteration):
+            self._reading.send("")
+        return self._take()
 
-    def _settle(self, last: bool) -> Iterator[str | CallDelta]:
-        steps = {
-            "start": self._start, "text": self._text, "opened": self._opened, "call": self._inside,
-            "closing": self._closing,
-        }  # fmt: skip
-        before = None
-        while before != (before := (self._state, self._held)):
-            yield from steps[self._state](last)
+    def _take(self) -> list[str | Call]:
+        said, self._said = self._said, []
+        pieces: list[str | Call] = []
+        for kind, run in groupby(said, type):
+            together = list(run)
+            pieces += ["".join(map(str, together))] if kind is str else together
+        return pieces
 
-    def _start(self, last: bool) -> Iterator[str | CallDelta]:
-        begins = self._held.lstrip()
-        inside = begins.removeprefix(_FENCE).lstrip()
-        if inside.startswith("{"):
-            self._state, self._marked = "opened", False
-            self._raw, self._held = self._held[: -len(inside)], inside
-        elif last or (inside and not _FENCE.startswith(begins)):
-            self._state = "text"  # that state looks for the marker
-        yield from ()
+    # The rules. Each is a generator that reads a part of the answer: it is sent one character after another, and "" at
+    # the end of the answer. It raises ``_Mismatch`` at a character that it does not ask for.
 
-    def _text(self, last: bool) -> Iterator[str | CallDelta]:
-        if self._behind:
-            self._held = self._held.lstrip()
-        before, found, after = self._held.partition(opener := self._form.opener)
-        part = 0 if found or last else next(n for n in range(len(opener), -1, -1) if before.endswith(opener[:n]))
-        text = before[: len(before) - part]
-        text = text.rstrip() if found or not last else text
-        self._behind = self._behind and not text
-        if found:
-            self._raw, self._held = before[len(text) :] + found, after
-            self._state, self._marked = "opened", True
-        else:
-            self._held = before[len(text) :]
-        yield text
-
-    def _opened(self, last: bool) -> Iterator[str | CallDelta]:
-        listed = r"\[?\s*" if self._form.listed else ""
-        begins = re.match(rf"\s*{listed}", self._held)
-        assert begins is not None
-        if (at := begins.end()) < len(self._held) or last:
-            if self._held[at : at + 1] == "{":
-                self._raw, self._held = self._raw + self._held[:at], self._held[at:]
-                self._call, self._announced, self._state = _Call(self._form.arguments), False, "call"
-            else:
-                yield self._no_call()
-
-    def _inside(self, last: bool) -> Iterator[str | CallDelta]:
-        call = self._call
-        self._held = call.push(self._held)
-        name, whole = call.name, call.parse() if call.complete and call.name is None else None
-        if whole is not None:
-            name = whole[0]
-        if not self._announced:
-            known = self._marked or (call.may_name(self._names) if name is None else name in self._names)
-            if not known or (name is None and (call.complete or last)):
-                self._held = call.text + self._held  # another call may begin in this text
-                yield self._no_call()
+    def _answer(self) -> _Rule[None]:
+        begins, behind = True, False  # whether only unmarked calls came so far; whether a call came just before
+        while True:
+            self._read.clear()
+            blanks = yield from self._run_of(_BLANKS)
+            character = yield from self._character()
+            if character in self._starts:
+                self._again()
+                if begins and (yield from self._calls(self._unmarked, marked=False)):
+                    behind = True
+                    continue
+                if (yield from self._calls(self._marked, marked=True)):
+                    begins, behind = False, True
+                    continue
+                character = yield from self._character()
+            if text := character if behind else blanks + character:
+                self._said.append(text)
+            if not character:
                 return
-            if name is None:
-                return
-            self._announced = True
-            self.calls += 1
-            yield CallDelta(self.calls - 1, self._form.new_id(), name, "")
-        if arguments := call.arguments() if whole is None else whole[1]:
-            yield CallDelta(self.calls - 1, None, None, arguments)
-        if call.complete:
-            self._state, self._behind = "closing", True
+            begins = behind = False
 
-    def _no_call(self) -> str:
-        """Return as text what stood before something that is not a call after all."""
-        text, self._raw, self._state, self._behind = self._raw, "", "text", False
+    def _calls(self, frames: Iterable[_Frame], marked: bool) -> _Rule[bool]:
+        """Read calls in one of these frames. Return whether there are any."""
+        for frame in frames:
+            if (yield from self._one_call([frame.first], marked)):
+                while (yield from self._one_call(frame.others, marked)):
+                    pass
+                yield from self._attempt(self._literal(frame.after))
+                return True
+        return False
+
+    def _one_call(self, ways: Iterable[tuple[str, ...]], marked: bool) -> _Rule[bool]:
+        """Read a call, after what stands before it in one of these ways. Return whether there is one."""
+        for before in ways:
+            if (call := (yield from self._attempt(self._call(before, marked)))) is not None:
+                self._said.append(Call(self.calls, self._form.new_id(), *call))
+                self.calls += 1
+                return True
+        return False
+
+    def _call(self, before: tuple[str, ...], marked: bool) -> _Rule[tuple[str, str]]:
+        """Read what stands before a call, and the call. Return its name and arguments."""
+        for text in before:
+            yield from self._literal(text)
+        yield from self._symbol("{")
+        members = yield from self._object(1, None if marked else self._check_unmarked)
+        if (call := _as_call(members, marked)) is None:
+            raise _Mismatch
+        return call
+
+    def _check_unmarked(self, key: str, value: str) -> None:
+        """Raise ``_Mismatch`` if no unmarked call has this key or, once its value is read, this value of it."""
+        choices = {"name": self._names, "type": ("function",)}.get(key)
+        if key not in _KEYS or (value and choices is not None and _load(value) not in choices):
+            raise _Mismatch
+
+    def _attempt(self, rule: _Rule[T]) -> _Rule[T | None]:
+        """Read by a rule. If that fails, return None, and the characters will be read again."""
+        start = len(self._read)
+        try:
+            return (yield from rule)
+        except _Mismatch:
+            self._ahead += reversed(self._read[start:])
+            del self._read[start:]
+            return None
+
+    def _character(self) -> _Rule[str]:
+        character: str = self._ahead.pop() if self._ahead else (yield)
+        self._read.append(character)
+        return character
+
+    def _again(self) -> None:
+        """Let the last character be read again."""
+        self._ahead.append(self._read.pop())
+
+    def _one_of(self, characters: Collection[str]) -> _Rule[str]:
+        if not (character := (yield from self._character())) or character not in characters:
+            raise _Mismatch
+        return character
+
+    def _run_of(self, characters: Collection[str]) -> _Rule[str]:
+        """Read as many of these characters as there are."""
+        start = len(self._read)
+        while (character := (yield from self._character())) and character in characters:
+            pass
+        self._again()
+        return "".join(self._read[start:])
+
+    def _symbol(self, symbols: str) -> _Rule[str]:
+        """Read blanks, and then one of these characters. Return the latter."""
+        yield from self._run_of(_BLANKS)
+        return (yield from self._one_of(symbols))
+
+    def _literal(self, text: str) -> _Rule[str]:
+        """Read blanks, and then this text. Without a text, read nothing."""
+        if text:
+            yield from self._run_of(_BLANKS)
+        for character in text:
+            yield from self._one_of(character)
         return text
 
-    def _closing(self, last: bool) -> Iterator[str | CallDelta]:
-        form, begins = self._form, self._held.lstrip()
-        ends, between = form.closer if self._marked else "```", form.separator.strip()
-        ends, then = ("]", "text") if form.listed else (ends, "text" if self._marked else "start")
-        if between and begins.startswith(between):
-            opener = "" if form.listed else f"({re.escape(form.opener)})?"
-            found = re.match(rf"{re.escape(between)}\s*{opener}\s*(?=\{{)", begins)
-            if found is not None:
-                self._raw, self._held, self._state = found[0], begins[found.end() :], "opened"
-            elif last or begins[len(between) :].strip():
-                self._state = "text"
-        elif ends and begins.startswith(ends):
-            self._held, self._state = begins[len(ends) :], then
-        elif last or (begins and not ends.startswith(begins)):
-            self._state = then
-        yield from ()
+    # JSON (RFC 8259).
+
+    def _value(self, depth: int) -> _Rule[str]:
+        """Read blanks, and then a value. Return its text."""
+        yield from self._run_of(_BLANKS)
+        start = len(self._read)
+        first = yield from self._character()
+        if first == '"':
+            yield from self._string()
+        elif first == "{" and depth <= DEEPEST:
+            yield from self._object(depth)
+        elif first == "[" and depth <= DEEPEST:
+            yield from self._list(depth)
+        else:
+            rest = yield from self._run_of(_SCALAR)
+            if not _SCALARS.fullmatch(first + rest):
+                raise _Mismatch
+        return "".join(self._read[start:])
+
+    def _object(self, depth: int, check: Callable[[str, str], None] | None = None) -> _Rule[list[tuple[str, str]]]:
+        """Read an object after its brace. Return its keys and the texts of its values. ``check`` is called for each key
+        once with an empty text, before its value is read, and once with its value."""
+        members = []
+        symbol = yield from self._symbol('"}')
+        while symbol == '"':
+            key = json.loads((yield from self._string()))
+            if check is not None:
+                check(key, "")
+            yield from self._symbol(":")
+            value = yield from self._value(depth + 1)
+            if check is not None:
+                check(key, value)
+            members.append((key, value))
+            if (symbol := (yield from self._symbol(",}"))) == ",":
+                symbol = yield from self._symbol('"')
+        return members
+
+    def _list(self, depth: int) -> _Rule[None]:
+        """Read a list after its bracket."""
+        if (yield from self._attempt(self._symbol("]"))) is None:
+            yield from self._value(depth + 1)
+            while (yield from self._symbol(",]")) == ",":
+                yield from self._value(depth + 1)
+
+    def _string(self) -> _Rule[str]:
+        """Read a string after its first quote. Return it with both quotes."""
+        start = len(self._read) - 1
+        while (character := (yield from self._character())) != '"':
+            if character < " ":  # control characters, and the end of the answer
+                raise _Mismatch
+            if character == "\\" and (yield from self._one_of('"\\/bfnrtu')) == "u":
+                for _ in range(4):
+                    yield from self._one_of(hexdigits)
+        return "".join(self._read[start:])
+
+
+def _as_call(members: Sequence[tuple[str, str]], marked: bool) -> tuple[str, str] | None:
+    """Return the name and the arguments of the call that an object is; None if it is not a call. ``members`` are its
+    keys and the texts of its values."""
+    found = dict(members)
+    name = _load(found.get("name", "null"))
+    if not isinstance(name, str) or not name or len(found) < len(members):
+        return None
+    match [found[key] for key in _ARGUMENTS if key in found]:
+        case [] if marked and found.keys() <= _KEYS:
+            return name, "{}"
+        case [text]:
+            arguments = _as_arguments(text)
+            return None if arguments is None else (name, arguments)
+    return None
+
+
+def _as_arguments(text: str) -> str | None:
+    """Return the arguments that a value stands for, as the text of an object; None if it stands for none."""
+    value = _load(text)
+    if isinstance(value, str):
+        text = value.strip() or "null"
+        value = _load(text)
+    if text == "null":
+        return "{}"
+    return text if isinstance(value, dict) else None
 
 
 def _load(text: str) -> Any:
@@ -331,10 +410,13 @@ def _text_rules(
     """Return the grammar's rules of an answer that is text with calls in it. The text itself has no opener."""
     anything, rules = f"/(.|\\n)*{re.escape(form.opener)}", []
     no_call, choices = "", f"(begun call){{0,{_MOST}}} TEXT" if several else "begun call | TEXT"
-    # An answer may begin with a call that has no markers, so text must not begin like one.
+    # An answer may begin with a call that has no marker, so text must not begin as ``CallReader`` lets these begin.
     if not form.listed:
-        bare, known = rf"{_SPACE}(```json{_SPACE})?\{{{_SPACE}\"name\"", "|".join(map(re.escape, functions))
-        no_call = f' & ~/{bare}{_SPACE}:{_SPACE}"({known})"(.|\\n)*/'
+        blanks, known = "[ \\t\\n\\r]*", "|".join(map(re.escape, functions))
+        keys, escaped = "|".join(sorted(_KEYS - {"name"})), r'[^"\\]*\\'
+        named = rf'name"{blanks}:{blanks}"(({known})"|{escaped})'
+        no_call = rf' & ~/{blanks}(```json{blanks})?\{{{blanks}"(({keys})"|{escaped}|{named})(.|\n)*/'
+        bare = rf'{_SPACE}(```json{_SPACE})?\{{{_SPACE}"name"'
         for number, name in enumerate(functions):
             head = rf'{bare}:{_SPACE}"{re.escape(name)}",{_SPACE}"{form.arguments}":{_SPACE}'
             rules.append(f"B{number}: /{head}/\nb{number}: B{number} {schemas[number]} BARE_END")

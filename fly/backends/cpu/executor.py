@@ -96,7 +96,7 @@ class CpuExecutor(HostDecisions):
     def looks_up(self, rows: abc.Sequence[Sequence]) -> bool:
         return not any(map(constrains, rows))
 
-    def joins(self, drafter: Executor, spec: DraftSpec) -> bool:
+    def joins(self, drafter: Executor) -> bool:
         if isinstance(drafter, CpuHead):
             return drafter.dtype == self.dtype
         return isinstance(drafter, CpuExecutor)

@@ -158,25 +158,19 @@ class Blocks:
         rows: how many rows there are.
         k: the most tokens of a block.
         max_rounds: the most rounds.
-        trees: whether blocks are trees.
         mismatches: how many mismatches there is room for. They are noted only if there are clauses.
     """
 
-    def __init__(self, rows: int, k: int, max_rounds: int, trees: bool, mismatches: int) -> None:
+    def __init__(self, rows: int, k: int, max_rounds: int, mismatches: int) -> None:
         size = rows * max_rounds
-        self.k, self.max_rounds, self.trees = k, max_rounds, trees
+        self.k, self.max_rounds = k, max_rounds
         self.drafted, self.following = array("q", bytes(8 * size * k)), array("q", bytes(8 * size))
         self.count, self.accepted = (array("i", bytes(4 * size)) for _ in range(2))
         self.choice = array("i", bytes(4 * size * (k + 1)))
-        self.parent, self.path = (array("i", bytes(4 * size * k * trees)) for _ in range(2))
         self._mismatch = array("B", bytes(MISMATCH.size * mismatches))
         self.c = CBlocks(k, max_rounds)
         self.c.hand(drafted=self.drafted, drafted_count=self.count, choice=self.choice)
         self.c.hand(accepted=self.accepted, following=self.following, mismatch=self._mismatch)
-        if trees:
-            self.c.hand(parent=self.parent, path=self.path)
-        else:
-            self.c.hand(parent=None, path=None)
 
     def is_open(self, b: int, round_: int) -> bool:
         """Whether the block of row ``b`` is still to be decided."""
@@ -186,11 +180,6 @@ class Blocks:
         """Return the drafted tokens of a block."""
         at = b * self.max_rounds + round_
         return self.drafted[at * self.k : at * self.k + self.count[at]].tolist()
-
-    def tree(self, b: int, round_: int) -> list[int]:
-        """Return the parents of the drafted tokens of a tree."""
-        at = b * self.max_rounds + round_
-        return self.parent[at * self.k : at * self.k + self.count[at]].tolist()
 
     def decisions(self, rounds: abc.Sequence[int], relaxations: abc.Sequence[Condition | None]) -> list[list[Decision]]:
         """Return, for each row, the decisions of the first ``rounds[b]`` rounds."""
@@ -206,13 +195,7 @@ class Blocks:
         found = []
         for i, (n, m, token) in enumerate(zip(self.count[at:to], self.accepted[at:to], self.following[at:to])):
             chain, own = chains[i * k : i * k + n], choices[i * wide : i * wide + n + 1]
-            path: abc.Sequence[int] = range(m)
-            bonus = m == n
-            if self.trees:
-                first = (at + i) * k
-                path = self.path[first : first + m].tolist()
-                bonus = (path[-1] if path else -1) not in self.parent[first : first + n]
-            found.append(Decision(chain, path, token, bonus, own))
+            found.append(Decision(chain, range(m), token, m == n, own))
         return found
 
     def _add_mismatches(self, found: list[list[Decision]], relaxations: abc.Sequence[Condition | None]) -> None:
@@ -235,10 +218,11 @@ def _decide(
     """Decide by compiled code as ``Executor.decide`` does. Return None if the tensor rule has to decide: compiled code
     lacks this rule or this kind of draft, only Python knows whether a mismatch is excused, or the decision depends on a
     NaN."""
-    logits_BJV, processed, probs_BKV, trees = target.logits_BKV, target.lazy_distribution, draft.probs_BKV, draft.trees
+    logits_BJV, processed, probs_BKV = target.logits_BKV, target.lazy_distribution, draft.probs_BKV
     (count, longest), vocab = draft.shape, logits_BJV.shape[-1]
     if (
-        not is_compiled(policy, target.all_greedy)
+        draft.trees is not None
+        or not is_compiled(policy, target.all_greedy)
         or not _is_on_host(logits_BJV)
         or not (target.all_greedy or isinstance(processed, HostDistribution))
         or logits_BJV.shape[:2] != (count, longest + 1)
@@ -248,17 +232,15 @@ def _decide(
     if target.all_greedy:
         probs_BKV = None
     elif probs_BKV is not None and not (
-        trees is None and probs_BKV.dtype == torch.float32 and probs_BKV.shape == (count, longest, vocab)
+        probs_BKV.dtype == torch.float32 and probs_BKV.shape == (count, longest, vocab)
     ):
         return None
     sampling = processed.sampling if isinstance(processed, HostDistribution) else None
     rules = lay_rules([(policy, seed) for seed in seeds], sampling, target.control_V, vocab)
-    blocks = Blocks(count, longest, 1, trees is not None, count * (longest + 1))
+    blocks = Blocks(count, longest, 1, count * (longest + 1))
     for b, chain in enumerate(draft.chains):
         at, n = b * longest, len(chain)
         blocks.count[b], blocks.drafted[at : at + n] = n, array("q", chain)
-        if trees is not None:
-            blocks.parent[at : at + n] = array("i", trees[b])
         blocks.choice[b * (longest + 1) : (b + 1) * (longest + 1)] = array("i", target.choices[b])
     decide = fast_call("fly_decide", logits_BJV.numel() > _MAX_LOCKED)
     decide(

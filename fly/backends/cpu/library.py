@@ -19,16 +19,19 @@ from typing import Any, NamedTuple
 from fly.runtime.executor import DraftSpec
 
 __all__ = [
-    "MISMATCH", "CBatch", "CBlocks", "CClause", "CGrowth", "CLookup", "CMismatch", "CRoundRow", "CRounds", "CRule",
-    "CRules", "CStops", "CStored", "Sampling", "Shape", "Span", "available", "chosen", "default_variant", "fast_call",
-    "load", "spans", "split", "unusable", "variant_number", "why_not",
+    "MISMATCH", "CBatch", "CBlocks", "CClause", "CLookup", "CMismatch", "CRoundRow", "CRounds", "CRule",
+    "CRules", "CStops", "CStored", "Sampling", "Shape", "Span", "available", "check_target", "chosen",
+    "default_variant", "fast_call", "is_for_drafts", "load", "spans", "split", "unusable", "variant_number", "why_not",
 ]  # fmt: skip
 
-_ABI = 36  # the number in src/library.cpp; a library with another number is refused
+_ABI = 38  # the number in src/library.cpp; a library with another number is refused
 _VARIABLE = "FLY_KERNELS"
 _LACKS = "this processor lacks some of its instructions"  # src/fly.h: LACKS
 TORCH = "torch"
-ROUNDINGS = "int8", "w8a8", "w4a8", "w4"  # endings of kernels that round any model's weights
+# Endings of kernels that round any model's weights: those for every model, and those for drafts only.
+FOR_ALL = "int8", "w8a8", "w4a8"
+FOR_DRAFTS = ("w4",)
+ROUNDINGS = *FOR_ALL, *FOR_DRAFTS
 NARROW = *ROUNDINGS, "stored"
 
 
@@ -127,19 +130,13 @@ class Sampling(ctypes.Structure):
 class CStops(ctypes.Structure):
     """src/interface.h: Stops."""
 
-    _fields_ = [(name, c_float) for name in ("confidence", "unused", "reach")]
+    _fields_ = [(name, c_float) for name in ("confidence", "reach")]
 
     @classmethod
     def of_rows(cls, spec: DraftSpec, rows: int) -> ctypes.Array[CStops]:
         """Return where the drafter stops, for each of ``rows`` rows."""
         reach = spec.reach or (0.0,) * rows
-        return (cls * rows)(*(cls(spec.confidence, float("inf"), chance) for chance in reach))
-
-
-class CGrowth(_WithSpans):
-    """src/interface.h: Growth."""
-
-    _fields_ = [*((name, c_int32) for name in ("nodes", "follow")), *_span("width")]
+        return (cls * rows)(*(cls(spec.confidence, chance) for chance in reach))
 
 
 class CLookup(ctypes.Structure):
@@ -197,7 +194,7 @@ class CBlocks(_WithSpans):
 
     _fields_ = [
         *((name, c_int32) for name in ("k", "most")),
-        *_span("drafted", "drafted_count", "parent", "choice", "accepted", "path", "following", "mismatch"),
+        *_span("drafted", "drafted_count", "choice", "accepted", "following", "mismatch"),
         ("mismatches", c_int32),
     ]
 
@@ -226,7 +223,6 @@ class CRounds(_WithSpans):
         *_span("stops", "state"),
         ("read_before", c_int32),
         *_span("given", "read"),
-        ("growth", POINTER(CGrowth)),
     ]
 
 
@@ -413,6 +409,19 @@ def chosen(kernels: str = "auto") -> str:
     if wanted not in (*choices, *narrow):
         reason = why_not() or unusable().get(split(wanted)[0])
         known = ["auto", *choices[:-1], *(NARROW if narrow else []), *narrow, TORCH]
-        problem = f"is not available here; choices: {known} ({reason})" if reason else f"is unknown; choices: {known}"
-        raise ValueError(f"{source} {problem}")
+        of_targets = [name for name in known if not is_for_drafts(name)]
+        more = f"; for drafts also {[name for name in known if is_for_drafts(name)]}" if narrow else ""
+        problem = "is not available here" if reason else "is unknown"
+        raise ValueError(f"{source} {problem}; choices: {of_targets}{more}{f' ({reason})' if reason else ''}")
     return wanted
+
+
+def is_for_drafts(kernels: str) -> bool:
+    """Whether only drafts may have these kernels."""
+    return kernels.rpartition("-")[2] in FOR_DRAFTS
+
+
+def check_target(kernels: str) -> None:
+    """Raise ``ValueError`` for kernels that a target may not have."""
+    if is_for_drafts(kernels):
+        raise ValueError(f"kernels {kernels!r} are for drafts: likely tokens alone get logits; a target takes 'w4a8'")

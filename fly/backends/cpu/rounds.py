@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fly.backends.cpu.host import Blocks, lay_rules
-from fly.backends.cpu.library import CGrowth, CLookup, CRoundRow, CRounds, CStops
+from fly.backends.cpu.library import CLookup, CRoundRow, CRounds, CStops
 from fly.backends.cpu.packed import PackedLlama
 from fly.runtime.executor import OpenBlocks, RoundPlan, Rounds, Spent
 from fly.types import Draft
@@ -45,13 +45,13 @@ class _Results:
     @staticmethod
     def make_room(target: PackedLlama, plan: RoundPlan) -> _Results:
         """Make room for as many rounds as the plan, its pages and ``_MAX_SCORED`` allow."""
-        rows, tree, count = plan.rows, plan.spec.tree, len(plan.rows)
-        k = max(min(row.k, row.left - 1) for row in rows) if tree is None else tree.nodes
-        max_rounds = max(room - len(row.tokens) for row, room in zip(rows, _rooms(plan))) + 1
+        count = len(plan.rows)
+        k = max(min(row.k, row.left - 1) for row in plan.rows)
+        max_rounds = max(room - len(row.tokens) for row, room in zip(plan.rows, _rooms(plan))) + 1
         max_rounds = min(max_rounds, 1 + _MAX_SCORED // (count * (k + 1)), max(plan.rounds, 1))
-        blocks = Blocks(count, k, max_rounds, tree is not None, max(_MAX_MISMATCHES, 2 * count * (k + 1)))
+        blocks = Blocks(count, k, max_rounds, max(_MAX_MISMATCHES, 2 * count * (k + 1)))
         probs_BKV, states_NF = None, None
-        if plan.sampling is not None and plan.drafter is not None and tree is None:
+        if plan.sampling is not None and plan.drafter is not None:
             probs_BKV = torch.empty(count, k, target.vocab)
         if plan.states:
             width = len(plan.states) * target.config.hidden_size
@@ -84,10 +84,6 @@ def take_rounds(target: PackedLlama, drafter: PackedLlama | None, plan: RoundPla
         given=None if plan.given is None else plan.given.states_TF.to(target.dtype).contiguous(),
         read=results.states_NF,
     )
-    if (tree := plan.spec.tree) is not None:
-        growth = CGrowth(tree.nodes, tree.follow)
-        growth.hand(width=array("i", tree.widths))
-        call.growth = ctypes.pointer(growth)
     target.library.fly_rounds(
         target.handle,
         ctypes.byref(batch),
@@ -105,12 +101,7 @@ def _read_results(
     """Return what the call wrote as plain values and tensors."""
     blocks, last = results.blocks, call.rounds - 1
     left_open = [b for b in range(len(rows)) if blocks.is_open(b, last)]
-    # After the last round, the KV cache holds all tokens of a chain. Of a tree it holds the accepted path, or all
-    # tokens if the block is open.
-    path_only = [blocks.trees and b not in left_open for b in range(len(rows))]
-    fed = [
-        (blocks.accepted if only else blocks.count)[b * blocks.max_rounds + last] for b, only in enumerate(path_only)
-    ]
+    fed = [blocks.count[b * blocks.max_rounds + last] for b in range(len(rows))]  # in the last round
     decided = [last + (b not in left_open) for b in range(len(rows))]
     spent = zip((1, last), call.elapsed, call.scoring, call.drafting)
     first, others = (Spent(rounds, *(ns / 1e9 for ns in each)) for rounds, *each in spent)
@@ -179,7 +170,7 @@ def _read_open_blocks(results: _Results, rows: list[int], last: int, longest: in
             # Rows that drafted stand side by side, ``longest`` tokens each.
             drawn = sum(map(bool, counts[:b])) * longest
             probs.append(_pad(results.probs_BKV.flatten(0, 1)[drawn : drawn + n - 1], wide - 1))
-    draft = Draft.of(chains, trees=[blocks.tree(b, last) for b in rows] if blocks.trees else None)
+    draft = Draft.of(chains)
     if probs:
         draft = Draft(draft.tokens_BK, draft.lengths_B, torch.stack(probs))
     known = all(token >= 0 for own in choices for token in own)

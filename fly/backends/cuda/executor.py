@@ -111,7 +111,7 @@ class CudaExecutor(TorchExecutor):
     def _count(self, work: Workload, rows: int) -> int:
         """Count the bytes that rounds and prompts take for so many rows, all sampled with top-p. The bytes of rounds
         become their budget (``DeviceRounds``)."""
-        drafter: Any = work.drafter if work.drafter is not None and self.joins(work.drafter, DraftSpec()) else None
+        drafter: Any = work.drafter if work.drafter is not None and self.joins(work.drafter) else None
         count, k = round_up(rows), round_up(min(work.k, LONGEST))
         pages = -(-(min(self.config.max_position_embeddings, FEW) + k + 2) // work.block_size)
         shape = Shape(
@@ -155,9 +155,8 @@ class CudaExecutor(TorchExecutor):
         used."""
         return TokenByToken(CudaExecutor(self.model, False, self.pool))
 
-    def joins(self, drafter: Executor, spec: DraftSpec) -> bool:
-        known = isinstance(drafter, (CudaExecutor, TorchHead))
-        return known and drafter.device == self.device and spec.tree is None
+    def joins(self, drafter: Executor) -> bool:
+        return isinstance(drafter, (CudaExecutor, TorchHead)) and drafter.device == self.device
 
     def takes(self, rows: abc.Sequence[Sequence]) -> bool:
         """Whether ``rounds`` can run these rows. Graphs are looked up by their rules, so a rule without a hash is

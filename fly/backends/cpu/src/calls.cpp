@@ -1,5 +1,5 @@
 // Calls of a packed model: forwards, logits, drafts. Called from Python (packed.py, executor.py, drafting.py, head.py)
-// and by rounds (rounds.cpp, trees.h). A call checks its arguments before it writes anything, and makes room in the
+// and by rounds (rounds.cpp). A call checks its arguments before it writes anything, and makes room in the
 // model's workspace, which it holds alone until it ends. It runs on the pool's threads (threads.cpp). Nothing
 // interrupts it. Knows nothing of the arithmetic.
 #include "library.h"

@@ -6,7 +6,7 @@
 // 1. The exact rule decides which drafted tokens it keeps: at temperature 0 those that equal the target's choices,
 //    above it by the row's coins.
 // 2. A token that it rejects is a mismatch. If all clauses of the row's rule hold for it, it is excused and kept.
-// 3. The longest prefix of a chain is kept, or one path of a tree.
+// 3. The longest prefix of kept tokens stands.
 // 4. The target's own token follows: the correction of the first rejected token or, after a whole draft, the bonus.
 //
 // Nothing interrupts a decision. If it depends on a NaN, or on a rule that only Python knows, the block stays open: no
@@ -27,8 +27,7 @@ constexpr int LEFT_OPEN = -1;  // returned in place of the number of kept tokens
 struct Decider::Block {
     int row, round, count;         // ``count`` drafted tokens
     const int64_t* drafted;
-    const int32_t *parents, *own;  // the tokens' parents (null: a chain); the target's choices
-    int32_t* path;                 // out
+    const int32_t* own;            // the target's choices
     const float *logits, *distributions;
     const Rule& rule;
     const Sampling* how;  // null at temperature 0
@@ -47,15 +46,13 @@ struct Decider::Place {
 
 int Decider::begin(int rows) {
     const int64_t k = blocks.k, places = (int64_t)rows * blocks.most;
-    const bool trees = blocks.parent.there();
     if (const int bad = check_variant(rules.variant) ?: within("rows", rows, 0, MAX_COUNT) ?: within("k", k, 0, MAX_COUNT) ?:
                         within("most", blocks.most, 1, MAX_COUNT) ?: within("vocab", rules.vocab, 1, MAX_COUNT) ?:
                         within("places", places * (k + 1), 0, MAX_COUNT) ?: holds("rule", rules.rule, rows) ?:
                         holds_or_none("sampling", rules.sampling, rows) ?: holds("drafted", blocks.drafted, places, k) ?:
                         holds("drafted_count", blocks.drafted_count, places) ?:
                         holds("choice", blocks.choice, places, k + 1) ?: holds("accepted", blocks.accepted, places) ?:
-                        holds("following", blocks.following, places) ?: holds_or_none("parent", blocks.parent, places, k) ?:
-                        (trees ? holds("path", blocks.path, places, k) : OK) ?:
+                        holds("following", blocks.following, places) ?:
                         (rules.clause.there() ? holds("control", rules.control, rules.vocab) ?:
                                                     holds("mismatch", blocks.mismatch, rows, k + 1) : OK))
         return bad;
@@ -72,18 +69,16 @@ int Decider::begin(int rows) {
     return lay_out(&arena, "a decision", false, [&](Dealer& from) {
         coins = from.take<float>(k + 1), agrees = from.take<uint8_t>(k + 1);
         spread = from.take<float>(2, padded(rules.vocab));
-        tokens = from.take<int64_t>(trees ? k : 0), nodes = from.take<int32_t>(trees ? k : 0);
     });
 }
 
 void Decider::decide(int b, int round, int64_t length, const float* logits, const float* distributions) {
-    const long at = place(b, round), columns = at * blocks.k;
-    const bool draws = rules.sampling.there() && rules.sampling[b].temperature > 0, trees = blocks.parent.there();
-    Block block = {b, round, blocks.drafted_count[at], blocks.drafted + columns, trees ? blocks.parent + columns : nullptr,
-                   blocks.choice + at * (blocks.k + 1), trees ? blocks.path + columns : nullptr, logits, distributions,
-                   rules.rule[b], draws ? rules.sampling + b : nullptr, length, NO_NUMBER};
+    const long at = place(b, round);
+    const bool draws = rules.sampling.there() && rules.sampling[b].temperature > 0;
+    Block block = {b, round, blocks.drafted_count[at], blocks.drafted + at * blocks.k, blocks.choice + at * (blocks.k + 1),
+                   logits, distributions, rules.rule[b], draws ? rules.sampling + b : nullptr, length, NO_NUMBER};
     const int noted_before = blocks.mismatches;
-    const int kept = trees ? keep_path(block) : keep_prefix(block);
+    const int kept = keep_prefix(block);
     const bool open = kept < 0 || block.following < 0;
     if (open) blocks.mismatches = noted_before;  // Python decides the block anew
     blocks.accepted[at] = open ? 0 : kept;
@@ -96,7 +91,7 @@ bool Decider::is_number(const Block& block, int place) const {
     return own >= 0 && !isnan(block.logits[(long)place * rules.vocab + own]);
 }
 
-// Returns how many tokens of a chain are kept, or LEFT_OPEN.
+// Returns how many tokens are kept, or LEFT_OPEN.
 int Decider::keep_prefix(Block& block) {
     const int vocab = rules.vocab, count = block.count;
     const int64_t* drafted = block.drafted;
@@ -141,66 +136,6 @@ int Decider::keep_prefix(Block& block) {
     block.following = code->follow(block.logits + at, vocab, block.how, n < count ? drafted[n] : -1,
                                     block.distributions ? block.distributions + at : nullptr, uniform, spread);
     return n;
-}
-
-// Returns how many tokens of a tree are kept, or LEFT_OPEN. After each kept token, the next is its first child that the
-// exact rule keeps (SpecInfer, arXiv 2305.09781, algorithm 2) or else its first child that is excused.
-int Decider::keep_path(Block& block) {
-    float uniform = 0;
-    if (block.how) uniforms(block.rule.seed, block.length, SAMPLE, 1, &uniform);
-    for (int n = 0, at = -1;; n++) {
-        if (!is_number(block, at + 1)) return LEFT_OPEN;
-        const float* here = block.logits + (long)(at + 1) * rules.vocab;
-        block.following = block.own[at + 1];
-        int next = -1, count = 0;
-        for (int t = at + 1; t < block.count; t++) {
-            if (block.parents[t] != at) continue;
-            nodes[count] = t, tokens[count++] = block.drafted[t];
-            if (next < 0 && block.drafted[t] == block.following) next = t;
-        }
-        if (block.how) {
-            uniforms(block.rule.seed, block.length, ACCEPT, block.count, coins);
-            for (int i = 0; i < count; i++) coins[i] = coins[nodes[i]];  // in place, since nodes[i] >= i
-            const int kept = code->siblings(here, rules.vocab, block.how, tokens, coins, count, uniform, spread, &block.following);
-            next = kept < 0 ? -1 : nodes[kept];
-        }
-        if (next < 0 && count) {
-            // Above temperature 0, only Python knows which tokens of a tree agree after a mismatch.
-            if (block.rule.in_python || (block.rule.clauses && block.how)) return LEFT_OPEN;
-            const Place place = look(block, at + 1);
-            const int noted_before = blocks.mismatches;
-            for (int i = 0; block.rule.clauses && i < count && next < 0; i++)
-                if (excuse_node(block, place, nodes[i])) next = nodes[i];
-            // If a child is excused, note that one alone, as if the others had not been tried.
-            if (next >= 0) {
-                blocks.mismatch[noted_before] = blocks.mismatch[blocks.mismatches - 1];
-                blocks.mismatches = noted_before + 1;
-            }
-        }
-        if (next < 0) return n;
-        block.path[n] = at = next;
-    }
-}
-
-// Whether the clauses excuse a mismatch in a tree. Each path from it to a leaf counts as a chain, and all clauses must
-// hold along one path. Notes for each clause whether it holds along any path.
-bool Decider::excuse_node(const Block& block, const Place& at, int node) {
-    uint32_t anywhere = 0;
-    bool excused = false;
-    for (int leaf = block.count - 1; leaf >= node; leaf--) {
-        bool last = true;
-        for (int t = leaf + 1; last && t < block.count; t++) last = block.parents[t] != leaf;
-        int after = 0, t = leaf;  // tokens of the path after this node
-        for (; last && t > node; after++) t = block.parents[t];
-        if (!last || t != node) continue;
-        int agreeing = after;     // how many tokens right after it agree
-        for (int to = leaf, n = after; to > node; n--, to = block.parents[to])
-            if (block.drafted[to] != block.own[block.parents[to] + 1]) agreeing = n - 1;
-        const uint32_t held = clauses_held(block, at, node, after, agreeing);
-        anywhere |= held;
-        excused |= held == (1u << block.rule.clauses) - 1;
-    }
-    return note(block, at, node, anywhere, excused);
 }
 
 Decider::Place Decider::look(const Block& block, int place) const {
@@ -274,9 +209,7 @@ EXPORT int fly_decide(const Rules* rules, Blocks* blocks, Span<const int64_t> le
         for (int n = 0; n <= count; n++)
             if (const int error = within("a choice", blocks->choice[b * (k + 1L) + n], NO_NUMBER, vocab - 1)) return error;
         for (int n = 0; n < count; n++)
-            if (const int error = within("a drafted token", blocks->drafted[(long)b * k + n], 0, vocab - 1, OUTSIDE) ?:
-                                  (blocks->parent.there() ? within("a parent", blocks->parent[(long)b * k + n], -1, n - 1) : OK))
-                return error;
+            if (const int error = within("a drafted token", blocks->drafted[(long)b * k + n], 0, vocab - 1, OUTSIDE)) return error;
     }
     for (int b = 0; b < rows; b++)
         decider.decide(b, 0, length[b], logits + b * (k + 1L) * vocab,

@@ -13,8 +13,6 @@ class Decider {
     Arena arena;
     Span<float> coins, spread;
     Span<uint8_t> agrees;   // whether the exact rule keeps each drafted token
-    Span<int64_t> tokens;   // the children of one token of a tree, and their numbers
-    Span<int32_t> nodes;
 
     struct Block;
     struct Place;
@@ -26,8 +24,6 @@ class Decider {
     uint32_t clauses_held(const Block& block, const Place& at, int node, int after, int agreeing);
     bool note(const Block& block, const Place& at, int node, uint32_t held, bool excused);
     int keep_prefix(Block& block);
-    int keep_path(Block& block);
-    bool excuse_node(const Block& block, const Place& at, int node);
 
 public:
     Decider(const Rules* of, Blocks* in) : rules(*of), blocks(*in) {}

@@ -274,8 +274,6 @@ struct Variant {
                    const float* distributions, const float* coins, bool all, float* spread, uint8_t* keeps);
     int64_t (*follow)(const float* logits, int vocab, const Sampling* how, int64_t rejected, const float* distribution,
                       float uniform, float* spread);
-    int (*siblings)(const float* logits, int vocab, const Sampling* how, const int64_t* tokens, const float* coins, int count,
-                    float uniform, float* spread, int64_t* next);
     int (*look_up)(const Lookup& lookup, int32_t* text, int length, int most);
 };
 

@@ -79,7 +79,7 @@ struct Sampling {
 // Where a drafter stops (fly/runtime/drafting.py: DraftSpec): after a token if the largest probability there was below
 // ``confidence``, or if the product of the largest probabilities so far is below ``reach``. 0 never stops it.
 struct Stops {
-    float confidence, unused, reach;  // unused: kept, so that libraries built before still fit
+    float confidence, reach;
 
     bool any() const { return confidence > 0 || reach > 0; }
 };
@@ -93,13 +93,6 @@ struct Lookup {
     uint32_t forwards;
     float share[MATCHES];  // how many of the tokens copied after a match of 1, 2, ... tokens were right
     float time[TIMES];     // nanoseconds of a forward of 1, 2, ... tokens; 0: not seen yet
-};
-
-// How a drafter grows a tree (fly/runtime/drafting.py: Growth). Each token that is expanded gets ``width`` candidates.
-// The ``follow`` likeliest of a level are expanded, and the ``nodes`` likeliest of all are proposed.
-struct Growth {
-    int32_t nodes, follow;
-    Span<const int32_t> width;  // [levels]
 };
 
 // A condition on a mismatch (fly/policies/conditions.py: Clause). A mismatch is a drafted token that the exact rule
@@ -141,10 +134,8 @@ struct Blocks {
     int32_t k, most;              // the most tokens of a block, and the most rounds
     Span<int64_t> drafted;        // [B, most, k]
     Span<int32_t> drafted_count;  // [B, most]
-    Span<int32_t> parent;         // [B, most, k] each token's parent by its number, -1: the row's last token; none: chains
     Span<int32_t> choice;         // [B, most, k + 1] the target's most likely tokens, NO_NUMBER where logits are NaN
     Span<int32_t> accepted;       // [B, most] out: how many drafted tokens are kept; 0 if the block is open
-    Span<int32_t> path;           // [B, most, k] out: their numbers; none: chains
     Span<int64_t> following;      // [B, most] out: the token after the kept ones; NO_NUMBER if the block is open
     Span<Mismatch> mismatch;      // [at least B · (k + 1)] out; needed if there are clauses
     int32_t mismatches;           // out: how many there are
@@ -154,7 +145,7 @@ struct Blocks {
 struct RoundRow {
     int32_t length, room;      // tokens of the row; tokens that its pages have room for
     int32_t left;              // tokens it may still emit
-    int32_t k, context;        // the most tokens (of a tree, levels) of a draft, and the longest text to draft for
+    int32_t k, context;        // the most tokens of a draft, and the longest text to draft for
     int32_t draft_start;       // tokens that the drafter has stored, in and out
     int32_t first;             // draft heads: number of the first token that the head has cached
     Span<int64_t> text;        // [room + 1] the row's tokens, in and out
@@ -166,7 +157,7 @@ struct RoundRow {
 struct Rounds {
     Span<RoundRow> row;         // [B]; ``length`` and ``left`` come out with their values before the last round
     const Rules* rules;
-    Blocks* blocks;             // out; k is the most tokens that any row drafts in a round, or the nodes of a tree
+    Blocks* blocks;             // out; k is the most tokens that any row drafts in a round
     Span<const int32_t> hurry;  // no further round begins unless this is 0; may be none
     int64_t nanoseconds;        // no further round begins after this time
     Span<float> logits;         // [B · (k + 1), V] out: the last round's, row after row
@@ -179,9 +170,7 @@ struct Rounds {
     Span<const int32_t> state;  // the numbers of layers after which hidden states are wanted, for draft heads
     int32_t read_before;        // out: tokens fed in the rounds before the last
     Span<const char> given;     // [tokens, F] the hidden states before each token that a head has not stored, row by row
-    Span<char> read;            // [most · B · (k + 1), F] out: hidden states of every round's tokens, row after row; in a
-                                // decided tree those of the accepted path come first
-    const Growth* growth;       // how the drafter grows trees; null: drafts are chains
+    Span<char> read;            // [most · B · (k + 1), F] out: hidden states of every round's tokens, row after row
 };
 
 constexpr int32_t NO_NUMBER = -2;  // stands for a missing token or count, where -1 has another meaning

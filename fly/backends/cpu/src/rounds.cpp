@@ -4,9 +4,9 @@
 // fly/backends/cpu/rounds.py calls ``fly_rounds`` (at the end of this file) once in a step of the engine. The Python
 // interpreter is free meanwhile. A round consists of, in this order:
 //
-// 1. ``propose``: the drafter drafts for all rows in one call (calls.cpp: fly_draft, or trees.h), or a lookup copies.
+// 1. ``propose``: the drafter drafts for all rows in one call (calls.cpp: fly_draft), or a lookup copies.
 // 2. ``score``: one forward of the target over each row's last token and its draft (calls.cpp: fly_score).
-// 3. ``decide``: each row's rule decides on its block (decide.cpp), and ``emit`` appends the result to its text.
+// 3. ``decide``: each row's rule decides on its block (decide.cpp), and the target's own token is appended to its text.
 // 4. ``commit``: each row's length grows by the emitted tokens, which rolls both KV caches back to them.
 //
 // Nothing interrupts a round. After a round, ``is_over`` says whether another may follow, and ``decide`` ends the
@@ -62,7 +62,6 @@ int Series::propose() {
         drawing[i] = args->rules->sampling[b];
         for (int n = 0; n < limit[i]; n++) uniforms(seed, length + n, SAMPLE, 1, coins + i * args->longest + n);
     }
-    if (args->growth) return propose_trees();
     if (const int error = fly_draft(drafter, &draft.batch, args->longest, limit, stop, chain, proposed,
                                     draws ? drawing : Span<Sampling>(), coins, args->distributions, lookup, texts, stops, given))
         return error;
@@ -79,50 +78,29 @@ int Series::propose() {
     return OK;
 }
 
-// The same for trees.
-int Series::propose_trees() {
-    if (const int error = forest.grow(draft.batch, limit, stop, given)) return error;
-    for (int i = 0; i < draft.batch.rows; i++) {
-        const int b = draft.row[i], n = drafts[b] = forest.propose(i, drafted_of(b), parents_of(b));
-        RoundRow& row = args->row[b];
-        row.draft_start = row.length;
-        copy(row.text + row.length, drafted_of(b), n);
-    }
-    return OK;
-}
-
 // Feeds the target each row's last token and its draft. Writes logits, the most likely tokens, and hidden states if
 // they are asked for. An error or OK.
 int Series::score() {
     scored.clear(*batch);
-    uint8_t* sees = mask;
     for (int b = 0; b < rows; b++) {
-        const int length = args->row[b].length, n = drafts[b], first = scored.batch.tokens + 1;
-        scored.add(*batch, b, args->row[b].text, length - 1, length + n);
-        if (!args->growth) continue;
-        // A token of a tree sees the row and its own branch, and its position is one after its parent's.
-        const int32_t* parents = parents_of(b);
-        masks[b] = n ? Span<uint8_t>(sees, (n + 1L) * (length + n)) : Span<uint8_t>();
-        for (int t = -1; t < n && n; t++, sees += length + n) {
-            see(sees, length, n, parents, t);
-            if (t >= 0) scored.position[first + t] = scored.position[first + parents[t]] + 1;
-        }
+        const int length = args->row[b].length;
+        scored.add(*batch, b, args->row[b].text, length - 1, length + drafts[b]);
     }
-    if (args->growth) scored.batch.masks = masks;
     return fly_score(target, &scored.batch, {}, args->logits, choice, args->state, read());
 }
 
-// Decides on each row's block, and emits the decided tokens. Returns whether the series ends: a row has ended or has no
-// room for another round, or a block is open. An open block stays as it was drafted.
+// Decides on each row's block. Its accepted tokens are in the row's text already, and the target's own token is put
+// after them. Returns whether the series ends: a row has ended or has no room for another round, or a block is open. An
+// open block stays as it was drafted.
 bool Series::decide() {
     bool over = false;
     for (int b = 0, at = 0, i = 0; b < rows; at += drafts[b] + 1, b++) {
         const RoundRow& row = args->row[b];
-        const long block = block_of(b);
+        const long block = decider.place(b, args->rounds);
         const bool drafted = i < draft.batch.rows && draft.row[i] == b;
         const float* distributions = drafted ? args->distributions.at : nullptr;
         if (distributions) distributions += (long)i * args->longest * vocab;
-        const int tree = drafted ? i++ : -1;
+        i += drafted;
         blocks->drafted_count[block] = drafts[b];
         memcpy(blocks->choice + block * (k + 1), choice + at, (drafts[b] + 1) * sizeof(int32_t));
         if (heads) states[b] = read() + at * state_bytes;
@@ -132,31 +110,11 @@ bool Series::decide() {
             continue;
         }
         const int n = blocks->accepted[block];
-        emit(b, at, tree, n);
+        row.text[row.length + n] = blocks->following[block];
         for (int t = row.length; t <= row.length + n; t++) over |= ends(b, row.text[t]);
-        over |= n + 1 >= row.left || row.length + n + 1 + slots_needed(row, row.left - n - 1) > row.room;
+        over |= n + 1 >= row.left || row.length + n + 1 + most_drafted(row, row.left - n - 1) > row.room;
     }
     return over;
-}
-
-// Writes the ``n`` accepted tokens and the next one after the text of row ``b``. In a tree, both models' stored tokens
-// of the accepted path move up to follow the text. The row's first token is number ``at`` in the target's forward, and
-// its tree is number ``tree`` of the drafter's (-1: nothing was drafted).
-void Series::emit(int b, int at, int tree, int n) {
-    RoundRow& row = args->row[b];
-    row.text[row.length + n] = blocks->following[block_of(b)];
-    if (!args->growth) return;  // a chain's tokens lie where they belong
-    const int64_t* drafted = drafted_of(b);
-    const int32_t* path = path_of(b);
-    const Span<char> hidden = read();
-    for (int t = 0; t < n; t++) {
-        row.text[row.length + t] = drafted[path[t]];
-        move_stored(*batch, target->shape, batch->tables[b], row.length + path[t], row.length + t);
-        if (state_bytes && path[t] != t)
-            memcpy(hidden + (at + 1 + t) * state_bytes, hidden + (at + 1 + path[t]) * state_bytes, state_bytes);
-    }
-    // What a head stored for its own features is never used again.
-    if (tree >= 0 && !heads) row.draft_start += forest.keep(tree, draft.batch, path, n, row.length);
 }
 
 // Whether the time is over, there is no room for the results of another round, or the engine has to hurry.

@@ -171,29 +171,6 @@ int64_t follow(const float* logits, int vocab, const Sampling* how, int64_t reje
     return token < 0 ? 0 : token;
 }
 
-// Tries the siblings ``tokens`` [count] of a tree in order: each by its coin against the distribution that remains once
-// those before it are rejected (fly/policies/verification.py: _try_siblings). Returns the number of the first that the
-// exact rule keeps. If it keeps none, returns -1 and draws ``next`` from the remaining distribution.
-int siblings(const float* logits, int vocab, const Sampling* how, const int64_t* tokens, const float* coins, int count,
-             float uniform, float* spread, int64_t* next) {
-    float* target = distribution_of(*how, logits, vocab, spread);
-    const int room = padded(vocab);
-    for (int i = 0; i < count; i++) {
-        float& own = target[tokens[i]];
-        if (coins[i] < own) return i;
-        const float before = own;
-        own = 0;
-        Vec all = zero();
-        for (int v = 0; v < room; v += W) all += ld(target + v);
-        const float left = sum(all);
-        if (!(left > 0)) own = before;  // nothing else has mass: only rounding rejected the token
-        for (int v = 0; left > 0 && v < room; v += W) st(target + v, ld(target + v) / set1(left));
-    }
-    const int64_t token = pick(target, vocab, uniform);
-    *next = token < 0 ? 0 : token;
-    return -1;
-}
-
 // Finds the ``n`` largest logits, largest first (-inf if there are fewer), and then ln of the sum of exp over all logits.
 void top(const float* logits, int vocab, int n, float* found) {
     for (int i = 0; i < n; i++) found[i] = -__builtin_inff();

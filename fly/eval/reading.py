@@ -1,0 +1,390 @@
+r"""Read an answer as a person reads it: the number, the letter of a choice, or the program.
+
+Answers are texts of any length that a model wrote, so every reader takes time linear in the length: where a pattern
+repeats, the repetition is bounded or cannot be divided in two ways. This is why there is no parser of mathematics and
+none of Markdown here. math-verify 0.9 needs seconds for 20,000 characters of numbers, reads ``12{,}000`` as 12 and
+``2,3`` as 2.3, and knows no narrow space; a parser of CommonMark ends a block at a fence within a docstring, or at a
+line that stands left of its list.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import deque
+from collections.abc import Iterator
+from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
+from functools import cache
+
+__all__ = ["extract_answer", "extract_code", "read_choice", "read_number"]
+
+
+# --- markup ----------------------------------------------------------------------------------------------
+
+_THIN = "\u2009"  # stands for every space that may separate thousands
+_VULGAR = "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+_CHARACTERS: dict[int, int | str | None] = {
+    **{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)},  # full-width forms of ASCII
+    **dict.fromkeys(map(ord, "\u00a0\u2007\u2008\u200a\u202f"), _THIN),
+    **dict.fromkeys(map(ord, "\u200b\u2060\ufeff"), None),  # characters without width
+    **dict.fromkeys(map(ord, "\u2010\u2011\u2012\u2013\u2212\ufe63"), "-"),
+    **dict.fromkeys(map(ord, "\u2044\u2215"), "/"),
+    **dict.fromkeys(map(ord, "‘’"), "'"),
+    **dict.fromkeys(map(ord, "“”"), '"'),
+    **{ord(each): unicodedata.normalize("NFKC", each).replace("\u2044", "/") for each in _VULGAR},
+}
+_WRAPPERS = (
+    "text textbf textit textrm textsf texttt textnormal emph underline mathbf mathrm mathit mathsf mathtt boldsymbol bm "
+    "mbox hbox operatorname bf rm it displaystyle textstyle left right big Big bigl bigr Bigl Bigr !"
+)
+_COMMANDS = {
+    **dict.fromkeys(_WRAPPERS.split(), ""),
+    **dict.fromkeys([",", ";", ":", " ", "space", "thinspace", "medspace", "thickspace", "nobreakspace"], _THIN),
+    **dict.fromkeys(["(", ")", "[", "]", "{", "}", "\\", "quad", "qquad", "boxed", "fbox"], " "),
+    **dict.fromkeys(["frac", "dfrac", "tfrac", "cfrac"], r"\frac"),
+    **dict.fromkeys(["textdollar", "dollar"], "$"),
+    "cdot": "·",
+    "div": "÷",
+    "times": "×",
+}
+_COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.DOTALL)
+_GROUP = r"\s*+(?:\{((?:[^{}]|\{[^{}]*\})*+)\}|(\d))"
+_FRAC = re.compile(rf"(?P<after>\d?)\\frac{_GROUP}{_GROUP}")
+_BOX = re.compile(r"\\?(?:boxed|fbox)\s*\{")
+_BRACES = re.compile(r"\\.|\{+|\}+|\n\s*\n", re.DOTALL)
+
+
+def _plain(text: str) -> str:
+    r"""Return the text without the markup of LaTeX and Markdown. Spaces that may separate thousands become U+2009, all
+    signs of a minus ``-``, and ``\frac{3}{4}`` becomes ``3/4``."""
+    text = re.sub(rf"(?<=\d)(?=[{_VULGAR}])", " ", text).translate(_CHARACTERS)
+    text = _COMMAND.sub(_written_out, text)
+    text = re.sub(r"_\{[^{}]*\}", "", text)  # an index is no number of its own
+    text = re.sub(r"\{([^\w{}]*)\}", r"\1", text)
+    text = _FRAC.sub(_slashed, text)
+    text = re.sub(r"[{}]|`+|(?<!\d)\*\*|\*\*(?!\d)|__+", "", text)
+    text = re.sub(r"-[$€£¥₹]+ *", "-", text)
+    text = re.sub(r"[$€£¥₹]", " ", text)
+    return re.sub(r"=\s*-\s+(?=\d)", "= -", text)
+
+
+def _written_out(command: re.Match[str]) -> str:
+    name = command[1]
+    return _COMMANDS.get(name, f" {name} " if name.isalpha() else name)
+
+
+def _slashed(frac: re.Match[str]) -> str:
+    over, below = (frac[2] or frac[3] or "").strip(), (frac[4] or frac[5] or "").strip()
+    return f"{frac['after']} {over}/{below}" if frac["after"] else f"{over}/{below}"
+
+
+def _boxes(text: str) -> list[str]:
+    r"""Return what each outermost ``\boxed{}`` of a raw text holds, without markup. A box that is not closed ends with
+    its line."""
+    contents = []
+    position = 0
+    while box := _BOX.search(text, position):
+        begin = position = box.end()
+        end, depth = -1, 1
+        for braces in _BRACES.finditer(text, begin):
+            position = braces.end()
+            if braces[0].isspace():  # no box goes past an empty line
+                break
+            if braces[0][0] == "{":
+                depth += len(braces[0])
+            elif braces[0][0] == "}":
+                depth -= len(braces[0])
+                if depth <= 0:
+                    end = braces.end() + depth - 1
+                    break
+        if end < 0:
+            line_end = text.find("\n", begin)
+            end = len(text) if line_end < 0 else line_end
+        contents.append(_plain(text[begin:end]))
+    return contents
+
+
+def _after(mark: re.Pattern[str], plain: str) -> list[str]:
+    """Return for each mark what follows it: the rest of its line, or the next line that is not empty."""
+    return [piece.lstrip(" \t\r\n*:=").partition("\n")[0] for piece in mark.split(plain)[1:]]
+
+
+# What stands between the word "answer" and the answer.
+_IS = (
+    r"(?:(?:\s+(?:to|for|of|in)\b[^\n.:;=?!\d]{0,80}?)?(?:,[^\n.:;=?!,\d]{1,20},)?"
+    r"\s+(?:is|are|was|(?:would|should|will|must|has to|can only) be|to be)\b|[^\w\n]{0,9}[:=]|[^\w\n]{0,9}\n)"
+)
+
+
+# --- numbers ---------------------------------------------------------------------------------------------
+
+_WHOLE = rf"(?:\d{{1,3}}(?:(?:,\d{{3}})+|(?:{_THIN}\d{{3}})+)(?!\d)|\d{{1,2}}(?:,\d\d){{1,6}},\d{{3}}(?!\d)|\d+)"
+_NUMBER = re.compile(
+    r"(?=[-.\d])(?<![A-Za-z\d^])(?<![A-Za-z\d]_)(?<!\d\.)(?<!\^-)(?P<dated>(?<=/)|(?<=/ ))?(?P<sign>(?<![\w.)\]%])-)?"
+    rf"(?P<digits>{_WHOLE}(?:\.\d+)?|(?<!\.)\.\d+)(?:[eE](?P<exponent>[-+]?\d{{1,4}})(?![A-Za-z\d]))?"
+    r"(?:\s?\^\s?\(?(?P<power>-?\d{1,4})(?!\d))?"
+    r"(?:\s?[×x*·]\s?10\s?\^\s?\(?(?P<tens>-?\d{1,4})(?!\d))?"
+    rf"(?(dated)|(?:\s?/\s?(?P<below>{_WHOLE}(?:\.\d+)?)(?!\d|\.\d|\s?/\s?\d))?)"
+)
+# From one number of an equation to the next: "3 bags * 400 nuts = 1200".
+_STEP = re.compile(r"[\s)\]%]*+(?:(?!x[\s\d])[A-Za-z]++\s*+)?(?P<sign>[-+*/×÷·^]|x(?=[\s\d])|=)[\s(]*+")
+_HASHES = re.compile(r"#{4,}[^\S\n]*\n?")
+# "#### 42" or "#### Total: 42", and neither "#### 1. Add" nor "#### Step 1", which are headings.
+_STATED = re.compile(rf"(?:[^\d\n:=-]{{0,40}}[:=])?[\s*(\[~≈]*(?>{_NUMBER.pattern})(?![.)]\s+[A-Za-z])")
+_ANSWER = re.compile(rf"(?i)(?<!to )\banswers?{_IS}")
+_NOT_NUMBER = re.compile(rf"(?i)\bnot\s+(?>{_NUMBER.pattern})")
+_CONTEXT = Context(prec=28, Emin=MIN_EMIN, Emax=MAX_EMAX, traps=[])
+
+
+def read_number(text: str) -> Decimal | None:
+    r"""Return the number that an answer gives, or None if it has none.
+
+    It is the number after the last ``####``, else the one in the last ``\boxed{}``, else the one after the last "answer
+    is" or "answer:", else the last number. Of several numbers after a mark the first one counts, but "3 * 4 = 12" is
+    12. Numbers are written in English notation: a point before decimals, and thousands separated by commas (also
+    12,34,567) or narrow spaces. A fraction is its value; "50%" is 50, and units do not matter.
+    """
+    plain = _plain(text)
+    hashes = [piece.partition("\n")[0] for piece in _HASHES.split(plain)[1:]]
+    stated = [piece for piece in hashes if _STATED.match(piece)]
+    for pieces in (map(_signed, stated), map(_signed, _boxes(text)), _after(_ANSWER, plain)):
+        for piece in reversed(list(pieces)):
+            if (number := _first_number(piece)) is not None:
+                return number
+    last = deque(_NUMBER.finditer(plain), maxlen=2)
+    if not last:
+        return None
+    mixed = _mixed(last[0], last[-1])
+    return _value(last[-1]) if mixed is None else mixed
+
+
+def _signed(piece: str) -> str:
+    """Join a minus to the number that it begins: alone it is no dash."""
+    return re.sub(r"^\s*-\s+", "-", piece)
+
+
+def _first_number(piece: str) -> Decimal | None:
+    """Return the first number of a text, or the result of the equation that begins with it."""
+    piece = _NOT_NUMBER.sub(" ", piece)
+    number = _NUMBER.search(piece)
+    if number is None:
+        return None
+    following = _NUMBER.search(piece, number.end())
+    if following and (mixed := _mixed(number, following)) is not None:
+        return mixed
+    sides = [number]  # sides of the equation that are a single number
+    end = number.end()
+    while (step := _STEP.match(piece, end)) and (operand := _NUMBER.match(piece, step.end())):
+        if step["sign"] == "=":
+            sides.append(operand)
+        elif sides and sides[-1].end() == end:
+            sides.pop()
+        end = operand.end()
+    return _value(sides[-1] if sides else number)
+
+
+def _mixed(whole: re.Match[str], part: re.Match[str]) -> Decimal | None:
+    """Return the value of ``2 1/2``, or None if these are two numbers."""
+    between = part.string[whole.end() : part.start()]
+    if not whole["digits"].isdecimal() or len(whole[0].lstrip("-")) > len(whole["digits"]):
+        return None
+    if part["sign"] or part["below"] is None or not between.isspace() or "\n" in between:
+        return None
+    share = _value(part)
+    if share is None or not 0 < share < 1:
+        return None
+    value = _CONTEXT.add(Decimal(whole["digits"]), share)
+    return -value if whole["sign"] else value
+
+
+def _value(number: re.Match[str]) -> Decimal | None:
+    value = _decimal(number["digits"])
+    if number["exponent"]:
+        value = value.scaleb(int(number["exponent"]), _CONTEXT)
+    if number["power"]:
+        value = _CONTEXT.power(value, int(number["power"]))
+    if number["tens"]:
+        value = value.scaleb(int(number["tens"]), _CONTEXT)
+    if number["below"] and (below := _decimal(number["below"])):
+        value = _CONTEXT.divide(value, below)
+    if not value.is_finite():
+        return None
+    return -value if number["sign"] else value
+
+
+def _decimal(digits: str) -> Decimal:
+    return Decimal(digits.replace(",", "").replace(_THIN, ""))
+
+
+# --- choices ---------------------------------------------------------------------------------------------
+
+_WORDS = r"(?:(?:options?|choices?|letters?|answers?|the|be|it|is)\s+){0,3}"
+_OPEN, _CLOSE = r"[(\[\"'*]{0,3}", r"[)\]\"'*]{0,3}"
+_ONE = rf"{_OPEN}\b\w\b{_CLOSE}"
+_EXCLUDED = re.compile(  # "not A", "neither A nor B", "A is wrong"
+    rf"(?i)(?:\b(?:not|cannot|neither|nor|than|instead of)|n't)\s+{_WORDS}{_ONE}"
+    rf"(?:(?:\s*,\s*{_ONE}){{0,9}}\s*,?\s*\b(?:or|nor)\s+{_ONE})?(?!\w|['-]\w)"
+    rf"|(?:{_ONE}\s*(?:,|and\b|or\b)\s*){{0,9}}{_ONE}(?:\s+\([^()\n]{{0,80}}\))?\s+(?:(?:is|are|was|can|must)\s+(?:be\s+)?(?:not|wrong|incorrect|false)|isn't|cannot)\b"
+)
+_CHOOSES = re.compile(
+    rf"(?i)(?<!to )\b(?:(?:answers?(?:'s)?|ans|(?:correct|right|best|final|my) (?:choice|option|letter|one|pick|selection))"
+    rf"(?:\s+(?:choice|option|letter))?(?:{_IS}|\.?(?=\s+[(\[]?\w\b(?!\s+\w)))|(?:correct|choice|option|selection)\s*:)"
+    rf"|\#{{4,}}(?=\s*{_ONE}[.\s]*(?:\n|\Z))"
+)
+_SENTENCE_END = re.compile(r"[.!?](?:\s|$)")
+
+
+@cache
+def _letter_patterns(choices: str) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
+    """Return patterns of a letter in a place that is meant for one, of a letter anywhere else, of a conclusion that
+    names a letter, and of a list that repeats the choices. The first three have the letter as a group."""
+    exact = rf"[{re.escape(choices)}]"
+    either = rf"[{re.escape(choices + choices.swapcase())}]"
+    # Neither the article "a" nor the pronoun "I" (no noun follows an article after these words), nor a part of a word.
+    before = r"(?<![A-Za-z\dÀ-ɏ&])(?<![A-Za-z\d]_)(?<!\w[.'-])"
+    after = (
+        r"(?![A-Za-z\dÀ-ɏ+#]|[_'.-]\w)(?!(?<=[AaIi])\s+(?!(?:is|was|and|or|but|because|since|as|for|by|due|which|would|must|"
+        r"should|has)\b)[a-z])(?!(?<=a)\s+[\dA-Z])"
+    )
+    named = rf"{before}(?P<letter>{either}){after}"
+    standing = (
+        rf"{before}(?:(?<=[(\[])(?={either}[)\]])|\A(?={either}(?:[).:]|\s*\Z))|(?={exact}))(?P<letter>{either}){after}"
+    )
+    concluded = (
+        rf"(?:\b(?i:choose|chose|pick|select|go with|going with|opt for|say|guess|it's|it is|must be|should be)\s+"
+        rf"(?i:{_WORDS}){_OPEN}(?={named})|(?={named}{_CLOSE}(?:\s+\([^()\n]{{0,80}}\))?\s+(?i:is|must be|would be|seems)\s+"
+        r"(?i:the\s+)?(?:\w+ly\s+)?(?i:only\s+)?(?i:correct|right|best|true|answer|choice|option)\b))"
+    ).replace("(?P<letter>", "(")
+    listed = rf"(?:^[ \t]*[(\[]?{exact}[)\].:][^\n]*(?:\n\s*|\Z)){{2,}}"
+    return re.compile(named), re.compile(standing), re.compile(concluded), re.compile(listed, re.MULTILINE)
+
+
+def read_choice(text: str, choices: str) -> str:
+    r"""Return the letter of ``choices`` that an answer chooses, or an empty text if it chooses none.
+
+    It is the letter in the last ``\boxed{}``, else the one after the last "answer is", "answer:" or the like, else the
+    one that is chosen last ("I choose C", "C is correct"), else the first letter that stands alone and is neither an
+    article, nor a pronoun, nor one of a list of all choices. Letters that are excluded ("not A", "B is wrong") do not
+    count. In lower case a letter counts in the first two places, in brackets, and as the whole answer.
+    """
+    named, standing, concluded, listed = _letter_patterns(choices)
+    same = {**{letter.swapcase(): letter for letter in choices}, **{letter: letter for letter in choices}}
+    plain = _EXCLUDED.sub(" ", _plain(text)).strip()
+    boxes = [_EXCLUDED.sub(" ", box) for box in _boxes(text)]
+    for pieces in (boxes, _after(_CHOOSES, plain)):
+        for piece in reversed(pieces):
+            letter = named.search(piece)
+            end = _SENTENCE_END.search(piece)
+            if letter and (end is None or letter.start() < end.start()):
+                return same[letter["letter"]]
+    if conclusions := deque(concluded.finditer(plain), maxlen=1):
+        return same[conclusions[0][1] or conclusions[0][2]]
+    letter = standing.search(listed.sub("", plain)) or standing.search(plain)
+    return same[letter["letter"]] if letter else ""
+
+
+# --- programs --------------------------------------------------------------------------------------------
+
+# The opening line of a block, wherever a list or a quotation has moved it.
+_OPENING = re.compile(
+    r"^(?P<lead>(?:[ \t]|>|(?:[-*+]|\d{1,9}[.)])(?=[ \t]))*)(?P<fence>`{3,}(?=[^`\n]*$)|~{3,})(?P<info>[^\n]*)$",
+    re.MULTILINE,
+)
+_PYTHON = re.compile(r"(?i)[\s{]*(?:[^\s{}]*[.=:])?i?py(?:thon)?[\d.]*(?![\w-])")
+_MARKDOWN = re.compile(r"(?i)\s*(?:markdown|md)\b")
+# What may hold back-ticks within a program, and what ends its block.
+_LEXEME = re.compile(
+    r"(?P<triple>\"{3}|'{3})|\"(?:\\.|[^\"\\\n])*+\"|'(?:\\.|[^'\\\n])*+'|\#[^\n]*|\\.|(?P<ticks>`{3,})|^[ \t>]*(?P<tildes>~{3,})[ \t]*$",
+    re.DOTALL | re.MULTILINE,
+)
+_TRIPLE_END = {quote: re.compile(rf"(?:\\.|[^\\])*?{quote}", re.DOTALL) for quote in ('"""', "'''")}
+_STATEMENT = (
+    r"(?:(?:(?:async +)?def|class) +\w+ *[(:\[]|import +\w|from +[\w.]+ +import\b|@\w|return\b|(?:else|try|finally) *:|"
+    r"(?:if|elif|for|while|with)\b[^\n]*:[ \t]*$)"
+)
+_STATEMENTS = re.compile(rf"^[ \t]*{_STATEMENT}", re.MULTILINE)
+# The first line, but for comments, of a text that goes on with a program.
+_BEGINS_AS_PROGRAM = re.compile(
+    rf"(?:[ \t]*(?:\#[^\n]*)?\n)*+(?:(?: \ |\t)[ \t]*(?![-*+>`~\s]|\d+[.)]\s)|{_STATEMENT}|[rRbBuUfF]?(?:\"{{3}}|'{{3}})|"
+    r"[A-Za-z_][\w.]*\([^\n]*\)[ \t]*$|[A-Za-z_][\w.]*(?:\[[^\]\n]*\])?(?: *, *\w+)*(?: *: *[\w.\[\], ]+)? *[-+*/%|&^]?=[^=\n])",
+    re.MULTILINE,
+)
+
+
+def extract_answer(completion: str) -> str | None:
+    """Return the text of the last line that begins with ``####``, or None if there is none."""
+    answers = re.findall(r"^####(.*)$", completion, flags=re.MULTILINE)
+    return answers[-1].strip() if answers else None
+
+
+def extract_code(completion: str) -> str:
+    """Return the program of an answer, as evaluators of HumanEval do: its first block in Python (bigcode, OpenCompass and
+    simple-evals take the first block). A block without a language is in Python if it has statements of Python, or if no
+    block is named. The answer may begin within a block that its prompt has opened, and may end within one. Without any
+    block, the program is the whole text. Ends of lines become ``\\n``."""
+    text = completion.replace("\r\n", "\n")
+    unnamed = []
+    for info, code in _blocks(text):
+        if _PYTHON.match(info) and not code.lstrip().startswith(">>>"):
+            return code
+        if not info.strip():
+            if _STATEMENTS.search(code):
+                return code
+            unnamed.append(code)
+    return unnamed[0] if unnamed else text
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the language and the content of each block."""
+    endless: set[str] = set()
+    position = 0
+    if _BEGINS_AS_PROGRAM.match(text):
+        end, following = _end_of_block(text, 0, "```", endless)
+        if following > end or end == len(text):  # not the opening line of another block
+            yield "python", text[:end]
+            position = following
+    while opening := _OPENING.search(text, position):
+        begin = position = min(opening.end() + 1, len(text))
+        if not _MARKDOWN.match(opening["info"]):  # the blocks within Markdown are blocks of the answer
+            end, position = _end_of_block(text, begin, opening["fence"], endless)
+            yield opening["info"], _moved_back(text[begin:end], opening["lead"])
+
+
+def _end_of_block(text: str, begin: int, fence: str, endless: set[str]) -> tuple[int, int]:
+    """Return where the content of a block ends, and where the text after the block begins.
+
+    Outside of strings and comments no program has three back-ticks, so they end a block wherever they stand: at the end
+    of a line of code, and as the opening line of the next block. ``endless`` collects the triple quotes that never
+    close, which begin no string.
+    """
+    position = begin
+    while lexeme := _LEXEME.search(text, position):
+        position = lexeme.end()
+        if quote := lexeme["triple"]:
+            string = None if quote in endless else _TRIPLE_END[quote].match(text, position)
+            if string is None:
+                endless.add(quote)
+            else:
+                position = string.end()
+            continue
+        closing = lexeme[{"`": "ticks", "~": "tildes"}[fence[0]]]
+        if closing is None or len(closing) < len(fence):
+            continue
+        line = max(begin, text.rfind("\n", 0, lexeme.end()) + 1)
+        opening = _OPENING.match(text, line)
+        if opening is None:
+            return lexeme.start(), lexeme.end()
+        return line, line if opening["info"].strip() else min(opening.end() + 1, len(text))
+    return len(text), len(text)
+
+
+def _moved_back(code: str, lead: str) -> str:
+    """Remove from each line what a list or a quotation has put before a block."""
+    before, quoted, indent = lead.rpartition(">")
+    if quoted:
+        code = re.sub(rf"^(?: {{0,3}}> ?){{1,{before.count('>') + 1}}}", "", code, flags=re.MULTILINE)
+        indent = indent.removeprefix(" ")
+    first = re.match(r"\s*\n", code)
+    if not re.match(rf"[ \t]{{{len(indent)}}}", code[first.end() :] if first else code):
+        return code  # the program stands left of its fence
+    return re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", code, flags=re.MULTILINE) if indent else code
