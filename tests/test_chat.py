@@ -24,7 +24,7 @@ from tests.serving import running
 
 transformers = pytest.importorskip("transformers")
 
-# Six ways to write a template, each with what its family is known for. None is a family's own text.
+# Ways to write a template, each with what its family is known for. None is a family's own text.
 TEMPLATES = {
     # Qwen 2.5: tools as lines of JSON in the system's turn, calls and responses in tags
     "tagged": """
@@ -197,8 +197,71 @@ TEMPLATES = {
 {% if said is defined %}leaked{% endif %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 """,
+    # Phi 3 and Zephyr: control tokens built from roles
+    "roles": """
+{%- for message in messages %}
+    {{- '<|' + message['role'] + '|>' + '\n' + message['content'] + '<|eot|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\n' }}{%- endif %}
+""",
+    # DeepSeek R1: a system prompt gathered first, answers cut at the end of their thinking, nothing between turns
+    "cut": """
+{%- set ns = namespace(system='', called=false) %}
+{%- for message in messages %}
+    {%- if message['role'] == 'system' %}{%- set ns.system = message['content'] %}{%- endif %}
+{%- endfor %}
+{{- bos_token }}{{ ns.system }}
+{%- for message in messages %}
+    {%- if message['role'] == 'user' %}{{- '<|user|>' + message['content'] }}{%- endif %}
+    {%- if message['role'] == 'assistant' %}
+        {%- for call in message.tool_calls %}
+            {%- set ns.called = true %}
+            {{- '<|call|>' + call['function']['name'] ~ '\n' ~ call['function']['arguments'] ~ '<|eot|>' }}
+        {%- endfor %}
+        {%- set content = message['content'] %}
+        {%- if '</think>' in content %}{%- set content = content.split('</think>')[-1] %}{%- endif %}
+        {{- '<|assistant|>' + content + eos_token }}
+    {%- elif message['role'] == 'tool' %}{{- '<|call|>' ~ message['content'] ~ '<|eot|>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and not ns.called %}{{- '<|assistant|><think>\n' }}{%- endif %}
+""",
+    # Command R: roles in any case, results of tools as JSON in a macro, a system prompt set by a block
+    "macros": """
+{{- bos_token }}
+{%- macro result(message) %}{"result": {{ message.content | tojson }}}{% endmacro %}
+{%- if messages[0]['role'] | lower == 'system' %}{% set preamble %}
+# Preamble
+{{ messages[0]['content'] }}
+{% endset %}{{ '<|head|><|system|>' ~ preamble ~ '<|eot|>' }}{% endif %}
+{%- for message in messages %}
+    {%- set role = message.role | lower %}
+    {%- if role == 'user' %}{{- '<|head|><|user|>' ~ message.content ~ '<|eot|>' }}
+    {%- elif role == 'assistant' %}
+        {{- '<|head|><|assistant|>' ~ message.content }}
+        {%- for call in message.tool_calls %}{{ '\n' ~ call }}{% endfor %}{{ '<|eot|>' }}
+    {%- elif role == 'tool' %}{{- '<|head|><|system|>' ~ result(message) ~ '<|eot|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|head|><|assistant|>' }}{%- endif %}
+""",
+    # Llama Guard 3: contents are lists of parts
+    "parts": """
+{{- '<|head|>user<|end_head|>\n\nIs this conversation safe?\n' }}
+{%- for message in messages %}
+    {%- set content = message['content'] %}
+    {{- '\n' ~ message['role'] | capitalize ~ ': ' }}
+    {%- for part in content %}
+        {%- if part['type'] == 'text' %}{{- part['text'] | trim }}{%- endif %}
+    {%- endfor %}
+{%- endfor %}
+{{- '<|eot|>' }}
+{%- if add_generation_prompt %}{{- '<|head|>assistant<|end_head|>\n\n' }}{%- endif %}
+""",
 }
-SPECIAL = ("<|im_start|>", "<|im_end|>", "<|head|>", "<|end_head|>", "<|eot|>", "<s>", "</s>")
+SPECIAL = (
+    "<|im_start|>", "<|im_end|>", "<|head|>", "<|end_head|>", "<|eot|>", "<s>", "</s>", "<|user|>", "<|assistant|>",
+    "<|system|>", "<|call|>",
+)  # fmt: skip
 TOOL = {
     "type": "function",
     "function": {
@@ -249,8 +312,13 @@ def both(pair: tuple[Tokenizer, Any], messages: list[dict[str, Any]], **options:
     """What each makes of a conversation: token ids, or None where it is refused."""
     mine, theirs = pair
     options = {"add_generation_prompt": True, **options}
+    listed = [
+        {**message, "content": [{"type": "text", "text": message["content"]}]} if message.get("content") else message
+        for message in messages
+    ]
+    listed = listed if theirs.chat_template == TEMPLATES["parts"] else messages
     try:
-        wanted = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+        wanted = theirs.apply_chat_template(listed, tokenize=True, return_dict=False, **options)
     except Exception:
         wanted = None
     try:
@@ -281,7 +349,8 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
         found[-1] = {"role": "assistant", "content": "", "tool_calls": calls}
         found.append({"role": "tool", "content": draw(TEXTS)})
     if draw(st.booleans()):
-        found.append({"role": draw(st.sampled_from(["user", "user", "user", "skip", "stop"])), "content": draw(TEXTS)})
+        role = draw(st.sampled_from(["user", "user", "user", "skip", "stop"]))
+        found.append({"role": role, "content": draw(TEXTS) if role == "user" else ""})  # a text must be shown
     return found
 
 
@@ -294,6 +363,7 @@ def test_templates_give_what_transformers_gives(
     assert found == wanted
 
 
+SILENT = [{"role": "user", "content": ""}]  # templates that show no message refuse all others
 ASKED = [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "How is it in Kraków?"}]
 
 
@@ -335,7 +405,7 @@ def test_templates_have_names(tmp_path: Path) -> None:
     tools = {"name": "tool_use", "template": "tool_use {{ tools | length }}"}
 
     def said(tokenizer: Tokenizer, **options: Any) -> str:
-        return tokenizer.decode(tokenizer.apply_chat_template(ASKED, **options))
+        return tokenizer.decode(tokenizer.apply_chat_template(SILENT, **options))
 
     tokenizer = ours(tmp_path, [*listed, tools])
     assert said(tokenizer) == "default" == tokenizer.template
@@ -356,7 +426,7 @@ def test_templates_have_names(tmp_path: Path) -> None:
 def test_special_tokens_of_any_name_reach_the_template(tmp_path: Path) -> None:
     template = "{{ sep_token }}{{ mark }}{{ unk_token is defined }}"
     tokenizer = ours(tmp_path, template, sep_token="<|eot|>", extra_special_tokens={"mark": "<|head|>"})
-    ids = tokenizer.apply_chat_template(ASKED)
+    ids = tokenizer.apply_chat_template(SILENT)
     assert ids[:2] == [RAW.token_to_id("<|eot|>"), RAW.token_to_id("<|head|>")]
     assert tokenizer.decode(ids) == "False"
 
@@ -377,6 +447,20 @@ def test_special_tokens_in_what_is_said_stay_text(
         return [i for i in ids if i in tokenizer.control_ids]
 
     assert specials(token) == specials("c")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(
+    messages=conversations(),
+    last=st.sampled_from(["Sure, ", " so\n", "<think>\nhm\n</think>\n\n", "</think>", 'it\'s "x"']),
+)
+def test_an_open_conversation_ends_as_that_of_transformers(
+    pairs: dict[str, tuple[Tokenizer, Any]], name: str, messages: list[dict[str, Any]], last: str
+) -> None:
+    """It puts a mark into the content; templates see none of ours, so that they refuse less."""
+    messages = [*messages[:-1], {"role": messages[-1]["role"], "content": last}]
+    found, wanted = both(pairs[name], messages, add_generation_prompt=False, continue_final_message=True)
+    assert wanted is None or found == wanted
 
 
 # --- thinking --------------------------------------------------------------------------------------------

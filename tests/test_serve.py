@@ -16,6 +16,7 @@ from openai import AsyncOpenAI, OpenAI
 
 import fly.serve
 from fly import LLM, SamplingParams
+from fly.models.chat import ChatTemplate
 from fly.serve.answers import Vocabulary
 from fly.serve.metrics import Metrics
 from tests.serving import CHAT, MODEL, QUESTION, Running, eventually, reference, running
@@ -316,6 +317,53 @@ def test_special_tokens_and_stop_strings_are_shown_on_request(here: Running, cli
     assert said(stop=[stop]) == before and said(stop=[stop], include_stop_str_in_output=True) == before + stop
     on = said(skip_special_tokens=False, ignore_eos=True, max_tokens=len(plain) + 20)
     assert on.startswith(f"{plain}<|end|>")
+
+
+def test_a_stop_string_may_spell_control_tokens(here: Running, alone: LLM) -> None:
+    """As vLLM finds it if it shows special tokens: the answer stops at the token, and is not cut at its length."""
+    plain = reference(alone, max_tokens=900).text
+    for stop, before in ((["<|end|>"], plain), ([f"{plain[-1]}<|end|>"], plain[:-1]), (["|>"], None)):
+        for keep in (False, True):
+            more = {"stop": stop, "ignore_eos": True, "include_stop_str_in_output": keep, "max_tokens": 900}
+            body = {"model": MODEL, "messages": CHAT, "temperature": 0, **more}
+            [choice] = httpx.post(f"{here.url}/v1/chat/completions", json=body, timeout=60).json()["choices"]
+            text, reason = choice["message"]["content"], choice["finish_reason"]
+            lines = httpx.post(f"{here.url}/v1/chat/completions", json={**body, "stream": True}, timeout=60).text
+            events = [json.loads(line[6:]) for line in lines.split("\n\n") if line.startswith("data: {")]
+            deltas = [each["delta"].get("content") or "" for event in events for each in event["choices"]]
+            params = SamplingParams(temperature=0, **{**more, "stop": tuple(stop)})
+            output = alone.generate([alone.chat_prompt(CHAT)], params)[0]
+            assert text == "".join(deltas) == output.text == "".join(output.pieces)
+            assert reason == output.finish_reason
+            if before is None:
+                assert "<" not in text  # a part of a control token is none
+            else:
+                assert (text, reason) == (before + (stop[0] if keep else ""), "stop")
+
+
+def test_parts_of_a_content_reach_templates_that_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [{"type": "text", "text": "Take the "}, {"type": "text", "text": "list 4 9."}]
+    source = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% for part in m.content %}"
+        "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
+    )
+    with running() as server:
+        monkeypatch.setitem(server.service.tokenizer.templates, "default", ChatTemplate(source))
+
+        def count(content: Any) -> tuple[int, list[int]]:
+            body = {"messages": [{"role": "user", "content": content}]}
+            got = httpx.post(f"{server.url}/tokenize", json=body, timeout=60)
+            return got.status_code, got.json().get("tokens", [])
+
+        ids = server.service.tokenizer.encode("<|user|>Take the list 4 9.", add_special_tokens=False)
+        assert count(parts) == count("Take the list 4 9.") == (200, ids)
+        blind = ChatTemplate("{% for m in messages %}{{ '<|' + m.role + '|>' }}{% endfor %}")
+        monkeypatch.setitem(server.service.tokenizer.templates, "default", blind)
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Take"}]}
+        got = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+        error = got.json()["error"]
+        assert (got.status_code, error["param"]) == (400, "messages")
+        assert "template 'default'" in error["message"] and "nothing of message 0 (role 'user')" in error["message"]
 
 
 def test_an_answer_that_goes_on_with_the_last_message(here: Running, client: OpenAI) -> None:

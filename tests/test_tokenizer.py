@@ -308,8 +308,8 @@ def test_other_spellings_of_a_control_token_are_plain_text_too(tmp_path: Path) -
 
 def test_a_template_file_comes_before_the_tokenizer_config(home: Path) -> None:
     settings_file(home, chat_template="old")
-    (home / "chat_template.jinja").write_text("new 日本 {{ tools }}", encoding="utf-8")
-    assert rendered(home, tools="hammer") == "new 日本 hammer"
+    (home / "chat_template.jinja").write_text("new 日本 {{ tools }} {{ messages }}", encoding="utf-8")
+    assert rendered(home, tools="hammer") == f"new 日本 hammer {HELLO}"
 
 
 def test_templates_may_break_out_of_loops_and_write_json(home: Path) -> None:
@@ -318,7 +318,8 @@ def test_templates_may_break_out_of_loops_and_write_json(home: Path) -> None:
         "{{ m | tojson }}\n{% endfor %}{{ {'b': '<é>'} | tojson(indent=1) }}"
     )
     settings_file(home, chat_template=template)
-    assert rendered(home, HELLO * 3) == '{"role": "user", "content": "hello"}\n{\n "b": "<é>"\n}'
+    silent = {"role": "user", "content": ""}  # a text that is not shown would be an error
+    assert rendered(home, [*HELLO, silent, silent]) == '{"role": "user", "content": "hello"}\n{\n "b": "<é>"\n}'
 
 
 def test_a_checkpoint_without_a_template_says_so(home: Path) -> None:
@@ -498,3 +499,54 @@ def test_the_bundled_tokenizer_streams_like_any_other() -> None:
     ids = tokenizer.apply_chat_template(HELLO)
     assert set(ids) & tokenizer.control_ids and "hello" in tokenizer.decode(ids)
     assert "".join(pieces(tokenizer, ids)[0]) == tokenizer.decode(ids)
+
+
+# --- stop strings with control tokens ----------------------------------------------------------------------
+
+SPELLINGS = ["a", "b", "<|user|>", "<|begin|>", "|>", "<", "<|"]
+
+
+def cut(units: list[tuple[str, bool]], stops: list[str], keep: bool) -> tuple[str, bool]:
+    """The naive twin: the text of ``units`` (a text each, and whether it is silent) up to the first stop string."""
+    shown = [(text, silent) for text, silent in units if not silent]
+    for count in range(1, len(units) + 1):
+        found = []
+        for stop in stops:
+            for view in (list(enumerate(units[:count])), [(n, u) for n, u in enumerate(units[:count]) if not u[1]]):
+                pieces = [(n, c) for n, (text, silent) in view for c in ([text] if silent else text)]
+                ends = [(i, j) for i in range(len(pieces)) for j in range(i + 1, len(pieces) + 1)]
+                starts = [i for i, j in ends if "".join(c for _, c in pieces[i:j]) == stop]
+                if starts:
+                    before = [(n, c) for n, c in pieces[: starts[0]] if not units[n][1]]
+                    found.append((pieces[starts[0]][0], len(before), len(stop), "".join(c for _, c in before), stop))
+        if found:
+            *_, before_stop, stop = min(found)
+            return before_stop + (stop if keep else ""), True
+    return "".join(text for text, _ in shown), False
+
+
+@settings(max_examples=300)
+@given(
+    spelled=st.lists(st.sampled_from(SPELLINGS), max_size=8),
+    stops=st.lists(st.lists(st.sampled_from(SPELLINGS), min_size=1, max_size=3).map("".join), min_size=1, max_size=3),
+    keep=st.booleans(),
+)
+@example(spelled=["a", "<|user|>", "b"], stops=["<|user|>"], keep=False)
+@example(spelled=["b", "a", "<|user|>", "b"], stops=["a<|user|>"], keep=True)
+@example(spelled=["a", "<|user|>", "b"], stops=["ab", "b<|user|>"], keep=True)
+@example(spelled=["a", "<|user|>"], stops=["|>", "b<|user|>"], keep=False)
+def test_stop_strings_are_found_where_control_tokens_spell_them(
+    level: Tokenizer, spelled: list[str], stops: list[str], keep: bool
+) -> None:
+    units = [
+        (text, True) if text in SPECIAL else (c, False)
+        for text in spelled
+        for c in ([text] if text in SPECIAL else text)
+    ]
+    stream, text = TextStream(level, stops, keep_stop=keep), ""
+    for unit, _ in units:
+        text += stream.push(level.token_id(unit))
+        if stream.stopped:
+            break
+    text += stream.finish()
+    assert (text, stream.stopped) == cut(units, stops, keep) and stream.text == text

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import jinja2
-import jinja2.ext
 import jinja2.meta
-import jinja2.nodes
-import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fly.errors import short
+from fly.models.sandbox import Content, PartsWanted, Refusal, Sandbox
+from fly.models.traced import (
+    EMPTY,
+    END,
+    OTHER,
+    ROLE,
+    TEMPLATE,
+    UNKNOWN,
+    Traced,
+    end_of,
+    message_number,
+    message_writer,
+    trace,
+    writers_of,
+)
 
 __all__ = ["ChatPrompt", "ChatTemplate", "Kind", "Splitter", "Tags", "Thinking", "conversation", "pick"]
 
@@ -26,6 +38,7 @@ _SPEAKERS = ("system", "developer", "user")  # roles whose messages must have a 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
+Message = Mapping[str, Any]
 _BLANKS = 64  # the most whitespace characters that may precede the opening tag
 
 
@@ -150,71 +163,222 @@ class Splitter:
 
 
 class ChatTemplate:
-    """A template that runs in a sandbox. It has transformers' extensions: the functions ``raise_exception`` and
-    ``strftime_now``, a ``tojson`` that writes plain JSON, ``break`` and ``continue``, and ``generation`` blocks."""
+    """A chat template, which runs in a sandbox with transformers' extensions (``fly.models.sandbox``).
 
-    def __init__(self, source: str) -> None:
-        self.source = source
+    Args:
+        source: the Jinja source.
+        name: the name by which the checkpoint and errors know it.
+    """
 
-    def render(self, variables: Mapping[str, Any]) -> str:
-        """Render the template with ``variables``. A template is a program: it may raise any error."""
-        return self._compiled.render(variables)
+    def __init__(self, source: str, name: str = "default") -> None:
+        self.source, self.name = source, name
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        trusted: Mapping[str, Any],
+        untrusted: Mapping[str, Any],
+        continued: bool = False,
+    ) -> Traced:
+        """Render a conversation. The result knows who wrote each character (``fly.models.traced``).
+
+        A content is a text to the template, or a list of parts if the template reads the parts of contents. A message
+        that the template shows at other places of a conversation, but not here, is left out with a warning.
+
+        Args:
+            messages: what ``conversation`` returns.
+            trusted: variables that count as the template's own writing, such as the names of special tokens.
+            untrusted: variables that count as messages' writing, such as ``tools``.
+            continued: whether to end after the last message's content, so that the answer continues it.
+
+        Raises ``ValueError`` that names the template if it refuses the messages (a template is a program, so it may
+        raise any error), or if it shows nothing of a message that has a text.
+        """
+        if continued and not (messages and _text_of(messages[-1])):
+            raise ValueError("continue_final_message: the last message has no text to continue")
+        variables = {**trace(trusted, TEMPLATE), **trace(untrusted, OTHER)}
+
+        def attempt(messages: Sequence[Message], listed: Collection[str], continued: bool = False) -> Traced:
+            last = len(messages) - 1
+            traced = [
+                _trace_message(number, message, message["role"] in listed, continued and number == last)
+                for number, message in enumerate(messages)
+            ]
+            return EMPTY + self._compiled.render({**variables, "messages": traced})
+
+        text, listed = self._render_in_form(partial(attempt, messages, continued=continued), messages)
+        lost = self._find_lost(attempt, messages, text, listed)
+        if lost and not listed:
+            with suppress(Exception):
+                text = attempt(messages, set(lost), continued)
+                lost = self._find_lost(attempt, messages, text, set(lost))
+        for role, number in lost.items():
+            raise self.refusal(
+                f"it shows nothing of message {number} (role {role!r}), {short(_text_of(messages[number]))}; "
+                "leave the message out if that is what you want"
+            )
+        if absent := self._list_absent(messages, text):
+            first = f"message {absent[0]} (role {messages[absent[0]]['role']!r})"
+            others = f" and {len(absent) - 1} others" if absent[1:] else ""
+            warnings.warn(f"the chat template {self.name!r} leaves out {first}{others}", stacklevel=3)
+        if not continued:
+            return text
+        end = writers_of(text).rfind(END) + 1 or end_of(text)
+        if end is None:
+            raise self.refusal("it does not show the end of the last message, which the answer would continue")
+        return text[:end]
 
     @cached_property
     def variables(self) -> frozenset[str]:
         """The names of the variables that the template reads, such as ``messages`` and ``tools``. Raises ``ValueError``
         if the source is not a valid template."""
         try:
-            return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(self.source)))
+            return frozenset(jinja2.meta.find_undeclared_variables(_SANDBOX.parse(self.source)))
         except jinja2.TemplateError as error:
-            raise ValueError(str(error)) from error
+            raise self.refusal(error) from error
 
     @property
     def tags(self) -> Tags | None:
         """The thinking tags that the template mentions, or None."""
         return next((tags for tags in TAGS if any(tag in self.source for tag in tags)), None)
 
+    def refusal(self, error: object) -> ValueError:
+        """Return the error that the template refuses a conversation."""
+        return ValueError(f"the chat template {self.name!r} refused the messages: {error}")
+
     @cached_property
     def _compiled(self) -> jinja2.Template:
         """The compiled template. It is kept, because compiling takes a hundred times as long as rendering."""
-        return _environment().from_string(self.source)
+        return _SANDBOX.from_string(self.source)
+
+    def _render_in_form(
+        self, attempt: Callable[[Collection[str]], Traced], messages: Sequence[Message]
+    ) -> tuple[Traced, set[str]]:
+        """Render with texts as contents, or with lists of parts for the roles of which the template reads parts. Return
+        the rendered text and these roles."""
+        listed, printed = set[str](), set[str]()
+        refusal: Exception | None = None
+        while True:
+            try:
+                return attempt(listed), listed
+            except PartsWanted as error:
+                number = len(messages) - 1 if error.writer == END else message_number(error.writer)
+                if (role := messages[number]["role"]) in printed:
+                    raise self.refusal(f"it reads the content of the role {role!r} as a text and as parts") from error
+                listed.add(role)
+            except _PartsPrinted as error:
+                listed.discard(error.role)
+                printed.add(error.role)
+            except Refusal as error:
+                raise self.refusal(refusal or error) from error
+            except Exception as error:
+                roles = {message["role"] for message in messages if _text_of(message)} - printed
+                if refusal is not None or roles <= listed:
+                    raise self.refusal(refusal or error) from error
+                refusal, listed = error, roles
+
+    def _find_lost(
+        self, attempt: Callable[..., Traced], messages: Sequence[Message], text: Traced, listed: Collection[str]
+    ) -> dict[str, int]:
+        """Return the roles of whose texts the template cannot show anything, with the number of a message that the
+        rendered ``text`` lacks.
+
+        A template may leave out a message on purpose: Mistral's show the system's only before a question that comes
+        last. So a role counts only if its message is also absent when the conversation ends with it, or with the next
+        question.
+        """
+        lost = dict[str, int]()
+        for number in self._list_absent(messages, text):
+            lost.setdefault(messages[number]["role"], number)
+        for role, number in list(lost.items()):
+            questions = (at for at in range(number + 1, len(messages)) if messages[at]["role"] == "user")
+            for last in (number, next(questions, number)):
+                begin = messages[: last + 1]
+                with suppress(Exception):
+                    if number not in self._list_absent(begin, attempt(begin, listed)):
+                        lost.pop(role, None)
+        return lost
+
+    def _list_absent(self, messages: Sequence[Message], text: Traced) -> list[int]:
+        """Return the numbers of the messages that have a text of which the rendered ``text`` shows nothing. Thinking
+        may be absent, and so may a content beside calls of tools."""
+        shown = set(writers_of(text))
+        if UNKNOWN in shown:  # any message may be there
+            return []
+        absent = []
+        for number, message in enumerate(messages):
+            writers = {message_writer(number)} | ({END} if number == len(messages) - 1 else set())
+            if shown.isdisjoint(writers) and not message.get("tool_calls"):
+                content = _text_of(message)
+                answer = content if self.tags is None else content.rpartition(self.tags.close)[2]
+                if answer.strip():
+                    absent.append(number)
+        return absent
 
 
-class _Generation(jinja2.ext.Extension):
-    """Supports ``{% generation %}`` blocks. They mark the model's own text for training and render as their content."""
+class _PartsPrinted(Exception):
+    """A template prints the parts of a content as they are, instead of their texts."""
 
-    tags = {"generation"}  # noqa: RUF012  (as Jinja has it)
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
-
-    def _content(self, caller: Callable[[], str]) -> str:
-        return caller()
+    def __init__(self, role: str) -> None:
+        super().__init__(role)
+        self.role = role
 
 
-def _environment() -> jinja2.Environment:
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
+class _Parts(list[Any]):
+    """The parts of a content, which must not be printed as a list."""
 
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
+    def __init__(self, parts: Iterable[Any], role: str) -> None:
+        super().__init__(parts)
+        self._role = role
 
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    def __repr__(self) -> str:
+        raise _PartsPrinted(self._role)
 
-    made.globals["raise_exception"] = refuse
-    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    made.filters["tojson"] = tojson
-    return made
+
+_NAME = re.compile(r"[\w -]+")  # a role that spells no part of a control token but a word
+_SANDBOX = Sandbox()
+
+
+def _trace_message(number: int, message: Message, listed: bool, continued: bool) -> dict[str, Any]:
+    """Return ``message`` with the writers of its texts; that of its content has its number. A content that is
+    ``listed`` becomes a list of parts."""
+    traced = {}
+    for name, value in message.items():
+        if name == "role":
+            traced[name] = trace(value, ROLE if _NAME.fullmatch(value) else OTHER)
+        elif name == "content" and isinstance(value, (str, list)):
+            traced[name] = _trace_content(number, message, listed, continued)
+        else:
+            traced[name] = trace(value, OTHER)
+    return {trace(name, OTHER): value for name, value in traced.items()}
+
+
+def _trace_content(number: int, message: Message, listed: bool, continued: bool) -> Any:
+    """Return the content of a message as text or, if ``listed``, as parts. Whitespace around it has no number, since
+    templates may show it alone."""
+    text, content = _text_of(message), message["content"]
+    before, core = len(text) - len(text.lstrip()), len(text.strip())
+    writers = OTHER * before + message_writer(number) * core + OTHER * (len(text) - before - core)
+    if continued:
+        last = before + core - 1
+        writers = writers[:last] + END * (len(text) - last)
+    traced = Content(text, writers, len(text) if continued else None)
+    if not listed:
+        return traced
+    parts, start = [], 0
+    for part in [{"type": "text", "text": text}] if isinstance(content, str) else content:
+        end = start + len(part["text"])
+        parts.append({**trace(part, OTHER), trace("text", OTHER): traced[start:end]})
+        start = end
+    return _Parts(parts, message["role"])
+
+
+def _text_of(message: Message) -> str:
+    """Return the text of a message, or nothing if its content is of another kind."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content)
+    return content if isinstance(content, str) else ""
 
 
 def pick(templates: Mapping[str, ChatTemplate], name: str | None, tools: bool) -> ChatTemplate:
@@ -230,31 +394,33 @@ def pick(templates: Mapping[str, ChatTemplate], name: str | None, tools: bool) -
 
 
 def conversation(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Convert messages to the form that templates read.
+    """Convert messages to the form that ``ChatTemplate.render`` takes.
 
     A message may have its thinking under ``reasoning_content``, ``thinking`` or ``reasoning``; the result has it under
-    the first two. The parts of a content (``{"type": "text", ...}``) become one text. Raises ``ValueError`` for
-    anything that is not a message.
+    the first two. A field that is None is left out, as transformers does. A content is a text, a list of parts of text
+    (``{"type": "text", "text": ...}``), or data that only some templates read. Raises ``ValueError`` for anything that
+    is not a message.
     """
-    found = []
+    converted = []
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise ValueError(f"message {message!r} is not a dictionary with a role and a content")
-        if "role" not in message or (message["role"] in _SPEAKERS and message.get("content") is None):
-            lacks = "content" if "role" in message else "role"
+        if not isinstance(message.get("role"), str) or (
+            message["role"] in _SPEAKERS and message.get("content") is None
+        ):
+            lacks = "content" if isinstance(message.get("role"), str) else "role"
             raise ValueError(f"message {number} has no {lacks}: {short(dict(message))}")
-        made = {**message, "content": _text(number, message["content"])} if "content" in message else dict(message)
+        fields = {name: value for name, value in message.items() if value is not None}
+        if isinstance(content := fields.get("content"), (list, tuple)):
+            fields["content"] = _check_parts(number, content)
         thought = next((message[name] for name in _REASONING if message.get(name) is not None), None)
-        found.append(made if thought is None else {"thinking": thought, **made, "reasoning_content": thought})
-    return found
+        converted.append(fields if thought is None else {"thinking": thought, **fields, "reasoning_content": thought})
+    return converted
 
 
-def _text(number: int, content: object) -> object:
-    """Join the text parts of a content; return any other content unchanged."""
-    if not isinstance(content, (list, tuple)):
-        return content
-    for part in content:
+def _check_parts(number: int, parts: Sequence[Any]) -> list[Any]:
+    for part in parts:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             form = "{'type': 'text', 'text': ...}"
             raise ValueError(f"message {number} has a part that is not text: {short(part)}; only {form} is supported")
-    return "".join(part["text"] for part in content)
+    return list(parts)

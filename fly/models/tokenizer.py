@@ -7,10 +7,11 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tokenizers import Encoding
+from tokenizers import AddedToken, Encoding, models
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import ByteLevel, DecodeStream
 
@@ -19,6 +20,7 @@ from fly.models.checkpoint import Checkpoint
 from fly.models.config import CheckpointError
 from fly.models.lengths import Lengths, byte_level
 from fly.models.opening import open_checkpoint
+from fly.models.traced import ROLE, TEMPLATE, UNKNOWN, Traced, writers_of
 from fly.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ __all__ = ["TextStream", "Tokenizer", "TooLong", "read_eos_ids"]
 
 _LONG = 2**14  # this many characters take about ten milliseconds to encode
 _TOGETHER = 1024  # texts to encode per call; their encodings take a hundred times the memory of the texts
+_LISTS = {"tools": None, "documents": None}  # variables that are None unless they are given
+_MESSAGES = re.compile(f"[^{TEMPLATE}{ROLE}{UNKNOWN}]+")  # writers of characters that are surely a message's
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token for a single byte, in vocabularies that fall back to bytes
 
 
@@ -82,7 +86,9 @@ class Tokenizer:
             raise CheckpointError(f"{checkpoint.place_of('tokenizer_config.json')}: {error!r}") from error
         self.special_names = checkpoint.special_names
         # Templates in files of their own replace those in the settings.
-        self.templates = {name: ChatTemplate(source) for name, source in (checkpoint.templates() or sources).items()}
+        self.templates = {
+            name: ChatTemplate(source, name) for name, source in (checkpoint.templates() or sources).items()
+        }
 
     @staticmethod
     def load(checkpoint: str | Path | Checkpoint) -> Tokenizer | None:
@@ -97,9 +103,14 @@ class Tokenizer:
             self.apply_chat_template([{"role": "user", "content": "a"}])
 
     @cached_property
+    def controls(self) -> dict[int, AddedToken]:
+        """The special tokens by id, such as end-of-sequence and turn markers. They are never plain text."""
+        return {i: token for i, token in self.raw.get_added_tokens_decoder().items() if token.special}
+
+    @cached_property
     def control_ids(self) -> frozenset[int]:
-        """Ids of the special tokens, such as end-of-sequence and turn markers. They are never plain text."""
-        return frozenset(i for i, token in self.raw.get_added_tokens_decoder().items() if token.special)
+        """The ids of ``controls``."""
+        return frozenset(self.controls)
 
     def token_id(self, text: str) -> int:
         """Return the id of the token that spells ``text``. Raises ``ValueError`` unless ``text`` is a single token."""
@@ -200,7 +211,9 @@ class Tokenizer:
     ) -> ChatPrompt:
         """Render a conversation with the checkpoint's template, in a sandbox, and encode it.
 
-        Only the template can produce control tokens. A message or variable that spells one stays plain text.
+        Only the template can write control tokens. A message or variable that spells one stays plain text, whatever
+        the template does with it. The role of a message counts as the template's own if it is a name, so that a
+        template may build control tokens from roles.
 
         Args:
             messages: dictionaries with a role and a content, and whatever else the template reads.
@@ -213,67 +226,99 @@ class Tokenizer:
             at_most: the most tokens allowed. This limit is checked before anything is encoded.
             variables: other variables of the template, such as ``enable_thinking``.
 
-        Raises ``ValueError`` if the checkpoint has no template, the template refuses the messages, or it does not read
-        a variable; ``TooLong`` if there must be more than ``at_most`` tokens.
+        Raises ``ValueError`` if the checkpoint has no template, or the template refuses the messages, shows nothing of
+        one that has a text, does not read a variable, or makes it impossible to tell who wrote a control token;
+        ``TooLong`` if there must be more than ``at_most`` tokens.
         """
         template = pick(self.templates, chat_template, bool(tools))
         lists = {"tools": tools, "documents": documents}
-        given = {**{name: value for name, value in lists.items() if value is not None}, **variables}
-        # Enclose text that must stay plain in two marks. A message cannot contain them, since they are unpredictable.
-        marks = (nonce := secrets.token_hex(8)) + "(", ")" + nonce
-        listed = conversation(messages)
-        if continue_final_message:
-            if add_generation_prompt:
-                raise ValueError("continue_final_message and add_generation_prompt exclude each other")
-            if not listed or not isinstance(content := listed[-1].get("content"), str) or not content:
-                raise ValueError("continue_final_message: the last message has no text to continue")
-            listed[-1]["content"] = content + (end := secrets.token_hex(8))  # the rendered text is cut there
-        # Render. Refuse a variable that the template does not read, since it would have no effect.
-        try:
-            if unread := sorted(given.keys() - template.variables):
-                known = sorted(template.variables - {"messages", "add_generation_prompt", *self.special_names})
-                raise ValueError(f"it does not read {unread}; it reads {known}")
-            text = template.render(
-                {**self.special_names, **lists, "add_generation_prompt": add_generation_prompt}
-                | self._marked({**given, "messages": listed}, marks)
-            )
-            if continue_final_message:
-                text, open_turn, _ = text.rpartition(end)
-                if not open_turn:
-                    raise ValueError("it does not show the last message, which the answer would continue")
-        except Exception as error:  # a template is a program, so it may raise any error
-            raise ValueError(f"the chat template refused the messages: {error}") from error
-        # Encode, and note how the answer may begin.
-        ids = self._encode_marked(text, marks, at_most)
-        begun = add_generation_prompt and template.tags is not None and text.rstrip().endswith(template.tags.open)
-        return ChatPrompt(ids, None if template.tags is None else Thinking(template.tags, begun))
+        untrusted = {**{name: value for name, value in lists.items() if value is not None}, **variables}
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        if unread := sorted(untrusted.keys() - template.variables):  # they would have no effect
+            known = sorted(template.variables - {"messages", "add_generation_prompt", *self.special_names})
+            raise template.refusal(f"it does not read {unread}; it reads {known}")
+        trusted = {**self.special_names, **_LISTS, "add_generation_prompt": add_generation_prompt}
+        text = template.render(conversation(messages), trusted, untrusted, continue_final_message)
+        if at_most is not None:
+            self.check_length(text, at_most)
+        ids = self._encode_rendered(text, template.name)
+        if template.tags is None:
+            return ChatPrompt(ids)
+        last = text.rstrip()[-len(template.tags.open) :]
+        begun = add_generation_prompt and last == template.tags.open and set(writers_of(last)) == {TEMPLATE}
+        return ChatPrompt(ids, Thinking(template.tags, begun))
 
     def render(self, messages: Iterable[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """Render a conversation as text, for callers that cannot use token ids. If a message spells a control token, it
         becomes a real one when the text is encoded: use ``apply_chat_template`` for messages that you do not trust.
         Raises the same errors as ``apply_chat_template``."""
-        template = pick(self.templates, None, False)
-        given = {"messages": conversation(messages), "add_generation_prompt": add_generation_prompt}
-        try:
-            return template.render({**self.special_names, "tools": None, "documents": None, **given})
-        except Exception as error:
-            raise ValueError(f"the chat template refused the messages: {error}") from error
+        trusted = {**self.special_names, **_LISTS, "add_generation_prompt": add_generation_prompt}
+        return str.__str__(pick(self.templates, None, False).render(conversation(messages), trusted, {}))
 
-    def _encode_marked(self, text: str, marks: tuple[str, str], at_most: int | None) -> list[int]:
-        """Encode a rendered template. Text between marks comes from messages, and is encoded as plain text."""
-        if at_most is not None:
-            self.check_length(text.replace(marks[0], "").replace(marks[1], ""), at_most)
-        parts, last = [], 0
-        for mark in re.finditer("|".join(map(re.escape, marks)), text):  # re.split would block all other threads
-            parts.append(text[last : mark.start()])
-            last = mark.end()
-        parts.append(text[last:])
-        found: list[list[int]] = [[] for _ in parts]
-        for first, tokenizer in enumerate((self.raw, self._plain)):
-            texts = list(dict.fromkeys(parts[first::2]))  # encode each text once: a few special tokens occur often
-            ids = dict(zip(texts, (encoding.ids for encoding in _encoded(tokenizer, texts))))
-            found[first::2] = [ids[text] for text in parts[first::2]]
-        return [i for ids_of_part in found for i in ids_of_part]
+    def _encode_rendered(self, rendered: Traced, name: str) -> list[int]:
+        """Encode what the template ``name`` rendered. Control tokens that it wrote become tokens; those that messages
+        spell are encoded as plain text."""
+        text, writers = str.__str__(rendered), writers_of(rendered)
+        spelled = self._find_controls(text)
+        controls = spelled
+        if any(not set(writers[token.start : token.end]) <= {TEMPLATE, ROLE} for token in spelled):
+            controls = self._find_controls(self._hide_messages(text, writers))
+        if unsure := [token for token in controls if UNKNOWN in writers[token.start : token.end]]:
+            spelling = text[unsure[0].start : unsure[0].end]
+            raise ValueError(
+                f"the chat template {name!r} changes {spelling!r} so that nothing tells who wrote this control token, "
+                "the template or a message"
+            )
+        controls = [token for token in controls if TEMPLATE in writers[token.start : token.end]]
+        if controls == spelled:
+            [encoding] = _encoded(self.raw, [text])
+            wanted = [token.id for token in controls if token.id in self._spelled_ids]
+            if [i for i in encoding.ids if i in self._spelled_ids] == wanted:
+                return encoding.ids
+        begins = [0, *(token.until for token in controls)]
+        ends = [*(token.since for token in controls), len(text)]
+        first, *others = self._encode_plain([text[begin:end] for begin, end in zip(begins, ends)])
+        return first + [i for token, other in zip(controls, others) for i in (token.id, *other)]
+
+    def _hide_messages(self, text: str, writers: str) -> str:
+        """Replace the characters that messages wrote, so that they spell no control token."""
+        pieces, last = [], 0
+        for run in _MESSAGES.finditer(writers):
+            pieces += [text[last : run.start()], text[run.start() : run.end()].translate(self._hidden)]
+            last = run.end()
+        return "".join([*pieces, text[last:]])
+
+    def _find_controls(self, text: str) -> list[_Control]:
+        """Find the control tokens that the tokenizer reads in ``text``, in order."""
+        [encoding] = _encoded(self._finder, [text], offsets=True)
+        controls = []
+        for token, (since, until) in zip(encoding.ids, encoding.offsets):
+            if (kind := self.controls.get(token)) is not None:
+                read = text[since:until]
+                start = since + (len(read) - len(read.lstrip()) if kind.lstrip else 0)
+                end = until - (len(read) - len(read.rstrip()) if kind.rstrip else 0)
+                controls.append(_Control(token, start, end, since, until))
+        return controls
+
+    def _encode_plain(self, pieces: Sequence[str]) -> list[list[int]]:
+        """Encode the pieces of a text as plain text. All but the first stand behind a special token: to some
+        tokenizers the first word of a text is not like others."""
+        texts = [pieces[0], *(self._mark + piece for piece in pieces[1:])]
+        unique = list(dict.fromkeys(texts))  # turns often have the same text between them
+        ids = {}
+        for text, encoding in zip(unique, _encoded(self._plain, unique, offsets=True)):
+            # Some models (Unigram, whole words) know control tokens as words. Cut these, so that they are no words.
+            words = [(i, *span) for i, span in zip(encoding.ids, encoding.offsets) if i in self._spelled_ids]
+            for i, start, end in words:
+                if end - start == 1 and text[start] == self.controls[i].content:
+                    raise ValueError(f"the tokenizer has no token for {text[start]!r} but a control token")
+            if cuts := [start + 1 for _, start, end in words if end - start > 1]:
+                parts = self._encode_plain([text[start:end] for start, end in pairwise([0, *cuts, len(text)])])
+                ids[text] = [i for part in parts for i in part]
+            else:
+                ids[text] = encoding.ids
+        return [ids[texts[0]], *(ids[text][1:] for text in texts[1:])]
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
@@ -281,39 +326,68 @@ class Tokenizer:
         return frozenset[str]().union(*(template.variables for template in self.templates.values()))
 
     @cached_property
+    def _spelled_ids(self) -> frozenset[int]:
+        """The ids of control tokens that a text can only have by spelling them: all but that of unknown words."""
+        unknown = self.special_names.get("unk_token"), getattr(self.raw.model, "unk_token", None)
+        return frozenset(i for i, token in self.controls.items() if token.content not in unknown)
+
+    @cached_property
+    def _mark(self) -> str:
+        """The text of a token of ``_plain``. No other text contains it."""
+        return f"<{secrets.token_hex(16)}>"
+
+    @cached_property
     def _plain(self) -> RawTokenizer:
         """The same tokenizer, except that it reads special tokens as plain text."""
         plain = RawTokenizer.from_str(self.raw.to_str())
         plain.encode_special_tokens = True
+        plain.add_tokens([AddedToken(self._mark, normalized=False)])
         return plain
 
     @cached_property
-    def _spelled_special(self) -> re.Pattern[str] | None:
-        """A pattern that matches the texts of special tokens, longest first like the tokenizer. None if the tokenizer
-        also reads other spellings or unknown text as special tokens, so that a pattern is not enough."""
-        tokens = [token for token in self.raw.get_added_tokens_decoder().values() if token.special]
-        unknown = self.special_names.get("unk_token"), getattr(self.raw.model, "unk_token", None)
-        if any(token.normalized or token.single_word or token.content in unknown for token in tokens) or not tokens:
-            return None
-        return re.compile("|".join(sorted((re.escape(token.content) for token in tokens), key=len, reverse=True)))
+    def _finder(self) -> RawTokenizer:
+        """A tokenizer that finds the same added tokens and leaves the text between them as it is."""
+        added = self.raw.get_added_tokens_decoder()
+        between = {"": max(added, default=-1) + 1}
+        finder = RawTokenizer(models.WordLevel(between | {token.content: i for i, token in added.items()}, ""))
+        if self.raw.normalizer is not None:
+            finder.normalizer = self.raw.normalizer
+        finder.add_tokens(list(added.values()))
+        finder.model = models.WordLevel(between, "")  # added tokens keep their ids
+        return finder
 
-    def _marked(self, value: Any, marks: tuple[str, str]) -> Any:
-        """Put marks around every part of the texts in ``value`` that the tokenizer would read as a special token."""
-        if isinstance(value, str):
-            if self._spelled_special is not None:
-                return self._spelled_special.sub(lambda found: f"{marks[0]}{found[0]}{marks[1]}", value)
-            [found] = _encoded(self.raw, [value], offsets=True)
-            spans = [span for token, span in zip(found.ids, found.offsets) if token in self.control_ids]
-            pieces, last = [], 0
-            for start, end in spans:
-                pieces += [value[last:start], marks[0], value[start:end], marks[1]]
-                last = end
-            return "".join([*pieces, value[last:]])
-        if isinstance(value, dict):
-            return {self._marked(key, marks): self._marked(item, marks) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self._marked(item, marks) for item in value]
-        return value
+    @cached_property
+    def _hidden(self) -> _Hidden:
+        return _Hidden("".join(token.content for token in self.controls.values()))
+
+
+class _Control(NamedTuple):
+    """A control token in a text. ``since`` and ``until`` also enclose the whitespace that it takes in."""
+
+    id: int
+    start: int
+    end: int
+    since: int
+    until: int
+
+
+class _Hidden(dict[int, str]):
+    """Replaces characters, for ``str.translate``, by one that occurs in no control token. Words stay words, and
+    whitespace stays whitespace, as some control tokens are found only beside or within them."""
+
+    def __init__(self, spelled: str) -> None:
+        super().__init__()
+        letters, signs = map(chr, range(0x250, 0x2B0)), map(chr, range(0x2500, 0x2580))
+        spaces = "\u2028\u2029\x0b\x0c\x85 \t\n\r"
+        self._letter, self._sign, self._space = (
+            next(c for c in choices if c not in spelled) for choices in (letters, signs, spaces)
+        )
+
+    def __missing__(self, code: int) -> str:
+        character = chr(code)
+        word = character.isalnum() or character == "_"
+        self[code] = self._space if character.isspace() else self._letter if word else self._sign
+        return self[code]
 
 
 def _encoded(
@@ -338,8 +412,9 @@ class TextStream:
     """Turns tokens into text as they arrive. It returns only whole characters, up to a stop string.
 
     ``push`` takes one token and returns the text that is final, which means that no stop string can begin in it.
-    ``finish`` returns the rest. Special tokens are left out, except those in ``shown``. With ``keep_stop`` the text
-    ends after the stop string instead of before it.
+    ``finish`` returns the rest. Special tokens are left out, except those in ``shown``; but a stop string that spells
+    whole special tokens is found where they come. With ``keep_stop`` the text ends after the stop string instead of
+    before it.
     """
 
     def __init__(
@@ -349,10 +424,13 @@ class TextStream:
         self._tokenizer, self._stop, shown, self._keep_stop = self._given
         ids = {tokenizer.raw.token_to_id(text): text for text in shown}
         self._shown = {i: text for i, text in ids.items() if i in tokenizer.control_ids}
+        controls = {i: token.content for i, token in tokenizer.controls.items() if i not in self._shown}
+        self._silent = {i: text for i, text in controls.items() if any(text in each for each in self._stop)}
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []  # tokens that the decoder has read
         self._decoded = 0  # number of final characters in their text
-        self._held = ""  # decoded, but perhaps the beginning of a stop string
+        self._held = ""  # decoded, but perhaps the beginning of a stop string; with the texts of ``_silent`` tokens
+        self._kinds = ""  # for each character of ``_held``: "." in the text, "(" a silent token's first, "-" its others
         self.text = ""  # all text given out so far
         self.stopped = False
 
@@ -363,14 +441,17 @@ class TextStream:
     def push(self, token: int, stoppable: bool = True) -> str:
         """Add a token and return the text that is now final. Set ``stopped`` if a stop string is complete, unless the
         text is not ``stoppable`` yet."""
-        self._held += self._decode(token)
+        self._hold(self._decode(token))
+        if silent := self._silent.get(token):
+            self._held += silent
+            self._kinds += "(" + "-" * (len(silent) - 1)
         return self._settle(stoppable)
 
     def finish(self) -> str:
         """Return the rest of the text after the last token, unfinished characters included."""
         if self.stopped:
             return ""
-        self._held += self._unfinished()
+        self._hold(self._unfinished())
         self._ids, self._decoded = [], 0
         return self._settle(stoppable=True, keep=False)  # the rest may complete a stop string
 
@@ -399,18 +480,50 @@ class TextStream:
         """Return the characters whose last bytes are missing, as replacement marks."""
         return self._tokenizer.decode(self._ids)[self._decoded :]
 
+    def _hold(self, text: str) -> None:
+        self._held += text
+        self._kinds += "." * len(text)
+
     def _settle(self, stoppable: bool, keep: bool = True) -> str:
         """Return the held text up to a stop string. With ``keep``, also hold back what may be the beginning of one."""
         stops = self._stop if stoppable else ()
-        if found := [(at, len(stop)) for stop in stops if (at := self._held.find(stop)) >= 0]:
-            at, length = min(found)
-            self.stopped, end = True, at + length if self._keep_stop else at
+        if complete := [(at, len(stop), stop) for stop in stops if (at := self._find(stop)) is not None]:
+            end, _, stop = min(complete)
+            self.stopped, rest = True, len(self._held)
         else:
-            end = len(self._held) - (max(map(self._overlap, stops), default=0) if keep else 0)
-        settled, self._held = self._held[:end], "" if found else self._held[end:]
+            end = rest = min(map(self._find_beginning, stops), default=len(self._held)) if keep else len(self._held)
+            stop = ""
+        settled = "".join(c for c, kind in zip(self._held[:end], self._kinds) if kind == ".")
+        settled += stop if self._keep_stop else ""
+        self._held, self._kinds = self._held[rest:], self._kinds[rest:]
         self.text += settled
         return settled
 
-    def _overlap(self, stop: str) -> int:
-        """Return the length of the longest suffix of the held text that is a prefix of ``stop``."""
-        return next((n for n in range(len(stop) - 1, 0, -1) if self._held.endswith(stop[:n])), 0)
+    def _views(self) -> Iterator[tuple[str, Sequence[int]]]:
+        """Yield what is held with silent tokens, and without, each with the places of its characters in the former."""
+        yield self._held, range(len(self._held))
+        if "(" in self._kinds:
+            places = [at for at, kind in enumerate(self._kinds) if kind == "."]
+            yield "".join(self._held[at] for at in places), places
+
+    def _find(self, stop: str) -> int | None:
+        """Return the place at which ``stop`` begins in what is held, or None. It never has a part of a silent token."""
+        begins = []
+        for text, places in self._views():
+            at = text.find(stop)
+            while at >= 0 and "-" in (self._kinds[places[at]], self._kinds[places[at + len(stop) - 1] + 1 :][:1]):
+                at = text.find(stop, at + 1)
+            if at >= 0:
+                begins.append(places[at])
+        return min(begins, default=None)
+
+    def _find_beginning(self, stop: str) -> int:
+        """Return the place from which what is held may be the beginning of ``stop``."""
+        begins = [len(self._held)]
+        for text, places in self._views():
+            for length in range(min(len(stop) - 1, len(text)), 0, -1):
+                begin = places[len(text) - length]
+                if text.endswith(stop[:length]) and self._kinds[begin] != "-":
+                    begins.append(begin)
+                    break
+        return min(begins)

@@ -98,16 +98,20 @@ class Message(Body):
             raise ValueError(f"a message of the role {self.role!r} needs a content")
         return self
 
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        parts = self.content or ""
+        return parts if isinstance(parts, str) else "".join(part["text"] for part in parts)
+
     def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it: content as one text, absent fields left out."""
-        parts = self.content or ()
-        content = parts if isinstance(parts, str) else "".join(part["text"] for part in parts)
+        """Return the message as chat templates expect it: with a content, other absent fields left out."""
         role = "system" if self.role == "developer" else self.role
         names = ("name", "tool_call_id", "reasoning_content")
         fields = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.tool_calls is not None:
             fields["tool_calls"] = list(map(_read_arguments, self.tool_calls))
-        return {"role": role, "content": content, **fields}
+        return {"role": role, "content": self.content or "", **fields}
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4 * MOST)]

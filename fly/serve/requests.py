@@ -411,7 +411,7 @@ class TokenizeRequest(Conversation):
             yield self.prompt
         yield from (json.dumps(tool.for_template()) for tool in self.tools or ())
         yield from map(json.dumps, filter(None, [self.chat_template_kwargs]))
-        yield from (message.for_template()["content"] for message in self.messages or ())
+        yield from (message.text for message in self.messages or ())
 
 
 class DetokenizeRequest(Body):
