@@ -116,9 +116,10 @@ class SamplingParams(_Params):
 
     ``temperature`` 0 is greedy. ``top_k`` 0 (or -1), ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` None draws a random
     seed. The output ends at the first of these: one of ``stop_token_ids``, end-of-sequence (unless ``ignore_eos``), a
-    ``stop`` string, or ``max_tokens``. Before ``min_tokens`` no stop token can be drawn. ``logprobs`` n gives the
-    target's log-probabilities of each token and of the n most likely ones (in the unprocessed distribution).
-    ``explain`` records in the provenance how likely each token was, and how uncertain the target was (its entropy).
+    ``stop`` string (it may spell control tokens), or ``max_tokens``. Before ``min_tokens`` no stop token can be drawn.
+    ``logprobs`` n gives the target's log-probabilities of each token and of the n most likely ones (in the unprocessed
+    distribution). ``explain`` records in the provenance how likely each token was, and how uncertain the target was
+    (its entropy).
 
     ``prompt_logprobs`` n gives log-probabilities in the same way for the prompt's tokens, from
     ``prompt_logprobs_start`` on (token 0 has none, since nothing comes before it). Only the tokens before this start

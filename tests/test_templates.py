@@ -266,7 +266,7 @@ EITHER = [
     "{{ m.content }}",
 ]
 AROUND = (
-    "{% macro show(c) %}{% for p in c %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}{% endmacro %}"
+    "{% macro show(c) %}{% for p in c if p.type == 'text' %}{{ p['text'] }}{% endfor %}{% endmacro %}"
     "{% for m in messages %}<|user|>{{ m.role }}:CONTENT<|end|>{% endfor %}"
 )
 
@@ -280,6 +280,20 @@ def test_contents_have_the_form_that_the_template_reads(small: Tokenizer, form: 
     text = content if isinstance(content, str) else "hey"
     wanted = f"<|user|>user:{text}<|end|>"
     assert small.decode(ids, False) == wanted and controls(small, ids) == ["<|user|>", "<|end|>"]
+
+
+@pytest.mark.parametrize("form", [*LOOPS[:3], "{{ m.content }}"])
+def test_an_open_content_may_have_parts(small: Tokenizer, form: str) -> None:
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    ids = apply(small, AROUND.replace("CONTENT", form), user([part("he"), part("y\n")]), **options)
+    assert small.decode(ids, False) == "<|user|>user:hey\n"
+
+
+def test_data_without_end_is_refused(small: Tokenizer) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(ValueError, match="'strange' refused the messages: maximum recursion"):
+        apply(small, "{{ tools }}{{ messages[0].content }}", user("a"), tools=endless)
 
 
 def test_each_role_has_the_form_that_is_read_of_it(small: Tokenizer) -> None:

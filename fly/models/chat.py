@@ -196,7 +196,6 @@ class ChatTemplate:
         """
         if continued and not (messages and _text_of(messages[-1])):
             raise ValueError("continue_final_message: the last message has no text to continue")
-        variables = {**trace(trusted, TEMPLATE), **trace(untrusted, OTHER)}
 
         def attempt(messages: Sequence[Message], listed: Collection[str], continued: bool = False) -> Traced:
             last = len(messages) - 1
@@ -204,7 +203,8 @@ class ChatTemplate:
                 _trace_message(number, message, message["role"] in listed, continued and number == last)
                 for number, message in enumerate(messages)
             ]
-            return EMPTY + self._compiled.render({**variables, "messages": traced})
+            variables = {**trace(trusted, TEMPLATE), **trace(untrusted, OTHER), "messages": traced}
+            return EMPTY + self._compiled.render(variables)
 
         text, listed = self._render_in_form(partial(attempt, messages, continued=continued), messages)
         lost = self._find_lost(attempt, messages, text, listed)
