@@ -233,10 +233,15 @@ class Target:
         history: list[list[int]] | None = None,
         choices: list[list[int]] | None = None,
     ) -> None:
-        self.logits_BKV, self._probs, self._greedy = logits_BKV, probs, greedy_B
+        self.logits_BKV = logits_BKV
+        self._probs = probs
+        self._greedy = greedy_B
         self.all_greedy, self.some_greedy = probs is None, probs is None or greedy_B is not None
         self.control_V, self.history = control_V, history
-        self._generated, self._relaxed, self._nats, self._spent = generated_B, relaxed_B, nats_B, spent
+        self._generated = generated_B
+        self._relaxed = relaxed_B
+        self._nats = nats_B
+        self._spent = spent
         if choices is not None:
             self.__dict__["choices"] = choices
         self.checked = choices is not None
@@ -349,7 +354,9 @@ class Target:
             probs = probs[index_B] if isinstance(probs, Tensor) else probs.rows(index_B)
         rows = self.about(index_B, self.logits_BKV[index_B], probs, numbers)
         # Once a one-hot distribution has been built, ``about`` cannot tell that all rows are greedy.
-        rows.all_greedy, rows.some_greedy, rows.checked = self.all_greedy, self.some_greedy, self.checked
+        rows.all_greedy = self.all_greedy
+        rows.some_greedy = self.some_greedy
+        rows.checked = self.checked
         return rows
 
     def about(

@@ -240,9 +240,13 @@ def load_task(text: str, **changes: Any) -> Task:
         changes = {**changes, "data": str(Path(data).absolute())}
     where = Path(name)
     if where.suffix in (".yaml", ".yml"):
-        source, folder, own = _read(where), where.parent.absolute(), where.stem
+        source = _read(where)
+        folder = where.parent.absolute()
+        own = where.stem
     elif name in task_names():
-        source, folder, own = (_BUNDLED / f"{name}.yaml").read_text(encoding="utf-8"), None, name
+        source = (_BUNDLED / f"{name}.yaml").read_text(encoding="utf-8")
+        folder = None
+        own = name
     else:
         raise ValueError(f"unknown task {name!r}{instead(name, task_names())}; a task of your own is a .yaml file")
     try:
