@@ -83,16 +83,9 @@ class Draft:
         return Draft.of([[] for _ in range(rows)], device)
 
     @staticmethod
-    def of(chains: list[list[int]], device: torch.device | str = "cpu", trees: list[list[int]] | None = None) -> Draft:
-        """Make a deterministic draft from each row's tokens. For trees, ``trees`` has the parents of these tokens."""
-        draft: Draft = ListedDraft(chains)
-        if trees is not None:
-            _, longest = draft.shape
-            parents = [tree + [-1] * (longest - len(tree)) for tree in trees]
-            parents_BK = torch.tensor(parents, dtype=torch.int64).reshape(draft.shape)
-            draft = Draft(draft.tokens_BK, draft.lengths_B, parents_BK=parents_BK)
-            draft.__dict__.update(chains=chains, trees=trees)
-        return draft.to(torch.device(device))
+    def of(chains: list[list[int]], device: torch.device | str = "cpu") -> Draft:
+        """Make a deterministic draft from each row's tokens."""
+        return ListedDraft(chains).to(torch.device(device))
 
     @property
     def shape(self) -> tuple[int, int]:
