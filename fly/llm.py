@@ -241,7 +241,9 @@ class LLM(Calls):
         self.eos_ids: frozenset[int] = frozenset()
         self.default_params = SamplingParams(temperature=0.0)
         if isinstance(model, LLM):
-            self.tokenizer, self.eos_ids, self.default_params = model.tokenizer, model.eos_ids, model.default_params
+            self.tokenizer = model.tokenizer
+            self.eos_ids = model.eos_ids
+            self.default_params = model.default_params
             executor = model.engine.runner.executor
         else:
             check_target(kernels)
@@ -354,7 +356,9 @@ class LLM(Calls):
                 have = self.draft_names or "none; LLM(..., draft='choose(small=fly-draft, copy=ngram)') loads two"
                 raise ValueError(f"draft {name!r} is not loaded; choices: {have}")
             row = self._row(*asked)
-            row.priority, row.draft, row.client = priority, name, client
+            row.priority = priority
+            row.draft = name
+            row.client = client
             try:
                 self.scheduler.check(row)
             except ValueError as error:

@@ -63,7 +63,9 @@ class Reader:
     """
 
     def __init__(self, text: TextStream | None = None, thinking: Thinking | None = None, min_tokens: int = 0) -> None:
-        self._text, self._thinking, self._min_tokens = text, thinking, min_tokens
+        self._text = text
+        self._thinking = thinking
+        self._min_tokens = min_tokens
 
     def __deepcopy__(self, memo: object) -> Reader:
         return self
@@ -75,7 +77,9 @@ class Reader:
         """Return the text of ``output`` in the same pieces as a stream gives; empty without a tokenizer."""
         if self._text is None:
             return []
-        text, splitter, found = self._text.fresh(), Splitter(self._thinking), list[Piece]()
+        text = self._text.fresh()
+        splitter = Splitter(self._thinking)
+        found = list[Piece]()
         held: tuple[Token, ...] = ()
         for number, token in enumerate(output.provenance, start=1):
             held += (token,)

@@ -83,16 +83,9 @@ class Draft:
         return Draft.of([[] for _ in range(rows)], device)
 
     @staticmethod
-    def of(chains: list[list[int]], device: torch.device | str = "cpu", trees: list[list[int]] | None = None) -> Draft:
-        """Make a deterministic draft from each row's tokens. For trees, ``trees`` has the parents of these tokens."""
-        draft: Draft = ListedDraft(chains)
-        if trees is not None:
-            _, longest = draft.shape
-            parents = [tree + [-1] * (longest - len(tree)) for tree in trees]
-            parents_BK = torch.tensor(parents, dtype=torch.int64).reshape(draft.shape)
-            draft = Draft(draft.tokens_BK, draft.lengths_B, parents_BK=parents_BK)
-            draft.__dict__.update(chains=chains, trees=trees)
-        return draft.to(torch.device(device))
+    def of(chains: list[list[int]], device: torch.device | str = "cpu") -> Draft:
+        """Make a deterministic draft from each row's tokens."""
+        return ListedDraft(chains).to(torch.device(device))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -233,10 +226,15 @@ class Target:
         history: list[list[int]] | None = None,
         choices: list[list[int]] | None = None,
     ) -> None:
-        self.logits_BKV, self._probs, self._greedy = logits_BKV, probs, greedy_B
+        self.logits_BKV = logits_BKV
+        self._probs = probs
+        self._greedy = greedy_B
         self.all_greedy, self.some_greedy = probs is None, probs is None or greedy_B is not None
         self.control_V, self.history = control_V, history
-        self._generated, self._relaxed, self._nats, self._spent = generated_B, relaxed_B, nats_B, spent
+        self._generated = generated_B
+        self._relaxed = relaxed_B
+        self._nats = nats_B
+        self._spent = spent
         if choices is not None:
             self.__dict__["choices"] = choices
         self.checked = choices is not None
@@ -349,7 +347,9 @@ class Target:
             probs = probs[index_B] if isinstance(probs, Tensor) else probs.rows(index_B)
         rows = self.about(index_B, self.logits_BKV[index_B], probs, numbers)
         # Once a one-hot distribution has been built, ``about`` cannot tell that all rows are greedy.
-        rows.all_greedy, rows.some_greedy, rows.checked = self.all_greedy, self.some_greedy, self.checked
+        rows.all_greedy = self.all_greedy
+        rows.some_greedy = self.some_greedy
+        rows.checked = self.checked
         return rows
 
     def about(

@@ -41,8 +41,12 @@ class Vocabulary:
         device: torch.device | str = "cpu",
         encode: Callable[[str], list[int]] | None = None,
     ) -> None:
-        self.size, self.device, self.control_ids = size, torch.device(device), frozenset(control_ids)
-        self._spelled, self._token_id, self._encode = spelled, token_id or self._find, encode or self._longest
+        self.size = size
+        self.device = torch.device(device)
+        self.control_ids = frozenset(control_ids)
+        self._spelled = spelled
+        self._token_id = token_id or self._find
+        self._encode = encode or self._longest
         self._masks = lru_cache(_MASKS)(self._mask)
 
     @cached_property
@@ -89,7 +93,9 @@ class Vocabulary:
         return torch.tensor([asked and bool(function(*owner, text)) for asked, text in plain], device=self.device)
 
     def _longest(self, text: str) -> list[int]:
-        by_text, found, data = {data: i for i, data in enumerate(self.bytes) if data}, [], text.encode()
+        by_text = {data: i for i, data in enumerate(self.bytes) if data}
+        found = []
+        data = text.encode()
         while data:
             if (size := next((n for n in range(len(data), 0, -1) if data[:n] in by_text), 0)) == 0:
                 raise ValueError(f"{text!r} cannot be written in this vocabulary")

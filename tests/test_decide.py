@@ -197,7 +197,7 @@ def test_what_compiled_code_would_misread_is_left_to_tensors() -> None:
         Draft(tokens_BK, lengths_B, torch.full((1, 2, 40), 1 / 40, dtype=torch.float64)),
         Draft(torch.tensor([[3, 40]]), lengths_B),
         Draft(torch.tensor([[3, -1]]), lengths_B),
-        Draft.of([[3, 5]], trees=[[-1, -1]]),
+        Draft(tokens_BK, lengths_B, parents_BK=torch.tensor([[-1, -1]])),
     ):
         assert decide(draft) is None
     across_BJV = logits_BJV.transpose(1, 2).contiguous().transpose(1, 2)

@@ -48,7 +48,9 @@ class TorchExecutor(Executor):
         self.model = model
         if isinstance(model, Llama) and model.rounded:
             self.kernels = INT8
-        self.config, self.device, self.dtype = model.config, model.device, model.dtype
+        self.config = model.config
+        self.device = model.device
+        self.dtype = model.dtype
 
     @property
     def weight_bytes(self) -> float:

@@ -94,7 +94,9 @@ class BlockAllocator:
         """
         if n_tokens < 0:
             raise ValueError(f"n_tokens {n_tokens} must not be negative")
-        table, length, shares = self.table(seq), self.length(seq), self._shares_tail(seq, n_tokens)
+        table = self.table(seq)
+        length = self.length(seq)
+        shares = self._shares_tail(seq, n_tokens)
         grow, copies = self.blocks_for(n_tokens) - len(table), []
         if (needed := max(grow, 0) + shares) > self.num_free:
             raise OutOfBlocks(
@@ -247,7 +249,9 @@ class BlockAllocator:
     def _find_run(self, count: int) -> int:
         """Return where ``count`` pages start: in the largest free run. If a sequence before this run may grow into it,
         they start in its middle, where they fit."""
-        best, longest, at = 0, 0, self._used.find(0)
+        best = 0
+        longest = 0
+        at = self._used.find(0)
         while at >= 0:
             end = self._used.find(1, at)
             end = self.num_blocks if end < 0 else end

@@ -111,7 +111,11 @@ class PagedBatch:
         counts: Sequence[int],
         masks: Sequence[Tensor | None] | None,
     ) -> None:
-        self.cache, self.seqs, self.starts, self.counts, self.masks = cache, seqs, starts, counts, masks
+        self.cache = cache
+        self.seqs = seqs
+        self.starts = starts
+        self.counts = counts
+        self.masks = masks
         self._windowed: dict[int, list[_Row]] = {}  # rows for layers with a window, by window
 
     def tables(self) -> list[list[int]]:
@@ -122,7 +126,9 @@ class PagedBatch:
     def _packed(self) -> tuple[Tensor, list[_Row]]:
         """The slots [T] for the packed tokens, and what each row reads."""
         cache, device = self.cache, self.cache.device
-        rows, written, at = [], [], 0
+        rows = []
+        written = []
+        at = 0
         masks = self.masks or [None] * len(self.seqs)
         for seq, start, count, mask_NS in zip(self.seqs, self.starts, self.counts, masks):
             length = start + count
@@ -253,7 +259,9 @@ class PagedKVCache:
     ) -> None:
         block_size = block_size or block_size_for(device)
         self.allocator = BlockAllocator(num_blocks, block_size)
-        self.device, self.context, self.nobody = torch.device(device), config.max_position_embeddings, num_blocks
+        self.device = torch.device(device)
+        self.context = config.max_position_embeddings
+        self.nobody = num_blocks
         pages = num_blocks + (self.device.type != "cpu")
         shape = config.num_hidden_layers, pages * block_size, config.num_key_value_heads, config.head_dim
         self.keys, self.values = (zeros(shape, dtype, self.device) for _ in range(2))

@@ -21,7 +21,9 @@ from fly.types import Draft, Target
 __all__ = ["AdaptiveDraft"]
 
 # What proposes in a round: nothing, the lookup, the strategy.
-_PLAIN, _LOOKUP, _DRAFTING = "plain", "lookup", "drafting"
+_PLAIN = "plain"
+_LOOKUP = "lookup"
+_DRAFTING = "drafting"
 _FIRST_LENGTH = 4  # while costs are unknown, ask a strategy without probabilities for this many tokens
 _MIN_WORTH, _MAX_WORTH = 0.05, 0.9  # limits of the chance at which a model drafts a token
 _LATEST = 8  # judge how easy a row is by this many of its latest drafts
@@ -260,7 +262,9 @@ class AdaptiveDraft(Wrapper):
             member.observe(rows, draft, target)
 
     def commit(self, rows: abc.Sequence[Row]) -> None:
-        this, member, now = self._round, self._proposing, self.clock()
+        this = self._round
+        member = self._proposing
+        now = self.clock()
         self._round = None
         if member is not None:
             member.commit(rows)
@@ -288,7 +292,9 @@ class AdaptiveDraft(Wrapper):
 
     def _begin(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> _Round:
         """Choose what proposes for ``rows``, and start a round."""
-        begin, count, known = self.clock(), len(rows), list(map(self._row, rows))
+        begin = self.clock()
+        count = len(rows)
+        known = list(map(self._row, rows))
         measured, looked = self._measured[all(row.greedy for row in rows)], self._look_up(rows, max_len)
         missed = [len(row.tokens) - own.read if n else math.inf for row, own, n in zip(rows, known, max_len)]
         behind = any(own.read == 0 or each > _MAX_UNREAD for own, each, n in zip(known, missed, max_len) if n)
@@ -305,12 +311,17 @@ class AdaptiveDraft(Wrapper):
         way, speed = max(speeds.items(), key=itemgetter(1))
         # Now and then, try what seems slower. In a batch a trial drafts for one row, the one that needs least reading.
         other = _DRAFTING if way == _PLAIN else _PLAIN
-        next_trial, trial, asked = measured.trials[other], None, list(max_len)
+        next_trial = measured.trials[other]
+        trial = None
+        asked = list(max_len)
         wait = next_trial.wait if measured.costs.step is not None else _TRIAL_ROUNDS
         plausible = other == _DRAFTING or speeds[_PLAIN] * _DOUBT > speed
         rounds = max(wait - next_trial.waited, 1) if plausible else _FIRST_WAIT
         if next_trial.left or (plausible and next_trial.waited >= wait):
-            way, trial, rounds, first = other, next_trial, next_trial.begin(), missed.index(min(missed))
+            way = other
+            trial = next_trial
+            rounds = next_trial.begin()
+            first = missed.index(min(missed))
             asked = [n * (b == first) for b, n in enumerate(max_len)]
         if way != _DRAFTING:
             asked = lengths if way == _LOOKUP else [0] * count
@@ -370,7 +381,9 @@ class AdaptiveDraft(Wrapper):
             ]
             draft = drafting - this.spent[0].draft * this.behind
         else:
-            rounds, seconds, drafting = 1, now - this.begin, this.drafting
+            rounds = 1
+            seconds = now - this.begin
+            drafting = this.drafting
             sizes = zip(this.verified or [0] * len(rows), this.steps or [0] * len(rows), emitted)
             results = [[(n, steps, min(len(new) - 1, steps))] if n else [] for n, steps, new in sizes]
             draft = drafting * (not this.behind)

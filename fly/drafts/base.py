@@ -108,7 +108,9 @@ class DraftSetup:
         load: LoadModel = _take,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.target, self.tokenizer, self.clock = target, target.tokenizer, clock
+        self.target = target
+        self.tokenizer = target.tokenizer
+        self.clock = clock
         size, device = target.executor.config.vocab_size, target.executor.device
         self.vocabulary = vocabulary or Vocabulary(size, device=device)
         self.load_by = load

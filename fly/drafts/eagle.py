@@ -66,7 +66,10 @@ class Eagle3Draft(StopsByChance):
             if value < least:
                 raise ValueError(f"{name} {value} must be at least {least}")
         check_limits(k, confidence, reach)
-        self.k, self.nodes, self.width, self.confidence = k, nodes, width, confidence
+        self.k = k
+        self.nodes = nodes
+        self.width = width
+        self.confidence = confidence
         self.reach, self.worth = reach, None if nodes else 0.0  # as for ``SingleDraft``
         self.growth = Growth.uniform(depth, width, nodes) if nodes else None
         self.depth = sys.maxsize if self.growth is None else len(self.growth.widths)  # of a path

@@ -55,7 +55,9 @@ class HeadRunner:
     cache: PagedKVCache  # made later, by ``reserve``
 
     def __init__(self, head: Head, states: HiddenStates, share: bool = True) -> None:
-        self.head, self.states, self.share = head, states, share
+        self.head = head
+        self.states = states
+        self.share = share
         self._held: dict[int, _Held] = {}
         states.begin, states.end = self.begin, self.release
 

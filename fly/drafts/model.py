@@ -82,7 +82,9 @@ class SingleDraft(StopsByChance):
         vocabulary: int | str | Path | abc.Collection[int] | None = None,
     ) -> None:
         check_limits(k, confidence, reach)
-        self.k, self.confidence, self.reach = k, confidence, reach
+        self.k = k
+        self.confidence = confidence
+        self.reach = reach
         self.with_logits = False  # whether greedy drafts carry their logits; if so, each round is a call of its own
         self.model = describe(model, dtype, device)
         self.options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}

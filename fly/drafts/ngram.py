@@ -80,7 +80,9 @@ class NGramDraft(DraftStrategy):
             raise ValueError(f"n-gram lengths need 1 <= shortest <= longest, got {shortest} and {longest}")
         if k < 1:
             raise ValueError(f"k {k} must be at least 1")
-        self.longest, self.shortest, self.k = longest, shortest, k
+        self.longest = longest
+        self.shortest = shortest
+        self.k = k
         self._indices: dict[int, Index] = {}
 
     def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:

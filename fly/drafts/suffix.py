@@ -108,8 +108,13 @@ class SuffixDraft(DraftStrategy):
                 raise ValueError(f"{name} {amount} must be at least 0 and finite")
         if not 0 <= min_prob <= 1:
             raise ValueError(f"min_prob {min_prob} must lie in 0..1")
-        self.depth, self.factor, self.offset, self.min_prob = depth, factor, offset, min_prob
-        self.lookback, self.shared_tokens, self.k = lookback, shared_tokens, k
+        self.depth = depth
+        self.factor = factor
+        self.offset = offset
+        self.min_prob = min_prob
+        self.lookback = lookback
+        self.shared_tokens = shared_tokens
+        self.k = k
         # Each request's own text. It is indexed up to the last token but one, since no token follows the last one yet.
         self._own: dict[int, tuple[list[int], _Places]] = {}
         self._shared: dict[str, _Places] = {}  # by ``cache_salt``

@@ -247,7 +247,9 @@ class TranslatedDraft(StopsByChance):
         self.mode, self.worth = self.vocabularies.mode, draft.worth
         if self.mode == "padded" and vocab_size < own_size:
             draft.runner.executor = _Restricted(draft.runner.executor, vocab_size)
-        self.draft, self.spare, self.context = draft, draft.spare, draft.context
+        self.draft = draft
+        self.spare = draft.spare
+        self.context = draft.context
         self.vocab_size: int = vocab_size
         self._contexts: dict[int, _Context] = {}
 
@@ -290,7 +292,9 @@ class TranslatedDraft(StopsByChance):
         """Return the row in the draft model's ids, under the same row id."""
         context = self._contexts.setdefault(row.id, _Context())
         context.follow(row.tokens, self.vocabularies)
-        begin, to_draft, to_target = self.vocabularies.begin, self.vocabularies.to_draft, self.vocabularies.to_target
+        begin = self.vocabularies.begin
+        to_draft = self.vocabularies.to_draft
+        to_target = self.vocabularies.to_target
         ids = list(context.ids) if context.ids[: len(begin)] == begin else begin + context.ids
         return Row(
             tokens=ids,

@@ -88,8 +88,12 @@ class _Forward:
     def __init__(
         self, owner: EarlyExit, batch: Batch, places: abc.Sequence[int] | None, states: abc.Sequence[int]
     ) -> None:
-        self.model, self.exits, self.tokens = owner.model, owner.exits, batch.tokens
-        self.weight_UC, self.looked_through, self.kv = owner.weight_UC, owner.looked_through, batch.kv
+        self.model = owner.model
+        self.exits = owner.exits
+        self.tokens = batch.tokens
+        self.weight_UC = owner.weight_UC
+        self.looked_through = owner.looked_through
+        self.kv = batch.kv
         self.states = dict.fromkeys(states, torch.empty(0))
         self.logits: dict[int, Tensor] = {}
         self.layers = [owner.config.num_hidden_layers] * len(batch.kv.counts)

@@ -167,7 +167,9 @@ def explain_tokens(
     if not watched:
         return
     # Gather the new tokens of these rows, and the place in the block that each follows.
-    numbers, places, tokens = list[int](), list[int](), list[Token]()
+    numbers = list[int]()
+    places = list[int]()
+    tokens = list[Token]()
     for b in watched:
         new = rows[b].provenance[before[b] :]
         numbers += [b] * len(new)
@@ -185,7 +187,9 @@ def explain_tokens(
     found = iter(_read_likeliest(log_NV, own_N4, max(rows[b].params.logprobs or 0 for b in watched)))
     # Record them, row by row.
     for b in watched:
-        row, entries, explained = rows[b], [], []
+        row = rows[b]
+        entries = []
+        explained = []
         for token in row.provenance[before[b] :]:
             own, likeliest = next(found)
             entries.append(_make_entry(token.id, own, likeliest, row.params.logprobs or 0))

@@ -157,7 +157,9 @@ class Job:
     def __init__(
         self, requests: abc.Sequence[Request], stepwise: bool = False, loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
-        self.requests, self.stepwise, self.loop = list(requests), stepwise, loop
+        self.requests = list(requests)
+        self.stepwise = stepwise
+        self.loop = loop
         self.queue: Any = SimpleQueue() if loop is None else asyncio.Queue()
         self.key = -1  # the worker's number for it
         self.arrived = time.monotonic()

@@ -78,7 +78,10 @@ class Scheduler:
     ) -> None:
         if max_rows < 1 or step_tokens < 1:
             raise ValueError(f"max_rows {max_rows} and step_tokens {step_tokens} must be at least 1")
-        self.engine, self.max_rows, self.step_tokens, self._failed = engine, max_rows, step_tokens, failed
+        self.engine = engine
+        self.max_rows = max_rows
+        self.step_tokens = step_tokens
+        self._failed = failed
         self.seconds: float = sys.maxsize  # seconds after which a step begins no further round
         self.running: list[Row] = []  # by priority, then by arrival
         self._clients: dict[str, _Client] = {}  # clients with unfinished requests
@@ -320,7 +323,9 @@ class Scheduler:
         """Plan a step: all rows that decode, and chunks of prompts with the remaining tokens. Each client gets an equal
         share of these. Its prompts divide the share equally, so that long prompts do not hold up short ones."""
         # Rows that decode come first. ``filling`` has the others by client, each with how many tokens to feed.
-        step, filling, left = _Step(), dict[str, dict[Row, int]](), self.step_tokens
+        step = _Step()
+        filling = dict[str, dict[Row, int]]()
+        left = self.step_tokens
         for row in self.running:
             if unfed := self._count_unfed(row):
                 filling.setdefault(row.client, {})[row] = unfed

@@ -50,7 +50,9 @@ class Engine:
             setup = TranslatingSetup(runner)
             strategy = None if strategy is None else setup.attach(strategy)
             setup.reserve()
-        self.runner, self.strategy, self.setup = runner, strategy, setup
+        self.runner = runner
+        self.strategy = strategy
+        self.setup = setup
         self.context = runner.executor.config.max_position_embeddings
         self._hurry = array("i", [0])
 

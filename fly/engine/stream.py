@@ -76,7 +76,9 @@ class _Pieces:
 
     def _leave(self, wait: bool = False) -> None:
         """End the request if it is running, and forget what was not read."""
-        going, self._ended, self._error = self._begun and not self._ended, True, None
+        going = self._begun and not self._ended
+        self._ended = True
+        self._error = None
         self._ready.clear()
         if going:
             self._worker.cancel(self._job, wait)

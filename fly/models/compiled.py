@@ -55,11 +55,9 @@ class CompiledLayers:
 
     def __init__(self, **options: Any) -> None:
         compiled = partial(torch.compile, fullgraph=True, dynamic=False, **options)
-        self._before_attention, self._between_attentions, self._after_attention = (
-            compiled(_before_attention),
-            compiled(_between_attentions),
-            compiled(_after_attention),
-        )
+        self._before_attention = compiled(_before_attention)
+        self._between_attentions = compiled(_between_attentions)
+        self._after_attention = compiled(_after_attention)
 
     def __call__(
         self,

@@ -39,7 +39,9 @@ class VocabularyShards(Tensor):
     def __new__(cls, shard: Tensor, ranks: Ranks) -> VocabularyShards:
         shape = (*shard.shape[:-1], shard.shape[-1] * ranks.size)
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=shard.dtype, device=shard.device)
-        made.shard, made.ranks, made.whole = shard, ranks, None
+        made.shard = shard
+        made.ranks = ranks
+        made.whole = None
         return made
 
     def gathered(self) -> Tensor:

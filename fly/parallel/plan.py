@@ -91,7 +91,10 @@ class Part:
             raise PlanError(
                 f"{config.family} normalises queries and keys over all heads, and a rank holds some of them"
             )
-        self.config, self.rank, self.size, self.plan = config, rank, size, tuple(plan)
+        self.config = config
+        self.rank = rank
+        self.size = size
+        self.plan = tuple(plan)
         for rule in self.plan:
             if rule.divides:
                 self._check_divides(rule)

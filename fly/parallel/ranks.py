@@ -239,7 +239,10 @@ class Ranks:
         with self.awaited():
             dist.all_gather(found, own, group=self.control)
         if different := [str(rank) for rank, theirs in enumerate(found) if not torch.equal(theirs, found[0])]:
-            count, self._forwards, self._agreed, self._checksums = self._forwards, 0, 0, {}  # report it once
+            count = self._forwards
+            self._forwards = 0  # report it once
+            self._agreed = 0
+            self._checksums = {}
             named = ("rank " if len(different) == 1 else "ranks ") + ", ".join(different)
             raise RankError(f"ranks diverged: up to forward {count}, {named} had other tokens than rank 0")
 
@@ -328,7 +331,9 @@ def launch(
     # When torchrun starts the ranks again, its store still has the old keys. So each attempt has its own prefix.
     store, attempt = _connect(collective_timeout)
     # Start the watch before the first collective, since another rank may be gone by then.
-    progress, rank, size = Progress(), dist.get_rank(), dist.get_world_size()
+    progress = Progress()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     watch_store = dist.PrefixStore(f"watch/{attempt}", store.clone())
     watch = Watch(watch_store, rank, size, progress, heartbeat_timeout, collective_timeout, on_fault)
     try:

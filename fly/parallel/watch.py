@@ -70,7 +70,10 @@ class Watch:
         collective_timeout: float,
         on_fault: Callable[[str], None] | None = None,
     ) -> None:
-        self._store, self.rank, self.size, self.progress = store, rank, size, progress
+        self._store = store
+        self.rank = rank
+        self.size = size
+        self.progress = progress
         self.heartbeat_timeout, self.collective_timeout = heartbeat_timeout, collective_timeout
         self.on_fault = on_fault
         self.interval = min(heartbeat_timeout / 5, 0.5)
@@ -200,7 +203,9 @@ class Watch:
     def _waiting(self, now: float) -> tuple[int, float] | None:
         """Return the number of the collective that this rank (or its device) waits for, and since when; None if it does
         not wait."""
-        entered, since, is_done = self.progress.entered, self.progress.since, self.progress.is_done
+        entered = self.progress.entered
+        since = self.progress.since
+        is_done = self.progress.is_done
         if since is not None:
             return entered, since
         with contextlib.suppress(RuntimeError):  # the device has failed; whoever waits for it reports that

@@ -220,7 +220,9 @@ class Phase(Condition):
         )
 
     def evaluate(self, block: Block) -> Tensor:
-        (start, end), tokens_BK, columns_K = self._markers, block.draft.tokens_BK, block.columns_K
+        start, end = self._markers
+        tokens_BK = block.draft.tokens_BK
+        columns_K = block.columns_K
         opens_BK, closes_BK = tokens_BK == start, tokens_BK == end
         before = [self._inside_after(tokens) for tokens in _history(block, self)]
         before_B1 = sent(torch.tensor(before), tokens_BK.device).unsqueeze(1)

@@ -24,7 +24,9 @@ __all__ = ["add_costs", "decide", "verify"]
 def decide(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise | None) -> list[Decision]:
     """Call ``verify`` and convert its result to one ``Decision`` per row. The host waits for the device once."""
     verdict = verify(policy, target, draft, noise)
-    why_BK, asked_BK, following = verdict.why_BK.tolist(), verdict.asked_BK.tolist(), verdict.next_token_B.tolist()
+    why_BK = verdict.why_BK.tolist()
+    asked_BK = verdict.asked_BK.tolist()
+    following = verdict.next_token_B.tolist()
     held = {label: held_BK.tolist() for label, held_BK in verdict.clauses.items()}
     chains = draft.chains
     parents = [list(range(-1, len(chain) - 1)) for chain in chains] if draft.trees is None else draft.trees
@@ -52,7 +54,9 @@ def add_costs(budgets: Sequence[Any], target: Target, draft: Draft, b: int, deci
     relaxed = [mismatch.node for mismatch in decision.mismatches if mismatch.relaxed]
     if not relaxed:
         return decision
-    draft, row, positions = draft.to(target.logits_BKV.device), b, relaxed
+    draft = draft.to(target.logits_BKV.device)
+    row = b
+    positions = relaxed
     if draft.trees is not None:  # the accepted path is a chain
         path = list(decision.path)
         path_1D, length_1 = _pad_paths([path], draft.tokens_BK.device)

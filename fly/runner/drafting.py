@@ -238,7 +238,9 @@ def _draft_chains(
     scratch = [row.fork(row.policy, row.seed) for row in rows]
     sources: list[list[Tensor]] = [[] for _ in rows]  # each token's distribution, or logits
     certainty = [Certainty(spec, reach) for reach in spec.reach or (0.0,) * len(rows)]
-    active, logits_NV, x_NC = list(range(len(rows))), start.logits_BV, start.x_BC
+    active = list(range(len(rows)))
+    logits_NV = start.logits_BV
+    x_NC = start.x_BC
     while True:
         # Choose: each row's next token is the most likely one that the row allows, or is drawn.
         going = [scratch[b] for b in active]

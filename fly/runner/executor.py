@@ -411,8 +411,12 @@ class Wrapped(Executor):
 
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
-        self.config, self.device, self.dtype = inner.config, inner.device, inner.dtype
-        self.kernels, self.own_threads, self.gives_states = inner.kernels, inner.own_threads, inner.gives_states
+        self.config = inner.config
+        self.device = inner.device
+        self.dtype = inner.dtype
+        self.kernels = inner.kernels
+        self.own_threads = inner.own_threads
+        self.gives_states = inner.gives_states
 
     @property
     def weight_bytes(self) -> float:
@@ -466,7 +470,9 @@ class TokenByToken(Wrapped):
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         wanted = range(len(batch.tokens)) if places is None else places
-        asked, found, states_found = set(wanted), {}, list[Tensor]()
+        asked = set(wanted)
+        found = {}
+        states_found = list[Tensor]()
         for t, kv in enumerate(batch.kv.tokens()):
             single = Batch(batch.tokens[t : t + 1], batch.positions[t : t + 1], kv)
             scores = self.inner.score(single, None if t in asked else (), states)

@@ -143,11 +143,16 @@ def cache_size(
     if share is not None:
         if not 0 < share <= 1:
             raise ValueError(f"cache_share {share} must be in (0, 1]")
-        budget, most, reason = int(share * free), sys.maxsize, f"cache_share {share} of the {free / 1e9:.1f} GB free"
+        budget = int(share * free)
+        most = sys.maxsize
+        reason = f"cache_share {share} of the {free / 1e9:.1f} GB free"
     elif given is not None:
         budget, reason = given, f"cache_bytes {given}"
     elif room is not None:
-        budget, most, reason, advice = room.budget, room.tokens, room.reason, "memory_share, max_rows or max_context"
+        budget = room.budget
+        most = room.tokens
+        reason = room.reason
+        advice = "memory_share, max_rows or max_context"
     elif free // 2 >= DEFAULT_BYTES:
         budget, reason = DEFAULT_BYTES, f"the default cache_bytes {DEFAULT_BYTES}"
     else:

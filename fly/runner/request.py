@@ -253,8 +253,12 @@ class Row:
     def fork(self, policy: AcceptancePolicy, seed: int) -> Row:
         """Make a scratch copy with the same id, to speculate with another policy and another seed."""
         scratch = copy(self)  # a cascade forks every round, and ``replace`` takes four times as long
-        scratch.tokens, scratch.policy, scratch.seed = list(self.tokens), policy, seed
-        scratch.provenance, scratch.logprobs, scratch.drafts = [], [], []
+        scratch.tokens = list(self.tokens)
+        scratch.policy = policy
+        scratch.seed = seed
+        scratch.provenance = []
+        scratch.logprobs = []
+        scratch.drafts = []
         scratch.stats, scratch.finish_reason = Stats(), None
         return scratch
 

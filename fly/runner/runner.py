@@ -255,7 +255,9 @@ class Runner:
                 row.stats.layers += passed
         # The rounds' logits come first, [B, J, V]; then the scored prompts'.
         per_row = 1 + max(map(len, drafts), default=0)
-        logits_NV, argmax, end = scores.logits_NV, scores.argmax, len(rows) * per_row
+        logits_NV = scores.logits_NV
+        argmax = scores.argmax
+        end = len(rows) * per_row
         if on_prompt is not None and any(prompts):
             sizes = [len(scored) for scored in prompts]
             for row, scored, logits_PV in zip(fed, prompts, logits_NV[end:].split(sizes)):
@@ -336,7 +338,9 @@ class Runner:
         if any(len(row.tokens) >= context for row in rows):
             if len(rows) > 1:
                 return None
-            drafter, k, context = None, [0], sys.maxsize
+            drafter = None
+            k = [0]
+            context = sys.maxsize
         if drafter is None and drafting.runner is not None:
             spec = DraftSpec()
         # Reserve room for as many tokens as the pages allow. This may evict cached prefixes of ended rows, but only

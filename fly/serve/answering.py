@@ -43,7 +43,10 @@ class Answering:
     def __init__(
         self, worker: Worker, turns: Turns, timeout: float, job: Measured, request: Request, form: str
     ) -> None:
-        self.worker, self.timeout, self.job, self.form = worker, timeout, job, form
+        self.worker = worker
+        self.timeout = timeout
+        self.job = job
+        self.form = form
         self._turns, self._client = turns, request.state.client.name
         self.left = False  # whether the client has left
         self._pending: deque[News | BaseException | None] = deque()  # taken from the queue; None: the client left

@@ -112,11 +112,15 @@ class Completion:
     """Assembles the answer to one request, as a whole or in chunks. ``fingerprint`` names the server's version."""
 
     def __init__(self, prepared: Prepared, vocabulary: Vocabulary, fingerprint: str) -> None:
-        self.body, self.speculation, self._prompt_tokens = prepared.body, prepared.speculation, prepared.prompt_tokens
+        self.body = prepared.body
+        self.speculation = prepared.speculation
+        self._prompt_tokens = prepared.prompt_tokens
         self.chat = isinstance(self.body, ChatRequest)
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self._vocabulary, self._fingerprint, self._echoes = vocabulary, fingerprint, prepared.echoes
+        self._vocabulary = vocabulary
+        self._fingerprint = fingerprint
+        self._echoes = prepared.echoes
         # How many log-probabilities to list at each position of the answer and of the prompt; None for none.
         self.top, self.explains = self.body.top(), self.body.explains
         self.prompt_top = self.body.prompt_logprobs if isinstance(self.body, CompletionRequest) else None
@@ -298,7 +302,9 @@ class Completion:
         else:
             body["text"] = choice.text
         choice.text = choice.reasoning = ""
-        choice.tokens, choice.logprobs, choice.calls = [], [], []
+        choice.tokens = []
+        choice.logprobs = []
+        choice.calls = []
         return self._body([body], ".chunk")
 
     @staticmethod
@@ -351,7 +357,9 @@ class Completion:
         return {"content": content(), "refusal": None}
 
     def _completion_logprobs(self, choice: Choice) -> dict[str, Any]:
-        ids, offsets, offset = [token.id for token, _, _ in choice.tokens], list[int](), choice.offset
+        ids = [token.id for token, _, _ in choice.tokens]
+        offsets = list[int]()
+        offset = choice.offset
         likely: list[dict[int, float] | None] = [*choice.logprobs]
         for _, settled, _ in choice.tokens:
             offsets.append(offset)

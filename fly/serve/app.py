@@ -60,7 +60,9 @@ class EventStream(Response):
 
     def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
         self._events, self._close = events, close
-        self.status_code, self.background, self.body = 200, None, b""
+        self.status_code = 200
+        self.background = None
+        self.body = b""
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
 

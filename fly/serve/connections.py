@@ -224,7 +224,9 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if not self.parser.should_upgrade():
-            self._headed, self._overhead, self._most = True, 0, _BETWEEN
+            self._headed = True
+            self._overhead = 0
+            self._most = _BETWEEN
             self._chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
             self._left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
             super().on_headers_complete()
@@ -244,7 +246,9 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._deliver_parts()
         if self._headed:
-            self._complete, self._overhead, self._left = True, 0, 0
+            self._complete = True
+            self._overhead = 0
+            self._left = 0
             super().on_message_complete()
 
     def on_response_complete(self) -> None:

@@ -27,7 +27,10 @@ class ApiError(Exception):
         retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
 
     @property
     def kind(self) -> str:

@@ -54,7 +54,10 @@ class Guard:
     def __init__(
         self, app: ASGIApp, settings: Settings, clients: Clients, requests: Shares, refused: Callable[[int], None]
     ) -> None:
-        self.app, self.clients, self.requests, self.refused = app, clients, requests, refused
+        self.app = app
+        self.clients = clients
+        self.requests = requests
+        self.refused = refused
         self.max_body, self.access_log = settings.max_body, settings.access_log
         self.read_timeout, self.write_timeout = settings.read_timeout, settings.write_timeout
         self.bodies = Shares(_BODIES * settings.max_body)  # bytes in memory
@@ -64,7 +67,9 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        name, start, status = uuid.uuid4().hex, time.monotonic(), 499  # a client that left gets no answer
+        name = uuid.uuid4().hex
+        start = time.monotonic()
+        status = 499  # a client that left gets no answer
         head, complete = scope["method"] == "HEAD", False
         address = (scope.get("client") or ("",))[0]
         client = Client(address, escaped(address[:100]))

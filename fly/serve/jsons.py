@@ -106,10 +106,12 @@ def _counted(data: str) -> tuple[int, int]:
     entries, members = punctuation()
     if entries <= ENTRIES and members <= MEMBERS:
         return entries, members
-    entries = members = texts = at = 0
-    for text in _TEXT.finditer(data):
+    entries = members = at = 0
+    for texts, text in enumerate(_TEXT.finditer(data), start=1):
         more = punctuation(at, text.start())
-        entries, members, texts, at = entries + more[0], members + more[1], texts + 1, text.end()
+        entries += more[0]
+        members += more[1]
+        at = text.end()
         if max(entries, texts) > ENTRIES + MEMBERS or members > MEMBERS:
             return ENTRIES + 1, members
     more = punctuation(at)

@@ -171,7 +171,9 @@ class Measured(Job):
 
     def note(self, index: int, tokens: list[Token]) -> None:
         super().note(index, tokens)
-        metrics, news, now = self._metrics, self._news[-1], time.monotonic()
+        metrics = self._metrics
+        news = self._news[-1]
+        now = time.monotonic()
         if tokens:
             metrics.step(tokens, news.drafts)
             if index in self._last:

@@ -71,7 +71,9 @@ class Rules:
         among: Sequence[str] = (),
         leaves_early: bool = False,
     ) -> None:
-        self.policy, self.k, self.draft = policy, k, among[0] if among else draft
+        self.policy = policy
+        self.k = k
+        self.draft = among[0] if among else draft
         self.drafts = list(dict.fromkeys([*(among or [draft]), "none"]))  # drafts that requests may name
         self.leaves_early = leaves_early
         self.max_k, self.require_lossless = max(64, k) if max_k is None else max_k, require_lossless

@@ -72,7 +72,9 @@ class Service:
         early = llm.engine.runner.executor.leaves_early
         if settings.require_lossless and early:
             raise ValueError("require_lossless: this target leaves early (exits), so no policy is lossless here")
-        self.llm, self.settings, self.tokenizer = llm, settings, llm.tokenizer
+        self.llm = llm
+        self.settings = settings
+        self.tokenizer = llm.tokenizer
         self.name = settings.name or name
         if settings.name is not None and draft not in ("none", *draft_types()):
             draft = "draft"  # its text would say what the model's name hides, such as a path
@@ -163,7 +165,9 @@ class Service:
         chosen = self.choose_speculation(body)
         self._check_count(body)
         # Encode the prompts. For a chat, also find out how its answer may think and call functions.
-        calls, prompts, name = None, list[list[int]](), "messages" if isinstance(body, ChatRequest) else "prompt"
+        calls = None
+        prompts = list[list[int]]()
+        name = "messages" if isinstance(body, ChatRequest) else "prompt"
         thinking = None
         if isinstance(body, ChatRequest):
             prompt = self.encode_conversation(body)
@@ -375,7 +379,9 @@ class Service:
 
     def submit(self, prepared: Prepared, streamed: bool) -> Measured:
         """Submit a prepared request to the engine. Raises ``ApiError`` if the queue is full or the engine stopped."""
-        worker, load, count = self.llm.worker, self.llm.worker.load, len(prepared.requests)
+        worker = self.llm.worker
+        load = worker.load
+        count = len(prepared.requests)
         own = self.held[prepared.client] + count
         if (most := self.settings.max_open) is not None and own > most:
             message = f"{own} completions of one client; at most {most} at once"

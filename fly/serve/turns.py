@@ -67,7 +67,9 @@ class Turns:
         parts: list[bytes] = []
 
         def some() -> bool:
-            end, found, goes_on = time.perf_counter() + _SLICE, [], False
+            end = time.perf_counter() + _SLICE
+            found = []
+            goes_on = False
             for part in made:
                 found.append(part)
                 if goes_on := time.perf_counter() > end:
@@ -98,7 +100,9 @@ class Turns:
 
     def _work(self, work: Callable[[], Any], over: Callable[..., None], loop: asyncio.AbstractEventLoop) -> None:
         """Run one piece of work; called in a thread."""
-        start, result, error = time.perf_counter(), None, None
+        start = time.perf_counter()
+        result = None
+        error = None
         try:
             result = work()
         except BaseException as raised:

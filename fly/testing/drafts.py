@@ -104,7 +104,10 @@ def check_shapes_and_ranges(kit: DraftKit) -> str:
 def _valid(kit: DraftKit, stage: Stage, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> list[Proposal]:
     """Let the strategy propose. Raises ``ConformanceError`` if the draft is not valid."""
     draft = stage.draft(rows, max_len)
-    tokens, lengths, probs, longest = draft.tokens_BK, draft.lengths_B, draft.probs_BKV, draft.tokens_BK.shape[-1]
+    tokens = draft.tokens_BK
+    lengths = draft.lengths_B
+    probs = draft.probs_BKV
+    longest = tokens.shape[-1]
     asked = "; ".join(Proposal(row, most, [], None, None).asked for row, most in zip(rows, max_len))
     # Check shapes, dtypes and ranges of the tensors.
     columns: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
@@ -250,7 +253,9 @@ def _play(kit: DraftKit, stage: Stage, event: str, rows: list[Row], max_len: lis
 def check_release_frees_all(kit: DraftKit) -> str:
     """A released row leaves nothing: its blocks are free, and no attribute holds its id. The other rows go on."""
     rows = [kit.row(text, (0.0, 1.0)[b % 2], b) for b, text in enumerate(kit.texts(6))]
-    gone, left, max_len = rows[:3], rows[3:], [4] * len(rows)
+    gone = rows[:3]
+    left = rows[3:]
+    max_len = [4] * len(rows)
     stage = kit.stage()
     stage.release(rows[:1])  # it has not seen this row yet
     stage.round(rows, max_len, 2, 0)

@@ -113,7 +113,10 @@ def _suspicions(policy: AcceptancePolicy) -> list[str]:
 
     for seed in range(24):
         case = make_block(seed, 4, 5, 4, 1.0)
-        target, draft, mask_BK, rule = case.target, case.draft, case.draft.mask_BK(), bind_to(policy, case.target)
+        target = case.target
+        draft = case.draft
+        mask_BK = draft.mask_BK()
+        rule = bind_to(policy, target)
         # A rule may say yes or no instead of a chance, and booleans cannot be subtracted.
         chances_BK, exact_BK = rule.accept_probs(target, draft).double(), exact_accept_probs(target, draft)
 
@@ -363,7 +366,10 @@ def _steps(policy: AcceptancePolicy, target: Target, draft: Draft) -> set[tuple[
     grid = torch.linspace(0, 1, 65, dtype=torch.float64)
     codes = outcomes(torch.arange(len(lines)).repeat_interleave(len(grid)), grid.repeat(len(lines))).view(-1, len(grid))
     line_P, at_P = (codes[:, 1:] != codes[:, :-1]).nonzero().unbind(1)
-    low_P, end_P, left_P, right_P = grid[at_P], grid[at_P + 1], codes[line_P, at_P], codes[line_P, at_P + 1]
+    low_P = grid[at_P]
+    end_P = grid[at_P + 1]
+    left_P = codes[line_P, at_P]
+    right_P = codes[line_P, at_P + 1]
     # Keep the quarter with the first step, ten times; where another step remains behind it, search the rest again.
     parts = torch.arange(1, 4, dtype=torch.float64) / 4
     found: set[tuple[int, int, float]] = set()

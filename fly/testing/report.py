@@ -68,7 +68,9 @@ def run_checks(
     """
     seen: dict[str, str] = {}  # each fault, with the check that found it first
     for check in checks:
-        name, start, raised = title(check), time.perf_counter(), ""
+        name = title(check)
+        start = time.perf_counter()
+        raised = ""
         try:
             passed, detail = True, check(subject) or _promise(check)
         except Exception as error:

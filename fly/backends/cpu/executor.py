@@ -40,7 +40,9 @@ class CpuExecutor(HostDecisions):
 
     def __init__(self, packed: PackedLlama) -> None:
         self.packed = packed
-        self.config, self.device, self.dtype = packed.config, packed.device, packed.dtype
+        self.config = packed.config
+        self.device = packed.device
+        self.dtype = packed.dtype
         self.kernels = packed.kernels
         self._lookups: dict[Lookup, CLookup] = {}  # each has learned how often its copies are right
 

@@ -49,8 +49,12 @@ class PackedHead(PackedLlama):
 
     def __init__(self, head: Eagle3Head, variant: str) -> None:
         config = self.config = head.config.layer
-        self.dtype, self.device, self.kernels = head.dtype, torch.device("cpu"), chosen(variant)
-        self._narrow, self.weight_bytes, self.library = "", head.dtype.itemsize, load()
+        self.dtype = head.dtype
+        self.device = torch.device("cpu")
+        self.kernels = chosen(variant)
+        self._narrow = ""
+        self.weight_bytes = head.dtype.itemsize
+        self.library = load()
         self.vocab = head.config.draft_vocab_size
         assert head.embed_tokens is not None
         self._embedding = head.embed_tokens.weight.detach().contiguous()
@@ -118,7 +122,9 @@ class CpuHead(Head):
     def _step(
         self, batch: Batch, states_TF: Tensor | None, x_TC: Tensor | None, places: abc.Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        packed, count, kept = self.packed, len(batch.tokens), array("i", places)
+        packed = self.packed
+        count = len(batch.tokens)
+        kept = array("i", places)
         call = packed.batch(array("q", batch.tokens), array("q", batch.positions), batch.kv)
         logits_NU = torch.empty(len(kept), packed.vocab)
         after_TC = torch.empty(count, self.config.hidden_size, dtype=self.dtype)

@@ -53,14 +53,18 @@ def c_sampling(sampling: BatchSampling) -> Any:
     rows = list(zip(*(column.tolist() for column in columns)))
     made = (Sampling * len(rows))()
     for row, (temperature, top_p, min_p, top_k, greedy) in zip(made, rows):
-        row.temperature, row.top_p, row.top_k = 0.0 if greedy else temperature, top_p, min(top_k, 2**31 - 1)
+        row.temperature = 0.0 if greedy else temperature
+        row.top_p = top_p
+        row.top_k = min(top_k, 2**31 - 1)
         row.floor = temperature * math.log(min_p) if min_p else -math.inf
     return made
 
 
 def uniforms(seeds: abc.Sequence[int], starts: abc.Sequence[int], stream: int, n: int) -> array[float]:
     """Return what ``fly.ops.uniforms`` returns, row after row."""
-    seed, start, found = array("q", seeds), array("q", starts), array("f", bytes(4 * n * len(seeds)))
+    seed = array("q", seeds)
+    start = array("q", starts)
+    found = array("f", bytes(4 * n * len(seeds)))
     fast_call("fly_uniforms")(seed, start, stream, n, found)
     return found
 
@@ -135,7 +139,9 @@ def lay_rules(
     rule, listed = (CRule * len(rows))(), list[CClause]()
     for c_rule, (policy, seed) in zip(rule, rows):
         clauses = _compiled_clauses(policy.relaxation)
-        c_rule.seed, c_rule.clause_at, c_rule.in_python = seed, len(listed), clauses is None
+        c_rule.seed = seed
+        c_rule.clause_at = len(listed)
+        c_rule.in_python = clauses is None
         for kind, tokens, theta, processed, negated in clauses or ():
             listed.append(CClause(CClause.KINDS.index(kind), negated, processed, min(tokens, _MAX_TOKENS), theta))
         c_rule.clauses = len(listed) - c_rule.clause_at
@@ -190,7 +196,10 @@ class Blocks:
 
     def _decisions(self, b: int, end: int) -> list[Decision]:
         """Return the decisions of row ``b`` in the rounds before ``end``, without their mismatches."""
-        at, to, k, wide = b * self.max_rounds, b * self.max_rounds + end, self.k, self.k + 1
+        at = b * self.max_rounds
+        to = at + end
+        k = self.k
+        wide = k + 1
         chains, choices = self.drafted[at * k : to * k].tolist(), self.choice[at * wide : to * wide].tolist()
         found = []
         for i, (n, m, token) in enumerate(zip(self.count[at:to], self.accepted[at:to], self.following[at:to])):
@@ -218,7 +227,9 @@ def _decide(
     """Decide by compiled code as ``Executor.decide`` does. Return None if the tensor rule has to decide: compiled code
     lacks this rule or this kind of draft, only Python knows whether a mismatch is excused, or the decision depends on a
     NaN."""
-    logits_BJV, processed, probs_BKV = target.logits_BKV, target.lazy_distribution, draft.probs_BKV
+    logits_BJV = target.logits_BKV
+    processed = target.lazy_distribution
+    probs_BKV = draft.probs_BKV
     (count, longest), vocab = draft.shape, logits_BJV.shape[-1]
     if (
         draft.trees is not None

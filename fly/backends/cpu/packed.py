@@ -140,7 +140,9 @@ class PackedLlama:
     def __init__(self, model: Llama, variant: str, loading: Loading | None = None) -> None:
         if variant == TORCH or (reason := refusal(model)) is not None:
             raise ValueError(reason if variant != TORCH else f"{variant!r} is no compiled variant")
-        self.config, self.dtype, self.device = model.config, model.dtype, torch.device("cpu")
+        self.config = model.config
+        self.dtype = model.dtype
+        self.device = torch.device("cpu")
         self.kernels, self.library = chosen(variant), load()
         variant, self._narrow = split(self.kernels)
         self._loading = loading
@@ -267,7 +269,9 @@ class PackedLlama:
         bytes]. Return None if kernels cannot use one of them as it is: they do not know its type, or it begins in the
         middle of a strip of 16 rows. With ``halves``, the second half of the rows begins a new strip."""
         assert self._loading is not None
-        parts, row, rows = [], 0, module.weight.shape[0]
+        parts = []
+        row = 0
+        rows = module.weight.shape[0]
         for stored in self._loading.stored(cast(nn.Parameter, module.weight)):
             if stored.kind not in KINDS or (row - rows // 2 if halves and row >= rows // 2 else row) % _STRIP:
                 return None
@@ -330,7 +334,9 @@ class PackedLlama:
         if kv.masks is not None:
             call.seen = [None if mask is None else mask.contiguous() for mask in kv.masks]
             masks = spans(call.seen)
-        call.rows, call.tokens, call.threads = len(tables), 0 if tokens is None else len(tokens), pool_threads()
+        call.rows = len(tables)
+        call.tokens = 0 if tokens is None else len(tokens)
+        call.threads = pool_threads()
         call.hand(
             token=tokens,
             position=positions,

@@ -129,8 +129,13 @@ def _lay_rows(plan: RoundPlan, texts: list[array[int]], copied: bool) -> ctypes.
         starts = [first + start for first, start in zip(firsts, plan.draft_kv.starts)]
     handed = []
     for c_row, row, text, room, start, first in zip(rows, plan.rows, texts, _rooms(plan), starts, firsts):
-        c_row.length, c_row.room, c_row.left, c_row.k = len(row.tokens), room, row.left, min(row.k, row.left - 1)
-        c_row.context, c_row.draft_start, c_row.first = min(plan.draft_context, 2**31 - 1), start, first
+        c_row.length = len(row.tokens)
+        c_row.room = room
+        c_row.left = row.left
+        c_row.k = min(row.k, row.left - 1)
+        c_row.context = min(plan.draft_context, 2**31 - 1)
+        c_row.draft_start = start
+        c_row.first = first
         handed.append((text, array("q", row.stop_ids), array("i", text) if copied else None))
         c_row.hand(text=handed[-1][0], stop=handed[-1][1], copied=handed[-1][2])
     vars(rows)["handed"] = handed  # reading an element makes a new object, which keeps nothing alive
@@ -159,7 +164,9 @@ def _read_open_blocks(results: _Results, rows: list[int], last: int, longest: in
     counts = [blocks.count[b * blocks.max_rounds + last] for b in range(len(blocks.count) // blocks.max_rounds)]
     chains = [blocks.chain(b, last) for b in rows]
     wide = max(map(len, chains)) + 1
-    choices, logits, probs = list[list[int]](), list[Tensor](), list[Tensor]()
+    choices = list[list[int]]()
+    logits = list[Tensor]()
+    probs = list[Tensor]()
     for b, chain in zip(rows, chains):
         at, n = sum(counts[:b]) + b, len(chain) + 1
         first = (b * blocks.max_rounds + last) * (blocks.k + 1)

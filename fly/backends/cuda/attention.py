@@ -137,7 +137,9 @@ class PagedAttention:
     are copied, all rows must have the same number of new tokens. ``trees`` need our own kernels."""
 
     def __init__(self, cache: PagedKVCache, slots: Slots, trees: Trees | None = None) -> None:
-        self.cache, self.slots, self.trees = cache, slots, trees
+        self.cache = cache
+        self.slots = slots
+        self.trees = trees
         self.block_size = cache.allocator.block_size
         self.flash = takes_flash(cache)
         self.own = takes_pages(cache) and (trees is not None or slots.longest <= _PROMPT or not self.flash)
@@ -171,14 +173,18 @@ class PagedAttention:
     ) -> Tensor:
         """Store the new keys and values, then compute attention [T, H, D]. Each token sees its row up to itself, or the
         last ``window`` tokens up to itself. The output of padding is meaningless."""
-        slots, k_SGD, v_SGD = self.slots, self.cache.keys[layer], self.cache.values[layer]
+        slots = self.slots
+        k_SGD = self.cache.keys[layer]
+        v_SGD = self.cache.values[layer]
         k_SGD.index_copy_(0, slots.slots_T, k_TGD.to(k_SGD.dtype))
         v_SGD.index_copy_(0, slots.slots_T, v_TGD.to(v_SGD.dtype))
         return self.attend_stored(layer, q_THD, window, scale)
 
     def attend_stored(self, layer: int, q_THD: Tensor, window: int | None, scale: float | None) -> Tensor:
         """Compute attention once the new keys and values are stored."""
-        slots, k_SGD, v_SGD = self.slots, self.cache.keys[layer], self.cache.values[layer]
+        slots = self.slots
+        k_SGD = self.cache.keys[layer]
+        v_SGD = self.cache.values[layer]
         for stored_SGD in () if self.own else (k_SGD, v_SGD):
             # Clear what padding stored: masked rows still read it, and a NaN times a weight of 0 is a NaN.
             stored_SGD[-self.block_size :].zero_()

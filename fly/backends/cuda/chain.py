@@ -91,9 +91,13 @@ class Chain:
     """
 
     def __init__(self, drafter: Drafter, pool: GraphPool, shared: Shared) -> None:
-        self.drafter, self.table, self.pool = drafter, drafter.table, pool
+        self.drafter = drafter
+        self.table = drafter.table
+        self.pool = pool
         self.shape = shape = drafter.table.shape
-        rows, drawn, device = shape.rows, shape.drawn, self.table.device
+        rows = shape.rows
+        drawn = shape.drawn
+        device = drafter.table.device
         columns = shape.k + shape.copies + 1  # the last forward may write beyond K
         self.tokens_RX = torch.zeros(rows, columns, dtype=torch.int64, device=device)
         self.most_R = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -169,7 +173,9 @@ class Chain:
 
     def _predict(self, new_RN: Tensor, stored_RN: Tensor, first: bool) -> None:
         """Run one forward over ``new_RN``, the last tokens of each row, and draft the tokens that it predicts."""
-        table, copies, device = self.table, self.shape.copies, self.table.device
+        table = self.table
+        copies = self.shape.copies
+        device = table.device
         length_R = table.column(Column.LENGTH) + self.count_R  # drafted tokens included
         start_R = self.drafter.count_slots(length_R) - new_RN.shape[1]
         if copies:  # this forward also verifies tokens that prompt lookup copies

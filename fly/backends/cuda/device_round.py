@@ -79,7 +79,11 @@ class DeviceRound:
         pool: GraphPool,
         shared: Shared,
     ) -> None:
-        self.shape, self.target, self.pool, self.shared, self.rounds = shape, target, pool, shared, 0
+        self.shape = shape
+        self.target = target
+        self.pool = pool
+        self.shared = shared
+        self.rounds = 0
         # Graphs hold addresses, not this object, so dropping the cache frees its memory.
         self.cache: PagedKVCache = weakref.proxy(cache)
         self.table = Table(shape, target.device)
@@ -167,7 +171,9 @@ class DecisionStage:
     """
 
     def __init__(self, round_: DeviceRound, groups: tuple[Group, ...], control_V: Tensor) -> None:
-        self.round, self.groups, self.control_V = round_, groups, control_V
+        self.round = round_
+        self.groups = groups
+        self.control_V = control_V
         self.relaxes = [not accepts_exactly(policy) or policy.relaxation is not None for policy, _, _ in groups]
         self.conditions: list[list[str]] = [[] for _ in groups]
         self.texts: list[list[int]] | None = None
@@ -192,7 +198,10 @@ class DecisionStage:
         seed_R, length_R = table.column(Column.SEED), table.column(Column.LENGTH)
         accept_RK = uniforms(seed_R, length_R, Stream.ACCEPT, tokens_RK.shape[1])
         sample_R = uniforms(seed_R, length_R, Stream.SAMPLE, 1).squeeze(1)
-        verdicts, costs, lines, first = list[Verdict](), list[Tensor | None](), list[Tensor](), 0
+        verdicts = list[Verdict]()
+        costs = list[Tensor | None]()
+        lines = list[Tensor]()
+        first = 0
         for number, (policy, drawn, count) in enumerate(self.groups):
             # Take the group's rows of the block. ``verify`` decides on them as on every device.
             rows = slice(first, first := first + count)

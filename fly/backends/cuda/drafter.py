@@ -51,7 +51,9 @@ class Drafter:
     whole, the model has not cached the last drafted token, since no forward was fed it."""
 
     def __init__(self, table: Table, model: Model, cache: PagedKVCache) -> None:
-        self.table, self.model, self.vocab_size = table, model, model.config.vocab_size
+        self.table = table
+        self.model = model
+        self.vocab_size = model.config.vocab_size
         # Graphs hold addresses, not this object, so dropping the cache frees its memory.
         self.cache: PagedKVCache = weakref.proxy(cache)
 
@@ -107,16 +109,23 @@ class HeadDrafter(Drafter):
     with the head's own feature before them, and the next draft overwrites their cached keys and values."""
 
     def __init__(self, table: Table, head: TorchHead, cache: PagedKVCache) -> None:
-        self.table, self.head, self.vocab_size = table, head, head.config.vocab_size
+        self.table = table
+        self.head = head
+        self.vocab_size = head.config.vocab_size
         self.cache = weakref.proxy(cache)
-        rows, count, device = table.shape.rows, table.shape.k + 1, table.device
+        rows = table.shape.rows
+        count = table.shape.k + 1
+        device = table.device
         width = head.options.inputs * head.options.target_hidden_size
         self.tokens_RJ = torch.zeros(rows, count, dtype=torch.int64, device=device)
         self.states_RJF = torch.zeros(rows, count, width, dtype=head.dtype, device=device)
         self.feature_RC = torch.zeros(rows, head.config.hidden_size, dtype=head.dtype, device=device)
 
     def catch_up(self, plan: RoundPlan, drafts: Sequence[bool], order: Sequence[int]) -> list[int]:
-        kv, given, texts, count = plan.draft_kv, plan.given, [row.tokens for row in plan.rows], self.tokens_RJ.shape[1]
+        kv = plan.draft_kv
+        given = plan.given
+        texts = [row.tokens for row in plan.rows]
+        count = self.tokens_RJ.shape[1]
         assert kv is not None and given is not None
         ends = list(itertools.accumulate(kv.counts))  # where each row's hidden states end among those given
         behind = [b for b, lacks in enumerate(kv.counts) if drafts[b] and lacks > count]

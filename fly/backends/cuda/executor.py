@@ -195,7 +195,9 @@ class CudaExecutor(TorchExecutor):
         """Return the final hidden states [T, C]. Each key of ``states`` is a number of layers, and gets the residual
         stream after them (``fly.models.llama.record_states``). ``compiled``: run compiled layers, unless these have
         failed."""
-        states, model, hidden_TC = {} if states is None else states, cast(Llama, self.model), None
+        states = {} if states is None else states
+        model = cast(Llama, self.model)
+        hidden_TC = None
         if compiled and self.compiles:
             try:
                 hidden_TC = model(tokens_T, positions_T, kv, through=partial(self._compiled_layers(), states=states))
@@ -255,7 +257,9 @@ class CudaExecutor(TorchExecutor):
 
     def _score_many(self, batch: Batch, places: abc.Sequence[int] | None, states: abc.Sequence[int]) -> Scores:
         """Score by one forward. One copy uploads everything that it needs from the host."""
-        kv, tables, slots = batch.kv, batch.kv.tables(), list[int]()
+        kv = batch.kv
+        tables = kv.tables()
+        slots = list[int]()
         for seq, start, count in zip(kv.seqs, kv.starts, kv.counts):
             own = kv.cache.slots(seq, start, start + count)
             slots += range(own.start, own.stop) if isinstance(own, slice) else own

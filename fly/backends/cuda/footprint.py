@@ -136,7 +136,10 @@ def _scratch(name: str, args: Sequence[Any], new: int) -> int:
     if name == "fly::attend_pages" and find_spec("triton") is not None:
         from fly.backends.cuda.kernels.attention import _PARTIAL, MOST, count_splits
 
-        (tokens, heads, width), table_BW, longest, page = args[0].shape, args[6], args[7], args[8]
+        tokens, heads, width = args[0].shape
+        table_BW = args[6]
+        longest = args[7]
+        page = args[8]
         splits = count_splits(table_BW.shape[1] * page)
         found = 4 * tokens * heads * splits * (width + 2)  # by each split: its sum, peak and mass
         return 0 if longest > MOST or splits == 1 or found > 1.1 * _PARTIAL else found

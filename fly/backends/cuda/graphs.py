@@ -35,7 +35,9 @@ class GraphPool:
     """
 
     def __init__(self, device: torch.device, awaited: Awaited = nullcontext, preparing: Awaited = nullcontext) -> None:
-        self.device, self.awaited, self.preparing = device, awaited, preparing
+        self.device = device
+        self.awaited = awaited
+        self.preparing = preparing
         self.among_ranks = awaited is not nullcontext
         self.captured: weakref.WeakSet[Part[Any]] = weakref.WeakSet()
         self.prepared = 0  # number of captures, and of the runs that prepared them
@@ -83,7 +85,10 @@ class Part(Generic[_T]):
     def __init__(
         self, run: Callable[[], _T], pool: GraphPool, reads: Part[Any] | None = None, refusal: str | None = None
     ) -> None:
-        self.run, self.pool, self.reads, self.refusal = run, pool, reads, refusal
+        self.run = run
+        self.pool = pool
+        self.reads = reads
+        self.refusal = refusal
         self._runs, self._capture_at = 0, 1  # runs without a graph so far; how many come before a capture
         self._graph: torch.cuda.CUDAGraph | None = None
         self._results: _T | None = None
@@ -111,7 +116,9 @@ class Part(Generic[_T]):
                 self._results = self.run()
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # torch leaves the thread on the stream of a failed capture
-            reason, self._results, self._capture_at = error.__context__ or error, None, 2 * self._runs + 1
+            reason = error.__context__ or error
+            self._results = None
+            self._capture_at = 2 * self._runs + 1
             _log.warning("a CUDA graph could not hold this, which goes on operation by operation: %s", reason)
             self._runs += 1
             return self.run()
@@ -124,7 +131,9 @@ class Part(Generic[_T]):
         """Give up the graph for good."""
         if self._graph is not None:
             self._graph.reset()
-        self._graph, self._results, self.refusal = None, None, "graphs of this process were dropped"
+        self._graph = None
+        self._results = None
+        self.refusal = "graphs of this process were dropped"
 
 
 class Shared:

@@ -96,7 +96,9 @@ def _group_rows(rows: Sequence[RoundRow]) -> tuple[tuple[Group, ...], list[int]]
 
 def _choose_shape(plan: RoundPlan, groups: Sequence[Group]) -> Shape:
     """Choose sizes for the plan's rows, rounded up so that few graphs serve all batches."""
-    rows, how, spec = sum(group.rows for group in groups), plan.sampling, plan.spec
+    rows = sum(group.rows for group in groups)
+    how = plan.sampling
+    spec = plan.spec
     drafts = plan.drafter is not None or spec.lookup is not None
     k = round_up(max(min(row.k, plan.draft_context) for row in plan.rows)) if drafts else 0
     lookup = spec.lookup if k else None
@@ -166,13 +168,17 @@ class _Call:
     """One call of ``take_rounds`` under way."""
 
     def __init__(self, plan: RoundPlan, groups: tuple[Group, ...], order: list[int], round_: DeviceRound) -> None:
-        self.plan, self.order, self.round = plan, order, round_
+        self.plan = plan
+        self.order = order
+        self.round = round_
         self.stage = round_.find_stage(groups, plan.control_V)
         group_of_line = [number for number, group in enumerate(groups) for _ in range(group.rows)]
         self.firsts = [0] * len(plan.rows) if plan.given is None else plan.given.first
         self.rows = list[_Row]()
         for b, (row, seq) in enumerate(zip(plan.rows, plan.kv.seqs)):
-            line, room, text = order.index(b), plan.kv.cache.allocator.length(seq), list(row.tokens)
+            line = order.index(b)
+            room = plan.kv.cache.allocator.length(seq)
+            text = list(row.tokens)
             in_drafter = 0 if plan.draft_kv is None else self.firsts[b] + plan.draft_kv.starts[b]
             place = line, group_of_line[line], room, plan.draft_context
             self.rows.append(_Row(row, *place, text, row.left, len(text) - 1, [], in_drafter))
@@ -185,7 +191,9 @@ class _Call:
 
     def load(self) -> None:
         """Feed the drafter what it lacks, and upload the table."""
-        plan, table, lacks = self.plan, self.round.table, [0] * len(self.rows)
+        plan = self.plan
+        table = self.round.table
+        lacks = [0] * len(self.rows)
         if self.round.drafter is not None:
             lacks = self.round.drafter.catch_up(plan, [row.wanted() > 0 for row in self.rows], self.order)
         values = [self.describe(b, lacks[b]) if b >= 0 else PADDING for b in self.order]

@@ -38,7 +38,9 @@ class DeviceRounds:
     """
 
     def __init__(self, pool: GraphPool, budget: int | None = None) -> None:
-        self.pool, self.budget, self.shared = pool, budget, Shared()
+        self.pool = pool
+        self.budget = budget
+        self.shared = Shared()
         self.made: dict[_Key, DeviceRound] = {}  # the last used at the end
         self.needs: dict[_Key, Needs] = {}
 

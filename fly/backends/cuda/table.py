@@ -206,7 +206,9 @@ def pack(draft: Draft, choices_RJ: Tensor, verdict: Verdict, cost_RK: Tensor | N
 def unpack(line: Sequence[int], k: int, relaxes: bool, conditions: Sequence[str]) -> Decision:
     """Return the decision about one row from its ``line``. ``conditions`` are the names of its rule's conditions."""
     count, accepted, next_token, *rest = line
-    drafted, choices, rest = rest[:count], rest[k : k + count + 1], rest[2 * k + 1 :]
+    drafted = rest[:count]
+    choices = rest[k : k + count + 1]
+    rest = rest[2 * k + 1 :]
     mismatches = list[Mismatch]()
     if relaxes:
         why, asked, cost, *held = (rest[n * k : n * k + count] for n in range(3 + len(conditions)))

@@ -94,7 +94,10 @@ def find_wait(policy: AcceptancePolicy, drawn: bool = False, sampled: bool = Fal
         drawn: whether rows are above temperature 0.
         sampled: whether drafts were drawn from a distribution.
     """
-    rows, longest, width, device = 2, 9, 32, torch.device("meta")  # not the CPU, and without values
+    rows = 2
+    longest = 9
+    width = 32
+    device = torch.device("meta")  # not the CPU, and without values
     with torch.inference_mode():
         logits_BJV = torch.empty(rows, longest + 1, width, device=device)
         tokens_BK = torch.empty(rows, longest, dtype=torch.int64, device=device)

@@ -94,7 +94,9 @@ def max_tokens(context: Context) -> Finding:
         fields = context.fields({"temperature": 0.0, "max_tokens": length})
         asked += [(prompt, fields) for prompt in context.prompts[at : at + 2]]
     for (_, fields), reply in zip(asked, context.server.ask_all(asked)):
-        length, finish, places = fields["max_tokens"], reply.answer.finish, len(reply.answer.places)
+        length = fields["max_tokens"]
+        finish = reply.answer.finish
+        places = len(reply.answer.places)
         count = reply.generated if reply.generated is not None else places
         if max(count, places) > length:
             wrong.append(f"max_tokens {length} gives {max(count, places)} tokens")
@@ -119,7 +121,9 @@ def stop(context: Context) -> Finding:
     )
     wrong, seen = [], 0
     for (number, text, word), reply in zip(asked, replies):
-        answer, until, where = reply.answer, text.find(word), f"prompt {number + 1}, stop {word!r}"
+        answer = reply.answer
+        until = text.find(word)
+        where = f"prompt {number + 1}, stop {word!r}"
         seen += 1
         if word in answer.text:
             wrong.append(f"{where}: it is in the answer")

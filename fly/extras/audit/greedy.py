@@ -108,7 +108,9 @@ def greedy(context: Context) -> Finding:
     if not context.server.top:
         detail = "the server gives no log-probabilities"
         return Finding("greedy", "", Verdict.UNSUPPORTED, detail=detail)
-    count, worst, where = 0, 0.0, ""
+    count = 0
+    worst = 0.0
+    where = ""
     for number, reply in enumerate(context.greedy):
         for at, place in enumerate(reply.answer.places):
             count += bool(place.top)

@@ -13,10 +13,14 @@ from fly.extras.audit.greedy import first_difference
 from fly.extras.audit.report import Finding, Verdict, found_in
 from fly.extras.audit.statistics import binomial_tail
 
-_LENGTH, _PROMPTS, _SEEDS = 24, 8, (11, 12)
+_LENGTH = 24
+_PROMPTS = 8
+_SEEDS = (11, 12)
 # If rounding changes a distribution, a draw with the same random number changes with a probability of a few times their
 # total variation.
-_CHANGES, _LEAST, _UNKNOWN = 4.0, 1e-4, 0.02
+_CHANGES = 4.0
+_LEAST = 1e-4
+_UNKNOWN = 0.02
 
 
 @check("seed", "The same seed gives the same answer, alone and among other requests; another seed gives another one.")
@@ -32,7 +36,10 @@ def seed(context: Context) -> Finding:
     pairs = [*zip(first, second), *zip(first * 2, together)]
 
     # Count the pairs that differ, and estimate how many rounding alone would make differ.
-    compared, parted, rates, example = 0, 0, [], ""
+    compared = 0
+    parted = 0
+    rates = []
+    example = ""
     for one, other in pairs:
         apart = first_difference(one, other)
         until = min(len(one.places), len(other.places)) if apart is None else apart.at + 1

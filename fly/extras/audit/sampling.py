@@ -139,7 +139,9 @@ def _check_unchanged(context: Context, name: str) -> str:
     tested = context.firsts({"max_tokens": 1, name: FIELDS[name]}, 8)
     apart = []
     for (number, one), (_, other) in zip(plain, tested):
-        place, prompt, top = one.places[0], context.prompts[number], context.server.top
+        place = one.places[0]
+        prompt = context.prompts[number]
+        top = context.server.top
         if (made := expected(place, {name: FIELDS[name]}, (), prompt, top)) is not None:
             apart.append(min_variation(dict(zip(made.tokens, made.probs_H)), reported(other.places[0], top)))
     worst = max(apart, default=0.0)

@@ -77,7 +77,9 @@ def compare_samples(
         counts = np.bincount(kind_N[first_N], minlength=len(kinds))
         return float(((2 * counts - total) ** 2 / total).sum())
 
-    observed, further, tried = statistic(first_N), 0, 0
+    observed = statistic(first_N)
+    further = 0
+    tried = 0
     rows = [np.flatnonzero(stratum_N == each) for each in np.unique(stratum_N)]
     while tried < _PERMUTATIONS and further < _PLENTY:
         tried += 1

@@ -146,7 +146,9 @@ class Misleading(Wrapper):
 
     def __init__(self, strategy: DraftStrategy, vocab_size: int, shift: int = 1) -> None:
         super().__init__([strategy])
-        self._strategy, self._size, self._shift = strategy, vocab_size, shift
+        self._strategy = strategy
+        self._size = vocab_size
+        self._shift = shift
 
     def propose(self, rows: Sequence[Row], max_len: Sequence[int]) -> Draft:
         draft = self._strategy.propose(rows, max_len)

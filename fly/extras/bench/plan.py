@@ -232,7 +232,9 @@ class Work:
     def of(config: LlamaConfig, ranks: int, tokens: float, rows: int, context: int, itemsize: int) -> Work:
         """Compute the work of one of ``ranks`` ranks for ``tokens`` new tokens of ``rows`` sequences, each after
         ``context`` cached tokens. Raises ``PlanError`` if the model does not divide among the ranks."""
-        sizes, layers, numbers = _share(config, ranks).sizes, config.num_hidden_layers, matrix_parameters(config)
+        sizes = _share(config, ranks).sizes
+        layers = config.num_hidden_layers
+        numbers = matrix_parameters(config)
         dtype = torch.float32 if itemsize == 4 else torch.bfloat16
         return Work(
             layers,
@@ -263,7 +265,9 @@ def forecast(setting: Setting, machines: Machines, small: Machines | None = None
 
     Raises ``PlanError`` if a model does not divide among the ranks.
     """
-    s, n, small = setting, machines.ranks, machines if small is None else small
+    s = setting
+    n = machines.ranks
+    small = machines if small is None else small
     tokens = s.rows * (s.k + 1)
 
     def step(config: LlamaConfig, where: Machines, tokens: float = s.rows) -> float:

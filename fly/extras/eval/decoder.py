@@ -71,7 +71,9 @@ class Decoder:
                 yield finished
 
     def _decode_together(self, turns: list[Turn], texts: Mapping[Key, str]) -> list[tuple[Turn, Finished]]:
-        plan, key, task = self.plan, turns[0].key, turns[0].task
+        plan = self.plan
+        key = turns[0].key
+        task = turns[0].task
         setting = self._settings[key.way]
         llm = setting.llm
         before = [[texts[turn.key._replace(turn=n)] for n in range(key.turn)] for turn in turns]
@@ -220,7 +222,9 @@ def _ends(text: str, tokens: list[int], llm: LLM) -> list[int]:
     """Return, for each token, the length of the text that is final once this token has been emitted."""
     if llm.tokenizer is None:
         return []
-    stream, ends, end = TextStream(llm.tokenizer), [], 0
+    stream = TextStream(llm.tokenizer)
+    ends = []
+    end = 0
     for number, token in enumerate(tokens, start=1):
         end += len(stream.push(token)) + (len(stream.finish()) if number == len(tokens) else 0)
         ends.append(min(end, len(text)))

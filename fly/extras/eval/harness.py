@@ -86,7 +86,9 @@ class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need 
             raise ValueError(f"model {model!r} has no tokenizer; the harness asks in texts")
         self.texts = self.llm.tokenizer
         self.max_length, self.max_gen_toks = self.llm.engine.context, max_gen_toks
-        self._prefix, self._draft, self.stats = prefix_token_id, draft, Stats()
+        self._prefix = prefix_token_id
+        self._draft = draft
+        self.stats = Stats()
 
     @property
     def eot_token_id(self) -> int:

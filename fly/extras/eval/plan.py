@@ -251,7 +251,9 @@ class Plan(BaseModel):
         """Yield all completions, in order. The ways take turns at each problem (or each group of problems that are
         decoded together), so that a busy moment of the machine affects all of them. Which way comes first rotates. At
         temperature 0 seeds change nothing, so only the first seed is used."""
-        tasks, ways, few = self.loaded_tasks().values(), self.ways, self.together
+        tasks = self.loaded_tasks().values()
+        ways = self.ways
+        few = self.together
         for part, first in enumerate(range(0, max(limit for _, limit in tasks), few)):
             at = part % len(ways)
             for task, limit in tasks:

@@ -16,7 +16,13 @@ __all__ = ["COLOURS", "Curve", "Point", "curves", "pareto", "save_lines"]
 
 # Colours that most readers can tell apart.
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#aa8800", "#66aadd", "#aa3377", "#777777", "#cc6611")
-_WIDE, _HIGH, _LEFT, _RIGHT, _TOP, _BOTTOM, _LINE = 640, 360, 64, 16, 16, 48, 18
+_WIDE = 640
+_HIGH = 360
+_LEFT = 64
+_RIGHT = 16
+_TOP = 16
+_BOTTOM = 48
+_LINE = 18
 _LETTER = 6.6  # the approximate width of a letter
 # The styles of lines; a page may set its own colours by these class names.
 _LOOKS = {
@@ -67,7 +73,9 @@ class _Frame:
         marks: Sequence[float] | None = None,
         log: bool = False,
     ) -> None:
-        self.x, self.y, self.log = x, y, log
+        self.x = x
+        self.y = y
+        self.log = log
         self.parts = [Markup("<title>{}</title>").format(title)]
         free = 0.0  # from this position on there is room for the next number
         for value in _ticks(*x) if marks is None else marks:

@@ -152,7 +152,9 @@ class Blocks:
         tokens, follows, places, firsts = (list[int]() for _ in range(4))
         drafted, goes_on, jumps = (list[bool]() for _ in range(3))
         for each in self.recordings:
-            starts, lengths, accepted = each.start_N.tolist(), each.length_N.tolist(), each.accepted_N.tolist()
+            starts = each.start_N.tolist()
+            lengths = each.length_N.tolist()
+            accepted = each.accepted_N.tolist()
             choices, drafts = each.target.ids[:, 0].tolist(), each.drafted_T.split(lengths)
             end, base = len(each.text), len(tokens)
             ends, offsets = [*starts[1:], end], accumulate((n + 1 for n in lengths), initial=base)
@@ -366,7 +368,11 @@ class _Walk:
         cases: int,
         lookup: NGramDraft | None,
     ) -> None:
-        self.blocks, self.policy, self.k, self.cases, self.lookup = blocks, policy, k, cases, lookup
+        self.blocks = blocks
+        self.policy = policy
+        self.k = k
+        self.cases = cases
+        self.lookup = lookup
         self.confidence, self.reach = confidence, reach
         self.begin, self.at_C = time.perf_counter(), blocks.begin_C.clone()
         count = len(blocks.recordings)
@@ -379,7 +385,9 @@ class _Walk:
 
     def take_round(self, row_B: Tensor) -> None:
         """Take one round of each completion in ``row_B``."""
-        blocks, at_B, columns_K = self.blocks, self.at_C[row_B], torch.arange(self.k)
+        blocks = self.blocks
+        at_B = self.at_C[row_B]
+        columns_K = torch.arange(self.k)
         # Draft and verify.
         chain = blocks.chain(row_B, at_B, self.k, self.confidence, self.reach)
         spent = {label: spent_C[row_B] for label, spent_C in self.spent.items()}
@@ -414,7 +422,9 @@ class _Walk:
             spent_C = self.spent.setdefault(label, torch.zeros_like(self.nats_C))
             spent_C[row_B] += torch.where(relaxes_BK, cost_BK, 0.0).sum(1)
         for b, j in relaxes_BK.nonzero().tolist() if len(self.examples) < self.cases else ():
-            c, at, places = int(row_B[b]), int(at_B[b]), chain.place_BJ[b]
+            c = int(row_B[b])
+            at = int(at_B[b])
+            places = chain.place_BJ[b]
             drafted, choice = self.blocks.token_P[places].tolist(), int(self.blocks.target.ids[places[j], 0])
             before = [*self.blocks.texts[c][max(at - 12, 0) : at], *drafted[:j]]
             recording = self.blocks.recordings[c]

@@ -220,7 +220,9 @@ class _Comparison:
     """All ways of a plan on the same problems. A problem has one ``Unit`` for each seed."""
 
     def __init__(self, plan: Plan, records: Records, problems: list[list[Unit]]) -> None:
-        self.plan, self.records, self.problems = plan, records, problems
+        self.plan = plan
+        self.records = records
+        self.problems = problems
         self.ways = {way.label: way for way in plan.ways}
         # Times can be compared only on problems where a single maker made all completions, in turns.
         makers = [

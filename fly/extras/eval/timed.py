@@ -103,7 +103,10 @@ class HeadClock(Clock, Head):
 
     def __init__(self, inner: Head) -> None:
         super().__init__(inner)
-        self.head, self.options, self.to_target_U, self.shares = inner, inner.options, inner.to_target_U, inner.shares
+        self.head = inner
+        self.options = inner.options
+        self.to_target_U = inner.to_target_U
+        self.shares = inner.shares
 
     def share(self, weight_VC: Tensor) -> None:
         self.head.share(weight_VC)

@@ -86,7 +86,9 @@ class Gateway:
     """
 
     def __init__(self, settings: Settings, retries: int, replicas: DeploymentHandle[Any]) -> None:
-        self.settings, self.retries, self.replicas = settings, retries, replicas
+        self.settings = settings
+        self.retries = retries
+        self.replicas = replicas
         self.draining, self._open = False, 0
         self._heard = -_BEYOND  # when a replica last sent anything
         self._known: dict[str, bytes] = {}  # the metrics of each replica when all of them last answered
@@ -174,7 +176,9 @@ class Gateway:
 
     async def _body(self, receive: Receive) -> bytes | None:
         """Read the body; None if the client left. Reading stops once the body is too long; the replica refuses it."""
-        parts, size, more = list[bytes](), 0, True
+        parts = list[bytes]()
+        size = 0
+        more = True
         try:
             async with asyncio.timeout(self.settings.read_timeout):
                 while more and size <= self.settings.max_body:

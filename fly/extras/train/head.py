@@ -189,7 +189,9 @@ class _Reader:
     """
 
     def __init__(self, executor: Executor, states: tuple[int, ...], length: int) -> None:
-        self.executor, self.states, self.length = executor, states, length
+        self.executor = executor
+        self.states = states
+        self.length = length
         self.scale_F = torch.ones(len(states) * executor.config.hidden_size)
         self.cache: PagedKVCache | None = None
 
@@ -323,7 +325,10 @@ class _Checkpoint:
     def __init__(
         self, path: Path, about: dict[str, Any], head: Eagle3Head, optimiser: torch.optim.Optimizer, reader: _Reader
     ) -> None:
-        self.path, self.head, self.optimiser, self.reader = path, head, optimiser, reader
+        self.path = path
+        self.head = head
+        self.optimiser = optimiser
+        self.reader = reader
         self.about = json.loads(json.dumps({name: value for name, value in about.items() if name not in _MAY_CHANGE}))
 
     def load(self) -> Training | None:
@@ -415,7 +420,9 @@ def _begin_like_the_target(head: Eagle3Head, reader: _Reader, taught: abc.Sequen
     approximates the target's. Executors do not expose their weights, so a least-squares fit of logits to normalised
     hidden states gives this matrix."""
     config, width = reader.executor.config, reader.executor.config.hidden_size
-    square_F, read, asked = torch.zeros(len(reader.scale_F)), 0, 0
+    square_F = torch.zeros(len(reader.scale_F))
+    read = 0
+    asked = 0
     gram_CC, product_CU = torch.zeros(width, width), torch.zeros(width, head.config.draft_vocab_size)
     states = (*reader.states, config.num_hidden_layers)
     for start in range(0, len(taught), _SAMPLED):

@@ -28,7 +28,9 @@ def count_splits(keys: int) -> int:
     four times the last. Where a split ends depends on its number alone."""
     splits, size = 0, SPLIT
     while keys > EQUAL * size:
-        keys, splits, size = keys - EQUAL * size, splits + EQUAL, 4 * size
+        keys -= EQUAL * size
+        splits += EQUAL
+        size *= 4
     return splits + -(-keys // size)
 
 

@@ -28,7 +28,9 @@ def multiply_int8_kernel(
     Sums are float32, and are multiplied by the output's scale at the end. K is not split, so an output depends on
     nothing but its own token.
     """
-    n_N, t_T, k_K = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, 16), tl.arange(0, BLOCK_K)
+    n_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t_T = tl.arange(0, 16)
+    k_K = tl.arange(0, BLOCK_K)
     sum_TN = tl.zeros([16, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
         at_K = start + k_K
@@ -53,7 +55,9 @@ def multiply_int8_kernel(
 def multiply_int8(x_TK: Tensor, weight_NK: Tensor, scale_N1: Tensor, bias_N: Tensor | None) -> Tensor:
     """Return the product [T, N], for T up to 16; ``weight_NK`` is int8, and ``scale_N1`` has a factor for each of its
     rows."""
-    (tokens, inputs), outputs, exact = x_TK.shape, len(weight_NK), x_TK.dtype == torch.float32
+    tokens, inputs = x_TK.shape
+    outputs = len(weight_NK)
+    exact = x_TK.dtype == torch.float32
     y_TN = torch.empty((tokens, outputs), dtype=x_TK.dtype, device=x_TK.device)
     launch(
         multiply_int8_kernel, (triton.cdiv(outputs, 32),) if tokens else (0,),
@@ -109,7 +113,9 @@ def multiply_int4_kernel(
 
 def multiply_int4(x_TK: Tensor, pairs_NP: Tensor, scale_NG: Tensor, zero_NG: Tensor, bias_N: Tensor | None) -> Tensor:
     """Return the product [T, N], as ``fly.backends.cuda.ops.multiply_int4``."""
-    (tokens, inputs), outputs, exact = x_TK.shape, len(pairs_NP), x_TK.dtype == torch.float32
+    tokens, inputs = x_TK.shape
+    outputs = len(pairs_NP)
+    exact = x_TK.dtype == torch.float32
     size = inputs // scale_NG.shape[1]
     y_TN = torch.empty((tokens, outputs), dtype=x_TK.dtype, device=x_TK.device)
     launch(

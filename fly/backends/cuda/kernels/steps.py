@@ -133,7 +133,9 @@ def find_kept_kernel(
                 total += tl.sum(tl.where(x_X >= least, tl.exp((x_X - peak) / temperature), 0.0), 0)
             # The least key above which there is less than ``top_p`` of the mass lies in one of 16 parts from ``low``
             # on.
-            low, part, step_S = zero.to(tl.int32) + -2147483648, zero.to(tl.int32) + 268435456, tl.arange(0, 16)
+            low = zero.to(tl.int32) + -2147483648
+            part = zero.to(tl.int32) + 268435456
+            step_S = tl.arange(0, 16)
             for _ in range(8):
                 border_S = low + step_S * part + (part - 1)  # the last key of each part
                 above_S = tl.zeros([16], tl.float32)
