@@ -577,6 +577,8 @@ LONG = [
     *[("```\n", piece) for piece in ["```\n", "'''\n", "```\n\\'''\n", "> ", "1. "]],
     *[(head, " ") for head in ["x", "A", "A,", "not A,", "answer", "answer is", "#### 1", "= -", r"\boxed", r"\frac"]],
     *[(head, "\n") for head in ["answer", "A) x", "####", "# x"]],
+    ("", "#"),
+    ("option:", " "),
 ]
 
 

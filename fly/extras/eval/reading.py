@@ -238,7 +238,7 @@ _EXCLUDED = re.compile(  # "not A", "neither A nor B", "A is wrong", "A and B ar
 _CHOOSES = re.compile(
     rf"(?i)(?<!to )\b(?:(?:answers?|ans|(?:correct|right|best|final|my) (?:choice|option|letter|one|pick|selection))"
     rf"(?:\s+(?:choice|option|letter))?(?:{_IS}|\.?(?=\s+[(\[]?\w\b(?!\s+\w)))|(?:correct|choice|option|selection)\s*:)"
-    rf"|\#{{4,}}(?=\s*{_ONE}[.\s]*(?:\n|\Z))"
+    rf"|(?<!\#)\#{{4,}}+(?=\s*+{_ONE}\.?[ \t]*+(?:\n|\Z))"
 )
 _SENTENCE_END = re.compile(r"[.!?](?:\s|$)")
 
@@ -326,7 +326,7 @@ _CONTINUES = re.compile(
     rf"|{_STATEMENT}"
     r"|[rRbBuUfF]?(?:\"{3}|'{3})"
     r"|[A-Za-z_][\w.]*\([^\n]*\)[ \t]*$"
-    r"|[A-Za-z_][\w.]*(?:\[[^\]\n]*\])?(?: *, *\w+)*(?: *: *[\w.\[\], ]+)? *[-+*/%|&^]?=[^=\n])",
+    r"|[A-Za-z_][\w.]*(?:\[[^\]\n]*\])?(?: *+, *+\w++)*+(?: *+: *+[\w.\[\], ]++)?+ *+[-+*/%|&^]?=[^=\n])",
     re.MULTILINE,
 )
 
