@@ -66,7 +66,7 @@ def speaker(bare: Path, tmp_path: Path) -> Path:
         ("fly.cache", "BlockAllocator PagedKVCache OutOfBlocks"),
         ("fly.models", "Llama LlamaConfig load_model"),
         ("fly.types", "Draft Target Noise Verdict SamplingParams"),
-        ("fly.runner.request", "Sequence Stats Token"),
+        ("fly.runner.request", "Row Stats Token"),
     ],
 )
 def test_public_names(module: str, names: str) -> None:

@@ -29,16 +29,18 @@ class Twice(ValueError):
     """An object has two members of the same name. The argument is that name."""
 
 
-def loads(text: bytes | str, once: bool = True) -> Any:
+def loads(text: bytes | str, once: bool = True, strict: bool = False) -> Any:
     """Parse JSON. Raises ``ValueError`` if it is invalid, and ``TooMuch`` if it exceeds the limits. With ``once``, also
-    raises ``Twice`` if an object repeats a name, because it would be unclear which value is meant."""
+    raises ``Twice`` if an object repeats a name, because it would be unclear which value is meant. With ``strict``,
+    ``NaN`` and ``Infinity``, which Python reads, are invalid too."""
     if isinstance(text, bytes):
         text = text.decode()  # UTF-8 only: in other encodings the count below would be wrong
     entries, members = _counted(text)
     if entries > ENTRIES or members > MEMBERS:
         raise TooMuch(f"more than {ENTRIES} entries of lists, or {MEMBERS} members of objects")
+    constant = _refuse_constant if strict else None
     try:
-        value = json.loads(text, object_pairs_hook=_refuse_twice if once else None, parse_constant=_refuse_constant)
+        value = json.loads(text, object_pairs_hook=_refuse_twice if once else None, parse_constant=constant)
     except RecursionError as error:
         raise TooMuch(f"{error}: it is nested more than {DEEPEST} deep") from None
     level: list[Any] = [[value]]

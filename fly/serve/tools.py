@@ -350,7 +350,7 @@ def _as_arguments(text: str) -> str | None:
 def _load(text: str) -> Any:
     """Parse JSON; return None if it is invalid."""
     try:
-        return loads(text, once=False)
+        return loads(text, once=False, strict=True)
     except ValueError:
         return None
 
