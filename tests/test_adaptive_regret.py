@@ -75,7 +75,9 @@ class Machine:
 
     def run(self, strategy: DraftStrategy | None, texts: abc.Sequence[Text], together: int) -> float:
         """Seconds of all requests. Up to ``together`` run at a time."""
-        start, waiting, rows = self.now, [make_row(text.tokens[: PROMPT + 1]) for text in texts], list[Row]()
+        start = self.now
+        waiting = [make_row(text.tokens[: PROMPT + 1]) for text in texts]
+        rows: list[Row] = []
         for number, (row, text) in enumerate(zip(waiting, texts)):
             row.prompt_length, row.id, self.texts[number] = PROMPT, number, text
         while rows or waiting:

@@ -37,19 +37,22 @@ def added_tokens(
 
     Raises ``AttributeError``, ``KeyError``, ``TypeError`` or ``ValueError`` if a file does not have its form.
     """
-    stated, saved = dict(settings), raw.get_added_tokens_decoder()
+    stated = dict(settings)
+    saved = raw.get_added_tokens_decoder()
     if _OLDER_EXTRA in stated and not stated.get(_EXTRA):
         stated[_EXTRA] = stated.pop(_OLDER_EXTRA)
     # Collect the special tokens with names of the model's own, such as image_token.
-    own = {name: stated.pop(name) for name, value in settings.items() if _is_own(name) and isinstance(value, str)}
-    own |= _pop_named(stated)
-    own = own or dict(settings.get("model_specific_special_tokens") or {})
+    model_names = {
+        name: stated.pop(name) for name, value in settings.items() if _is_own(name) and isinstance(value, str)
+    }
+    model_names |= _pop_named(stated)
+    model_names = model_names or dict(settings.get("model_specific_special_tokens") or {})
     # List the added tokens with their ids. These give only the order: the tokenizer numbers new tokens itself.
     if (decoder := stated.get("added_tokens_decoder")) is not None:
         listed = [(int(number), _token(value)) for number, value in decoder.items()]
     else:
         stated |= {name: _older(name, value, stated) for name, value in older_names.items()}
-        own |= _pop_named(stated)
+        model_names |= _pop_named(stated)
         special = {str(value) for value in (*map(stated.get, _NAMES), *(stated.get(_EXTRA) or ()))}
         listed = [
             (int(number), AddedToken(text, special=text in special, normalized=text not in special))
@@ -63,7 +66,7 @@ def added_tokens(
     by_name |= {name: by_text.get(str(_token(value)), value) for name, value in by_name.items() if value is not None}
     if raw.padding and "pad_token" not in stated:
         by_name["pad_token"] = raw.padding["pad_token"]
-    by_name |= {name: value for name, value in stated.items() if _is_own(name) and _is_token(value)} | own
+    by_name |= {name: value for name, value in stated.items() if _is_own(name) and _is_token(value)} | model_names
     named = {name: _token(value) for name, value in by_name.items() if value is not None}
     extra = stated[_EXTRA] if _EXTRA in stated else stated.get(_OLDER_EXTRA)
     known = {str(token) for token in (*saved.values(), *by_id.values())}

@@ -73,7 +73,7 @@ class Directory(Checkpoint):
 
     @cached_property
     def _tokenizer(self) -> tuple[RawTokenizer, dict[str, str]]:
-        """The tokenizer with the tokens of all files, and the special tokens by name."""
+        """The tokenizer with the tokens that all files of the directory add, and its special tokens by their names."""
         raw, settings = self._saved_tokenizer(), self.settings(_TOKEN_FILES[0])
         try:
             names, tokens = added_tokens(raw, settings, *map(self.settings, _TOKEN_FILES[1:]))

@@ -376,7 +376,9 @@ class GGUF(Checkpoint):
 
     def _check_keys(self, config: Mapping[str, Any]) -> None:
         """Raise ``CheckpointError`` for metadata that would change the computation, but have no effect here."""
-        path, architecture, head_dim = self.path, self.architecture, self.head_dim
+        path = self.path
+        architecture = self.architecture
+        head_dim = self.head_dim
         for key in _WIDTHS:
             if (width := self._number(key, head_dim)) != head_dim:
                 raise CheckpointError(f"{path}: {architecture}.{key} {width} must be {head_dim}, the width of keys")

@@ -182,14 +182,16 @@ def make_tokenizer(fields: Mapping[str, Any], source: str) -> RawTokenizer:
 
 def special_names(fields: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of the special tokens, by the names that chat templates use."""
-    tokens, ids = _tokens(fields), special_ids(fields)
+    tokens = _tokens(fields)
+    ids = special_ids(fields)
     return {name: tokens[ids[key]] for key, name in _NAMES.items() if key in ids and tokens}
 
 
 def end_ids(fields: Mapping[str, Any]) -> set[int]:
     """Return the ids of the tokens that end an answer. As in llama.cpp, they are found by their keys and by their
     texts. Without a vocabulary they are those in the metadata."""
-    tokens, ids = _tokens(fields), special_ids(fields)
+    tokens = _tokens(fields)
+    ids = special_ids(fields)
     stated = {ids[key] for key in ("eos", "eot", "eom", *_CODE_ENDS) if key in ids}
     listed = fields.get("tokenizer.ggml.eos_token_ids")
     stated |= {number for number in (listed if _is_list_of(listed, int) else ()) if _is_id(number, tokens)}
@@ -225,7 +227,9 @@ def _is_id(number: Any, tokens: list[str]) -> TypeGuard[int]:
 def special_ids(fields: Mapping[str, Any]) -> dict[str, int]:
     """Return the ids of special tokens, by the first part of their keys. As in llama.cpp, a default takes the place of
     an id that no token has."""
-    tokens, types, ids = _tokens(fields), _types(fields), dict[str, int]()
+    tokens = _tokens(fields)
+    types = _types(fields)
+    ids: dict[str, int] = {}
     if fields.get("tokenizer.ggml.model") == "llama":
         ids = {key: n for key, n in _DEFAULTS.items() if types[n : n + 1] in ([_CONTROL], [_UNKNOWN])}
     for key in _ID_KEYS:
@@ -250,7 +254,9 @@ def _check_keys(fields: Mapping[str, Any], source: str) -> None:
 
 def _warn_of_ids(fields: Mapping[str, Any], source: str) -> None:
     """Warn of ids that no token has, and of a token that texts must begin or end with, but whose id is missing."""
-    tokens, ids, faults = _tokens(fields), special_ids(fields), []
+    tokens = _tokens(fields)
+    ids = special_ids(fields)
+    faults = []
     for key in (*_ID_KEYS, *_OLDER.values()):
         number = fields.get(name := f"tokenizer.ggml.{key}_token_id")
         if number is not None and not _is_id(number, tokens):
@@ -269,7 +275,8 @@ def _warn_of_ids(fields: Mapping[str, Any], source: str) -> None:
 def _corrected_types(fields: Mapping[str, Any], source: str, stated: list[int]) -> list[int]:
     """Return the tokens' types, but control tokens for all that end an answer or mark code, as in llama.cpp. Warn if
     the file states other types for these."""
-    tokens, ids = _tokens(fields), special_ids(fields)
+    tokens = _tokens(fields)
+    ids = special_ids(fields)
     marks = {"<|end|>"}.union(*(texts for key, texts in _CODE.items() if key not in ids))
     control = end_ids(fields) | {number for number, text in enumerate(tokens) if text in marks}
     if wrong := sorted(number for number in control if stated[number] != _CONTROL):

@@ -52,7 +52,7 @@ def message_writer(number: int) -> str:
 
 
 def message_number(writer: str) -> int:
-    """Return the number of the message with this writer."""
+    """Return the number of the message whose content ``writer`` wrote."""
     return ord(writer) - _FIRST
 
 
@@ -221,7 +221,7 @@ class Traced(str):
         return cut
 
     def _padded(self, text: str, left: int, *fillchar: str) -> Traced:
-        """Return ``text``, which is this text with ``left`` characters before it and the rest after it."""
+        """Return ``text``, this text with padding, with its writers. ``left`` characters of padding stand before it."""
         filler = writers_of(*fillchar) if fillchar else TEMPLATE  # the template pads
         return Traced(text, filler * left + self._writers + filler * (len(text) - len(self) - left))
 

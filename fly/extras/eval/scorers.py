@@ -132,11 +132,11 @@ class Number(_Scorer):
     def score(self, completion: str, answer: str, row: Row, programs: Programs) -> Score:
         self.check(answer)
         wanted = self.read(answer) or Decimal(0)
-        found = self.read(completion)
-        if found is None:
+        number = self.read(completion)
+        if number is None:
             return Score(False)
         with localcontext(Emin=MIN_EMIN, Emax=MAX_EMAX):  # a number may have a million digits
-            return Score(abs(found - wanted) <= Decimal(str(self.tolerance)), f"{found:f}")
+            return Score(abs(number - wanted) <= Decimal(str(self.tolerance)), f"{number:f}")
 
     @staticmethod
     def read(text: str) -> Decimal | None:
@@ -183,8 +183,8 @@ class Choice(_Scorer):
 
     def score(self, completion: str, answer: str, row: Row, programs: Programs) -> Score:
         self.check(answer)
-        found = read_choice(completion, self.choices)
-        return Score(found == answer.strip(), found)
+        letter = read_choice(completion, self.choices)
+        return Score(letter == answer.strip(), letter)
 
 
 class Code(_Scorer):

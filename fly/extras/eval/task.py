@@ -239,11 +239,15 @@ def load_task(text: str, **changes: Any) -> Task:
     if equals:
         changes = {**changes, "data": str(Path(data).absolute())}
     path = Path(name)
+    folder: Path | None = None  # what paths in the file are relative to; bundled tasks have none
     if path.suffix in (".yaml", ".yml"):
-        source, folder, own = Fields.read(path, "task", Task.model_fields), path.parent.absolute(), path.stem
+        source = Fields.read(path, "task", Task.model_fields)
+        folder = path.parent.absolute()
+        usual_name = path.stem
     elif name in task_names():
         content = (_BUNDLED / f"{name}.yaml").read_bytes()
-        source, folder, own = Fields.parse(content, name, "task", Task.model_fields), None, name
+        source = Fields.parse(content, name, "task", Task.model_fields)
+        usual_name = name
     else:
         raise ValueError(f"unknown task {name!r}{instead(name, task_names())}; a task of your own is a .yaml file")
     fields = dict(source)
@@ -257,7 +261,7 @@ def load_task(text: str, **changes: Any) -> Task:
         return f"task {name!r}: " if place and place[0] in changes else source.where(place)
 
     try:
-        return Task.model_validate({"name": own, **fields, **changes})
+        return Task.model_validate({"name": usual_name, **fields, **changes})
     except ValidationError as error:
         known = [*Task.model_fields, *(["limit"] if changes else [])]  # a plan may also give a limit
         changed = (problem["loc"] for problem in error.errors() if problem["loc"] and problem["loc"][0] in changes)
