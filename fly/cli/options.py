@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -70,6 +71,8 @@ def output(*names: str, help: str, suffix: str = "") -> Any:
             raise typer.BadParameter(f"there is no directory {str(path.parent)!r}")
         if path is not None and path.suffix != suffix != "":
             raise typer.BadParameter(f"{str(path)!r} must end in {suffix!r}")
+        if path is not None and suffix == ".svg" and importlib.util.find_spec("matplotlib") is None:
+            raise typer.BadParameter("plots need matplotlib: pip install 'flyspec[plots]'")
         return path
 
     return typer.Option(*names, help=help, callback=check)

@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 
 from fly.extras.eval.plan import AUTOREGRESSIVE, Plan
-from fly.extras.eval.plots import COLOURS, Curve, Point, curves, pareto
+from fly.extras.eval.plots import COLOURS, Curve, Point, curves, has_plots, pareto
 from fly.extras.eval.records import read_records
 from fly.extras.eval.report import Report, Row, Table
 from fly.extras.eval.statistics import Estimate
@@ -189,9 +189,10 @@ def _clean(value: Any) -> Any:
 
 
 def as_html(found: Report, title: str) -> str:
-    """Return one HTML page without links. It has tables, plots, and texts side by side, with every relaxed token
-    marked."""
-    shown = []
+    """Return one HTML page without links. It has tables, plots (where matplotlib is installed; else the page says so),
+    and texts side by side, with every relaxed token marked."""
+    shown: list[dict[str, Any]] = []
+    plotted = has_plots()
     for table in found.tables:
         coloured = [(row, COLOURS[number % len(COLOURS)]) for number, row in enumerate(table.rows)]
         points = [
@@ -204,8 +205,10 @@ def as_html(found: Report, title: str) -> str:
             {
                 "table": table,
                 "parts": columns(table),
-                "pareto": pareto(points, "speed over autoregression", "recovery") if len(points) > 1 else "",
-                "curves": curves(drawn, "place in the draft", "accepted", (0.0, 1.0)) if drawn else "",
+                "pareto": pareto(points, "speed over autoregression", "recovery")
+                if plotted and len(points) > 1
+                else "",
+                "curves": curves(drawn, "place in the draft", "accepted", (0.0, 1.0)) if plotted and drawn else "",
             }
         )
     source = (files("fly.extras.eval") / "report.html").read_text(encoding="utf-8")
@@ -213,6 +216,7 @@ def as_html(found: Report, title: str) -> str:
     return template.render(
         title=title,
         shown=shown,
+        plotted=plotted,
         notes=found.notes,
         environments=[_described(facts) for facts in found.environments],
         legend=legend(found.tables),
