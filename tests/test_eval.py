@@ -456,7 +456,7 @@ def test_a_report_says_what_would_mislead(tmp_path: Path) -> None:
 
 
 def test_a_run_with_an_unused_setting_that_is_gone_can_be_read(tmp_path: Path) -> None:
-    """Runs of version 0.2 have ``exits: null``. A setting that was used is an error, since its ways cannot be made again."""
+    """Runs of version 0.2 have ``exits: null``. One that was used is an error: its ways cannot be made again."""
     plan = Plan(limit=2, tasks=("bundled-ood",))
     for value in (None, "exits/mine"):
         fields = {**plan.model_dump(mode="json"), "exits": value}

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fly.backends.torch import TorchExecutor
+from fly.cache import PagedBatch
 from fly.extras.early_exit.predictors import Exits
 from fly.models import Llama
 from fly.models.llama import KV, Layer, Norm
@@ -146,7 +147,7 @@ class _Forward:
                 # Fill the cache of the skipped layers with keys and values computed from the hidden states at the exit.
                 leaves_T = _belongs(at_T, left)
                 out_TC, turned = x_TC[leaves_T], [(cos[leaves_T], sin[leaves_T]) for cos, sin in rotary]
-                leaving = going.rows([b for b, row in enumerate(self.rows) if row in left])
+                leaving = _select(going, [b for b, row in enumerate(self.rows) if row in left])
                 for later in layers[passed:]:
                     attention = later.self_attn
                     keys = attention.keys_and_values(later.input_layernorm(out_TC), *turned[later.rope])
@@ -159,7 +160,7 @@ class _Forward:
                 for row in left:
                     self.layers[row.number] = passed
                 # Go on with the other rows.
-                going = going.rows([b for b, row in enumerate(self.rows) if row not in left])
+                going = _select(going, [b for b, row in enumerate(self.rows) if row not in left])
                 self.rows = [row for row in self.rows if row not in left]
                 if not self.rows:
                     return norm(last_TC)
@@ -220,6 +221,15 @@ class _Forward:
             ids_NX[n_D, -1] = token_D
             logits_NX[n_D, -1] = (self.model.lm_head.weight[token_D] * hidden_NC[n_D]).sum(-1).float()
         return ids_NX, logits_NX
+
+
+def _select(kv: PagedBatch, numbers: abc.Sequence[int]) -> PagedBatch:
+    """Return a batch of only the rows with these numbers."""
+    seqs = [kv.seqs[b] for b in numbers]
+    starts = [kv.starts[b] for b in numbers]
+    counts = [kv.counts[b] for b in numbers]
+    masks = None if kv.masks is None else [kv.masks[b] for b in numbers]
+    return PagedBatch(kv.cache, seqs, starts, counts, masks)
 
 
 def _belongs(at_T: Tensor, rows: abc.Sequence[_Row]) -> Tensor:

@@ -226,6 +226,7 @@ def exit_card(
 Early exits for `{target}` with {parameters:,} parameters, written by `fly train-exit`; `DIR` is this directory:
 
 ```python
+import fly
 from fly.extras import early_exit
 
 llm = fly.LLM(early_exit.load("{target}", "DIR"))
