@@ -147,7 +147,6 @@ class Config(BaseModel):
     step_tokens: int = Field(default=2048, gt=0)
     prefix_reuse: bool = True
     kernels: str = "auto"
-    exits: str | None = None
     draft_placement: Literal["auto", "replicated", "sharded", "first"] = "auto"
     whole_sums: bool = False
     heartbeat_timeout: float = Field(default=HEARTBEAT_TIMEOUT, ge=SHORTEST, le=LONGEST, allow_inf_nan=False)

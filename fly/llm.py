@@ -18,14 +18,13 @@ import torch
 
 from fly.backends.choice import LoadExecutor, executor_of, load_executor
 from fly.backends.choice import load as load_model
-from fly.backends.cpu.library import TORCH, check_target
+from fly.backends.cpu.library import check_target
 from fly.bundled import open_model
 from fly.cache import block_size_for
 from fly.calls import Calls, Params, PolicyLike, Prompt, Prompts, as_policy, for_chat, listed
 from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import TranslatingSetup
-from fly.early_exit import exit_early
 from fly.engine import Engine
 from fly.engine.caches import find_room, make_caches
 from fly.engine.job import Request, read_along
@@ -67,8 +66,9 @@ class LLM(Calls):
     Args:
         model: a bundled name (``fly-target``), the path of a Hugging Face directory or a GGUF file, a name on the
             Hugging Face hub (``owner/name``, ``owner/name@revision``, ``owner/name/file.gguf``), an open checkpoint, a
-            loaded model (which takes token ids only), or another ``LLM``. The other ``LLM`` shares its loaded model,
-            tokenizer and end tokens, but neither its caches nor its draft.
+            loaded model, or another ``LLM``. A loaded model is what ``fly.backends.load`` returns, or a module or an
+            executor alone, which takes token ids only. The other ``LLM`` shares its loaded model, tokenizer and end
+            tokens, but neither its caches nor its draft.
         draft: a ``DraftStrategy``, its text (a checkpoint's name as for ``model``, ``ngram``, a cascade such as
             ``ngram+fly-draft``, cheapest first, or ``module:Class``, which is imported; see ``parse_draft``), or None
             for autoregressive decoding.
@@ -111,9 +111,6 @@ class LLM(Calls):
             gives it others). On other devices torchao rounds the weights for ``"int8"``, layer by layer as they are
             loaded (``fly.backends.int8``). On CUDA ``"int4"`` rounds the layers' weights to 4 bits
             (``fly.backends.cuda.int4``).
-        exits: a directory of early exits for this target (``fly train-exit``): in each forward the target stops after
-            the layer at which its next token is settled (SpecEE, arXiv 2504.08850). This runs on PyTorch's kernels. The
-            guarantee is then ``HEURISTIC`` under any policy.
         ranks: the processes that share the models (``fly.parallel.launch``); None for a single process. Either all
             ranks make the same calls in the same order and get the same answers, or the first rank calls ``lead`` and
             the others call ``follow``.
@@ -156,7 +153,6 @@ class LLM(Calls):
         step_tokens: int = 2048,
         prefix_reuse: bool = True,
         kernels: str = "auto",
-        exits: str | Path | None = None,
         ranks: Ranks | None = None,
         draft_placement: Placement = "auto",
         whole_sums: bool = False,
@@ -166,8 +162,6 @@ class LLM(Calls):
         _refuse_unknown(unknown)
         self.k, self.policy = _check_k(k), Exact() if policy is None else as_policy(policy)
         _check_draft(draft, draft_placement)
-        if exits is not None and (deterministic or ranks is not None):
-            raise ValueError(f"exits {str(exits)!r}: they go neither with deterministic nor with ranks")
         sizes = {"cache_tokens": cache_tokens, "cache_bytes": cache_bytes, "cache_share": cache_share}
         sizes["memory_share"] = memory_share
         if len(given := [f"{name} {value}" for name, value in sizes.items() if value is not None]) > 1:
@@ -176,13 +170,10 @@ class LLM(Calls):
 
         # The target. Each rank loads its own part.
         by = load_executor if ranks is None else _part_loader(ranks, whole_sums)
-        own = TORCH if exits is not None and kernels == "auto" else kernels
-        executor = self._load_target(model, dtype, device, own, by, max_context)
+        executor = self._load_target(model, dtype, device, kernels, by, max_context)
         loads = isinstance(model, (str, Path, Checkpoint)), isinstance(draft, (str, Path))
         if not any(loads):  # these options would do nothing
             _check_loaded(executor, dtype, kernels)
-        if exits is not None:
-            executor = exit_early(executor, exits)
         if deterministic:
             executor = executor.deterministic()
         self.vocabulary = self._vocabulary_of(executor.config.vocab_size, executor.device)
@@ -251,10 +242,11 @@ class LLM(Calls):
             most = sys.maxsize if checkpoint is None else checkpoint.config.max_position_embeddings
             if max_context is not None and max_context > most:
                 raise ValueError(f"max_context {max_context} is more than the {most} tokens that {model} has")
-            executor, self.tokenizer, _ = load_model(checkpoint or model, dtype, device, kernels, by, max_context)
-            if checkpoint is not None:
-                self.eos_ids = read_eos_ids(checkpoint, executor.config.vocab_size)
-                self.default_params = read_sampling_defaults(checkpoint, executor.config.vocab_size)
+            loaded = load_model(checkpoint or model, dtype, device, kernels, by, max_context)
+            executor, self.tokenizer = loaded.executor, loaded.tokenizer
+            if loaded.checkpoint is not None:
+                self.eos_ids = read_eos_ids(loaded.checkpoint, executor.config.vocab_size)
+                self.default_params = read_sampling_defaults(loaded.checkpoint, executor.config.vocab_size)
         if max_context is not None and max_context != executor.config.max_position_embeddings:
             has = executor.config.max_position_embeddings
             raise ValueError(f"max_context {max_context}: this model is loaded already, with a context of {has}")
@@ -363,6 +355,7 @@ class LLM(Calls):
                 self.scheduler.check(row)
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}") from None
+            promise = self.engine.runner.executor.promise(row.policy)
             others = [row.sample(derive(row.seed, -sample)) for sample in range(1, row.params.n)]
             if not row.params.max_tokens:  # the first completion scores the prompt for all
                 for other in others:
@@ -372,7 +365,7 @@ class LLM(Calls):
             thinking = chat.thinking if row.matcher is None or chat.shown else None
             for sample in (row, *others):
                 text = read_along(sample, self.tokenizer, streamed, thinking, chat.shown)
-                requests.append(Request(sample, self.tokenizer, text, streamed, thinking))
+                requests.append(Request(sample, promise, self.tokenizer, text, streamed, thinking))
         return requests
 
     def _row(self, prompt: Prompt, params: SamplingParams, policy: PolicyLike, k: int) -> Row:

@@ -12,6 +12,7 @@ __all__ = ["report_moves"]
 MOVED = {
     "fly.audit": "fly.extras.audit",
     "fly.bench": "fly.extras.bench",
+    "fly.early_exit": "fly.extras.early_exit",
     "fly.eval": "fly.extras.eval",
     "fly.ray": "fly.extras.ray",
     "fly.runtime": "fly.runner",

@@ -108,7 +108,7 @@ class Output:
         provenance: why each token was kept (``fly.Token``).
         stats: the counts of speculation (``fly.Stats``).
         policy: the policy that decided.
-        guarantee: what the policy promises; ``HEURISTIC`` if the target could leave early.
+        guarantee: what the policy promises on this model (``Executor.promise``).
         bound: the bound of a ``BOUNDED`` policy, else None.
         others: the other completions, if ``n`` is more than 1.
         reasoning: what a model thinks before it answers a conversation; ``text`` is the answer after that (see

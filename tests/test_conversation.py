@@ -207,6 +207,16 @@ def test_what_was_said_before_an_interrupt_is_kept(
     assert "first after" in result.stderr and "· stopped\n" in result.stderr
 
 
+def test_a_model_may_cap_the_guarantee_of_any_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that exits early does (``fly.extras.early_exit``): the rule alone is lossless, or bounded."""
+    for keeps, exact, bounded in ((True, "lossless", "bounded"), (False, "heuristic", "heuristic")):
+        monkeypatch.setattr("fly.runner.executor.Executor.keeps_guarantees", keeps)
+        told = talk("/policy", "/policy ears").stderr
+        assert f"policy exact ({exact})" in told and f"({bounded})" in told
+        output = LLM("fly-tiny").generate("a", policy="ears", temperature=1.0, max_tokens=2)[0]
+        assert output.guarantee.value == bounded and (output.bound is not None) == keeps
+
+
 def test_an_interrupt_of_anything_else_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt

@@ -4,6 +4,7 @@ target that leaves."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -24,13 +25,16 @@ from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
 from fly.cli import app
 from fly.drafts import DraftStrategy, NGramDraft, SingleDraft, TreeDraft
-from fly.early_exit.executor import EarlyExit
-from fly.early_exit.predictors import ExitConfig, Exits, load_exits, save_exits
+from fly.extras import early_exit
+from fly.extras.early_exit import EarlyExit, ExitConfig, Exits, load_exits, save_exits
+from fly.extras.eval.timed import Clock
 from fly.models import Llama, LlamaConfig
 from fly.models.config import CheckpointError
 from fly.models.families import FAMILIES
 from fly.ops import tree_mask
+from fly.policies import AcceptancePolicy, policy_types
 from fly.runner.executor import Batch
+from fly.serve.rules import Rules
 from fly.serve.service import Service
 from fly.serve.settings import Settings
 from fly.testing.toys import toy_target
@@ -162,8 +166,8 @@ def test_rows_leave_as_it_is_written_out(data: st.DataObject) -> None:
     if before:  # the texts, as a prompt: only the logits after their last tokens are asked for
         texts = [rows[b][: starts[b]] for b in before]
         kv = cache.batch(before, [0] * len(before), list(map(len, texts)))
-        said = executor.score(Batch.of(texts, kv), [0] if len(texts[0]) > 1 else ())
-        assert said.layers is not None and said.layers[0] == LAYERS
+        _, layers = executor.score_rows(Batch.of(texts, kv), [0] if len(texts[0]) > 1 else (), ())
+        assert not layers
     counts = [len(row) - start for row, start in zip(rows, starts)]
     masks = [tree_mask(start, start + 1, tree) if tree else None for start, tree in zip(starts, parents)]
     kv = cache.batch(range(len(rows)), starts, counts, masks)
@@ -176,13 +180,13 @@ def test_rows_leave_as_it_is_written_out(data: st.DataObject) -> None:
             depth.append(1 if parent < 0 else depth[parent] + 1)
         if tree:
             batch.positions[end - len(tree) : end] = [start + d for d in depth]
-    scores = executor.score(batch, None, (0, LAYERS))
+    scores, layers = executor.score_rows(batch, None, (0, LAYERS))
     wanted = naive(model, exits, rows, starts, parents)
-    assert scores.layers == [passed for passed, _ in wanted]
+    assert layers == {row: passed for row, (passed, _) in enumerate(wanted)}
     torch.testing.assert_close(scores.logits_NV, torch.cat([logits for _, logits in wanted]), atol=2e-4, rtol=2e-4)
     last_TC = scores.states_TF[:, 32:]  # of what left, the hidden state at its exit
     torch.testing.assert_close(model.logits(model.norm(last_TC)), scores.logits_NV, atol=2e-4, rtol=2e-4)
-    event(f"layers {sorted(scores.layers)}")
+    event(f"layers {sorted(layers.values())}")
 
 
 def test_thresholds_that_nothing_reaches_change_nothing() -> None:
@@ -192,22 +196,38 @@ def test_thresholds_that_nothing_reaches_change_nothing() -> None:
         lambda: None, NGramDraft, lambda: SingleDraft(model), lambda: TreeDraft(model),
     ]  # fmt: skip
     for draft in drafts:
+        never.passed.clear()
         (plain,) = LLM(model, draft(), k=4).generate([[1, 2, 3]], params)
         (same,) = LLM(never, draft(), k=4).generate([[1, 2, 3]], params)
         assert same.token_ids == plain.token_ids and same.stats.rounds == plain.stats.rounds
-        assert same.stats.layers == LAYERS * same.stats.rounds and plain.stats.layers == 0
+        assert never.passed == {LAYERS: same.stats.rounds} and never.mean_layers == LAYERS
         assert same.guarantee is Guarantee.HEURISTIC and plain.guarantee is Guarantee.LOSSLESS
 
 
-def test_layers_are_counted_by_request() -> None:
+def test_layers_are_counted() -> None:
     always = EarlyExit(TorchExecutor(target()), exits_of((2,), (0.0,)))
+    assert math.isnan(always.mean_layers)
     params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (1, 9, 5)]
-    outputs = LLM(always).generate([[1, 2, 3], [4, 5], [6]], params)
-    assert [out.stats.layers for out in outputs] == [2 * out.stats.rounds for out in outputs]
+    outputs = LLM(always).generate([[1, 2, 3], [4, 5], [6, 7]], params)
     assert [out.stats.rounds for out in outputs] == [0, 8, 4]
-    assert outputs[0].guarantee is Guarantee.LOSSLESS  # its only token came with the prompt, through all layers
+    assert always.passed == {2: 12}  # prompts went through all layers, and could not exit
     (sampled,) = LLM(always).generate([[1, 2, 3]], SamplingParams(temperature=0.9, max_tokens=9, seed=3))
-    assert sampled.stats.layers == 2 * sampled.stats.rounds
+    assert always.passed == {2: 12 + sampled.stats.rounds} and always.mean_layers == 2
+
+
+@settings(max_examples=20)
+@given(st.sampled_from([*policy_types().values()]).map(lambda rule: rule()), st.booleans(), st.booleans())
+def test_no_rule_promises_anything_on_it(rule: AcceptancePolicy, clocked: bool, off: bool) -> None:
+    """Whatever is put around it: its logits are not the target's own (SpecEE), so no rule says more than HEURISTIC."""
+    early = EarlyExit(TorchExecutor(target()), exits_of((2,), (0.0,)))
+    executor = Clock(early) if clocked else early
+    assert executor.promise(rule) == (Guarantee.HEURISTIC, None)
+    assert TorchExecutor(target()).promise(rule) == (rule.guarantee, rule.bound)
+    rules = Rules(rule, 4, "ngram", promise=executor.promise)
+    shown = rules.choose(off=off).as_dict()
+    assert (shown["guarantee"], shown["bound"]) == ("heuristic", None)
+    with pytest.raises(ValueError, match="is heuristic on this model; this server requires lossless ones"):
+        Rules(rule, 4, "ngram", require_lossless=True, promise=executor.promise)
 
 
 def test_what_is_saved_is_loaded_and_what_does_not_fit_is_named(tmp_path: Path) -> None:
@@ -217,16 +237,17 @@ def test_what_is_saved_is_loaded_and_what_does_not_fit_is_named(tmp_path: Path) 
     assert again.config == exits.config
     assert all(torch.equal(one, other) for one, other in zip(again.state_dict().values(), exits.state_dict().values()))
     model = target()
-    assert LLM(model, exits=tmp_path / "exits").engine.runner.executor.leaves_early
+    loaded = early_exit.load(model, tmp_path / "exits")
+    assert isinstance(loaded.executor, EarlyExit) and early_exit.load(loaded.executor.inner, tmp_path / "exits")
     with pytest.raises(ValueError, match="hidden_size is 32, this one's 64"):
-        LLM("fly-tiny", exits=tmp_path / "exits")
-    with pytest.raises(ValueError, match="neither with deterministic nor with ranks"):
-        LLM(model, exits=tmp_path / "exits", deterministic=True)
-    if available()[0] != "torch":
+        early_exit.load("fly-tiny", tmp_path / "exits")
+    with pytest.raises(ValueError, match="deterministic: a target that exits early"):
+        LLM(loaded, deterministic=True)
+    for other in (loaded, *([] if available()[0] == "torch" else [executor_of(model, available()[0])])):
         with pytest.raises(ValueError, match="take a Llama on PyTorch's kernels, kernels='torch', not Llama on"):
-            LLM(executor_of(model, available()[0]), exits=tmp_path / "exits")
+            early_exit.load(other, tmp_path / "exits")
     with pytest.raises(CheckpointError, match="nowhere holds no early exits"):
-        LLM(model, exits=tmp_path / "nowhere")
+        early_exit.load(model, tmp_path / "nowhere")
     path = tmp_path / "exits" / "config.json"
     said = json.loads(path.read_text())
     for change, problem in (
@@ -256,39 +277,17 @@ def test_from_answers_to_a_target_that_leaves(tmp_path: Path) -> None:
     assert all(torch.equal(tensors[name], again[name]) for name in tensors)
     card = (out / "README.md").read_text()
     assert "| 3 |" in card and "24 prompts of the bundled task `arithmetic`" in card
-    llm = LLM("fly-target", exits=out)
+    loaded = early_exit.load("fly-target", out)
+    assert isinstance(loaded.executor, EarlyExit)
+    llm, plain = LLM(loaded, "fly-draft"), LLM("fly-target", kernels="torch")
+    assert llm.eos_ids == plain.eos_ids and llm.default_params == plain.default_params
     problem = "Tom has 3 apples and buys 4 more. How many apples has he now?"
     output = llm.generate([llm.chat_prompt(problem)], SamplingParams(temperature=0.0, max_tokens=40))[0]
-    assert output.stats.layers < 4 * output.stats.rounds and output.guarantee is Guarantee.HEURISTIC
-    with pytest.raises(ValueError, match="no policy is lossless here"):
+    assert 1 < loaded.executor.mean_layers < 4 and loaded.executor.passed.total() == output.stats.rounds
+    assert output.guarantee is Guarantee.HEURISTIC and "heuristic" in repr(output)
+    with pytest.raises(ValueError, match="'exact' is heuristic on this model; this server requires lossless ones"):
         Service(llm, Settings(require_lossless=True), "none", "it")
     shown = Service(llm, Settings(), "none", "it").rules.choose
     assert shown("block").as_dict()["guarantee"] == shown(off=True).as_dict()["guarantee"] == "heuristic"
-    words = [
-        "eval",
-        "--exits",
-        str(out),
-        "--policy",
-        "fly",
-        "--problems",
-        "2",
-        "--max-tokens",
-        "24",
-        "--json",
-        str(tmp_path / "found.json"),
-    ]
-    ran = CliRunner().invoke(app, words)
-    assert ran.exit_code == 0, ran.output
-    rows = {row["way"]: row for row in json.loads((tmp_path / "found.json").read_text())["tables"][0]["rows"]}
-    assert list(rows) == [
-        *(names := ["autoregressive", "exact k15", "fly k15"]),
-        *(f"{name} + exits" for name in names),
-    ]
-    assert rows["exact k15 + exits"]["guarantee"] == "heuristic" and rows["exact k15"]["guarantee"] == "lossless"
-    assert 1 < rows["autoregressive + exits"]["layers"] < 4 and rows["autoregressive"]["layers"] is None
-    chat = ["chat", "fly-target", "--exits", str(out), "--max-tokens", "8"]
-    talk = CliRunner().invoke(app, chat, input=f"/draft ngram\n/policy\n{problem}\n")
-    assert "policy exact (heuristic)" in talk.stderr
-    assert "draft ngram" in talk.stderr and "error" not in talk.stderr, talk.stderr
     bad = CliRunner().invoke(app, ["train-exit", str(out), "--task", "arithmetic", "--layers", "2,x"])
     assert bad.exit_code == 2 and "--layers '2,x' must be numbers with commas" in bad.output

@@ -15,12 +15,13 @@ FILES = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "fly"
 # A room imports only itself and rooms that stand before it, annotations included.
 ROOMS = [
     "moved", "errors", "expressions", "params", "ops", "vocabulary", "types", "policies", "cache", "models", "bundled",
-    "runner", "drafts", "output", "engine", "backends", "early_exit", "config", "parallel", "calls", "llm", "testing",
+    "runner", "drafts", "output", "engine", "backends", "config", "parallel", "calls", "llm", "testing",
     "serve", "cli", "extras",
 ]  # fmt: skip
 # Programs and bridges beside the core, each with the other extras that it may import.
 EXTRAS: dict[str, set[str]] = {
-    "eval": set(), "bench": {"eval"}, "train": {"eval"}, "ray": {"eval", "train"}, "audit": set(), "engines": set(),
+    "eval": set(), "bench": {"eval"}, "train": {"eval"}, "early_exit": {"train"}, "ray": {"eval", "train"},
+    "audit": set(), "engines": set(),
 }  # fmt: skip
 PACKAGE = {"__init__", "__main__"}  # may import any
 # These know no backend: what a model can is asked of its executor alone.
@@ -119,7 +120,7 @@ def test_the_core_imports_no_extra() -> None:
 
 
 def test_an_old_place_names_the_new_one() -> None:
-    for name in ("eval", "bench", "train", "ray", "audit"):
+    for name in ("eval", "bench", "train", "ray", "audit", "early_exit"):
         with pytest.raises(ImportError, match=f"fly.extras.{name}"):
             importlib.import_module(f"fly.{name}")
     with pytest.raises(ImportError, match=r"fly\.extras\.eval"):

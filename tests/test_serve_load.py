@@ -24,7 +24,7 @@ from fly import LLM, SamplingParams
 from fly.drafts import NGramDraft
 from fly.engine.job import Job, Request
 from fly.engine.worker import Worker
-from fly.policies import Exact, parse_policy
+from fly.policies import Exact, Promise, parse_policy
 from fly.runner.request import Row, Token
 from tests.serving import MODEL, eventually, running
 
@@ -232,7 +232,7 @@ def test_a_client_that_comes_or_leaves_hurries_only_the_current_turn() -> None:
     toy: Any = Toy()
     worker = Worker(toy)
     row = Row([1], 1, SamplingParams(), Exact(), 0, 0)
-    job = Job([Request(row)])
+    job = Job([Request(row, Promise.of(row.policy))])
     worker.submit(job)
     assert eventually(lambda: len(begun) == 1)
     worker.cancel(job, wait=True)

@@ -215,7 +215,7 @@ def load(
         kept["kept"] = kept_tokens(vocabulary, size, control_ids)
     with _room_for(checkpoint, resolve_dtype(dtype, checkpoint.raw), resolve_device(device), kernels):
         executor = by(checkpoint, dtype, device, kernels=kernels, **kept)
-    return Loaded(executor, tokenizer, control_ids)
+    return Loaded(executor, tokenizer, control_ids, checkpoint)
 
 
 def _room_for(
@@ -243,7 +243,7 @@ def _kernels_like(target: Executor, device: str | torch.device, draft: Checkpoin
     while isinstance(inner, Wrapped):
         inner = inner.inner
     model = getattr(inner, "model", None)
-    forced = target.leaves_early or not isinstance(model, Llama) or refusal(model) is not None
+    forced = not isinstance(model, Llama) or refusal(model) is not None
     if resolve_device(device).type != target.device.type or (target.kernels == TORCH and forced):
         return "auto"
     variant, narrow = split(target.kernels)

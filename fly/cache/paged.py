@@ -197,12 +197,6 @@ class PagedBatch:
         v_SGD.index_copy_(0, slots_T, v_TGD.to(v_SGD.dtype))
         return k_SGD, v_SGD
 
-    def rows(self, numbers: Sequence[int]) -> PagedBatch:
-        """Return a batch of only some rows."""
-        seqs, starts = [self.seqs[b] for b in numbers], [self.starts[b] for b in numbers]
-        masks = None if self.masks is None else [self.masks[b] for b in numbers]
-        return PagedBatch(self.cache, seqs, starts, [self.counts[b] for b in numbers], masks)
-
     def tokens(self) -> Iterator[PagedBatch]:
         """Yield the batch token by token, row after row. Attention copies the keys and values that a token sees."""
         slots_T, rows = self._packed

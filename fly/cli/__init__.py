@@ -69,7 +69,7 @@ EXTRAS = {
         "Train an EAGLE-3 draft head for a target on its own answers, and write it in the published layout.",
     ),
     "train-exit": Extra(
-        "fly.extras.train.command:train_exit_command",
+        "fly.extras.early_exit.command:train_exit",
         "Train early exits (SpecEE) for a target on its own answers: predictors of when more layers change nothing.",
     ),
     "audit": Extra(

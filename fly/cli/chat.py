@@ -25,7 +25,7 @@ from fly.config import Config
 from fly.errors import meant, said, short
 from fly.llm import LLM, Piece, Stream
 from fly.policies import parse_policy
-from fly.types import Guarantee, SamplingParams
+from fly.types import SamplingParams
 
 MOST = 1024  # default tokens of an answer
 
@@ -202,9 +202,8 @@ class Conversation:
             policy = parse_policy(text, trusted=True)
             policy.bind(self.llm.vocabulary)
             self.policy = policy
-        early = self.llm.engine.runner.executor.leaves_early
-        promise = Guarantee.HEURISTIC if early else self.policy.guarantee
-        self._tell(f"policy {self.policy} ({promise.value})")
+        promise = self.llm.engine.runner.executor.promise(self.policy)
+        self._tell(f"policy {self.policy} ({promise.guarantee.value})")
 
     def _k(self, text: str) -> None:
         """N: the most tokens drafted in a round; 0 drafts none."""
@@ -217,8 +216,8 @@ class Conversation:
         if text:
             setup = self.setup.model_copy(update={"draft": text})
             own = {name: getattr(setup, name) for name in type(setup).model_fields if name not in Config.of_ranks}
-            # The loaded target keeps its kernels and exits; a draft takes its kernels by them.
-            llm = LLM(**{**own, "model": self.llm, "kernels": "auto", "exits": None})
+            # The loaded target keeps its kernels, and a draft takes its kernels by them.
+            llm = LLM(**{**own, "model": self.llm, "kernels": "auto"})
             self.llm.close()
             self.llm, self.setup = llm, setup
         self._tell(f"draft {self.setup.draft}")

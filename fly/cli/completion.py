@@ -193,9 +193,6 @@ def show_legend(llm: LLM, stats: Stats, elapsed: float) -> None:
         parts.append(f"τ {stats.tau:.2f}")
         parts.append(f"{stats.acceptance_rate:.0%} of {stats.drafted} drafted tokens kept")
         parts.append(f"{stats.relaxed} relaxed")
-    if stats.layers:
-        whole = llm.engine.runner.executor.config.num_hidden_layers
-        parts.append(f"{stats.layers / stats.rounds:.1f} of {whole} layers a round")
     parts += [
         f"{name} held {gate.passed}/{gate.asked}{f', alone refused {gate.refused}' if gate.refused else ''}"
         for name, gate in stats.gates.items()

@@ -112,9 +112,6 @@ MemoryShare = Annotated[
     float | None,
     number(0.01, 1, help="On CUDA: the share of the memory to take, caches included. Default: 0.9.", **_OF_MODEL),
 ]
-Exits = Annotated[
-    str | None, _of_model(help="A directory of 'fly train-exit': the target stops after the layers that settle it.")
-]
 Deterministic = Annotated[
     bool, _of_model("--deterministic", help="The same bits for a token, whatever is in the batch.")
 ]
@@ -155,7 +152,6 @@ SETUP = {
     "max_context": (MaxContext, None),
     "cache_bytes": (CacheBytes, None),
     "memory_share": (MemoryShare, None),
-    "exits": (Exits, None),
     "config": (ConfigFile, None),
 }
 # Options of ranks, and of how long they wait for one another:

@@ -17,6 +17,7 @@ import torch
 
 from fly.bundled import find_checkpoint
 from fly.cache import BlockAllocator
+from fly.models.checkpoint import Checkpoint
 from fly.models.loading import resolve_device, resolve_dtype
 from fly.models.tokenizer import Tokenizer
 from fly.ops import upload
@@ -49,11 +50,12 @@ __all__ = [
 
 
 class Loaded(NamedTuple):
-    """A loaded model that a strategy drafts with."""
+    """A loaded model, with its tokenizer and control tokens, and the checkpoint that it was loaded from."""
 
     executor: Executor
     tokenizer: Tokenizer | None = None
     control_ids: frozenset[int] = frozenset()
+    checkpoint: Checkpoint | None = None
 
 
 # A function that loads a model by its path or name (options: ``dtype``, ``device``, ``kernels``), or returns a loaded

@@ -13,8 +13,8 @@ from typing import Any
 from fly.models.chat import Splitter, Thinking
 from fly.models.tokenizer import TextStream, Tokenizer
 from fly.output import Output, Reader
+from fly.policies import Promise
 from fly.runner.request import Row, Token
-from fly.types import Guarantee
 
 __all__ = ["Entry", "Job", "News", "Request", "outputs_of", "read_along"]
 
@@ -44,10 +44,11 @@ class News:
 
 @dataclass(eq=False)
 class Request:
-    """A row with its text. If the request is ``streamed`` or has a stop string, ``text`` decodes tokens as they come.
-    ``thinking`` describes the reasoning that may begin the text."""
+    """A row with its text, and what its policy promises. If the request is ``streamed`` or has a stop string, ``text``
+    decodes tokens as they come. ``thinking`` describes the reasoning that may begin the text."""
 
     row: Row
+    promise: Promise
     tokenizer: Tokenizer | None = None
     text: TextStream | None = None
     streamed: bool = False
@@ -71,12 +72,7 @@ class Request:
         logprobs = row.logprobs[self._logprobs :]
         self._logprobs += len(logprobs)
         rest = self.text.finish() if over and self.text is not None else ""
-        output = None
-        if over and row.error is None:
-            try:
-                output = self.output()
-            except Exception as error:  # the policy's guarantee is read here, and a policy may raise anything
-                row.error = error
+        output = self.output() if over and row.error is None else None
         return News(index, list(zip(tokens, texts)), logprobs, drafts, rest, output, row.error)
 
     def output(self) -> Output:
@@ -102,8 +98,8 @@ class Request:
             provenance=row.provenance,
             stats=row.stats,
             policy=row.policy,
-            guarantee=Guarantee.HEURISTIC if row.stats.layers else row.policy.guarantee,
-            bound=None if row.stats.layers else row.policy.bound,
+            guarantee=self.promise.guarantee,
+            bound=self.promise.bound,
             reasoning=reasoning,
             _reader=Reader(stream, self.thinking, row.params.min_tokens),
         )

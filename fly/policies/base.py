@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ __all__ = [
     "AcceptancePolicy",
     "Bound",
     "ExactCore",
+    "Promise",
     "Relaxed",
     "accepts_exactly",
     "draw_next",
@@ -295,6 +296,19 @@ def exact_accept_probs(target: Target, draft: Draft) -> Tensor:
     and 0 for other tokens."""
     target_BK = target.probs_of(draft.tokens_BK)
     return target_BK if draft.probs_BKV is None else (target_BK / draft.own_probs_BK()).clamp_max(1.0)
+
+
+class Promise(NamedTuple):
+    """What a policy promises about the distribution of the emitted text: its guarantee, and the bound of a BOUNDED one,
+    else None."""
+
+    guarantee: Guarantee
+    bound: Bound | None = None
+
+    @staticmethod
+    def of(policy: AcceptancePolicy) -> Promise:
+        """Return what ``policy`` promises on a model that keeps guarantees (``Executor.keeps_guarantees``)."""
+        return Promise(policy.guarantee, policy.bound)
 
 
 def accepts_exactly(policy: AcceptancePolicy) -> bool:

@@ -66,7 +66,6 @@ class Scores(NamedTuple):
     logits_NV: Tensor  # float32
     argmax: list[int] | None = None  # the most likely tokens (a negative number: NaN), if the backend found them
     states_TF: Tensor | None = None  # hidden states of all tokens of the batch, if asked for
-    layers: list[int] | None = None  # how many layers each row went through, if the executor exits early
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from fly.cache import PagedBatch
 from fly.models.config import LlamaConfig
 from fly.models.eagle import HeadConfig
 from fly.ops import Stream, sent, spread, uniforms, upload
-from fly.policies.base import AcceptancePolicy, accepts_exactly
+from fly.policies.base import AcceptancePolicy, Promise, accepts_exactly
 from fly.policies.verification import decide
 from fly.runner.constraints import constrains
 from fly.runner.drafting import (
@@ -41,7 +41,7 @@ from fly.runner.drafting import (
 )
 from fly.runner.request import Row, by_policy
 from fly.runner.sampling import BatchSampling, ProcessedDistribution
-from fly.types import Decision, Draft, Noise, Target
+from fly.types import Decision, Draft, Guarantee, Noise, Target
 
 __all__ = [
     "WARM_ROWS",
@@ -189,7 +189,7 @@ class Executor(ABC):
     own_threads = False  # whether forwards use threads of their own, which torch's threads would disturb
     batch_invariant = False  # whether a token's logits have the same bits, whatever else is in the batch
     gives_states = False  # whether ``score`` can give hidden states
-    leaves_early = False  # whether it may skip layers; no rule is lossless then
+    keeps_guarantees = True  # whether a rule keeps its guarantee on this model; if not, every rule is heuristic
     compiles, often = False, 0  # whether it compiles layers, and after how many rounds of a shape
 
     @property
@@ -300,6 +300,10 @@ class Executor(ABC):
             accept_BK = uniforms(seed_B, start_B, Stream.ACCEPT, draft.shape[1])
             noise = Noise(accept_BK, uniforms(seed_B, start_B, Stream.SAMPLE, 1).squeeze(1))
         return decide(policy, target, draft, noise)
+
+    def promise(self, policy: AcceptancePolicy) -> Promise:
+        """Return what ``policy`` promises on this model."""
+        return Promise.of(policy) if self.keeps_guarantees else Promise(Guarantee.HEURISTIC)
 
     def judge(self, rows: abc.Sequence[Row], target: Target, draft: Draft) -> list[Decision]:
         """Decide every row's block by its own policy; rows of the same policy are decided together."""
@@ -417,6 +421,7 @@ class Wrapped(Executor):
         self.kernels = inner.kernels
         self.own_threads = inner.own_threads
         self.gives_states = inner.gives_states
+        self.keeps_guarantees = inner.keeps_guarantees
 
     @property
     def weight_bytes(self) -> float:

@@ -102,7 +102,6 @@ class Stats:
         relaxed: how many of these the relaxed rule alone kept.
         nats: sum of -ln target(x) over the relaxed tokens, of the unprocessed distribution.
         gates: what each clause of a relaxation did, by its text (``Gate``).
-        layers: how many layers of the target ran, added up over rounds, if it exits early (``LLM(exits=...)``); else 0.
         spent: the cost of the relaxed tokens under each budget of the rule (``fly.policies.CostBudget``), by its text.
         tau: mean number of tokens that a round emits.
         acceptance_rate: share of drafted tokens that were emitted.
@@ -120,7 +119,6 @@ class Stats:
     relaxed: int = 0
     nats: float = 0.0
     gates: dict[str, Gate] = field(default_factory=dict)
-    layers: int = 0
     spent: dict[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:

@@ -250,9 +250,6 @@ class Runner:
                 self._trees[row.id] = (len(row.tokens), tree)
         if scores.states_TF is not None:
             self._keep_states(fed, starts, counts, scores.states_TF)
-        for row, start, passed in zip(rows, starts, scores.layers or ()):
-            if row.generated and start == len(row.tokens) - 1:  # a round's forward, not a prompt's
-                row.stats.layers += passed
         # The rounds' logits come first, [B, J, V]; then the scored prompts'.
         per_row = 1 + max(map(len, drafts), default=0)
         logits_NV = scores.logits_NV

@@ -6,11 +6,11 @@ Policies in requests are untrusted: they may combine the rules that the operator
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fly.policies import AcceptancePolicy, Exact, condition_types, parse_policy, policy_types
+from fly.policies import AcceptancePolicy, Exact, Promise, condition_types, parse_policy, policy_types
 from fly.policies.registry import PRESETS, read_policy
 from fly.types import Guarantee
 
@@ -26,15 +26,15 @@ class Speculation:
     policy: AcceptancePolicy
     k: int
     draft: str  # "none" without a draft
-    leaves_early: bool = False  # whether the target does (exits): then no policy promises anything
+    promise: Promise  # of the policy, on this model
 
     def as_dict(self) -> dict[str, Any]:
         """Return the form that answers show. ``guarantee`` is what the policy promises about the distribution of the
         text."""
-        bound = None if self.leaves_early else self.policy.bound
+        guarantee, bound = self.promise
         return {
             "policy": str(self.policy),
-            "guarantee": (Guarantee.HEURISTIC if self.leaves_early else self.policy.guarantee).value,
+            "guarantee": guarantee.value,
             "bound": None if bound is None else str(bound),
             "k": self.k,
             "draft": self.draft,
@@ -53,7 +53,7 @@ class Rules:
             that. None enables every installed rule. ``exact`` and the default policy are always enabled.
         max_k: upper limit of drafted tokens per round; None is 64, or ``k`` if that is more.
         require_lossless: whether to refuse policies that are not lossless.
-        leaves_early: whether the target leaves early (exits).
+        promise: returns what a policy promises on the model (``Executor.promise``).
 
     Raises:
         ValueError: an entry is not a rule or policy, the default policy is not lossless although it has to be, or ``k``
@@ -69,13 +69,13 @@ class Rules:
         max_k: int | None = None,
         require_lossless: bool = False,
         among: Sequence[str] = (),
-        leaves_early: bool = False,
+        promise: Callable[[AcceptancePolicy], Promise] = Promise.of,
     ) -> None:
         self.policy = policy
         self.k = k
         self.draft = among[0] if among else draft
         self.drafts = list(dict.fromkeys([*(among or [draft]), "none"]))  # drafts that requests may name
-        self.leaves_early = leaves_early
+        self.promise = promise
         self.max_k, self.require_lossless = max(64, k) if max_k is None else max_k, require_lossless
         if k > self.max_k:
             raise ValueError(f"k {k} is the default of requests and above max_k {max_k}; lower --k as well")
@@ -114,10 +114,10 @@ class Rules:
         if off:
             if given := [n for n, v in (("policy", policy), ("k", k), ("draft", draft)) if v is not None]:
                 raise ValueError(f"off: true leaves nothing that {', '.join(given)} could change")
-            return Speculation(Exact(), 0, "none", self.leaves_early)
+            return Speculation(Exact(), 0, "none", self.promise(Exact()))
         rule = self.policy if policy is None else self._read(policy)
         chosen = (self.k if k is None else k) if (draft or self.draft) != "none" else 0
-        return Speculation(rule, chosen, (draft or self.draft) if chosen else "none", self.leaves_early)
+        return Speculation(rule, chosen, (draft or self.draft) if chosen else "none", self.promise(rule))
 
     def _read(self, given: str | Mapping[str, Any]) -> AcceptancePolicy:
         if isinstance(given, str) and (whole := self._by_text.get(_squeeze(given))) is not None:
@@ -136,8 +136,10 @@ class Rules:
         return self._check_promise(rule)
 
     def _check_promise(self, rule: AcceptancePolicy) -> AcceptancePolicy:
-        if self.require_lossless and rule.guarantee is not Guarantee.LOSSLESS:
-            raise ValueError(f"policy: {str(rule)!r} is {rule.guarantee.value}; this server requires lossless ones")
+        if self.require_lossless and (guarantee := self.promise(rule).guarantee) is not Guarantee.LOSSLESS:
+            raise ValueError(
+                f"policy: {str(rule)!r} is {guarantee.value} on this model; this server requires lossless ones"
+            )
         return rule
 
 

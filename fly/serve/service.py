@@ -69,9 +69,6 @@ class Service:
     def __init__(self, llm: LLM, settings: Settings, draft: str, name: str) -> None:
         if llm.tokenizer is None:
             raise ValueError("this model has no tokenizer.json; a server of texts needs one")
-        early = llm.engine.runner.executor.leaves_early
-        if settings.require_lossless and early:
-            raise ValueError("require_lossless: this target leaves early (exits), so no policy is lossless here")
         self.llm = llm
         self.settings = settings
         self.tokenizer = llm.tokenizer
@@ -81,7 +78,7 @@ class Service:
         self._named = llm.draft_names
         self.rules = Rules(
             llm.policy, llm.k if draft != "none" else 0, draft, settings.policies, settings.max_k,
-            settings.require_lossless, self._named, early,
+            settings.require_lossless, self._named, llm.engine.runner.executor.promise,
         )  # fmt: skip
         self.metrics = Metrics(self.name)
         self.vocabulary = Vocabulary(self.tokenizer)

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from fly.bundled import BUNDLED
-from fly.cli.options import GRID, LOADING, RANKS, Exits, Json, Rules, option, output, takes
+from fly.cli.options import GRID, LOADING, RANKS, Json, Rules, option, output, takes
 from fly.cli.run import alone, command, grid_of, memory_of, options_of, ranks_of, refuse_idle, typed_in
 from fly.cli.show import console, narrow, note, print_list, progress, sentences, table, tell, write_json
 from fly.errors import instead
@@ -125,11 +125,10 @@ _PLANNED = {
     "run_code": option(bool, "Run programs that models wrote, in the sandbox.", "--run-code"),
     "record": option(bool, "Keep the blocks of exact speculation, for 'fly replay'.", "--record"),
 }  # fmt: skip
-_LOADED = {**LOADING, "exits": (Exits, None)}
 
 
 @command
-@takes(_PLANNED, _LOADED, GRID, RANKS)
+@takes(_PLANNED, LOADING, GRID, RANKS)
 def evaluate(
     context: typer.Context,
     plan: Annotated[
@@ -156,7 +155,7 @@ def evaluate(
     limit, limits = _limits(problems or [])
     fields = None if plan is None else Plan.read(plan)
     given = {name: value for name, value in options_of(context, _PLANNED).items() if value}
-    of_model = options_of(context, [name for name in _LOADED if plan is None or typed_in(context, name)])
+    of_model = options_of(context, [name for name in LOADING if plan is None or typed_in(context, name)])
     given |= {name: value for name, value in of_model.items() if value is not None}
     if limit or plan is None:
         given["limit"] = limit or 48

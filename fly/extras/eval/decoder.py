@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fly.backends.cpu.library import TORCH, chosen
 from fly.drafts.stops import usual_reach
 from fly.extras.eval.plan import AUTOREGRESSIVE, Plan, Turn, Way
 from fly.extras.eval.recording import Recorder, Recording, recorded
@@ -29,7 +28,7 @@ __all__ = ["Decoder", "Finished", "environment"]
 
 _WARM_TOKENS = 24
 _LETTERS = {Why.MATCH: "m", Why.RELAXED: "r", Why.CORRECTION: "c", Why.BONUS: "b"}
-_COUNTS = ("prompt_tokens", "generated", "rounds", "emitted", "drafted", "accepted", "relaxed", "nats", "layers")
+_COUNTS = ("prompt_tokens", "generated", "rounds", "emitted", "drafted", "accepted", "relaxed", "nats")
 
 
 class Finished(NamedTuple):
@@ -123,22 +122,13 @@ class Decoder:
 def _load_settings(plan: Plan, ways: Iterable[Way], ranks: Any) -> dict[str, Setting]:
     """Load the models of each way, by its label. All ways share the target's weights, and each draft is loaded once."""
     options: dict[str, Any] = {name: getattr(plan, name) for name in ("dtype", "device", "cache_bytes")}
-    # Exits need PyTorch's kernels, and the ways compared with them must use the same.
-    early = plan.exits is not None and plan.kernels == "auto"
-    kernels = TORCH if early else plan.kernels
-    target = LLM(plan.model, kernels=kernels, deterministic=plan.deterministic, ranks=ranks, **options)
-    # Drafts choose their kernels by the target's. Beside exits all have the same, which may be compiled.
-    if plan.exits is None:
-        kernels = "auto"
-    elif early and target.engine.runner.executor.device.type == "cpu":
-        kernels = chosen()
-    options["kernels"] = kernels
-    models: dict[tuple[str, str | None], LLM] = {("none", None): target}
+    target = LLM(plan.model, kernels=plan.kernels, deterministic=plan.deterministic, ranks=ranks, **options)
+    models = {"none": target}
     settings = {}
     for way in dict.fromkeys(ways):
-        if (key := (way.draft, way.exits)) not in models:
-            models[key] = LLM(target, way.draft, ranks=ranks, exits=way.exits, **options)
-        settings[way.label] = Setting(way.label, models[key], way.k, way.policy)
+        if way.draft not in models:
+            models[way.draft] = LLM(target, way.draft, ranks=ranks, **options)  # a draft's kernels follow the target's
+        settings[way.label] = Setting(way.label, models[way.draft], way.k, way.policy)
     return settings
 
 

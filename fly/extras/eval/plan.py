@@ -6,7 +6,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -32,7 +32,6 @@ from fly.extras.eval.records import Key
 from fly.extras.eval.task import Problem, Task, load_task
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.policies.registry import load_policy
-from fly.types import Guarantee
 
 __all__ = ["AUTOREGRESSIVE", "Asked", "Plan", "Turn", "Way"]
 
@@ -47,16 +46,11 @@ class Way:
     draft: str  # a text of ``fly.drafts.parse_draft``; "none" for autoregressive decoding
     k: int
     policy: AcceptancePolicy
-    exits: str | None = None  # the early exits of the target
 
     @property
     def exact(self) -> bool:
         """Whether this is exact speculation, with which the other ways are compared."""
-        return self.k > 0 and self.policy == Exact() and self.exits is None
-
-    @property
-    def guarantee(self) -> Guarantee:
-        return self.policy.guarantee if self.exits is None else Guarantee.HEURISTIC
+        return self.k > 0 and self.policy == Exact()
 
 
 @dataclass(frozen=True)
@@ -149,8 +143,7 @@ class Plan(BaseModel):
 
     Each way runs at every temperature with every seed. ``limit`` is the number of problems of each task, unless the
     task has its own ``limit``. ``max_tokens`` replaces the tasks' own limits. ``together`` is the number of problems
-    decoded at a time. ``record`` keeps the blocks of exact speculation at temperature 0 for ``fly replay``. ``exits``
-    runs all ways a second time, with early exits of the target.
+    decoded at a time. ``record`` keeps the blocks of exact speculation at temperature 0 for ``fly replay``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -174,7 +167,6 @@ class Plan(BaseModel):
     device: str = "auto"
     kernels: str = "auto"
     deterministic: bool = False
-    exits: str | None = None
     cache_bytes: int = Field(default=DEFAULT_BYTES, gt=0)
 
     @model_validator(mode="before")
@@ -227,8 +219,6 @@ class Plan(BaseModel):
         found = [Way(AUTOREGRESSIVE, "none", 0, Exact())]
         for draft, k, rule in dict.fromkeys(wanted):
             found.append(Way(f"{rule} k{k}" + (f" {draft}" if several else ""), draft, k, rule))
-        if self.exits is not None:
-            found += [replace(way, label=f"{way.label} + exits", exits=self.exits) for way in found]
         return found
 
     def loaded_tasks(self) -> dict[str, tuple[Task, int]]:
@@ -293,7 +283,10 @@ class Plan(BaseModel):
         if path.is_dir():
             if not isinstance(fields.get("plan"), dict):
                 raise ValueError(f"{fields.source}: this is no plan of a run, which 'fly eval --out FOLDER' writes")
-            return fields.part("plan")
+            settings = fields.part("plan")
+            for name in [name for name, value in settings.items() if value is None and name not in Plan.model_fields]:
+                del settings[name]  # a setting that fly had when it made the run, and that was not used
+            return settings
         if "tasks" in fields:
             fields["tasks"] = [_placed(each, path.absolute().parent) for each in _listed(fields["tasks"])]
         return fields

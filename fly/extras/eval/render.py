@@ -33,7 +33,6 @@ _MEANINGS = {
     "kept": "kept: share of drafted tokens that are emitted",
     "gate": "gate: share of mismatches at which the target was undecided (–: no entropy gate, or it was not asked)",
     "Python": "Python: share of rounds decided in Python",
-    "layers": "layers: those that a round goes through",
     "recovery": "recovery: share right beside AR's",
     "lost, won": "lost, won: problems that AR, or this way, answers right more often",
     "p": "p: the chance of that by luck alone",
@@ -93,7 +92,6 @@ def columns(table: Table) -> dict[str, Cells]:
         "kept": lambda row: _share(row.kept),
         "gate": lambda row: _share(row.gate),
         "Python": lambda row: _share(row.python),
-        "layers": lambda row: _NONE if row.layers is None else f"{row.layers:.1f}",
     }
     right, over = ("refused", "refusals kept") if table.refusals else ("right", "recovery")
     answers: Cells = {

@@ -43,7 +43,6 @@ class Row:
     relaxed: float  # share of emitted tokens that were relaxed
     python: float | None  # share of rounds that were decided in Python
     recorded: bool  # whether its blocks were recorded; rounds are then taken one by one
-    layers: float | None  # layers of the target that a round runs on average, with early exits
     cut: int  # completions that ended at the limit of tokens
     reach: float | None  # drafts stop below this chance of being kept (``fly.drafts.stops``)
     accuracy: Estimate | None = None
@@ -279,7 +278,7 @@ class _Comparison:
         return Row(
             way=label,
             policy=str(way.policy),
-            guarantee=way.guarantee.value,
+            guarantee=way.policy.guarantee.value,
             k=way.k,
             problems=len(self.problems),
             completions=len(every),
@@ -290,7 +289,6 @@ class _Comparison:
             relaxed=total["relaxed"] / max(total["generated"], 1),
             python=total["judged"] / total["rounds"] if total["rounds"] and way.k else None,
             recorded=any("blocks" in record for record in every),
-            layers=sum(record.get("layers", 0) for record in every) / total["rounds"] if way.exits else None,
             cut=sum(record["finish_reason"] == "length" for record in every),
             reach=every[0].get("reach"),
             curve=_curve([tuple(draft) for record in every for draft in record["drafts"]]),
@@ -340,7 +338,7 @@ class _Comparison:
         and length measured."""
         way = self.ways[label]
         twins = [one for one in self.ways.values() if one.exact and (one.draft, one.k) == (way.draft, way.k)]
-        if not twins or way.exits:  # early exits change the cost of a verification
+        if not twins:
             return
         exact, plain = (self._records(name, self.timed) for name in (twins[0].label, AUTOREGRESSIVE))
         own = self._records(label)

@@ -51,7 +51,7 @@ class Clock(Wrapped):
 
     def __init__(self, inner: Executor) -> None:
         super().__init__(inner)
-        self.batch_invariant, self.leaves_early = inner.batch_invariant, inner.leaves_early
+        self.batch_invariant = inner.batch_invariant
         self.seconds = 0.0
         self.judged = 0
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
-from fly.early_exit.predictors import ExitConfig, Exits, save_exits
+from fly.extras.early_exit.predictors import ExitConfig, Exits, save_exits
 from fly.extras.train.answers import Answer
 from fly.extras.train.head import frequent_tokens
 from fly.models import Llama
@@ -223,8 +223,16 @@ def exit_card(
     )
     return f"""# {name}
 
-Early exits for `{target}` with {parameters:,} parameters, written by `fly train-exit`: `LLM("{target}", exits="DIR")`,
-or `--exits DIR`. The text is then no longer the target's own, so every acceptance rule is heuristic.
+Early exits for `{target}` with {parameters:,} parameters, written by `fly train-exit`; `DIR` is this directory:
+
+```python
+import fly
+from fly.extras import early_exit
+
+llm = fly.LLM(early_exit.load("{target}", "DIR"))
+```
+
+The text is then no longer the target's own, so every acceptance rule is heuristic.
 
 {data}
 Candidates are the {config.candidates} likeliest of {config.looked_through} frequent tokens and the drafted one.

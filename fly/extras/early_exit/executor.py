@@ -11,7 +11,8 @@ are not among the U, C hidden width, V vocabulary, F hidden states side by side.
 
 from __future__ import annotations
 
-from collections import abc
+import math
+from collections import Counter, abc
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fly.backends.torch import TorchExecutor
-from fly.early_exit.predictors import Exits
+from fly.cache import PagedBatch
+from fly.extras.early_exit.predictors import Exits
 from fly.models import Llama
 from fly.models.llama import KV, Layer, Norm
 from fly.runner.executor import Batch, Executor, Scores, Wrapped
@@ -36,10 +38,12 @@ class EarlyExit(Wrapped):
     whole vocabulary is a candidate. In a chain, only the tokens up to the first mismatch with the draft must pass this
     test; in a tree, all tokens must.
 
+    Attributes:
+        passed: how many layers rows went through, so far: for each number of layers, in how many forwards. Forwards
+            whose row could not exit do not count.
+
     Raises ``ValueError`` for another model, other kernels, or predictors for a target of other sizes.
     """
-
-    leaves_early = True
 
     def __init__(self, inner: Executor, exits: Exits) -> None:
         if not isinstance(inner, TorchExecutor) or not isinstance(inner.model, Llama) or inner.model.rounded:
@@ -49,15 +53,35 @@ class EarlyExit(Wrapped):
             )
         exits.check(inner.config)
         super().__init__(inner)
+        self.keeps_guarantees = False  # the logits at an exit are not those of the whole target
+        self.passed = Counter[int]()
         self.model, self.exits = inner.model, exits.to(inner.device)
         self.weight_UC = self.model.lm_head.weight.detach()[self.exits.ids_U].contiguous()
         self.looked_through = frozenset(self.exits.ids_U.tolist())
+
+    @property
+    def mean_layers(self) -> float:
+        """The mean of ``passed``; NaN before the first forward."""
+        forwards = self.passed.total()
+        return sum(layers * count for layers, count in self.passed.items()) / forwards if forwards else math.nan
+
+    def deterministic(self) -> Executor:
+        """Raise ``ValueError``: where a token's row exits depends on the tokens that it is fed with."""
+        raise ValueError("deterministic: a target that exits early computes other bits when fed other drafts")
 
     def embedding(self) -> Tensor:
         return self.inner.embedding()
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
-        """Like ``Executor.score``, but ``Scores.layers`` also tells how many layers each row went through."""
+        scores, layers = self.score_rows(batch, places, states)
+        self.passed.update(layers.values())
+        return scores
+
+    def score_rows(
+        self, batch: Batch, places: abc.Sequence[int] | None, states: abc.Sequence[int]
+    ) -> tuple[Scores, dict[int, int]]:
+        """Do the same as ``score``, and also return how many layers each row that could exit went through, by the row's
+        number in the batch."""
         forward = _Forward(self, batch, places, states)
         tokens_T = torch.tensor(batch.tokens, device=self.device)
         positions_T = torch.tensor(batch.positions, device=self.device)
@@ -71,7 +95,7 @@ class EarlyExit(Wrapped):
         if len(wanted):
             logits_NV = torch.stack([logits[t] for t in wanted])
         states_TF = torch.cat([forward.states[number] for number in states], -1) if states else None
-        return Scores(logits_NV, None, states_TF, forward.layers)
+        return Scores(logits_NV, None, states_TF), forward.layers
 
 
 class _Row(NamedTuple):
@@ -83,7 +107,8 @@ class _Row(NamedTuple):
 
 class _Forward:
     """Runs the layers of one forward, as a ``fly.models.llama.LayerLoop``. Its results are the ``logits`` of each token
-    that exited, the number of ``layers`` that each row went through, and the requested hidden ``states``."""
+    that exited, the number of ``layers`` that each row that could exit went through, and the requested hidden
+    ``states``."""
 
     def __init__(
         self, owner: EarlyExit, batch: Batch, places: abc.Sequence[int] | None, states: abc.Sequence[int]
@@ -96,13 +121,13 @@ class _Forward:
         self.kv = batch.kv
         self.states = dict.fromkeys(states, torch.empty(0))
         self.logits: dict[int, Tensor] = {}
-        self.layers = [owner.config.num_hidden_layers] * len(batch.kv.counts)
         self.rows: list[_Row] = []  # the rows that have not exited
         begin = 0
         for number, count in enumerate(batch.kv.counts):
             tokens = range(begin, begin := begin + count)
             chain = batch.kv.masks is None or batch.kv.masks[number] is None
             self.rows.append(_Row(number, tokens, places is None or set(places).issuperset(tokens), chain))
+        self.layers = {row.number: owner.config.num_hidden_layers for row in self.rows if row.may_leave}
         self.earlier: dict[int, Tensor] = {}  # the logits [J, X] of each row at the last look
 
     def __call__(
@@ -122,7 +147,7 @@ class _Forward:
                 # Fill the cache of the skipped layers with keys and values computed from the hidden states at the exit.
                 leaves_T = _belongs(at_T, left)
                 out_TC, turned = x_TC[leaves_T], [(cos[leaves_T], sin[leaves_T]) for cos, sin in rotary]
-                leaving = going.rows([b for b, row in enumerate(self.rows) if row in left])
+                leaving = _select(going, [b for b, row in enumerate(self.rows) if row in left])
                 for later in layers[passed:]:
                     attention = later.self_attn
                     keys = attention.keys_and_values(later.input_layernorm(out_TC), *turned[later.rope])
@@ -135,7 +160,7 @@ class _Forward:
                 for row in left:
                     self.layers[row.number] = passed
                 # Go on with the other rows.
-                going = going.rows([b for b, row in enumerate(self.rows) if row not in left])
+                going = _select(going, [b for b, row in enumerate(self.rows) if row not in left])
                 self.rows = [row for row in self.rows if row not in left]
                 if not self.rows:
                     return norm(last_TC)
@@ -196,6 +221,15 @@ class _Forward:
             ids_NX[n_D, -1] = token_D
             logits_NX[n_D, -1] = (self.model.lm_head.weight[token_D] * hidden_NC[n_D]).sum(-1).float()
         return ids_NX, logits_NX
+
+
+def _select(kv: PagedBatch, numbers: abc.Sequence[int]) -> PagedBatch:
+    """Return a batch of only the rows with these numbers."""
+    seqs = [kv.seqs[b] for b in numbers]
+    starts = [kv.starts[b] for b in numbers]
+    counts = [kv.counts[b] for b in numbers]
+    masks = None if kv.masks is None else [kv.masks[b] for b in numbers]
+    return PagedBatch(kv.cache, seqs, starts, counts, masks)
 
 
 def _belongs(at_T: Tensor, rows: abc.Sequence[_Row]) -> Tensor:
