@@ -19,22 +19,9 @@ from rich.table import Table
 from fly.bundled import usual_draft
 from fly.bundled.tasks import Problem
 from fly.bundled.tasks import problems as bundled_problems
-from fly.cli.options import (
-    CollectiveTimeout,
-    Device,
-    DraftOption,
-    Dtype,
-    HeartbeatTimeout,
-    Json,
-    K,
-    Kernels,
-    Model,
-    Rules,
-    output,
-)
-from fly.cli.run import command, kernels_of, memory_of, ranks_of, rules_of
+from fly.cli.options import LOADING, RANKS, Json, K, Rules, output, takes
+from fly.cli.run import command, kernels_of, memory_of, options_of, ranks_of, rules_of
 from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
-from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.engine.job import Job, Request
 from fly.extras.bench.loaded import runners_of, settings_of
 from fly.extras.eval import Setting
@@ -193,6 +180,7 @@ def _run(
 
 
 @command
+@takes(LOADING, K, RANKS)
 def main(
     context: typer.Context,
     size: Annotated[
@@ -202,26 +190,23 @@ def main(
         int, typer.Option(min=1, help="How many requests in all: held-out problems of all kinds.")
     ] = 64,
     policy: Rules = None,
-    draft: DraftOption = None,
-    k: K = 15,
-    model: Model = "fly-target",
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    kernels: Kernels = "auto",
-    heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
-    collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
+    draft: Annotated[str | None, typer.Option(help="The draft. Default: the model's usual one.")] = None,
     plot: Annotated[Path | None, output(help="Write a plot of tokens/s to this file (.svg).", suffix=".svg")] = None,
     json_: Json = None,
+    *,
+    model: str,
+    k: int,
+    **_: Any,
 ) -> None:
     """Throughput, latency and memory for 1 to 64 requests at a time, autoregressive, by exact speculation and by other
     rules."""
     with ranks_of(context) as ranks:
         sizes, rules = size or [1, 2, 4, 8, 16, 32, 64], rules_of(policy)
-        options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
-        options |= {"cache_tokens": max(sizes) * 1024, "ranks": ranks}
+        options = options_of(context, ("dtype", "device", "kernels"))
+        options |= {"cache": max(sizes) * 1024, "ranks": ranks}
         plain = LLM(model, **options)
         draft = draft or usual_draft(model)
-        fast = LLM(plain, draft, cache_tokens=options["cache_tokens"], ranks=ranks)
+        fast = LLM(plain, draft, cache=options["cache"], ranks=ranks)
         if ranks is not None:
             memory_of(ranks)
         settings = settings_of(plain, fast, k, rules)

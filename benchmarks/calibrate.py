@@ -11,8 +11,9 @@ from __future__ import annotations
 import statistics
 from collections import abc
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
@@ -23,10 +24,10 @@ from fly.backends.torch import TorchExecutor
 from fly.bundled import open_model
 from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
-from fly.cli.options import CollectiveTimeout, Dtype, HeartbeatTimeout, K, Policy
+from fly.cli.options import RANKS, Policy, takes
 from fly.cli.run import command, memory_in_words, ranks_of
 from fly.cli.show import console, print_list, ratio
-from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
+from fly.config import DEFAULT_K
 from fly.drafts import DraftStrategy, SingleDraft
 from fly.extras.bench.clock import clocked, take_turns
 from fly.extras.bench.plan import JUDGED, Device, Link, Machines, Setting, Work, forecast, step_seconds
@@ -36,7 +37,6 @@ from fly.models import Llama, LlamaConfig
 from fly.models.loading import resolve_dtype
 from fly.ops import argmax
 from fly.parallel import Part, Ranks, memory_here, parallelise
-from fly.parallel.draft import Placement
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.runner.executor import Executor
 from fly.runner.request import Row, Stats
@@ -66,23 +66,23 @@ class Check:
 
 
 @torch.inference_mode()
-def check_here(
-    target: str, draft: str, policy: AcceptancePolicy, k: int, dtype: str, ranks: Ranks | None, placement: Placement
-) -> Check:
+def check_here(target: str, draft: str, policy: AcceptancePolicy, k: int, dtype: str, ranks: Ranks | None) -> Check:
     """Predict the speed of a setting on this machine from the figures of other models, run it, and compare.
 
     ``draft`` is one checkpoint. The tokens that a round emits (``tau``) are measured; every time is predicted.
     Raises ``ValueError`` for a draft on the first rank alone, which the cost model does not cover.
     """
+    placement = "auto" if ranks is None else ranks.draft_placement
     if placement == "first":
         raise ValueError("draft_placement 'first' is no part of the plan; choices: ['auto', 'replicated', 'sharded']")
     llm = LLM(
-        *(target, draft, policy, k, dtype, "cpu"),
-        cache_tokens=4096,
+        *(target, draft, policy, k),
+        dtype=dtype,
+        device="cpu",
+        cache=4096,
         prefix_reuse=False,
         kernels="torch",  # the cost model is about these kernels
         ranks=ranks,
-        draft_placement=placement,
     )
     memory = [memory_here()] if ranks is None else ranks.collect(memory_here())
     checkpoint = open_model(target)
@@ -327,7 +327,10 @@ def _time_rounds(
     forwards = [feeding(made, n, _TOKENS // 2) for made, n in ((model, 1), (model, k + 1), (helper, 1))]
     alone = [timer.add(forward) for forward in forwards]
     drafts = _Slips(helper, cache_tokens=1024)
-    stand_in = LLM(model, drafts, policy, k, cache_tokens=1024, ranks=ranks, draft_placement="replicated")
+    if ranks is not None:
+        ranks = copy(ranks)
+        ranks.draft_placement = "replicated"  # the stand-ins are placed already
+    stand_in = LLM(model, drafts, policy, k, cache=1024, ranks=ranks)
     stand_in.tokenizer = llm.tokenizer
     plain, drafted = (_Run(timer, stand_in, [[1, 2, 3, 4]], most) for most in (0, k))
 
@@ -362,21 +365,20 @@ class _Run:
 
 
 @command
+@takes(RANKS)
 def main(
     context: typer.Context,
     target: Annotated[str, typer.Option(help="The target: a checkpoint.")] = "fly-target",
     draft: Annotated[str, typer.Option(help="The draft: a checkpoint.")] = "fly-draft",
     policy: Policy = "exact",
-    k: K = 15,
-    dtype: Dtype = "auto",
-    draft_placement: Annotated[str, typer.Option(help="auto, replicated or sharded.")] = "auto",
-    heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
-    collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
+    k: Annotated[int, typer.Option(min=0, help="The most tokens drafted in a round.")] = DEFAULT_K,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    **_: Any,
 ) -> None:
     """Predict a pair's speed on this machine, on as many ranks as torchrun starts, run it, and compare."""
     with ranks_of(context) as ranks:
         rule = parse_policy(policy, trusted=True)
-        _show_check(check_here(target, draft, rule, k, dtype, ranks, draft_placement), target, draft)
+        _show_check(check_here(target, draft, rule, k, dtype, ranks), target, draft)
 
 
 def _show_check(found: Check, target: str, draft: str) -> None:

@@ -17,7 +17,7 @@ import typer
 
 from fly.backends import executor_of
 from fly.cache import PagedKVCache
-from fly.cli.options import Device, Rules
+from fly.cli.options import Rules
 from fly.cli.run import alone, rules_of
 from fly.cli.show import console, print_list, progress
 from fly.drafts.base import pad
@@ -131,7 +131,7 @@ def main(
     k: Annotated[list[int] | None, typer.Option(min=1, help="Draft lengths K.")] = None,
     vocab: Annotated[list[int] | None, typer.Option(min=16, help="Vocabulary sizes V.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    device: Device = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
 ) -> None:
     """The cost of a decision, for B × K × V, beside the verification forward before it (12 layers of width 768)."""
     rules = rules_of(policy)

@@ -28,7 +28,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fly.cli.options import DraftLength, Kernels, Rules, number
+from fly.cli.options import DraftLength, Rules, number
 from fly.cli.run import alone, rules_of
 from fly.cli.show import console, print_list, progress
 from fly.drafts import SingleDraft
@@ -341,7 +341,7 @@ def main(
     max_tokens: Annotated[int, typer.Option(min=2, help="The most tokens of an answer.")] = 200,
     temperature: Annotated[float, number(0.01, help="Temperature.")] = 0.7,
     k: DraftLength = 15,
-    kernels: Kernels = "auto",
+    kernels: Annotated[str, typer.Option(help="As for fly generate.")] = "auto",
 ) -> None:
     """Rules above temperature 0 beside a truncated target, on the same blocks: speed, total variation, surprise."""
     rules = [rule for rule in rules_of(policy) if str(rule) != "exact"]

@@ -75,8 +75,8 @@ def grows() -> None:
 def fills() -> None:
     """The same problems again and again, where the cache holds little else than what they left there."""
     for kernels in ("auto", "w8a8"):
-        plain = fly.LLM("fly-target", kernels=kernels, cache_tokens=1024)
-        pair = fly.LLM(plain, "fly-draft", cache_tokens=1024)
+        plain = fly.LLM("fly-target", kernels=kernels, cache=1024)
+        pair = fly.LLM(plain, "fly-draft", cache=1024)
         for setting in (Setting("AR", plain, 0), Setting("exact", pair, 15, Exact()), Setting("fly", pair, 15, FLy())):
             speeds = []
             for _ in range(6):

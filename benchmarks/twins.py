@@ -20,7 +20,7 @@ from rich.table import Table
 from fly.backends import executor_of
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems as bundled_problems
-from fly.cli.options import Device, Dtype, Json, Kernels, Model, Rules
+from fly.cli.options import LOADING, Json, Rules, takes
 from fly.cli.run import alone, rules_of
 from fly.cli.show import console, note, progress, ratio, table, write_json
 from fly.drafts import SingleDraft
@@ -222,7 +222,7 @@ def measure_twins(
         save_twin(twin(original, width, layers), source, path := directory / name)
         paths.append(str(path))
     del originals
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels, "cache_tokens": _TOKENS}
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels, "cache": _TOKENS}
     plain = LLM(paths[0], **options)
     single = LLM(plain, f"model({paths[1]!r})", **options)
     levels = LLM(plain, f"ngram+model({paths[1]!r})", **options)
@@ -273,6 +273,7 @@ def _depths(originals: Sequence[Llama], width: int, cost: float, k: int, kernels
 
 
 @alone
+@takes(LOADING)
 def main(
     pair: Annotated[
         list[str] | None,
@@ -280,7 +281,6 @@ def main(
             help="The cost ratio: 70b:8b, 405b:8b, or a number such as 0.05; repeatable. Default: both names."
         ),
     ] = None,
-    model: Model = "fly-target",
     draft: Annotated[str, typer.Option(help="Draft checkpoint.")] = "fly-draft",
     policy: Rules = None,
     k: Annotated[
@@ -289,10 +289,12 @@ def main(
     ] = None,
     width: Annotated[int, typer.Option(min=1, help="How many times as wide both models are made; 4 is exact.")] = 4,
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 24,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    kernels: Kernels = "auto",
     json_: Json = None,
+    *,
+    model: str,
+    dtype: str,
+    device: str,
+    kernels: str,
 ) -> None:
     """What a pair gains at the cost ratio of a large pair, measured on twins: the same functions at a higher cost.
 

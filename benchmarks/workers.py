@@ -29,7 +29,7 @@ class Fly:
     def __init__(self, kernels: str, folder: str, target: str, draft: str, rows: int, length: int) -> None:
         fly = self.library = importlib.import_module("fly")
         self.draft, self.fast = draft, None
-        self.plain = fly.LLM(target, kernels=kernels or "auto", device="cpu", cache_tokens=max(length, rows * 512))
+        self.plain = fly.LLM(target, kernels=kernels or "auto", device="cpu", cache=max(length, rows * 512))
 
     def decode(self, asked: Asked) -> list[list[int]]:
         if asked["draft"] and self.fast is None:  # it shares the target's weights

@@ -1,21 +1,47 @@
-"""A configuration file: target, draft, policy and how to run them. ``fly.LLM.from_config`` builds an ``LLM`` from
-it."""
+"""The options of an engine, each declared once, in ``EngineOptions``: the signature of ``fly.LLM``, the fields of a
+configuration file and the options of the commands are made from it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypedDict, cast, get_type_hints
 
+import torch
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    create_model,
+    field_validator,
+)
+from pydantic.fields import FieldInfo
 
-from fly.errors import explain, short
+from fly.errors import explain, instead, short
 from fly.expressions import CLASS_PATH
 from fly.policies import Exact, PolicyField
+from fly.runner.memory import CacheSize
 
-__all__ = ["COLLECTIVE_TIMEOUT", "HEARTBEAT_TIMEOUT", "LONGEST", "SHORTEST", "Config", "Fields"]
+__all__ = [
+    "COLLECTIVE_TIMEOUT",
+    "DEFAULT_K",
+    "HEARTBEAT_TIMEOUT",
+    "LONGEST",
+    "SHORTEST",
+    "Config",
+    "EngineOptions",
+    "Fields",
+    "OfRanks",
+    "Placement",
+    "check_options",
+    "check_sharing",
+    "declared",
+]
 
+DEFAULT_K = 15
 HEARTBEAT_TIMEOUT, COLLECTIVE_TIMEOUT = 5.0, 60.0  # seconds
 SHORTEST, LONGEST = 0.5, 86400.0  # the range of either
 
@@ -122,35 +148,177 @@ class Fields(dict[str, Any]):
         return next(pair for pair in reversed(self._node.value) if pair[0].value == name)
 
 
-class Config(BaseModel):
-    """The arguments of ``fly.LLM`` in a YAML or JSON file. The fields in ``of_ranks`` are arguments of
-    ``fly.parallel.launch`` instead: how long ranks wait for one another. Unknown fields are errors."""
+Placement = Literal["auto", "replicated", "sharded", "first"]
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    of_ranks: ClassVar = ("heartbeat_timeout", "collective_timeout")
+def _checked_size(value: Any) -> Any:
+    CacheSize.parse(value)
+    return value
 
-    model: str = "fly-target"
-    draft: str = "none"
-    policy: PolicyField = Field(default_factory=Exact)
-    k: int = Field(default=15, ge=0)
-    dtype: str = "auto"
-    device: str = "auto"
-    deterministic: bool = False
-    cache_tokens: int | None = Field(default=None, gt=0)
-    cache_bytes: int | None = Field(default=None, gt=0)
-    cache_share: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
-    memory_share: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
-    max_context: int | None = Field(default=None, gt=0)
-    block_size: int | None = Field(default=None, gt=0)
-    max_rows: int = Field(default=256, gt=0)
-    step_tokens: int = Field(default=2048, gt=0)
-    prefix_reuse: bool = True
-    kernels: str = "auto"
-    draft_placement: Literal["auto", "replicated", "sharded", "first"] = "auto"
-    whole_sums: bool = False
-    heartbeat_timeout: float = Field(default=HEARTBEAT_TIMEOUT, ge=SHORTEST, le=LONGEST, allow_inf_nan=False)
-    collective_timeout: float = Field(default=COLLECTIVE_TIMEOUT, ge=SHORTEST, le=LONGEST, allow_inf_nan=False)
+
+class EngineOptions(TypedDict, total=False):
+    """How an engine runs its models. ``declared`` gives the default, the range and the description of each option."""
+
+    dtype: Annotated[
+        str | torch.dtype,
+        Field(default="auto", description="auto (as the checkpoint states), bfloat16, float16 or float32."),
+    ]
+    device: Annotated[
+        str | torch.device, Field(default="auto", description="auto, cpu, cuda, cuda:1, or any torch device.")
+    ]
+    deterministic: Annotated[
+        bool, Field(default=False, description="The same bits for a token, whatever is in the batch.")
+    ]
+    cache: Annotated[
+        int | float | str | None,
+        AfterValidator(_checked_size),
+        Field(
+            default=None,
+            description="How much the KV caches hold: a size for all of them ('8GiB'), a number of tokens for each "
+            "(20000), or a share of memory (0.5): on the CPU of what is free after loading, on CUDA of the whole "
+            "device, weights included. Default: eight contexts, at most 4 GiB or half of the free memory; on CUDA 0.9.",
+        ),
+    ]
+    max_context: Annotated[
+        int | None,
+        Field(
+            default=None,
+            ge=1,
+            strict=True,
+            description="The most tokens of a text, prompt and answer; less than the model's own saves memory.",
+        ),
+    ]
+    block_size: Annotated[
+        int | None,
+        Field(
+            default=None,
+            ge=1,
+            strict=True,
+            description="Tokens in a page of the target's cache. Default: by the device.",
+        ),
+    ]
+    max_rows: Annotated[
+        int, Field(default=256, ge=1, strict=True, description="The most completions in one step of the engine.")
+    ]
+    step_tokens: Annotated[
+        int, Field(default=2048, ge=1, strict=True, description="About the most tokens in one step of the engine.")
+    ]
+    prefix_reuse: Annotated[
+        bool, Field(default=True, description="Requests that begin with the same tokens share their cache pages.")
+    ]
+    kernels: Annotated[
+        str,
+        Field(
+            default="auto",
+            description="What runs on the CPU: auto, torch, amx, avx512bf16, avx512, avx2; int8: weights of 8 bits (on "
+            "CUDA by torchao); w8a8: weights and activations; w4a8: weights of 4 bits, but the head's of 8; stored: a "
+            "GGUF file's blocks, which auto takes for such a file. On CUDA also int4: layers' weights of 4 bits.",
+        ),
+    ]
+
+
+class OfRanks(TypedDict, total=False):
+    """How ranks share a model: arguments of ``fly.parallel.launch``."""
+
+    draft_placement: Annotated[
+        Placement,
+        Field(default="auto", description="Where a draft given as text runs (``fly.parallel.place_draft``)."),
+    ]
+    whole_sums: Annotated[
+        bool,
+        Field(
+            default=False,
+            description="Split no sum among ranks, so that their number does not change rounding; they exchange more.",
+        ),
+    ]
+    heartbeat_timeout: Annotated[
+        float,
+        Field(
+            default=HEARTBEAT_TIMEOUT,
+            ge=SHORTEST,
+            le=LONGEST,
+            allow_inf_nan=False,
+            description="Seconds without a sign of life after which a rank counts as lost.",
+        ),
+    ]
+    collective_timeout: Annotated[
+        float,
+        Field(
+            default=COLLECTIVE_TIMEOUT,
+            ge=SHORTEST,
+            le=LONGEST,
+            allow_inf_nan=False,
+            description="Seconds that a rank waits in a collective for the others.",
+        ),
+    ]
+
+
+def declared(kind: type = EngineOptions) -> dict[str, FieldInfo]:
+    """Return the options of ``EngineOptions``, or of ``OfRanks``, by name: each with its ``annotation``, its
+    ``default`` and its ``description``."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: FieldInfo.from_annotation(hint) for name, hint in hints.items()}
+
+
+def check_options(given: Mapping[str, Any]) -> EngineOptions:
+    """Return all options, those that are not ``given`` with their defaults.
+
+    Raises ``TypeError`` for an unknown option, with the choices, and ``ValueError`` for a wrong value.
+    """
+    known = ["model", "draft", "policy", "k", "ranks", *_Options.model_fields]
+    if unknown := next((name for name in given if name not in known), None):
+        raise TypeError(f"{unknown!r} is no option of LLM{instead(unknown, known)}")
+    try:
+        checked = _Options.model_validate(given)
+    except ValidationError as error:
+        raise ValueError(explain(error)) from None
+    return cast(EngineOptions, dict(checked))
+
+
+def check_sharing(given: Mapping[str, Any]) -> OfRanks:
+    """Return how ranks share a model. Raises ``ValueError`` for a wrong value."""
+    try:
+        return cast(OfRanks, dict(_OfRanks.model_validate(given)))
+    except ValidationError as error:
+        raise ValueError(explain(error)) from None
+
+
+def _make_model(*kinds: type) -> Any:
+    """Make a pydantic model of declared options, which refuses others."""
+    refusing = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    hints = {name: hint for kind in kinds for name, hint in get_type_hints(kind, include_extras=True).items()}
+    return create_model("Options", __config__=refusing, **hints)
+
+
+_Options, _OfRanks = _make_model(EngineOptions), _make_model(OfRanks)
+
+
+class Config(_make_model(EngineOptions, OfRanks)):  # type: ignore[misc]
+    """A YAML or JSON file: the arguments of ``fly.LLM``, and, by the names in ``of_ranks``, those of
+    ``fly.parallel.launch``. Unknown fields are errors."""
+
+    of_ranks: ClassVar = tuple(declared(OfRanks))
+
+    model: str = Field(
+        default="fly-target",
+        description="The target: a bundled name, a directory, a GGUF file, or a name on the Hugging Face hub.",
+    )
+    draft: str = Field(
+        default="none",
+        description="The draft: 'none', a checkpoint (prompt lookup drafts for it), or a strategy ('fly drafts').",
+    )
+    policy: PolicyField = Field(
+        default_factory=Exact, description="The acceptance policy: 'exact', 'fly', 'fly(theta=0.3, window=6)', ..."
+    )
+    k: int = Field(
+        default=DEFAULT_K, ge=0, strict=True,
+        description="The most tokens drafted in a round; 0 decodes autoregressively.",
+    )  # fmt: skip
+
+    @property
+    def options(self) -> EngineOptions:
+        """The options of ``fly.LLM``, for ``**``."""
+        return cast(EngineOptions, {name: getattr(self, name) for name in declared()})
 
     @field_validator("draft")
     @classmethod

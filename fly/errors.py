@@ -19,7 +19,7 @@ _ELSEWHERE = {
     "do_sample": "temperature",
     "function_call": "tool_choice",
     "functions": "tools",
-    "gpu_memory_utilization": "memory_share",
+    "gpu_memory_utilization": "cache",
     "guided_decoding": "structured",
     "max_length": "max_tokens",
     "max_model_len": "max_context",

@@ -1,38 +1,50 @@
-"""The Python interface: load a target and a draft, choose a backend, wire the engine. Knows nothing of HTTP.
+"""The Python interface: load a target and a draft, choose a backend, wire the engine, and answer calls of all forms,
+from threads and from coroutines. Knows nothing of HTTP.
 
 If several ranks share a model, either all make the same calls in the same order, or the first one leads."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 import sys
+import threading
+import warnings
 from collections import abc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
-from inspect import signature
+from inspect import Parameter, Signature, signature
 from numbers import Integral
 from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, Unpack, overload
 
+import numpy as np
 import torch
+from pydantic import ValidationError
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 
 from fly.backends.choice import LoadExecutor, executor_of, load_executor
 from fly.backends.choice import load as load_model
 from fly.backends.cpu.library import check_target
 from fly.bundled import open_model
 from fly.cache import block_size_for
-from fly.calls import Calls, Params, PolicyLike, Prompt, Prompts, as_policy, for_chat, listed
-from fly.config import Config
+from fly.config import DEFAULT_K, Config, EngineOptions, check_options, declared
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import TranslatingSetup
 from fly.engine import Engine
 from fly.engine.caches import find_room, make_caches
-from fly.engine.job import Request, read_along
+from fly.engine.job import Job, Request, outputs_of, read_along
 from fly.engine.scheduler import Scheduler, max_scored
 from fly.engine.stream import AsyncStream, Stream
 from fly.engine.warming import warm_up
 from fly.engine.worker import Worker
-from fly.errors import instead, short
+from fly.errors import explain, instead, short
 from fly.models.chat import ChatPrompt
 from fly.models.checkpoint import Checkpoint
 from fly.models.generation import read_sampling_defaults
@@ -40,8 +52,10 @@ from fly.models.loading import resolve_dtype
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.ops import derive
 from fly.output import Output, Piece
-from fly.policies import AcceptancePolicy, Exact
+from fly.params import Sampling
+from fly.policies import AcceptancePolicy, Condition, Exact, load_policy
 from fly.runner.executor import Executor, Workload
+from fly.runner.memory import CacheSize
 from fly.runner.request import BadWords, Row
 from fly.runner.runner import Runner
 from fly.runner.structured import Grammars
@@ -50,12 +64,54 @@ from fly.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from fly.parallel import Ranks
-    from fly.parallel.draft import Placement
 
-__all__ = ["LLM", "AsyncStream", "Output", "Piece", "Request", "Stream"]
+__all__ = [
+    "LLM",
+    "AsyncStream",
+    "CallOptions",
+    "ChatOptions",
+    "Output",
+    "Piece",
+    "PolicyLike",
+    "Prompt",
+    "Request",
+    "Stream",
+    "as_policy",
+    "for_chat",
+    "listed",
+    "one_bar",
+]
+
+Prompt: TypeAlias = str | abc.Sequence[int] | np.ndarray[Any, Any] | torch.Tensor
+Prompts: TypeAlias = Prompt | abc.Iterable[Prompt]
+Conversation: TypeAlias = str | abc.Sequence[abc.Mapping[str, Any]]
+PolicyLike: TypeAlias = AcceptancePolicy | str | abc.Mapping[str, Any]
+Params: TypeAlias = SamplingParams | abc.Sequence[SamplingParams] | None
+
+_LONG = 1.0  # seconds after which a call shows its progress
+_OWN = ("policy", "k", "priority", "draft")  # options of a call that ``SamplingParams`` lacks
+_OF_TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template", "documents", "enable_thinking")
+_bars = threading.Lock()
 
 
-class LLM(Calls):
+class CallOptions(Sampling, total=False):
+    """The keywords of a call: the fields of ``SamplingParams``, and these."""
+
+    sampling_params: Params  # another name for ``params``
+    policy: PolicyLike | abc.Sequence[PolicyLike] | None
+    k: int | abc.Sequence[int] | None
+    priority: int
+    draft: str | abc.Sequence[str] | None
+
+
+class ChatOptions(CallOptions, total=False):
+    """Further keywords of a chat, for its template (see ``LLM.chat_prompt``)."""
+
+    tools: abc.Sequence[abc.Mapping[str, Any]] | None
+    chat_template_kwargs: abc.Mapping[str, Any] | None
+
+
+class LLM:
     """A target model with its tokenizer, a draft strategy and an acceptance policy.
 
     Calls may come from any thread and any event loop. Calls that are open at the same time run in one batch, on the
@@ -76,47 +132,26 @@ class LLM(Calls):
             preset (``"fly.paper"``) or its mapping (``{"name": "fly"}``); None is ``Exact()``. ``module:Class`` is
             imported.
         k: the most tokens that are drafted in a round.
-        dtype: ``"auto"`` (as the checkpoint states), bfloat16, float16 or float32. A draft that is loaded by its name
-            has the target's dtype, device and kernels, or four bits if it is large and the target's kernels are
-            compiled (``fly.backends.load``). This call (with a loaded ``model``) or the draft's own text may say
-            otherwise, as ``"model(fly-draft, kernels=int8)"`` does. With a loaded ``model`` and no draft to load by
-            its name, another dtype than the model's, or other kernels, are errors.
-        device: ``"auto"`` or any torch device.
-        deterministic: the target computes the same bits for a token, whatever else is fed in the same forward: other
-            requests, drafts, chunks of a prompt. At temperature 0 a lossless policy then gives exactly the text of
-            autoregressive decoding, in bfloat16 too. This is free for kernels that add up in a fixed order (the
-            compiled ones in one process). Other kernels then feed one token per forward
-            (``fly.runner.executor.TokenByToken``).
-        cache_tokens: how many tokens each KV cache holds over all requests; None is eight full contexts, or as many
-            tokens as fit in ``cache_bytes``, if these are fewer. Memory is taken when it is first used. Of the sizes of
-            caches (this, the next two and ``memory_share``) one may be given.
-        cache_bytes: memory for the keys and values of target and draft together; None is 4 GiB, or half of the device's
-            free memory after loading, if that is less. A draft model with a cache size of its own is not counted. If
-            the caches hold less than a full context, the log says so, with the reason.
-        cache_share: the share (up to 1) of the device's free memory that the caches take, in place of a size.
-        memory_share: the share of a CUDA device's memory that this process takes in all, if none of the three above is
-            given; None is 0.9. Weights take their part, rounds and prompts of ``max_rows`` rows take theirs, and the
-            caches get the rest (``fly.runner.memory.divide_device``). If rounds would need more than a quarter of what
-            the weights leave, ``max_rows`` is lowered, with a warning.
-        max_context: the most tokens of a text (prompt and completion), at most the model's own context. A smaller one
-            makes the model's tables and the default caches smaller. It also holds for a draft given as text.
-        block_size: tokens in a page of the target's cache; None chooses by the device.
-        max_rows, step_tokens: the most requests, and about how many tokens, in one step (see ``Scheduler``).
-        prefix_reuse: whether requests that begin with the same tokens share their cache pages.
-        kernels: what computes a model on the CPU: ``"auto"`` (compiled code if there is any for this processor and
-            dtype), ``"torch"``, or one of ``fly.backends.cpu.available()``. ``"int8"`` rounds the weights to 8 bits,
-            ``"w8a8"`` the activations too, ``"w4a8"`` has weights of 4 bits in all layers, and ``"w4"``, for drafts, in
-            the head too. ``"stored"`` computes with the blocks of a GGUF file as they are, and ``"auto"`` does so for
-            such a file (``fly.backends.cpu.chosen``). A loaded model keeps its kernels (``fly.backends.executor_of``
-            gives it others). On other devices torchao rounds the weights for ``"int8"``, layer by layer as they are
-            loaded (``fly.backends.int8``). On CUDA ``"int4"`` rounds the layers' weights to 4 bits
-            (``fly.backends.cuda.int4``).
         ranks: the processes that share the models (``fly.parallel.launch``); None for a single process. Either all
             ranks make the same calls in the same order and get the same answers, or the first rank calls ``lead`` and
             the others call ``follow``.
-        draft_placement: where a draft given as text runs among ranks (see ``fly.parallel.place_draft``).
-        whole_sums: split no sum among ranks, so that the number of ranks does not change rounding
-            (``fly.parallel.LLAMA_WHOLE_SUMS``). Ranks then exchange more data.
+        options: how the models run; see below, and ``fly.config.EngineOptions``.
+
+    A draft that is loaded by its name has the target's dtype, device and kernels, or four bits if it is large and the
+    target's kernels are compiled (``fly.backends.load``); its own text may say otherwise, as
+    ``"model(fly-draft, kernels=int8)"`` does, and so may this call if ``model`` is loaded already. A loaded model keeps
+    its kernels (``fly.backends.executor_of`` gives it others). With a loaded ``model`` and no draft to load by its
+    name, another dtype than the model's, or other kernels, are errors.
+
+    ``deterministic``: requests, drafts and chunks of a prompt in the same forward do not change a token's bits. At
+    temperature 0 a lossless policy then gives exactly the text of autoregressive decoding, in bfloat16 too. This is
+    free for kernels that add up in a fixed order (the compiled ones in one process). Other kernels then feed one token
+    per forward (``fly.runner.executor.TokenByToken``).
+
+    Memory of caches is taken when it is first used. A draft model with a cache size of its own is not counted in
+    ``cache``. If the caches hold less than a full context, the log says so, with the reason. On CUDA, weights, and
+    rounds and prompts of ``max_rows`` rows, take their part first (``fly.runner.memory.divide_device``); if rounds
+    would need more than a quarter of what the weights leave, ``max_rows`` is lowered, with a warning.
 
     Attributes:
         policy, k: the defaults of calls; may be set.
@@ -133,82 +168,74 @@ class LLM(Calls):
         TypeError: an unknown option; the error names the choices.
     """
 
+    __signature__: ClassVar[Signature]
+
     def __init__(
         self,
         model: object,
         draft: str | Path | DraftStrategy | None = None,
         policy: PolicyLike | None = None,
-        k: int = 15,
-        dtype: str | torch.dtype = "auto",
-        device: str | torch.device = "auto",
-        deterministic: bool = False,
+        k: int = DEFAULT_K,
         *,
-        cache_tokens: int | None = None,
-        cache_bytes: int | None = None,
-        cache_share: float | None = None,
-        memory_share: float | None = None,
-        max_context: int | None = None,
-        block_size: int | None = None,
-        max_rows: int = 256,
-        step_tokens: int = 2048,
-        prefix_reuse: bool = True,
-        kernels: str = "auto",
         ranks: Ranks | None = None,
-        draft_placement: Placement = "auto",
-        whole_sums: bool = False,
-        **unknown: Never,
+        **options: Unpack[EngineOptions],
     ) -> None:
         self.engine: Engine
-        _refuse_unknown(unknown)
-        self.k, self.policy = _check_k(k), Exact() if policy is None else as_policy(policy)
-        _check_draft(draft, draft_placement)
-        sizes = {"cache_tokens": cache_tokens, "cache_bytes": cache_bytes, "cache_share": cache_share}
-        sizes["memory_share"] = memory_share
-        if len(given := [f"{name} {value}" for name, value in sizes.items() if value is not None]) > 1:
-            raise ValueError(f"{' and '.join(given)} both give a size; give one of them")
+        given = check_options(options)
+        self.k = _check_k(k)
+        self.policy = Exact() if policy is None else as_policy(policy)
+        _check_draft(draft, ranks)
         self._named = _name_of(model), _name_of(draft)
+        self._hinted = False  # whether the hint to use ``chat`` was given
 
         # The target. Each rank loads its own part.
-        by = load_executor if ranks is None else _part_loader(ranks, whole_sums)
-        executor = self._load_target(model, dtype, device, kernels, by, max_context)
-        loads = isinstance(model, (str, Path, Checkpoint)), isinstance(draft, (str, Path))
-        if not any(loads):  # these options would do nothing
-            _check_loaded(executor, dtype, kernels)
-        if deterministic:
+        by = load_executor if ranks is None else _part_loader(ranks)
+        executor = self._load_target(model, given, by)
+        loads_target = isinstance(model, (str, Path, Checkpoint))
+        if not (loads_target or isinstance(draft, (str, Path))):  # these options would do nothing
+            _check_loaded(executor, given["dtype"], given["kernels"])
+        if given["deterministic"]:
             executor = executor.deterministic()
         self.vocabulary = self._vocabulary_of(executor.config.vocab_size, executor.device)
         # Equal policies become one object, since rows with the same policy object are decided together.
         self._bind_once = lru_cache(256)(methodcaller("bind", self.vocabulary))
         control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
-        target = Runner(executor, None, control, share=prefix_reuse)
+        target = Runner(executor, None, control, share=given["prefix_reuse"])
         target.tokenizer = self.tokenizer
 
         # The draft. A strategy loads its models when it is attached.
-        setup = TranslatingSetup(target, self.vocabulary, partial(load_model, context=max_context))
+        setup = TranslatingSetup(target, self.vocabulary, partial(load_model, context=given["max_context"]))
 
         def make_draft() -> DraftStrategy | None:
             if not isinstance(draft, (str, Path)):
                 return draft
             # The kernels of this call are the target's, unless that is loaded.
-            own = "auto" if loads[0] else kernels
-            return parse_draft(str(draft), trusted=True, dtype=dtype, device=device, kernels=own)
+            kernels = "auto" if loads_target else given["kernels"]
+            return parse_draft(str(draft), trusted=True, dtype=given["dtype"], device=given["device"], kernels=kernels)
 
         if ranks is not None:
             from fly.parallel import place_draft
 
-            strategy = place_draft(make_draft, setup, ranks, draft_placement, by)
+            strategy = place_draft(make_draft, setup, ranks, by)
         elif (strategy := make_draft()) is not None:
             strategy = setup.attach(strategy)
 
         # The caches, whose size depends on all models.
-        block_size = block_size_for(executor.device) if block_size is None else block_size
-        scored = min(step_tokens, max_scored(max_rows, executor.config.vocab_size))
+        block_size = given["block_size"] or block_size_for(executor.device)
+        size = CacheSize.parse(given["cache"])
+        max_rows = given["max_rows"]
+        step_tokens = given["step_tokens"]
         work = Workload(
-            max_rows, 0 if strategy is None else self.k, self._bind(self.policy), step_tokens, scored, block_size,
-            next((each.executor for each in setup.drafters), None),
-        )  # fmt: skip
-        room, max_rows = find_room(executor, work, memory_share, ranks)
-        make_caches(target, setup, cache_tokens, cache_bytes, cache_share, block_size, room, ranks)
+            rows=max_rows,
+            k=0 if strategy is None else self.k,
+            policy=self._bind(self.policy),
+            step_tokens=step_tokens,
+            scored=min(step_tokens, max_scored(max_rows, executor.config.vocab_size)),
+            block_size=block_size,
+            drafter=next((each.executor for each in setup.drafters), None),
+        )
+        room, max_rows = find_room(executor, work, size, ranks)
+        make_caches(target, setup, size, block_size, room, ranks)
 
         # The engine. An error on one rank alone is no request's fault: the other ranks would wait for this one.
         self.engine = Engine(target, strategy, setup)
@@ -218,16 +245,9 @@ class LLM(Calls):
         self._leads = ranks is None or ranks.leads
         self._random: random.Random = random.SystemRandom() if ranks is None else ranks.random
 
-    def _load_target(
-        self,
-        model: object,
-        dtype: str | torch.dtype,
-        device: str | torch.device,
-        kernels: str,
-        by: LoadExecutor,
-        max_context: int | None,
-    ) -> Executor:
+    def _load_target(self, model: object, given: EngineOptions, by: LoadExecutor) -> Executor:
         """Load the target, with its tokenizer, end tokens and sampling defaults; or share those of another ``LLM``."""
+        kernels, max_context = given["kernels"], given["max_context"]
         self.tokenizer: Tokenizer | None = None
         self.eos_ids: frozenset[int] = frozenset()
         self.default_params = SamplingParams(temperature=0.0)
@@ -242,7 +262,7 @@ class LLM(Calls):
             most = sys.maxsize if checkpoint is None else checkpoint.config.max_position_embeddings
             if max_context is not None and max_context > most:
                 raise ValueError(f"max_context {max_context} is more than the {most} tokens that {model} has")
-            loaded = load_model(checkpoint or model, dtype, device, kernels, by, max_context)
+            loaded = load_model(checkpoint or model, given["dtype"], given["device"], kernels, by, max_context)
             executor, self.tokenizer = loaded.executor, loaded.tokenizer
             if loaded.checkpoint is not None:
                 self.eos_ids = read_eos_ids(loaded.checkpoint, executor.config.vocab_size)
@@ -259,8 +279,7 @@ class LLM(Calls):
     def from_config(cls, config: Config | str | Path, ranks: Ranks | None = None) -> LLM:
         """Build an ``LLM`` from a configuration, or from its YAML or JSON file (see ``fly.config.Config``)."""
         config = config if isinstance(config, Config) else Config.read(config)
-        own = (name for name in Config.model_fields if name not in Config.of_ranks)
-        return cls(**{name: getattr(config, name) for name in own}, ranks=ranks)
+        return cls(config.model, config.draft, config.policy, config.k, ranks=ranks, **config.options)
 
     @property
     def draft(self) -> DraftStrategy | None:
@@ -312,6 +331,143 @@ class LLM(Calls):
         """Take part, on another rank than the first, in the first one's calls until it is closed. Raises the engine's
         failure."""
         self.worker.follow(lambda values: self.requests(*values))
+
+    def generate(
+        self, prompts: Prompts, params: Params = None, *, progress: bool = True, **options: Unpack[CallOptions]
+    ) -> list[Output]:
+        """Complete every prompt. The outputs are in the order of the prompts.
+
+        As many prompts run at once as fit in the caches, in one batch with the calls of other threads and coroutines.
+
+        Args:
+            prompts: one or several, each a text or its token ids: a list, or a NumPy array or tensor of integers (with
+                two dimensions, each row is a prompt). The text "" is allowed if the tokenizer adds a begin token; the
+                model then continues from this token.
+            params: one ``SamplingParams`` for all prompts, or one for each; None is ``default_params``, the
+                checkpoint's sampling defaults. ``sampling_params`` is another name for this argument.
+            progress: on a terminal, show progress if the call takes longer than a second.
+            options: any field of ``SamplingParams`` (``temperature=0, max_tokens=64``), which overrides ``params``; and
+                the following, one for all prompts or one for each. None takes the default of this object:
+
+                policy: an ``AcceptancePolicy``, its text (``"fly(theta=0.3)"``), a preset (``"fly.paper"``) or its
+                    mapping (``{"name": "fly", "theta": 0.3}``).
+                k: the most tokens drafted in a round; 0 decodes autoregressively.
+                draft: the name of one of several loaded drafts (``"choose(small=fly-tiny, copy=ngram)"``); None or ""
+                    is the first.
+                priority: one for all prompts. Smaller numbers are served first, and may make others wait and start
+                    again.
+
+        Raises:
+            ValueError: an unknown option or a value out of range; a prompt that is empty or too long; a token id
+                outside the vocabulary; a request that does not fit the caches. Nothing has run then.
+            Exception: an error of a policy or a strategy on one of these prompts. Other calls go on.
+            Stopped: the engine was closed or has failed. Calls that were waiting raise the failure itself.
+        """
+        requests = self._asked(given := listed(prompts), params, options)
+        if requests:
+            with _shown(requests, progress and self._leads):
+                self.worker.run(Job(requests))
+        return self._answers(given, requests)
+
+    async def agenerate(self, prompts: Prompts, params: Params = None, **options: Unpack[CallOptions]) -> list[Output]:
+        """Do what ``generate`` does, for coroutines: any number of them may wait, on any event loop, without threads of
+        their own. Cancelling the task ends its requests. Arguments, result and errors are those of ``generate``,
+        without ``progress``."""
+        requests = self._asked(given := listed(prompts), params, options)
+        if requests:
+            await self.worker.arun(Job(requests, loop=asyncio.get_running_loop()))
+        return self._answers(given, requests)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[CallOptions]) -> Stream:
+        """Yield the completion's text as it is decided, in strings that know their tokens (``piece.tokens``).
+
+        No piece ends within a character or has a part of a stop string. Joined, the pieces are the ``text`` of
+        ``generate``. The request starts with the first fetch. It then runs in one batch with all other calls, whether
+        the stream is read or not. ``close`` frees everything that the request holds; dropping the stream does the same.
+        Arguments and errors are those of ``generate``. A model without a tokenizer, or n > 1, also raises
+        ``ValueError``.
+        """
+        return Stream(self.worker, Job(self._streamed(prompt, params, options), stepwise=True))
+
+    def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[CallOptions]
+    ) -> AsyncStream:
+        """Do what ``stream`` does, for coroutines: ``async for piece in llm.astream(...)``. Call it where an event loop
+        runs."""
+        requests = self._streamed(prompt, params, options)
+        return AsyncStream(self.worker, Job(requests, stepwise=True, loop=asyncio.get_running_loop()))
+
+    @overload
+    def chat(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
+        self, messages: Conversation, params: Params = None, *, progress: bool = True, **options: Unpack[ChatOptions]
+    ) -> Output: ...
+
+    @overload
+    def chat(
+        self,
+        messages: abc.Sequence[Conversation],
+        params: Params = None,
+        *,
+        progress: bool = True,
+        **options: Unpack[ChatOptions],
+    ) -> list[Output]: ...
+
+    def chat(
+        self, messages: Any, params: Params = None, *, progress: bool = True, **options: Unpack[ChatOptions]
+    ) -> Output | list[Output]:
+        """Answer a conversation, or each of a list of them, by the checkpoint's chat template.
+
+        Args:
+            messages: dictionaries with a role and a content (a text, or parts of text as OpenAI's clients have them);
+                a text is one message of the user. A list of either kind gives a list of outputs, which run at once.
+            params, progress, options: as in ``generate``; also ``tools`` and ``chat_template_kwargs``, for the template
+                (see ``chat_prompt``).
+
+        If the model thinks before it answers, ``reasoning`` has its thinking, and ``text`` the answer. Errors are those
+        of ``generate`` and ``chat_prompt``.
+        """
+        prompts, rest = self._conversations(messages, options)
+        outputs = self.generate(prompts, params, progress=progress, **rest)
+        return outputs if _several(messages) else outputs[0]
+
+    @overload
+    async def achat(  # type: ignore[overload-overlap]
+        self, messages: Conversation, params: Params = None, **options: Unpack[ChatOptions]
+    ) -> Output: ...
+
+    @overload
+    async def achat(
+        self, messages: abc.Sequence[Conversation], params: Params = None, **options: Unpack[ChatOptions]
+    ) -> list[Output]: ...
+
+    async def achat(
+        self, messages: Any, params: Params = None, **options: Unpack[ChatOptions]
+    ) -> Output | list[Output]:
+        """Do what ``chat`` does, for coroutines, without ``progress``."""
+        prompts, rest = self._conversations(messages, options)
+        outputs = await self.agenerate(prompts, params, **rest)
+        return outputs if _several(messages) else outputs[0]
+
+    def chat_prompt(self, messages: Conversation, **variables: Any) -> list[int]:
+        """Return the token ids of a conversation (or of one user message) by the checkpoint's chat template, for
+        ``generate`` and ``stream``. ``variables`` are ``tools``, ``documents`` and anything else that the template
+        reads, such as ``enable_thinking``. Errors are those of ``Tokenizer.apply_chat_template``."""
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer, so it has no chat template; give token ids")
+        talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        if not talk:
+            raise ValueError("a conversation has at least one message")
+        return self.tokenizer.apply_chat_template(talk, **variables)
+
+    def close(self) -> None:
+        """End the engine's thread. Open calls raise ``Stopped``, and so do all later ones."""
+        self.worker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def requests(
         self,
@@ -437,12 +593,55 @@ class LLM(Calls):
             raise ValueError("structured output needs a tokenizer, which this model lacks")
         return Grammars(self.tokenizer, self.engine.runner.executor.config.vocab_size, self.eos_ids)
 
+    def _asked(self, prompts: list[Any], params: Params, options: CallOptions, streamed: bool = False) -> list[Request]:
+        """Make the requests of a call with these options."""
+        fields: dict[str, Any] = {**options}
+        named = fields.pop("sampling_params", None)
+        if params is not None and named is not None:
+            raise ValueError("params and sampling_params are two names of one argument; give one of them")
+        asked = named if params is None else params
+        own = {name: fields.pop(name) for name in _OWN if name in fields}
+        _refuse_unknown(fields, ("sampling_params", *_OWN))
+        if fields:
+            asked = self.default_params if asked is None else asked
+            several = isinstance(asked, (list, tuple))
+            changed = [_changed(one, fields) for one in (asked if several else [asked])]
+            asked = changed if several else changed[0]
+        return self.requests(prompts, asked, **own, streamed=streamed)
 
-def _refuse_unknown(options: abc.Collection[str]) -> None:
-    if options:
-        known = [name for name in signature(LLM).parameters if name != "unknown"]
-        name = next(iter(options))
-        raise TypeError(f"{name!r} is no option of LLM{instead(name, known)}")
+    def _streamed(self, prompt: Prompt, params: SamplingParams | None, options: CallOptions) -> list[Request]:
+        requests = self._asked([prompt], params, options, streamed=True)
+        if len(requests) > 1:
+            n = requests[0].row.params.n
+            raise ValueError(f"n {n}: a stream has one completion; open several streams, or use generate")
+        return requests
+
+    def _conversations(self, messages: Any, options: ChatOptions) -> tuple[list[list[int]], Any]:
+        """Return the prompts of one or several conversations, and the other options, for ``generate``."""
+        fields: dict[str, Any] = {**options}
+        if name := next((name for name in fields if name in _OF_TEMPLATE), None):
+            value = short(fields[name])
+            raise ValueError(
+                f"{name!r} is for the chat template; give it as chat_template_kwargs={{{name!r}: {value}}}"
+            )
+        _refuse_unknown(fields, ("sampling_params", *_OWN, "tools", "chat_template_kwargs"))
+        tools, variables = options.pop("tools", None), options.pop("chat_template_kwargs", None) or {}
+        each = messages if _several(messages) else [messages]
+        return [self.chat_prompt(one, tools=tools, **variables) for one in each], options
+
+    def _answers(self, prompts: list[Any], requests: list[Request]) -> list[Output]:
+        """Return the outputs. If a chat model gave an empty answer to a plain text, warn once, with the likely
+        reason."""
+        outputs = outputs_of(requests)
+        if not self._hinted and self.tokenizer is not None and self.tokenizer.templates:
+            for prompt, output in zip(prompts, outputs):
+                silent = not output.text.strip() and not self.eos_ids.isdisjoint(output.token_ids[-1:])
+                if isinstance(prompt, str) and silent:
+                    self._hinted = True
+                    message = f"the answer to {short(prompt)} is empty: this model has a chat template, which generate"
+                    warnings.warn(f"{message} does not apply; chat does, and chat_prompt for streams", stacklevel=3)
+                    break
+        return outputs
 
 
 def _check_loaded(executor: Executor, dtype: str | torch.dtype, kernels: str) -> None:
@@ -452,18 +651,18 @@ def _check_loaded(executor: Executor, dtype: str | torch.dtype, kernels: str) ->
         raise ValueError(f"dtype {str(dtype)!r}: this model was loaded in {executor.dtype}")
 
 
-def _check_draft(draft: object, placement: str) -> None:
+def _check_draft(draft: object, ranks: Ranks | None) -> None:
     if not (draft is None or isinstance(draft, (str, Path, DraftStrategy))):
         raise ValueError(f"draft {draft!r} is no DraftStrategy, text or path; several make a CascadeDraft([...])")
-    if placement == "sharded" and isinstance(draft, DraftStrategy):
+    if ranks is not None and ranks.draft_placement == "sharded" and isinstance(draft, DraftStrategy):
         raise ValueError("draft_placement 'sharded' needs a draft given as text, which it loads in parts")
 
 
-def _part_loader(ranks: Ranks, whole_sums: bool) -> LoadExecutor:
+def _part_loader(ranks: Ranks) -> LoadExecutor:
     """Return what loads this rank's part of a model."""
     from fly.parallel import LLAMA, LLAMA_WHOLE_SUMS, load
 
-    return partial(load, plan=LLAMA_WHOLE_SUMS if whole_sums else LLAMA, ranks=ranks)
+    return partial(load, plan=LLAMA_WHOLE_SUMS if ranks.whole_sums else LLAMA, ranks=ranks)
 
 
 def _check_k(k: int) -> int:
@@ -489,3 +688,142 @@ def _one_each(value: Any, count: int, name: str) -> list[Any]:
             raise ValueError(f"{name} has {len(value)} entries for {count} prompts")
         return list(value)
     return [value] * count
+
+
+def listed(prompts: Any) -> list[Any]:
+    """Return prompts of any form as a list of texts and lists of token ids. Raises ``ValueError`` for anything else."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, abc.Mapping):
+        hint = for_chat(prompts) or "; give texts, or the token ids alone (its 'input_ids', 'prompt_token_ids')"
+        raise ValueError(f"prompts {short(prompts)} is a mapping{hint}")
+    if isinstance(prompts, (bytes, bytearray)):
+        raise ValueError(f"prompts {short(prompts)} are bytes; give text: .decode()")
+    if isinstance(prompts, np.ndarray) and prompts.dtype.kind in "UO":
+        prompts = prompts.tolist()  # texts, or ragged lists of ids
+    if isinstance(prompts, (np.ndarray, torch.Tensor)) and prompts.ndim != 2:
+        return [_ids(prompts)]
+    if not isinstance(prompts, abc.Iterable):
+        raise ValueError(f"prompts {short(prompts)} are neither texts nor token ids")
+    if isinstance(prompts, abc.Sequence) and prompts and isinstance(prompts[0], Integral):
+        return [prompts]
+    return [_ids(one) if isinstance(one, (np.ndarray, torch.Tensor)) else one for one in prompts]
+
+
+def for_chat(prompt: object) -> str:
+    """If ``prompt`` is a message or a list of messages, return a hint to the methods that take them; else ""."""
+    first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else prompt
+    if isinstance(first, abc.Mapping) and "role" in first:
+        return "; chat takes messages, and chat_prompt makes a prompt of them, for stream"
+    return ""
+
+
+def _ids(prompt: np.ndarray[Any, Any] | torch.Tensor) -> list[int]:
+    """Return the token ids of an array or a tensor. Raises ``ValueError`` if it has anything else."""
+    integers = prompt.dtype.kind in "iu" if isinstance(prompt, np.ndarray) else _is_integer(prompt.dtype)
+    if prompt.ndim != 1 or not integers:
+        shape = list(prompt.shape)
+        raise ValueError(f"prompt of {prompt.dtype} and shape {shape}: token ids are integers, of one dimension")
+    found: list[int] = prompt.tolist()
+    return found
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def as_policy(value: object) -> AcceptancePolicy:
+    """Return a policy as it is, or the one that a text or a mapping describes. The program is trusted: its texts may
+    import. Raises ``ValueError`` with what is wrong, and the choices."""
+    if isinstance(value, (AcceptancePolicy, str, abc.Mapping)):
+        return load_policy(value, trusted=True)
+    made = ""
+    if isinstance(value, type) and issubclass(value, AcceptancePolicy):
+        made = f"; give one of that class: {value.__name__}()"
+    elif isinstance(value, Condition):
+        made = f"; a condition needs a core: Exact() | {value}"
+    raise ValueError(f"policy {short(value)} is no AcceptancePolicy, nor a text or mapping of one{made}")
+
+
+def _changed(params: object, fields: dict[str, Any]) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params {short(params)} must be SamplingParams")
+    try:
+        return params.changed(fields)
+    except ValidationError as error:
+        raise ValueError(explain(error)) from None
+
+
+def _refuse_unknown(fields: abc.Iterable[str], own: abc.Iterable[str]) -> None:
+    """Raise ``ValueError`` for an option that is neither a field of ``SamplingParams`` nor among the call's ``own``."""
+    known = [*SamplingParams.model_fields, *own]
+    if unknown := next((name for name in fields if name not in known), None):
+        if unknown == "stream":
+            raise ValueError("'stream' is no option: stream(prompt) streams, and stream(chat_prompt(messages))")
+        raise ValueError(f"{unknown!r} is no option{instead(unknown, known)}")
+
+
+def _several(messages: object) -> bool:
+    """Whether these are several conversations, whose items are not messages."""
+    return (
+        isinstance(messages, abc.Sequence)
+        and not isinstance(messages, str)
+        and bool(messages)
+        and not isinstance(messages[0], abc.Mapping)
+    )
+
+
+@contextmanager
+def one_bar() -> Iterator[bool]:
+    """Yield whether this caller may show a progress bar: a terminal has room for one at a time."""
+    free = _bars.acquire(blocking=False)
+    try:
+        yield free
+    finally:
+        if free:
+            _bars.release()
+
+
+@contextmanager
+def _shown(requests: list[Request], wanted: bool) -> Iterator[None]:
+    """On a terminal, show the requests' progress while this context lasts, after the first ``_LONG`` seconds."""
+    if not (wanted and (console := Console(stderr=True)).is_terminal):
+        yield
+        return
+
+    def line() -> Table:
+        done = sum(request.row.finish_reason is not None for request in requests)
+        tokens = sum(request.row.generated for request in requests)
+        made = Table.grid(padding=(0, 1))
+        made.add_row(ProgressBar(len(requests), done, width=30), f"{done}/{len(requests)}", f"{tokens:,} tokens")
+        return made
+
+    # Do not redirect what the program prints meanwhile.
+    live = Live(get_renderable=line, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
+    timer = threading.Timer(_LONG, live.start)
+    timer.daemon = True
+    with one_bar() as free:
+        if free:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            if free:
+                timer.join()
+            live.stop()
+
+
+def _sign(kind: type[LLM]) -> None:
+    """Show the declared options in a class's signature and documentation, as if each stood there."""
+    written = signature(kind.__init__)
+    parameters = [each for each in written.parameters.values() if each.name != "self" and each.kind != each.VAR_KEYWORD]
+    lines = ["", "Options:"]
+    for name, option in declared().items():
+        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=option.default, annotation=option.annotation))
+        lines += wrap(f"{name} ({option.default!r}): {option.description}", 112, subsequent_indent="    ")
+    kind.__signature__ = Signature(parameters)
+    kind.__doc__ = f"{kind.__doc__}" + "\n    ".join(lines)
+
+
+_sign(LLM)

@@ -10,6 +10,7 @@ from types import ModuleType
 __all__ = ["report_moves"]
 
 MOVED = {
+    "fly.calls": "fly.llm",
     "fly.audit": "fly.extras.audit",
     "fly.bench": "fly.extras.bench",
     "fly.early_exit": "fly.extras.early_exit",

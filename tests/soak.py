@@ -119,7 +119,7 @@ class Called:
     """An ``LLM`` in this process."""
 
     def __init__(self, stage: Stage) -> None:
-        self.llm, self.process = LLM(MODEL, draft=stage.draft, kernels=stage.kernels, cache_tokens=1 << 14), os.getpid()
+        self.llm, self.process = LLM(MODEL, draft=stage.draft, kernels=stage.kernels, cache=1 << 14), os.getpid()
 
     def ask(self, asked: Asked) -> list[str]:
         return ask(self.llm, asked)

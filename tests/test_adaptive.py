@@ -446,7 +446,7 @@ def test_of_trees_it_counts_what_can_be_emitted() -> None:
 
 def test_adaptive_rows_do_not_change_the_text_and_leave_nothing() -> None:
     strategy = AdaptiveDraft(CascadeDraft([NGramDraft(), SingleDraft(run(SMALL))]))
-    llm = LLM(LARGE, draft=strategy, k=8, cache_tokens=512)
+    llm = LLM(LARGE, draft=strategy, k=8, cache=512)
     params = SamplingParams(temperature=0.0, max_tokens=40)
     prompts = [[1, 2, 3], [4], [5, 6]]
     wanted = [out.token_ids for out in llm.generate(prompts, params, k=0)]

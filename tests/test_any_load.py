@@ -49,7 +49,7 @@ def target_of(draft: str) -> str:
 @cache
 def loaded(model: str, kernels: str) -> LLM:
     """The model alone, decoding token by token. (``w4`` is for drafts.)"""
-    return LLM(model, None, kernels=f"{kernels}a8" if kernels.endswith("w4") else kernels, cache_tokens=2048)
+    return LLM(model, None, kernels=f"{kernels}a8" if kernels.endswith("w4") else kernels, cache=2048)
 
 
 @st.composite
@@ -96,7 +96,7 @@ class Load(RuleBasedStateMachine):
             loaded(target_of(self.draft), self.kernel),
             self.draft,
             kernels=self.kernel,
-            cache_tokens=data.draw(st.sampled_from([1 << 16, 4096] if self.crowd else [192, 1024])),
+            cache=data.draw(st.sampled_from([1 << 16, 4096] if self.crowd else [192, 1024])),
             block_size=data.draw(st.sampled_from([1, 4, 7])),
             step_tokens=data.draw(st.sampled_from([64, 2048])),
             prefix_reuse=data.draw(st.booleans()),

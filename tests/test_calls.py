@@ -27,13 +27,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fly
-from fly import LLM, Output, Piece, SamplingParams, Stats, Token, Why, calls
-from fly.calls import ChatOptions, listed
+from fly import LLM, Output, Piece, SamplingParams, Stats, Token, Why
+from fly import llm as interface
 from fly.config import Config
 from fly.drafts import NGramDraft
 from fly.engine.worker import Stopped
 from fly.extras.eval.plan import Plan
 from fly.extras.eval.task import load_task
+from fly.llm import ChatOptions, listed
 from fly.models.chat import ChatPrompt
 from fly.params import Sampling, StructuredOutput
 from fly.policies import AfterTokens, AgreeingWindow, Exact, FLy
@@ -131,7 +132,7 @@ def test_an_unknown_option_of_a_model_is_an_error_that_names_the_choices(option:
         LLM("fly-tiny", **{option: 1})
     assert f"'{option}' is no option of LLM (did you mean '{meant}'?)" in str(caught.value)
     assert "choices" not in str(caught.value)  # only where nothing is like it
-    with pytest.raises(TypeError, match=r"'qqqq' is no option of LLM; choices: \['model', .*'cache_bytes'"):
+    with pytest.raises(TypeError, match=r"'qqqq' is no option of LLM; choices: \['model', .*'cache'"):
         LLM("fly-tiny", qqqq=1)  # type: ignore[arg-type]  # what is tested
 
 
@@ -147,7 +148,7 @@ WRONG = [
     ('{"k": 3,\n "k": 3}', 1, "'k' is given twice"),
     ("kernels:\n  a: 1\n  b: 2\n  a: 3", 3, "'a' is given twice"),
     ("k: many", 0, "'many'"),
-    ("cache_share:\n  - 1\n  - 2", 0, "[1, 2]"),
+    ("cache:\n  - 1\n  - 2", 0, "[1, 2]"),
     ("polcy: exact", 0, "did you mean 'policy'?"),
     ("kernels: 2024-13-01", 0, "month"),
     ("kernels: !mine x", 0, "'!mine'"),
@@ -246,8 +247,8 @@ def test_options_are_the_fields_of_sampling_parameters() -> None:
         (lambda llm: llm.chat("\ud83d" * 2**15), ["half a surrogate pair"]),
         (lambda llm: llm.generate("a", bad_words=["\ud83d"]), ["half a surrogate pair"]),
         (lambda llm: LLM(None), ["model None", "path"]),
-        (lambda llm: LLM(MODEL, block_size=0), ["block_size 0"]),
-        (lambda llm: LLM(MODEL, cache_tokens=0), ["cache_tokens 0"]),
+        (lambda llm: LLM(MODEL, block_size=0), ["block_size: ", "equal to 1, got 0"]),
+        (lambda llm: LLM(MODEL, cache=0), ["cache 0"]),
         (lambda llm: LLM({"model": MODEL}), ["is no name, path"]),
         (lambda llm: llm.generate("a", temperature=-1), ["temperature", "-1"]),
         (lambda llm: llm.generate("a", max_tokens=2, min_tokens=3), ["min_tokens 3", "max_tokens 2"]),
@@ -486,7 +487,7 @@ class Terminal(io.StringIO):
 def test_a_long_call_shows_how_far_it_is_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, terminal: bool, progress: bool, seconds: float
 ) -> None:
-    monkeypatch.setattr(calls, "_LONG", seconds)
+    monkeypatch.setattr(interface, "_LONG", seconds)
     monkeypatch.setattr(sys, "stderr", screen := Terminal() if terminal else io.StringIO())
     monkeypatch.setenv("TERM", "xterm-256color")
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "NO_COLOR"):
@@ -505,15 +506,15 @@ def test_a_long_call_shows_how_far_it_is_on_a_terminal(
     llm.generate([[1], [2]], max_tokens=3, progress=progress)
     assert run.is_set() and ("0/2" in screen.getvalue()) == (terminal and progress and not seconds)
     # the terminal is as it was: nothing of ours goes on, and the next call may show its own
-    assert calls._bars.acquire(blocking=False)
-    calls._bars.release()
+    assert interface._bars.acquire(blocking=False)
+    interface._bars.release()
     assert sum(isinstance(thread, threading.Timer) for thread in threading.enumerate()) == 0
 
 
 def test_there_is_one_bar_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_LONG", 0.0)
+    monkeypatch.setattr(interface, "_LONG", 0.0)
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
-    with calls.one_bar() as free, calls.one_bar() as second:
+    with interface.one_bar() as free, interface.one_bar() as second:
         assert (free, second) == (True, False)
         LLM(MODEL).generate([[1], [2]], max_tokens=3)
     assert screen.getvalue() == ""

@@ -183,7 +183,7 @@ def loaded(memory: int = 1 << 30, way: str = "pages", **options: Any) -> Iterato
         patch.setattr(torch.cuda, "mem_get_info", lambda *_: (memory, memory))
         patch.setattr("fly.backends.cuda.ops.refuse_attention", lambda *_: None)
         draft = SingleDraft(there(DRAFTS["near"]))
-        with LLM(there(TARGET), draft, k=4, **{"memory_share": 0.9, **options}) as llm:
+        with LLM(there(TARGET), draft, k=4, **{"cache": 0.9, **options}) as llm:
 
             def generate(prompts: list[list[int]], params: Any) -> None:
                 """On this thread, which alone has the device."""
@@ -207,12 +207,8 @@ def test_caches_take_what_rounds_and_prompts_leave() -> None:
         assert cache.allocator.num_blocks == -(-4 * 700 // 256)
     with device(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "mem_get_info", lambda *_: (1 << 28, 1 << 30))
-        with pytest.raises(ValueError, match=r"memory_share 0\.5 of the 1\.1 GB of cuda:0: 0\.8 GB are in use"):
-            LLM(there(TARGET), memory_share=0.5)
-    with pytest.raises(ValueError, match=r"memory_share 0\.5 is of a CUDA device, not of cpu; give cache_bytes"):
-        LLM(TARGET, memory_share=0.5)
-    with pytest.raises(ValueError, match=r"cache_tokens 64 and memory_share 0\.5 both give a size"):
-        LLM(TARGET, cache_tokens=64, memory_share=0.5)
+        with pytest.raises(ValueError, match=r"cache 0\.5 of the 1\.1 GB of cuda:0: 0\.8 GB are in use"):
+            LLM(there(TARGET), cache=0.5)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -330,7 +330,7 @@ def test_a_small_pool_makes_rows_wait_and_changes_nothing(
 ) -> None:
     """The cache holds the largest request and little more."""
     most = max(len(prompt) + params.max_tokens for prompt, params in batch)
-    llm = make_llm(name, 5, block_size, cache_tokens=most + pages * block_size)
+    llm = make_llm(name, 5, block_size, cache=most + pages * block_size)
     outs = llm.generate([prompt for prompt, _ in batch], [params for _, params in batch])
     for out, (prompt, params) in zip(outs, batch, strict=True):
         assert (out.token_ids, out.finish_reason) == expected(prompt, params)
@@ -370,7 +370,7 @@ def test_a_bad_prompt_runs_nothing(bad: list[int], words: str) -> None:
             calls.append(1)
             return super().propose(rows, max_len)  # type: ignore[arg-type]
 
-    llm = LLM(TARGET, Watched(), cache_tokens=64)
+    llm = LLM(TARGET, Watched(), cache=64)
     params = SamplingParams(temperature=0, max_tokens=10)
     with pytest.raises(ValueError, match=words):
         llm.generate([[1, 2], bad, [3]], params)
@@ -401,7 +401,7 @@ def surprise(policy: AcceptancePolicy, strategy: DraftStrategy, table: Tensor) -
     """Distance of 2000 completions of four tokens from the target's distribution, in deviations of the chi-square
     distribution."""
     vocab, length, rounds = len(table), 4, 10
-    llm = LLM(Table(table), strategy, policy, k=2, cache_tokens=10_000, block_size=8)
+    llm = LLM(Table(table), strategy, policy, k=2, cache=10_000, block_size=8)
     counts = torch.zeros([vocab] * length)
     for batch in range(rounds):
         params = [SamplingParams(temperature=1, max_tokens=length, seed=batch * 200 + i) for i in range(200)]

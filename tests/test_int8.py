@@ -112,7 +112,7 @@ def test_an_engine_says_the_same_on_rounded_weights(tmp_path: Path) -> None:
     params = fly.SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     texts = []
     for draft in (None, "ngram"):
-        llm = fly.LLM(TorchExecutor(llama), draft, cache_tokens=256)
+        llm = fly.LLM(TorchExecutor(llama), draft, cache=256)
         texts.append(llm.generate([[1, 2, 3, 1, 2]], params)[0].token_ids)
     assert texts[0] == texts[1] and llm.engine.runner.executor.weight_bytes == 1
 

@@ -173,7 +173,7 @@ def decode(llm, tokens):
 decode(LLM("fly-tiny", draft="ngram", device="cpu"), 64)  # libraries take what they need once
 gc.collect()
 before = anonymous()
-llm = LLM(sys.argv[1], draft="ngram", device="cpu", cache_tokens=2048)
+llm = LLM(sys.argv[1], draft="ngram", device="cpu", cache=2048)
 decode(llm, 900)
 gc.collect()
 cache, model = llm.engine.runner.cache, llm.engine.runner.executor.packed

@@ -329,7 +329,7 @@ def test_prefix_reuse_is_of_all_caches(reuse: bool) -> None:
 
 def test_open_streams_share_the_cache_and_make_room_for_each_other() -> None:
     """Where the cache holds one request at a time, the later one waits; nothing of the earlier one is lost."""
-    llm = LLM(random_llama(0), SingleDraft(random_llama(1)), cache_tokens=64, block_size=4)
+    llm = LLM(random_llama(0), SingleDraft(random_llama(1)), cache=64, block_size=4)
     llm.tokenizer = LLM("fly-tiny").tokenizer
     params = SamplingParams(temperature=0, max_tokens=40)
     assert llm.tokenizer is not None
@@ -385,16 +385,12 @@ def test_the_end_token_in_a_prompt_ends_nothing_and_no_token_asked_for_gives_non
 
 def test_a_share_of_free_memory_sizes_all_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fly.runner.memory.free_memory", lambda device: 1_000_000)
-    llm = LLM(MODEL, SingleDraft(random_llama(5, VOCAB)), cache_share=0.5)
+    llm = LLM(MODEL, SingleDraft(random_llama(5, VOCAB)), cache=0.5)
     stored = sum(
         2 * cache.keys.numel() * cache.keys.element_size()
         for cache in (llm.engine.runner.cache, llm.draft.runner.cache)  # type: ignore[union-attr]
     )
     assert 0.45e6 < stored <= 0.5e6
-    with pytest.raises(ValueError, match="cache_share 2"):
-        LLM(MODEL, cache_share=2)
-    with pytest.raises(ValueError, match=r"cache_tokens 64 and cache_share 0.5"):
-        LLM(MODEL, cache_tokens=64, cache_share=0.5)
 
 
 def test_streams_of_different_rules_run_in_one_batch(speaker: Path) -> None:

@@ -30,11 +30,38 @@ def test_caches_fit_what_is_free(free: int, each: int, block: int) -> None:
         budget = min(free // 2, DEFAULT_BYTES)
         if budget // each < block:
             with pytest.raises(ValueError, match=f"hold no page of {block} tokens at {each} bytes a token"):
-                memory.cache_size(MODEL, each, block, None, None)
+                memory.cache_size(MODEL, each, block, memory.CacheSize())
             return
-        tokens = memory.cache_size(MODEL, each, block, None, None)
+        tokens = memory.cache_size(MODEL, each, block, memory.CacheSize())
         assert tokens * each <= budget and tokens <= 8 * 512
         assert tokens == 8 * 512 or (tokens + block) * each > budget
+
+
+@given(st.one_of(st.integers(-3, 10**7), st.floats(), st.booleans(), st.none()))
+def test_a_size_is_tokens_or_a_share(value: object) -> None:
+    """A number and its text are the same size."""
+    right = value is None or (type(value) is int and value >= 1) or (type(value) is float and 0 < value <= 1)
+    if not right:
+        with pytest.raises(ValueError, match=r"cache .* must be a size"):
+            memory.CacheSize.parse(value)
+        return
+    size = memory.CacheSize.parse(value)
+    assert (size.tokens, size.share, size.bytes) == (
+        value if type(value) is int else None, value if type(value) is float else None, None,
+    )  # fmt: skip
+    if value is not None:
+        assert memory.CacheSize.parse(str(value)) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GiB", 8 << 30), ("1.5 GB", 15 * 10**8), ("64mib", 64 << 20), ("3B", 3), ("8 TiB", 8 << 40), ("100kB", 10**5)],
+)
+def test_a_size_with_a_unit_is_bytes(text: str, size: int) -> None:
+    assert memory.CacheSize.parse(text) == memory.CacheSize(bytes=size)
+    for wrong in ("", "GiB", "-1GB", "0GB", "1 cat", "nan", "inf", "2.0", "0x10"):
+        with pytest.raises(ValueError, match="must be a size"):
+            memory.CacheSize.parse(wrong)
 
 
 def test_a_cache_below_the_context_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -42,7 +69,7 @@ def test_a_cache_below_the_context_says_why(monkeypatch: pytest.MonkeyPatch, cap
     model = random_llama(max_positions=512)  # 256 bytes a token
     with caplog.at_level(logging.WARNING, "fly"):
         llm = fly.LLM(model)
-        assert fly.LLM(model, cache_bytes=10**6).engine.runner.cache.allocator.num_blocks
+        assert fly.LLM(model, cache="1MB").engine.runner.cache.allocator.num_blocks
     (record,) = caplog.records
     assert "at most 388 tokens, though the model's context is 512: half of the 0.0 GB free" in record.getMessage()
     with pytest.raises(ValueError, match="400"):
@@ -61,7 +88,7 @@ def test_the_context_is_capped_by_an_option(caplog: pytest.LogCaptureFixture) ->
     assert len(capped.token_ids) == 10 and capped.token_ids == whole.token_ids[:10]
     with pytest.raises(ValueError, match="max_context 5: this model is loaded already, with a context of 512"):
         fly.LLM(random_llama(), max_context=5)
-    with pytest.raises(ValueError, match="context 0 must be at least 1"):
+    with pytest.raises(ValueError, match="max_context: Input should be greater than or equal to 1, got 0"):
         fly.LLM("fly-tiny", max_context=0)
 
 
@@ -114,7 +141,7 @@ def test_a_model_that_does_not_fit_says_what_it_needs_and_what_to_do(monkeypatch
     assert "fly-target needs 0.01 GB of memory" in words(result.output) and "close other programs" in result.output
     monkeypatch.undo()
     monkeypatch.setattr(PagedKVCache, "for_model", full)
-    with pytest.raises(MemoryError, match=r"a cache of 8192 tokens needs .* cache_bytes, cache_tokens or max_context"):
+    with pytest.raises(MemoryError, match=r"a cache of 8192 tokens needs .* cache or max_context"):
         fly.LLM("fly-target", device="cpu")
 
 

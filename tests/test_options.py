@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -10,9 +11,13 @@ from typing import Any
 
 import pytest
 import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
 import fly.serve
 from fly import cli
+from fly.config import Config, OfRanks, check_options, declared
 from fly.serve import Settings
 from tests.commands import plain, run, words
 
@@ -27,10 +32,10 @@ def test_help_shows_defaults_that_are_words() -> None:
 
 
 def test_options_that_other_servers_have() -> None:
-    said = run("generate", "a", "--cache-bytes", "3").output
-    assert "cache_bytes 3 hold no page" in words(said)
-    said = run("serve", "--cache-bytes", "3000000", "--cache-tokens", "64", "--port", "0").output
-    assert "cache_tokens 64 and cache_bytes 3000000 both give a size; give one of them" in words(said)
+    said = run("generate", "a", "--cache", "3B").output
+    assert "cache 3 bytes hold no page" in words(said)
+    said = run("serve", "--cache", "3 cats", "--port", "0").output
+    assert "cache '3 cats' must be a size ('8GiB'), a number of tokens of at least 1 (20000), or a share" in words(said)
     app: Any = typer.main.get_command(cli.app)
     (name,) = [parameter for parameter in app.commands["serve"].params if parameter.name == "name"]
     assert name.opts == ["--name", "--served-model-name"]
@@ -123,7 +128,7 @@ def test_a_number_that_is_not_finite_is_refused(command: list[str], options: lis
 
 
 def test_numbers_out_of_range_are_named_with_the_range() -> None:
-    for value, told in (("0.4", "0.4 must be a finite number in [0.5, 86400]"), ("1e5", "100000 must be")):
+    for value, told in (("0.4", "greater than or equal to 0.5, got 0.4"), ("1e5", "or equal to 86400, got 100000.0")):
         assert told in words(re.sub("[│─]", "", run("generate", "x", "--heartbeat-timeout", value).output))
     assert "of at least 1" in words(run("bench", "plan", "--tau", "0.5").output)
     assert "got -1.0" in run("generate", "x", "--temperature", "-1").output
@@ -135,3 +140,36 @@ def test_only_a_server_imports_what_serves() -> None:
     assert done.stdout.strip() == "[]"
     with pytest.raises(AttributeError, match="Sever"):
         _ = fly.serve.Sever  # type: ignore[attr-defined]
+
+
+def test_each_option_of_an_engine_is_declared_once() -> None:
+    """The signature and the documentation of ``LLM``, the fields of a file and the options of ``fly serve`` are those
+    that ``fly.config`` declares."""
+    options, of_ranks = declared(), declared(OfRanks)
+    parameters = inspect.signature(fly.LLM).parameters
+    assert set(parameters) == {"model", "draft", "policy", "k", "ranks"} | set(options) and len(parameters) <= 15
+    assert all(parameters[name].default == option.default for name, option in options.items())
+    assert all(f"{name} ({option.default!r}): " in str(fly.LLM.__doc__) for name, option in options.items())
+    assert set(Config.model_fields) == {"model", "draft", "policy", "k"} | set(options) | set(of_ranks)
+    assert dict(Config().options) == {name: option.default for name, option in options.items()}
+    assert inspect.signature(fly.LLM).parameters["k"].default == Config().k
+    app: Any = typer.main.get_command(cli.app)
+    served = {parameter.name: parameter for parameter in app.commands["serve"].params}
+    for name, option in {**options, **of_ranks}.items():
+        if name in served:
+            assert served[name].help == option.description and served[name].default == option.default
+
+
+@given(st.data())
+def test_a_file_and_keywords_are_checked_alike(data: st.DataObject) -> None:
+    """A value of any option is taken from a file if and only if it is taken as a keyword, and is then the same."""
+    name = data.draw(st.sampled_from([*declared()]))
+    value = data.draw(st.one_of(st.integers(-2, 9), st.booleans(), st.none(), st.sampled_from(["auto", "8GiB", 0.5])))
+    try:
+        checked = {**check_options({name: value})}[name]
+    except ValueError as error:
+        with pytest.raises(ValidationError):
+            Config.model_validate({name: value})
+        assert name in str(error)
+        return
+    assert getattr(Config.model_validate({name: value}), name) == checked

@@ -19,6 +19,7 @@ from fly.backends import load_executor
 from fly.backends.cpu import CpuExecutor, available
 from fly.backends.torch import TorchExecutor, TorchHead
 from fly.cache import PagedKVCache
+from fly.config import Config
 from fly.drafts import CascadeDraft, DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft, parse_draft
 from fly.drafts.translate import TranslatingSetup
 from fly.engine import Engine
@@ -215,7 +216,11 @@ STRATEGIES = [
 def generate(
     ranks: Ranks | None, target: str, draft: str, request: dict[str, Any], options: dict[str, Any] | None = None
 ) -> list[Any]:
-    llm = fly.LLM(target, draft, k=5, ranks=ranks, cache_tokens=2048, **(options or {}))
+    sharing = {name: value for name, value in (options or {}).items() if name in Config.of_ranks}
+    if ranks is not None:
+        ranks = Ranks(ranks.group, **sharing)
+    kernels = (options or {}).get("kernels", "auto")
+    llm = fly.LLM(target, draft, k=5, ranks=ranks, cache=2048, kernels=kernels)
     first = llm.generate(**request)
     return told(first) + told(llm.generate(**request))  # caches and strategies as a first call leaves them
 
@@ -233,7 +238,7 @@ def generate_with_noise(target: str, draft: str, request: dict[str, Any], noise:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fly.llm.load_model", lambda model, *_, **__: load_whole(model, by=load_noisily))
-        llm = fly.LLM(load_noisily(target), draft, k=5, cache_tokens=2048)
+        llm = fly.LLM(load_noisily(target), draft, k=5, cache=2048)
     first = llm.generate(**request)
     return told(first) + told(llm.generate(**request))
 
@@ -274,7 +279,8 @@ def test_ranks_change_no_token(pool: Pool, tmp_path_factory: pytest.TempPathFact
 
 def adapt(ranks: Ranks, target: str, draft: str, placement: str) -> list[Any]:
     """Decisions by the clock, a text nobody seeded, and what drafting costs where."""
-    llm = fly.LLM(target, f'adaptive("{draft}")', k=4, ranks=ranks, cache_tokens=1024, draft_placement=placement)
+    ranks = Ranks(ranks.group, draft_placement=placement)
+    llm = fly.LLM(target, f'adaptive("{draft}")', k=4, ranks=ranks, cache=1024)
     outputs = llm.generate([[1, 2, 3], [3, 2]], SamplingParams(temperature=1.0, max_tokens=24))
     return [*told(outputs), [o.stats.drafted for o in outputs]]
 

@@ -119,13 +119,13 @@ def test_noting_asks_the_device_nothing() -> None:
 
 def meddle(ranks: Ranks, target: str) -> None:
     """The second rank is told something else."""
-    llm = fly.LLM(target, ranks=ranks, cache_tokens=256)
+    llm = fly.LLM(target, ranks=ranks, cache=256)
     llm.generate([[1, 2, 3 + (ranks.rank == 1)]], SamplingParams(temperature=0, max_tokens=4))
 
 
 def meddle_with_weights(ranks: Ranks, target: str) -> None:
     """The second rank says something else, of the same prompt."""
-    llm = fly.LLM(target, ranks=ranks, cache_tokens=256, kernels="torch")
+    llm = fly.LLM(target, ranks=ranks, cache=256, kernels="torch")
     if ranks.rank == 1:
         step = llm.scheduler.step
 
@@ -189,7 +189,7 @@ def test_what_some_ranks_cannot_do_none_does(pool: Pool) -> None:
 
 def mixed_calls(ranks: Ranks, target: str) -> list[Any]:
     """The same calls on every rank: coroutines, streams left half-way, and collectives of the caller between them."""
-    llm = fly.LLM(target, "ngram", ranks=ranks, cache_tokens=256)
+    llm = fly.LLM(target, "ngram", ranks=ranks, cache=256)
     llm.tokenizer = fly.LLM("fly-tiny").tokenizer
     params = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
 
@@ -220,7 +220,7 @@ def test_calls_of_all_ranks_are_in_step(pool: Pool, tmp_path: Path) -> None:
 
 def lead_and_follow(ranks: Ranks, target: str) -> Any:
     """The first rank is called from several threads, the others follow until it is closed."""
-    llm = fly.LLM(target, "ngram", ranks=ranks, cache_tokens=256)
+    llm = fly.LLM(target, "ngram", ranks=ranks, cache=256)
     llm.tokenizer = fly.LLM("fly-tiny").tokenizer
     if not ranks.leads:
         llm.follow()
@@ -318,7 +318,7 @@ def live(rank: int, size: int, port: int, log: str, what: str) -> None:
 
 def decode(ranks: Ranks, alone: bool) -> None:
     """Two requests, in a step of which memory runs out: of the last rank ``alone``, or of all."""
-    llm = fly.LLM("fly-tiny", ranks=ranks, dtype="float32", kernels="torch", cache_tokens=512)
+    llm = fly.LLM("fly-tiny", ranks=ranks, dtype="float32", kernels="torch", cache=512)
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=3))
 
     def run_out(*_: Any) -> None:
@@ -434,7 +434,7 @@ def test_timeouts_come_from_the_command_line_or_else_the_file(tmp_path: Path, mo
     given: list[dict[str, float]] = []
 
     def launched(**options: Any) -> Any:
-        given.append({name: options[name] for name in Config.of_ranks})
+        given.append({name: options[name] for name in ("heartbeat_timeout", "collective_timeout")})
         raise ValueError("far enough")
 
     monkeypatch.setattr("fly.parallel.launch", launched)

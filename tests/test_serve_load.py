@@ -109,7 +109,7 @@ def test_many_streams_of_which_a_third_leaves() -> None:
             return (await asyncio.gather(*streams, *noise))[: len(bodies)]  # type: ignore[return-value]
 
     # Too few pages for all, so that some have to make room for others.
-    with running(options={"cache_tokens": 4096, "max_rows": 48}, max_waiting=500) as server:
+    with running(options={"cache": 4096, "max_rows": 48}, max_waiting=500) as server:
         got = asyncio.run(all_at_once(server.url))
         assert eventually(lambda: server.all_free and server.service.open == 0)
         assert httpx.get(f"{server.url}/health").status_code == 200

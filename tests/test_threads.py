@@ -85,7 +85,7 @@ def test_threads_share_models_and_workers(variant: str, workers: None) -> None:
 @pytest.mark.parametrize("draft", ["fly-tiny", "ngram", "tree(fly-tiny, nodes=6, depth=3, width=2)"])
 def test_threads_share_an_llm(draft: str, workers: None) -> None:
     """Short greedy requests of two threads beside many sampled ones of a third."""
-    llm = LLM("fly-draft", draft, cache_tokens=4096)
+    llm = LLM("fly-draft", draft, cache=4096)
     greedy = SamplingParams(temperature=0, max_tokens=8)
     alone = llm.generate(["Take the list"], greedy)[0].token_ids
     running = True

@@ -137,7 +137,7 @@ prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8)
 @given(st.lists(prompts, min_size=1, max_size=3), st.integers(0, 1000), st.integers(1, 9), st.integers(1, 24))
 def test_greedy_text_with_trees_is_the_greedy_text(texts: list[list[int]], seed: int, k: int, tokens: int) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=tokens, stop_token_ids=(3,))
-    llm = LLM(LARGE, draft=RandomTrees(seed), k=k, cache_tokens=512, block_size=4)
+    llm = LLM(LARGE, draft=RandomTrees(seed), k=k, cache=512, block_size=4)
     wanted = llm.generate(texts, params, k=0)
     got = llm.generate(texts, params)
     for a, b in zip(wanted, got, strict=True):
@@ -196,7 +196,7 @@ def test_penalties_are_right_inside_a_speculated_block(
         "ngram+model": lambda: CascadeDraft([NGramDraft(), SingleDraft(run(SMALL))]),
         "none": lambda: None,
     }[kind]()
-    outs = LLM(LARGE, draft=strategy, k=6, cache_tokens=512).generate(texts, params)
+    outs = LLM(LARGE, draft=strategy, k=6, cache=512).generate(texts, params)
     for text, out in zip(texts, outs):
         assert out.token_ids == naive_text(text, params)
         event(f"tau {out.stats.tau:.0f}")
@@ -215,7 +215,7 @@ def test_a_row_with_trees_does_not_depend_on_the_batch(
     texts: list[list[int]], seed: int, policy: AcceptancePolicy, temperature: float
 ) -> None:
     params = [SamplingParams(temperature=temperature, max_tokens=14, seed=b, top_k=9) for b in range(len(texts))]
-    llm = LLM(LARGE, draft=RandomTrees(seed), k=6, policy=policy, cache_tokens=512)
+    llm = LLM(LARGE, draft=RandomTrees(seed), k=6, policy=policy, cache=512)
     together = llm.generate(texts, params)
     for text, p, out in zip(texts, params, together):
         alone = llm.generate([text], p)[0]
@@ -262,7 +262,7 @@ def test_a_draft_models_tree_holds_its_likeliest_paths(texts: list[list[int]], m
 
 def test_trees_leave_the_text_alone() -> None:
     strategy = TreeDraft(run(SMALL), nodes=9, depth=3)
-    llm = LLM(LARGE, draft=strategy, k=6, cache_tokens=512, block_size=4)
+    llm = LLM(LARGE, draft=strategy, k=6, cache=512, block_size=4)
     params = SamplingParams(temperature=0.0, max_tokens=40)
     texts = [[1, 2, 3], [4], [5, 6]]
     wanted = [out.token_ids for out in llm.generate(texts, params, k=0)]
@@ -275,7 +275,7 @@ def test_trees_leave_the_text_alone() -> None:
 
 def test_what_is_told_of_a_trees_tokens_is_of_their_path() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, logprobs=2, explain=True)
-    llm = LLM(LARGE, draft=TreeDraft(run(SMALL), nodes=9, depth=3), k=6, cache_tokens=512, block_size=4)
+    llm = LLM(LARGE, draft=TreeDraft(run(SMALL), nodes=9, depth=3), k=6, cache=512, block_size=4)
     [out], [plain] = llm.generate([[1, 2, 3]], params), llm.generate([[1, 2, 3]], params, k=0)
     assert out.stats.accepted > 10 and out.logprobs is not None and plain.logprobs is not None
     for told, wanted in zip(out.logprobs, plain.logprobs):

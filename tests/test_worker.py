@@ -44,7 +44,7 @@ LONG = SamplingParams(temperature=0.0, max_tokens=200)
 
 def make(**options: Any) -> LLM:
     """A toy that speaks, with room for a few requests at a time."""
-    llm = LLM(TARGET, SingleDraft(NEAR), k=3, **{"cache_tokens": 512, "block_size": 4, **options})
+    llm = LLM(TARGET, SingleDraft(NEAR), k=3, **{"cache": 512, "block_size": 4, **options})
     llm.tokenizer = tokenizer()
     return llm
 
@@ -98,7 +98,7 @@ def arguments(request: dict[str, Any]) -> tuple[list[int], SamplingParams, dict[
 
 @cache
 def everything() -> LLM:
-    return make(cache_tokens=None, prefix_reuse=False)
+    return make(cache=None, prefix_reuse=False)
 
 
 @cache
@@ -116,7 +116,7 @@ def told(output: Output) -> list[tuple[str, list[int]]]:
 def test_every_answer_is_what_it_is_alone(batch: list[tuple[dict[str, Any], str, int | None]], max_rows: int) -> None:
     """Threads and coroutines of one loop, streams that are dropped and tasks that are cancelled, at the same time."""
     found: dict[int, Any] = {}
-    with make(max_rows=max_rows, cache_tokens=160) as llm:
+    with make(max_rows=max_rows, cache=160) as llm:
 
         def in_thread(number: int) -> None:
             request, way, leave = batch[number]

@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from fly.bundled import BUNDLED
 from fly.cli.completion import show, show_colours
-from fly.cli.options import SETUP, Deterministic, option, takes
+from fly.cli.options import SETUP, option, takes
 from fly.cli.run import alone, compute_in_words, options_of, sampling_of, setup_of
 from fly.cli.show import console, errors, fail
 from fly.config import Config
@@ -38,7 +38,7 @@ _SAMPLING = {
 
 
 @alone
-@takes(_SAMPLING, SETUP, {"deterministic": (Deterministic, False)})
+@takes(_SAMPLING, SETUP)
 def chat(
     context: typer.Context,
     model: Annotated[
@@ -215,9 +215,9 @@ class Conversation:
         """TEXT: the draft, such as 'none', 'ngram', 'fly-draft' or 'model(fly-draft)'. Starts with an empty cache."""
         if text:
             setup = self.setup.model_copy(update={"draft": text})
-            own = {name: getattr(setup, name) for name in type(setup).model_fields if name not in Config.of_ranks}
             # The loaded target keeps its kernels, and a draft takes its kernels by them.
-            llm = LLM(**{**own, "model": self.llm, "kernels": "auto"})
+            options: Any = {**setup.options, "kernels": "auto"}
+            llm = LLM(self.llm, setup.draft, setup.policy, setup.k, **options)
             self.llm.close()
             self.llm, self.setup = llm, setup
         self._tell(f"draft {self.setup.draft}")

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from fly.cli.options import MODEL, RANKS, SETUP, Deterministic, option, takes
+from fly.cli.options import MODEL, RANKS, SETUP, option, takes
 from fly.cli.run import command, compute_in_words, kernels_of, memory_of, options_of, ranks_of, sampling_of, setup_of
 from fly.cli.show import console, errors, note
 from fly.llm import LLM, Piece
@@ -59,7 +59,7 @@ _SAMPLING = {
 
 
 @command
-@takes(_SAMPLING, MODEL, SETUP, {"deterministic": (Deterministic, False)}, RANKS)
+@takes(_SAMPLING, MODEL, SETUP, RANKS)
 def generate(
     context: typer.Context,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads standard input.")] = None,

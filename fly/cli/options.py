@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from types import MappingProxyType, NoneType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
+from pydantic.fields import FieldInfo
 
-from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT, LONGEST, SHORTEST
+from fly.config import Config, OfRanks, declared
 
 _Run = TypeVar("_Run", bound=Callable[..., Any])
 _OF_MODEL: dict[str, Any] = {"rich_help_panel": "Model and decoding"}
-_of_model = functools.partial(typer.Option, **_OF_MODEL)
-_of_ranks: dict[str, Any] = {"rich_help_panel": "Several processes (--ranks, torchrun)"}
 
 
 def takes(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[_Run], _Run]:
@@ -57,9 +56,38 @@ def number(least: float, most: float = math.inf, *, help: str, **look: Any) -> A
     return typer.Option(callback=check, metavar=f"<float range> [{shown}]", help=help, **look)
 
 
-def ranks_option(help: str) -> tuple[Any, Any]:
-    """Return the option ``--ranks`` for a group of ``takes``."""
-    return option(int, help, "--ranks", min=1, default=1, **_of_ranks)
+def declared_options(
+    fields: Mapping[str, FieldInfo], *names: str, flags: Mapping[str, str] = MappingProxyType({}), **look: Any
+) -> dict[str, tuple[Any, Any]]:
+    """Return options for declared fields, by default for all of them, as a group of ``takes``: with their types,
+    defaults and descriptions. Whoever declares the fields checks the values.
+
+    Args:
+        flags: names on the command line, for fields that have another one there; several in one text.
+        look: goes to ``typer.Option``.
+    """
+    group = {}
+    for name in names or fields:
+        field = fields[name]
+        kind, repeatable = _plain_kind(field.annotation)
+        plain = (bool, int, float, str)
+        default = field.default if isinstance(field.default, plain) and not repeatable else None
+        flag = f"--{name.replace('_', '-')}"
+        group[name] = option(
+            list[str] if repeatable else kind, str(field.description), *flags.get(name, flag).split(), default=default,
+            **look,
+        )  # fmt: skip
+    return group
+
+
+def _plain_kind(annotation: Any) -> tuple[Any, bool]:
+    """Return the type that the command line reads for a field, and whether the option is repeatable."""
+    members = [each for each in get_args(annotation) if each is not NoneType] or [annotation]
+    if get_origin(annotation) is tuple or any(get_origin(each) is tuple for each in members):
+        return str, True
+    if get_origin(annotation) is Literal or len(members) > 1:
+        return str, False
+    return members[0] if members[0] in (bool, int, float, Path) else str, False
 
 
 def output(*names: str, help: str, suffix: str = "") -> Any:
@@ -78,56 +106,8 @@ def output(*names: str, help: str, suffix: str = "") -> Any:
     return typer.Option(*names, help=help, callback=check)
 
 
-Model = Annotated[
-    str, _of_model(help="The target: a bundled name, a directory, a GGUF file, or a name on the Hugging Face hub.")
-]
-DraftOption = Annotated[
-    str | None,
-    _of_model(
-        help="The draft: 'none', a checkpoint (prompt lookup drafts for it), or a strategy ('fly drafts'). Default: "
-        "fly-draft for fly-target, none for other models."
-    ),
-]
-Policy = Annotated[str, _of_model(help="The acceptance policy: 'exact', 'fly', 'fly(theta=0.3, window=6)', ...")]
-K = Annotated[int, _of_model(min=0, help="The most tokens drafted in a round; 0 decodes autoregressively.")]
-DraftLength = Annotated[int, _of_model(min=1, help="The most tokens drafted in a round.")]
-Dtype = Annotated[str, _of_model(help="auto, bfloat16, float16 or float32.")]
-Device = Annotated[str, _of_model(help="auto, cpu, cuda, cuda:1, ...")]
-Kernels = Annotated[
-    str,
-    _of_model(
-        help="What runs on the CPU: auto, torch, amx, avx512bf16, avx512, avx2; int8: weights of 8 bits (on CUDA by "
-        "torchao); w8a8: weights and activations; w4a8: weights of 4 bits, but the head's of 8; stored: "
-        "a GGUF file's blocks, which auto takes for such a file. On CUDA also int4: layers' weights of 4 bits."
-    ),
-]
-MaxContext = Annotated[
-    int | None,
-    _of_model(min=1, help="The most tokens of a text, prompt and answer; less than the model's own saves memory."),
-]
-CacheBytes = Annotated[
-    int | None, _of_model(min=1, help="The most bytes for the KV caches. Default: 4 GiB, or half of the free memory.")
-]
-MemoryShare = Annotated[
-    float | None,
-    number(0.01, 1, help="On CUDA: the share of the memory to take, caches included. Default: 0.9.", **_OF_MODEL),
-]
-Deterministic = Annotated[
-    bool, _of_model("--deterministic", help="The same bits for a token, whatever is in the batch.")
-]
-ConfigFile = Annotated[
-    Path | None,
-    _of_model(
-        help="A YAML or JSON file with model, draft, policy, k; options override it. Without either: exact, no draft."
-    ),
-]
-HeartbeatTimeout = Annotated[
-    float,
-    number(SHORTEST, LONGEST, help="Seconds without a sign of life after which a rank counts as lost.", **_of_ranks),
-]
-CollectiveTimeout = Annotated[
-    float, number(SHORTEST, LONGEST, help="Seconds that a rank waits in a collective for the others.", **_of_ranks)
-]
+DraftLength = Annotated[int, typer.Option(min=1, help="The most tokens drafted in a round.", **_OF_MODEL)]
+Policy = Annotated[str, typer.Option(help=Config.model_fields["policy"].description, **_OF_MODEL)]
 Rules = Annotated[
     list[str] | None,
     typer.Option(
@@ -140,25 +120,30 @@ Turns = Annotated[int, typer.Option(min=1, help="How often everything is measure
 Json = Annotated[Path | None, output("--json", help="Write all figures to this file.")]
 
 # Groups for ``takes``. Options of how a model runs:
-RUNNING = {"dtype": (Dtype, "auto"), "device": (Device, "auto"), "kernels": (Kernels, "auto")}
-MODEL = {"model": (Model, "fly-target")}
+RUNNING = declared_options(declared(), "dtype", "device", "kernels", **_OF_MODEL)
+MODEL = declared_options(Config.model_fields, "model", **_OF_MODEL)
+K = declared_options(Config.model_fields, "k", **_OF_MODEL)
 LOADING = {**MODEL, **RUNNING}
 # Options of how it decodes, with or without a configuration file:
 SETUP = {
-    "draft": (DraftOption, None),
+    "draft": option(
+        str, f"{Config.model_fields['draft'].description} Default: fly-draft for fly-target, none for other models.",
+        **_OF_MODEL,
+    ),
     "policy": (Policy, "exact"),
-    "k": (K, 15),
+    **K,
     **RUNNING,
-    "max_context": (MaxContext, None),
-    "cache_bytes": (CacheBytes, None),
-    "memory_share": (MemoryShare, None),
-    "config": (ConfigFile, None),
-}
-# Options of ranks, and of how long they wait for one another:
+    **declared_options(declared(), "deterministic", "cache", "max_context", **_OF_MODEL),
+    "config": option(
+        Path, "A YAML or JSON file with model, draft, policy, k; options override it. Without either: exact, no draft.",
+        **_OF_MODEL,
+    ),
+}  # fmt: skip
+# Options of ranks, and of how they share a model:
+_OF_RANKS: dict[str, Any] = {"rich_help_panel": "Several processes (--ranks, torchrun)"}
 RANKS = {
-    "ranks_": ranks_option("Processes on this machine that share the model."),
-    "heartbeat_timeout": (HeartbeatTimeout, HEARTBEAT_TIMEOUT),
-    "collective_timeout": (CollectiveTimeout, COLLECTIVE_TIMEOUT),
+    "ranks_": option(int, "Processes on this machine that share the model.", "--ranks", min=1, default=1, **_OF_RANKS),
+    **declared_options(declared(OfRanks), **_OF_RANKS),
 }
 # Options of work that is spread over a Ray cluster:
 GRID = {

@@ -12,9 +12,9 @@ from fly.backends.choice import max_stored_bytes, uses_blocks
 from fly.backends.cpu.blocks import KINDS
 from fly.bundled import BUNDLED, CHECKPOINTS, HEADS, find_checkpoint, open_model, resolve_checkpoint
 from fly.cache import PagedKVCache
-from fly.cli.options import K
 from fly.cli.run import alone, command
 from fly.cli.show import console, errors, note, print_list, progress, sentences
+from fly.config import DEFAULT_K, Config
 from fly.drafts import draft_types, parse_draft
 from fly.models.checkpoint import Checkpoint
 from fly.models.config import CheckpointError
@@ -148,7 +148,7 @@ def check(
     problems: Annotated[
         int, typer.Option(min=0, help="How many held-out problems show what it gains and breaks; 0 skips that.")
     ] = 24,
-    k: K = 15,
+    k: Annotated[int, typer.Option(min=0, help=Config.model_fields["k"].description)] = DEFAULT_K,
 ) -> None:
     """Prove or refute an acceptance rule, or a draft strategy, in a minute.
 

@@ -18,7 +18,7 @@ from fly.backends.cpu import why_not
 from fly.bundled import usual_draft
 from fly.cache.allocator import OutOfBlocks
 from fly.cli.show import errors, fail, tell
-from fly.config import Config
+from fly.config import Config, check_sharing
 from fly.errors import fault_place, origin, said
 from fly.expressions import grid
 from fly.llm import LLM
@@ -93,10 +93,10 @@ def ranks_of(context: typer.Context, config: Path | None = None, on_fault: Any =
     if run_id is None:
         yield None
         return
-    timeouts = {name: context.params[name] for name in Config.of_ranks}
+    sharing = {name: context.params[name] for name in Config.of_ranks}
     with suppress(ValueError):  # errors of the file are reported once, after the ranks have started
-        timeouts = _given(context, config, timeouts)
-    with launch(**timeouts, on_fault=on_fault) as ranks:
+        sharing = _given(context, config, sharing)
+    with launch(**check_sharing(sharing), on_fault=on_fault) as ranks:
         if not ranks.leads:
             sys.stdout = errors.file = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (until the process ends)
         yield ranks
@@ -120,7 +120,7 @@ def grid_of(ray: str | None, actors: int | None, ranks: Any = None) -> Any:
 def setup_of(context: typer.Context, path: Path | None) -> Config:
     """Return the setup of a configuration file, with the options of the command line in place of the file's; or of the
     options alone."""
-    known = Config.model_fields.keys() - Config.of_ranks  # ``ranks_of`` uses the other fields
+    known = Config.model_fields
     options = options_of(context, known) if path is None else {name: context.params.get(name) for name in known}
     if path is None and options["draft"] is None:
         options["draft"] = usual_draft(options["model"])

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fly.cli.options import MODEL, RANKS, SETUP, option, ranks_option, takes
+from fly.cli.options import MODEL, RANKS, SETUP, declared_options, option, takes
 from fly.cli.run import command, compute_in_words, memory_of, options_of, ranks_of, refuse_idle, setup_of
 from fly.cli.show import progress, tell
-from fly.config import Config
+from fly.config import Config, declared
 from fly.llm import LLM
 from fly.parallel.start import RUN_ID
 from fly.runner.executor import WARM_ROWS
@@ -35,15 +35,7 @@ _RAY = {
     "cpus": _of_ray(float, "CPUs, and so threads, of each process."),
     "gpus": _of_ray(float, "GPUs of each process. Default: 1 if there are any."),
 }
-_RANKS = {
-    **RANKS,
-    "ranks_": ranks_option("Processes on this machine that share the model; with --ray, those of each replica."),
-}
-_of_limits = functools.partial(option, min=1, rich_help_panel="Limits")
-_ROOM = {
-    "max_rows": _of_limits(int, "The most completions in one step of the engine.", default=256),
-    "cache_tokens": _of_limits(int, "Tokens that the KV caches hold. Default: eight full contexts."),
-}
+_ROOM = declared_options(declared(), "max_rows", "step_tokens", rich_help_panel="Limits")
 # The settings that are options, as the help groups them.
 _ACCESS = (
     *("host", "port", "name", "api_keys", "api_keys_file", "allowed_hosts", "cors_origins", "trusted_proxies"),
@@ -53,28 +45,20 @@ _LIMITS = (
     *("max_connections", "max_waiting", "max_open", "max_tokens", "max_k", "timeout", "drain_timeout"),
     "stream_interval",
 )
-_NAMES = {
-    "name": ("--name", "--served-model-name"),
-    "api_keys": ("--api-key",),
-    "allowed_hosts": ("--allowed-host",),
-    "cors_origins": ("--cors-origin",),
+_FLAGS = {
+    "name": "--name --served-model-name",
+    "api_keys": "--api-key",
+    "allowed_hosts": "--allowed-host",
+    "cors_origins": "--cors-origin",
+}
+_SETTINGS = {
+    **declared_options(Settings.model_fields, *_ACCESS, flags=_FLAGS, rich_help_panel="Access"),
+    **declared_options(Settings.model_fields, *_LIMITS, rich_help_panel="Limits"),
 }
 
 
-def _options(names: tuple[str, ...], panel: str) -> dict[str, tuple[Any, Any]]:
-    """Return options for settings, with their types, defaults and descriptions. ``Settings`` checks the values."""
-    made = {}
-    for name in names:
-        field = Settings.model_fields[name]
-        repeatable = "tuple" in str(field.annotation)
-        kind, default = (list[str], None) if repeatable else (field.annotation, field.default)
-        flags = _NAMES.get(name, (f"--{name.replace('_', '-')}",))
-        made[name] = option(kind, str(field.description), *flags, default=default, rich_help_panel=panel)
-    return made
-
-
 @command
-@takes(MODEL, SETUP, _options(_ACCESS, "Access"), _options(_LIMITS, "Limits"), _ROOM, _RANKS, _RAY)
+@takes(MODEL, SETUP, _SETTINGS, _ROOM, RANKS, _RAY)
 def serve(context: typer.Context, config: Path | None, ray: bool, **_: Any) -> None:
     """Serve a model over HTTP as OpenAI does, with a playground at /.
 

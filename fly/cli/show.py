@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from fly.calls import one_bar
+from fly.llm import one_bar
 
 
 class _Errors(Console):

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from fly.drafts.base import DraftSetup
 from fly.runner.executor import Executor, Workload
-from fly.runner.memory import Room, cache_size, divide_device, room_for
+from fly.runner.memory import CacheSize, Room, cache_size, divide_device, room_for
 from fly.runner.runner import Runner
 
 __all__ = ["find_room", "make_caches"]
@@ -22,24 +22,22 @@ class Ranks(Protocol):
     def collect(self, value: Any) -> list[Any]: ...
 
 
-def find_room(executor: Executor, work: Workload, share: float | None, ranks: Ranks | None) -> tuple[Room | None, int]:
+def find_room(executor: Executor, work: Workload, size: CacheSize, ranks: Ranks | None) -> tuple[Room | None, int]:
     """Return the memory that caches may take on a CUDA device (None on other devices), and how many rows a step may
     have.
 
     Args:
         executor: the target.
         work: the most work that the engine will give it.
-        share: the share of the device's memory for weights, work and caches together; None is the default.
+        size: what the user said of the caches; its ``share`` is of the device's memory.
         ranks: the processes that share the model; None is this process alone.
 
-    Raises ``ValueError`` for a ``share`` on another device than CUDA, or if the weights leave nothing.
+    Raises ``ValueError`` if the weights leave nothing.
     """
     if executor.device.type != "cuda":
-        if share is not None:
-            raise ValueError(f"memory_share {share} is of a CUDA device, not of {executor.device}; give cache_bytes")
         return None, work.rows
     context = executor.config.max_position_embeddings
-    room, rows = divide_device(executor.device, share, partial(executor.reserve, work), context)
+    room, rows = divide_device(executor.device, size.share, partial(executor.reserve, work), context)
     if ranks is not None:  # their devices may have less free
         rows = min(ranks.collect(rows))
     if rows < work.rows:
@@ -53,9 +51,7 @@ def find_room(executor: Executor, work: Workload, share: float | None, ranks: Ra
 def make_caches(
     target: Runner,
     setup: DraftSetup,
-    tokens: int | None,
-    max_bytes: int | None,
-    share: float | None,
+    size: CacheSize,
     block_size: int,
     room: Room | None,
     ranks: Ranks | None,
@@ -64,23 +60,18 @@ def make_caches(
 
     Args:
         target, setup: the target, and the setup that the draft was attached to.
-        tokens: how many tokens each cache holds over all rows; None: as many as fit in memory.
-        max_bytes, share, room: how much memory the caches may take, as ``given``, ``share`` and ``room`` of
-            ``fly.runner.memory.cache_size``.
+        size, room: how much the caches hold, and what the device has room for (``fly.runner.memory.cache_size``).
         block_size: tokens in a page of the target's cache.
         ranks: the processes that share the models; all of their caches get the smallest size.
 
-    Raises ``ValueError`` for a size below 1 or if not even one page fits, and ``MemoryError`` if memory runs out.
+    Raises ``ValueError`` if not even one page fits, and ``MemoryError`` if memory runs out.
     """
-    for name, size in (("cache_tokens", tokens), ("block_size", block_size)):
-        if size is not None and size < 1:
-            raise ValueError(f"{name} {size} must be at least 1")
-    executor, token_bytes = target.executor, target.bytes_per_token + setup.bytes_per_token
-    if tokens is None:
-        tokens = cache_size(executor, token_bytes, block_size, max_bytes, share, room)
+    executor = target.executor
+    token_bytes = target.bytes_per_token + setup.bytes_per_token
+    tokens = cache_size(executor, token_bytes, block_size, size, room)
     if ranks is not None:  # free memory may differ between ranks, but all must admit the same requests
         tokens = min(ranks.collect(tokens))
-    advice = "cache_bytes, cache_tokens or max_context makes it smaller"
+    advice = "cache or max_context makes it smaller"
     with room_for(f"a cache of {tokens} tokens", token_bytes * tokens, executor.device, advice):
         target.reserve(tokens, block_size)
         setup.reserve(tokens)

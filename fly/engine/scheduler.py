@@ -118,7 +118,7 @@ class Scheduler:
         if any(a.blocks_for(min(end, most)) > a.num_blocks for a, most, _ in self._caches()):
             raise ValueError(
                 f"{row.prompt_length} tokens and max_tokens {row.params.max_tokens} do not fit the KV cache; give "
-                "fewer, or a larger cache_tokens"
+                "fewer, or a larger cache"
             )
 
     def add(self, row: Row, stopped: Callable[[Row, int], bool] | None = None) -> None:

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
 from fly.backends.choice import LoadExecutor
 from fly.cache import BlockAllocator, OutOfBlocks, PagedKVCache
+from fly.config import Placement
 from fly.drafts.base import DraftSetup, DraftStrategy, Loaded, OwnCache
 from fly.parallel.logits import VocabularyShards
 from fly.parallel.plan import PlanError
@@ -28,9 +29,8 @@ from fly.runner.executor import Batch, Executor, Head
 from fly.runner.request import Row
 from fly.types import Draft, Target
 
-__all__ = ["FirstDraft", "Placement", "place_draft"]
+__all__ = ["FirstDraft", "place_draft"]
 
-Placement = Literal["auto", "replicated", "sharded", "first"]
 _STEPS = 9  # number of decode steps to time for a placement
 
 
@@ -38,10 +38,9 @@ def place_draft(
     make: Callable[[], DraftStrategy | None],
     setup: DraftSetup,
     ranks: Ranks,
-    placement: Placement,
     load_part: LoadExecutor,
 ) -> DraftStrategy | None:
-    """Make a strategy with ``make``, attach it to ``setup``, and return it.
+    """Make a strategy with ``make``, attach it to ``setup``, and return it, placed as ``ranks.draft_placement`` says:
 
     - ``replicated``: every rank has the whole draft and drafts for itself, without communication;
     - ``sharded``: its models are divided like the target (by ``load_part``), and all ranks draft together;
@@ -52,6 +51,7 @@ def place_draft(
     Raises:
         ValueError: an unknown placement, or one that is impossible for this strategy.
     """
+    placement = ranks.draft_placement
     if placement not in get_args(Placement):
         raise ValueError(f"draft_placement {placement!r} is unknown; choices: {list(get_args(Placement))}")
     if placement == "first" and ranks.size > 1:

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
+from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT, Placement
 from fly.parallel.watch import PREPARING, CollectiveError, Progress, RankError, Watch
 
 __all__ = ["Ranks", "Share", "launch", "memory_here"]
@@ -82,6 +82,7 @@ class Ranks:
     Args:
         group: the torch.distributed group for tensors on the device (NCCL or Gloo); None is every process.
         control: a Gloo group of the same processes, for messages between hosts; None takes ``group``.
+        draft_placement, whole_sums: how models are divided among them (``fly.config.OfRanks``).
 
     ``random`` draws the same unpredictable numbers on every rank; its seed comes from the first rank.
 
@@ -89,7 +90,11 @@ class Ranks:
     ``spread``, ``note``), and CUDA graphs can capture them. Capture with ``capture_error_mode="thread_local"``, since
     another thread queries the device. Wait for the result of such a graph inside ``awaited``."""
 
-    def __init__(self, group: Any = None, control: Any = None) -> None:
+    def __init__(
+        self, group: Any = None, control: Any = None, draft_placement: Placement = "auto", whole_sums: bool = False
+    ) -> None:
+        self.draft_placement: Placement = draft_placement
+        self.whole_sums = whole_sums
         self.group = dist.group.WORLD if group is None else group
         self.control = self.group if control is None else control
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -306,6 +311,8 @@ def launch(
     *,
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
     collective_timeout: float = COLLECTIVE_TIMEOUT,
+    draft_placement: Placement = "auto",
+    whole_sums: bool = False,
     on_fault: Callable[[str], None] | None = None,
 ) -> Iterator[Ranks]:
     """Join the processes that torchrun or ``start_ranks`` started, until the block ends::
@@ -320,6 +327,9 @@ def launch(
     Args:
         heartbeat_timeout: seconds without a sign of life after which a rank counts as lost.
         collective_timeout: seconds for which a rank waits in a collective before it blames those that do not come.
+        draft_placement: where a draft given as text runs (``place_draft``).
+        whole_sums: split no sum among ranks, so that their number does not change rounding (``LLAMA_WHOLE_SUMS``).
+            Ranks then exchange more data.
         on_fault: called with the message before the process ends, in another thread.
 
     Raises:
@@ -337,7 +347,7 @@ def launch(
     watch_store = dist.PrefixStore(f"watch/{attempt}", store.clone())
     watch = Watch(watch_store, rank, size, progress, heartbeat_timeout, collective_timeout, on_fault)
     try:
-        ranks = Ranks(control=dist.new_group(backend="gloo", timeout=_FOREVER))
+        ranks = Ranks(None, dist.new_group(backend="gloo", timeout=_FOREVER), draft_placement, whole_sums)
         ranks.progress, ranks.watch = progress, watch
         yield ranks
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Free memory of a machine, the error when it runs out, and the default size of caches."""
+"""Free memory of a machine, the error when it runs out, and the size of caches."""
 
 from __future__ import annotations
 
@@ -10,17 +10,67 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from fly.cache import DEFAULT_BYTES
 from fly.cache.paged import Cacheable
+from fly.errors import short
 
-__all__ = ["DEFAULT_SHARE", "Room", "cache_size", "divide_device", "free_memory", "room_for"]
+__all__ = ["DEFAULT_SHARE", "CacheSize", "Room", "cache_size", "divide_device", "free_memory", "room_for"]
 
 _log = logging.getLogger("fly")
 DEFAULT_SHARE = 0.9  # of a CUDA device, for weights, work and caches together
 _CONTEXTS = 8  # number of whole contexts that caches hold by default, if there is room
+_BYTES = TypeAdapter(ByteSize)
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """What the option ``cache`` says: one of the three is given, or none for the default.
+
+    Attributes:
+        tokens: how many tokens each cache holds over all requests.
+        bytes: memory for the keys and values of target and draft together.
+        share: the share of memory in (0, 1]: on the CPU of what is free after loading, for caches alone; on CUDA of the
+            whole device, for weights, rounds, prompts and caches together.
+    """
+
+    tokens: int | None = None
+    bytes: int | None = None
+    share: float | None = None
+
+    @staticmethod
+    def parse(value: object) -> CacheSize:
+        """Read an integer (tokens), a fraction (a share), or a text of either or of a size with its unit (``"8GiB"``).
+        Raises ``ValueError``."""
+        number: Any = value
+        if isinstance(value, str):
+            try:
+                number = int(value) if value.strip().isdecimal() else float(value)
+            except ValueError:
+                number = None
+        if number is None and value is None:
+            return CacheSize()
+        if isinstance(number, int) and not isinstance(number, bool) and number >= 1:
+            return CacheSize(tokens=number)
+        if isinstance(number, float) and 0 < number <= 1:
+            return CacheSize(share=number)
+        if number is None:
+            with suppress(ValidationError):
+                if size := int(_BYTES.validate_python(value)):
+                    return CacheSize(bytes=size)
+        raise ValueError(
+            f"cache {short(value)} must be a size ('8GiB'), a number of tokens of at least 1 (20000), or a share of "
+            "memory in (0, 1] (0.5)"
+        )
+
+    def __str__(self) -> str:
+        if self.tokens is not None:
+            return f"cache of {self.tokens} tokens"
+        return f"cache {self.bytes} bytes" if self.share is None else f"cache {self.share:g}"
 
 
 def free_memory(device: torch.device) -> int:
@@ -107,56 +157,50 @@ def divide_device(
     free, total = torch.cuda.mem_get_info(device)
     share = DEFAULT_SHARE if share is None else share
     left = int(share * total) - (total - free)
+    whole = f"cache {share:g} of the {total / 1e9:.1f} GB of {device}"
     if left <= 0:
         raise ValueError(
-            f"memory_share {share} of the {total / 1e9:.1f} GB of {device}: {(total - free) / 1e9:.1f} GB are in use "
-            "already, by the weights or by other programs"
+            f"{whole}: {(total - free) / 1e9:.1f} GB are in use already, by the weights or by other programs"
         )
     work, rows = reserve(left // 4)
-    reason = (
-        f"memory_share {share} of the {total / 1e9:.1f} GB of {device}, less {(total - free) / 1e9:.1f} GB in use and "
-        f"{work / 1e9:.1f} GB for rounds and prompts,"
-    )
-    return Room(left - work, rows * context, reason), rows
+    in_use = f"{(total - free) / 1e9:.1f} GB in use and {work / 1e9:.1f} GB for rounds and prompts"
+    return Room(left - work, rows * context, f"{whole}, less {in_use},"), rows
 
 
-def cache_size(
-    model: Cacheable,
-    token_bytes: int,
-    block_size: int,
-    given: int | None,
-    share: float | None,
-    room: Room | None = None,
-) -> int:
+def cache_size(model: Cacheable, token_bytes: int, block_size: int, size: CacheSize, room: Room | None = None) -> int:
     """Return how many tokens the caches of a loaded model and its draft will hold.
 
     Args:
         token_bytes: bytes that a token takes in all caches together.
-        given: bytes that the caches may take; None is ``room``, or else 4 GiB, or half of the free memory if that is
-            less.
-        share: the share of the free memory that they may take, instead of ``given``.
+        size: what the user said; its ``share`` is of the free memory, unless there is a ``room``. By default, caches
+            take ``room``, or else 4 GiB, or half of the free memory if that is less.
+        room: what the device has room for; None except on CUDA.
 
-    Raises ``ValueError`` for a share outside (0, 1], and if not even one page fits.
+    Raises ``ValueError`` if not even one page fits.
     """
+    if size.tokens is not None:
+        return size.tokens
     context, free = model.config.max_position_embeddings, free_memory(model.device)
-    most, advice = _CONTEXTS * context, "cache_bytes, cache_share or max_context"
-    if share is not None:
-        if not 0 < share <= 1:
-            raise ValueError(f"cache_share {share} must be in (0, 1]")
-        budget = int(share * free)
-        most = sys.maxsize
-        reason = f"cache_share {share} of the {free / 1e9:.1f} GB free"
-    elif given is not None:
-        budget, reason = given, f"cache_bytes {given}"
+    most = _CONTEXTS * context
+    advice = "cache or max_context"
+    if size.bytes is not None:
+        budget = size.bytes
+        reason = str(size)
     elif room is not None:
         budget = room.budget
         most = room.tokens
         reason = room.reason
-        advice = "memory_share, max_rows or max_context"
+        advice = "cache, max_rows or max_context"
+    elif size.share is not None:
+        budget = int(size.share * free)
+        most = sys.maxsize
+        reason = f"{size} of the {free / 1e9:.1f} GB free"
     elif free // 2 >= DEFAULT_BYTES:
-        budget, reason = DEFAULT_BYTES, f"the default cache_bytes {DEFAULT_BYTES}"
+        budget = DEFAULT_BYTES
+        reason = f"the default, {DEFAULT_BYTES} bytes,"
     else:
-        budget, reason = free // 2, f"half of the {free / 1e9:.1f} GB free"
+        budget = free // 2
+        reason = f"half of the {free / 1e9:.1f} GB free"
     tokens = min(most, budget // token_bytes // block_size * block_size)
     if tokens < 1:
         raise ValueError(

@@ -14,6 +14,7 @@ from fly.bundled.tasks import KINDS
 from fly.cli.options import LOADING, K, Policy, takes
 from fly.cli.run import alone
 from fly.cli.show import console, note, progress, table
+from fly.config import DEFAULT_K
 from fly.extras.bench.drafts import PROMISE, STRATEGIES, Drafted, Promise, Ratio, measure_drafts, measure_promise
 from fly.extras.bench.plan_command import bench_plan
 from fly.extras.bench.speed_command import bench_speed
@@ -21,15 +22,15 @@ from fly.policies import AcceptancePolicy, parse_policy
 
 
 @alone
-@takes(LOADING)
+@takes(K, LOADING)
 def bench_drafts(
     draft: Annotated[list[str] | None, typer.Option(help="A strategy; repeatable. Default: all.")] = None,
+    k: int = DEFAULT_K,
     policy: Policy = "exact",
     problems: Annotated[int, typer.Option(min=1, help="How many problems of each kind, and unpredictable texts.")] = 8,
     repeats: Annotated[
         int, typer.Option(min=0, help="How often an adaptive(...) draft decodes each unpredictable text; 0 for never.")
     ] = 3,
-    k: K = 15,
     **setup: Any,
 ) -> None:
     """Measure draft strategies on every kind of task, and adaptive ones on texts that nothing predicts."""

@@ -40,7 +40,7 @@ _SETTING = {
     "draft_tau": (
         Annotated[float, number(1, help="Tokens that a forward of the draft gives (with several levels).")], 1.0,
     ),
-    "k": (K, 15),
+    **K,
     "device": option(str, "a100, h100, h200 or mi300x.", default="h100"),
     "ranks": option(int, "Devices in all.", min=1, default=8),
     "per_node": option(int, "Devices of one node.", min=1, default=8),

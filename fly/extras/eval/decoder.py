@@ -121,7 +121,7 @@ class Decoder:
 
 def _load_settings(plan: Plan, ways: Iterable[Way], ranks: Any) -> dict[str, Setting]:
     """Load the models of each way, by its label. All ways share the target's weights, and each draft is loaded once."""
-    options: dict[str, Any] = {name: getattr(plan, name) for name in ("dtype", "device", "cache_bytes")}
+    options: dict[str, Any] = {name: getattr(plan, name) for name in ("dtype", "device", "cache")}
     target = LLM(plan.model, kernels=plan.kernels, deterministic=plan.deterministic, ranks=ranks, **options)
     models = {"none": target}
     settings = {}

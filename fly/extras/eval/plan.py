@@ -24,7 +24,6 @@ from pydantic import (
 )
 
 from fly.bundled import BUNDLED, usual_draft
-from fly.cache import DEFAULT_BYTES
 from fly.config import Fields
 from fly.errors import PlacedError, explain
 from fly.expressions import CLASS_PATH, grid
@@ -167,7 +166,7 @@ class Plan(BaseModel):
     device: str = "auto"
     kernels: str = "auto"
     deterministic: bool = False
-    cache_bytes: int = Field(default=DEFAULT_BYTES, gt=0)
+    cache: int | float | str | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -31,8 +31,8 @@ def _launched(stack: ExitStack, setup: Config, rank: int, size: int, address: st
     # Ray shows an actor only its own devices, so every rank uses the first one.
     variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "MASTER_ADDR": address, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()})
-    timeouts = {name: getattr(setup, name) for name in Config.of_ranks}
-    return stack.enter_context(launch(**timeouts))
+    sharing = {name: getattr(setup, name) for name in Config.of_ranks}
+    return stack.enter_context(launch(**sharing))
 
 
 class Rank:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fly.bundled.tasks import problems
-from fly.calls import Prompt
 from fly.extras.eval.records import Appender, read_lines
-from fly.llm import LLM
+from fly.llm import LLM, Prompt
 from fly.types import SamplingParams
 
 __all__ = ["Answer", "answers", "prompts_of"]
