@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from fly.cache import BlockAllocator, OutOfBlocks
 from fly.engine import Engine
-from fly.runner.request import Row, Token
+from fly.runner.request import Row, Token, most_drafted
 
 __all__ = ["Scheduler", "max_scored"]
 
@@ -375,7 +375,7 @@ class Scheduler:
 
     def _max_drafted(self, row: Row) -> int:
         """Return the most tokens that may be drafted for ``row`` in its next round."""
-        return max(0, min(row.k, self.engine.left(row) - 1)) if self.engine.strategy is not None else 0
+        return 0 if self.engine.strategy is None else most_drafted(row.k, self.engine.left(row))
 
     @property
     def _spare(self) -> int:

@@ -27,7 +27,7 @@ from fly.drafts.limits import check_draft
 from fly.drafts.translate import TranslatingSetup
 from fly.engine.account import OnToken, apply, explain_tokens, logprobs
 from fly.runner.executor import OpenBlocks, Spent
-from fly.runner.request import Row, Token
+from fly.runner.request import Row, Token, most_drafted
 from fly.runner.runner import Runner
 from fly.types import Draft
 
@@ -130,9 +130,8 @@ class Engine:
 
     def _propose(self, rows: abc.Sequence[Row], prompts: list[bool]) -> Draft:
         """Ask the strategy for each row's draft, and check it."""
-        # A forward over a prompt has no draft, so that the first token comes soon. A round emits one token beyond its
-        # draft, so the draft has at most one token fewer than the row may still emit.
-        max_len = [0 if prompt else min(row.k, self.left(row) - 1) for row, prompt in zip(rows, prompts)]
+        # A forward over a prompt has no draft, so that the first token comes soon.
+        max_len = [0 if prompt else most_drafted(row.k, self.left(row)) for row, prompt in zip(rows, prompts)]
         if self.strategy is None or not any(max_len):
             return Draft.empty(len(rows), self.runner.executor.device)
         lengths, name = [len(row.tokens) for row in rows], type(self.strategy).__name__

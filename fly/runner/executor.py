@@ -39,7 +39,7 @@ from fly.runner.drafting import (
     draft_by_forwards,
     ends_of,
 )
-from fly.runner.request import Row, by_policy
+from fly.runner.request import Row, by_policy, most_drafted
 from fly.runner.sampling import BatchSampling, ProcessedDistribution
 from fly.types import Decision, Draft, Guarantee, Noise, Target
 
@@ -90,7 +90,7 @@ class RoundRow:
 
     tokens: list[int]
     left: int  # how many tokens it may still emit, at least 1
-    k: int  # the most tokens to draft in a round; at most ``left`` - 1 are drafted
+    k: int  # its draft length; ``longest`` are drafted
     stop_ids: Collection[int]
     policy: AcceptancePolicy
     seed: int
@@ -98,6 +98,11 @@ class RoundRow:
     generated: int = 0  # tokens it has emitted so far
     relaxed: int = 0  # how many of these were relaxed
     nats: float = 0.0  # the sum of -ln target(token) over the relaxed ones
+
+    @property
+    def longest(self) -> int:
+        """The most tokens to draft in the first round."""
+        return most_drafted(self.k, self.left)
 
     @staticmethod
     def of(row: Row, left: int, k: int) -> RoundRow:

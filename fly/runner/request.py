@@ -17,7 +17,7 @@ from fly.types import SamplingParams, Why
 if TYPE_CHECKING:
     from fly.runner.structured import Matcher
 
-__all__ = ["BadWords", "Gate", "Row", "Stats", "Token", "by_policy", "common_prefix"]
+__all__ = ["BadWords", "Gate", "Row", "Stats", "Token", "by_policy", "common_prefix", "most_drafted"]
 
 
 @dataclass(frozen=True)
@@ -259,6 +259,12 @@ class Row:
         scratch.drafts = []
         scratch.stats, scratch.finish_reason = Stats(), None
         return scratch
+
+
+def most_drafted(k: int, left: int) -> int:
+    """Return the most tokens to draft in a round for a row that drafts at most ``k`` and may still emit ``left``
+    tokens: a round emits one token beyond its draft."""
+    return max(0, min(k, left - 1))
 
 
 def by_policy(rows: abc.Sequence[Row]) -> dict[AcceptancePolicy, list[int]]:

@@ -28,7 +28,7 @@ from fly.policies.verification import add_costs
 from fly.runner.constraints import constrain
 from fly.runner.continuation import Continuation, Drafter
 from fly.runner.executor import Batch, Drafted, DraftSpec, Executor, Given, RoundPlan, RoundRow, Rounds
-from fly.runner.request import Row
+from fly.runner.request import Row, most_drafted
 from fly.runner.sampling import BatchSampling
 from fly.runner.states import HiddenStates
 from fly.types import Decision, Draft, Target
@@ -327,7 +327,7 @@ class Runner:
         # Who drafts? Nobody, if no row may draft any more, or if the text has become too long for the drafter.
         drafting = drafting or Continuation(None, [0] * len(rows))
         k = [min(row.k, most) for row, most in zip(rows, drafting.max_len)]
-        drafts = any(min(n, more - 1) > 0 for n, more in zip(k, left))
+        drafts = any(map(most_drafted, k, left))
         drafter, spec = drafting.runner if drafts else None, drafting.spec
         if drafter is not None and not self._runs_with(drafter, spec):
             return None

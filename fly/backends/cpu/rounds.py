@@ -46,7 +46,7 @@ class _Results:
     def make_room(target: PackedLlama, plan: RoundPlan) -> _Results:
         """Make room for as many rounds as the plan, its pages and ``_MAX_SCORED`` allow."""
         count = len(plan.rows)
-        k = max(min(row.k, row.left - 1) for row in plan.rows)
+        k = max(row.longest for row in plan.rows)
         max_rounds = max(room - len(row.tokens) for row, room in zip(plan.rows, _rooms(plan))) + 1
         max_rounds = min(max_rounds, 1 + _MAX_SCORED // (count * (k + 1)), max(plan.rounds, 1))
         blocks = Blocks(count, k, max_rounds, max(_MAX_MISMATCHES, 2 * count * (k + 1)))
@@ -132,7 +132,7 @@ def _lay_rows(plan: RoundPlan, texts: list[array[int]], copied: bool) -> ctypes.
         c_row.length = len(row.tokens)
         c_row.room = room
         c_row.left = row.left
-        c_row.k = min(row.k, row.left - 1)
+        c_row.k = row.longest
         c_row.context = min(plan.draft_context, 2**31 - 1)
         c_row.draft_start = start
         c_row.first = first

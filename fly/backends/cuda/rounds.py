@@ -34,6 +34,7 @@ from fly.backends.cuda.shapes import DeviceRounds, TooLarge
 from fly.backends.cuda.table import PADDING, Column, Shape, count_pages, make_line, round_up, unpack
 from fly.policies import AcceptancePolicy
 from fly.runner.executor import DraftSpec, RoundPlan, RoundRow, Rounds, Spent
+from fly.runner.request import most_drafted
 from fly.types import Decision
 
 __all__ = ["LONGEST", "note_plain_way", "take_rounds"]
@@ -146,7 +147,7 @@ class _Row:
 
     def wanted(self) -> int:
         """Return the most tokens to draft in the next round."""
-        return min(self.plan.k, self.left - 1, self.context - len(self.text))
+        return min(most_drafted(self.plan.k, self.left), self.context - len(self.text))
 
     def read(self, line: list[int]) -> None:
         """Note the tokens that the row got, because the next round depends on them."""
@@ -161,7 +162,7 @@ class _Row:
         """Whether the row goes on and its pages have room for another round."""
         new = self.text[-self.emitted[-1] :]
         ended = self.left < 1 or any(token in self.plan.stop_ids for token in new)
-        return not ended and len(self.text) + min(self.plan.k, self.left - 1) <= self.room
+        return not ended and len(self.text) + most_drafted(self.plan.k, self.left) <= self.room
 
 
 class _Call:
