@@ -459,10 +459,11 @@ def test_a_run_with_an_unused_setting_that_is_gone_can_be_read(tmp_path: Path) -
     """Runs of version 0.2 have ``exits: null``. One that was used is an error: its ways cannot be made again."""
     plan = Plan(limit=2, tasks=("bundled-ood",))
     for value in (None, "exits/mine"):
-        fields = {**plan.model_dump(mode="json"), "exits": value}
+        fields = {**plan.model_dump(mode="json"), "exits": value, "cache_bytes": 4 << 30}
+        del fields["cache"]
         (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"plan": fields, "tasks": {}, "code": {}}))
         if value is None:
-            assert Plan.of_run(tmp_path) == plan
+            assert Plan.of_run(tmp_path) == plan.model_copy(update={"cache": f"{4 << 30}B"})
         else:
             with pytest.raises(ValueError, match=r"plan.yaml, line \d+: .*exits"):
                 Plan.of_run(tmp_path)

@@ -341,7 +341,7 @@ def place(ranks: Ranks, draft: str, placement: Any) -> list[str]:
     known = draft if Path(draft).exists() else "fly-target"
     setup = TranslatingSetup(Runner(load_whole(known).executor, None), load=load_whole)
     make, load_part = partial(parse_draft, draft), partial(load, ranks=ranks)
-    strategy = place_draft(make, setup, ranks, placement, load_part)
+    strategy = place_draft(make, setup, Ranks(ranks.group, draft_placement=placement), load_part)
     shapes = [] if not isinstance(strategy, SingleDraft) else [tokens_of_head(strategy.executor)]
     return [type(strategy).__name__, str(shapes)]
 

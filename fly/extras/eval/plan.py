@@ -285,6 +285,8 @@ class Plan(BaseModel):
             settings = fields.part("plan")
             for name in [name for name, value in settings.items() if value is None and name not in Plan.model_fields]:
                 del settings[name]  # a setting that fly had when it made the run, and that was not used
+            if "cache_bytes" in settings:  # the name of ``cache`` up to version 0.3
+                settings["cache"] = f"{settings.pop('cache_bytes')}B"
             return settings
         if "tasks" in fields:
             fields["tasks"] = [_placed(each, path.absolute().parent) for each in _listed(fields["tasks"])]
