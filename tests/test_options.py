@@ -173,3 +173,15 @@ def test_a_file_and_keywords_are_checked_alike(data: st.DataObject) -> None:
         assert name in str(error)
         return
     assert getattr(Config.model_validate({name: value}), name) == checked
+
+
+def test_the_reference_lists_the_declared_options() -> None:
+    """To make the table again, print what the assertion wants."""
+    page = (Path(__file__).parents[1] / "docs/reference/python.md").read_text("utf-8")
+    rows = [
+        f"| `{name}` | `{option.default!r}` | {option.description} |".replace("``", "`")
+        for fields in (declared(), declared(OfRanks))
+        for name, option in fields.items()
+    ]
+    missing = [row for row in rows if row not in page.splitlines()]
+    assert not missing, "\n".join(missing)
