@@ -14,7 +14,6 @@ import pytest
 
 from fly import LLM, SamplingParams
 from fly.engine.job import Job
-from fly.runner.structured import LIMITS
 from fly.runner.trial import Trial
 from fly.serve import Settings
 from fly.serve.clients import Clients
@@ -83,8 +82,8 @@ def test_others_generate_while_grammars_compile() -> None:
     with running(api_keys=("a", "b")) as server, ThreadPoolExecutor(32) as clients:
         held, started, go = [], threading.Semaphore(0), threading.Event()
 
-        def vet(grammar: str) -> None:
-            held.append(grammar)
+        def vet(kind: str, source: str) -> None:
+            held.append(source)
             started.release()
             assert go.wait(60)
 
@@ -110,7 +109,7 @@ def test_others_generate_while_grammars_compile() -> None:
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with LLM(MODEL, dtype="float32") as made:
-        made.grammars.vet = trial = Trial(made.grammars.spelling, LIMITS)
+        made.grammars.vet = trial = Trial(made.grammars.spelling)
         yield made
         trial.close()
 
@@ -122,17 +121,22 @@ def refused(llm: LLM, **structured: Any) -> str:
 
 
 def test_a_grammar_that_takes_too_much_ends_its_trial_alone(llm: LLM) -> None:
-    trial = llm.grammars.vet
+    llm.requests(["x"], SamplingParams(structured={"regex": "no|yes"}))  # type: ignore[arg-type]
+    trial, kept = llm.grammars.vet, len(llm.grammars._kept)
     assert isinstance(trial, Trial)
-    kept = len(llm.grammars._kept)
+    process = trial._process
     for number in (999_983, 9_999_991):  # ten seconds and 400 MB; a hundred times that
         assert "takes more than 1 s" in refused(llm, json_schema={"type": "integer", "multipleOf": number})
         assert len(llm.grammars._kept) == kept
-    before = trial.started
     [request] = llm.requests(["x"], SamplingParams(structured={"json_schema": {"type": "integer"}}))  # type: ignore[arg-type]
     llm.requests(["x"], SamplingParams(structured={"regex": "yes|no"}))  # type: ignore[arg-type]
-    assert request.row.matcher is not None and trial.started == before + 1
+    assert request.row.matcher is not None
     assert "300014 bytes; at most" in refused(llm, json_schema={"enum": ["x" * 300_000]})
+    # A process that is gone is replaced.
+    assert process is not None and trial._process is process and process.poll() is None
+    process.kill()
+    process.wait()
+    llm.requests(["x"], SamplingParams(structured={"regex": "yes|maybe"}))  # type: ignore[arg-type]
 
 
 def test_nothing_is_kept_of_a_grammar_beyond_the_limits(llm: LLM) -> None:
@@ -140,9 +144,8 @@ def test_nothing_is_kept_of_a_grammar_beyond_the_limits(llm: LLM) -> None:
     grammars = llm.grammars
     kept, size = dict(grammars._kept), grammars._size
     for number in range(4):
-        pattern = f"^(a{{{1000 + number}}}){{1000}}$"
-        form = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}, "required": ["a"]}
-        params = SamplingParams(structured={"json_schema": form}, max_tokens=60, temperature=0)  # type: ignore[arg-type]
+        assert "it is too large" in refused(llm, regex=f"(a{{{1000 + number}}}){{1000}}")
+        params = SamplingParams(structured={"regex": f"[ab]{{20}}(a{{{1000 + number}}}){{1000}}"}, max_tokens=60)  # type: ignore[arg-type]
         requests = llm.requests(["x"], params)
         with pytest.raises(ValueError, match="cannot go on: it is too large to be followed"):
             llm.worker.run(Job(requests))

@@ -1,13 +1,15 @@
-"""Try a new grammar: compile it, and follow it for a few tokens. If other requests must not wait for that, a separate
-process tries it first, with limited time and memory, because the library's own limits do not cover everything
-(``{"multipleOf": 999983}`` takes ten seconds and 400 MB). Knows nothing of requests.
+"""Try the forms of strangers: compile each in a process of its own, with limited time and memory, because the library's
+own limits do not cover everything (``{"multipleOf": 999983}`` takes ten seconds and 400 MB), and because memory that a
+process freed is not always given back. Knows nothing of requests.
 
-The process runs this file by itself, so that it needs neither torch nor the rest of this package.
+A process that has read the vocabulary is forked for each form. It runs this file by itself, so that it needs neither
+torch nor the rest of this package.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import select
@@ -15,79 +17,61 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
-from typing import IO, TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import IO, Any, NoReturn
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
+__all__ = ["Trial"]
 
-__all__ = ["Trial", "follow"]
-
-SECONDS, BYTES = 1.0, 256 << 20  # the processor time and the memory that one grammar may take
-_AHEAD = 3  # follow a new grammar for this many tokens: some grammars take long only there
+SECONDS, BYTES = 1.0, 256 << 20  # the processor time and the memory that one form may take
 _PATIENCE = 30.0  # seconds after which a process that gives no answer is ended, even on a busy machine
-
-
-def follow(matcher: LLMatcher) -> bool:
-    """Follow a grammar for a few tokens, or until it ends or fails; one that is too large usually fails here. Return
-    whether it allows any first token."""
-    begins = False
-    for _ in range(_AHEAD):
-        mask = matcher.compute_bitmask()
-        if matcher.is_error():
-            break
-        begins = True
-        if (byte := next((at for at, bits in enumerate(mask) if bits), None)) is None:
-            break
-        matcher.consume_token(8 * byte + (mask[byte] & -mask[byte]).bit_length() - 1)
-        if matcher.is_error() or matcher.is_stopped():
-            break
-    return begins
+_TOO_MUCH = f"compiling it takes more than {SECONDS:g} s of the processor or {BYTES >> 20} MiB; make it simpler"
 
 
 class Trial:
-    """Tries grammars in a separate process. It starts with the first grammar, and again after a grammar that ended it.
+    """Compiles forms in separate processes. The first one starts with the first form.
 
     Args:
         vocabulary: keyword arguments of ``llguidance.LLTokenizer``.
-        limits: keyword arguments of ``llguidance.LLParserLimits``.
     """
 
-    def __init__(self, vocabulary: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
-        self._start = json.dumps({"vocabulary": dict(vocabulary), "limits": dict(limits)})
+    def __init__(self, vocabulary: Mapping[str, Any]) -> None:
+        self._vocabulary = json.dumps(dict(vocabulary))
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self.started = 0  # processes so far
 
-    def __call__(self, grammar: str) -> None:
-        """Raise ``ValueError`` if a grammar takes too much to compile. Does not check whether it is valid."""
+    def __call__(self, kind: str, source: str) -> None:
+        """Raise ``ValueError`` with the reason if a form cannot be compiled, or takes too much. The arguments are those
+        of ``fly.runner.forms.compile_form``."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._end()
                 self._open()
-            if self._answer(json.dumps(grammar)) is None:
+            answer = self._answer(json.dumps([kind, source]))
+            if answer is None:
                 self._end()
-                raise ValueError(
-                    f"compiling it takes more than {SECONDS:g} s of the processor or {BYTES >> 20} MiB; make it simpler"
-                )
+        if (reason := _TOO_MUCH if answer is None else json.loads(answer)) is not None:
+            raise ValueError(reason)
 
     def close(self) -> None:
-        """End the process, and any trial in it."""
+        """End the processes, and any trial in them."""
         if (process := self._process) is not None:
-            process.kill()
+            _kill(process)
         with self._lock:
             self._end()
 
     def _open(self) -> None:
-        self.started += 1
+        from fly.runner import forms  # not above, since the process runs this file too
+
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__],  # -P: modules of this folder must not hide others
+            [sys.executable, "-P", __file__, forms.__file__],  # -P: modules of this folder must not hide others
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             encoding="utf-8",
+            process_group=0,
         )
-        if self._answer(self._start) is None:
+        if self._answer(self._vocabulary) is None:
             self._end()
             raise RuntimeError("the process that tries grammars does not start")
 
@@ -105,29 +89,52 @@ class Trial:
     def _end(self) -> None:
         if (process := self._process) is not None:
             self._process = None
-            process.kill()
+            _kill(process)
             with contextlib.suppress(OSError):
                 process.communicate()
 
 
-def _serve(lines: IO[str], answers: IO[str]) -> None:
-    """Run the process: read the vocabulary, then a grammar on each line, and answer each once it is compiled. If one
-    takes too much, a signal or a failed allocation ends the process."""
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill a process with its forks."""
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
 
-    start = json.loads(lines.readline())
-    vocabulary, limits = LLTokenizer(**start["vocabulary"]), LLParserLimits(**start["limits"])
+
+def _serve(lines: IO[str], answers: IO[str], path: str) -> None:
+    """Run the process: read the vocabulary, and then a form on each line. Answer null if it can be used, or the reason
+    why not. ``path`` is that of ``fly.runner.forms``."""
+    specification = importlib.util.spec_from_file_location("forms", path)
+    assert specification is not None and specification.loader is not None
+    forms = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(forms)
+    vocabulary = forms.LLTokenizer(**json.loads(lines.readline()))
     os.nice(2)  # generation goes first
-    _limit_memory()
-    print("ready", file=answers, flush=True)
+    print("null", file=answers, flush=True)
     for line in lines:
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)
-        with contextlib.suppress(Exception):  # the caller compiles it again, and reports what is wrong with it
-            matcher = LLMatcher(vocabulary, json.loads(line), log_level=0, limits=limits)
-            follow(matcher)
-            del matcher
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        print("done", file=answers, flush=True)
+        fork = os.fork()
+        if not fork:
+            _try(partial(forms.compile_form, vocabulary, *json.loads(line)), answers)
+        if os.waitpid(fork, 0)[1]:
+            print(json.dumps(_TOO_MUCH), file=answers, flush=True)
+
+
+def _try(compile_form: Callable[[], object], answers: IO[str]) -> NoReturn:
+    """Compile a form, answer, and end this process. If the form takes too much, a signal or a failed allocation ends it
+    before."""
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    _limit_memory()
+    reason = None
+    try:
+        compile_form()
+    except ValueError as error:
+        reason = str(error)
+    except MemoryError:
+        os._exit(1)
+    except BaseException as error:  # a panic of the library too
+        reason = f"compiling it failed: {error!r}"
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    print(json.dumps(reason), file=answers, flush=True)
+    os._exit(0)
 
 
 def _limit_memory() -> None:
@@ -141,4 +148,4 @@ def _limit_memory() -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.stdin, sys.stdout)
+    _serve(sys.stdin, sys.stdout, sys.argv[1])

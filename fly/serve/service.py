@@ -25,7 +25,6 @@ from fly.errors import explain, short
 from fly.llm import LLM
 from fly.models.chat import ChatPrompt, Thinking, pick
 from fly.models.tokenizer import TooLong
-from fly.runner.structured import LIMITS
 from fly.runner.trial import Trial
 from fly.serve import bodies
 from fly.serve.answering import until_left
@@ -94,7 +93,7 @@ class Service:
         self.draining = False
         self.requests = Shares(settings.max_connections)  # admitted requests whose answers are not sent yet
         self.held: Counter[str] = Counter()  # completions per client, running or in the queue
-        self._trial = Trial(llm.grammars.spelling, LIMITS)
+        self._trial = Trial(llm.grammars.spelling)
         llm.grammars.vet = self._trial
         llm.worker.interval = settings.stream_interval
         self.context: int = llm.engine.context
