@@ -14,9 +14,9 @@ import pytest
 
 from fly import LLM, SamplingParams
 from fly.engine.job import Job
-from fly.runner.trial import Trial
 from fly.serve import Settings
 from fly.serve.clients import Clients
+from fly.serve.trial import Trial
 from tests.serving import MODEL, Running, eventually, running
 
 PROMPT = "Take the list 4 9 5 7. Reverse the list, then sort from low to high."
