@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -137,6 +140,60 @@ def test_a_grammar_that_takes_too_much_ends_its_trial_alone(llm: LLM) -> None:
     process.kill()
     process.wait()
     llm.requests(["x"], SamplingParams(structured={"regex": "yes|maybe"}))  # type: ignore[arg-type]
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"regex": "a(b"},
+    {"regex": "(a{1000}){1000}"},
+    {"grammar": "start: nowhere"},
+    {"json_schema": {"type": "strang"}},
+    {"json_schema": {"type": "object", "minProperties": 3}},
+    {"json_schema": {"const": "\ud83d"}},
+]
+
+
+@pytest.mark.parametrize("structured", REFUSED, ids=str)
+def test_a_trial_refuses_with_the_words_of_a_program(
+    llm: LLM, structured: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_trial = refused(llm, **structured)
+    monkeypatch.setattr(llm.grammars, "vet", lambda kind, source: None)
+    assert refused(llm, **structured) == of_trial
+
+
+REFUSE_MANY = """
+import os
+from concurrent.futures import ThreadPoolExecutor
+from fly import LLM, SamplingParams
+from fly.serve.trial import Trial
+
+def measure():
+    processes = ["self", *([str(trial._process.pid)] if trial._process else [])]
+    pages = sum(int(open(f"/proc/{each}/statm").read().split()[1]) for each in processes)
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+def refuse(number):
+    try:
+        llm.requests(["x"], SamplingParams(structured={"regex": f"(a{{{1000 + number}}}){{1000}}"}))
+    except ValueError as error:
+        return "too large to be followed" in str(error)
+
+with LLM("fly-tiny", dtype="float32") as llm:
+    llm.grammars.vet = trial = Trial(llm.grammars.spelling)
+    llm.grammars.warm()
+    before = measure()
+    with ThreadPoolExecutor(4) as clients:
+        assert all(clients.map(refuse, range(4)))
+    print(measure() - before >> 20)
+    trial.close()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+def test_memory_goes_back_after_refused_patterns() -> None:
+    """Compiled by the server's own threads, these eight leave 110 to 190 MB in it."""
+    answer = subprocess.run([sys.executable, "-c", REFUSE_MANY], capture_output=True, text=True, check=True)
+    assert int(answer.stdout) < 40
 
 
 def test_nothing_is_kept_of_a_grammar_beyond_the_limits(llm: LLM) -> None:

@@ -214,20 +214,24 @@ class _Schemas:
         return place
 
     def _check_names(self, schema: dict[str, Any]) -> None:
-        """Raise ``ValueError`` if a pattern matches no other name than those that are listed: the library lets a comma
-        come before such a name, and nothing after it. Forbid other names if each name matches one of the patterns, for
-        the same reason."""
-        patterns = _get_mapping(schema, "patternProperties")
+        """Raise ``ValueError`` if patterns match no other name than those that are listed, and further names may be
+        forbidden: the library lets a comma come before such a name, and nothing after it. Where schemas are merged, one
+        may forbid what another allows, so each pattern must match another name."""
+        values = _get_mapping(schema, "patternProperties")
+        patterns = [pattern for pattern, value in values.items() if value is not False]
         if not patterns:
             return
+        if not _has_more_names(_list_names([schema]), {"patternProperties": dict.fromkeys(patterns, False)}):
+            schema["additionalProperties"] = False  # each name matches a pattern
+        closed = schema.get("additionalProperties", True) is not True
         listed = _list_names(self._all if self._merged else [schema])
-        for pattern, value in patterns.items():
-            alone = {"patternProperties": {pattern: True}, "additionalProperties": False}
-            if value is not False and not _has_more_names(listed, alone):
-                raise ValueError(f"patternProperties: {pattern!r} matches no other name than those that are listed")
-        none_of_them = {"patternProperties": dict.fromkeys(patterns, False)}
-        if not _has_more_names(_list_names([schema]), none_of_them):
-            schema["additionalProperties"] = False
+        for group in [[pattern] for pattern in patterns] if self._merged else [patterns]:
+            alone = {"patternProperties": dict.fromkeys(group, True), "additionalProperties": False}
+            if not _has_more_names(listed, alone) and (closed or self._merged):
+                raise ValueError(
+                    f"patternProperties {', '.join(map(repr, group))} match no other name than those that are listed; "
+                    "give properties alone"
+                )
 
     def _check_ends(self) -> None:
         """Raise ``ValueError`` if a schema needs itself within itself, so that no value under it ever ends."""
