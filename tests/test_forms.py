@@ -196,6 +196,29 @@ def test_a_schema_that_would_fail_within_an_answer_is_refused(schema: Schema, wo
         compile_schema(schema)
 
 
+KEYWORDS = [
+    "type", "format", "pattern", "minLength", "minimum", "exclusiveMaximum", "multipleOf", "properties", "required",
+    "minProperties", "patternProperties", "additionalProperties", "items", "prefixItems", "additionalItems", "minItems",
+    "enum", "const", "anyOf", "allOf", "oneOf", "$ref", "$defs", "x-guidance", "$id", "$schema",
+]  # fmt: skip
+any_json = st.recursive(
+    st.one_of(constants, st.sampled_from(["string", "object", "array", "#", "#/x", "(", 1e400, -1])),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2), st.dictionaries(st.sampled_from([*KEYWORDS, "a"]), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=80)
+@given(st.dictionaries(st.sampled_from(KEYWORDS), any_json, min_size=1, max_size=4))
+@example({"type": "object", "required": [["a"]], "properties": {"a": {}}})
+@example({"format": []})
+def test_what_is_no_schema_is_refused_with_words(schema: Schema) -> None:
+    with contextlib.suppress(ValueError):
+        compile_schema(schema)
+
+
 def test_an_error_names_the_place() -> None:
     schema = {"type": "object", "properties": {"a/b": {"items": {"const": 2**70}}}, "$defs": {"c": {"const": 1e400}}}
     with pytest.raises(ValueError, match=r"^at #/properties/a/b/items: the constant 11805"):

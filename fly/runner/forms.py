@@ -257,8 +257,8 @@ class _Schemas:
         needs = [[each] for each in (*_get_list(schema, "allOf"), self._resolve(schema))]
         needs += [[each for each in _get_list(schema, key) if each is not False] for key in ("anyOf", "oneOf")]
         if schema.get("type") in ("object", ["object"]):
-            properties = _get_mapping(schema, "properties")
-            needs += [[properties[name]] for name in _get_list(schema, "required") if name in properties]
+            required = _get_list(schema, "required")
+            needs += [[each] for name, each in _get_mapping(schema, "properties").items() if name in required]
         if schema.get("type") in ("array", ["array"]) and isinstance(least := schema.get("minItems"), int):
             needs += [[each] for each in [*_get_list(schema, "prefixItems"), schema.get("items")][:least]]
         return [choices for choices in needs if choices and all(isinstance(each, dict) for each in choices)]
