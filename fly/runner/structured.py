@@ -31,7 +31,8 @@ __all__ = ["LONGEST", "Grammars", "Matcher", "StructuredError"]
 _MASKS = 256  # masks kept for a row, more than any draft has tokens
 LONGEST = 256 << 10  # bytes of a schema, an expression or a grammar
 # The library does not say how much memory a compiled grammar takes, and a grammar takes more while it is used. So each
-# is counted with the most that was measured under the limits above (26 MB and 60 bytes per byte of source), rounded up.
+# is counted with the most that was measured under the limits of forms.py, rounded up: 26 MB, and 60 bytes for each
+# byte of its source.
 _KEPT = 1 << 30
 _BYTES, _BYTES_A_BYTE = 32 << 20, 64
 
@@ -172,7 +173,7 @@ class Matcher:
 
     Args:
         start: the compiled grammar at its start; it is copied.
-        refuse: called if the grammar turns out to exceed the library's limits.
+        refuse: called if the grammar cannot be followed to its end.
         never: tokens that are not text, and are never allowed.
         ends: tokens that end the text, and are allowed exactly where the grammar may end.
         last_ends: further tokens that end the text, allowed only where the grammar may end and no other token may
@@ -193,7 +194,7 @@ class Matcher:
         self._text: list[int] = []  # what the matcher has consumed
         self._masks: dict[int, tuple[bytearray, str]] = {}  # by length of text
         self._stuck: dict[int, str] = {}  # in the last call, places where nothing can follow, and why
-        self._wrong = ""  # the message that the grammar exceeds the limits, once this is known
+        self._wrong = ""  # why the grammar cannot be followed, once this is known
 
     def fresh(self) -> Matcher:
         """Make a matcher of the same form for another request, at the start of its text."""
