@@ -17,39 +17,24 @@ from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 from torch.nn.functional import embedding
 
 from fly.models.tokenizer import Tokenizer
 from fly.ops import common_prefix, nothing_left
-from fly.runner.trial import follow
+from fly.runner.forms import compile_form, explain_failure
 from fly.types import SamplingParams, StructuredOutput
 
-__all__ = ["BLANKS", "LONGEST", "Grammars", "Matcher", "StructuredError"]
+__all__ = ["LONGEST", "Grammars", "Matcher", "StructuredError"]
 
 _MASKS = 256  # masks kept for a row, more than any draft has tokens
-# The library's limits for one grammar: states of its lexer (everyday schemas take a few thousand), work to set it up
-# and to compute one mask, symbols. The engine's thread computes masks. Under these limits a mask takes at most 200 ms,
-# and 10 ms for an expression such as (\d{1,9}[a-z]{0,30}[A-Z]{0,30}){20}.
-LIMITS: dict[str, Any] = {
-    "max_lexer_states": 16_384,
-    "initial_lexer_fuel": 200_000,
-    "step_lexer_fuel": 200_000,
-    "max_grammar_size": 100_000,
-    "verbose_errors": False,
-}
-_LIMITS = LLParserLimits(**LIMITS)
-_LIMIT_WORDS = "too many", "max is", "limit"  # words in the library's messages when one of these limits is reached
 LONGEST = 256 << 10  # bytes of a schema, an expression or a grammar
-_MAX_MESSAGE = 800  # messages of the library are cut to this many characters, since they may quote a whole grammar
 # The library does not say how much memory a compiled grammar takes, and a grammar takes more while it is used. So each
-# is counted with the most that was measured under the limits above (26 MB and 60 bytes per byte of source), rounded up.
+# is counted with the most that was measured under the limits of forms.py, rounded up: 26 MB, and 60 bytes for each
+# byte of its source.
 _KEPT = 1 << 30
 _BYTES, _BYTES_A_BYTE = 32 << 20, 64
-# The blanks that JSON may have: it may stand on one line or be indented, but has no runs of blanks, which small models
-# tend to repeat for ever. A schema's own "x-guidance" overrides this.
-BLANKS = r" |\n[ ]{0,16}"
 
 
 @cache
@@ -70,8 +55,8 @@ class Grammars:
     grammar: others could tell by the time taken that somebody had asked for it. A grammar that is refused, or exceeds
     the limits while it is followed, is not kept.
 
-    ``matcher`` may be called from any thread. ``vet`` gets each grammar before it is compiled, and may refuse it
-    (``ValueError``).
+    ``matcher`` may be called from any thread. ``vet`` gets the kind and the source of each form before it is compiled,
+    and may refuse it (``ValueError`` with the reason).
 
     Args:
         tokenizer: spells the vocabulary.
@@ -81,7 +66,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
         self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, frozenset(eos_ids)
-        self.vet: Callable[[str], None] = lambda grammar: None
+        self.vet: Callable[[str, str], None] = lambda kind, source: None
         self._kept: OrderedDict[tuple[str, StructuredOutput], LLMatcher] = OrderedDict()  # least recently used first
         self._size = 0  # bytes of the kept grammars
         self._looking = threading.Lock()
@@ -159,46 +144,20 @@ class Grammars:
         what = f"structured {structured.kind} {source if len(source) <= 60 else source[:57] + '...'!r}"
         if (size := len(source.encode("utf-8", "replace"))) > LONGEST:
             raise ValueError(f"{what} has {size} bytes; at most {LONGEST} are compiled")
-        if structured.kind == "regex":
-            grammar = LLMatcher.grammar_from_regex(source)
-        elif structured.kind == "grammar":
-            grammar = LLMatcher.grammar_from_lark(source)
-        else:
-            schema = source or '{"type": "object"}'
-            grammar = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": BLANKS})
+        vocabulary = self._vocabulary
         try:
-            self.vet(grammar)
+            self.vet(structured.kind, source)
+            matcher = compile_form(vocabulary, structured.kind, source)
         except ValueError as error:
             raise ValueError(f"{what} cannot be used: {error}") from None
-        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=_LIMITS)
         for warning in matcher.get_grammar_warnings():
             warnings.warn(f"{what}: {warning}", stacklevel=2)
-        if matcher.is_error():
-            _, reasons = LLMatcher.validate_grammar_with_warnings(grammar, self._vocabulary, limits=_LIMITS)
-            raise ValueError(f"{what} cannot be used: {_one_line(' '.join(reasons) or matcher.get_error())}")
-        first = matcher.deep_copy()
-        begins = follow(first)
-        if first.is_error() and any(words in first.get_error() for words in _LIMIT_WORDS):
-            raise ValueError(f"{what} cannot be used: {_too_large(first)}")
-        if not begins:
-            raise ValueError(f"{what} cannot be used: no text of this vocabulary begins it")
         return matcher
-
-
-def _too_large(matcher: LLMatcher) -> str:
-    """Return the message that a grammar exceeds the limits, with the library's own words."""
-    own = _one_line(matcher.get_error()).removesuffix(" <non-verbose/>").partition("; consider")[0]
-    return f"it is too large to be followed ({own}); make it simpler"
 
 
 def _size(structured: StructuredOutput) -> int:
     """Return the most bytes that a compiled grammar takes."""
     return _BYTES + _BYTES_A_BYTE * len(structured.source)
-
-
-def _one_line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _MAX_MESSAGE else f"{line[:_MAX_MESSAGE]}..."
 
 
 def _allow(bits: bytearray, tokens: Iterable[int]) -> None:
@@ -214,7 +173,7 @@ class Matcher:
 
     Args:
         start: the compiled grammar at its start; it is copied.
-        refuse: called if the grammar turns out to exceed the library's limits.
+        refuse: called if the grammar cannot be followed to its end.
         never: tokens that are not text, and are never allowed.
         ends: tokens that end the text, and are allowed exactly where the grammar may end.
         last_ends: further tokens that end the text, allowed only where the grammar may end and no other token may
@@ -235,7 +194,7 @@ class Matcher:
         self._text: list[int] = []  # what the matcher has consumed
         self._masks: dict[int, tuple[bytearray, str]] = {}  # by length of text
         self._stuck: dict[int, str] = {}  # in the last call, places where nothing can follow, and why
-        self._wrong = ""  # the message that the grammar exceeds the limits, once this is known
+        self._wrong = ""  # why the grammar cannot be followed, once this is known
 
     def fresh(self) -> Matcher:
         """Make a matcher of the same form for another request, at the start of its text."""
@@ -364,9 +323,9 @@ class Matcher:
         return bits
 
     def _give_up(self) -> None:
-        """Note that the grammar exceeds the limits. The library's matcher does not recover from an error, so replace it
-        by a new one that has consumed as much of the same text as possible."""
-        self._wrong = _too_large(self._matcher)
+        """Note why the matcher has failed. The library's matcher does not recover from an error, so replace it by a new
+        one that has consumed as much of the same text as possible."""
+        self._wrong = explain_failure(self._matcher)
         self._refuse()
         self._matcher = self._start.deep_copy()
         consumed = self._matcher.try_consume_tokens(self._text)

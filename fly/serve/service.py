@@ -25,8 +25,6 @@ from fly.errors import explain, short
 from fly.llm import LLM
 from fly.models.chat import ChatPrompt, Thinking, pick
 from fly.models.tokenizer import TooLong
-from fly.runner.structured import LIMITS
-from fly.runner.trial import Trial
 from fly.serve import bodies
 from fly.serve.answering import until_left
 from fly.serve.answers import Echo, Prepared, Vocabulary
@@ -38,6 +36,7 @@ from fly.serve.requests import ChatRequest, CompletionRequest, Generation, Specu
 from fly.serve.rules import Rules, Speculation
 from fly.serve.settings import Settings
 from fly.serve.tools import FORMATS, CallFormat, format_of, grammar, wrong_with_tools
+from fly.serve.trial import Trial
 from fly.serve.turns import Busy, Turns
 from fly.types import SamplingParams, StructuredOutput
 
@@ -91,7 +90,7 @@ class Service:
         self.draining = False
         self.requests = Shares(settings.max_connections)  # admitted requests whose answers are not sent yet
         self.held: Counter[str] = Counter()  # completions per client, running or in the queue
-        self._trial = Trial(llm.grammars.spelling, LIMITS)
+        self._trial = Trial(llm.grammars.spelling)
         llm.grammars.vet = self._trial
         llm.worker.interval = settings.stream_interval
         self.context: int = llm.engine.context

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from fly.models.chat import Thinking
 from fly.models.tokenizer import Tokenizer
-from fly.runner.structured import BLANKS
 from fly.serve.jsons import DEEPEST, loads
 
 __all__ = ["FORMATS", "Call", "CallFormat", "CallReader", "format_of", "grammar", "wrong_with_tools"]
@@ -444,7 +443,7 @@ def wrong_with_tools(message: str, names: Sequence[str]) -> str:
     """Rewrite the library's error about the grammar of calls, because clients do not know this grammar. It has one line
     per function, in order, so the line number in the error shows which function is meant."""
     reason = message.partition(" cannot be used: ")[2]
-    found = re.match(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*?) \d+ \| ", reason)
+    found = re.match(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*?)(?: \d+ \| |$)", reason)
     if found is None:
         return f"tools: calls cannot be held to these functions: {reason or message}"
     whose = f"parameters of {names[int(found[1]) - 1]!r}: " if int(found[1]) <= len(names) else ""
@@ -461,7 +460,7 @@ def _marker(tokenizer: Tokenizer, text: str) -> str:
 
 
 def _json_rule(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({'x-guidance': {'whitespace_pattern': BLANKS}, **schema})}"
+    return f"%json {json.dumps(schema)}"
 
 
 def _quoted(text: str) -> str:
