@@ -20,6 +20,7 @@ from fly.cli.doctor import doctor
 from fly.cli.registry import check, drafts, models, policies
 from fly.cli.run import ARGUMENTS
 from fly.cli.serving import serve
+from fly.cli.terminal import prepare_streams
 from fly.errors import explain
 
 __all__ = ["EXTRAS", "Extra", "app"]
@@ -80,13 +81,17 @@ EXTRAS = {
 
 
 class Commands(TyperGroup):
-    """The commands of the core and of the extras. Their errors name the bad value of an option, which typer's own do
-    not. The context keeps their arguments."""
+    """The commands of the core and of the extras. They print what the terminal can show. Their errors name the bad
+    value of an option, which typer's own do not. The context keeps their arguments."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         for name, extra in EXTRAS.items():
             self.add_command(TyperCommand(name, help=extra.help, rich_help_panel="Extras"))
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        prepare_streams()
+        return super().main(*arguments, **options)
 
     def resolve_command(self, context: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(context, args)

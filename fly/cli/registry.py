@@ -14,7 +14,7 @@ from fly.bundled import BUNDLED, CHECKPOINTS, HEADS, find_checkpoint, open_model
 from fly.cache import PagedKVCache
 from fly.cli.options import K
 from fly.cli.run import alone, command
-from fly.cli.show import console, errors, note, print_list, progress, sentences
+from fly.cli.show import console, errors, note, print_list, progress
 from fly.drafts import draft_types, parse_draft
 from fly.models.checkpoint import Checkpoint
 from fly.models.config import CheckpointError
@@ -89,7 +89,7 @@ def show_model(name: str) -> None:
         "memory": "; ".join(f"{size / 1e9:.2f} GB in {kind}" for kind, size in held.items()),
         "cache": f"{each / 1024:.1f} KiB a token, {each * context / 1e9:.2f} GB a full context",
     }
-    print_list(((key, escape(value)) for key, value in facts.items()), "", sentences(escape(name)), show_header=True)
+    print_list(((key, escape(value)) for key, value in facts.items()), "", "", title=name, show_header=False)
 
 
 def _storage(checkpoint: Checkpoint) -> tuple[str, list[str]]:
@@ -116,17 +116,17 @@ def policies() -> None:
         for preset, made in presets.items():
             if isinstance(made, rule):
                 rows.append((preset, made.guarantee.value, f"{made}: {_summary_of(PRESETS[preset])}"))
-    print_list(rows, "policy", "guarantee", sentences("what it is"), title="Policies", show_lines=True)
+    print_list(rows, "policy", "guarantee", "what it is", title="Policies", show_lines=True)
     conditions = ((_call(name, kind), escape(_summary_of(kind))) for name, kind in condition_types().items())
     title = "Conditions: combine with & | ~"
-    print_list(conditions, "condition", sentences("when it holds"), title=title)
+    print_list(conditions, "condition", "when it holds", title=title)
 
 
 @command
 def drafts() -> None:
     """List the draft strategies that --draft knows, with their parameters."""
     rows = ((_call(name, kind), escape(_summary_of(kind))) for name, kind in draft_types().items())
-    print_list(rows, "strategy", sentences("what it does"), title="Draft strategies", show_lines=True)
+    print_list(rows, "strategy", "what it does", title="Draft strategies", show_lines=True)
     names = (*BUNDLED[1:], *HEADS)
     made = (f"a draft head of {BUNDLED[0]} (eagle3)" if name in HEADS else "a draft model (model)" for name in names)
     print_list(zip(names, made), "checkpoint", "what it is", title="Bundled drafts")
@@ -173,7 +173,13 @@ def check(
     marks = {True: "[green]ok[/]", False: "[bold red]FAIL[/]"}
     found = ((marks[finding.passed], finding.check, escape(finding.detail)) for finding in report.findings)
     title = f"{report.subject}{promise}"
-    print_list(found, "", "check", "what was found", title=title, title_justify="center")
+    print_list(
+        found,
+        "",
+        "check",
+        "what was found",
+        title=title,
+    )
     if problems:
         _measured(report.passed, rule, str(draft), problems, k)
     if not report.passed:
