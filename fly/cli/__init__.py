@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 from pydantic import ValidationError
+from typer import core, rich_utils
 from typer.core import TyperCommand, TyperGroup
 
 from fly import __version__
@@ -20,10 +21,13 @@ from fly.cli.doctor import doctor
 from fly.cli.registry import check, drafts, models, policies
 from fly.cli.run import ARGUMENTS
 from fly.cli.serving import serve
+from fly.cli.show import console
 from fly.cli.terminal import prepare_streams
 from fly.errors import explain
 
 __all__ = ["EXTRAS", "Extra", "app"]
+
+_NARROW = 80  # columns below which typer cuts names of options in its help
 
 
 class Extra(NamedTuple):
@@ -91,7 +95,10 @@ class Commands(TyperGroup):
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         prepare_streams()
-        return super().main(*arguments, **options)
+        # On a narrow terminal typer's own help would cut the names of options, which plain help does not.
+        width = rich_utils.MAX_WIDTH = console.options.max_width
+        core.HAS_RICH = width >= _NARROW
+        return super().main(*arguments, **{"terminal_width": width, **options})
 
     def resolve_command(self, context: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(context, args)

@@ -68,7 +68,8 @@ def chat(
     sampling_of(given, SamplingParams())  # report errors before anything is loaded
     variables = _variables(chat_template_kwargs)
     setup = setup_of(context, config)
-    with console.status(f"loading {escape(setup.model)}", spinner="line") if console.is_terminal else contextlib.nullcontext():
+    loading = console.status(f"loading {escape(setup.model)}", spinner="line")
+    with loading if console.is_terminal else contextlib.nullcontext():
         llm = LLM.from_config(setup)
     if llm.tokenizer is None or not llm.tokenizer.templates:
         raise ValueError(f"{setup.model} has no chat template; 'fly generate' completes plain text")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +11,7 @@ from fly.backends.choice import max_stored_bytes, uses_blocks
 from fly.backends.cpu.blocks import KINDS
 from fly.bundled import BUNDLED, CHECKPOINTS, HEADS, find_checkpoint, open_model, resolve_checkpoint
 from fly.cache import PagedKVCache
+from fly.cli.describe import describe_call, show_draft, show_policy, summarize
 from fly.cli.options import K
 from fly.cli.run import alone, command
 from fly.cli.show import console, errors, note, print_list, progress
@@ -106,26 +106,38 @@ def _storage(checkpoint: Checkpoint) -> tuple[str, list[str]]:
 
 
 @command
-def policies() -> None:
-    """List the acceptance policies and conditions that --policy knows, with what each promises."""
+def policies(
+    name: Annotated[
+        str | None, typer.Argument(help="Show this one: a policy, a condition, a preset, module:Class, an expression.")
+    ] = None,
+) -> None:
+    """List the acceptance policies and conditions that --policy knows, with what each promises, or show one."""
+    if name is not None:
+        show_policy(name)
+        return
     presets, rows = {name: make() for name, make in PRESETS.items()}, []
     for name, rule in policy_types().items():
         instance = rule()
         promise = f"{instance.guarantee.value}\n{instance.bound}" if instance.bound else instance.guarantee.value
-        rows.append((_call(name, rule), promise, escape(_summary_of(rule))))
+        rows.append((describe_call(name, rule), promise, escape(summarize(rule))))
         for preset, made in presets.items():
             if isinstance(made, rule):
-                rows.append((preset, made.guarantee.value, f"{made}: {_summary_of(PRESETS[preset])}"))
+                rows.append((preset, made.guarantee.value, f"{made}: {summarize(PRESETS[preset])}"))
     print_list(rows, "policy", "guarantee", "what it is", title="Policies", show_lines=True)
-    conditions = ((_call(name, kind), escape(_summary_of(kind))) for name, kind in condition_types().items())
+    conditions = ((describe_call(name, kind), escape(summarize(kind))) for name, kind in condition_types().items())
     title = "Conditions: combine with & | ~"
     print_list(conditions, "condition", "when it holds", title=title)
 
 
 @command
-def drafts() -> None:
-    """List the draft strategies that --draft knows, with their parameters."""
-    rows = ((_call(name, kind), escape(_summary_of(kind))) for name, kind in draft_types().items())
+def drafts(
+    name: Annotated[str | None, typer.Argument(help="Show this one: a strategy, a checkpoint, module:Class.")] = None,
+) -> None:
+    """List the draft strategies that --draft knows, with their parameters, or show one."""
+    if name is not None:
+        show_draft(name)
+        return
+    rows = ((describe_call(name, kind), escape(summarize(kind))) for name, kind in draft_types().items())
     print_list(rows, "strategy", "what it does", title="Draft strategies", show_lines=True)
     names = (*BUNDLED[1:], *HEADS)
     made = (f"a draft head of {BUNDLED[0]} (eagle3)" if name in HEADS else "a draft model (model)" for name in names)
@@ -218,17 +230,3 @@ def _strategy(text: str) -> Any:
     if (strategy := parse_draft(text, trusted=True, dtype="float32")) is None:
         raise ValueError("'none' drafts nothing, so there is nothing to check")
     return strategy
-
-
-def _summary_of(thing: Any) -> str:
-    """Return the first paragraph of a docstring."""
-    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split()).replace("``", "")
-
-
-def _call(name: str, make: Any) -> str:
-    """Return a rule or strategy as text, with its parameters and their defaults."""
-    parameters = [
-        p for p in inspect.signature(make).parameters.values() if not callable(p.default) or p.default is p.empty
-    ]
-    shown = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
-    return f"{name}({', '.join(shown)})" if shown else name
