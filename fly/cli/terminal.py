@@ -127,7 +127,8 @@ class Table:
             least.append(most[-1] if column.no_wrap else min(words, longest))
         frame = Measurement.get(console, wide, self._lay_out([1] * len(most))).maximum - len(most)
         if sum(least) + frame <= options.size.width:
-            yield self._lay_out(_divide(options.max_width - frame, least, most))
+            made = self._lay_out(_divide(options.max_width - frame, least, most))
+            yield from console.render(made, options.update(max_width=options.size.width))
         else:
             yield from self._list(console, options.max_width)
 

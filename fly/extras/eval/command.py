@@ -262,7 +262,7 @@ def show_report(found: Report) -> None:
     several = len({each.run for each in found.tables}) > 1
     for each in found.tables:
         title = f"{each.run}: {each.title}" if several else each.title
-        console.print(f"[bold]{escape(title)}[/]", soft_wrap=True)
+        console.print(f"[bold]{escape(title)}[/]")
         for cells in columns(each).values():
             console.print(table("", each.rows, narrow(cells), show_edge=False))
     note(escape(legend(found.tables)))
