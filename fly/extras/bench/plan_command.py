@@ -133,8 +133,8 @@ def _show_forecasts(plans: list[_Plan], title: str) -> None:
     lines = ((name, *(column[name] for column in columns)) for name in columns[0])
     print_list(lines, *headings, title=title)
     note(
-        "published: arXiv 2511.22972, with its own hardware and engine · gain: over no draft "
-        "· nothing here was measured on an accelerator"
+        "replicated, sharded: how the ranks hold the draft · published: arXiv 2511.22972, with its own hardware and "
+        "engine · gain: over no draft · nothing here was measured on an accelerator"
     )
 
 
