@@ -78,7 +78,8 @@ def test_a_text_file_has_an_encoding_of_its_own(path: Path) -> None:
         constants = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
         binary = any(isinstance(value, str) and re.fullmatch(r"[rwax+]*b[rwax+]*", value) for value in constants)
         opens = isinstance(node.func, ast.Name) and node.func.id == "open" and not binary
-        if opens or (isinstance(node.func, ast.Attribute) and node.func.attr in ("read_text", "write_text")):
+        place = {"read_text": 0, "write_text": 1}.get(node.func.attr) if isinstance(node.func, ast.Attribute) else None
+        if opens or (place is not None and len(node.args) <= place):
             assert "encoding" in {keyword.arg for keyword in node.keywords}, f"line {node.lineno}"
 
 

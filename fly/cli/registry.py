@@ -185,13 +185,7 @@ def check(
     marks = {True: "[green]ok[/]", False: "[bold red]FAIL[/]"}
     found = ((marks[finding.passed], finding.check, escape(finding.detail)) for finding in report.findings)
     title = f"{report.subject}{promise}"
-    print_list(
-        found,
-        "",
-        "check",
-        "what was found",
-        title=title,
-    )
+    print_list(found, "", "check", "what was found", title=title)
     if problems:
         _measured(report.passed, rule, str(draft), problems, k)
     if not report.passed:

@@ -40,9 +40,9 @@ def _free_in_group(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return how many bytes are left below the container's limit (cgroup v2), if it has one; cached files count as
     free."""
     try:
-        limit = (root / "memory.max").read_text().strip()
-        used = int((root / "memory.current").read_text())
-        facts = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        limit = (root / "memory.max").read_text(encoding="utf-8").strip()
+        used = int((root / "memory.current").read_text(encoding="utf-8"))
+        facts = dict(line.split() for line in (root / "memory.stat").read_text(encoding="utf-8").splitlines())
         return sys.maxsize if limit == "max" else max(int(limit) - used + int(facts["inactive_file"]), 0)
     except (OSError, KeyError, ValueError):
         return sys.maxsize
