@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from fly.bundled import usual_draft
 from fly.bundled.tasks import Problem
@@ -22,6 +21,7 @@ from fly.bundled.tasks import problems as bundled_problems
 from fly.cli.options import LOADING, RANKS, Json, K, Rules, output, takes
 from fly.cli.run import command, kernels_of, memory_of, options_of, ranks_of, rules_of
 from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
+from fly.cli.terminal import Table
 from fly.engine.job import Job, Request
 from fly.extras.bench.loaded import runners_of, settings_of
 from fly.extras.eval import Setting
@@ -257,7 +257,6 @@ def load_table(loads: list[Load], title: str) -> Table:
             "right": lambda load: f"{sum(load.right)}/{len(load.right)}",
         },
         text=("decoding",),
-        wrapped=("decoding",),
         ends=lambda load: load is by_size[load.size][-1],
         padding=(0, 1, 0, 0),
     )

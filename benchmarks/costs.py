@@ -28,7 +28,7 @@ def kind(way: str) -> str:
     return "head" if "eagle3" in way else "ngram" if way.endswith("ngram") else "model"
 
 
-report = json.loads(Path(sys.argv[1]).read_text())
+report = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
 for name in TARGETS:
     print(f"{name}: v {VERIFY[name]}; c " + ", ".join(f"{value:.3f} ({draft})" for draft, value in costs(name).items()))
 print(f"\n{'':36}  tau  drafted" + "".join(f"{f'as {name}':>10}" for name in TARGETS))

@@ -32,7 +32,8 @@ def seconds(*command: str) -> float:
 def resident() -> float:
     """Memory of this process in megabytes."""
     gc.collect()
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    (line,) = (line for line in status.splitlines() if line.startswith("VmRSS"))
     return int(line.split()[1]) / 1024
 
 

@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from fly.backends import executor_of
 from fly.bundled import resolve_checkpoint
@@ -23,6 +22,7 @@ from fly.bundled.tasks import problems as bundled_problems
 from fly.cli.options import LOADING, Json, Rules, takes
 from fly.cli.run import alone, rules_of
 from fly.cli.show import console, note, progress, ratio, table, write_json
+from fly.cli.terminal import Table
 from fly.drafts import SingleDraft
 from fly.extras.bench.loaded import drafts_alone, subjects_of
 from fly.extras.bench.speed import Forward, Forwards, Shape, measure_forwards

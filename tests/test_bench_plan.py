@@ -51,7 +51,7 @@ def test_bench_plan_on_the_command_line() -> None:
 
     shown = plan()
     assert shown.exit_code == 0 and "2.81×" in shown.output and "5.07×" in shown.output, shown.output
-    assert shown.output.count("sharded") == 2 and "does not fit" not in shown.output
+    assert shown.output.count("sharded ┃") == 2 and "does not fit" not in shown.output
     shown = plan("--target", "llama-3.1-70b", "--tau", "12", "--ranks", "1")
     assert shown.output.count("does not fit") == 2
     assert "--tau is needed" in plan("--target", "llama-3.1-70b").output

@@ -70,6 +70,20 @@ def test_a_room_imports_only_rooms_before_it(path: Path) -> None:
     assert not later
 
 
+@pytest.mark.parametrize("path", FILES, ids=module)
+def test_a_text_file_has_an_encoding_of_its_own(path: Path) -> None:
+    """Else the locale of whoever runs it would choose one. Ruff's rule knows only calls of a plain ``Path(...)``."""
+    for node in ast.walk(ast.parse(FILES[path])):
+        if not isinstance(node, ast.Call):
+            continue
+        constants = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+        binary = any(isinstance(value, str) and re.fullmatch(r"[rwax+]*b[rwax+]*", value) for value in constants)
+        opens = isinstance(node.func, ast.Name) and node.func.id == "open" and not binary
+        place = {"read_text": 0, "write_text": 1}.get(node.func.attr) if isinstance(node.func, ast.Attribute) else None
+        if opens or (place is not None and len(node.args) <= place):
+            assert "encoding" in {keyword.arg for keyword in node.keywords}, f"line {node.lineno}"
+
+
 def test_no_two_modules_import_each_other() -> None:
     """Nor go round in any larger circle; a package's own ``__init__`` aside."""
     needs = {

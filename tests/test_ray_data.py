@@ -66,7 +66,7 @@ def twin() -> dict[str, Any]:
         return process
 
     def read_json(file: str) -> Rows:
-        return Rows(json.loads(line) for line in Path(file).read_text().splitlines())
+        return Rows(json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines())
 
     llm = types.SimpleNamespace(HttpRequestProcessorConfig=types.SimpleNamespace, build_processor=build_processor)
     data = types.SimpleNamespace(read_json=read_json, llm=llm)

@@ -19,8 +19,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
-from fly import LLM, SamplingParams
+from fly import LLM, SamplingParams, cli
 from fly.extras.bench.plan import DEVICES, MODELS, Machines, Setting, forecast
 from fly.extras.bench.scale import REACHES, lengths, replays, scaled
 from fly.extras.eval import Plan, check_folder, decode_run, recording, remaining, score_run
@@ -369,6 +370,27 @@ def test_a_long_rule_is_printed_whole_on_a_narrow_console(run: tuple[Path, Any])
     tables = [line for line in result.output.splitlines() if not line.startswith((str(run[0]), "τ: "))]
     assert max(map(len, tables)) <= 80 and "…" not in result.output.replace("exact | …", "")
     assert all(result.output.count(word) >= 4 for word in (*rule.split(), "k7"))  # two tables of each recorded way
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 1280])
+@pytest.mark.parametrize("name", ["report", "replay"])
+def test_tables_of_a_run_fit_the_terminal(name: str, width: int, run: tuple[Path, Any]) -> None:
+    result = command(name, str(run[0]), env={"COLUMNS": str(width)})
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.output.splitlines() if not line.startswith(str(run[0]))]  # a path is kept whole
+    assert max(map(len, lines)) <= min(width, 120) and "…" not in result.output
+    for heading in ("over", "exact", "relaxed", "kept" if name == "report" else "drafted"):
+        assert heading in result.output
+
+
+@pytest.mark.parametrize("charset", ["ascii", "latin-1"])
+@pytest.mark.parametrize("name", ["report", "replay"])
+def test_a_run_is_shown_in_any_encoding(name: str, charset: str, run: tuple[Path, Any]) -> None:
+    rule = ["--policy", "fly"] if name == "replay" else []
+    result = CliRunner(charset=charset).invoke(cli.app, [name, str(run[0]), *rule])
+    assert result.exit_code == 0, result.output
+    shown = result.output_bytes.decode(charset)
+    assert "tau" in shown and "\\u" not in shown and ("×" in shown) == (charset == "latin-1")
 
 
 def test_a_report_says_of_recorded_ways_that_they_were_recorded(run: tuple[Path, Any]) -> None:

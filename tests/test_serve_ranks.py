@@ -61,7 +61,7 @@ def two_ranks() -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
 
 
 def second_rank(process: subprocess.Popen[bytes]) -> int:
-    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split():
         if b"\0RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes():
             return int(child)
     raise AssertionError("there is no second rank")

@@ -198,7 +198,7 @@ def test_tokens_and_their_ids_are_those_of_transformers(data: st.DataObject) -> 
         files = {"tokenizer_config": SETTINGS, "special_tokens_map": OLDER_NAMES, "added_tokens": OLDER_IDS}
         for name, contents in files.items():
             if (drawn := data.draw(st.one_of(st.none(), contents), name)) is not None:
-                Path(folder, f"{name}.json").write_text(json.dumps(drawn))
+                Path(folder, f"{name}.json").write_text(json.dumps(drawn), encoding="utf-8")
         theirs, ours = transformers.PreTrainedTokenizerFast.from_pretrained(folder), Tokenizer(folder)
     assert ours.special_names == theirs.special_tokens_map
     tokens = theirs.added_tokens_decoder

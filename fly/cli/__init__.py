@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 from pydantic import ValidationError
+from typer import core, rich_utils
 from typer.core import TyperCommand, TyperGroup
 
 from fly import __version__
@@ -20,9 +21,13 @@ from fly.cli.doctor import doctor
 from fly.cli.registry import check, drafts, models, policies
 from fly.cli.run import ARGUMENTS
 from fly.cli.serving import serve
+from fly.cli.show import console
+from fly.cli.terminal import prepare_streams
 from fly.errors import explain
 
 __all__ = ["EXTRAS", "Extra", "app"]
+
+_NARROW = 80  # columns below which typer cuts names of options in its help
 
 
 class Extra(NamedTuple):
@@ -80,13 +85,20 @@ EXTRAS = {
 
 
 class Commands(TyperGroup):
-    """The commands of the core and of the extras. Their errors name the bad value of an option, which typer's own do
-    not. The context keeps their arguments."""
+    """The commands of the core and of the extras. They print what the terminal can show. Their errors name the bad
+    value of an option, which typer's own do not. The context keeps their arguments."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         for name, extra in EXTRAS.items():
             self.add_command(TyperCommand(name, help=extra.help, rich_help_panel="Extras"))
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        prepare_streams()
+        # On a narrow terminal typer's own help would cut the names of options, which plain help does not.
+        width = rich_utils.MAX_WIDTH = console.options.max_width
+        core.HAS_RICH = width >= _NARROW
+        return super().main(*arguments, **{"terminal_width": width, **options})
 
     def resolve_command(self, context: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(context, args)

@@ -21,6 +21,7 @@ from fly.cli.completion import show, show_colours
 from fly.cli.options import SETUP, option, takes
 from fly.cli.run import alone, compute_in_words, options_of, sampling_of, setup_of
 from fly.cli.show import console, errors, fail
+from fly.cli.terminal import read_bytes
 from fly.config import Config
 from fly.errors import meant, said, short
 from fly.llm import LLM, Piece, Stream
@@ -67,7 +68,8 @@ def chat(
     sampling_of(given, SamplingParams())  # report errors before anything is loaded
     variables = _variables(chat_template_kwargs)
     setup = setup_of(context, config)
-    with console.status(f"loading {escape(setup.model)}") if console.is_terminal else contextlib.nullcontext():
+    loading = console.status(f"loading {escape(setup.model)}", spinner="line")
+    with loading if console.is_terminal else contextlib.nullcontext():
         llm = LLM.from_config(setup)
     if llm.tokenizer is None or not llm.tokenizer.templates:
         raise ValueError(f"{setup.model} has no chat template; 'fly generate' completes plain text")
@@ -132,6 +134,7 @@ class Conversation:
                 self._tell("Ctrl+D or /quit ends")
                 continue
             try:
+                line = read_bytes(line, "the line")
                 if line.startswith("/") and not line.startswith("//"):
                     self.obey(line)
                 elif line:

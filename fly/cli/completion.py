@@ -17,6 +17,7 @@ from rich.text import Text
 from fly.cli.options import MODEL, RANKS, SETUP, option, takes
 from fly.cli.run import command, compute_in_words, kernels_of, memory_of, options_of, ranks_of, sampling_of, setup_of
 from fly.cli.show import console, errors, note
+from fly.cli.terminal import read_bytes
 from fly.llm import LLM, Piece
 from fly.policies import AcceptancePolicy
 from fly.runner.request import Stats
@@ -79,7 +80,7 @@ def generate(
         sampling_of(given, SamplingParams())  # report errors before anything is loaded
         text = str(prompt)
         if prompt in (None, "-"):
-            text = sys.stdin.read() if ranks is None else ranks.share(sys.stdin.read() if ranks.leads else None)
+            text = _read_input() if ranks is None else ranks.share(_read_input() if ranks.leads else None)
         llm = LLM.from_config(setup_of(context, config), ranks)
         if ranks is not None:
             memory_of(ranks, quiet=not console.is_terminal)
@@ -88,11 +89,17 @@ def generate(
         ids: Any = llm.chat_prompt(text) if templated else text
         if as_json:
             output = llm.generate([ids], params)[0]
-            console.print_json(json.dumps({**output.to_dict(), "kernels": kernels_of(llm)}))
+            # Of letters that the terminal lacks, JSON has its own escapes.
+            ascii_only = not console.encoding.startswith("utf")
+            console.print_json(json.dumps({**output.to_dict(), "kernels": kernels_of(llm)}), ensure_ascii=ascii_only)
             return
         stats, elapsed = show_stream(llm, ids, params) if params.n == 1 else _show_all(llm, ids, params)
         if console.is_terminal:
             show_legend(llm, stats, elapsed)
+
+
+def _read_input() -> str:
+    return read_bytes(sys.stdin.read(), "standard input")
 
 
 def _sampling_given(context: typer.Context) -> dict[str, Any]:

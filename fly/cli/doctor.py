@@ -18,7 +18,7 @@ from fly.backends.cpu.library import FOR_ALL, TORCH, available, check_target, ch
 from fly.cache import DEFAULT_BYTES, block_size_for
 from fly.cli.options import Json
 from fly.cli.run import command
-from fly.cli.show import console, print_list, sentences, write_json
+from fly.cli.show import console, print_list, write_json
 from fly.runner.memory import free_memory
 
 __all__ = ["Finding", "doctor", "examine"]
@@ -53,9 +53,9 @@ def doctor(json: Json = None) -> None:
     """
     findings = [*examine()]
     used = ((escape(subject), escape(found)) for subject, found, unused in findings if not unused)
-    print_list(used, "", sentences("found"), title="Used")
+    print_list(used, "", "found", title="Used")
     others = ((escape(subject), escape(found), escape(unused)) for subject, found, unused in findings if unused)
-    print_list(others, "", sentences("found"), sentences("why"), title="Not used")
+    print_list(others, "", "found", "why", title="Not used")
     console.print(
         "[dim]'fly bench speed' measures this machine; docs/how-to/install.md says how to get what is missing[/]"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Annotated, Any
 
 import typer
@@ -12,8 +11,9 @@ from fly.backends.choice import max_stored_bytes, uses_blocks
 from fly.backends.cpu.blocks import KINDS
 from fly.bundled import BUNDLED, CHECKPOINTS, HEADS, find_checkpoint, open_model, resolve_checkpoint
 from fly.cache import PagedKVCache
+from fly.cli.describe import describe_call, show_draft, show_policy, summarize
 from fly.cli.run import alone, command
-from fly.cli.show import console, errors, note, print_list, progress, sentences
+from fly.cli.show import console, errors, note, print_list, progress
 from fly.config import DEFAULT_K, Config
 from fly.drafts import draft_types, parse_draft
 from fly.models.checkpoint import Checkpoint
@@ -89,7 +89,7 @@ def show_model(name: str) -> None:
         "memory": "; ".join(f"{size / 1e9:.2f} GB in {kind}" for kind, size in held.items()),
         "cache": f"{each / 1024:.1f} KiB a token, {each * context / 1e9:.2f} GB a full context",
     }
-    print_list(((key, escape(value)) for key, value in facts.items()), "", sentences(escape(name)), show_header=True)
+    print_list(((key, escape(value)) for key, value in facts.items()), "", "", title=name, show_header=False)
 
 
 def _storage(checkpoint: Checkpoint) -> tuple[str, list[str]]:
@@ -106,27 +106,39 @@ def _storage(checkpoint: Checkpoint) -> tuple[str, list[str]]:
 
 
 @command
-def policies() -> None:
-    """List the acceptance policies and conditions that --policy knows, with what each promises."""
+def policies(
+    name: Annotated[
+        str | None, typer.Argument(help="Show this one: a policy, a condition, a preset, module:Class, an expression.")
+    ] = None,
+) -> None:
+    """List the acceptance policies and conditions that --policy knows, with what each promises, or show one."""
+    if name is not None:
+        show_policy(name)
+        return
     presets, rows = {name: make() for name, make in PRESETS.items()}, []
     for name, rule in policy_types().items():
         instance = rule()
         promise = f"{instance.guarantee.value}\n{instance.bound}" if instance.bound else instance.guarantee.value
-        rows.append((_call(name, rule), promise, escape(_summary_of(rule))))
+        rows.append((describe_call(name, rule), promise, escape(summarize(rule))))
         for preset, made in presets.items():
             if isinstance(made, rule):
-                rows.append((preset, made.guarantee.value, f"{made}: {_summary_of(PRESETS[preset])}"))
-    print_list(rows, "policy", "guarantee", sentences("what it is"), title="Policies", show_lines=True)
-    conditions = ((_call(name, kind), escape(_summary_of(kind))) for name, kind in condition_types().items())
+                rows.append((preset, made.guarantee.value, f"{made}: {summarize(PRESETS[preset])}"))
+    print_list(rows, "policy", "guarantee", "what it is", title="Policies", show_lines=True)
+    conditions = ((describe_call(name, kind), escape(summarize(kind))) for name, kind in condition_types().items())
     title = "Conditions: combine with & | ~"
-    print_list(conditions, "condition", sentences("when it holds"), title=title)
+    print_list(conditions, "condition", "when it holds", title=title)
 
 
 @command
-def drafts() -> None:
-    """List the draft strategies that --draft knows, with their parameters."""
-    rows = ((_call(name, kind), escape(_summary_of(kind))) for name, kind in draft_types().items())
-    print_list(rows, "strategy", sentences("what it does"), title="Draft strategies", show_lines=True)
+def drafts(
+    name: Annotated[str | None, typer.Argument(help="Show this one: a strategy, a checkpoint, module:Class.")] = None,
+) -> None:
+    """List the draft strategies that --draft knows, with their parameters, or show one."""
+    if name is not None:
+        show_draft(name)
+        return
+    rows = ((describe_call(name, kind), escape(summarize(kind))) for name, kind in draft_types().items())
+    print_list(rows, "strategy", "what it does", title="Draft strategies", show_lines=True)
     names = (*BUNDLED[1:], *HEADS)
     made = (f"a draft head of {BUNDLED[0]} (eagle3)" if name in HEADS else "a draft model (model)" for name in names)
     print_list(zip(names, made), "checkpoint", "what it is", title="Bundled drafts")
@@ -173,7 +185,7 @@ def check(
     marks = {True: "[green]ok[/]", False: "[bold red]FAIL[/]"}
     found = ((marks[finding.passed], finding.check, escape(finding.detail)) for finding in report.findings)
     title = f"{report.subject}{promise}"
-    print_list(found, "", "check", "what was found", title=title, title_justify="center")
+    print_list(found, "", "check", "what was found", title=title)
     if problems:
         _measured(report.passed, rule, str(draft), problems, k)
     if not report.passed:
@@ -212,17 +224,3 @@ def _strategy(text: str) -> Any:
     if (strategy := parse_draft(text, trusted=True, dtype="float32")) is None:
         raise ValueError("'none' drafts nothing, so there is nothing to check")
     return strategy
-
-
-def _summary_of(thing: Any) -> str:
-    """Return the first paragraph of a docstring."""
-    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split()).replace("``", "")
-
-
-def _call(name: str, make: Any) -> str:
-    """Return a rule or strategy as text, with its parameters and their defaults."""
-    parameters = [
-        p for p in inspect.signature(make).parameters.values() if not callable(p.default) or p.default is p.empty
-    ]
-    shown = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
-    return f"{name}({', '.join(shown)})" if shown else name

@@ -18,6 +18,7 @@ from fly.backends.cpu import why_not
 from fly.bundled import usual_draft
 from fly.cache.allocator import OutOfBlocks
 from fly.cli.show import errors, fail, tell
+from fly.cli.terminal import read_bytes
 from fly.config import Config, check_sharing
 from fly.errors import fault_place, origin, said
 from fly.expressions import grid
@@ -44,7 +45,7 @@ def command(run: _Command, alone: bool = False) -> _Command:
                 raise ValueError("this command is for one process; several run generate, serve and eval")
             with warnings.catch_warnings():
                 warnings.showwarning = _show_warning
-                return run(*arguments, **options)
+                return run(*arguments, **_read_options(options))
         except (typer.Exit, typer.Abort):
             raise
         except BrokenPipeError:  # the reader has closed the pipe, so nothing more can be written
@@ -66,6 +67,19 @@ def command(run: _Command, alone: bool = False) -> _Command:
         raise typer.Exit(2)
 
     return guarded  # type: ignore[return-value]
+
+
+def _read_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a command, and change those of its context, with texts as they were typed."""
+
+    def read(name: str, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(read(name, each) for each in value)
+        return read_bytes(value, name) if isinstance(value, str) else value
+
+    for values in (options, *(value.params for value in options.values() if hasattr(value, "params"))):
+        values.update({name: read(name, value) for name, value in values.items()})
+    return options
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

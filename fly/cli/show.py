@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.table import Column
 
+from fly.cli.terminal import Table, Terminal
 from fly.llm import one_bar
 
 
-class _Errors(Console):
+class _Errors(Terminal):
     """A console for errors. If it cannot write, as on a full disk, the command goes on."""
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -27,7 +27,7 @@ class _Errors(Console):
             super().print(*objects, **options)
 
 
-console = Console()
+console = Terminal()
 errors = _Errors(stderr=True)
 
 _Row = TypeVar("_Row")
@@ -68,33 +68,27 @@ def table(
     columns: Mapping[str, Callable[[_Row], str]],
     *,
     text: Collection[str] = (),
-    wrapped: Collection[str] = (),
     ends: Callable[[_Row], bool] = lambda row: False,
     **look: Any,
 ) -> Table:
     """Return a table with a line for each of ``rows``; ``columns`` makes the cells, by heading.
 
-    Columns are aligned right, as numbers are; those in ``text`` (by default the first) are aligned left. The columns in
-    ``wrapped`` may take several lines. A section ends after a row if ``ends(row)``. ``look`` goes to rich's ``Table``.
+    Columns are aligned right and stay on one line, as numbers do. Those in ``text`` (by default the first) are aligned
+    left and may take several lines. A section ends after a row if ``ends(row)``. ``look`` goes to rich's ``Table``.
     """
-    made = Table(title=title, title_justify="left", **{"box": box.SIMPLE_HEAD, "padding": 0, **look})
-    text = text or [next(iter(columns))]
-    for heading in columns:
-        folds = heading in wrapped
-        made.add_column(
-            heading,
-            justify="left" if heading in text else "right",
-            no_wrap=not folds,
-            overflow="fold" if folds else "ellipsis",
-        )
-    for row in rows:
-        made.add_row(*(cell(row) for cell in columns.values()), end_section=ends(row))
+    text, rows = text or [next(iter(columns))], [*rows]
+    headings = [
+        Column(heading) if heading in text else Column(heading, justify="right", no_wrap=True) for heading in columns
+    ]
+    cells = [[cell(row) for cell in columns.values()] for row in rows]
+    made = Table(headings, cells, title, **{"box": box.SIMPLE_HEAD, "padding": 0, **look})
+    made.sections |= {number for number, row in enumerate(rows) if ends(row)}
     return made
 
 
 def narrow(columns: Mapping[str, Callable[[_Row], str]]) -> dict[str, Callable[[_Row], str]]:
     """Make each column of a ``table`` two lines high: a word a line in the heading, and an estimate above its interval.
-    The first column is a text and stays on one line."""
+    The first column is a text."""
 
     def two_lines(cell: Callable[[_Row], str]) -> Callable[[_Row], str]:
         return lambda row: cell(row).replace(" (", "\n").removesuffix(")")
@@ -107,16 +101,8 @@ def narrow(columns: Mapping[str, Callable[[_Row], str]]) -> dict[str, Callable[[
 
 
 def print_list(rows: Iterable[Iterable[str]], *columns: str | Column, **look: Any) -> None:
-    """Print a framed table of texts. ``look`` goes to rich's ``Table``."""
-    made = Table(*columns, **{"title_justify": "left", **look})
-    for row in rows:
-        made.add_row(*row)
-    console.print(made)
-
-
-def sentences(heading: str) -> Column:
-    """Return a column of sentences, which breaks words that are too long."""
-    return Column(heading, overflow="fold")
+    """Print a framed table of texts. ``look`` goes to ``Table``."""
+    console.print(Table(columns, rows, **look))
 
 
 def ratio(value: float | None, over: float = 1.0) -> str:

@@ -20,6 +20,9 @@ class ChooseDraft(Wrapper):
     rounds (``LLM.generate(..., draft=name)``). A request that names none gets the first.
 
     Each strategy sees only its own requests. All strategies are loaded, and share one memory budget.
+
+    Args:
+        members: the strategies, by the names that requests choose.
     """
 
     def __init__(self, **members: DraftStrategy) -> None:

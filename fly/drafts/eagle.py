@@ -39,6 +39,7 @@ class Eagle3Draft(StopsByChance):
         depth, width: the size of trees.
         confidence, reach: where a chain stops, as for ``SingleDraft``.
         cache_tokens: how many tokens its cache holds over all rows (None: as many as the target's).
+        block_size: tokens in a page of its cache (None: as suits the device).
         dtype, device, kernels: how to load and run a head, as for ``LLM``.
 
     Above temperature 0, the tokens of chains are drawn from the head's distribution after the row's sampling settings

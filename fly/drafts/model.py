@@ -59,6 +59,7 @@ class SingleDraft(StopsByChance):
             at the distribution that tokens are drawn from (the raw one at temperature 0), never at the drawn tokens, so
             a lossless rule stays lossless. The last token is proposed too: it is known and costs little to verify.
         cache_tokens: how many tokens its cache holds over all rows (None: as many as the target's, see ``LLM``).
+        block_size: tokens in a page of its cache (None: as suits the device).
         dtype, device, kernels: how to load and run a checkpoint, as for ``LLM``; ``"auto"`` follows the target (but for
             a large draft, see ``LLM``).
         vocabulary: the tokens that its head keeps, besides control tokens. The model then reads fewer bytes for each

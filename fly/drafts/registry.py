@@ -26,7 +26,7 @@ from fly.expressions import CLASS_PATH, Registry, Text
 from fly.models.eagle import is_head
 from fly.policies import AcceptancePolicy, parse_policy
 
-__all__ = ["draft_types", "parse_draft"]
+__all__ = ["checkpoint_type", "draft_types", "parse_draft"]
 
 STRATEGIES = Registry(
     kind="draft",
@@ -153,12 +153,17 @@ class _Reader(Text):
 
 
 def _of_checkpoint(name: str, loading: abc.Mapping[str, Any], level: bool = False) -> DraftStrategy:
-    """Return the strategy that drafts with a checkpoint: a head or a model (on the hub always a model). Prompt lookup
-    drafts for a model, unless it is a ``level`` of a cascade: there the level before drafts for it."""
-    found = find_checkpoint(name)
-    if isinstance(found, Path) and is_head(found):
+    """Return the strategy that drafts with a checkpoint. Prompt lookup drafts for a model, unless it is a ``level`` of
+    a cascade: there the level before drafts for it."""
+    if checkpoint_type(name) is Eagle3Draft:
         return Eagle3Draft(name, reach=None, **loading)
     return SingleDraft(name, None if level else NGramDraft(), reach=None, **loading)
+
+
+def checkpoint_type(name: str) -> type[DraftStrategy]:
+    """Return the class of strategy that drafts with a checkpoint: a head's, or a model's (on the hub always this)."""
+    found = find_checkpoint(name)
+    return Eagle3Draft if isinstance(found, Path) and is_head(found) else SingleDraft
 
 
 def _is_sum(node: ast.expr) -> TypeGuard[ast.BinOp]:

@@ -133,9 +133,14 @@ class Condition(Bindable, ABC):
     @property
     def compiled(self) -> list[Clause] | None:
         """The condition as a list of clauses that must all hold, one for each of ``clauses``, for compiled code. None
-        if only Python can evaluate it. An inherited ``_compile`` does not count, since a subclass may evaluate
-        something else."""
-        return self._compile() if "_compile" in vars(type(self)) else None
+        if only Python can evaluate it."""
+        return self._compile() if self.compiles() else None
+
+    @classmethod
+    def compiles(cls) -> bool:
+        """Whether compiled code may evaluate conditions of this class. An inherited ``_compile`` does not count, since
+        a subclass may evaluate something else."""
+        return "_compile" in vars(cls)
 
     def _compile(self) -> list[Clause] | None:
         return None

@@ -79,7 +79,7 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):  # not Linux: assume that half of all memory is free
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
@@ -90,9 +90,9 @@ def _free_in_group(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return how many bytes are left below the container's limit (cgroup v2), if it has one; cached files count as
     free."""
     try:
-        limit = (root / "memory.max").read_text().strip()
-        used = int((root / "memory.current").read_text())
-        facts = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        limit = (root / "memory.max").read_text(encoding="utf-8").strip()
+        used = int((root / "memory.current").read_text(encoding="utf-8"))
+        facts = dict(line.split() for line in (root / "memory.stat").read_text(encoding="utf-8").splitlines())
         return sys.maxsize if limit == "max" else max(int(limit) - used + int(facts["inactive_file"]), 0)
     except (OSError, KeyError, ValueError):
         return sys.maxsize
@@ -104,7 +104,7 @@ def _free_in_process() -> int:
         import resource  # of Unix alone
 
         if (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
             return max(limit - pages * os.sysconf("SC_PAGE_SIZE"), 0)
     return sys.maxsize
 

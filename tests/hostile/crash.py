@@ -40,7 +40,7 @@ def crash(server: Served, how: signal.Signals, pid: Path) -> tuple[int, float, f
         thread.start()
     assert eventually(lambda: server.running >= 8)
     died = time.perf_counter()
-    os.kill(int(pid.read_text()), how)
+    os.kill(int(pid.read_text(encoding="utf-8")), how)
     for thread in threads:
         thread.join(30)
     lost = [at - died for at, whole in ends if not whole]

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fly.cli.options import RUNNING, Json, number, option, takes
 from fly.cli.run import alone, options_of, refuse_idle
-from fly.cli.show import console, errors, note, print_list, sentences, table, write_json
+from fly.cli.show import console, errors, note, print_list, table, write_json
 
 if TYPE_CHECKING:
     from fly.extras.audit import Finding, Report
@@ -80,7 +80,7 @@ def audit(
     from fly.extras.audit import check_names
 
     if list_:
-        print_list(check_names().items(), "check", sentences("tests that"))
+        print_list(check_names().items(), "check", "tests that")
         return
     if url is None:
         raise ValueError("give the server's address, as in: fly audit http://127.0.0.1:8000")
@@ -166,7 +166,7 @@ def _show(report: Report, model: str | None) -> None:
         "finds (probability 0.9)": lambda each: escape(each.finds) or "–",
     }
     text = ("check", "verdict", "seen", "finds (probability 0.9)")
-    console.print(table(escape(title), report.findings, columns, text=text, padding=(0, 1, 0, 0), show_edge=False))
+    console.print(table(title, report.findings, columns, text=text, padding=(0, 1, 0, 0), show_edge=False))
     for each in report.findings:
         if each.detail:
             colour = _COLOURS[each.verdict.value]

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from fly.bundled.tasks import KINDS
 from fly.cli.options import LOADING, K, Policy, takes
 from fly.cli.run import alone
 from fly.cli.show import console, note, progress, table
+from fly.cli.terminal import Table
 from fly.config import DEFAULT_K
 from fly.extras.bench.drafts import PROMISE, STRATEGIES, Drafted, Promise, Ratio, measure_drafts, measure_promise
 from fly.extras.bench.plan_command import bench_plan
@@ -104,7 +104,6 @@ def drafts_table(rows: Sequence[Drafted], title: str) -> Table:
             "×\nsingle": lambda r: f"{r.tokens_per_second / single:.2f}",
             "\nright": right,
         },
-        wrapped=("draft",),
     )
 
 
@@ -126,7 +125,6 @@ def promise_table(found: Sequence[Promise], title: str) -> Table:
             "AR again": lambda r: interval(r.again),
         },
         text=("draft", "text"),
-        wrapped=("draft",),
     )
 
 

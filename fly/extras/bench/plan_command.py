@@ -112,14 +112,13 @@ def _show_forecasts(plans: list[_Plan], title: str) -> None:
     for name, setting, machines, published in plans:
         found, memory = forecast(setting, machines), machines.device.memory
         for placement, step in found.draft.items():
-            headings.append(Column(escape(name), justify="right"))
+            headings.append(Column(f"{escape(name)}\n{placement}", justify="right"))
             held = found.memory[placement]
             columns.append(
                 {
                     "ranks": f"{machines.ranks}",
                     "K": f"{setting.k}",
                     "τ": f"{setting.tau:g}",
-                    "draft": placement,
                     "a rank holds": f"{held / 1e9:,.0f} of {memory / 1e9:,.0f} GB"
                     + ("" if held <= memory else "\n[bold red]does not fit[/]"),
                     "plain step": f"{found.step * 1e3:.1f} ms",
@@ -134,8 +133,8 @@ def _show_forecasts(plans: list[_Plan], title: str) -> None:
     lines = ((name, *(column[name] for column in columns)) for name in columns[0])
     print_list(lines, *headings, title=title)
     note(
-        "published: arXiv 2511.22972, with its own hardware and engine · gain: over no draft "
-        "· nothing here was measured on an accelerator"
+        "replicated, sharded: how the ranks hold the draft · published: arXiv 2511.22972, with its own hardware and "
+        "engine · gain: over no draft · nothing here was measured on an accelerator"
     )
 
 
@@ -166,7 +165,7 @@ def _show_recorded(run: Path, rules: list[AcceptancePolicy], plans: list[_Plan])
             lines.append([str(rule), plan.name, f"{levels}", drafted, tau, gain if best.fits else "does not fit"])
         if lines:
             columns = [Column(heading, justify="right") for heading in ("levels", "drafted, stop", "τ", "gain")]
-            title = escape(f"{task}, acceptance of {way}, {len(blocks.recordings)} completions")
+            title = f"{task}, acceptance of {way}, {len(blocks.recordings)} completions"
             print_list(([*map(escape, line)] for line in lines), "rule", "target : draft", *columns, title=title)
     tell_stops(recorded)
     published = ", ".join(f"{each.name} {ratio(each.gain)}" for each in PAPER)

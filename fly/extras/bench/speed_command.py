@@ -9,12 +9,12 @@ from typing import Annotated, Any, TypeAlias
 import torch
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from fly.bundled import usual_draft
 from fly.cli.options import LOADING, DraftLength, Json, Rules, Turns, output, takes
 from fly.cli.run import alone, kernels_of, rules_of
 from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
+from fly.cli.terminal import Table
 from fly.extras.bench.clock import Timing
 from fly.extras.bench.limits import Limits, dtype_name, measure_limits
 from fly.extras.bench.loaded import (
@@ -197,7 +197,7 @@ def forwards_table(forwards: Sequence[Forward], limits: Limits) -> Table:
     narrow = f" with weights of {8 * each:.3g} bits" if each < single.dtype.itemsize else ""
     stored = dtype_name(single.dtype) + narrow
     return table(
-        f"Forwards of {escape(single.model)}, {stored}, {single.weights / 1e6:,.1f} MB of weights read",
+        f"Forwards of {single.model}, {stored}, {single.weights / 1e6:,.1f} MB of weights read",
         forwards,
         {
             "rows": lambda f: str(f.rows),

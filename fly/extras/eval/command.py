@@ -15,7 +15,7 @@ from rich.text import Text
 from fly.bundled import BUNDLED
 from fly.cli.options import GRID, LOADING, RANKS, Json, Rules, option, output, takes
 from fly.cli.run import alone, command, grid_of, memory_of, options_of, ranks_of, refuse_idle, typed_in
-from fly.cli.show import console, narrow, note, print_list, progress, sentences, table, tell, write_json
+from fly.cli.show import console, narrow, note, print_list, progress, table, tell, write_json
 from fly.errors import instead
 from fly.extras.eval.plan import Plan
 from fly.extras.eval.records import read_records
@@ -92,7 +92,7 @@ def _list_tasks() -> None:
         found = load_task(name)
         where = "bundled" if found.generated or found.rows else "your file"
         rows.append((name, where, found.scorer.kind, escape(found.about)))
-    print_list(rows, "task", "data", "scorer", sentences("what it is"), title="Tasks", show_lines=True)
+    print_list(rows, "task", "data", "scorer", "what it is", title="Tasks", show_lines=True)
 
 
 def _score_references(asked: Task, run_code: bool) -> None:
@@ -261,9 +261,9 @@ def show_report(found: Report) -> None:
     several = len({each.run for each in found.tables}) > 1
     for each in found.tables:
         title = f"{each.run}: {each.title}" if several else each.title
-        console.print(f"[bold]{escape(title)}[/]", soft_wrap=True)
+        console.print(f"[bold]{escape(title)}[/]")
         for cells in columns(each).values():
-            console.print(table("", each.rows, narrow(cells), wrapped=(next(iter(cells)),), show_edge=False))
+            console.print(table("", each.rows, narrow(cells), show_edge=False))
     note(escape(legend(found.tables)))
     for line in found.notes:
         console.print(f"[yellow]{escape(line)}[/]", highlight=False)

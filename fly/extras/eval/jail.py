@@ -288,7 +288,7 @@ def _escapes() -> list[str]:
         return os.listdir("/")
 
     def read() -> object:
-        return open("/etc/passwd").read()
+        return open("/etc/passwd", encoding="utf-8").read()
 
     def wrote() -> object:
         return os.open("/tmp/fly-sandbox-escape", os.O_CREAT | os.O_WRONLY)

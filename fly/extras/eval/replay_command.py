@@ -155,7 +155,7 @@ def _print(
     heading: str, rows: list[_Row], name: Callable[[_Row], str], columns: dict[str, Callable[[_Row], str]]
 ) -> None:
     """Print a table whose first column wraps."""
-    console.print(table("", rows, narrow({heading: name, **columns}), wrapped=(heading,), show_edge=False))
+    console.print(table("", rows, narrow({heading: name, **columns}), show_edge=False))
 
 
 def _show(title: str, blocks: Blocks, found: list[Replay], refused: list[str]) -> None:
