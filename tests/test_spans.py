@@ -27,7 +27,7 @@ from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft
 from fly.engine import Engine
 from fly.policies import Exact, parse_policy
-from fly.runner.executor import Batch, DraftSpec, Executor, Lookup
+from fly.runner.executor import Batch, DraftSpec, Executor, Lookup, RoundRow
 from fly.runner.request import Row
 from fly.runner.runner import Runner
 from fly.runner.sampling import BatchSampling
@@ -109,7 +109,7 @@ def decisions() -> None:
     blocks = Blocks(1, 2, 1, 4)
     blocks.count[0] = 2
     blocks.drafted[1] = 1
-    rules = lay_rules([(Exact(), 0)], None, None, 11)
+    rules = lay_rules([(Exact(), 0, RoundRow([1], 1, 2, (), Exact(), 0, True))], None, None, 11)
     fast_call("fly_decide")(byref(rules), byref(blocks.c), array("q", [9]), logits, probs[:2])
     fast_call("fly_uniforms")(array("q", [1, 2]), array("q", [3, 4]), 0, 3, array("f", bytes(24)))
 
@@ -123,7 +123,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "drawn chains": lambda: rounds(TARGET, SingleDraft(DRAFT), 1.0),
     "chains with clauses": lambda: rounds(TARGET, SingleDraft(DRAFT), 0, "exact | entropy(0.4) & ~control"),
     "copies": lambda: rounds(TARGET, NGramDraft(3, 1, 4), 0),
-    "a rule in Python": lambda: rounds(TARGET, SingleDraft(DRAFT), 0, "fly & budget(0.1)"),
+    "a rule in Python": lambda: rounds(TARGET, SingleDraft(DRAFT), 0, "fly.paper"),
     "heads": lambda: rounds(HEADED, Eagle3Draft(HEAD), 0),
 }
 WILL_DO = {

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from fly.ops import entropy, log_mass, top
 from fly.policies.binding import Bindable
 from fly.types import Draft, Target
 
-__all__ = ["AgreeingWindow", "Block", "Clause", "Condition", "ControlToken", "EntropyGate", "Room"]
+__all__ = ["AgreeingWindow", "Block", "Clause", "Condition", "ControlToken", "EntropyGate", "Past", "Room"]
 
 T = TypeVar("T")
 Entropy = Literal["top3", "normalized"]
@@ -67,14 +67,35 @@ class Block:
         return rows_N, torch.arange(longest, device=device).repeat(count)
 
 
-class Clause(NamedTuple):
-    """A single condition in the form that compiled code evaluates (``fly/backends/cpu/src/decide.cpp``)."""
+class Past(Protocol):
+    """What a row has done before a block. ``Target`` describes the values."""
 
-    kind: Literal["entropy", "window", "room", "control"]
-    tokens: int = 0  # of a window or a room
-    theta: float = 0.0  # of an entropy gate
-    processed: bool = False  # whether an entropy gate uses the processed distribution
+    @property
+    def generated(self) -> int: ...
+    @property
+    def relaxed(self) -> int: ...
+    @property
+    def nats(self) -> float: ...
+    @property
+    def history(self) -> list[int] | None: ...
+    def spent(self, label: str) -> float: ...
+
+
+class Clause(NamedTuple):
+    """A single condition, or a rule's gate, in the form that compiled code evaluates.
+
+    ``kind`` and the names of ``values`` are those of a line in ``fly/backends/cpu/src/clauses.h``. A value is a number,
+    or a function that finds it in the row's past.
+    """
+
+    kind: str
+    values: Mapping[str, float | Callable[[Past], float]]
     negated: bool = False
+
+    @staticmethod
+    def of(kind: str, **values: float | Callable[[Past], float]) -> Clause:
+        """Make a clause from its kind and its values."""
+        return Clause(kind, values)
 
 
 class Condition(Bindable, ABC):
@@ -335,7 +356,9 @@ class EntropyGate(Condition, Checked):
         return self.theta <= (3 / math.e if self.entropy == "top3" else 1.0) + 1e-5
 
     def _compile(self) -> list[Clause] | None:
-        return [Clause("entropy", theta=self.theta, processed=self.processed)] if self.entropy == "top3" else None
+        if self.entropy != "top3":
+            return None
+        return [Clause.of("entropy", theta=self.theta, processed=self.processed)]
 
     def evaluate(self, block: Block) -> Tensor:
         target, measure = block.target, self._top3 if self.entropy == "top3" else self._normalized
@@ -378,7 +401,7 @@ class AgreeingWindow(Condition, Checked):
     window: Count = 6
 
     def _compile(self) -> list[Clause]:
-        return [Clause("window", self.window)]
+        return [Clause.of("window", window=self.window)]
 
     def evaluate(self, block: Block) -> Tensor:
         if self.window == 0:
@@ -395,7 +418,7 @@ class Room(Condition, Checked):
     hold: Count = 6
 
     def _compile(self) -> list[Clause]:
-        return [Clause("room", self.hold)]
+        return [Clause.of("room", hold=self.hold)]
 
     def evaluate(self, block: Block) -> Tensor:
         return block.columns_K + 1 + self.hold <= block.draft.lengths_B.unsqueeze(1)
@@ -408,7 +431,7 @@ class ControlToken(Condition):
     name: ClassVar[str] = "control"
 
     def _compile(self) -> list[Clause]:
-        return [Clause("control")]
+        return [Clause.of("control")]
 
     def evaluate(self, block: Block) -> Tensor:
         control_V = block.target.control_V
