@@ -23,7 +23,8 @@ from fly.models.llama import weight_bytes
 from fly.models.loading import Loading, resolve_device, resolve_dtype
 from fly.models.opening import open_checkpoint
 from fly.models.tokenizer import Tokenizer
-from fly.policies import condition_types, parse_policy, policy_types
+from fly.policies import AcceptancePolicy, condition_types, parse_policy, policy_types
+from fly.policies.base import accepts_exactly
 from fly.policies.registry import PRESETS
 
 
@@ -107,19 +108,35 @@ def _storage(checkpoint: Checkpoint) -> tuple[str, list[str]]:
 
 @command
 def policies() -> None:
-    """List the acceptance policies and conditions that --policy knows, with what each promises."""
+    """List the acceptance policies and conditions that --policy knows, with what each promises, and whether compiled
+    code decides by it on a CPU."""
     presets, rows = {name: make() for name, make in PRESETS.items()}, []
     for name, rule in policy_types().items():
         instance = rule()
         promise = f"{instance.guarantee.value}\n{instance.bound}" if instance.bound else instance.guarantee.value
-        rows.append((_call(name, rule), promise, escape(_summary_of(rule))))
+        rows.append((_call(name, rule), promise, _marks_compiled(instance), escape(_summary_of(rule))))
         for preset, made in presets.items():
             if isinstance(made, rule):
-                rows.append((preset, made.guarantee.value, f"{made}: {_summary_of(PRESETS[preset])}"))
-    print_list(rows, "policy", "guarantee", sentences("what it is"), title="Policies", show_lines=True)
-    conditions = ((_call(name, kind), escape(_summary_of(kind))) for name, kind in condition_types().items())
+                summary = f"{made}: {_summary_of(PRESETS[preset])}"
+                rows.append((preset, made.guarantee.value, _marks_compiled(made), summary))
+    print_list(rows, "policy", "guarantee", "compiled", sentences("what it is"), title="Policies", show_lines=True)
+    conditions = (
+        (_call(name, kind), _MARKS["_compile" in vars(kind)], escape(_summary_of(kind)))
+        for name, kind in condition_types().items()
+    )
     title = "Conditions: combine with & | ~"
-    print_list(conditions, "condition", sentences("when it holds"), title=title)
+    print_list(conditions, "condition", "compiled", sentences("when it holds"), title=title)
+    note("compiled: on a CPU, C++ decides; Python decides blocks of other rules, and of conditions joined by '|'")
+
+
+_MARKS = {True: "yes", False: "–"}
+
+
+def _marks_compiled(policy: AcceptancePolicy) -> str:
+    relaxation = policy.relaxation
+    if accepts_exactly(policy):
+        return _MARKS[relaxation is None or relaxation.compiled is not None]
+    return _MARKS[policy.compiled_gate is not None]
 
 
 @command
