@@ -25,6 +25,7 @@ from fly.policies.conditions import Clause
 from fly.policies.verification import add_costs
 from fly.runner.executor import Batch, Executor, RoundRow, Scores
 from fly.runner.sampling import BatchSampling
+from fly.testing.blocks import toy_vocabulary
 from fly.types import Decision, Draft, SamplingParams, Target
 
 pytestmark = pytest.mark.skipif(available() == ["torch"], reason=why_not() or "compiled kernels are here")
@@ -66,6 +67,12 @@ RULES = [
     "exact | ~room(2)",
     "exact | window(0) & control",
     "exact | entropy(0.3, entropy=normalized) & margin(1)",
+    "exact | entropy(0.2, entropy=normalized, processed=False)",
+    "exact | margin(3) & ~token(digits)",
+    "exact | token(letters) & ~token(capitals) & ~token(digits) & ~token(capitals)",
+    "exact | phase('7', ' w1')",
+    "typical(0.3, 0.9)",
+    "typical(1, 0.4)",
     "exact | window(1) | room(2)",
 ]
 
@@ -139,7 +146,7 @@ def test_compiled_decisions_are_those_of_the_tensor_rule(
     case: tuple[Target, Draft, list[int], list[int]], rule: str, variant: str
 ) -> None:
     target, draft, seeds, starts = case
-    policy = parse_policy(rule)
+    policy = parse_policy(rule).bind(toy_vocabulary(target.logits_BKV.shape[-1]))
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("fly.backends.cpu.host.default_variant", lambda: variant)
         wanted = Executor.decide(OnHost(), policy, target, draft, seeds, starts)
@@ -157,7 +164,7 @@ def test_compiled_decisions_are_those_of_the_tensor_rule(
 
 
 @pytest.mark.parametrize(
-    "rule", ["exact", "fly", "fly.reference", "asd", "exact | regret(2.3, 4)", "near", "topn", "bild"]
+    "rule", ["exact", "fly", "fly.reference", "fly.paper", "asd", "exact | regret(2.3, 4)", "near", "topn", "bild"]
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_known_rules_are_compiled(rule: str, temperature: float) -> None:
@@ -205,7 +212,7 @@ def test_sizes_and_numbers_are_checked_by_the_call() -> None:
 
 
 def clauses_of(rule: str) -> list[Clause]:
-    policy = parse_policy(rule)
+    policy = parse_policy(rule).bind(toy_vocabulary(VOCAB))
     return (policy.compiled_gate if policy.relaxation is None else policy.relaxation.compiled) or []
 
 
@@ -262,6 +269,12 @@ def test_sizes_that_users_reach(temperature: float) -> None:
     index_B = torch.tensor(few)
     wanted = Executor.decide(OnHost(), policy, target.rows(index_B, few), draft.rows(index_B, few), few, [40, 40])
     assert [told(found[b]) for b in few] == [told(one) for one in wanted]
+
+
+def test_a_mask_of_another_width_is_refused() -> None:
+    policy = parse_policy("exact | token(digits)").bind(toy_vocabulary(VOCAB + 1))
+    with pytest.raises(ValueError, match=f"a condition's mask has {VOCAB + 1} tokens, and the logits have {VOCAB}"):
+        decide_compiled(policy, Target(torch.zeros(1, 2, VOCAB)), Draft.of([[1]]), [0], [9])
 
 
 def test_what_compiled_code_would_misread_is_left_to_tensors() -> None:

@@ -73,6 +73,7 @@ POLICIES = [
     parse_policy("exact | phase(5, 6, inside_first=True) & ~margin(0.1)"),
     parse_policy("near(0.3)"),
     parse_policy("topn(4, 0.5)"),
+    parse_policy("typical"),
 ]
 FOREVER = 1e6
 
@@ -488,7 +489,6 @@ def test_what_compiled_code_asks_itself_and_what_it_leaves_to_python() -> None:
         clauses = relaxation.compiled
         assert clauses is not None and len(clauses) == count == len(relaxation.clauses)
     for rule in (
-        "fly.paper",
         "exact | entropy(0.2) | window(1)",
         "fly & token(digits)",
         "fly & phase('<think>', 6)",

@@ -81,19 +81,22 @@ class Past(Protocol):
     def spent(self, label: str) -> float: ...
 
 
+Value = float | Callable[[Past], float] | Tensor
+
+
 class Clause(NamedTuple):
     """A single condition, or a rule's gate, in the form that compiled code evaluates.
 
     ``kind`` and the names of ``values`` are those of a line in ``fly/backends/cpu/src/clauses.h``. A value is a number,
-    or a function that finds it in the row's past.
+    a function that finds it in the row's past, or a set of tokens as a mask, bool [V].
     """
 
     kind: str
-    values: Mapping[str, float | Callable[[Past], float]]
+    values: Mapping[str, Value]
     negated: bool = False
 
     @staticmethod
-    def of(kind: str, **values: float | Callable[[Past], float]) -> Clause:
+    def of(kind: str, **values: Value) -> Clause:
         """Make a clause from its kind and its values."""
         return Clause(kind, values)
 
@@ -355,10 +358,9 @@ class EntropyGate(Condition, Checked):
         # The top-3 sum is largest for three probabilities of 1/e. The whole entropy is at most ln V.
         return self.theta <= (3 / math.e if self.entropy == "top3" else 1.0) + 1e-5
 
-    def _compile(self) -> list[Clause] | None:
-        if self.entropy != "top3":
-            return None
-        return [Clause.of("entropy", theta=self.theta, processed=self.processed)]
+    def _compile(self) -> list[Clause]:
+        kind = "entropy" if self.entropy == "top3" else "normalized_entropy"
+        return [Clause.of(kind, theta=self.theta, processed=self.processed)]
 
     def evaluate(self, block: Block) -> Tensor:
         target, measure = block.target, self._top3 if self.entropy == "top3" else self._normalized

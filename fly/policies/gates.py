@@ -58,6 +58,9 @@ class Typical(_Gate):
     eps: Share = 0.09
     delta: Share = 0.3
 
+    def _compile(self) -> list[Clause]:
+        return [Clause.of("typical", eps=self.eps, delta=self.delta)]
+
     def opens(self, target: Target, draft: Draft) -> Tensor:
         probs_BKV = gate_distribution(target)
         threshold_BK = (self.delta * (-entropy(probs_BKV)).exp()).clamp_max(self.eps)

@@ -134,13 +134,18 @@ def _clauses_of(policy: AcceptancePolicy) -> list[Clause] | None:
     return [] if policy.relaxation is None else _known_clauses(policy.relaxation.compiled)
 
 
-def _lay_clause(clause: Clause, past: Past) -> CClause:
-    """Lay out a clause for the library, with the values that it takes from the row's past."""
+def _lay_clause(clause: Clause, past: Past, masks: list[Tensor]) -> CClause:
+    """Lay out a clause for the library, with the values that it takes from the row's past. A mask is appended to
+    ``masks`` unless it is there, and the clause gets its number."""
     kind, names = clause_kinds()[clause.kind]
     values: list[float] = [clause.negated]
     for name in names:
         value = clause.values[name]
-        number = value(past) if callable(value) else value
+        if isinstance(value, Tensor):
+            number: float = next((n for n, mask in enumerate(masks) if mask is value), len(masks))
+            masks += [value] if number == len(masks) else []
+        else:
+            number = value(past) if callable(value) else value
         values.append(max(-_MAX_VALUE, min(number, _MAX_VALUE)))
     return CClause(kind, tuple(values))
 
@@ -159,23 +164,27 @@ def lay_rules(
         control_V: bool, the control tokens of the vocabulary; None for none.
         vocab: V, the width of the logits.
     """
-    rule, listed = (CRule * len(rows))(), list[CClause]()
+    rule, listed, masks = (CRule * len(rows))(), list[CClause](), list[Tensor]()
     for c_rule, (policy, seed, past) in zip(rule, rows):
         clauses = _clauses_of(policy)
         c_rule.seed = seed
         c_rule.clause_at = len(listed)
         c_rule.in_python = clauses is None
         c_rule.is_gate = not accepts_exactly(policy)
-        listed += [_lay_clause(clause, past) for clause in clauses or ()]
+        listed += [_lay_clause(clause, past, masks) for clause in clauses or ()]
         c_rule.clauses = len(listed) - c_rule.clause_at
     rules = CRules(variant_number(default_variant()), vocab)
     if listed and control_V is None:
         control_V = torch.zeros(vocab, dtype=torch.bool)
+    for mask in masks:
+        if mask.shape != (vocab,):
+            raise ValueError(f"a condition's mask has {len(mask)} tokens, and the logits have {vocab}")
     rules.hand(
         rule=rule,
         sampling=None if sampling is None else c_sampling(sampling),
         clause=(CClause * len(listed))(*listed) if listed else None,
         control=control_V,
+        mask=torch.stack(masks) if masks else None,
     )
     return rules
 

@@ -184,7 +184,7 @@ class CRules(_WithSpans):
 
     _fields_ = [
         *((name, c_int32) for name in ("variant", "vocab")),
-        *_span("rule", "sampling", "clause", "control"),
+        *_span("rule", "sampling", "clause", "control", "mask"),
     ]
 
 

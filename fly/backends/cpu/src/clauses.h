@@ -11,6 +11,7 @@
 #define CLAUSES(KIND)                          \
     /* fly/policies/conditions.py */           \
     KIND(entropy, theta, processed)            \
+    KIND(normalized_entropy, theta, processed) \
     KIND(window, window)                       \
     KIND(room, hold)                           \
     KIND(control)                              \
@@ -28,14 +29,18 @@
     KIND(nats, most, spent)                    \
     KIND(regret_budget, most, spent)           \
     KIND(phase, start, end, inside)            \
+    /* fly/policies/texts.py */                \
+    KIND(token, mask)                          \
     /* fly/policies/gates.py: rules */         \
     KIND(near, share)                          \
     KIND(topn, n, delta)                       \
-    KIND(bild, r)
+    KIND(bild, r)                              \
+    KIND(typical, eps, delta)
 
 namespace fly {
 
 // The values of a clause of each kind, under their names. Counts, token ids, and what is true or false are doubles too.
+// ``mask`` is the number of one in ``Rules::mask``.
 namespace clauses {
 #define KIND(name, ...) \
     struct name {       \

@@ -26,6 +26,14 @@ namespace {
 constexpr int LEFT_OPEN = -1;     // returned in place of the number of kept tokens
 constexpr int8_t UNKNOWN = -1;
 
+// A clause's values, under the names of its kind.
+template <class Kind>
+Kind values_of(const Clause& clause) {
+    Kind values;
+    memcpy(&values, clause.value, sizeof values);
+    return values;
+}
+
 }  // namespace
 
 // One row's block in one round.
@@ -96,7 +104,7 @@ struct Decider::Place {
 
     // The entropy in nats of the three likeliest tokens, not renormalised. The probabilities are the softmax of the logits
     // or, if ``processed``, those of the processed distribution.
-    double entropy(bool processed) {
+    double top3_entropy(bool processed) {
         double entropy = 0, peak = 0, temperature = 1, total = look();
         float least = -__builtin_inff();
         if (processed && block.how) {
@@ -108,7 +116,15 @@ struct Decider::Place {
             const double log = (logit - peak) / temperature - total;
             if (logit > -__builtin_inff() && logit >= least) entropy -= exp(log) * log;
         }
-        return entropy;
+        return max_of(entropy, 0.0);
+    }
+
+    // The entropy in nats of all tokens.
+    float entropy(bool processed) {
+        if (!processed || !block.how)
+            return decider.code->entropy(logits, decider.rules.vocab, 1, logits[block.own[node]], -__builtin_inff());
+        process();
+        return decider.code->entropy(logits, decider.rules.vocab, block.how->temperature, kept.peak, kept.least);
     }
 
     // Whether a clause, before its negation, holds: a function for each kind.
@@ -120,8 +136,11 @@ struct Decider::Place {
 // The clauses. Each function is named by the tensor form that it repeats, to the rounding of float32: a number from Python
 // counts as a float where a tensor of floats is compared with it. ``it`` has the clause's values.
 
-// fly/policies/conditions.py: EntropyGate
-bool Decider::Place::holds(const clauses::entropy& it) { return entropy(it.processed) >= it.theta; }
+// fly/policies/conditions.py: EntropyGate, "top3" and "normalized"
+bool Decider::Place::holds(const clauses::entropy& it) { return top3_entropy(it.processed) >= it.theta; }
+bool Decider::Place::holds(const clauses::normalized_entropy& it) {
+    return entropy(it.processed) / log(max_of(decider.rules.vocab, 2)) >= it.theta;
+}
 
 // fly/policies/conditions.py: AgreeingWindow
 bool Decider::Place::holds(const clauses::window& it) {
@@ -200,6 +219,11 @@ bool Decider::Place::holds(const clauses::phase& it) {
     return it.inside;
 }
 
+// fly/policies/texts.py: TokenText
+bool Decider::Place::holds(const clauses::token& it) {
+    return decider.rules.mask[(int64_t)it.mask * decider.rules.vocab + token];
+}
+
 // fly/policies/gates.py: Near
 bool Decider::Place::holds(const clauses::near& it) {
     const float mine = probability(logit);
@@ -221,6 +245,11 @@ bool Decider::Place::holds(const clauses::bild& it) {
     return -logf(mine) <= (float)it.r || (is_choice() && mine > 0);
 }
 
+// fly/policies/gates.py: Typical
+bool Decider::Place::holds(const clauses::typical& it) {
+    return probability(logit) > min_of((float)it.delta * expf(-entropy(true)), (float)it.eps);
+}
+
 int Decider::begin(int rows) {
     const int64_t k = blocks.k, places = (int64_t)rows * blocks.most;
     if (const int bad = check_variant(rules.variant) ?: within("rows", rows, 0, MAX_COUNT) ?: within("k", k, 0, MAX_COUNT) ?:
@@ -239,8 +268,14 @@ int Decider::begin(int rows) {
                             within("clause_at", rule.clause_at, 0, rules.clause.count() - rule.clauses))
             return bad;
     }
-    for (const Clause& clause : rules.clause)
+    for (const Clause& clause : rules.clause) {
         if (const int bad = within("the kind of a clause", clause.kind, 0, CLAUSE_KINDS - 1)) return bad;
+        if (clause.kind != KIND_token) continue;
+        const double mask = values_of<clauses::token>(clause).mask;
+        if (const int bad = within("the number of a mask", mask >= 0 && mask < MAX_COUNT ? mask : -1, 0, MAX_COUNT) ?:
+                            holds("mask", rules.mask, (int64_t)mask + 1, rules.vocab))
+            return bad;
+    }
     code = variants[rules.variant];
     blocks.mismatches = 0;
     const int error = lay_out(&arena, "a decision", false, [&](Dealer& from) {
@@ -345,12 +380,11 @@ uint32_t Decider::clauses_held(Place& at) {
         const Clause& clause = rules.clause[at.block.rule.clause_at + c];
         bool holds = false;
         switch ((ClauseKind)clause.kind) {
-#define KIND(name, ...)                                                      \
-    case KIND_##name: {                                                      \
-        clauses::name it;                                                    \
-        memcpy(&it, clause.value, sizeof it);                                \
-        holds = at.holds(it) != (it.negated != 0);                           \
-        break;                                                               \
+#define KIND(name, ...)                                       \
+    case KIND_##name: {                                       \
+        const auto it = values_of<clauses::name>(clause);     \
+        holds = at.holds(it) != (it.negated != 0);            \
+        break;                                                \
     }
             CLAUSES(KIND)
 #undef KIND

@@ -129,6 +129,7 @@ struct Rules {
     Span<const Sampling> sampling;  // [B] how rows draw; none if all take the most likely token
     Span<const Clause> clause;
     Span<const uint8_t> control;    // [V] which tokens are control tokens; needed if there are clauses
+    Span<const uint8_t> mask;       // [as many as clauses name, V] other sets of tokens
 };
 
 // Drafted blocks of some rows, round after round, and the decisions about them.
