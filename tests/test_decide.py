@@ -74,6 +74,11 @@ RULES = [
     "typical(0.3, 0.9)",
     "typical(1, 0.4)",
     "exact | window(1) | room(2)",
+    "exact | margin(1) & (window(1) | ~regret(2, 1)) | control",
+    "exact | ~(margin(0.5) | ~room(1)) & after(2)",
+    "exact | margin(1) & ~(margin(1) | window(1))",
+    "exact | margin(9) & after(0) & after(1) & above(0) & room(0) & ~room(7) & ~margin(0)",
+    "exact | margin(9) & after(0) & after(1) & above(0) & room(0) & (room(2) | margin(1))",
 ]
 
 

@@ -123,7 +123,9 @@ CALLS: dict[str, Callable[[], None]] = {
     "drawn chains": lambda: rounds(TARGET, SingleDraft(DRAFT), 1.0),
     "chains with clauses": lambda: rounds(TARGET, SingleDraft(DRAFT), 0, "exact | entropy(0.4) & ~control"),
     "copies": lambda: rounds(TARGET, NGramDraft(3, 1, 4), 0),
-    "a rule in Python": lambda: rounds(TARGET, SingleDraft(DRAFT), 0, "exact | margin(1) | control"),
+    "a rule in Python": lambda: rounds(
+        TARGET, SingleDraft(DRAFT), 0, "exact | (control | ~control) & room(1) & room(2) & room(3) & room(4) & room(5)"
+    ),
     "heads": lambda: rounds(HEADED, Eagle3Draft(HEAD), 0),
 }
 WILL_DO = {

@@ -156,13 +156,32 @@ class Condition(Bindable, ABC):
 
     @property
     def compiled(self) -> list[Clause] | None:
-        """The condition as a list of clauses that must all hold, one for each of ``clauses``, for compiled code. None
-        if only Python can evaluate it. An inherited ``_compile`` does not count, since a subclass may evaluate
-        something else."""
+        """The condition for compiled code, as one clause for each of ``clauses``; ``table`` says what follows from
+        them. None if only Python can evaluate it. An inherited ``_compile`` does not count, since a subclass may
+        evaluate something else."""
         return self._compile() if "_compile" in vars(type(self)) else None
 
     def _compile(self) -> list[Clause] | None:
         return None
+
+    @property
+    def joins_all(self) -> bool:
+        """Whether the condition holds just where all of its ``clauses`` do."""
+        return True
+
+    @cached_property
+    def table(self) -> int | None:
+        """What follows from the ``clauses``, as a number with a bit for each set of them. The set of clauses i, j, ...
+        has bit 2^i + 2^j + ..., which is 1 if the condition holds where exactly these clauses hold. None if there are
+        too many clauses for 64 bits."""
+        labels = [clause.label for clause in self.clauses]
+        if len(labels) > 6:
+            return None
+        table = 0
+        for bits in range(2 ** len(labels)):
+            held = {label: bool(bits >> n & 1) for n, label in enumerate(labels)}
+            table |= self.holds_given(held) << bits
+        return table
 
     def holds_given(self, held: Mapping[str, bool]) -> bool:
         """Return whether the condition holds for one token, given whether each clause holds for it."""
@@ -210,6 +229,10 @@ def _parts(condition: Condition, kind: type[_Chain]) -> tuple[Condition, ...]:
 class _Composite(Condition):
     """A condition made of other conditions. Only the results of its leaves are recorded."""
 
+    @property
+    def joins_all(self) -> bool:
+        return False
+
     def holds(self, block: Block) -> Tensor:
         return self.evaluate(block)
 
@@ -246,6 +269,11 @@ class _Chain(_Composite):
     def budgets(self) -> tuple[Any, ...]:
         return tuple(budget for part in self.parts for budget in part.budgets)
 
+    @property
+    def compiled(self) -> list[Clause] | None:
+        clauses = [part.compiled for part in self.parts]
+        return None if None in clauses else [clause for part in clauses for clause in part or ()]
+
 
 @dataclass(frozen=True)
 class All(_Chain):
@@ -254,9 +282,9 @@ class All(_Chain):
     name: ClassVar[str] = "all"
     join = operator.and_
 
-    def _compile(self) -> list[Clause] | None:
-        clauses = [part.compiled for part in self.parts]
-        return None if None in clauses else [clause for part in clauses for clause in part or ()]
+    @property
+    def joins_all(self) -> bool:
+        return all(part.clauses == (part,) for part in self.parts)
 
     def __str__(self) -> str:
         return " & ".join(f"({part})" if isinstance(part, AnyOf) else str(part) for part in self.parts)
@@ -291,16 +319,22 @@ class Not(Condition):
         return self.part.clauses if isinstance(self.part, _Composite) else super().clauses
 
     @property
+    def joins_all(self) -> bool:
+        return not isinstance(self.part, _Composite)
+
+    @property
     def budgets(self) -> tuple[Any, ...]:
         return self.part.budgets
 
     def holds_given(self, held: Mapping[str, bool]) -> bool:
         return not self.part.holds_given(held) if isinstance(self.part, _Composite) else super().holds_given(held)
 
-    def _compile(self) -> list[Clause] | None:
-        if isinstance(self.part, (Not, _Composite)) or (clauses := self.part.compiled) is None:
-            return None
-        return [clause._replace(negated=True) for clause in clauses]
+    @property
+    def compiled(self) -> list[Clause] | None:
+        clauses = self.part.compiled
+        if clauses is None or isinstance(self.part, _Composite):
+            return clauses
+        return [clause._replace(negated=not clause.negated) for clause in clauses]
 
     def __str__(self) -> str:
         return f"~({self.part})" if isinstance(self.part, _Composite) else f"~{self.part}"

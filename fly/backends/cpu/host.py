@@ -131,7 +131,10 @@ def _clauses_of(policy: AcceptancePolicy) -> list[Clause] | None:
     only Python knows whether a mismatch is excused."""
     if not accepts_exactly(policy):
         return policy.compiled_gate
-    return [] if policy.relaxation is None else _known_clauses(policy.relaxation.compiled)
+    relaxation = policy.relaxation
+    if relaxation is None:
+        return []
+    return _known_clauses(relaxation.compiled) if relaxation.joins_all or relaxation.table is not None else None
 
 
 def _lay_clause(clause: Clause, past: Past, masks: list[Tensor]) -> CClause:
@@ -173,6 +176,8 @@ def lay_rules(
         c_rule.is_gate = not accepts_exactly(policy)
         listed += [_lay_clause(clause, past, masks) for clause in clauses or ()]
         c_rule.clauses = len(listed) - c_rule.clause_at
+        if clauses:
+            c_rule.table = 0b10 if policy.relaxation is None else policy.relaxation.table or 0  # a gate is one clause
     rules = CRules(variant_number(default_variant()), vocab)
     if listed and control_V is None:
         control_V = torch.zeros(vocab, dtype=torch.bool)

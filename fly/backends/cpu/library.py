@@ -176,7 +176,11 @@ MISMATCH = struct.Struct("3iIidd")  # the layout of a ``CMismatch`` in memory
 class CRule(ctypes.Structure):
     """src/interface.h: Rule."""
 
-    _fields_ = [("seed", c_int64), *((name, c_int32) for name in ("clause_at", "clauses", "in_python", "is_gate"))]
+    _fields_ = [
+        ("seed", c_int64),
+        ("table", c_uint64),
+        *((name, c_int32) for name in ("clause_at", "clauses", "in_python", "is_gate")),
+    ]
 
 
 class CRules(_WithSpans):

@@ -5,8 +5,8 @@
 //
 // 1. The exact rule decides which drafted tokens it keeps: at temperature 0 those that equal the target's choices,
 //    above it by the row's coins.
-// 2. A token that it rejects is a mismatch. If all clauses of the row's rule hold for it, it is excused and kept. (If the
-//    rule is a gate, all clauses must hold for every token, whatever the exact rule says.)
+// 2. A token that it rejects is a mismatch. If the clauses of the row's rule that hold for it are enough, it is excused and
+//    kept. (If the rule is a gate, the clauses decide about every token, whatever the exact rule says.)
 // 3. The longest prefix of kept tokens stands.
 // 4. The target's own token follows: the correction of the first rejected token or, after a whole draft, the bonus.
 //
@@ -264,7 +264,7 @@ int Decider::begin(int rows) {
         return bad;
     for (int b = 0; b < rows; b++) {
         const Rule& rule = rules.rule[b];
-        if (const int bad = within("clauses", rule.clauses, 0, 31) ?:
+        if (const int bad = within("clauses", rule.clauses, 0, MOST_CLAUSES) ?:
                             within("clause_at", rule.clause_at, 0, rules.clause.count() - rule.clauses))
             return bad;
     }
@@ -335,20 +335,20 @@ float Decider::regret(const Block& block, int node) const {
 // Returns how many tokens are kept, or LEFT_OPEN.
 int Decider::keep_prefix(Block& block) {
     const Rule& rule = block.rule;
-    const uint32_t all = (1u << rule.clauses) - 1;
     if (block.how) uniforms(rule.seed, block.length, ACCEPT, block.count, coins);
     for (int i = 0; i < block.count; i++) agrees[i] = UNKNOWN;
     int n = 0;
     for (; n < block.count; n++) {
         // The exact rule keeps the token. (A gate is asked about it all the same, but keeps the choice at temperature 0.)
         if (!(rule.is_gate && block.how) && agrees_with(block, n)) continue;
-        // A mismatch is excused if all clauses hold, and the first one that is not ends the prefix. Nothing excuses a token
-        // that is banned (-inf).
+        // The clauses that hold excuse a mismatch or do not. The first one that is not excused ends the prefix. Nothing
+        // excuses a token that is banned (-inf).
         if (rule.in_python || !is_number(block, n)) return LEFT_OPEN;
         if (!rule.clauses) break;
         Place at(*this, block, n);
         const uint32_t held = clauses_held(at);
-        const bool stands = held == all && !at.is_banned();
+        const bool is_enough = rule.clauses > MOST_TABLED ? held == (1u << rule.clauses) - 1 : rule.table >> held & 1;
+        const bool stands = is_enough && !at.is_banned();
         // Where a gate decides in place of the exact rule, only what it keeps beside that rule is told.
         if (rule.is_gate && !stands) break;
         if (rule.is_gate && agrees_with(block, n)) continue;

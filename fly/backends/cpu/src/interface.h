@@ -113,10 +113,16 @@ struct Mismatch {
     double regret;             // excused tokens: what the largest logit exceeds their own by; else 0
 };
 
-// The rule of a row, with coins from the row's seed. It is the exact rule, and a mismatch is excused if all clauses hold. Or,
-// with ``is_gate``, a token is kept if all clauses hold, whatever the exact rule says (fly/policies/gates.py: _Gate).
+// The rule of a row, with coins from the row's seed. It is the exact rule, and a mismatch is excused if the clauses say so. Or,
+// with ``is_gate``, a token is kept if they say so, whatever the exact rule says (fly/policies/gates.py: _Gate).
+//
+// The clauses that hold are the bits of a number. ``table`` has a bit for each such number, which is set if those clauses
+// are enough (fly/policies/conditions.py: Condition.table). Of more than MOST_TABLED clauses, all must hold.
+constexpr int MOST_CLAUSES = 31, MOST_TABLED = 6;
+
 struct Rule {
     int64_t seed;
+    uint64_t table;
     int32_t clause_at, clauses;  // the number of the first clause, and how many clauses
     int32_t in_python;           // only Python knows what the rule excuses, so a mismatch leaves the block open
     int32_t is_gate;
