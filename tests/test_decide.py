@@ -7,6 +7,7 @@ Shape legend: B rows, K longest draft, J positions of a row, V vocabulary.
 from __future__ import annotations
 
 import ctypes
+import math
 from array import array
 from collections import abc
 
@@ -181,8 +182,14 @@ def test_known_rules_are_compiled(rule: str, temperature: float) -> None:
     assert found is not None and [one.drafted for one in found] == draft.chains
 
 
+def decide_one(rules: CRules) -> None:
+    """Call the library with a block of no tokens."""
+    block = Blocks(1, 3, 1, 4)
+    fast_call("fly_decide")(ctypes.byref(rules), ctypes.byref(block.c), array("q", [9]), torch.zeros(1, 4, VOCAB), None)
+
+
 def laid(rule: str, rows: int = 1) -> CRules:
-    policy = parse_policy(rule)
+    policy = parse_policy(rule).bind(toy_vocabulary(VOCAB))
     return lay_rules([(policy, 0, RoundRow([1], 1, 1, (), policy, 0, True))] * rows, None, None, VOCAB)
 
 
@@ -242,11 +249,8 @@ def test_a_kind_that_the_library_lacks_is_left_to_python(monkeypatch: pytest.Mon
 def test_a_kind_of_clause_that_compiled_code_does_not_know_is_refused(kind: int) -> None:
     rules = laid("fly")
     vars(rules)["clause"][2].kind = kind
-    block = Blocks(1, 3, 1, 4)
     with pytest.raises(ValueError, match=f"the kind of a clause is {kind}, not 0 to {len(clause_kinds()) - 1}"):
-        fast_call("fly_decide")(
-            ctypes.byref(rules), ctypes.byref(block.c), array("q", [9]), torch.zeros(1, 4, VOCAB), None
-        )
+        decide_one(rules)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -274,6 +278,14 @@ def test_sizes_that_users_reach(temperature: float) -> None:
     index_B = torch.tensor(few)
     wanted = Executor.decide(OnHost(), policy, target.rows(index_B, few), draft.rows(index_B, few), few, [40, 40])
     assert [told(found[b]) for b in few] == [told(one) for one in wanted]
+
+
+@pytest.mark.parametrize("number", [-1, 2, 2.0**31, math.inf, math.nan])
+def test_a_mask_that_is_not_there_is_refused(number: float) -> None:
+    rules = laid("exact | token(digits) & ~token(letters)")
+    vars(rules)["clause"][1].value[1] = number
+    with pytest.raises(ValueError, match=r"the number of a mask is -1|bytes of 'mask'"):
+        decide_one(rules)
 
 
 def test_a_mask_of_another_width_is_refused() -> None:
