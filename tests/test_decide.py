@@ -18,16 +18,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fly.backends.cpu import available, why_not
-from fly.backends.cpu.host import Blocks, HostDecisions, is_compiled, lay_rules
+from fly.backends.cpu.host import Blocks, HostDecisions, _clauses_of, is_compiled, lay_rules
 from fly.backends.cpu.host import _decide as decide_compiled
 from fly.backends.cpu.library import CRules, clause_kinds, fast_call
-from fly.policies import Exact, parse_policy
+from fly.policies import Exact, condition_types, parse_policy, policy_types
 from fly.policies.conditions import Clause
+from fly.policies.registry import PRESETS
 from fly.policies.verification import add_costs
 from fly.runner.executor import Batch, Executor, RoundRow, Scores
 from fly.runner.sampling import BatchSampling
 from fly.testing.blocks import toy_vocabulary
 from fly.types import Decision, Draft, SamplingParams, Target
+from tests.commands import run
 
 pytestmark = pytest.mark.skipif(available() == ["torch"], reason=why_not() or "compiled kernels are here")
 
@@ -191,6 +193,21 @@ def decide_one(rules: CRules) -> None:
 def laid(rule: str, rows: int = 1) -> CRules:
     policy = parse_policy(rule).bind(toy_vocabulary(VOCAB))
     return lay_rules([(policy, 0, RoundRow([1], 1, 1, (), policy, 0, True))] * rows, None, None, VOCAB)
+
+
+def test_the_command_marks_what_is_compiled() -> None:
+    listed = run("policies", env={"COLUMNS": "400"}).output.splitlines()
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in listed if line.startswith("│ ")]
+    marks = {cell[0].partition("(")[0]: cell[-2] == "yes" for cell in cells if cell[0]}
+    for name, rule in {**policy_types(), **PRESETS}.items():
+        policy = rule()
+        if name == "asd":  # a composition is listed under no policy
+            continue
+        assert marks[name] == (is_compiled(policy, greedy=False) and _clauses_of(policy) is not None), name
+    needed = {"phase": (1, 2), "token": ("digits",)}
+    for name, kind in condition_types().items():
+        condition = kind(*needed.get(name, ())).bind(toy_vocabulary(VOCAB))
+        assert marks[name] == (condition.compiled is not None), name
 
 
 def call(blocks: Blocks, logits_BJV: Tensor, rule: str = "exact", rows: int = 1) -> None:

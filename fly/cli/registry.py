@@ -126,7 +126,7 @@ def policies() -> None:
     )
     title = "Conditions: combine with & | ~"
     print_list(conditions, "condition", "compiled", sentences("when it holds"), title=title)
-    note("compiled: on a CPU, C++ decides; Python decides blocks of other rules, and of conditions joined by '|'")
+    note("compiled: on a CPU, C++ decides several rounds in one call; Python decides single blocks of other rules")
 
 
 _MARKS = {True: "yes", False: "–"}

@@ -154,7 +154,7 @@ class Condition(Bindable, ABC):
         """The budgets in this condition for which the engine records what relaxed tokens cost (``CostBudget``)."""
         return ()
 
-    @property
+    @cached_property
     def compiled(self) -> list[Clause] | None:
         """The condition for compiled code, as one clause for each of ``clauses``; ``table`` says what follows from
         them. None if only Python can evaluate it. An inherited ``_compile`` does not count, since a subclass may
@@ -269,7 +269,7 @@ class _Chain(_Composite):
     def budgets(self) -> tuple[Any, ...]:
         return tuple(budget for part in self.parts for budget in part.budgets)
 
-    @property
+    @cached_property
     def compiled(self) -> list[Clause] | None:
         clauses = [part.compiled for part in self.parts]
         return None if None in clauses else [clause for part in clauses for clause in part or ()]
@@ -282,8 +282,8 @@ class All(_Chain):
     name: ClassVar[str] = "all"
     join = operator.and_
 
-    @property
-    def joins_all(self) -> bool:
+    @cached_property
+    def joins_all(self) -> bool:  # type: ignore[override]
         return all(part.clauses == (part,) for part in self.parts)
 
     def __str__(self) -> str:
@@ -329,7 +329,7 @@ class Not(Condition):
     def holds_given(self, held: Mapping[str, bool]) -> bool:
         return not self.part.holds_given(held) if isinstance(self.part, _Composite) else super().holds_given(held)
 
-    @property
+    @cached_property
     def compiled(self) -> list[Clause] | None:
         clauses = self.part.compiled
         if clauses is None or isinstance(self.part, _Composite):

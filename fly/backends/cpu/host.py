@@ -141,16 +141,17 @@ def _lay_clause(clause: Clause, past: Past, masks: list[Tensor]) -> CClause:
     """Lay out a clause for the library, with the values that it takes from the row's past. A mask is appended to
     ``masks`` unless it is there, and the clause gets its number."""
     kind, names = clause_kinds()[clause.kind]
-    values: list[float] = [clause.negated]
-    for name in names:
+    laid = CClause(kind)
+    laid.value[0] = clause.negated
+    for n, name in enumerate(names, start=1):
         value = clause.values[name]
         if isinstance(value, Tensor):
             number: float = next((n for n, mask in enumerate(masks) if mask is value), len(masks))
             masks += [value] if number == len(masks) else []
         else:
             number = value(past) if callable(value) else value
-        values.append(max(-_MAX_VALUE, min(number, _MAX_VALUE)))
-    return CClause(kind, tuple(values))
+        laid.value[n] = max(-_MAX_VALUE, min(number, _MAX_VALUE))
+    return laid
 
 
 def lay_rules(
