@@ -155,7 +155,7 @@ class Watching(Recorder):
 PLAN = {
     "drafts": "model(fly-draft)",
     "k": [7, 3],
-    "policies": RULES[5],
+    "policies": RULES[9],  # Python decides
     "tasks": "bundled-middle",
     "limit": 4,
     "max_tokens": 90,

@@ -64,6 +64,18 @@ POLICIES = [
     parse_policy("exact | ~window(2) & room(1) & ~control"),
     parse_policy("exact | entropy(0.2) & (window(1) | room(3)) & ~control"),
     parse_policy("lossy(lenience=3)"),
+    # More clauses than a table has room for, joined by more than '&': Python decides each mismatch.
+    parse_policy("exact | (entropy(0.2) | margin(0.1)) & after(0) & after(1) & room(0) & room(1) & above(1)"),
+    # What a clause reads of the past changes from round to round of one call.
+    parse_policy("exact | regret(4, 2) & budget(0.2)"),
+    parse_policy("exact | margin(1.5) & at_most(5) & above(9)"),
+    parse_policy("exact | margin(1.5) & nats(7)"),
+    parse_policy("exact | suffix_regret(0.5) & regret_budget(3) & ~regret_budget(0.2) & at_most(2, per=block)"),
+    parse_policy("exact | mars(0.2) & ~phase(5, 6) & after(2)"),
+    parse_policy("exact | phase(5, 6, inside_first=True) & ~margin(0.1)"),
+    parse_policy("near(0.3)"),
+    parse_policy("topn(4, 0.5)"),
+    parse_policy("typical"),
 ]
 FOREVER = 1e6
 
@@ -471,16 +483,19 @@ def test_what_compiled_code_asks_itself_and_what_it_leaves_to_python() -> None:
         ("fly.reference", 4),
         ("exact | entropy(0.4)", 1),
         ("exact | ~control & room(2)", 2),
+        ("(exact | entropy(0.2)) & after(6)", 2),
+        ("fly & budget(0.1)", 5),
+        ("fly.paper", 4),
+        ("exact | entropy(0.2) | window(1)", 2),
+        ("exact | ~(entropy(0.2) & ~window(1))", 2),
     ):
         relaxation = parse_policy(rule).relaxation
         assert relaxation is not None
         clauses = relaxation.compiled
         assert clauses is not None and len(clauses) == count == len(relaxation.clauses)
     for rule in (
-        "fly.paper",
-        "(exact | entropy(0.2)) & after(6)",
-        "exact | entropy(0.2) | window(1)",
-        "fly & budget(0.1)",
+        "fly & token(digits)",
+        "fly & phase('<think>', 6)",
     ):
         relaxation = parse_policy(rule).relaxation
         assert relaxation is not None and relaxation.compiled is None

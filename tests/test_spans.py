@@ -27,10 +27,11 @@ from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft
 from fly.engine import Engine
 from fly.policies import Exact, parse_policy
-from fly.runner.executor import Batch, DraftSpec, Executor, Lookup
+from fly.runner.executor import Batch, DraftSpec, Executor, Lookup, RoundRow
 from fly.runner.request import Row
 from fly.runner.runner import Runner
 from fly.runner.sampling import BatchSampling
+from fly.testing.blocks import toy_vocabulary
 from tests import test_eagle, test_rounds
 from tests.toys import random_llama
 
@@ -95,7 +96,8 @@ def rounds(target: Executor, strategy: DraftStrategy, temperature: float, rule: 
     made = Engine(Runner(target, PagedKVCache(target.config, 30, 4), control_ids=(3, 4)), strategy)
     made.stretch = test_rounds.FOREVER
     params = SamplingParams(temperature=temperature, max_tokens=12)
-    row = Row([1, 2, 3, 1, 2, 3, 1], 7, params, parse_policy(rule), 1, 4)
+    policy = parse_policy(rule).bind(toy_vocabulary(target.config.vocab_size))
+    row = Row([1, 2, 3, 1, 2, 3, 1], 7, params, policy, 1, 4)
     while not row.finish_reason:
         made.step([row])
     made.release(row)
@@ -109,7 +111,7 @@ def decisions() -> None:
     blocks = Blocks(1, 2, 1, 4)
     blocks.count[0] = 2
     blocks.drafted[1] = 1
-    rules = lay_rules([(Exact(), 0)], None, None, 11)
+    rules = lay_rules([(Exact(), 0, RoundRow([1], 1, 2, (), Exact(), 0, True))], None, None, 11)
     fast_call("fly_decide")(byref(rules), byref(blocks.c), array("q", [9]), logits, probs[:2])
     fast_call("fly_uniforms")(array("q", [1, 2]), array("q", [3, 4]), 0, 3, array("f", bytes(24)))
 
@@ -121,9 +123,11 @@ CALLS: dict[str, Callable[[], None]] = {
     "drafts": drafts,
     "decisions": decisions,
     "drawn chains": lambda: rounds(TARGET, SingleDraft(DRAFT), 1.0),
-    "chains with clauses": lambda: rounds(TARGET, SingleDraft(DRAFT), 0, "exact | entropy(0.4) & ~control"),
+    "chains with clauses": lambda: rounds(TARGET, SingleDraft(DRAFT), 0, "exact | ~control & ~token(digits)"),
     "copies": lambda: rounds(TARGET, NGramDraft(3, 1, 4), 0),
-    "a rule in Python": lambda: rounds(TARGET, SingleDraft(DRAFT), 0, "fly & budget(0.1)"),
+    "a rule in Python": lambda: rounds(
+        TARGET, SingleDraft(DRAFT), 0, "exact | (control | ~control) & room(1) & room(2) & room(3) & room(4) & room(5)"
+    ),
     "heads": lambda: rounds(HEADED, Eagle3Draft(HEAD), 0),
 }
 WILL_DO = {

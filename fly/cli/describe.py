@@ -19,7 +19,7 @@ from fly.policies import AcceptancePolicy, Condition, Relaxed, parse_policy
 from fly.policies.registry import PRESETS, RULES
 from fly.types import Guarantee
 
-__all__ = ["describe_call", "show_draft", "show_policy", "summarize"]
+__all__ = ["describe_call", "describe_compiled", "show_draft", "show_policy", "summarize"]
 
 _BETWEEN_PARAGRAPHS = r"\n\s*\n|\n(?=- )"
 _IN_PART = "in part: Python decides the blocks in which it may excuse a mismatch"
@@ -52,7 +52,7 @@ def show_policy(name: str) -> None:
         _show_condition(name, rule)
         return
     bound = f", {rule.bound} for each token" if rule.bound else ""
-    facts = {"guarantee": rule.guarantee.value + bound, "compiled": _compiled(rule)}
+    facts = {"guarantee": rule.guarantee.value + bound, "compiled": describe_compiled(rule)}
     if not isinstance(found, type):
         facts["written out"] = str(rule)
     for preset, make in PRESETS.items():
@@ -113,7 +113,7 @@ def _show_parameters(thing: Any) -> None:
         print_list(rows, "parameter", heading, "meaning", show_lines=True)
 
 
-def _compiled(policy: AcceptancePolicy) -> str:
+def describe_compiled(policy: AcceptancePolicy) -> str:
     """Say whether compiled code decides by a policy, on a CPU that has compiled kernels."""
     if not is_compiled(policy, greedy=True):
         return "no: Python decides every block"

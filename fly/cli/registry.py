@@ -11,7 +11,7 @@ from fly.backends.choice import max_stored_bytes, uses_blocks
 from fly.backends.cpu.blocks import KINDS
 from fly.bundled import BUNDLED, CHECKPOINTS, HEADS, find_checkpoint, open_model, resolve_checkpoint
 from fly.cache import PagedKVCache
-from fly.cli.describe import describe_call, show_draft, show_policy, summarize
+from fly.cli.describe import describe_call, describe_compiled, show_draft, show_policy, summarize
 from fly.cli.run import alone, command
 from fly.cli.show import console, errors, note, print_list, progress
 from fly.config import DEFAULT_K, Config
@@ -23,7 +23,7 @@ from fly.models.llama import weight_bytes
 from fly.models.loading import Loading, resolve_device, resolve_dtype
 from fly.models.opening import open_checkpoint
 from fly.models.tokenizer import Tokenizer
-from fly.policies import condition_types, parse_policy, policy_types
+from fly.policies import AcceptancePolicy, condition_types, parse_policy, policy_types
 from fly.policies.registry import PRESETS
 
 
@@ -111,7 +111,8 @@ def policies(
         str | None, typer.Argument(help="Show this one: a policy, a condition, a preset, module:Class, an expression.")
     ] = None,
 ) -> None:
-    """List the acceptance policies and conditions that --policy knows, with what each promises, or show one."""
+    """List the acceptance policies and conditions that --policy knows, with what each promises and whether compiled
+    code decides by it on a CPU; or show one."""
     if name is not None:
         show_policy(name)
         return
@@ -119,14 +120,23 @@ def policies(
     for name, rule in policy_types().items():
         instance = rule()
         promise = f"{instance.guarantee.value}\n{instance.bound}" if instance.bound else instance.guarantee.value
-        rows.append((describe_call(name, rule), promise, escape(summarize(rule))))
+        rows.append((describe_call(name, rule), promise, _mark(instance), escape(summarize(rule))))
         for preset, made in presets.items():
             if isinstance(made, rule):
-                rows.append((preset, made.guarantee.value, f"{made}: {summarize(PRESETS[preset])}"))
-    print_list(rows, "policy", "guarantee", "what it is", title="Policies", show_lines=True)
-    conditions = ((describe_call(name, kind), escape(summarize(kind))) for name, kind in condition_types().items())
+                about = f"{made}: {summarize(PRESETS[preset])}"
+                rows.append((preset, made.guarantee.value, _mark(made), about))
+    print_list(rows, "policy", "guarantee", "compiled", "what it is", title="Policies", show_lines=True)
+    conditions = (
+        (describe_call(name, kind), "yes" if kind.compiles() else "–", escape(summarize(kind)))
+        for name, kind in condition_types().items()
+    )
     title = "Conditions: combine with & | ~"
-    print_list(conditions, "condition", "when it holds", title=title)
+    print_list(conditions, "condition", "compiled", "when it holds", title=title)
+    note("compiled: on a CPU, C++ decides several rounds in one call; Python decides single blocks of other rules")
+
+
+def _mark(policy: AcceptancePolicy) -> str:
+    return "yes" if describe_compiled(policy) == "yes" else "–"
 
 
 @command

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fly.ops import draw, one_hot, pick
 from fly.policies.binding import Bindable
-from fly.policies.conditions import Block, Condition, describe, expression
+from fly.policies.conditions import Block, Clause, Condition, describe, expression
 from fly.types import UNDECIDED, Draft, Guarantee, Noise, Target, Verdict, Why
 from fly.vocabulary import Vocabulary
 
@@ -82,6 +82,15 @@ class AcceptancePolicy(Bindable, ABC):
     @property
     def relaxation(self) -> Condition | None:
         """The condition under which mismatches are excused; None if none are. Computed once for each policy."""
+        return None
+
+    @property
+    def compiled_gate(self) -> list[Clause] | None:
+        """Of a rule that keeps a token if and only if a gate opens: the gate, for compiled code. None for other rules.
+        As in ``Condition.compiled``, an inherited ``_compile`` does not count."""
+        return self._compile() if "_compile" in vars(type(self)) else None
+
+    def _compile(self) -> list[Clause] | None:
         return None
 
     @abstractmethod

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from fly.ops import entropy, log_mass, top
 from fly.policies.binding import Bindable
 from fly.types import Draft, Target
 
-__all__ = ["AgreeingWindow", "Block", "Clause", "Condition", "ControlToken", "EntropyGate", "Room"]
+__all__ = ["AgreeingWindow", "Block", "Clause", "Condition", "ControlToken", "EntropyGate", "Past", "Room"]
 
 T = TypeVar("T")
 Entropy = Literal["top3", "normalized"]
@@ -67,14 +67,38 @@ class Block:
         return rows_N, torch.arange(longest, device=device).repeat(count)
 
 
-class Clause(NamedTuple):
-    """A single condition in the form that compiled code evaluates (``fly/backends/cpu/src/decide.cpp``)."""
+class Past(Protocol):
+    """What a row has done before a block. ``Target`` describes the values."""
 
-    kind: Literal["entropy", "window", "room", "control"]
-    tokens: int = 0  # of a window or a room
-    theta: float = 0.0  # of an entropy gate
-    processed: bool = False  # whether an entropy gate uses the processed distribution
+    @property
+    def generated(self) -> int: ...
+    @property
+    def relaxed(self) -> int: ...
+    @property
+    def nats(self) -> float: ...
+    @property
+    def history(self) -> list[int] | None: ...
+    def spent(self, label: str) -> float: ...
+
+
+Value = float | Callable[[Past], float] | Tensor
+
+
+class Clause(NamedTuple):
+    """A single condition, or a rule's gate, in the form that compiled code evaluates.
+
+    ``kind`` and the names of ``values`` are those of a line in ``fly/backends/cpu/src/clauses.h``. A value is a number,
+    a function that finds it in the row's past, or a set of tokens as a mask, bool [V].
+    """
+
+    kind: str
+    values: Mapping[str, Value]
     negated: bool = False
+
+    @staticmethod
+    def of(kind: str, **values: Value) -> Clause:
+        """Make a clause from its kind and its values."""
+        return Clause(kind, values)
 
 
 class Condition(Bindable, ABC):
@@ -130,10 +154,10 @@ class Condition(Bindable, ABC):
         """The budgets in this condition for which the engine records what relaxed tokens cost (``CostBudget``)."""
         return ()
 
-    @property
+    @cached_property
     def compiled(self) -> list[Clause] | None:
-        """The condition as a list of clauses that must all hold, one for each of ``clauses``, for compiled code. None
-        if only Python can evaluate it."""
+        """The condition for compiled code, as one clause for each of ``clauses``; ``table`` says what follows from
+        them. None if only Python can evaluate it."""
         return self._compile() if self.compiles() else None
 
     @classmethod
@@ -144,6 +168,25 @@ class Condition(Bindable, ABC):
 
     def _compile(self) -> list[Clause] | None:
         return None
+
+    @property
+    def joins_all(self) -> bool:
+        """Whether the condition holds just where all of its ``clauses`` do."""
+        return True
+
+    @cached_property
+    def table(self) -> int | None:
+        """What follows from the ``clauses``, as a number with a bit for each set of them. The set of clauses i, j, ...
+        has bit 2^i + 2^j + ..., which is 1 if the condition holds where exactly these clauses hold. None if there are
+        too many clauses for 64 bits."""
+        labels = [clause.label for clause in self.clauses]
+        if len(labels) > 6:
+            return None
+        table = 0
+        for bits in range(2 ** len(labels)):
+            held = {label: bool(bits >> n & 1) for n, label in enumerate(labels)}
+            table |= self.holds_given(held) << bits
+        return table
 
     def holds_given(self, held: Mapping[str, bool]) -> bool:
         """Return whether the condition holds for one token, given whether each clause holds for it."""
@@ -191,6 +234,10 @@ def _parts(condition: Condition, kind: type[_Chain]) -> tuple[Condition, ...]:
 class _Composite(Condition):
     """A condition made of other conditions. Only the results of its leaves are recorded."""
 
+    @property
+    def joins_all(self) -> bool:
+        return False
+
     def holds(self, block: Block) -> Tensor:
         return self.evaluate(block)
 
@@ -227,6 +274,11 @@ class _Chain(_Composite):
     def budgets(self) -> tuple[Any, ...]:
         return tuple(budget for part in self.parts for budget in part.budgets)
 
+    @cached_property
+    def compiled(self) -> list[Clause] | None:
+        clauses = [part.compiled for part in self.parts]
+        return None if None in clauses else [clause for part in clauses for clause in part or ()]
+
 
 @dataclass(frozen=True)
 class All(_Chain):
@@ -235,9 +287,9 @@ class All(_Chain):
     name: ClassVar[str] = "all"
     join = operator.and_
 
-    def _compile(self) -> list[Clause] | None:
-        clauses = [part.compiled for part in self.parts]
-        return None if None in clauses else [clause for part in clauses for clause in part or ()]
+    @cached_property
+    def joins_all(self) -> bool:
+        return all(part.clauses == (part,) for part in self.parts)
 
     def __str__(self) -> str:
         return " & ".join(f"({part})" if isinstance(part, AnyOf) else str(part) for part in self.parts)
@@ -272,16 +324,22 @@ class Not(Condition):
         return self.part.clauses if isinstance(self.part, _Composite) else super().clauses
 
     @property
+    def joins_all(self) -> bool:
+        return not isinstance(self.part, _Composite)
+
+    @property
     def budgets(self) -> tuple[Any, ...]:
         return self.part.budgets
 
     def holds_given(self, held: Mapping[str, bool]) -> bool:
         return not self.part.holds_given(held) if isinstance(self.part, _Composite) else super().holds_given(held)
 
-    def _compile(self) -> list[Clause] | None:
-        if isinstance(self.part, (Not, _Composite)) or (clauses := self.part.compiled) is None:
-            return None
-        return [clause._replace(negated=True) for clause in clauses]
+    @cached_property
+    def compiled(self) -> list[Clause] | None:
+        clauses = self.part.compiled
+        if clauses is None or isinstance(self.part, _Composite):
+            return clauses
+        return [clause._replace(negated=not clause.negated) for clause in clauses]
 
     def __str__(self) -> str:
         return f"~({self.part})" if isinstance(self.part, _Composite) else f"~{self.part}"
@@ -339,8 +397,9 @@ class EntropyGate(Condition, Checked):
         # The top-3 sum is largest for three probabilities of 1/e. The whole entropy is at most ln V.
         return self.theta <= (3 / math.e if self.entropy == "top3" else 1.0) + 1e-5
 
-    def _compile(self) -> list[Clause] | None:
-        return [Clause("entropy", theta=self.theta, processed=self.processed)] if self.entropy == "top3" else None
+    def _compile(self) -> list[Clause]:
+        kind = "entropy" if self.entropy == "top3" else "normalized_entropy"
+        return [Clause.of(kind, theta=self.theta, processed=self.processed)]
 
     def evaluate(self, block: Block) -> Tensor:
         target, measure = block.target, self._top3 if self.entropy == "top3" else self._normalized
@@ -383,7 +442,7 @@ class AgreeingWindow(Condition, Checked):
     window: Count = 6
 
     def _compile(self) -> list[Clause]:
-        return [Clause("window", self.window)]
+        return [Clause.of("window", window=self.window)]
 
     def evaluate(self, block: Block) -> Tensor:
         if self.window == 0:
@@ -400,7 +459,7 @@ class Room(Condition, Checked):
     hold: Count = 6
 
     def _compile(self) -> list[Clause]:
-        return [Clause("room", self.hold)]
+        return [Clause.of("room", hold=self.hold)]
 
     def evaluate(self, block: Block) -> Tensor:
         return block.columns_K + 1 + self.hold <= block.draft.lengths_B.unsqueeze(1)
@@ -413,7 +472,7 @@ class ControlToken(Condition):
     name: ClassVar[str] = "control"
 
     def _compile(self) -> list[Clause]:
-        return [Clause("control")]
+        return [Clause.of("control")]
 
     def evaluate(self, block: Block) -> Tensor:
         control_V = block.target.control_V

@@ -20,7 +20,7 @@ from torch import Tensor
 from fly.expressions import Amount, Checked, Count, Share
 from fly.ops import entropy, jensen_shannon, kl, pick, top, total_variation
 from fly.policies.base import AcceptancePolicy
-from fly.policies.conditions import Block, Condition
+from fly.policies.conditions import Block, Clause, Condition
 from fly.policies.formulas import binary, drafted, gate_distribution, gate_probs, matches, possible, raw_regret
 from fly.types import Draft, Target
 
@@ -58,6 +58,9 @@ class Typical(_Gate):
     eps: Share = 0.09
     delta: Share = 0.3
 
+    def _compile(self) -> list[Clause]:
+        return [Clause.of("typical", eps=self.eps, delta=self.delta)]
+
     def opens(self, target: Target, draft: Draft) -> Tensor:
         probs_BKV = gate_distribution(target)
         threshold_BK = (self.delta * (-entropy(probs_BKV)).exp()).clamp_max(self.eps)
@@ -77,6 +80,9 @@ class RelaxedTopN(_Gate):
     monotone: ClassVar[Mapping[str, int]] = {"n": 1, "delta": 1}
     n: Annotated[int, Field(ge=1)] = 10
     delta: Share = 0.6
+
+    def _compile(self) -> list[Clause]:
+        return [Clause.of("topn", n=self.n, delta=self.delta)]
 
     def opens(self, target: Target, draft: Draft) -> Tensor:
         token_BK, peak_BK = gate_probs(target, draft)
@@ -100,6 +106,9 @@ class Near(_Gate):
     monotone: ClassVar[Mapping[str, int]] = {"share": -1}
     share: Share = 0.5
 
+    def _compile(self) -> list[Clause]:
+        return [Clause.of("near", share=self.share)]
+
     def opens(self, target: Target, draft: Draft) -> Tensor:
         token_BK, peak_BK = gate_probs(target, draft)
         return (token_BK >= self.share * peak_BK) & (token_BK > 0)
@@ -118,6 +127,9 @@ class BiLD(_Gate):
     name: ClassVar[str] = "bild"
     monotone: ClassVar[Mapping[str, int]] = {"r": 1}
     r: Amount = 3.0
+
+    def _compile(self) -> list[Clause]:
+        return [Clause.of("bild", r=self.r)]
 
     def opens(self, target: Target, draft: Draft) -> Tensor:
         token_BK, _ = gate_probs(target, draft)
@@ -164,6 +176,9 @@ class LogMargin(Condition, Checked):
     name: ClassVar[str] = "margin"
     tau: Amount = 0.3
 
+    def _compile(self) -> list[Clause]:
+        return [Clause.of("margin", tau=self.tau)]
+
     def evaluate(self, block: Block) -> Tensor:
         return raw_regret(block.target, block.draft) < self.tau
 
@@ -182,6 +197,9 @@ class Regret(Condition, Checked):
     name: ClassVar[str] = "regret"
     nats: Amount = 2.3
     window: Count = 4
+
+    def _compile(self) -> list[Clause]:
+        return [Clause.of("regret", nats=self.nats, window=self.window)]
 
     def evaluate(self, block: Block) -> Tensor:
         regret_BK = raw_regret(block.target, block.draft).masked_fill(~block.draft.mask_BK(), math.inf)
@@ -205,6 +223,9 @@ class SuffixRegret(Condition, Checked):
     def possible(self) -> bool:
         return self.nats > 0
 
+    def _compile(self) -> list[Clause]:
+        return [Clause.of("suffix_regret", nats=self.nats)]
+
     def evaluate(self, block: Block) -> Tensor:
         left_BK = block.draft.lengths_B.unsqueeze(1) - block.columns_K
         return (raw_regret(block.target, block.draft) <= self.nats * left_BK) & self.possible
@@ -222,6 +243,9 @@ class TopRatio(Condition, Checked):
 
     name: ClassVar[str] = "mars"
     theta: Share = 0.9
+
+    def _compile(self) -> list[Clause]:
+        return [Clause.of("mars", theta=self.theta)]
 
     def evaluate(self, block: Block) -> Tensor:
         logits_BKV = block.target.logits_BKV[:, :-1]

@@ -11,19 +11,21 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from fly.expressions import Amount, Checked, Count, Share
 from fly.ops import sent, upload
-from fly.policies.conditions import Block, Condition
-from fly.policies.formulas import raw_log_probs
+from fly.policies.conditions import Block, Clause, Condition, Past
+from fly.policies.formulas import raw_log_probs, raw_regret
 from fly.types import Draft, Target
 from fly.vocabulary import Vocabulary
 
 __all__ = ["AboveContext", "AfterTokens", "AtMost", "Budget", "CostBudget", "NatsBudget", "Phase", "RegretBudget"]
+
+T = TypeVar("T")
 
 
 def _relaxed_so_far(block: Block) -> Tensor:
@@ -42,6 +44,9 @@ class AfterTokens(Condition, Checked):
     name: ClassVar[str] = "after"
     count: Count = 2
 
+    def _compile(self) -> list[Clause]:
+        return [Clause.of("after", count=self.count, generated=_generated)]
+
     def evaluate(self, block: Block) -> Tensor:
         return block.target.generated_B.unsqueeze(1) + block.columns_K >= self.count
 
@@ -56,8 +61,15 @@ class AboveContext(Condition, Checked):
     name: ClassVar[str] = "above"
     position: Count = 0
 
+    def _compile(self) -> list[Clause]:
+        def length(past: Past) -> int:
+            return len(_known(past.history, self))
+
+        return [Clause.of("above", position=self.position, length=length)]
+
     def evaluate(self, block: Block) -> Tensor:
-        lengths_B = upload([len(tokens) for tokens in _history(block, self)], block.agree_BK.device)
+        history = _known(block.target.history, self)
+        lengths_B = upload([len(tokens) for tokens in history], block.agree_BK.device)
         return lengths_B.unsqueeze(1) + block.columns_K >= self.position
 
 
@@ -71,6 +83,9 @@ class Budget(Condition, Checked):
     @property
     def possible(self) -> bool:
         return self.share > 0
+
+    def _compile(self) -> list[Clause]:
+        return [Clause.of("budget", share=self.share, generated=_generated, relaxed=_relaxed)]
 
     def evaluate(self, block: Block) -> Tensor:
         generated_BK = block.target.generated_B.unsqueeze(1) + block.columns_K + 1
@@ -89,6 +104,11 @@ class AtMost(Condition, Checked):
     @property
     def possible(self) -> bool:
         return self.count > 0
+
+    def _compile(self) -> list[Clause]:
+        if self.per == "block":
+            return [Clause.of("at_most_per_block", count=self.count)]
+        return [Clause.of("at_most", count=self.count, relaxed=_relaxed)]
 
     def evaluate(self, block: Block) -> Tensor:
         if self.per == "block":
@@ -153,6 +173,9 @@ class NatsBudget(_InNats):
     def budgets(self) -> tuple[CostBudget, ...]:
         return ()  # nats are counted for every rule
 
+    def _compile(self) -> list[Clause]:
+        return [Clause.of("nats", most=self.nats, spent=lambda past: past.nats)]
+
     def spent(self, target: Target) -> Tensor:
         return target.nats_B
 
@@ -173,12 +196,14 @@ class RegretBudget(_InNats):
     name: ClassVar[str] = "regret_budget"
     nats: Amount = 8.0
 
+    def _compile(self) -> list[Clause]:
+        return [Clause.of("regret_budget", most=self.nats, spent=lambda past: past.spent(self.label))]
+
     def evaluate(self, block: Block) -> Tensor:
         return super().evaluate(block) & self.possible
 
     def cost(self, target: Target, draft: Draft, rows_N: Tensor, positions_N: Tensor) -> Tensor:
-        own_N, peak_N = raw_log_probs(target, draft, rows_N, positions_N)
-        return peak_N - own_N
+        return raw_regret(target, draft)[rows_N, positions_N]
 
 
 @dataclass(frozen=True)
@@ -219,12 +244,22 @@ class Phase(Condition):
             self.vocabulary.token_id(end) if isinstance(end, str) else end,
         )
 
+    def _compile(self) -> list[Clause] | None:
+        if self._vocabulary is None and any(isinstance(marker, str) for marker in (self.start, self.end)):
+            return None
+        start, end = self._markers
+
+        def inside(past: Past) -> bool:
+            return self._inside_after(_known(past.history, self))
+
+        return [Clause.of("phase", start=start, end=end, inside=inside)]
+
     def evaluate(self, block: Block) -> Tensor:
         start, end = self._markers
         tokens_BK = block.draft.tokens_BK
         columns_K = block.columns_K
         opens_BK, closes_BK = tokens_BK == start, tokens_BK == end
-        before = [self._inside_after(tokens) for tokens in _history(block, self)]
+        before = [self._inside_after(tokens) for tokens in _known(block.target.history, self)]
         before_B1 = sent(torch.tensor(before), tokens_BK.device).unsqueeze(1)
         marker_BK = opens_BK | closes_BK
         # After each token, the last marker in the block decides. Without one, the text before the block decides.
@@ -237,7 +272,15 @@ class Phase(Condition):
         return self.inside_first if last is None else last == self._markers[0]
 
 
-def _history(block: Block, condition: Condition) -> list[list[int]]:
-    if block.target.history is None:
+def _known(history: list[T] | None, condition: Condition) -> list[T]:
+    if history is None:
         raise ValueError(f"{condition} needs to know what came before the block, and this target does not say")
-    return block.target.history
+    return history
+
+
+def _generated(past: Past) -> int:
+    return past.generated
+
+
+def _relaxed(past: Past) -> int:
+    return past.relaxed

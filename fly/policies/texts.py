@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from fly.expressions import Checked
-from fly.policies.conditions import Block, Condition
+from fly.policies.conditions import Block, Clause, Condition
 from fly.vocabulary import Vocabulary
 
 __all__ = ["TextCondition", "TokenText"]
@@ -51,6 +51,11 @@ class TokenText(TextCondition, Checked):
 
     name: ClassVar[str] = "token"
     kind: Literal["digits", "capitals", "letters", "punctuation", "blanks", "newlines"]
+
+    def _compile(self) -> list[Clause] | None:
+        if self._vocabulary is None:
+            return None
+        return [Clause.of("token", mask=self.vocabulary.where(self.holds_for))]
 
     def holds_for(self, text: str) -> bool:
         return _KINDS[self.kind](text)

@@ -26,19 +26,20 @@ from fly.backends.cpu.library import (
     CRule,
     CRules,
     Sampling,
+    clause_kinds,
     default_variant,
     fast_call,
     variant_number,
 )
 from fly.policies.base import AcceptancePolicy, accepts_exactly, draws_exactly
-from fly.policies.conditions import Clause, Condition
+from fly.policies.conditions import Clause, Condition, Past
 from fly.runner.executor import Executor
 from fly.runner.sampling import BatchSampling, ProcessedDistribution
 from fly.types import Decision, Draft, Mismatch, Target
 
 __all__ = ["Blocks", "HostDecisions", "HostDistribution", "c_sampling", "is_compiled", "lay_rules", "uniforms"]
 
-_MAX_TOKENS = 2**30  # the largest number of tokens that a clause may have; no draft is as long
+_MAX_VALUE = 2.0**53  # the largest number in a clause; nothing that it is compared with is as large
 _MAX_CLAUSES = 31  # each clause has a bit
 # A call over at most this many logits holds the interpreter lock: reading them is faster than taking the lock back from
 # another thread.
@@ -112,18 +113,49 @@ def _is_on_host(logits: Tensor) -> bool:
 
 def is_compiled(policy: AcceptancePolicy, greedy: bool) -> bool:
     """Whether compiled code implements the core of a rule: the core keeps what the exact rule keeps and, above
-    temperature 0, draws corrections like the exact rule."""
-    return accepts_exactly(policy) and (greedy or draws_exactly(policy))
+    temperature 0, draws corrections like the exact rule, or it is a gate that compiled code knows."""
+    if accepts_exactly(policy):
+        return greedy or draws_exactly(policy)
+    return policy.relaxation is None and _known_clauses(policy.compiled_gate) is not None
 
 
-def _compiled_clauses(relaxation: Condition | None) -> list[Clause] | None:
-    """Return the compiled clauses that excuse a mismatch; None if only Python knows whether one is excused."""
-    clauses = [] if relaxation is None else relaxation.compiled
-    return None if clauses is None or len(clauses) > _MAX_CLAUSES else clauses
+def _known_clauses(clauses: list[Clause] | None) -> list[Clause] | None:
+    """Return the clauses if the library knows the kinds of all; else None."""
+    if clauses is None or len(clauses) > _MAX_CLAUSES or not all(clause.kind in clause_kinds() for clause in clauses):
+        return None
+    return clauses
+
+
+def _clauses_of(policy: AcceptancePolicy) -> list[Clause] | None:
+    """Return the compiled clauses of a rule that ``is_compiled``: those that excuse a mismatch, or a gate's. None if
+    only Python knows whether a mismatch is excused."""
+    if not accepts_exactly(policy):
+        return policy.compiled_gate
+    relaxation = policy.relaxation
+    if relaxation is None:
+        return []
+    return _known_clauses(relaxation.compiled) if relaxation.joins_all or relaxation.table is not None else None
+
+
+def _lay_clause(clause: Clause, past: Past, masks: list[Tensor]) -> CClause:
+    """Lay out a clause for the library, with the values that it takes from the row's past. A mask is appended to
+    ``masks`` unless it is there, and the clause gets its number."""
+    kind, names = clause_kinds()[clause.kind]
+    laid = CClause(kind)
+    laid.value[0] = clause.negated
+    for n, name in enumerate(names, start=1):
+        value = clause.values[name]
+        if isinstance(value, Tensor):
+            number: float = next((n for n, mask in enumerate(masks) if mask is value), len(masks))
+            masks += [value] if number == len(masks) else []
+        else:
+            number = value(past) if callable(value) else value
+        laid.value[n] = max(-_MAX_VALUE, min(number, _MAX_VALUE))
+    return laid
 
 
 def lay_rules(
-    rows: abc.Sequence[tuple[AcceptancePolicy, int]],
+    rows: abc.Sequence[tuple[AcceptancePolicy, int, Past]],
     sampling: BatchSampling | None,
     control_V: Tensor | None,
     vocab: int,
@@ -131,28 +163,34 @@ def lay_rules(
     """Lay out the rules of rows for the library.
 
     Args:
-        rows: each row's policy (``is_compiled``) and seed.
+        rows: each row's policy (``is_compiled``), its seed and its past.
         sampling: how rows are sampled; None at temperature 0.
         control_V: bool, the control tokens of the vocabulary; None for none.
         vocab: V, the width of the logits.
     """
-    rule, listed = (CRule * len(rows))(), list[CClause]()
-    for c_rule, (policy, seed) in zip(rule, rows):
-        clauses = _compiled_clauses(policy.relaxation)
+    rule, listed, masks = (CRule * len(rows))(), list[CClause](), list[Tensor]()
+    for c_rule, (policy, seed, past) in zip(rule, rows):
+        clauses = _clauses_of(policy)
         c_rule.seed = seed
         c_rule.clause_at = len(listed)
         c_rule.in_python = clauses is None
-        for kind, tokens, theta, processed, negated in clauses or ():
-            listed.append(CClause(CClause.KINDS.index(kind), negated, processed, min(tokens, _MAX_TOKENS), theta))
+        c_rule.is_gate = not accepts_exactly(policy)
+        listed += [_lay_clause(clause, past, masks) for clause in clauses or ()]
         c_rule.clauses = len(listed) - c_rule.clause_at
+        if clauses:
+            c_rule.table = 0b10 if policy.relaxation is None else policy.relaxation.table or 0  # a gate is one clause
     rules = CRules(variant_number(default_variant()), vocab)
     if listed and control_V is None:
         control_V = torch.zeros(vocab, dtype=torch.bool)
+    for mask in masks:
+        if mask.shape != (vocab,):
+            raise ValueError(f"a condition's mask has {len(mask)} tokens, and the logits have {vocab}")
     rules.hand(
         rule=rule,
         sampling=None if sampling is None else c_sampling(sampling),
         clause=(CClause * len(listed))(*listed) if listed else None,
         control=control_V,
+        mask=torch.stack(masks) if masks else None,
     )
     return rules
 
@@ -210,15 +248,44 @@ class Blocks:
     def _add_mismatches(self, found: list[list[Decision]], relaxations: abc.Sequence[Condition | None]) -> None:
         """Add each mismatch to its decision, with the clauses that held for it."""
         labels = [[] if each is None else [clause.label for clause in each.clauses] for each in relaxations]
+        budgets = [[] if each is None else [budget.label for budget in each.budgets] for each in relaxations]
         known: dict[tuple[int, int], dict[str, bool]] = {}
         made: dict[tuple[int, int], list[Mismatch]] = {}
         noted = map(CMismatch._make, MISMATCH.iter_unpack(self._mismatch[: self.c.mismatches * MISMATCH.size]))
-        for row, round_, node, bits, excused, nats in noted:
+        for row, round_, node, bits, excused, nats, regret in noted:
             if (held := known.get((row, bits))) is None:
                 held = known[row, bits] = {label: bool(bits >> bit & 1) for bit, label in enumerate(labels[row])}
-            made.setdefault((row, round_), []).append(Mismatch(node, bool(excused), held, nats))
+            # All budgets that compiled code knows are of regret (``RegretBudget``).
+            costs = dict.fromkeys(budgets[row], regret) if excused else {}
+            made.setdefault((row, round_), []).append(Mismatch(node, bool(excused), held, nats, costs))
         for (row, round_), mismatches in made.items():
             found[row][round_] = found[row][round_]._replace(mismatches=mismatches)
+
+
+class _TargetPast:
+    """What a target says of the past of row ``b``, which is read when a clause asks."""
+
+    def __init__(self, target: Target, b: int) -> None:
+        self._target, self._b = target, b
+
+    @property
+    def generated(self) -> int:
+        return int(self._target.generated_B[self._b])
+
+    @property
+    def relaxed(self) -> int:
+        return int(self._target.relaxed_B[self._b])
+
+    @property
+    def nats(self) -> float:
+        return float(self._target.nats_B[self._b])
+
+    @property
+    def history(self) -> list[int] | None:
+        return None if self._target.history is None else self._target.history[self._b]
+
+    def spent(self, label: str) -> float:
+        return float(self._target.spent(label)[self._b])
 
 
 def _decide(
@@ -247,7 +314,8 @@ def _decide(
     ):
         return None
     sampling = processed.sampling if isinstance(processed, HostDistribution) else None
-    rules = lay_rules([(policy, seed) for seed in seeds], sampling, target.control_V, vocab)
+    rows = [(policy, seed, _TargetPast(target, b)) for b, seed in enumerate(seeds)]
+    rules = lay_rules(rows, sampling, target.control_V, vocab)
     blocks = Blocks(count, longest, 1, count * (longest + 1))
     for b, chain in enumerate(draft.chains):
         at, n = b * longest, len(chain)

@@ -20,11 +20,11 @@ from fly.runner.executor import DraftSpec
 
 __all__ = [
     "MISMATCH", "CBatch", "CBlocks", "CClause", "CLookup", "CMismatch", "CRoundRow", "CRounds", "CRule",
-    "CRules", "CStops", "CStored", "Sampling", "Shape", "Span", "available", "check_target", "chosen",
+    "CRules", "CStops", "CStored", "Sampling", "Shape", "Span", "available", "check_target", "chosen", "clause_kinds",
     "default_variant", "fast_call", "is_for_drafts", "load", "spans", "split", "unusable", "variant_number", "why_not",
 ]  # fmt: skip
 
-_ABI = 38  # the number in src/library.cpp; a library with another number is refused
+_ABI = 40  # the number in src/library.cpp; a library with another number is refused
 _VARIABLE = "FLY_KERNELS"
 _LACKS = "this processor lacks some of its instructions"  # src/fly.h: LACKS
 TORCH = "torch"
@@ -155,9 +155,7 @@ class CLookup(ctypes.Structure):
 class CClause(ctypes.Structure):
     """src/interface.h: Clause."""
 
-    KINDS = ("entropy", "window", "room", "control")
-
-    _fields_ = [*((name, c_int32) for name in ("kind", "negated", "processed", "count")), ("theta", c_double)]
+    _fields_ = [("kind", c_int32), ("value", c_double * 4)]
 
 
 class CMismatch(NamedTuple):
@@ -169,15 +167,20 @@ class CMismatch(NamedTuple):
     held: int
     excused: int
     nats: float
+    regret: float
 
 
-MISMATCH = struct.Struct("3iIid")  # the layout of a ``CMismatch`` in memory
+MISMATCH = struct.Struct("3iIidd")  # the layout of a ``CMismatch`` in memory
 
 
 class CRule(ctypes.Structure):
     """src/interface.h: Rule."""
 
-    _fields_ = [("seed", c_int64), *((name, c_int32) for name in ("clause_at", "clauses", "in_python"))]
+    _fields_ = [
+        ("seed", c_int64),
+        ("table", c_uint64),
+        *((name, c_int32) for name in ("clause_at", "clauses", "in_python", "is_gate")),
+    ]
 
 
 class CRules(_WithSpans):
@@ -185,7 +188,7 @@ class CRules(_WithSpans):
 
     _fields_ = [
         *((name, c_int32) for name in ("variant", "vocab")),
-        *_span("rule", "sampling", "clause", "control"),
+        *_span("rule", "sampling", "clause", "control", "mask"),
     ]
 
 
@@ -229,6 +232,7 @@ class CRounds(_WithSpans):
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "fly_refusal": (c_char_p, [c_int64 * 3]),
     "fly_variant": (c_char_p, [c_int, c_void_p]),
+    "fly_clause": (c_char_p, [c_int]),
     "fly_sum": (c_uint64, [Span, c_int]),
     "fly_new": (c_int, [c_void_p, c_int, c_void_p] + [Span] * 4),
     "fly_free": (None, [c_void_p]),
@@ -351,6 +355,18 @@ def _built() -> dict[str, str]:
         if reason not in ("", _LACKS):
             logging.getLogger("fly").warning("kernels %r are not used: %s", name.decode(), reason)
     return found
+
+
+@cache
+def clause_kinds() -> dict[str, tuple[int, list[str]]]:
+    """Return the kinds of clauses that the library evaluates (src/clauses.h): for each name its number, and the names
+    of its values in order."""
+    kinds = dict[str, tuple[int, list[str]]]()
+    library, _ = _open()
+    while library is not None and (text := library.fly_clause(len(kinds))):
+        name, *values = (word.strip() for word in text.decode().split(","))
+        kinds[name] = len(kinds), [value for value in values if value]
+    return kinds
 
 
 def variant_number(variant: str) -> int:

@@ -89,4 +89,4 @@ int activation_bytes(int weights) {
 }
 
 // The entry of this variant in the library's table (fly.h: Variant).
-#define CODE(NAME, TILES) {NAME, TILES, activation_bytes, lay_scratch, work, top, kept, accepts, follow, look_up}
+#define CODE(NAME, TILES) {NAME, TILES, activation_bytes, lay_scratch, work, top, entropy, kept, accepts, follow, look_up}

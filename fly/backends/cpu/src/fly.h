@@ -268,6 +268,7 @@ struct Variant {
     void (*lay_scratch)(Dealer& from, const Shape*, int longest);  // takes a thread's own buffers
     void (*work)(Call*, int thread);  // does the call's job
     void (*top)(const float* logits, int vocab, int n, float* found);
+    float (*entropy)(const float* logits, int vocab, float temperature, float peak, float least);
     void (*kept)(const float* logits, int rows, int each, int vocab, const Sampling* how, float* spread, float* peak,
                  float* least, float* total);
     int (*accepts)(const float* logits, int vocab, const Sampling* how, const int64_t* drafted, int count,

@@ -95,29 +95,37 @@ struct Lookup {
     float time[TIMES];     // nanoseconds of a forward of 1, 2, ... tokens; 0: not seen yet
 };
 
-// A condition on a mismatch (fly/policies/conditions.py: Clause). A mismatch is a drafted token that the exact rule
-// rejects. It is excused if all clauses hold.
+// A single condition on a drafted token (fly/policies/conditions.py: Clause). ``kind`` is a ClauseKind, and ``value`` holds
+// the structure of that kind (clauses.h), whose first value is 1 if the condition is negated.
+constexpr int MOST_VALUES = 4;
+
 struct Clause {
-    int32_t kind, negated, processed, count;
-    double theta;
+    int32_t kind;
+    double value[MOST_VALUES];
 };
 
-// In the order of ``CClause.KINDS`` in library.py. CLAUSE_KINDS is how many there are, and stays the last.
-enum ClauseKind : int32_t { ENTROPY, WINDOW, ROOM_LEFT, CONTROL, CLAUSE_KINDS };
-
-// A mismatch, and which clauses held for it.
+// A mismatch, a drafted token that the exact rule rejects, and which clauses held for it.
 struct Mismatch {
     int32_t row, round, node;  // node: its number in the draft
     uint32_t held;             // a bit for each clause
     int32_t excused;
     double nats;               // excused tokens: -ln of the target's probability; else 0
+    double regret;             // excused tokens: what the largest logit exceeds their own by; else 0
 };
 
-// The rule of a row: the exact rule, with coins from the row's seed, and the clauses that excuse a mismatch.
+// The rule of a row, with coins from the row's seed. It is the exact rule, and a mismatch is excused if the clauses say so. Or,
+// with ``is_gate``, a token is kept if they say so, whatever the exact rule says (fly/policies/gates.py: _Gate).
+//
+// The clauses that hold are the bits of a number. ``table`` has a bit for each such number, which is set if those clauses
+// are enough (fly/policies/conditions.py: Condition.table). Of more than MOST_TABLED clauses, all must hold.
+constexpr int MOST_CLAUSES = 31, MOST_TABLED = 6;
+
 struct Rule {
     int64_t seed;
+    uint64_t table;
     int32_t clause_at, clauses;  // the number of the first clause, and how many clauses
     int32_t in_python;           // only Python knows what the rule excuses, so a mismatch leaves the block open
+    int32_t is_gate;
 };
 
 // The rules of some rows.
@@ -127,6 +135,7 @@ struct Rules {
     Span<const Sampling> sampling;  // [B] how rows draw; none if all take the most likely token
     Span<const Clause> clause;
     Span<const uint8_t> control;    // [V] which tokens are control tokens; needed if there are clauses
+    Span<const uint8_t> mask;       // [as many as clauses name, V] other sets of tokens
 };
 
 // Drafted blocks of some rows, round after round, and the decisions about them.

@@ -2,6 +2,7 @@
 // models, calls or caches.
 #include <sys/mman.h>
 
+#include "clauses.h"
 #include "library.h"
 
 using namespace fly;
@@ -75,7 +76,7 @@ int fly::refuse(Error error, const char* what, int64_t has, int64_t least, int64
 
 int fly::check_variant(int variant) { return within("variant", variant, 0, sizeof(variants) / sizeof(*variants) - 1); }
 
-EXPORT int fly_abi() { return 38; }
+EXPORT int fly_abi() { return 40; }
 
 // What this thread's last error was about. ``has`` [3] gets the value, and the least and most that it may be.
 EXPORT const char* fly_refusal(int64_t* has) {
@@ -90,6 +91,10 @@ EXPORT const char* fly_variant(int number, const char** why) {
     *why = why_not(variants[number]);
     return variants[number]->name;
 }
+
+// Returns kind ``number`` of clauses as text: its name and then those of its values, divided by commas (clauses.h). Null after
+// the last one.
+EXPORT const char* fly_clause(int number) { return number >= 0 && number < CLAUSE_KINDS ? clause_kinds[number] : nullptr; }
 
 // Finds which of ``logits`` [B, J, V] sampling keeps (fly/runner/sampling.py: ProcessedDistribution). ``found`` [3, B,
 // J] gets, at each position, the largest logit, the least kept one, and ln of the kept mass. Temperature 0 counts as 1.

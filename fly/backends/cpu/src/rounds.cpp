@@ -104,7 +104,7 @@ bool Series::decide() {
         blocks->drafted_count[block] = drafts[b];
         memcpy(blocks->choice + block * (k + 1), choice + at, (drafts[b] + 1) * sizeof(int32_t));
         if (heads) states[b] = read() + at * state_bytes;
-        decider.decide(b, args->rounds, row.length, args->logits + (long)at * vocab, distributions);
+        decider.decide(b, args->rounds, row.length, row.text, args->logits + (long)at * vocab, distributions);
         if (blocks->following[block] < 0) {
             over = true;
             continue;

@@ -196,3 +196,20 @@ void top(const float* logits, int vocab, int n, float* found) {
     for (int v = 0; v <= whole; v += W) all += exponential(ld(v < whole ? logits + v : rest) + peak);
     found[n] = found[0] + __builtin_logf(sum(all));
 }
+
+// The entropy in nats of the softmax of logits / temperature over the logits from ``least`` up. ``peak`` is the largest. With
+// m = exp((logit - peak) / temperature) of mass S, it is ln S - sum(m · ln m) / S.
+float entropy(const float* logits, int vocab, float temperature, float peak, float least) {
+    alignas(64) float rest[W];
+    const int whole = vocab / W * W;
+    for (int i = 0; i < W; i++) rest[i] = whole + i < vocab ? logits[whole + i] : -__builtin_inff();
+    const Vec lowest = set1(max_of(least, -__FLT_MAX__));  // a banned token (-inf) has no mass
+    const Vec top = set1(-peak), divisor = set1(temperature);
+    Vec mass = zero(), weighted = zero();
+    for (int v = 0; v <= whole; v += W) {
+        const Vec logit = ld(v < whole ? logits + v : rest), log = (logit + top) / divisor, m = exponential(log);
+        mass += where_from(logit, lowest, m), weighted += where_from(logit, lowest, m * log);
+    }
+    const float total = sum(mass);
+    return max_of(__builtin_logf(total) - sum(weighted) / total, 0.0f);
+}
