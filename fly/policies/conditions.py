@@ -283,7 +283,7 @@ class All(_Chain):
     join = operator.and_
 
     @cached_property
-    def joins_all(self) -> bool:  # type: ignore[override]
+    def joins_all(self) -> bool:
         return all(part.clauses == (part,) for part in self.parts)
 
     def __str__(self) -> str:
