@@ -76,10 +76,15 @@ def read_bytes(text: str, source: str) -> str:
 
 
 class Terminal(Console):
-    """A console that fills at most ``WIDEST`` columns. Colons in a text name no emoji."""
+    """A console that fills at most ``WIDEST`` columns. Colons in a text name no emoji.
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(emoji=False, **options)
+    Without a ``width``, the terminal's width, or the variable COLUMNS, is read each time that something is printed.
+    """
+
+    def __init__(self, width: int | None = None, **options: Any) -> None:
+        super().__init__(emoji=False, width=width, **options)
+        if width is None:
+            self._width = None  # rich sets it to what COLUMNS was at this moment
 
     @property
     def options(self) -> ConsoleOptions:
