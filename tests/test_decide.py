@@ -192,7 +192,7 @@ def decide_one(rules: CRules) -> None:
 
 def laid(rule: str, rows: int = 1) -> CRules:
     policy = parse_policy(rule).bind(toy_vocabulary(VOCAB))
-    return lay_rules([(policy, 0, RoundRow([1], 1, 1, (), policy, 0, True))] * rows, None, None, VOCAB)
+    return lay_rules([(policy, True, 0, RoundRow([1], 1, 1, (), policy, 0, True))] * rows, None, None, VOCAB)
 
 
 def test_the_command_marks_what_is_compiled() -> None:

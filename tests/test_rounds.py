@@ -63,7 +63,9 @@ POLICIES = [
     parse_policy("(exact | entropy(0.2)) & after(6)"),
     parse_policy("exact | ~window(2) & room(1) & ~control"),
     parse_policy("exact | entropy(0.2) & (window(1) | room(3)) & ~control"),
+    # Cores that only Python knows: every block of theirs comes back open.
     parse_policy("lossy(lenience=3)"),
+    parse_policy("block"),
     # More clauses than a table has room for, joined by more than '&': Python decides each mismatch.
     parse_policy("exact | (entropy(0.2) | margin(0.1)) & after(0) & after(1) & room(0) & room(1) & above(1)"),
     # What a clause reads of the past changes from round to round of one call.
@@ -302,6 +304,28 @@ def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return calls
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_rule_that_only_python_knows_leaves_other_rows_to_compiled_code(
+    monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    judged: list[int] = []
+    judge = TARGET.judge
+    monkeypatch.setattr(TARGET, "judge", lambda rows, *rest: judged.append(len(rows)) or judge(rows, *rest))
+    calls = calls_of(monkeypatch)
+    params = SamplingParams(temperature=temperature, max_tokens=30, seed=1, ignore_eos=True)
+    prompts = [[1, 2, first] for first in range(6)]
+    rules = [parse_policy("lossy(lenience=3)"), *[Exact()] * 5]
+    together = LLM(TARGET, SingleDraft(DRAFTS[0]), k=4).generate(prompts, params, policy=rules)
+    rounds = len(calls)
+    # Only the first row's blocks are judged in Python, and the first round of all, which reads the prompts.
+    assert rounds > 5 and judged[0] == 6 and set(judged[1:]) == {1}
+    alone = [
+        LLM(TARGET, SingleDraft(DRAFTS[0]), k=4).generate([prompt], params, policy=rule)[0]
+        for prompt, rule in zip(prompts, rules)
+    ]
+    assert [out.token_ids for out in together] == [out.token_ids for out in alone]
+
+
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("drafting", [None, 0])
 def test_a_call_takes_as_many_rounds_if_the_cache_is_full_of_idle_pages(
@@ -342,11 +366,11 @@ def test_it_is_used_only_if_nothing_has_to_be_done_between_two_rounds(monkeypatc
     assert used(SingleDraft(near), rule="fly") and used(CascadeDraft([NGramDraft(), SingleDraft(near)]))
     assert used(NGramDraft()) and not used(Own(near)) and not used(type("Own", (NGramDraft,), {})())
     assert not used(CascadeDraft([SuffixDraft(), SingleDraft(near)]))
-    assert not used(SingleDraft(near), rule="lossy(lenience=3)")
+    assert used(SingleDraft(near), rule="lossy(lenience=3)")  # whose blocks come back open
     hot: dict[str, object] = {"temperature": 0.8, "top_p": 0.9}
     assert used(None, **hot) and used(SingleDraft(near), **hot) and used(SingleDraft(near), rule="fly", **hot)
     assert used(CascadeDraft([NGramDraft(), SingleDraft(near)]), **hot)
-    assert not used(SingleDraft(near), rule="block", **hot)  # judges whole blocks, but comes to ids at temperature 0
+    assert used(SingleDraft(near), rule="block", **hot)
     for asked in ({"logprobs": 1}, {"explain": True}, {"min_tokens": 20, "stop_token_ids": (1,)}):
         assert not used(None, **asked), asked
     for asked in ({"logit_bias": {3: 1.0}}, {"presence_penalty": 1.0}):

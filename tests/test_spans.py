@@ -111,7 +111,7 @@ def decisions() -> None:
     blocks = Blocks(1, 2, 1, 4)
     blocks.count[0] = 2
     blocks.drafted[1] = 1
-    rules = lay_rules([(Exact(), 0, RoundRow([1], 1, 2, (), Exact(), 0, True))], None, None, 11)
+    rules = lay_rules([(Exact(), True, 0, RoundRow([1], 1, 2, (), Exact(), 0, True))], None, None, 11)
     fast_call("fly_decide")(byref(rules), byref(blocks.c), array("q", [9]), logits, probs[:2])
     fast_call("fly_uniforms")(array("q", [1, 2]), array("q", [3, 4]), 0, 3, array("f", bytes(24)))
 

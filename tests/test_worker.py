@@ -203,7 +203,7 @@ def test_a_thousand_coroutines_wait_on_one_thread(llm: LLM) -> None:
         return await asyncio.gather(*map(ask, range(1000)))
 
     assert asyncio.run(ask_all()) == [expected[number % 10] for number in range(1000)]
-    assert most == before
+    assert most <= before
 
 
 def test_chats_and_streams_of_coroutines(llm: LLM) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fly.backends.cpu.drafting import draft_in_one_call
 from fly.backends.cpu.head import CpuHead
-from fly.backends.cpu.host import HostDecisions, is_compiled
+from fly.backends.cpu.host import HostDecisions
 from fly.backends.cpu.library import CLookup
 from fly.backends.cpu.packed import PackedLlama, keep_threads
 from fly.backends.cpu.rounds import take_rounds
@@ -104,9 +104,9 @@ class CpuExecutor(HostDecisions):
         return isinstance(drafter, CpuExecutor)
 
     def takes(self, rows: abc.Sequence[Row]) -> bool:
-        """Whether compiled code implements the core of every row's rule. If only Python knows what a rule excuses, a
-        block with a mismatch comes back undecided."""
-        return not any(map(asks_between, rows)) and all(is_compiled(row.policy, row.greedy) for row in rows)
+        """Whether nothing has to be done for a row between two rounds. Rules that only Python knows are no hindrance:
+        their blocks come back open, and other rows' blocks are decided all the same."""
+        return not any(map(asks_between, rows))
 
     def rounds(self, plan: RoundPlan) -> Rounds | None:
         drafter, lookup = plan.drafter, None

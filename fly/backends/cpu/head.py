@@ -127,7 +127,7 @@ class CpuHead(Head):
         kept = array("i", places)
         call = packed.batch(array("q", batch.tokens), array("q", batch.positions), batch.kv)
         logits_NU = torch.empty(len(kept), packed.vocab)
-        after_TC = torch.empty(count, self.config.hidden_size, dtype=self.dtype)
+        after_TC = torch.empty(count, self.config.hidden_size)  # float32, as a draft in one call carries them
         packed.library.fly_step(packed.handle, ctypes.byref(call), states_TF, x_TC, kept, logits_NU, after_TC)
         return logits_NU, after_TC if len(kept) == count else after_TC[list(places)]
 

@@ -155,7 +155,7 @@ def _lay_clause(clause: Clause, past: Past, masks: list[Tensor]) -> CClause:
 
 
 def lay_rules(
-    rows: abc.Sequence[tuple[AcceptancePolicy, int, Past]],
+    rows: abc.Sequence[tuple[AcceptancePolicy, bool, int, Past]],
     sampling: BatchSampling | None,
     control_V: Tensor | None,
     vocab: int,
@@ -163,15 +163,17 @@ def lay_rules(
     """Lay out the rules of rows for the library.
 
     Args:
-        rows: each row's policy (``is_compiled``), its seed and its past.
+        rows: each row's policy, whether it is greedy, its seed and its past. Blocks of a policy whose core is not
+            compiled (``is_compiled``) stay open.
         sampling: how rows are sampled; None at temperature 0.
         control_V: bool, the control tokens of the vocabulary; None for none.
         vocab: V, the width of the logits.
     """
     rule, listed, masks = (CRule * len(rows))(), list[CClause](), list[Tensor]()
-    for c_rule, (policy, seed, past) in zip(rule, rows):
-        clauses = _clauses_of(policy)
+    for c_rule, (policy, greedy, seed, past) in zip(rule, rows):
         c_rule.seed = seed
+        c_rule.unknown = not is_compiled(policy, greedy)
+        clauses = [] if c_rule.unknown else _clauses_of(policy)
         c_rule.clause_at = len(listed)
         c_rule.in_python = clauses is None
         c_rule.is_gate = not accepts_exactly(policy)
@@ -314,7 +316,7 @@ def _decide(
     ):
         return None
     sampling = processed.sampling if isinstance(processed, HostDistribution) else None
-    rows = [(policy, seed, _TargetPast(target, b)) for b, seed in enumerate(seeds)]
+    rows = [(policy, target.all_greedy, seed, _TargetPast(target, b)) for b, seed in enumerate(seeds)]
     rules = lay_rules(rows, sampling, target.control_V, vocab)
     blocks = Blocks(count, longest, 1, count * (longest + 1))
     for b, chain in enumerate(draft.chains):

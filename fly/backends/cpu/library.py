@@ -24,7 +24,7 @@ __all__ = [
     "default_variant", "fast_call", "is_for_drafts", "load", "spans", "split", "unusable", "variant_number", "why_not",
 ]  # fmt: skip
 
-_ABI = 40  # the number in src/library.cpp; a library with another number is refused
+_ABI = 42  # the number in src/library.cpp; a library with another number is refused
 _VARIABLE = "FLY_KERNELS"
 _LACKS = "this processor lacks some of its instructions"  # src/fly.h: LACKS
 TORCH = "torch"
@@ -179,7 +179,7 @@ class CRule(ctypes.Structure):
     _fields_ = [
         ("seed", c_int64),
         ("table", c_uint64),
-        *((name, c_int32) for name in ("clause_at", "clauses", "in_python", "is_gate")),
+        *((name, c_int32) for name in ("clause_at", "clauses", "in_python", "unknown", "is_gate")),
     ]
 
 

@@ -69,7 +69,9 @@ def take_rounds(target: PackedLlama, drafter: PackedLlama | None, plan: RoundPla
     for text, room in zip(texts, _rooms(plan)):
         text.frombytes(bytes(8 * (room + 1 - len(text))))
     rows = _lay_rows(plan, texts, lookup is not None)
-    rules = lay_rules([(row.policy, row.seed, row) for row in plan.rows], plan.sampling, plan.control_V, target.vocab)
+    rules = lay_rules(
+        [(row.policy, row.greedy, row.seed, row) for row in plan.rows], plan.sampling, plan.control_V, target.vocab
+    )
     # What it writes.
     results = _Results.make_room(target, plan)
     call = CRounds(nanoseconds=int(1e9 * plan.seconds))

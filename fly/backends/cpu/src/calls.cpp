@@ -174,17 +174,17 @@ EXPORT int fly_score(Model* model, const Batch* batch, Span<const int32_t> kept,
 
 // A step of a draft head. Each token of the batch is fed with the target's hidden states ``given`` [T, F], in the type
 // of the head's hidden states, or (if none) with a feature ``x`` [T, C], float32. It writes ``logits`` [N, U] after the
-// tokens with the numbers ``kept`` [N], and ``features`` [T, C], in the type of hidden states, after all tokens.
+// tokens with the numbers ``kept`` [N], and ``features`` [T, C], float32, after all tokens: what ``fly_draft`` carries from
+// step to step, so that both draft the same.
 EXPORT int fly_step(Model* model, const Batch* batch, Span<const char> given, Span<const float> x, Span<const int32_t> kept,
-                    Span<float> logits, Span<char> features) {
-    constexpr int32_t after[] = {1};
+                    Span<float> logits, Span<float> features) {
     const Shape& shape = model->shape;
     const int tokens = batch->tokens, width = shape.width;
     if (const int error = within("features of a head", shape.features, 1, MAX_COUNT) ?:
                           (given.there() ? holds("given", given, tokens, shape.features, value_bytes(model)) :
                                            holds("x", x, tokens, width)) ?:
                           holds("logits", logits, kept.count(), shape.vocab) ?:
-                          holds("features", features, tokens, width, value_bytes(model)))
+                          holds("features", features, tokens, width))
         return error;
     for (const int32_t number : kept)
         if (const int error = within("a token to score", number, 0, tokens - 1)) return error;
@@ -202,7 +202,7 @@ EXPORT int fly_step(Model* model, const Batch* batch, Span<const char> given, Sp
     if (!call.given) copy(model->work.carried, x.at, (long)tokens * width);
     call.kept = kept, call.kept_count = (int)kept.count();
     call.logits = logits;
-    call.state = after, call.states = 1, call.read = features;
+    call.features = features.at;
     start(&call, batch->threads, tokens, 1);
     return OK;
 }

@@ -335,6 +335,7 @@ float Decider::regret(const Block& block, int node) const {
 // Returns how many tokens are kept, or LEFT_OPEN.
 int Decider::keep_prefix(Block& block) {
     const Rule& rule = block.rule;
+    if (rule.unknown) return LEFT_OPEN;
     if (block.how) uniforms(rule.seed, block.length, ACCEPT, block.count, coins);
     for (int i = 0; i < block.count; i++) agrees[i] = UNKNOWN;
     int n = 0;

@@ -232,6 +232,7 @@ struct Call : Batch {
     const int32_t* state;   // [states] numbers of layers after which the residual stream is wanted
     int32_t states;
     void* read;             // [T, states · C] out: the residual stream there
+    float* features;        // [T, C] out: a draft head's features after all tokens; or null
     const void* given;      // [T, F] inputs of a draft head's first forward, in the type of hidden states; null: ``carried``
     // a drafter's loop
     int32_t most;           // columns of ``drafted``

@@ -125,6 +125,7 @@ struct Rule {
     uint64_t table;
     int32_t clause_at, clauses;  // the number of the first clause, and how many clauses
     int32_t in_python;           // only Python knows what the rule excuses, so a mismatch leaves the block open
+    int32_t unknown;             // only Python knows what the rule keeps, so every block stays open
     int32_t is_gate;
 };
 

@@ -248,6 +248,8 @@ void finish(Call* call, int thread, const Scratch& s, Act* last) {
     }
     const Range mine = part(call->tile_tokens, thread, call->threads);
     for (int t = mine.from; t < mine.to; t++) {
+        if (call->features)
+            memcpy(call->features + (long)(call->tile_at + t) * width, model->work.x + t * ldx, width * sizeof(float));
         normalise(model->work.x + t * ldx, model->norm, width, shape.eps, normed);
         memcpy((H*)call->hidden + (long)(call->tile_at + t) * width, normed, width * sizeof(H));
     }
