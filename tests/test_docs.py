@@ -34,7 +34,7 @@ PROSE = {
     "docs/explanation/words.md",
     "docs/how-to/beyond-one-machine.md",
     "docs/how-to/early-exit.md",
-    "docs/how-to/vllm.md",
+    "docs/how-to/engines.md",
 }
 PROSE |= {"docs/tutorials/evaluate.md"}  # pages without Python
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTALL)
