@@ -23,10 +23,11 @@ from fly.policies import Condition, parse_policy
 from fly.policies.conditions import Block
 from fly.policies.verification import add_costs
 from fly.policies.verification import decide as decide_on_host
-from fly.types import UNDECIDED, Draft, Noise, Target
+from fly.types import UNDECIDED, Draft, Noise, SamplingParams, Target
 
 SIZE = 8
 STOPS = (2, 5)
+GREEDY = SamplingParams(temperature=0)
 RULES = [
     "exact",
     "exact | regret(2.3, 4)",
@@ -63,13 +64,13 @@ def decide_alone(
 ) -> tuple[list[int], Past]:
     """Decide on one row on the host, as the first plug-in for vLLM did row by row: the whole softmax, no padding, every
     cost a float."""
-    processed_1JV = logits_JV[: len(tokens) + 1].unsqueeze(0)
-    greedy = row.temperature == 0
+    logits_1JV = logits_JV[: len(tokens) + 1].unsqueeze(0)
+    greedy = row.params.temperature == 0
     control_V = torch.zeros(SIZE, dtype=torch.bool)
     control_V[list(row.control)] = True
     target = Target(
-        processed_1JV if greedy else processed_1JV * row.temperature,
-        None if greedy else processed_1JV.softmax(-1),
+        logits_1JV,
+        None if greedy else (logits_1JV / row.params.temperature).softmax(-1),
         control_V=control_V,
         generated_B=torch.tensor([past.generated]),
         relaxed_B=torch.tensor([past.relaxed]),
@@ -113,7 +114,7 @@ def make_batch(
         tokens_BK = tokens_BK.masked_fill(torch.rand(count, longest, generator=generator) < 0.2, -1)
     rows, pasts = [], []
     for b, temperature in enumerate(temperatures):
-        row = Row(parse_policy(rule), SIZE, temperature, seed + b, STOPS)
+        row = Row(parse_policy(rule), SIZE, SamplingParams(temperature=temperature), seed + b, STOPS)
         past = Past(torch.randint(0, SIZE, (5 + b,), generator=generator).tolist(), 1 + b)
         if row.keeps_account and b % 2:
             past.relaxed, past.nats, past.spent = b, b / 2, b / 3
@@ -274,7 +275,7 @@ def test_a_budget_lasts_for_the_request() -> None:
     """``at_most(1)`` excuses one mismatch of the whole output, over all its blocks."""
     logits_JV = torch.zeros(2, SIZE)
     logits_JV[0, 0], logits_JV[1, 5] = 1.0, 1.0
-    row, emitted = Row(parse_policy("exact | entropy(0.0) & at_most(1)"), SIZE), []
+    row, emitted = Row(parse_policy("exact | entropy(0.0) & at_most(1)"), SIZE, GREEDY), []
 
     def write(numbers: list[int], decided: blocks.Decided) -> None:
         emitted.append(decided.tokens_BJ[0, : int(decided.counts_B[0])].tolist())
@@ -289,7 +290,7 @@ def test_rows_of_several_rules_each_decide_by_their_own(monkeypatch: pytest.Monk
     logits_JV = torch.zeros(2, SIZE)
     logits_JV[0, 0], logits_JV[1, 5] = 1.0, 1.0
     texts = ["exact", "exact | margin(2)", "exact | margin(2) & ~control", "exact | margin(2) & ~control"]
-    rows = {b: Row(parse_policy(text), SIZE, stop_ids=(3,) * (b == 2)) for b, text in enumerate(texts)}
+    rows = {b: Row(parse_policy(text), SIZE, GREEDY, stop_ids=(3,) * (b == 2)) for b, text in enumerate(texts)}
     emitted = {}
 
     def read(numbers: list[int]) -> Blocks:
@@ -305,7 +306,7 @@ def test_rows_of_several_rules_each_decide_by_their_own(monkeypatch: pytest.Monk
         monkeypatch.setattr(blocks, "_LARGEST", largest)
         decide_rows(rows, 2, SIZE, read, write)
         assert emitted == {0: [0, -1], 1: [3, 5], 2: [0, -1], 3: [3, 5]} and sizes == parts
-    alike = {b: Row(parse_policy("exact"), SIZE) for b in range(5)}
+    alike = {b: Row(parse_policy("exact"), SIZE, GREEDY) for b in range(5)}
     for largest, parts in ((2**25, [5]), (2 * 2 * SIZE, [2, 2, 1])):
         sizes = []
         monkeypatch.setattr(blocks, "_LARGEST", largest)
@@ -322,7 +323,7 @@ class Broken(Condition):
 
 
 def test_a_rule_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    rows = {0: Row(parse_policy("exact") | Broken(), SIZE), 1: Row(parse_policy("exact"), SIZE)}
+    rows = {0: Row(parse_policy("exact") | Broken(), SIZE, GREEDY), 1: Row(parse_policy("exact"), SIZE, GREEDY)}
     written: list[int] = []
     read = lambda numbers: block_of([3], torch.randn(2, SIZE))  # noqa: E731
     decide_rows(rows, 2, SIZE, read, lambda numbers, decided: written.extend(numbers))
@@ -346,13 +347,13 @@ def test_a_rule_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) -> Non
     ],
 )
 def test_what_a_rule_asks_about_the_past_is_known_beforehand(rule: str, past: set[str]) -> None:
-    row = Row(parse_policy(rule), SIZE)
+    row = Row(parse_policy(rule), SIZE, GREEDY)
     assert row.past == past
     assert row.reads_text == bool(past & {"history", "generated"})
 
 
 def test_a_rule_that_cannot_be_tried_may_ask_for_anything() -> None:
-    row = Row(parse_policy("exact") | Broken(), SIZE)
+    row = Row(parse_policy("exact") | Broken(), SIZE, GREEDY)
     assert row.reads_text and row.keeps_account
 
 
@@ -382,7 +383,7 @@ def test_a_request_names_its_rule_in_two_forms() -> None:
 @given(st.integers(-(2**63), 2**64 - 1), st.text(max_size=40))
 def test_seeds_are_64_bits(seed: int, name: str) -> None:
     """Of a request that gives one, and of one that gives none."""
-    row = Row(parse_policy("exact"), SIZE, seed=seed)
+    row = Row(parse_policy("exact"), SIZE, GREEDY, seed)
     assert -(2**63) <= row.seed < 2**63 and (row.seed - seed) % 2**64 == 0
     assert -(2**63) <= name_seed(name) < 2**63 and name_seed(name) == name_seed(name) != name_seed(name + "x")
 

@@ -22,7 +22,7 @@ from fly.extras.engines.vllm import first, second
 from fly.extras.engines.vllm.requests import TRIED, check_request, read_row
 from fly.ops import Stream, uniforms
 from fly.policies import FLy, parse_policy, verify
-from fly.types import Draft, Noise, Target
+from fly.types import Draft, Noise, SamplingParams, Target
 
 SIZE = 8
 RULES = [
@@ -46,10 +46,10 @@ def coins(seed: int, position: int, count: int) -> Noise:
 def judge(rule: str, row: Row, tokens: Tensor, logits: Tensor, probs: Tensor | None, position: int) -> list[int]:
     """What ``verify`` emits for one row, whose target is built here once more. ``logits`` has a place more than there
     are tokens."""
-    greedy, count = row.temperature == 0, len(tokens)
+    greedy, count = row.params.temperature == 0, len(tokens)
     processed = logits.unsqueeze(0)
     target = Target(
-        processed if greedy else processed * row.temperature,
+        processed if greedy else processed * row.params.temperature,
         None if greedy else processed.softmax(-1),
         control_V=torch.zeros(SIZE, dtype=torch.bool),
         generated_B=torch.tensor([1]),
@@ -69,7 +69,7 @@ def untouched(draft_token_ids: Tensor, num_draft_tokens: list[int], max_spec_len
 
 
 def request(rule: str, temperature: float = 0.0, seed: int = 0) -> SimpleNamespace:
-    row = Row(parse_policy(rule), SIZE, temperature, seed)
+    row = Row(parse_policy(rule), SIZE, SamplingParams(temperature=temperature), seed)
     return SimpleNamespace(fly=row, prompt_token_ids=[1, 2], output_token_ids=[3])
 
 
@@ -126,7 +126,7 @@ def test_decisions_on_captured_blocks_are_those_of_verify(step: str, rule: str, 
     temperature, size = 0.0 if greedy else 1.0, logits.shape[1]
     rows = {b: request(rule, temperature, seed + b) for b in range(len(counts))}
     for one in rows.values():
-        one.fly = Row(parse_policy(rule), size, temperature, one.fly.seed)
+        one.fly = Row(parse_policy(rule), size, SamplingParams(temperature=temperature), one.fly.seed)
     decided = first.decide_after(lambda *_: torch.full_like(output, UNTOUCHED))(
         tokens.int(), counts.tolist(), int(counts.max()), counts.cumsum(0), None, logits, bonus.view(-1, 1).int(),
         SimpleNamespace(fly=rows),
@@ -261,7 +261,7 @@ def test_chunks_are_decided_as_by_verify(
         else:
             probs = torch.zeros(most, SIZE)
             if draft_logits is not None:
-                scaled = draft_logits[slots[b], :, :SIZE] / (row.temperature or 1.0)
+                scaled = draft_logits[slots[b], :, :SIZE] / (row.params.temperature or 1.0)
                 probs[:, : scaled.shape[1]] = scaled.softmax(-1)
             own = None if draft_logits is None else probs[:count]
             places = logits[start : start + count + 1]
@@ -367,7 +367,7 @@ def test_tried_versions_are_those_of_the_documentation() -> None:
 def test_a_row_has_the_requests_temperature_and_seed(temperature: float, taken: float) -> None:
     row, other = (read_row(sampling("exact", temperature, seed=7), SIZE, name) for name in "ab")
     assert row is not None and other is not None
-    assert (row.temperature, row.seed, other.seed) == (taken, 7, 7)
+    assert (row.params.temperature, row.seed, other.seed) == (taken, 7, 7)
     unseeded = [read_row(sampling("exact", temperature), SIZE, name) for name in "aab"]
     assert all(unseeded)
     a, same, b = (one.seed for one in unseeded if one is not None)
@@ -413,7 +413,7 @@ def test_fly_keeps_what_the_fly_of_vllm_033_keeps(
     # Mostly the target's own choices, so that windows are followed often.
     swapped = torch.rand(count, generator=generator) < 0.3
     tokens = torch.where(swapped, torch.randint(0, SIZE, (count,), generator=generator), logits[:-1].argmax(-1))
-    row = Row(FLy(window=window, hold=window), SIZE, 0.0 if greedy else 1.0, seed)
+    row = Row(FLy(window=window, hold=window), SIZE, SamplingParams(temperature=0 if greedy else 1), seed)
     flips = None if greedy else coins(seed, 0, count).accept_BK[0].tolist()
     kept = vllm_fly(tokens.tolist(), logits[:-1], window, flips)
     assert decide_one(row, tokens, logits)[:-1] == tokens.tolist()[:kept]
@@ -426,7 +426,7 @@ def test_exact_has_the_targets_distribution() -> None:
     generator = torch.Generator().manual_seed(0)
     logits_V = torch.randn(SIZE, generator=generator)
     tokens_BK = torch.randint(0, SIZE, (count, 1), generator=generator)
-    row = Row(parse_policy("exact"), SIZE, 1.0, seed=3)
+    row = Row(parse_policy("exact"), SIZE, SamplingParams(temperature=1), seed=3)
     blocks = Blocks(
         logits_V.expand(count, 2, SIZE),
         tokens_BK,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,7 +29,18 @@ from fly.runner.sampling import BatchSampling
 from fly.types import UNDECIDED, Draft, Noise, SamplingParams, Target, Verdict, Why
 from fly.vocabulary import Vocabulary
 
-__all__ = ["Blocks", "Decided", "Row", "cut", "decide", "decide_rows", "name_seed", "read_rule", "write_tokens"]
+__all__ = [
+    "Blocks",
+    "Decided",
+    "Row",
+    "cut",
+    "decide",
+    "decide_rows",
+    "multiply",
+    "name_seed",
+    "read_rule",
+    "write_tokens",
+]
 
 _LONGEST = 2000  # most characters of a rule in a request
 _LARGEST = (
@@ -68,7 +79,8 @@ class Row:
 
     Args:
         rule: bound to the engine's vocabulary. size: V.
-        temperature: the request's; 0 is greedy.
+        params: how logits become the target's distribution: the request's temperature, and those of its filters that
+            the engine has not applied to the logits of ``Blocks``.
         seed: of its coins. All ranks must give the same.
         stop_ids: the tokens that end its text; ``~control`` never excuses them.
     """
@@ -77,11 +89,12 @@ class Row:
         self,
         rule: AcceptancePolicy,
         size: int,
-        temperature: float = 0.0,
+        params: SamplingParams,
         seed: int = 0,
-        stop_ids: Sequence[int] | frozenset[int] = (),
+        stop_ids: Iterable[int] = (),
     ) -> None:
-        self.rule, self.temperature = rule, temperature
+        self.rule = rule
+        self.params = params
         self.seed = (seed + 2**63) % 2**64 - 2**63  # int64, as a 64-bit engine has it
         self.control = tuple(sorted(token for token in stop_ids if 0 <= token < size))
         self.kind = str(rule), self.control  # rows of one kind are decided together
@@ -164,8 +177,8 @@ class Blocks:
     Nothing beyond a row's draft counts, neither tokens nor the places after the one that follows the draft.
 
     Args:
-        logits_BJV: the target's logits as the engine processed them: filtered tokens are -inf, and all are divided by
-            the temperature (not at temperature 0). Any float type.
+        logits_BJV: the target's logits, with penalties, biases and masks, before the temperature; what the engine has
+            filtered is -inf. Any float type. An engine that has divided them gives ``multiply`` of them.
         tokens_BK: the drafts. -1 is a placeholder, which ends the draft.
         lengths_B: how many tokens were drafted.
         positions_B: int64, a number that no two blocks of a request share, such as its length. With the request's seed
@@ -207,13 +220,9 @@ def decide(rows: Sequence[Row], blocks: Blocks) -> Decided:
     lengths_B = drafted_BK.long().cumprod(1).sum(1)
     tokens_BK = blocks.tokens_BK.long().clamp_min(0)
 
-    # The engine has filtered and divided. Multiplied by the temperature again, these are the raw logits of all tokens
-    # that it left, and the processed distribution is theirs at that temperature.
-    sampling = BatchSampling.of([SamplingParams(temperature=row.temperature) for row in rows], device)
+    sampling = BatchSampling.of([row.params for row in rows], device)
     logits_BJV = blocks.logits_BJV.float()
-    if any(row.temperature not in (0, 1) for row in rows):
-        logits_BJV = logits_BJV * sampling.temperature_B.view(-1, 1, 1)
-    greedy = all(row.temperature == 0 for row in rows)
+    greedy = all(row.params.temperature == 0 for row in rows)
     account_BA = _stack_accounts(rows, device)
     target = Target(
         logits_BJV,
@@ -328,6 +337,14 @@ def _in_parts(groups: Any, most: int) -> Iterator[list[int]]:
 
 
 # What adaptors share.
+
+
+def multiply(logits_BJV: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Undo a division by the rows' temperatures, float32 [B, J, V]. (At temperature 0 there was none.)"""
+    if all(row.params.temperature in (0, 1) for row in rows):
+        return logits_BJV.float()
+    temperature_B = BatchSampling.of([row.params for row in rows], logits_BJV.device).temperature_B
+    return logits_BJV.float() * temperature_B.view(-1, 1, 1)
 
 
 def cut(flat_NX: Tensor, starts_B: Tensor, lengths_B: Tensor, width: int) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fly.extras.engines.blocks import Blocks, Decided, Row, cut, decide_rows, write_tokens
+from fly.extras.engines.blocks import Blocks, Decided, Row, cut, decide_rows, multiply, write_tokens
 from fly.extras.engines.vllm.requests import read_row
 from fly.ops import upload
 
@@ -91,7 +91,9 @@ def decide_after(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 device,
             ).view(5, -1)
             # vLLM has drawn the bonus already, so the distribution after the draft gives it all the probability.
-            logits_BJV = cut(target_logits, starts_B, lengths_B, longest + 1)
+            logits_BJV = multiply(
+                cut(target_logits, starts_B, lengths_B, longest + 1), [request.fly for request in some]
+            )
             rows_B = torch.arange(len(numbers), device=device)
             logits_BJV[rows_B, lengths_B] = -torch.inf
             logits_BJV[rows_B, lengths_B, bonus_token_ids[index_B, 0].long()] = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fly.extras.engines.blocks import Row, name_seed, read_rule
+from fly.types import SamplingParams
 
 __all__ = ["TRIED", "check_request", "read_row"]
 
@@ -21,10 +22,10 @@ def read_row(params: Any, size: int, name: str, seed: int | None = None) -> Row 
     rule = read_rule((getattr(params, "extra_args", None) or {}).get("fly"), size)
     if rule is None:
         return None
-    temperature = 0.0 if params.temperature < _ZERO else float(params.temperature)
+    own = SamplingParams(temperature=0.0 if params.temperature < _ZERO else float(params.temperature))
     if seed is None:
         seed = name_seed(name) if params.seed is None else params.seed
-    return Row(rule, size, temperature, seed, params.all_stop_token_ids)
+    return Row(rule, size, own, seed, params.all_stop_token_ids)
 
 
 def check_request(params: Any, config: Any, size: int, version: str) -> None:

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fly.extras.engines.blocks import Blocks, Decided, Row, cut, decide_rows, write_tokens
+from fly.extras.engines.blocks import Blocks, Decided, Row, cut, decide_rows, multiply, write_tokens
 from fly.extras.engines.vllm.requests import read_row
 from fly.ops import upload
 from fly.runner.sampling import BatchSampling
-from fly.types import SamplingParams
 
 __all__ = ["decide_after", "forget_rows", "set_row"]
 
@@ -101,7 +100,9 @@ def decide_after(original: Callable[..., Any]) -> Callable[..., Any]:
         longest = self.num_speculative_steps
 
         def read(numbers: list[int]) -> Blocks:
-            index_B, past = upload(numbers, device), rows[numbers[0]].past
+            some = [rows[b] for b in numbers]
+            past = some[0].past
+            index_B = upload(numbers, device)
             starts_B, slots_B = cu_num_logits[index_B].long(), idx_mapping[index_B].long()
             counts_B = cu_num_logits[index_B + 1].long() - starts_B
             generated_B, history = None, None
@@ -111,11 +112,11 @@ def decide_after(original: Callable[..., Any]) -> Callable[..., Any]:
                 lengths = zip(slots_B.tolist(), states.total_len.gpu[slots_B].tolist())
                 history = [states.all_token_ids.gpu[slot, :length].tolist() for slot, length in lengths]
             return Blocks(
-                cut(processed_LV, starts_B, counts_B, longest + 1),
+                multiply(cut(processed_LV, starts_B, counts_B, longest + 1), some),
                 cut(verify_draft_sampled, starts_B + 1, counts_B - 1, longest),
                 counts_B - 1,
                 pos[starts_B],
-                None if draft_logits is None else _process(draft_logits, slots_B, [rows[b] for b in numbers], width),
+                None if draft_logits is None else _process(draft_logits, slots_B, some, width),
                 generated_B,
                 history,
             )
@@ -136,6 +137,6 @@ def _process(draft_logits_SKU: Tensor, slots_B: Tensor, rows: list[Row], width: 
     """Return the distributions that the rows' drafts were drawn from, [B, K, V]. The target's vocabulary may be padded
     beyond the draft's, or the draft's beyond the target's."""
     logits_BKU = draft_logits_SKU[slots_B, :, :width].float()
-    sampling = BatchSampling.of([SamplingParams(temperature=row.temperature) for row in rows], logits_BKU.device)
+    sampling = BatchSampling.of([row.params for row in rows], logits_BKU.device)
     probs_BKU = sampling.probs(logits_BKU)
     return pad(probs_BKU, (0, width - probs_BKU.shape[-1]))
