@@ -30,6 +30,7 @@ PROSE = {
     "docs/README.md",
     "docs/contributing.md",
     "docs/reference/commands.md",
+    "docs/explanation/engine-hook.md",
     "docs/explanation/layout.md",
     "docs/explanation/words.md",
     "docs/how-to/beyond-one-machine.md",

@@ -1,7 +1,7 @@
 """The plug-in that vLLM calls in each of its processes (entry point group ``vllm.general_plugins``).
 
 It wraps the function that checks requests, and the functions of both model runners that decide. vLLM has no interface
-for this, so a version that was not tried is refused (docs/how-to/engines.md says what an interface would need).
+for this, so a version that was not tried is refused (docs/explanation/engine-hook.md says what one would need).
 """
 
 from __future__ import annotations
