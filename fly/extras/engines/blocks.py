@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fly.ops import Stream, sent, uniforms, upload
+from fly.ops import Stream, argmax, one_hot, sent, uniforms, upload
 from fly.policies import AcceptancePolicy, verify
 from fly.policies.formulas import raw_log_probs
 from fly.policies.registry import load_policy
-from fly.runner.sampling import BatchSampling
+from fly.runner.sampling import BatchSampling, ProcessedDistribution
 from fly.types import UNDECIDED, Draft, Noise, SamplingParams, Target, Verdict, Why
 from fly.vocabulary import Vocabulary
 
@@ -226,7 +226,7 @@ def decide(rows: Sequence[Row], blocks: Blocks) -> Decided:
     account_BA = _stack_accounts(rows, device)
     target = Target(
         logits_BJV,
-        None if greedy else sampling.on(logits_BJV),
+        None if greedy else _process(logits_BJV, sampling),
         greedy_B=sampling.greedy_B if sampling.some_greedy and not greedy else None,
         control_V=_mark(first.control, logits_BJV.shape[-1], device),
         generated_B=blocks.generated_B,
@@ -238,8 +238,7 @@ def decide(rows: Sequence[Row], blocks: Blocks) -> Decided:
     # A draft of a greedy row counts as deterministic: its distribution is one-hot.
     draft_BKV = None if greedy else blocks.draft_BKV
     if draft_BKV is not None and sampling.some_greedy:
-        certain_BKV = torch.zeros_like(draft_BKV).scatter_(-1, tokens_BK.unsqueeze(-1), 1.0)
-        draft_BKV = torch.where(sampling.greedy_B.view(-1, 1, 1), certain_BKV, draft_BKV)
+        draft_BKV = torch.where(sampling.greedy_B.view(-1, 1, 1), one_hot(draft_BKV, tokens_BK), draft_BKV)
     draft = Draft(tokens_BK, lengths_B, None if draft_BKV is None else draft_BKV.float())
     # A coin is a hash of the request's seed and the block's position, so all ranks flip the same.
     seeds_B = upload([row.seed for row in rows], device)
@@ -258,6 +257,16 @@ def decide(rows: Sequence[Row], blocks: Blocks) -> Decided:
     if first.keeps_account:
         account_BA = account_BA + _find_costs(first, target, draft, verdict, decided_B)
     return Decided(tokens_BJ, counts_B, account_BA)
+
+
+def _process(logits_BJV: Tensor, sampling: BatchSampling) -> Tensor | ProcessedDistribution:
+    """Return the processed distribution. Without filters a whole softmax is faster than one at the places that count."""
+    if sampling.most_k or sampling.top_p:
+        return sampling.on(logits_BJV)
+    probs_BJV = (logits_BJV / sampling.temperature_B.view(-1, 1, 1)).softmax(-1)
+    if not sampling.some_greedy:
+        return probs_BJV
+    return torch.where(sampling.greedy_B.view(-1, 1, 1), one_hot(probs_BJV, argmax(logits_BJV)), probs_BJV)
 
 
 def _find_costs(row: Row, target: Target, draft: Draft, verdict: Verdict, decided_B: Tensor) -> Tensor:
