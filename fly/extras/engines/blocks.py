@@ -260,7 +260,7 @@ def decide(rows: Sequence[Row], blocks: Blocks) -> Decided:
 
 
 def _process(logits_BJV: Tensor, sampling: BatchSampling) -> Tensor | ProcessedDistribution:
-    """Return the processed distribution. Without filters a whole softmax is faster than one at the places that count."""
+    """Return the processed distribution. Without filters, a whole softmax is faster than the places that count."""
     if sampling.most_k or sampling.top_p:
         return sampling.on(logits_BJV)
     probs_BJV = (logits_BJV / sampling.temperature_B.view(-1, 1, 1)).softmax(-1)
