@@ -148,18 +148,25 @@ def test_decisions_on_captured_blocks_are_those_of_verify(step: str, rule: str, 
 
 
 def test_a_request_keeps_its_row_when_it_comes_back() -> None:
-    """A preempted request is added again; its budget goes on. Requests that left are forgotten."""
+    """A preempted request is added again; its budget goes on, unless it has another rule now. Requests that left are
+    forgotten."""
     batch, params = SimpleNamespace(vocab_size=SIZE), sampling("exact | margin(1) & at_most(1)")
     one, two = (SimpleNamespace(req_id=name, sampling_params=params) for name in ("one", "two"))
     add = first.add_row(lambda self, request: 0)
     make = first.attach_rows(lambda self: SimpleNamespace())
     add(batch, one), add(batch, two)
-    row = one.fly
+    one.fly.account_A = account = torch.ones(2)
     batch.req_id_to_index = {"two": 0}
     assert list(make(batch).fly) == [0] and list(batch.fly) == ["two"]
     add(batch, one)
     batch.req_id_to_index = {"two": 1, "one": 0}
-    assert one.fly is row and make(batch).fly == {0: one, 1: two}
+    assert one.fly.account_A is account and make(batch).fly == {0: one, 1: two}
+    one.sampling_params = sampling("exact | margin(1) & at_most(2)")
+    add(batch, one)
+    assert one.fly.account_A is None
+    one.sampling_params = sampling(None)
+    add(batch, one)
+    assert one.fly is None
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.7, 1.0, 2.0]), st.integers(0, 4)), min_size=1, max_size=5))
@@ -280,11 +287,15 @@ def test_a_slot_used_again_has_the_new_requests_rule_or_none() -> None:
 def test_a_preempted_request_keeps_its_account_in_another_slot() -> None:
     sampler = Sampler()
     row = sampler.add(3, "one", "exact | margin(9) & at_most(1)")
+    assert row is not None
+    row.account_A = account = torch.ones(2)
     assert sampler.add(3, "two", None) is None
-    assert sampler.add(5, "one", "exact | margin(9) & at_most(1)") is row
+    again = sampler.add(5, "one", "exact | margin(9) & at_most(1)")
+    assert again is not None and again.account_A is account
     runner = SimpleNamespace(sampler=sampler)
     second.forget_rows(lambda self, output: None)(runner, SimpleNamespace(finished_req_ids={"one", "unknown"}))
-    assert sampler.add(4, "one", "exact | margin(9) & at_most(1)") is not row
+    ended = sampler.add(4, "one", "exact | margin(9) & at_most(1)")
+    assert ended is not None and ended.account_A is None
     second.forget_rows(lambda self, output: None)(SimpleNamespace(sampler=None), SimpleNamespace(finished_req_ids={}))
 
 

@@ -101,6 +101,12 @@ class Row:
         self.past = find_past(rule, self.kind[0], size)
         self.account_A: Tensor | None = None  # float64, on the device; None before the first block
 
+    def after(self, before: Row | None) -> Row:
+        """Go on with the account of the same request ``before`` it was preempted, unless it has another rule now."""
+        if before is not None and before.kind == self.kind:
+            self.account_A = before.account_A
+        return self
+
     @property
     def labels(self) -> tuple[str, ...]:
         """The labels of the rule's budgets, in the order of its account."""

@@ -25,13 +25,12 @@ __all__ = ["add_row", "attach_rows", "decide_after", "expand_batch_to_tokens"]
 
 
 def add_row(original: Callable[..., int]) -> Callable[..., int]:
-    """Wrap ``InputBatch.add_request``: keep a request's row beside it. The row stays with a request that is preempted
-    and comes back."""
+    """Wrap ``InputBatch.add_request``: keep a request's row beside it. A request that is preempted is added again."""
 
     @functools.wraps(original)
     def add_request(self: Any, request: Any) -> int:
-        if not hasattr(request, "fly"):
-            request.fly = read_row(request.sampling_params, self.vocab_size, request.req_id)
+        row = read_row(request.sampling_params, self.vocab_size, request.req_id)
+        request.fly = None if row is None else row.after(getattr(request, "fly", None))
         self.__dict__.setdefault("fly", {})[request.req_id] = request
         return original(self, request)
 

@@ -29,7 +29,7 @@ __all__ = ["decide_after", "forget_rows", "set_row"]
 
 class _Rows:
     """The rows of requests that have a rule. A preempted request comes back in another slot, with its output folded
-    into its prompt: so a row belongs to the request's name, and a slot to a row while the request is in it."""
+    into its prompt: so an account belongs to the request's name, not to a slot."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Row] = {}
@@ -47,14 +47,13 @@ def set_row(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def add_request(self: Any, req_idx: int, sampling_params: Any) -> None:
         original(self, req_idx, sampling_params)
-        rows, name = _rows(self), self.req_states.index_to_req_id.get(req_idx, "")
-        row = rows.by_name.get(name)
-        if row is None:
-            states = self.sampling_states
-            row = read_row(sampling_params, states.vocab_size, name, seed=int(states.seeds.np[req_idx]))
+        states, rows = self.sampling_states, _rows(self)
+        name = self.req_states.index_to_req_id.get(req_idx, "")
+        row = read_row(sampling_params, states.vocab_size, name, seed=int(states.seeds.np[req_idx]))
+        before = rows.by_name.pop(name, None)
         rows.by_slot.pop(req_idx, None)
         if row is not None:
-            rows.by_slot[req_idx] = rows.by_name[name] = row
+            rows.by_slot[req_idx] = rows.by_name[name] = row.after(before)
 
     return add_request
 
