@@ -138,8 +138,8 @@ def test_an_idle_step_and_a_batch_without_rules_are_left_alone(agreed: list[int]
 
 def test_a_retracted_request_keeps_its_account() -> None:
     one = request("a", "exact | margin(9) & at_most(1)", 0.0)
-    row = plugin._rows(batch_of([request("b", None), one]), SIZE)[1]
-    assert plugin._rows(batch_of([one]), SIZE) == {0: row}
+    row = plugin._find_rows(batch_of([request("b", None), one]), SIZE)[1]
+    assert plugin._find_rows(batch_of([one]), SIZE) == {0: row}
 
 
 @given(st.floats(0.2, 2), st.sampled_from([1 << 30, 3, 5]), st.sampled_from([1.0, 0.5, 0.9]), st.integers(0, 99))

@@ -43,9 +43,7 @@ __all__ = [
 ]
 
 _LONGEST = 2000  # most characters of a rule in a request
-_LARGEST = (
-    2**25
-)  # most logits that are decided at once; float32 logits then take 128 MiB, and a decision a few times that
+_LARGEST = 2**25  # most logits that are decided at once: 128 MiB as float32, and a decision takes a few times that
 _log = logging.getLogger("fly.engines")
 
 
@@ -101,7 +99,7 @@ class Row:
         self.past = find_past(rule, self.kind[0], size)
         self.account_A: Tensor | None = None  # float64, on the device; None before the first block
 
-    def after(self, before: Row | None) -> Row:
+    def resume(self, before: Row | None) -> Row:
         """Go on with the account of the same request ``before`` it was preempted, unless it has another rule now."""
         if before is not None and before.kind == self.kind:
             self.account_A = before.account_A
@@ -345,7 +343,7 @@ def decide_rows(
                 row.account_A = account_A
 
 
-def _in_parts(groups: Any, most: int) -> Iterator[list[int]]:
+def _in_parts(groups: Iterable[list[int]], most: int) -> Iterator[list[int]]:
     for group in groups:
         for start in range(0, len(group), most):
             yield group[start : start + most]

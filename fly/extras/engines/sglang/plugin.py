@@ -56,6 +56,9 @@ def check(original: Callable[..., Any], self: Any, vocab_size: int, *args: Any, 
 @functools.lru_cache(1)
 def _find_served() -> Served:
     import sglang
+
+    if sglang.__version__ not in TRIED:  # where other versions keep these is not known
+        return Served(sglang.__version__)
     from sglang.srt.runtime_context import get_device, get_exec, get_schedule, get_spec
 
     drafts = get_spec()
@@ -72,7 +75,7 @@ def _find_served() -> Served:
     )
 
 
-def _rows(batch: Any, size: int) -> dict[int, Row]:
+def _find_rows(batch: Any, size: int) -> dict[int, Row]:
     """Return the rows that have a rule. A row stays with a request that is retracted and comes back."""
     rows = {}
     for b, request in enumerate(batch.reqs):
@@ -119,7 +122,7 @@ def sample_chains(
     if batch.forward_mode.is_idle():
         return emitted, counts_R, index_RJ
     logits = logits_output.next_token_logits  # the original has applied penalties, biases and grammars to it
-    rows = _rows(batch, logits.shape[-1])
+    rows = _find_rows(batch, logits.shape[-1])
     if not rows:
         return emitted, counts_R, index_RJ
     slots = verify_input.draft_token_num
@@ -128,7 +131,7 @@ def sample_chains(
     # A chain goes on as long as each slot is followed by the next one: n-grams may match fewer tokens.
     next_RK = verify_input.retrieve_next_token.view(-1, slots)[:, : places - 1]
     lengths_R = (next_RK == places_J[1:]).long().cumprod(1).sum(1)
-    draft_RKV = verify_input.draft_probs if getattr(verify_input, "draft_probs", None) is not None else None
+    draft_RKV = getattr(verify_input, "draft_probs", None)  # n-grams have none
     read = _read_chains(
         batch,
         rows,
@@ -173,7 +176,7 @@ def accept_block(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
     result = original(self, **kwargs)
     logits, candidates_RD = kwargs["next_token_logits"], kwargs["candidates"]
     batch = getattr(self, "fly_batch", None)
-    if batch is None or logits is None or not (rows := _rows(batch, logits.shape[-1])):
+    if batch is None or logits is None or not (rows := _find_rows(batch, logits.shape[-1])):
         return result
     from sglang.srt.speculative.dflash_worker_v2 import _commit_accept
 

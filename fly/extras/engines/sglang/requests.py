@@ -18,10 +18,10 @@ class Served(NamedTuple):
     """How SGLang was started."""
 
     version: str
-    algorithm: str | None  # of drafts; None is none
-    branches: int  # of a tree of drafts, at most; 1 is chains
-    overlap: bool  # the host prepares a step while the one before still runs
-    device: str
+    algorithm: str | None = None  # of drafts; None is none
+    branches: int = 1  # of a tree of drafts, at most; 1 is chains
+    overlap: bool = True  # the host prepares a step while the one before still runs
+    device: str = "cuda"
     watermark: bool = False
 
 

@@ -30,7 +30,7 @@ def add_row(original: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(original)
     def add_request(self: Any, request: Any) -> int:
         row = read_row(request.sampling_params, self.vocab_size, request.req_id)
-        request.fly = None if row is None else row.after(getattr(request, "fly", None))
+        request.fly = None if row is None else row.resume(getattr(request, "fly", None))
         self.__dict__.setdefault("fly", {})[request.req_id] = request
         return original(self, request)
 

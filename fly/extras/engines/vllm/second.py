@@ -36,7 +36,7 @@ class _Rows:
         self.by_slot: dict[int, Row] = {}
 
 
-def _rows(sampler: Any) -> _Rows:
+def _find_rows(sampler: Any) -> _Rows:
     rows: _Rows = sampler.__dict__.setdefault("fly", _Rows())
     return rows
 
@@ -47,13 +47,13 @@ def set_row(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def add_request(self: Any, req_idx: int, sampling_params: Any) -> None:
         original(self, req_idx, sampling_params)
-        states, rows = self.sampling_states, _rows(self)
+        states, rows = self.sampling_states, _find_rows(self)
         name = self.req_states.index_to_req_id.get(req_idx, "")
         row = read_row(sampling_params, states.vocab_size, name, seed=int(states.seeds.np[req_idx]))
         before = rows.by_name.pop(name, None)
         rows.by_slot.pop(req_idx, None)
         if row is not None:
-            rows.by_slot[req_idx] = rows.by_name[name] = row.after(before)
+            rows.by_slot[req_idx] = rows.by_name[name] = row.resume(before)
 
     return add_request
 
@@ -66,7 +66,7 @@ def forget_rows(original: Callable[..., None]) -> Callable[..., None]:
         original(self, scheduler_output)
         if self.sampler is not None:  # the last rank of a pipeline has one
             for name in scheduler_output.finished_req_ids:
-                _rows(self.sampler).by_name.pop(name, None)
+                _find_rows(self.sampler).by_name.pop(name, None)
 
     return finish_requests
 
@@ -93,7 +93,7 @@ def decide_after(original: Callable[..., Any]) -> Callable[..., Any]:
             self, logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, idx_mapping_np,
             expanded_idx_mapping, expanded_local_pos, seq_lens_upper_bound_np, verify_draft_sampled,
         )  # fmt: skip
-        by_slot = _rows(self.sampler).by_slot
+        by_slot = _find_rows(self.sampler).by_slot
         rows = {b: by_slot[slot] for b, slot in enumerate(idx_mapping_np.tolist()) if slot in by_slot}
         states, device, width = self.sampler.req_states, processed_LV.device, processed_LV.shape[1]
         longest = self.num_speculative_steps
