@@ -342,7 +342,6 @@ def config(**options: Any) -> SimpleNamespace:
         ("exact", {"watermark": object()}, "0.33.0", "watermark"),
         ("exact | margin(1) & after(3)", {"second": False}, "0.33.0", "--no-async-scheduling"),
         ("exact | margin(1) & above(3)", {"second": False}, "0.32.0", "--no-async-scheduling"),
-        ("exact", {"second": True}, "0.32.0", "second model runner"),
         ("exact | margin(1) & nats(3)", {"sharded": True}, "0.33.0", "enable_batch_sharded_sampling"),
         ("exat", {}, "0.33.0", "exat"),
     ],
@@ -363,6 +362,7 @@ def test_what_cannot_be_decided_rightly_is_refused_by_name(rule: str, options: A
         ("exact | regret(2) & after(3)", {"second": False, "asynchronous": False}, "0.33.0"),
         ("exact | regret(2) & above(3)", {}, "0.33.0"),
         ("exact", {"sharded": True}, "0.33.0"),
+        ("exact", {"second": True}, "0.32.0"),
     ],
 )
 def test_what_can_be_decided_is_not_refused(rule: str, options: Any, version: str) -> None:

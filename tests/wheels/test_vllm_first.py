@@ -7,6 +7,7 @@ Shape legend: R rows, N drafted tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,8 +29,8 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from fly.extras.engines.blocks import Blocks, decide
-from fly.extras.engines.vllm import first
-from fly.extras.engines.vllm.requests import read_row
+from fly.extras.engines.vllm import first, register
+from fly.extras.engines.vllm.requests import TRIED, read_row
 
 SIZE = 11
 ORIGINAL = InputBatch.add_request, InputBatch._make_sampling_metadata, rejection_sampler.rejection_sample
@@ -151,3 +152,41 @@ def test_trap_placeholders_end_a_draft() -> None:
         tokens, [3], 3, torch.tensor([3]), None, logits, torch.tensor([[5]], dtype=torch.int32), batch.sampling_metadata
     )
     assert output[0, 0] == 2 and output[0, 1] >= 0 and output[0, 2:].tolist() == [-1, -1]
+
+
+def test_the_plug_in_wraps_both_runners_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``register`` finds all functions, and a wrong rule becomes vLLM's error of a request."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+    places = [
+        (InputProcessor, "_validate_params"),
+        (InputBatch, "add_request"),
+        (InputBatch, "_make_sampling_metadata"),
+        (rejection_sampler, "rejection_sample"),
+        (Sampler, "add_request"),
+        (GPUModelRunner, "finish_requests"),
+        (RejectionSampler, "_verify"),
+    ]
+    monkeypatch.undo()
+    for owner, name in places:
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # so that it is restored
+    monkeypatch.setattr(vllm, "__version__", TRIED[-1] + "+cpu")
+    originals = [getattr(owner, name) for owner, name in places]
+    try:
+        register()
+        register()
+        assert [getattr(owner, name).__wrapped__ for owner, name in places] == originals
+        engine = SimpleNamespace(
+            vllm_config=SimpleNamespace(speculative_config=None),
+            model_config=SimpleNamespace(get_vocab_size=lambda: SIZE),
+        )
+        for rule, said in (("exat", "exat"), ("exact", "no draft")):
+            params = SamplingParams(extra_args={"fly": rule})
+            with pytest.raises(VLLMValidationError, match=said):
+                InputProcessor._validate_params(engine, params, ())
+    finally:
+        del InputProcessor.fly

@@ -33,8 +33,7 @@ def register() -> None:
         _log.warning("fly's rules are refused: vLLM %s was not tried; tried: %s", version, TRIED)
         return
     _wrap_first()
-    if version != "0.32.0":
-        _wrap_second()
+    _wrap_second()
 
 
 def _check_before(original: Callable[..., Any], version: str) -> Callable[..., Any]:

@@ -56,7 +56,5 @@ def check_request(params: Any, config: Any, size: int, version: str) -> None:
                 f"fly: {row.rule} asks for the text so far, which lags under asynchronous scheduling; start vLLM with "
                 "--no-async-scheduling"
             )
-    elif version == "0.32.0":
-        raise ValueError("fly: vLLM 0.32.0's second model runner takes no rules; set VLLM_USE_V2_MODEL_RUNNER=0")
     elif row.keeps_account and getattr(config.parallel_config, "enable_batch_sharded_sampling", False):
         raise ValueError(f"fly: {row.rule} has a budget, which ranks cannot share under enable_batch_sharded_sampling")
