@@ -30,11 +30,12 @@ PROSE = {
     "docs/README.md",
     "docs/contributing.md",
     "docs/reference/commands.md",
+    "docs/explanation/engine-hook.md",
     "docs/explanation/layout.md",
     "docs/explanation/words.md",
     "docs/how-to/beyond-one-machine.md",
     "docs/how-to/early-exit.md",
-    "docs/how-to/vllm.md",
+    "docs/how-to/engines.md",
 }
 PROSE |= {"docs/tutorials/evaluate.md"}  # pages without Python
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTALL)
