@@ -31,8 +31,9 @@ from fly.extras.train.head import _ALIKE, OwnSteps, _begin_like_the_target, _ord
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
 from fly.models.config import CheckpointError
-from fly.models.eagle import Eagle3Head, HeadConfig, is_head, load_head, save_head
+from fly.models.eagle import Eagle3Head, HeadConfig, load_head, save_head
 from fly.models.families import FAMILIES
+from fly.models.heads import is_head
 from fly.models.llama import DenseCausal, embedding_scale, record_states
 from fly.params import SamplingParams
 from fly.runner.executor import Batch, Executor, Head, TokenByToken

@@ -24,7 +24,8 @@ from fly.errors import short
 from fly.models import Llama
 from fly.models.checkpoint import Checkpoint
 from fly.models.directory import Directory
-from fly.models.eagle import is_head, load_head
+from fly.models.eagle import load_head
+from fly.models.heads import is_head
 from fly.models.llama import weight_bytes
 from fly.models.loading import Loading, resolve_device, resolve_dtype
 from fly.models.tokenizer import Tokenizer, read_eos_ids

@@ -23,7 +23,7 @@ from fly.drafts.ngram import NGramDraft
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.tree import TreeDraft
 from fly.expressions import CLASS_PATH, Registry, Text
-from fly.models.eagle import is_head
+from fly.models.heads import is_head
 from fly.policies import AcceptancePolicy, parse_policy
 
 __all__ = ["checkpoint_type", "draft_types", "parse_draft"]

@@ -1,0 +1,248 @@
+"""What all trained draft heads share: which configurations describe one, their layers' configuration, the module that
+they extend, and their checkpoints. Knows nothing of caches, sampling or drafting.
+
+Shape legend: T packed tokens, C hidden width of the head, U draft vocabulary, V the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import abc
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from fly.models.checkpoint import check_tensors
+from fly.models.config import CheckpointError, LlamaConfig, json_object, read_json
+from fly.models.directory import Directory
+from fly.models.families import FAMILIES
+from fly.models.llama import signed_tables
+
+__all__ = ["BLOCK", "EAGLE3", "PEAGLE", "TrainedHead", "find_mask_id", "head_kind", "is_head"]
+
+# The kinds of heads: EAGLE-3 drafts token after token. DFlash, DSpark and P-EAGLE draft a block in one forward.
+EAGLE3, BLOCK, PEAGLE = "eagle3", "dflash", "peagle"
+# Architectures by kind, and types of the package ``speculators`` (``speculators_model_type``) by kind.
+_ARCHITECTURES = {
+    "LlamaForCausalLMEagle3": EAGLE3, "Eagle3LlamaForCausalLM": EAGLE3, "Eagle3Speculator": EAGLE3,
+    "Eagle3DraftModel": EAGLE3, "PEagleDraftModel": PEAGLE, "PEagleSpeculator": PEAGLE,
+    "DFlashDraftModel": BLOCK, "DFlashSpeculator": BLOCK, "DSparkDraftModel": BLOCK, "DSparkSpeculator": BLOCK,
+    "Qwen3DSparkModel": BLOCK,
+}  # fmt: skip
+_TYPES = {"eagle3": EAGLE3, "peagle": PEAGLE, "dflash": BLOCK, "dspark": BLOCK}
+_NOT_BUILT = {  # heads that are recognised, and refused
+    "dflash2": "its convolutions and its selector of candidates are not built",
+    "mtp": "layers that predict the next tokens one after another (MTP) are not built",
+}
+_MASK_IDS = "mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"
+# Values that a ``transformer_layer_config`` may leave out, because they are the defaults of transformers.
+_SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {**_SIZES, "vocab_size": 32000, "intermediate_size": 11008},
+    "qwen3": {**_SIZES, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32},
+}
+
+
+def is_head(path: Path) -> bool:
+    """Whether the ``config.json`` in a directory describes a draft head."""
+    return head_kind(path) is not None
+
+
+def head_kind(path: Path) -> str | None:
+    """Return the kind of the head that the ``config.json`` in a directory describes, or None."""
+    try:
+        return kind_of(read_json(path / "config.json"))
+    except CheckpointError:
+        return None  # loading it reports the error
+
+
+def kind_of(raw: abc.Mapping[str, Any]) -> str | None:
+    """Return the kind of head that a ``config.json`` describes; None if it describes none. A head that is not built
+    has its kind too, and loading it says what is missing."""
+    stated = raw.get("speculators_model_type")
+    if stated in _TYPES or stated in _NOT_BUILT:
+        kind = _TYPES.get(stated, BLOCK)
+    else:
+        names = raw.get("architectures")
+        kinds = [_kind_by_name(name) for name in names] if isinstance(names, list) else []
+        kind = next(filter(None, kinds), "")
+    # An EAGLE-3 head with a mask token drafts in one forward.
+    return PEAGLE if kind == EAGLE3 and find_mask_id(raw) is not None else kind or None
+
+
+def _kind_by_name(name: object) -> str | None:
+    return BLOCK if str(name).startswith("DFlash2") else _ARCHITECTURES.get(str(name))
+
+
+def check_built(raw: abc.Mapping[str, Any], kinds: abc.Sequence[str], source: str) -> None:
+    """Raise ``CheckpointError`` unless a ``config.json`` describes a head of one of these ``kinds`` that is built."""
+    stated = raw.get("speculators_model_type")
+    names = raw.get("architectures") or []
+    if any(str(name).startswith("DFlash2") for name in names):
+        stated = "dflash2"
+    if stated in _NOT_BUILT:
+        raise CheckpointError(f"{source}: a head of type {stated!r} is not supported: {_NOT_BUILT[stated]}")
+    if kind_of(raw) not in kinds:
+        choices = [name for name, kind in _ARCHITECTURES.items() if kind in kinds]
+        raise CheckpointError(f"{source}: architecture {names or 'missing'} is not a draft head; choices: {choices}")
+
+
+def find_mask_id(raw: abc.Mapping[str, Any]) -> int | None:
+    """Return the id of the token that stands at each place to fill in; None if the configuration states none."""
+    nested = raw.get("dflash_config") or {}
+    stated = [nested.get("mask_token_id") if isinstance(nested, dict) else None, *map(raw.get, _MASK_IDS)]
+    return next((each for each in stated if each is not None), None)
+
+
+def layer_config(raw: dict[str, Any], source: str, family: str | None = None) -> LlamaConfig:
+    """Read the configuration of a head's layers, as a model of ``family`` (None: of the family that it states).
+    ``speculators`` nests it in ``transformer_layer_config``, and leaves out the defaults of transformers. Raises
+    ``CheckpointError``."""
+    own, kind = raw, raw["model_type"] if raw.get("model_type") in _DEFAULTS else family or "llama"
+    if "transformer_layer_config" in raw:
+        own = json_object(raw, "transformer_layer_config", source)
+        kind = own.get("model_type", "qwen3")
+        if kind not in _DEFAULTS:
+            raise CheckpointError(
+                f"{source}: a head's layer of type {kind!r} is not supported; choices: {[*_DEFAULTS]}"
+            )
+        own = {**_DEFAULTS[kind], **own}
+    if kind == "llama" and family not in (None, "llama"):  # the other family has another default
+        width, heads = own.get("hidden_size"), own.get("num_attention_heads")
+        if own.get("head_dim") is None and isinstance(width, int) and isinstance(heads, int) and heads > 0:
+            own = {**own, "head_dim": width // heads}
+    own = {"num_hidden_layers": 1, **own}
+    return LlamaConfig.from_hf({**own, "architectures": [FAMILIES[family or kind].architecture]}, source)
+
+
+class TrainedHead(nn.Module):
+    """A head's vocabulary, embedding and rotary tables. Subclasses add the layers.
+
+    ``to_target_U`` maps the draft vocabulary to the target's ids. A head without an embedding needs the target's
+    (``share``).
+    """
+
+    to_target_U: Tensor
+
+    def __init__(self, layer: LlamaConfig, draft_vocab_size: int, embedding: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.shares = not embedding  # whether it uses the target's embedding
+        self.embed_tokens = nn.Embedding(layer.vocab_size, layer.hidden_size) if embedding else None
+        self.register_buffer("to_target_U", torch.arange(draft_vocab_size), persistent=False)
+        self._rotary: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.to_target_U.device
+
+    def share(self, weight_VC: Tensor) -> None:
+        """Use the target's embedding, without training it. Raises ``ValueError`` if its shape is wrong."""
+        layer = self.layer
+        if weight_VC.shape != (layer.vocab_size, layer.hidden_size):
+            raise ValueError(
+                f"the head has no embedding of its own, and the target's is {list(weight_VC.shape)}, not "
+                f"{[layer.vocab_size, layer.hidden_size]}"
+            )
+        weight = nn.Parameter(weight_VC.to(self.device, self.dtype), requires_grad=False)
+        self.embed_tokens = nn.Embedding(*weight_VC.shape, _weight=weight, _freeze=True)
+
+    def embed(self, tokens_T: Tensor) -> Tensor:
+        """Return the embeddings [T, C] of ``tokens_T``, the target's ids. Raises ``ValueError`` if there is none."""
+        if self.embed_tokens is None:
+            raise ValueError("the head has no embedding: call share() with the target's")
+        embedded_TC: Tensor = self.embed_tokens(tokens_T)
+        return embedded_TC
+
+    def rotary(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines [T, 1, D] that ``rotate`` takes at these positions."""
+        if self._rotary is None or self._rotary[0].dtype != self.dtype or self._rotary[0].device != self.device:
+            (self._rotary,) = signed_tables(self.layer, self.dtype, self.device)
+        cos, sin = self._rotary
+        return cos[positions_T], sin[positions_T]
+
+    def stored(self) -> dict[str, Tensor]:
+        """Return the head's tensors by the names of ``speculators``; fused matrices are split. An embedding that is the
+        target's is left out."""
+        found = {}
+        for name, parameter in self.named_parameters():
+            if self.shares and name.startswith("embed_tokens."):
+                continue
+            module = (name.split(".")[-2:-1] or [""])[0]
+            parts = self.layer.fused_rows.get(module, {module: len(parameter)})
+            for part, rows in zip(parts, parameter.data.split([*parts.values()])):
+                found[name.replace(f".{module}.", f".{part}.")] = rows
+        return found
+
+    def fill(self, path: Path, tensors: dict[str, Tensor], first: str = "layers.0.") -> None:
+        """Copy a checkpoint's tensors to the parameters and to ``to_target_U``, without gradients from now on. The
+        names of the first layer's tensors begin with ``first``.
+
+        Raises ``CheckpointError`` that names the tensors that are missing, surplus, misshapen or contradictory.
+        """
+        values = {key.replace("layers.0.", first, 1): value for key, value in self.stored().items()}
+        expected, size = {key: tuple(value.shape) for key, value in values.items()}, len(self.to_target_U)
+        mappings = {"d2t": (size,), "t2d": (self.layer.vocab_size,)}
+        if size != self.layer.vocab_size:
+            expected["d2t"] = mappings["d2t"]
+        check_tensors(path, {key: tuple(value.shape) for key, value in tensors.items()}, expected, mappings)
+        for key, value in values.items():
+            value.copy_(tensors[key])
+        self.to_target_U.copy_(_mapping(path, size, self.layer.vocab_size, tensors))
+        self.eval().requires_grad_(False)
+
+    def save(self, directory: str | Path, config: dict[str, Any], dtype: torch.dtype, first: str = "layers.0.") -> None:
+        """Write ``config.json`` and ``model.safetensors``, with names as for ``fill``."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            key.replace("layers.0.", first, 1): value.to("cpu", dtype).contiguous()
+            for key, value in self.stored().items()
+        }
+        ids_U = self.to_target_U.cpu()
+        tensors["d2t"] = ids_U - torch.arange(len(ids_U))
+        tensors["t2d"] = torch.zeros(self.layer.vocab_size, dtype=torch.bool).index_fill_(0, ids_U, True)
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _mapping(path: Path, size: int, vocab_size: int, tensors: dict[str, Tensor]) -> Tensor:
+    """Return the target's id u + ``d2t[u]`` for each draft id u, [U]. ``t2d`` must mark the same ids."""
+    ids_U = torch.arange(size)
+    if (offsets_U := tensors.get("d2t")) is not None:
+        ids_U = ids_U + offsets_U.long()
+    if bad := ids_U[(ids_U < 0) | (ids_U >= vocab_size)].tolist():
+        raise CheckpointError(f"{path}: d2t maps to the ids {bad[:4]}, outside {vocab_size} tokens")
+    if len(ids_U.unique()) < len(ids_U):
+        raise CheckpointError(f"{path}: d2t maps several draft tokens to one id")
+    if (marked_V := tensors.get("t2d")) is not None:
+        marked = set(marked_V.bool().nonzero().flatten().tolist())
+        if different := sorted(marked ^ set(ids_U.tolist())):
+            raise CheckpointError(f"{path}: d2t and t2d disagree on the draft vocabulary, at the ids {different[:4]}")
+    return ids_U
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read all tensors of a head in a directory: from ``model.safetensors``, or an index and its shards, or
+    ``pytorch_model.bin``. Raises ``CheckpointError``."""
+    if (binary := path / "pytorch_model.bin").exists() and not (path / "model.safetensors").exists():
+        try:
+            found = torch.load(binary, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # torch raises many kinds of errors here
+            raise CheckpointError(f"{binary}: not a readable file of tensors ({error})") from error
+        return dict(found)
+    tensors: dict[str, Tensor] = {}
+    for file in Directory(path).weight_files():
+        try:
+            tensors |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: not a readable safetensors file ({error})") from error
+    return tensors
