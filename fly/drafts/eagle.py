@@ -110,8 +110,7 @@ class Eagle3Draft(StopsByChance):
                     f"the draft head{where} is for another target: its {own} is {wanted}, the target's {name} {theirs}"
                 )
         states = target.watch(options.states_of(sizes.num_hidden_layers))
-        if head.shares:
-            head.share(target.executor.embedding())
+        head.share(target.executor)
         self.vocab_size, self.context = sizes.vocab_size, head.config.max_position_embeddings
         self._runner = HeadRunner(head, states, target.share)
         setup.add(self.runner, self._cache_tokens, self._block_size)

@@ -35,7 +35,8 @@ class HeadConfig(BaseModel):
     """Sizes and options of a head.
 
     ``layer`` describes the head's decoder layers; its ``vocab_size`` is the target's. An EAGLE-3 head has one layer. A
-    P-EAGLE head may have more, and has a ``mask_token_id``, which stands for tokens not known yet. ``states`` lists the
+    P-EAGLE head may have more, and has a ``mask_token_id``, which stands for tokens not known yet. It was trained to
+    draft ``drafts`` tokens at once, if that is known. ``states`` lists the
     target's layers after which the head takes hidden states; None means the default of ``states_of``. The flags are
     those of ``speculators``:
 
@@ -53,6 +54,7 @@ class HeadConfig(BaseModel):
     target_hidden_size: int = Field(gt=0)
     states: tuple[int, ...] | None = Field(default=None, min_length=1)
     mask_token_id: int | None = Field(default=None, ge=0)
+    drafts: int | None = Field(default=None, gt=0)
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -92,6 +94,7 @@ class HeadConfig(BaseModel):
         """Read the dictionary of a head's ``config.json``, in either layout. Raises ``CheckpointError``."""
         check_built(raw, (EAGLE3, PEAGLE), source)
         layer = layer_config(raw, source)
+        parallel = kind_of(raw) == PEAGLE
         for name in _FLAGS:
             if not isinstance(raw.get(name, False), bool):
                 raise CheckpointError(f"{source}: {name} {raw[name]!r} must be true or false")
@@ -101,7 +104,8 @@ class HeadConfig(BaseModel):
                 draft_vocab_size=raw.get("draft_vocab_size") or layer.vocab_size,
                 target_hidden_size=raw.get("target_hidden_size") or layer.hidden_size,
                 states=_stated(raw, source),
-                mask_token_id=find_mask_id(raw) if kind_of(raw) == PEAGLE else None,
+                mask_token_id=find_mask_id(raw) if parallel else None,
+                drafts=_drafts(raw, source) if parallel else None,
                 **{name: raw.get(name, False) for name in _FLAGS},
             )
         except ValidationError as error:
@@ -127,6 +131,14 @@ def _stated(raw: dict[str, Any], source: str) -> tuple[int, ...] | None:
     if not isinstance(own, list) or not all(type(number) is int and number >= 0 for number in own):
         raise CheckpointError(f"{source}: {_STATES} must list numbers of layers, got {own!r}")
     return tuple(own)
+
+
+def _drafts(raw: dict[str, Any], source: str) -> int | None:
+    """Return how many tokens the configuration says to draft, if it does."""
+    for proposal in json_object(raw, "speculators_config", source).get("proposal_methods") or ():
+        if isinstance(proposal, dict) and "speculative_tokens" in proposal:
+            return int(proposal["speculative_tokens"])
+    return raw.get("num_speculative_tokens")
 
 
 class HeadLayer(nn.Module):

@@ -72,6 +72,9 @@ class EarlyExit(Wrapped):
     def embedding(self) -> Tensor:
         return self.inner.embedding()
 
+    def logits(self, hidden_NC: Tensor) -> Tensor:
+        return self.inner.logits(hidden_NC)
+
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         scores, layers = self.score_rows(batch, places, states)
         self.passed.update(layers.values())
