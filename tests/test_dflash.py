@@ -223,13 +223,18 @@ def test_every_kind_says_what_the_naive_twin_says(kind: str) -> None:
     expect_twin(make_head(3, **KINDS[kind]), [9, 4], [5, 1], 3)
 
 
+def need_speculators() -> None:
+    """Skip the test if the package ``speculators`` is not installed."""
+    if importlib.util.find_spec("speculators") is None:
+        pytest.skip("the package speculators is not installed (pip install speculators==0.9.0)")
+    sys.modules.setdefault("datasets", types.SimpleNamespace(load_from_disk=None))  # type: ignore[arg-type]
+
+
 def speculators_logits(
     path: Path, head: DFlashHead, documents: list[Tensor], anchors: list[int], drafted: list[list[int]]
 ) -> list[Tensor]:
     """The logits [drafts, U] of each document's block by the package ``speculators`` (0.9), of a saved head."""
-    if importlib.util.find_spec("speculators") is None:
-        pytest.skip("the package speculators is not installed (pip install speculators==0.9.0)")
-    sys.modules.setdefault("datasets", types.SimpleNamespace(load_from_disk=None))  # type: ignore[arg-type]
+    need_speculators()
     from speculators.models.dflash.config import DFlashSpeculatorConfig
     from speculators.models.dflash.core import DFlashDraftModel
     from speculators.models.dspark.config import DSparkSpeculatorConfig
@@ -245,6 +250,13 @@ def speculators_logits(
     lost = model.load_state_dict(tensors, strict=False)
     assert not [name for name in lost.missing_keys if not name.startswith("verifier_")]
     assert set(lost.unexpected_keys) <= {"d2t", "t2d"}
+    # What the package saves, we load.
+    model.float().save_pretrained(path / "saved")
+    model.double().load_state_dict(tensors, strict=False)
+    again = load_block_head(path / "saved", torch.float64)
+    assert again.config == head.config
+    for name, parameter in again.named_parameters():
+        torch.testing.assert_close(parameter, dict(head.named_parameters())[name])
     # Documents one after another, each with room for its block.
     size = head.config.block_size
     states, tokens, places, ids, positions = [], list[int](), [], list[int](), list[int]()
