@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fly.backends import executor_of
@@ -25,6 +26,7 @@ from fly.drafts import BlockDraft, LookupDraft, NGramDraft, pad, parse_draft
 from fly.drafts.base import split_rows
 from fly.llm import LLM
 from fly.models import Llama
+from fly.models.config import CheckpointError
 from fly.models.dflash import BlockConfig, DFlashHead, save_block_head
 from fly.models.eagle import Eagle3Head, HeadConfig, load_head, save_head
 from fly.models.llama import DenseCausal, record_states
@@ -36,7 +38,7 @@ from fly.testing import check_draft
 from fly.testing.toys import toy_target
 from fly.types import Draft
 from tests.test_dflash import naive_block, naive_logits, need_speculators
-from tests.test_eagle import TARGET, make_head, randomise, target_on
+from tests.test_eagle import TARGET, changed, make_head, randomise, target_on
 from tests.test_lossless import Process, distance
 
 COMPILED = available()[0]
@@ -480,7 +482,11 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     save_head(make_parallel_head(), tmp_path / "parallel", torch.float32)
     assert isinstance(parse_draft(str(tmp_path / "parallel")), BlockDraft)
     again = load_head(tmp_path / "parallel")
-    assert again.config == make_parallel_head().config.model_copy(update={"drafts": None})
+    assert again.config == make_parallel_head().config
+    flat = load_file(tmp_path / "parallel" / "model.safetensors")["mask_hidden"].flatten()
+    assert torch.equal(load_head(changed(tmp_path / "parallel", {"mask_hidden": flat})).mask_hidden, again.mask_hidden)
+    with pytest.raises(CheckpointError, match=r"unexpected tensors for this configuration: .*layers.1.input_layernorm"):
+        load_head(changed(tmp_path / "parallel", {}, mask_token_id=None, num_hidden_layers=1))
     with pytest.raises(ValueError, match=r"is a head of another kind; write eagle3\("):
         LLM(target_on("torch"), f"block({tmp_path}/eagle)")
     with pytest.raises(ValueError, match=r"is a head of another kind; write block\("):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections import abc
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from fly.drafts.base import Continuation
 from fly.drafts.stops import reach_of
@@ -48,8 +49,8 @@ class Eagle3Draft(HeadDraft):
         reach: float | None = 0.0,
         cache_tokens: int | None = None,
         block_size: int | None = None,
-        dtype: Any = "auto",
-        device: Any = "auto",
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
         kernels: str = "auto",
     ) -> None:
         for name, value, least in (("nodes", nodes, 0), ("depth", depth, 1), ("width", width, 1)):

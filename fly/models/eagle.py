@@ -117,6 +117,7 @@ class HeadConfig(BaseModel):
         raw |= {"draft_vocab_size": self.draft_vocab_size, "target_hidden_size": self.target_hidden_size}
         raw |= {name: True for name in _FLAGS if getattr(self, name)}
         raw |= {} if self.mask_token_id is None else {"mask_token_id": self.mask_token_id}
+        raw |= {} if self.drafts is None else {"num_speculative_tokens": self.drafts}
         return raw | ({} if self.states is None else {_STATES: list(self.states)}) | extra
 
 
@@ -233,6 +234,10 @@ def load_head(path: Path, dtype: torch.dtype | None = None, device: torch.device
     config, tensors = HeadConfig.from_hf(raw, str(path / "config.json")), read_tensors(path)
     head = Eagle3Head(config, embedding="embed_tokens.weight" in tensors)
     head.to(device, dtype or resolve_dtype("auto", raw))
+    if (
+        mask := tensors.get("mask_hidden")
+    ) is not None and mask.ndim < 3:  # engines also store it with fewer dimensions
+        tensors["mask_hidden"] = mask.reshape(1, 1, -1)
     head.fill(path, tensors, "midlayer." if any(key.startswith("midlayer.") for key in tensors) else "layers.0.")
     return head
 
