@@ -24,6 +24,7 @@ from fly.backends.torch import TorchBlockHead, TorchExecutor, TorchParallelHead
 from fly.cache import PagedKVCache
 from fly.drafts import BlockDraft, LookupDraft, NGramDraft, pad, parse_draft
 from fly.drafts.base import split_rows
+from fly.extras.eval.timed import HeadClock
 from fly.llm import LLM
 from fly.models import Llama
 from fly.models.config import CheckpointError
@@ -35,6 +36,7 @@ from fly.policies import Exact
 from fly.runner.executor import Batch, BlockHead
 from fly.runner.request import Row
 from fly.testing import check_draft
+from fly.testing.stage import DraftKit
 from fly.testing.toys import toy_target
 from fly.types import Draft
 from tests.test_dflash import naive_block, naive_logits, need_speculators
@@ -393,6 +395,27 @@ def test_a_row_whose_prompt_nobody_watched_is_drafted_for_all_the_same() -> None
     plain = llm.generate([prompt], GREEDY, k=0)[0]
     again = llm.generate([prompt], GREEDY)[0]
     assert again.token_ids == plain.token_ids and again.stats.drafted
+
+
+def test_a_clock_around_a_head_changes_nothing() -> None:
+    """As ``fly eval`` puts it there; K is larger than a block."""
+    found = []
+    for clocked in (False, True):
+        llm = LLM(target_on("torch"), draft := BlockDraft(runs("dspark")), k=9)
+        if clocked:
+            draft.runner.head = HeadClock(draft.runner.head)
+        out = llm.generate([[1, 2, 3, 4]], GREEDY)[0]
+        found.append((out.token_ids, out.stats.drafted))
+    assert found[0] == found[1] and draft.runner.head.seconds > 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("options", [{}, {"target_layers": 9}, {"states": None}], ids=str)
+def test_the_kit_makes_a_target_for_a_head_by_its_path(options: dict[str, Any], tmp_path: Path) -> None:
+    save_block_head(make_block_head(**{"states": (0, 3), **options}), tmp_path, torch.float32)
+    kit = DraftKit.of(lambda: BlockDraft(tmp_path, dtype="float32"), None, None)
+    ((rows, max_len), *_) = kit.batches()
+    with torch.inference_mode():
+        assert len(kit.stage().draft(rows, max_len).chains) == len(rows)
 
 
 # Where a draft stops

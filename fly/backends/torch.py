@@ -183,6 +183,7 @@ class TorchBlockHead(BlockHead):
         self.options, self.config, self.longest = head.config, head.config.layer, head.config.drafts
         self.device, self.dtype = head.device, head.dtype
         self.to_target_U = head.to_target_U
+        self._whole = torch.equal(head.to_target_U.cpu(), torch.arange(self.config.vocab_size))
         self._logits = head.logits
 
     @property
@@ -216,6 +217,9 @@ class TorchBlockHead(BlockHead):
     def logits(self, hidden_NC: Tensor) -> Tensor:
         """Return the logits [N, U] over the draft vocabulary, before any correction."""
         return self._logits(hidden_NC)
+
+    def spread(self, logits_NU: Tensor) -> Tensor:
+        return logits_NU if self._whole else super().spread(logits_NU)
 
 
 class _Blocks:

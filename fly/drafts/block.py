@@ -66,12 +66,10 @@ class BlockDraft(HeadDraft):
 
     def attach(self, setup: DraftSetup) -> None:
         super().attach(setup)
-        self.spare = self.head.room(1, DraftSpec())  # a block takes all its places, however few tokens are asked for
-
-    @property
-    def _longest(self) -> int:
-        own = self.head.longest if isinstance(self.head, BlockHead) else None
-        return super()._longest if own is None else min(super()._longest, own)
+        head = self.head
+        assert isinstance(head, BlockHead)
+        self.spare = head.room(1, DraftSpec())  # a block takes all its places, however few tokens are asked for
+        self.k = min((n for n in (self.k, head.longest) if n is not None), default=None)
 
     def _limit(self, row: Row) -> int:
         n = super()._limit(row)

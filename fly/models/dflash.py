@@ -120,6 +120,12 @@ class BlockConfig(BaseModel):
         """The number of hidden states that the head takes from the target at each position."""
         return self.layer.num_hidden_layers if self.states is None else len(self.states)
 
+    @property
+    def some_layers(self) -> int:
+        """A number of layers that a target may have."""
+        usual = 4 + 3 * self.layer.num_hidden_layers if self.states is None else max(*self.states, 1)
+        return self.target_layers or usual
+
     def states_of(self, layers: int) -> tuple[int, ...]:
         """Return the layers after which the head takes hidden states, for a target with ``layers`` layers. By default
         they are spread evenly, as in z-lab's code. Raises ``ValueError`` for a target of another depth."""

@@ -77,6 +77,11 @@ class HeadConfig(BaseModel):
         """The number of hidden states that the head takes from the target at each position."""
         return 3 if self.states is None else len(self.states)
 
+    @property
+    def some_layers(self) -> int:
+        """A number of layers that a target may have."""
+        return 8 if self.states is None else max(*self.states, 1)
+
     def states_of(self, layers: int) -> tuple[int, ...]:
         """Return the layers after which the head takes hidden states, for a target with ``layers`` layers. If the head
         does not state them, they are the layers that the paper's code uses. Raises ``ValueError`` if the target has too

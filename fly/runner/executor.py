@@ -389,7 +389,8 @@ class HeadOptions(Protocol):
     def inputs(self) -> int: ...
 
     @property
-    def states(self) -> tuple[int, ...] | None: ...
+    def some_layers(self) -> int:
+        """A number of layers that a target may have."""
 
     def states_of(self, layers: int) -> tuple[int, ...]: ...
 
