@@ -552,6 +552,12 @@ class Wrapped(Executor):
     ) -> list[Decision]:
         return self.inner.decide(policy, target, draft, seeds, starts)
 
+    def embedding(self) -> Tensor:
+        return self.inner.embedding()
+
+    def logits(self, hidden_NC: Tensor) -> Tensor:
+        return self.inner.logits(hidden_NC)
+
     def reserve(self, work: Workload, most: int) -> tuple[int, int]:
         return self.inner.reserve(work, most)
 
@@ -589,9 +595,3 @@ class TokenByToken(Wrapped):
                 states_found.append(scores.states_TF)
         logits = [found[t] for t in wanted] or [torch.zeros(0, self.config.vocab_size, device=self.device)]
         return Scores(torch.cat(logits), states_TF=torch.cat(states_found) if states_found else None)
-
-    def embedding(self) -> Tensor:
-        return self.inner.embedding()
-
-    def logits(self, hidden_NC: Tensor) -> Tensor:
-        return self.inner.logits(hidden_NC)

@@ -76,12 +76,6 @@ class Clock(Wrapped):
     def extend(self, *arguments: Any, **options: Any) -> Drafted:
         return self._clocked(self.inner.extend, *arguments, **options)
 
-    def embedding(self) -> Tensor:
-        return self.inner.embedding()
-
-    def logits(self, hidden_NC: Tensor) -> Tensor:
-        return self.inner.logits(hidden_NC)
-
     def rounds(self, plan: RoundPlan) -> Rounds | None:
         """Take several rounds in one call. The result has the seconds of the target and of the drafter."""
         drafter = plan.drafter if isinstance(plan.drafter, Clock) else None
