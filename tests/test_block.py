@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fly.backends import executor_of
 from fly.backends.cpu import available
-from fly.backends.torch import TorchBlockHead, TorchExecutor, TorchParallelHead
+from fly.backends.torch import TorchDFlashHead, TorchExecutor, TorchPEagleHead
 from fly.cache import PagedKVCache
 from fly.drafts import BlockDraft, LookupDraft, NGramDraft, pad, parse_draft
 from fly.drafts.base import split_rows
@@ -28,7 +28,7 @@ from fly.extras.eval.timed import HeadClock
 from fly.llm import LLM
 from fly.models import Llama
 from fly.models.config import CheckpointError
-from fly.models.dflash import BlockConfig, DFlashHead, save_block_head
+from fly.models.dflash import DFlashConfig, DFlashHead, save_dflash_head
 from fly.models.eagle import Eagle3Head, HeadConfig, load_head, save_head
 from fly.models.llama import DenseCausal, record_states
 from fly.params import SamplingParams
@@ -56,7 +56,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def make_block_head(kind: str = "dflash", seed: int = 1, own: bool = False, **options: Any) -> DFlashHead:
     """A random head for ``TARGET``, whose embedding and output matrix it shares unless it has its ``own``."""
     layer = TARGET.resized(2, family="qwen3")
-    config = BlockConfig(
+    config = DFlashConfig(
         layer=layer,
         **{"draft_vocab_size": 24, "target_hidden_size": 32, "states": (0, 2, 3), "block_size": 5, "mask_token_id": 23,
            "causal": (False, False), **KINDS[kind], **options},
@@ -82,9 +82,7 @@ def make_parallel_head(seed: int = 1, layers: int = 2, **options: Any) -> Eagle3
 def runs(kind: str, seed: int = 1) -> BlockHead:
     """The executor of a random head."""
     return (
-        TorchParallelHead(make_parallel_head(seed))
-        if kind == "p-eagle"
-        else TorchBlockHead(make_block_head(kind, seed))
+        TorchPEagleHead(make_parallel_head(seed)) if kind == "p-eagle" else TorchDFlashHead(make_block_head(kind, seed))
     )
 
 
@@ -156,7 +154,7 @@ def test_hidden_states_of_a_wrong_layer_are_seen(kind: str) -> None:
         found = list[list[int]]()
         for seed in range(3):
             head = make_block_head(kind, seed, states=states)
-            llm = LLM(TorchExecutor(model), BlockDraft(TorchBlockHead(head)), k=4)
+            llm = LLM(TorchExecutor(model), BlockDraft(TorchDFlashHead(head)), k=4)
             (request,) = llm.requests([text], GREEDY)
             with torch.inference_mode():
                 llm.engine.runner.feed([], [], prefill=[(request.row, len(text) - 1)])
@@ -219,7 +217,7 @@ def test_a_parallel_head_says_what_speculators_says(layers: int, options: dict[s
         document = torch.zeros(1, length, dtype=torch.long)
         model(states_TF[None], torch.tensor([tokens]), document, verifier_last_hidden_states=last)
     worst = 0.0
-    executor, starts = TorchParallelHead(head), [0, 4, 3]
+    executor, starts = TorchPEagleHead(head), [0, 4, 3]
     cache = PagedKVCache.for_model(executor, 128)
     for row, (start, end) in enumerate(zip(starts, ends)):  # tokens before ``start`` are read in a call of their own
         cache.resize(row, end + count)
@@ -262,15 +260,15 @@ def small_runs(kind: str) -> BlockHead:
         parallel = Eagle3Head(config)
         randomise(parallel, 3)
         parallel.to_target_U.copy_(torch.tensor([0, 1, 3]))
-        return TorchParallelHead(parallel.eval().requires_grad_(False))
+        return TorchPEagleHead(parallel.eval().requires_grad_(False))
     options = {**KINDS[kind], "draft_vocab_size": 3, "states": (0, 1), "block_size": 3, "mask_token_id": 3}
-    config = BlockConfig(
+    config = DFlashConfig(
         layer=SMALL.resized(1, family="qwen3"), target_hidden_size=32, causal=(False,), **options
     )  # fmt: skip
     head = DFlashHead(config, output=True)
     randomise(head, 3)
     head.to_target_U.copy_(torch.tensor([0, 1, 3]))
-    return TorchBlockHead(head.eval().requires_grad_(False))
+    return TorchDFlashHead(head.eval().requires_grad_(False))
 
 
 class Reported:
@@ -411,7 +409,7 @@ def test_a_clock_around_a_head_changes_nothing() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"target_layers": 9}, {"states": None}], ids=str)
 def test_the_kit_makes_a_target_for_a_head_by_its_path(options: dict[str, Any], tmp_path: Path) -> None:
-    save_block_head(make_block_head(**{"states": (0, 3), **options}), tmp_path, torch.float32)
+    save_dflash_head(make_block_head(**{"states": (0, 3), **options}), tmp_path, torch.float32)
     kit = DraftKit.of(lambda: BlockDraft(tmp_path, dtype="float32"), None, None)
     ((rows, max_len), *_) = kit.batches()
     with torch.inference_mode():
@@ -487,7 +485,7 @@ def test_a_lookup_goes_on_where_both_begin_alike(temperature: float) -> None:
 
 @pytest.mark.parametrize("draft", ["ngram+{}", "suffix+{}", "adaptive({})", "{}", "choose(a={}, b=ngram)"])
 def test_by_its_text(draft: str, tmp_path: Path) -> None:
-    save_block_head(make_block_head("dspark", own=True), tmp_path, torch.float32)
+    save_dflash_head(make_block_head("dspark", own=True), tmp_path, torch.float32)
     prompts = [[5, 3, 8, 5, 3, 8], [1, 2, 3, 4, 1, 2]]
     plain = LLM(target_on(COMPILED)).generate(prompts, GREEDY)
     for text in (str(tmp_path), f"block({tmp_path}, confidence=0.1)"):
@@ -500,7 +498,7 @@ def test_by_its_text(draft: str, tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
-    save_block_head(make_block_head(), tmp_path / "block", torch.float32)
+    save_dflash_head(make_block_head(), tmp_path / "block", torch.float32)
     save_head(make_head(12), tmp_path / "eagle", torch.float32)
     save_head(make_parallel_head(), tmp_path / "parallel", torch.float32)
     assert isinstance(parse_draft(str(tmp_path / "parallel")), BlockDraft)
@@ -527,7 +525,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         ({"states": (1, 2, 9)}, r"after \[1, 2, 9\] layers: this model has 3"),
     ):
         with pytest.raises(ValueError, match=said):
-            LLM(target_on("torch"), BlockDraft(TorchBlockHead(make_block_head(**options))))
+            LLM(target_on("torch"), BlockDraft(TorchDFlashHead(make_block_head(**options))))
     with pytest.raises(ValueError, match="Other on 'torch' kernels gives no hidden states"):
         LLM(TorchExecutor(Other()), BlockDraft(runs("dflash")))  # type: ignore[arg-type]
 

@@ -21,18 +21,18 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fly.backends.torch import TorchBlockHead
+from fly.backends.torch import TorchDFlashHead
 from fly.cache import PagedKVCache
 from fly.models import LlamaConfig
 from fly.models.config import CheckpointError
-from fly.models.dflash import BlockConfig, DFlashHead, load_block_head, save_block_head
-from fly.models.heads import BLOCK, head_kind
+from fly.models.dflash import DFlashConfig, DFlashHead, load_dflash_head, save_dflash_head
+from fly.models.heads import DFLASH, head_kind
 from fly.runner.executor import Batch
 from tests.test_eagle import changed, randomise
 
 VOCABULARY, MASK = 40, 39
 SLIDING = {"layer_types": ("sliding_attention", "full_attention", "sliding_attention"), "sliding_window": 3}
-# Kinds of heads: options of ``BlockConfig``, beside the sizes.
+# Kinds of heads: options of ``DFlashConfig``, beside the sizes.
 KINDS: dict[str, dict[str, Any]] = {
     "fill-in": {},
     "anchor-first": {"anchor_first": True},
@@ -49,7 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def make_config(layers: dict[str, Any] | None = None, **options: Any) -> BlockConfig:
+def make_config(layers: dict[str, Any] | None = None, **options: Any) -> DFlashConfig:
     sizes = {
         "family": "qwen3", "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
@@ -59,7 +59,7 @@ def make_config(layers: dict[str, Any] | None = None, **options: Any) -> BlockCo
         "draft_vocab_size": VOCABULARY, "target_hidden_size": 32, "states": (1, 2, 4), "block_size": 5,
         "mask_token_id": MASK, "causal": (False,) * 3,
     }  # fmt: skip
-    return BlockConfig(layer=layer, **{**usual, **options})
+    return DFlashConfig(layer=layer, **{**usual, **options})
 
 
 def make_head(seed: int = 0, dtype: torch.dtype = torch.float64, **options: Any) -> DFlashHead:
@@ -154,7 +154,7 @@ def naive_logits(head: DFlashHead, hidden_KC: Tensor, anchor: int, drafted: list
 def blocks(head: DFlashHead, parts: list[list[Tensor]], anchors: list[int], drafted: list[list[int]]) -> list[Any]:
     """What the executor says of the places of a batch of blocks, row by row: logits [drafts, V], and chances. ``parts``
     are each row's hidden states, read in several calls."""
-    runs, rows = TorchBlockHead(head), range(len(parts))
+    runs, rows = TorchDFlashHead(head), range(len(parts))
     cache = PagedKVCache.for_model(runs, 256, 4)
     done = [0] * len(parts)
     for number in range(max(map(len, parts))):
@@ -253,7 +253,7 @@ def speculators_logits(
     # What the package saves, we load.
     model.float().save_pretrained(path / "saved")
     model.double().load_state_dict(tensors, strict=False)
-    again = load_block_head(path / "saved", torch.float64)
+    again = load_dflash_head(path / "saved", torch.float64)
     assert again.config == head.config
     for name, parameter in again.named_parameters():
         torch.testing.assert_close(parameter, dict(head.named_parameters())[name])
@@ -290,7 +290,7 @@ def speculators_logits(
 def test_the_naive_twin_says_what_speculators_says(kind: str, tmp_path: Path) -> None:
     """Of three documents at once, of other lengths each."""
     head, generator = make_head(5, **KINDS[kind]), torch.Generator().manual_seed(5)
-    save_block_head(head, tmp_path, torch.float64)
+    save_dflash_head(head, tmp_path, torch.float64)
     documents = [torch.randn(length, 96, dtype=torch.float64, generator=generator) for length in (9, 2, 5)]
     anchors = torch.randint(0, VOCABULARY, (3,), generator=generator).tolist()
     drafted = torch.randint(0, VOCABULARY, (3, head.config.drafts), generator=generator).tolist()
@@ -367,9 +367,9 @@ def deepspec(raw: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_saved_is_loaded(kind: str, tmp_path: Path) -> None:
     head = make_head(2, torch.float32, **KINDS[kind])
-    save_block_head(head, tmp_path, torch.float32)
-    again = load_block_head(tmp_path)
-    assert head_kind(tmp_path) == BLOCK and again.config == head.config and again.dtype == torch.float32
+    save_dflash_head(head, tmp_path, torch.float32)
+    again = load_dflash_head(tmp_path)
+    assert head_kind(tmp_path) == DFLASH and again.config == head.config and again.dtype == torch.float32
     for name, parameter in again.named_parameters():
         assert torch.equal(parameter, dict(head.named_parameters())[name])
     assert torch.equal(again.to_target_U, head.to_target_U)
@@ -383,11 +383,11 @@ def test_what_is_saved_is_loaded(kind: str, tmp_path: Path) -> None:
 def test_the_formats_say_the_same(kind: str, form: Any, tmp_path: Path) -> None:
     """Layers' numbers among them: z-lab and DeepSpec count from 0 on, speculators from 1 on."""
     head = make_head(2, torch.float32, **KINDS[kind])
-    save_block_head(head, tmp_path, torch.float32)
+    save_dflash_head(head, tmp_path, torch.float32)
     raw = json.loads((tmp_path / "config.json").read_text())
     expected = head.config.model_copy(update={"target_layers": 4})
     (tmp_path / "config.json").write_text(json.dumps(form(raw)))
-    assert load_block_head(tmp_path).config == expected and head_kind(tmp_path) == BLOCK
+    assert load_dflash_head(tmp_path).config == expected and head_kind(tmp_path) == DFLASH
     assert expected.states == (1, 2, 4) and form(raw).get("target_layer_ids", [0, 1, 3]) == [0, 1, 3]
 
 
@@ -399,22 +399,22 @@ def test_published_configurations(tmp_path: Path) -> None:
         "vocab_size": 151936, "rope_theta": 1000000, "num_target_layers": 36, "block_size": 16,
         "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
     }  # fmt: skip
-    config = BlockConfig.from_hf(raw)
+    config = DFlashConfig.from_hf(raw)
     assert (config.states, config.block_size, config.drafts) == ((2, 10, 18, 26, 34), 16, 15)
     assert config.layer.rope_theta == 1e6 and config.causal == (False,) * 5 and not config.anchor_first
     del raw["dflash_config"]["target_layer_ids"]
-    config = BlockConfig.from_hf(raw)
+    config = DFlashConfig.from_hf(raw)
     assert config.states is None and config.inputs == 5 and config.states_of(36) == (2, 10, 18, 26, 34)
-    assert BlockConfig.from_hf({**raw, "num_target_layers": None}).states_of(32) == (2, 9, 16, 23, 30)
-    one = BlockConfig.from_hf({**raw, "num_hidden_layers": 1})
+    assert DFlashConfig.from_hf({**raw, "num_target_layers": None}).states_of(32) == (2, 9, 16, 23, 30)
+    one = DFlashConfig.from_hf({**raw, "num_hidden_layers": 1})
     assert one.states_of(36) == (19,)
     with pytest.raises(ValueError, match=r"for a target of 36 layers \(num_target_layers\), not 32"):
         config.states_of(32)
-    few = BlockConfig.from_hf({**raw, "num_target_layers": None})
+    few = DFlashConfig.from_hf({**raw, "num_target_layers": None})
     with pytest.raises(ValueError, match="do not fit a target of 4 layers"):
         few.states_of(4)
     packaged = {"speculators_model_type": "dspark", "mask_token_id": 5, "transformer_layer_config": {"head_dim": 128}}
-    config = BlockConfig.from_hf(packaged)
+    config = DFlashConfig.from_hf(packaged)
     assert (config.markov, config.markov_rank, config.confidence, config.anchor_first) == ("vanilla", 256, True, True)
     assert (config.block_size, config.layer.hidden_size, config.confidence_with_markov) == (8, 4096, True)
 
@@ -430,7 +430,7 @@ def test_published_configurations(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_decides_whether_a_block_is_causal(options: dict[str, Any], causal: tuple[bool, ...]) -> None:
     raw = make_config(**KINDS["sliding"]).to_hf("float32")
-    assert BlockConfig.from_hf({**raw, "sliding_window_non_causal": False, **options}).causal == causal
+    assert DFlashConfig.from_hf({**raw, "sliding_window_non_causal": False, **options}).causal == causal
 
 
 @pytest.mark.parametrize(
@@ -443,7 +443,7 @@ def test_what_decides_whether_a_block_is_causal(options: dict[str, Any], causal:
 )  # fmt: skip
 def test_other_names_of_tensors(names: Any, tmp_path: Path) -> None:
     head = make_head(2, torch.float32, layers={"attention_bias": True})
-    save_block_head(head, tmp_path, torch.float32)
+    save_dflash_head(head, tmp_path, torch.float32)
     tensors = load_file(tmp_path / "model.safetensors")
     if names == "fused":
         for key in [key for key in tensors if "q_proj" in key]:
@@ -457,15 +457,15 @@ def test_other_names_of_tensors(names: Any, tmp_path: Path) -> None:
             tensors = {new + key.removeprefix(old) if key.startswith(old) else key: x for key, x in tensors.items()}
     tensors |= {"verifier_norm.weight": torch.ones(32)}
     save_file(tensors, tmp_path / "model.safetensors")
-    again = load_block_head(tmp_path)
+    again = load_dflash_head(tmp_path)
     for name, parameter in head.named_parameters():
         assert torch.equal(parameter, dict(again.named_parameters())[name])
 
 
 def test_the_targets_last_layer_is_left_out_of_the_list(tmp_path: Path) -> None:
     head = make_head(2, torch.float32)
-    save_block_head(head, tmp_path, torch.float32)
-    assert load_block_head(changed(tmp_path, {}, aux_hidden_state_layer_ids=[1, 2, 4, 36])).config == head.config
+    save_dflash_head(head, tmp_path, torch.float32)
+    assert load_dflash_head(changed(tmp_path, {}, aux_hidden_state_layer_ids=[1, 2, 4, 36])).config == head.config
 
 
 @pytest.mark.parametrize(
@@ -497,16 +497,18 @@ def test_the_targets_last_layer_is_left_out_of_the_list(tmp_path: Path) -> None:
         ({}, {"aux_hidden_state_layer_ids": [1, "2"]}, "must list numbers of layers, got"),
         ({}, {"draft_vocab_size": 41}, "draft_vocab_size 41 exceeds vocab_size 40"),
         ({}, {"num_target_layers": -1}, "target_layers"),
+        ({}, {"dflash_config": {"num_target_layers": "many"}}, "target_layers"),
+        ({}, {"is_causal": "false"}, "is_causal 'false' must be true or false"),
     ],
 )  # fmt: skip
 def test_what_is_not_built_or_does_not_fit_is_named(tensors: Any, config: Any, said: str, tmp_path: Path) -> None:
-    save_block_head(make_head(2, torch.float32), tmp_path, torch.float32)
+    save_dflash_head(make_head(2, torch.float32), tmp_path, torch.float32)
     with pytest.raises(CheckpointError, match=said):
-        load_block_head(changed(tmp_path, tensors, **config))
+        load_dflash_head(changed(tmp_path, tensors, **config))
 
 
 def test_places_of_settings_that_are_refused(tmp_path: Path) -> None:
-    save_block_head(make_head(2, torch.float32, **KINDS["sliding"]), tmp_path, torch.float32)
+    save_dflash_head(make_head(2, torch.float32, **KINDS["sliding"]), tmp_path, torch.float32)
     raw = json.loads((tmp_path / "config.json").read_text())
     for change, said in (
         ({"use_sliding_window": False}, "layer_types has sliding layers, but use_sliding_window is not true"),
@@ -516,7 +518,7 @@ def test_places_of_settings_that_are_refused(tmp_path: Path) -> None:
     ):
         layer = raw["transformer_layer_config"] | change
         with pytest.raises(CheckpointError, match=said):
-            BlockConfig.from_hf(raw | {"transformer_layer_config": layer})
+            DFlashConfig.from_hf(raw | {"transformer_layer_config": layer})
     (tmp_path / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"mask_embedding.pt is not supported"):
-        load_block_head(tmp_path)
+        load_dflash_head(tmp_path)

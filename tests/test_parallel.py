@@ -25,7 +25,7 @@ from fly.drafts.translate import TranslatingSetup
 from fly.engine import Engine
 from fly.models import Llama, LlamaConfig, load_model, save_model
 from fly.models.compiled import CompiledLayers
-from fly.models.dflash import BlockConfig, DFlashHead, save_block_head
+from fly.models.dflash import DFlashConfig, DFlashHead, save_dflash_head
 from fly.models.eagle import Eagle3Head, HeadConfig, load_head, save_head
 from fly.models.families import Family
 from fly.models.loading import layout
@@ -285,13 +285,13 @@ def test_a_block_drafter_uses_an_output_matrix_that_is_divided(
 ) -> None:
     target, _ = checkpoints(tmp_path, TOY, 5)
     layer = LlamaConfig.model_validate(TOY.model_dump() | {"family": "qwen3", "num_hidden_layers": 1})
-    config = BlockConfig(
+    config = DFlashConfig(
         layer=layer, draft_vocab_size=TOY.vocab_size, target_hidden_size=TOY.hidden_size, states=(1,), block_size=4,
         mask_token_id=1, causal=(False,), anchor_first=True, markov="vanilla", markov_rank=4,
     )  # fmt: skip
     head = DFlashHead(config)
     randomise(head)
-    save_block_head(head, draft := str(tmp_path / "head"), torch.float32)
+    save_dflash_head(head, draft := str(tmp_path / "head"), torch.float32)
     params = SamplingParams(temperature=temperature, max_tokens=24, seed=3)
     request = {"prompts": [[1, 2, 3], [3, 2]], "params": params}
     expected = generate(None, target, f'block("{draft}")', request)

@@ -17,14 +17,14 @@ from fly.backends.int8 import INT8
 from fly.cache import PagedBatch
 from fly.models import Llama
 from fly.models.config import LlamaConfig
-from fly.models.dflash import BlockConfig, DFlashHead
+from fly.models.dflash import DFlashConfig, DFlashHead
 from fly.models.eagle import Eagle3Head
 from fly.models.llama import record_states
 from fly.ops import upload
 from fly.runner.drafting import Follow, Place
 from fly.runner.executor import Batch, BlockHead, DraftSpec, Executor, Scores, SerialHead
 
-__all__ = ["Model", "TorchBlockHead", "TorchExecutor", "TorchHead", "TorchParallelHead"]
+__all__ = ["Model", "TorchDFlashHead", "TorchExecutor", "TorchHead", "TorchPEagleHead"]
 
 
 @runtime_checkable
@@ -122,7 +122,7 @@ class TorchHead(SerialHead):
         return self.head.logits(x_TC), x_TC
 
 
-class TorchParallelHead(BlockHead):
+class TorchPEagleHead(BlockHead):
     """Runs a P-EAGLE head (arXiv 2602.01469) operation by operation: one causal forward over the tokens that the target
     has read, and mask tokens after them. The last token read gives the first draft, each mask token one more."""
 
@@ -175,7 +175,7 @@ class TorchParallelHead(BlockHead):
         return follow
 
 
-class TorchBlockHead(BlockHead):
+class TorchDFlashHead(BlockHead):
     """Runs a DFlash or DSpark head operation by operation."""
 
     def __init__(self, head: DFlashHead) -> None:
@@ -212,7 +212,7 @@ class TorchBlockHead(BlockHead):
         packed = Batch.of(blocks, view.batches[0])
         tokens_T, positions_T = upload([*packed.tokens, *packed.positions], self.device).chunk(2)
         hidden_BKC = self.head(tokens_T, positions_T, view).unflatten(0, (len(anchors), -1))
-        return _Walk(self, hidden_BKC)
+        return _Walk(self, hidden_BKC, max(max_len))
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
         """Return the logits [N, U] over the draft vocabulary, before any correction."""
@@ -227,7 +227,7 @@ class _Blocks:
     sliding layers: the last tokens of it), and its block (in causal layers: up to itself). The window counts from the
     anchor, as in ``speculators``."""
 
-    def __init__(self, kv: PagedBatch, starts: list[int], config: BlockConfig) -> None:
+    def __init__(self, kv: PagedBatch, starts: list[int], config: DFlashConfig) -> None:
         kinds = list(zip(config.layer.windows, config.causal))
         size, device = config.block_size, kv.cache.device
         inside_KK = torch.ones(size, size, dtype=torch.bool, device=device)
@@ -261,12 +261,14 @@ class _Walk:
     """Walks over the places of a block (``Follow``), and corrects each by the token before it if the head is
     DSpark's."""
 
-    def __init__(self, runs: TorchBlockHead, hidden_BKC: Tensor) -> None:
+    def __init__(self, runs: TorchDFlashHead, hidden_BKC: Tensor, longest: int) -> None:
         self.runs, self.head = runs, runs.head
         first = 0 if self.head.config.anchor_first else 1
         self.hidden_BKC = hidden_BKC
         self.corrects = self.head.markov_head is not None or self.head.confidence_head is not None
-        self.logits_BKU = runs.logits(hidden_BKC[:, first:].flatten(0, 1)).unflatten(0, (len(hidden_BKC), -1))
+        self.logits_BKU = runs.logits(hidden_BKC[:, first : first + longest].flatten(0, 1)).unflatten(
+            0, (len(hidden_BKC), -1)
+        )
         self.first, self.place = first, -1
         self.state_BR: Tensor | None = None
 

@@ -27,38 +27,22 @@ from torch import Tensor, nn
 from fly.errors import explain
 from fly.models.config import CheckpointError, LlamaConfig, json_object, read_json
 from fly.models.families import FULL, SLIDING
-from fly.models.heads import BLOCK, TrainedHead, check_built, find_mask_id, layer_config, read_tensors
+from fly.models.heads import DFLASH, NOT_BUILT, TrainedHead, check_built, find_mask_id, layer_config, read_tensors
 from fly.models.llama import KV, Layer, Norm
 from fly.models.loading import resolve_dtype
 
-__all__ = ["BlockConfig", "BlockKV", "Corrected", "DFlashHead", "MarkovHead", "load_block_head", "save_block_head"]
+__all__ = ["BlockKV", "Corrected", "DFlashConfig", "DFlashHead", "MarkovHead", "load_dflash_head", "save_dflash_head"]
 
 Markov = Literal["vanilla", "gated", "rnn"]
-# What is not built: the name of a field, in any object of the configuration, and the values that ask for nothing.
-_REFUSED: dict[str, tuple[object, ...]] = {
-    "use_swa": (False,),
-    "swa_window_size": (),
-    "attention_sink_bias": (False,),
-    "add_swa_attention_sink_bias": (False,),
-    "attention_value_scale": (1, 1.0),
-    "input_embedding_scale": (1, 1.0),
-    "output_multiplier": (1, 1.0),
-    "final_logit_softcapping": (0, 0.0),
-    "attn_logit_softcapping": (0, 0.0),
-    "is_neox_style": (True,),
-    "use_aux_hidden_state": (True,),
-    "conv_kernel_size": (),
-    "conv_group_size": (),
-    "selector_rank": (0,),
-    "selector_top_k": (0,),
-}
 # All fields of ``dflash_config`` that are read.
-_READ = frozenset({"mask_token_id", "target_layer_ids", "block_size", "causal"})
+_READ = frozenset(
+    {"mask_token_id", "target_layer_ids", "num_target_layers", "block_size", "causal", "sample_from_anchor", *NOT_BUILT}
+)
 # Other names of tensors, as some checkpoints have them.
 _RENAMED = {"midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
 
-class BlockConfig(BaseModel):
+class DFlashConfig(BaseModel):
     """Sizes and options of a DFlash or DSpark head.
 
     Args:
@@ -94,7 +78,7 @@ class BlockConfig(BaseModel):
     confidence_with_markov: bool = False
 
     @model_validator(mode="after")
-    def _fits(self) -> BlockConfig:
+    def _fits(self) -> DFlashConfig:
         size = self.layer.vocab_size
         if self.draft_vocab_size > size:
             raise ValueError(f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {size}")
@@ -147,11 +131,14 @@ class BlockConfig(BaseModel):
         return usual
 
     @classmethod
-    def from_hf(cls, raw: dict[str, Any], source: str = "config.json") -> BlockConfig:
+    def from_hf(cls, raw: dict[str, Any], source: str = "config.json") -> DFlashConfig:
         """Read the dictionary of a head's ``config.json``, in any format. Raises ``CheckpointError``."""
-        check_built(raw, (BLOCK,), source)
+        check_built(raw, (DFLASH,), source)
         nested = json_object(raw, "dflash_config", source)
-        _refuse(raw, nested, source)
+        if unknown := sorted(nested.keys() - _READ):
+            raise CheckpointError(
+                f"{source}: dflash_config has {unknown}, which are not supported; choices: {sorted(_READ)}"
+            )
         stated = {**raw, **nested}
         layer = layer_config(raw, source, "qwen3")
         packaged = "transformer_layer_config" in raw
@@ -167,12 +154,12 @@ class BlockConfig(BaseModel):
                 layer=layer,
                 draft_vocab_size=raw.get("draft_vocab_size") or layer.vocab_size,
                 target_hidden_size=raw.get("target_hidden_size") or layer.hidden_size,
-                target_layers=raw.get("num_target_layers"),
+                target_layers=stated.get("num_target_layers"),
                 states=_stated(stated, source),
                 block_size=stated.get("block_size") or (8 if packaged else 16),
                 mask_token_id=mask,
                 anchor_first=stated.get("sample_from_anchor", spark or deepspec),
-                causal=_causal(stated, layer, packaged),
+                causal=_causal(stated, layer, packaged, source),
                 markov=stated.get("markov_head_type", "vanilla") if rank else None,
                 markov_rank=rank,
                 confidence=confidence,
@@ -214,25 +201,6 @@ class BlockConfig(BaseModel):
         return raw | extra
 
 
-def _refuse(raw: dict[str, Any], nested: dict[str, Any], source: str) -> None:
-    """Raise ``CheckpointError`` for a field that asks for something that is not built."""
-    layer = json_object(raw, "transformer_layer_config", source)
-    for place in (raw, nested, layer):
-        for name, neutral in _REFUSED.items():
-            if (value := place.get(name)) is not None and value not in neutral:
-                raise CheckpointError(f"{source}: {name} {value!r} is not supported; it must be absent")
-    if unknown := sorted(nested.keys() - _READ - _REFUSED.keys()):
-        raise CheckpointError(
-            f"{source}: dflash_config has {unknown}, which are not supported; choices: {sorted(_READ)}"
-        )
-    for place in (raw, layer):
-        if SLIDING in json_object(place, "rope_parameters", source):
-            raise CheckpointError(f"{source}: rope_parameters for each kind of layer are not supported in a draft head")
-        # transformers drops the window of a Qwen3 then, and engines differ in what they make of it.
-        if SLIDING in (place.get("layer_types") or ()) and place.get("use_sliding_window") is not True:
-            raise CheckpointError(f"{source}: layer_types has sliding layers, but use_sliding_window is not true")
-
-
 def _stated(stated: dict[str, Any], source: str) -> tuple[int, ...] | None:
     """Return the layers after which the configuration takes hidden states. ``speculators`` counts layers in this way.
     z-lab and DeepSpec number the layers from 0 on, and -1 is the embedding: add 1."""
@@ -245,20 +213,23 @@ def _stated(stated: dict[str, Any], source: str) -> tuple[int, ...] | None:
     return None
 
 
-def _causal(stated: dict[str, Any], layer: LlamaConfig, packaged: bool) -> tuple[bool, ...]:
+def _causal(stated: dict[str, Any], layer: LlamaConfig, packaged: bool, source: str) -> tuple[bool, ...]:
     """Return for each layer whether places of the block see no place after them. ``is_causal`` decides for all layers,
     then ``causal`` does. Otherwise sliding layers are causal and full ones are not; ``speculators`` may say that
     sliding layers are not causal either."""
     for name in ("is_causal", "causal"):
-        if (value := stated.get(name)) is not None:
-            return (bool(value),) * layer.num_hidden_layers
+        if (value := stated.get(name)) is None:
+            continue
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{source}: {name} {value!r} must be true or false")
+        return (value,) * layer.num_hidden_layers
     sliding = not (packaged and stated.get("sliding_window_non_causal", False))
     return tuple(kind == SLIDING and sliding for kind in layer.layer_types or (FULL,) * layer.num_hidden_layers)
 
 
 class BlockKV(KV, Protocol):
     """The part of a KV cache that a head uses. ``attend`` is called with the places of blocks; what each place sees is
-    this object's to know (``BlockConfig.causal``, and the layers' windows)."""
+    this object's to know (``DFlashConfig.causal``, and the layers' windows)."""
 
     def store(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> object:
         """Store keys and values of the context."""
@@ -276,7 +247,7 @@ class MarkovHead(nn.Module):
     """Corrects the logits of a place by the token before it: adds ``W2 · W1[token]`` (DSpark). ``gated`` multiplies the
     token's row of W1 by a gate over the place's hidden state. ``rnn`` keeps a state over the places of a block."""
 
-    def __init__(self, config: BlockConfig) -> None:
+    def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         rank, width = config.markov_rank, config.layer.hidden_size
         self.markov_w1 = nn.Embedding(config.layer.vocab_size, rank)
@@ -303,7 +274,7 @@ class ConfidenceHead(nn.Module):
     """Predicts how likely a place's token is to be kept, from its hidden state, and from the token before if
     ``confidence_with_markov`` (DSpark)."""
 
-    def __init__(self, config: BlockConfig) -> None:
+    def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         self.proj = nn.Linear(config.layer.hidden_size + config.confidence_with_markov * config.markov_rank, 1)
 
@@ -318,7 +289,7 @@ class DFlashHead(TrainedHead):
     ``gate_up_proj``. A head without an embedding or output matrix of its own uses the target's.
     """
 
-    def __init__(self, config: BlockConfig, embedding: bool = False, output: bool = False) -> None:
+    def __init__(self, config: DFlashConfig, embedding: bool = False, output: bool = False) -> None:
         layer = config.layer
         super().__init__(layer, config.draft_vocab_size, embedding)
         self.config, width = config, layer.hidden_size
@@ -374,7 +345,7 @@ class DFlashHead(TrainedHead):
         return Corrected(logits_BU, chance_B, state_BR)
 
 
-def load_block_head(path: Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> DFlashHead:
+def load_dflash_head(path: Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> DFlashHead:
     """Load a head from a directory, without gradients. The directory has a ``config.json``, and ``model.safetensors``
     (or an index and its shards) or ``pytorch_model.bin``. If ``dtype`` is None, the configuration states it.
 
@@ -382,7 +353,7 @@ def load_block_head(path: Path, dtype: torch.dtype | None = None, device: torch.
     fields of the configuration that are not supported.
     """
     raw, source = read_json(path / "config.json"), str(path / "config.json")
-    config = BlockConfig.from_hf(raw, source)
+    config = DFlashConfig.from_hf(raw, source)
     if (path / "mask_embedding.pt").exists():
         raise CheckpointError(
             f"{path}: mask_embedding.pt is not supported; the embedding of the mask token must be used"
@@ -399,7 +370,7 @@ def load_block_head(path: Path, dtype: torch.dtype | None = None, device: torch.
     return head
 
 
-def _renamed(tensors: dict[str, Tensor], config: BlockConfig) -> dict[str, Tensor]:
+def _renamed(tensors: dict[str, Tensor], config: DFlashConfig) -> dict[str, Tensor]:
     """Give tensors the names of ``speculators``, split fused matrices, and leave out copies of the target's tensors
     that only training reads."""
     found = dict[str, Tensor]()
@@ -416,7 +387,9 @@ def _renamed(tensors: dict[str, Tensor], config: BlockConfig) -> dict[str, Tenso
     return found
 
 
-def save_block_head(head: DFlashHead, directory: str | Path, dtype: torch.dtype = torch.bfloat16, **extra: Any) -> None:
+def save_dflash_head(
+    head: DFlashHead, directory: str | Path, dtype: torch.dtype = torch.bfloat16, **extra: Any
+) -> None:
     """Write ``config.json`` and ``model.safetensors`` in the format of ``speculators``; ``extra`` is added to the
     configuration. What is shared with the target is left out."""
     head.save(directory, head.config.to_hf(str(dtype).removeprefix("torch."), **extra), dtype)

@@ -19,25 +19,45 @@ from torch import Tensor, nn
 from fly.models.checkpoint import check_tensors
 from fly.models.config import CheckpointError, LlamaConfig, json_object, read_json
 from fly.models.directory import Directory
-from fly.models.families import FAMILIES
+from fly.models.families import FAMILIES, SLIDING
 from fly.models.llama import signed_tables
 
-__all__ = ["BLOCK", "EAGLE3", "PEAGLE", "TrainedHead", "find_mask_id", "head_kind", "is_head"]
+__all__ = ["DFLASH", "EAGLE3", "NOT_BUILT", "PEAGLE", "TrainedHead", "find_mask_id", "head_kind", "is_head"]
 
 # The kinds of heads: EAGLE-3 drafts token after token. DFlash, DSpark and P-EAGLE draft a block in one forward.
-EAGLE3, BLOCK, PEAGLE = "eagle3", "dflash", "peagle"
+EAGLE3, DFLASH, PEAGLE = "eagle3", "dflash", "peagle"
 # Architectures by kind, and types of the package ``speculators`` (``speculators_model_type``) by kind.
 _ARCHITECTURES = {
     "LlamaForCausalLMEagle3": EAGLE3, "Eagle3LlamaForCausalLM": EAGLE3, "Eagle3Speculator": EAGLE3,
     "Eagle3DraftModel": EAGLE3, "PEagleDraftModel": PEAGLE, "PEagleSpeculator": PEAGLE,
-    "DFlashDraftModel": BLOCK, "DFlashSpeculator": BLOCK, "DSparkDraftModel": BLOCK, "DSparkSpeculator": BLOCK,
-    "Qwen3DSparkModel": BLOCK,
+    "DFlashDraftModel": DFLASH, "DFlashSpeculator": DFLASH, "DSparkDraftModel": DFLASH, "DSparkSpeculator": DFLASH,
+    "Qwen3DSparkModel": DFLASH,
 }  # fmt: skip
-_TYPES = {"eagle3": EAGLE3, "peagle": PEAGLE, "dflash": BLOCK, "dspark": BLOCK}
-_NOT_BUILT = {  # heads that are recognised, and refused
+_TYPES = {"eagle3": EAGLE3, "peagle": PEAGLE, "dflash": DFLASH, "dspark": DFLASH}
+_KINDS_NOT_BUILT = {  # heads that are recognised, and refused
     "dflash2": "its convolutions and its selector of candidates are not built",
     "mtp": "layers that predict the next tokens one after another (MTP) are not built",
 }
+# What is not built in any head: the name of a field, and the values that ask for nothing.
+NOT_BUILT: dict[str, tuple[object, ...]] = {
+    "use_swa": (False,),
+    "swa_window_size": (),
+    "attention_sink_bias": (False,),
+    "add_swa_attention_sink_bias": (False,),
+    "attention_value_scale": (1,),
+    "input_embedding_scale": (1,),
+    "output_multiplier": (1,),
+    "logit_scale": (1,),
+    "final_logit_softcapping": (0,),
+    "attn_logit_softcapping": (0,),
+    "is_neox_style": (True,),
+    "use_aux_hidden_state": (True,),
+    "conv_kernel_size": (),
+    "conv_group_size": (),
+    "selector_rank": (0,),
+    "selector_top_k": (0,),
+}
+_PARTS = "dflash_config", "eagle_config", "transformer_layer_config"  # objects in a configuration that have such fields
 _MASK_IDS = "mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"
 # Values that a ``transformer_layer_config`` may leave out, because they are the defaults of transformers.
 _SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -64,8 +84,8 @@ def kind_of(raw: abc.Mapping[str, Any]) -> str | None:
     """Return the kind of head that a ``config.json`` describes; None if it describes none. A head that is not built
     has its kind too, and loading it says what is missing."""
     stated = raw.get("speculators_model_type")
-    if stated in _TYPES or stated in _NOT_BUILT:
-        kind = _TYPES.get(stated, BLOCK)
+    if stated in _TYPES or stated in _KINDS_NOT_BUILT:
+        kind = _TYPES.get(stated, DFLASH)
     else:
         names = raw.get("architectures")
         kinds = [_kind_by_name(name) for name in names] if isinstance(names, list) else []
@@ -75,20 +95,25 @@ def kind_of(raw: abc.Mapping[str, Any]) -> str | None:
 
 
 def _kind_by_name(name: object) -> str | None:
-    return BLOCK if str(name).startswith("DFlash2") else _ARCHITECTURES.get(str(name))
+    return DFLASH if str(name).startswith("DFlash2") else _ARCHITECTURES.get(str(name))
 
 
-def check_built(raw: abc.Mapping[str, Any], kinds: abc.Sequence[str], source: str) -> None:
-    """Raise ``CheckpointError`` unless a ``config.json`` describes a head of one of these ``kinds`` that is built."""
+def check_built(raw: dict[str, Any], kinds: abc.Sequence[str], source: str) -> None:
+    """Raise ``CheckpointError`` unless a ``config.json`` describes a head of one of these ``kinds``, and asks for
+    nothing that is not built."""
     stated = raw.get("speculators_model_type")
     names = raw.get("architectures") or []
     if any(str(name).startswith("DFlash2") for name in names):
         stated = "dflash2"
-    if stated in _NOT_BUILT:
-        raise CheckpointError(f"{source}: a head of type {stated!r} is not supported: {_NOT_BUILT[stated]}")
+    if stated in _KINDS_NOT_BUILT:
+        raise CheckpointError(f"{source}: a head of type {stated!r} is not supported: {_KINDS_NOT_BUILT[stated]}")
     if kind_of(raw) not in kinds:
         choices = [name for name, kind in _ARCHITECTURES.items() if kind in kinds]
         raise CheckpointError(f"{source}: architecture {names or 'missing'} is not a draft head; choices: {choices}")
+    for part in (raw, *(json_object(raw, name, source) for name in _PARTS)):
+        for name, neutral in NOT_BUILT.items():
+            if (value := part.get(name)) is not None and value not in neutral:
+                raise CheckpointError(f"{source}: {name} {value!r} is not supported; it must be absent")
 
 
 def find_mask_id(raw: abc.Mapping[str, Any]) -> int | None:
@@ -115,8 +140,16 @@ def layer_config(raw: dict[str, Any], source: str, family: str | None = None) ->
         width, heads = own.get("hidden_size"), own.get("num_attention_heads")
         if own.get("head_dim") is None and isinstance(width, int) and isinstance(heads, int) and heads > 0:
             own = {**own, "head_dim": width // heads}
-    own = {"num_hidden_layers": 1, **own}
-    return LlamaConfig.from_hf({**own, "architectures": [FAMILIES[family or kind].architecture]}, source)
+    if SLIDING in json_object(own, "rope_parameters", source):
+        raise CheckpointError(f"{source}: rope_parameters for each kind of layer are not supported in a draft head")
+    own, structure = {"num_hidden_layers": 1, **own}, FAMILIES[family or kind]
+    if SLIDING in (own.get("layer_types") or ()):
+        if "layer_types" not in structure.options:
+            raise CheckpointError(f"{source}: sliding layers are not supported in a head of type {structure.name!r}")
+        # transformers drops the window of a Qwen3 then, and engines differ in what they make of it.
+        if own.get("use_sliding_window") is not True:
+            raise CheckpointError(f"{source}: layer_types has sliding layers, but use_sliding_window is not true")
+    return LlamaConfig.from_hf({**own, "architectures": [structure.architecture]}, source)
 
 
 class TrainedHead(nn.Module):

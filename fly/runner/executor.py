@@ -380,7 +380,7 @@ class Executor(ABC):
 
 
 class HeadOptions(Protocol):
-    """What a head needs from its target (``fly.models.eagle.HeadConfig``, ``fly.models.dflash.BlockConfig``)."""
+    """What a head needs from its target (``fly.models.eagle.HeadConfig``, ``fly.models.dflash.DFlashConfig``)."""
 
     @property
     def target_hidden_size(self) -> int: ...
