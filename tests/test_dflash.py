@@ -364,6 +364,18 @@ def deepspec(raw: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def specforge(raw: dict[str, Any]) -> dict[str, Any]:
+    """The same head in SpecForge's format: z-lab's, with DSpark's fields in ``dflash_config``."""
+    found = zlab(raw)
+    names = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+    found["dflash_config"] |= {
+        "projector_type": "dspark",
+        "attention_mode": "gqa",
+        **{name: raw[name] for name in names},
+    }
+    return found | {"architectures": ["DSparkDraftModel"]}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_saved_is_loaded(kind: str, tmp_path: Path) -> None:
     head = make_head(2, torch.float32, **KINDS[kind])
@@ -378,7 +390,7 @@ def test_what_is_saved_is_loaded(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "form"),
     [("fill-in", zlab), ("sliding", zlab), ("anchor-first", deepspec), ("vanilla", deepspec), ("confident", deepspec),
-     ("rnn", deepspec)],
+     ("rnn", deepspec), ("confident", specforge), ("rnn", specforge)],
 )  # fmt: skip
 def test_the_formats_say_the_same(kind: str, form: Any, tmp_path: Path) -> None:
     """Layers' numbers among them: z-lab and DeepSpec count from 0 on, speculators from 1 on."""
@@ -489,6 +501,9 @@ def test_the_targets_last_layer_is_left_out_of_the_list(tmp_path: Path) -> None:
         ({}, {"is_neox_style": False}, "is_neox_style False is not supported"),
         ({}, {"use_aux_hidden_state": False}, "use_aux_hidden_state False is not supported"),
         ({}, {"selector_rank": 256}, "selector_rank 256 is not supported"),
+        ({}, {"dflash_config": {"projector_type": "domino"}}, "projector_type 'domino' is not supported"),
+        ({}, {"dflash_config": {"attention_mode": "mla"}}, "attention_mode 'mla' is not supported"),
+        ({}, {"enable_qwen35_gated_q_proj": True}, "enable_qwen35_gated_q_proj True is not supported"),
         ({}, {"dflash_config": {"new_field": 1}}, r"dflash_config has \['new_field'\], which are not supported"),
         ({}, {"mask_token_id": None}, "mask_token_id is missing"),
         ({}, {"mask_token_id": 40}, "mask_token_id 40 is outside 40 tokens"),

@@ -8,8 +8,8 @@ text, the anchor, and mask tokens after it. ``forward`` computes all its places 
 context before the anchor and to the block.
 
 Heads are published in three formats. z-lab's has the sizes at the top of ``config.json`` and the rest in
-``dflash_config``. DeepSpec's has all fields at the top. The package ``speculators`` keeps the layers' configuration in
-``transformer_layer_config``.
+``dflash_config``; so has SpecForge's. DeepSpec's has all fields at the top. The package ``speculators`` keeps the
+layers' configuration in ``transformer_layer_config``.
 
 Shape legend: T packed tokens, B rows, K places of a block, F hidden states of the target side by side, C hidden width
 of the head, R rank of the Markov head, U draft vocabulary, V the target's vocabulary.
@@ -35,9 +35,8 @@ __all__ = ["BlockKV", "Corrected", "DFlashConfig", "DFlashHead", "MarkovHead", "
 
 Markov = Literal["vanilla", "gated", "rnn"]
 # All fields of ``dflash_config`` that are read.
-_READ = frozenset(
-    {"mask_token_id", "target_layer_ids", "num_target_layers", "block_size", "causal", "sample_from_anchor", *NOT_BUILT}
-)
+_READ = {"mask_token_id", "target_layer_ids", "num_target_layers", "block_size", "causal", "sample_from_anchor"}
+_READ |= {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
 # Other names of tensors, as some checkpoints have them.
 _RENAMED = {"midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
@@ -135,16 +134,16 @@ class DFlashConfig(BaseModel):
         """Read the dictionary of a head's ``config.json``, in any format. Raises ``CheckpointError``."""
         check_built(raw, (DFLASH,), source)
         nested = json_object(raw, "dflash_config", source)
-        if unknown := sorted(nested.keys() - _READ):
+        if unknown := sorted(nested.keys() - _READ - NOT_BUILT.keys()):
             raise CheckpointError(
                 f"{source}: dflash_config has {unknown}, which are not supported; choices: {sorted(_READ)}"
             )
         stated = {**raw, **nested}
         layer = layer_config(raw, source, "qwen3")
         packaged = "transformer_layer_config" in raw
-        spark = raw.get("speculators_model_type") == "dspark" or "DSparkSpeculator" in (raw.get("architectures") or [])
-        # DeepSpec's heads and those of type dspark begin at the anchor, and have a Markov head unless its rank is 0.
-        deepspec = "Qwen3DSparkModel" in (raw.get("architectures") or [])
+        names = {*(raw.get("architectures") or [])}
+        # DSpark's heads and all of DeepSpec's begin at the anchor. DSpark's have a Markov head unless its rank is 0.
+        spark = raw.get("speculators_model_type") == "dspark" or bool(names & {"DSparkSpeculator", "DSparkDraftModel"})
         rank = stated.get("markov_rank", 256 if spark else 0)
         confidence = stated.get("enable_confidence_head", spark)
         if (mask := find_mask_id(raw)) is None:
@@ -158,7 +157,7 @@ class DFlashConfig(BaseModel):
                 states=_stated(stated, source),
                 block_size=stated.get("block_size") or (8 if packaged else 16),
                 mask_token_id=mask,
-                anchor_first=stated.get("sample_from_anchor", spark or deepspec),
+                anchor_first=stated.get("sample_from_anchor", spark or "Qwen3DSparkModel" in names),
                 causal=_causal(stated, layer, packaged, source),
                 markov=stated.get("markov_head_type", "vanilla") if rank else None,
                 markov_rank=rank,

@@ -56,6 +56,11 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "conv_group_size": (),
     "selector_rank": (0,),
     "selector_top_k": (0,),
+    "projector_type": ("dflash", "dspark"),
+    "attention_mode": ("gqa", "mha"),
+    "dflash_query_causal": (False,),
+    "log_snr_conditioning": (False,),
+    "enable_qwen35_gated_q_proj": (False,),
 }
 _PARTS = "dflash_config", "eagle_config", "transformer_layer_config"  # objects in a configuration that have such fields
 _MASK_IDS = "mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"
