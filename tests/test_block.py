@@ -24,6 +24,7 @@ from fly.backends.torch import TorchDFlashHead, TorchExecutor, TorchPEagleHead
 from fly.cache import PagedKVCache
 from fly.drafts import BlockDraft, LookupDraft, NGramDraft, pad, parse_draft
 from fly.drafts.base import split_rows
+from fly.drafts.model import seed_of
 from fly.extras.eval.timed import HeadClock
 from fly.llm import LLM
 from fly.models import Llama
@@ -33,8 +34,10 @@ from fly.models.eagle import Eagle3Head, HeadConfig, load_head, save_head
 from fly.models.llama import DenseCausal, record_states
 from fly.params import SamplingParams
 from fly.policies import Exact
+from fly.runner.drafting import DraftSpec, Marginals, draft_at_once, draft_chains
 from fly.runner.executor import Batch, BlockHead
 from fly.runner.request import Row
+from fly.runner.sampling import BatchSampling
 from fly.testing import check_draft
 from fly.testing.stage import DraftKit
 from fly.testing.toys import toy_target
@@ -330,6 +333,31 @@ def test_what_is_emitted_is_the_targets_by_exact_sums(kind: str) -> None:
         chance = float(reported.known[()][string[0]] * reported.known[string[:1]][string[1]])
         statistic += (seen - count * chance) ** 2 / (count * chance)
     assert statistic < 8 + 4 * math.sqrt(2 * 8)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.integers(1, 3), st.integers(1, 6), st.integers(0, 99))
+def test_all_places_at_once_are_those_one_by_one(data: st.DataObject, count: int, most: int, seed: int) -> None:
+    """Greedy and drawn rows, of other lengths each, that stop by chance, at a token or nowhere."""
+    logits_BKV = 2 * torch.randn(count, most, 24, generator=torch.Generator().manual_seed(seed))
+    temperatures = data.draw(st.lists(st.sampled_from([0.0, 0.7, 1.5]), min_size=count, max_size=count))
+    stop_ids = data.draw(st.sampled_from([(), (3, 5, 7, 11), tuple(range(12))]))
+    rows = [
+        Row([1, 2, 3, *[4] * b], 3, SamplingParams(temperature=t, top_k=9, stop_token_ids=stop_ids), Exact(), b, 15)
+        for b, t in enumerate(temperatures)
+    ]  # fmt: skip
+    max_len = data.draw(st.lists(st.integers(1, most), min_size=count, max_size=count))
+    reach = data.draw(st.sampled_from([(), (0.0, 0.1, 0.3)[:count]]))
+    spec = DraftSpec(data.draw(st.sampled_from([0.0, 0.2, 0.6])), reach, with_logits=data.draw(st.booleans()))
+    sampling = BatchSampling.of([row.params for row in rows]) if any(temperatures) else None
+    model, seeds = runs("dflash"), [seed_of(row) for row in rows]
+    expected = draft_chains(model, Marginals(logits_BKV), spec, rows, max_len, sampling, seeds)
+    found = draft_at_once(model, logits_BKV, spec, rows, max_len, sampling, seeds)
+    assert found.tokens == expected.tokens
+    for own, other in ((found.probs_BKV, expected.probs_BKV), (found.logits_BKV, expected.logits_BKV)):
+        assert (own is None) == (other is None)
+        if own is not None:
+            torch.testing.assert_close(own, other)
 
 
 # With an engine

@@ -21,7 +21,7 @@ from fly.models.dflash import DFlashConfig, DFlashHead
 from fly.models.eagle import Eagle3Head
 from fly.models.llama import record_states
 from fly.ops import upload
-from fly.runner.drafting import Follow, Place
+from fly.runner.drafting import Follow, Marginals, Place
 from fly.runner.executor import Batch, BlockHead, DraftSpec, Executor, Scores, SerialHead
 
 __all__ = ["Model", "TorchDFlashHead", "TorchExecutor", "TorchHead", "TorchPEagleHead"]
@@ -161,18 +161,11 @@ class TorchPEagleHead(BlockHead):
         states_TF = torch.cat([states_TF.to(self.device, self.dtype), self.head.mask_hidden.flatten(0, 1)])
         tokens_T, positions_T, numbers_T = upload([*longer.tokens, *longer.positions, *numbers], self.device).chunk(3)
         x_TC = self.head(tokens_T, self.head.fuse(states_TF[numbers_T]), positions_T, longer.kv)
-        # Places of each row: its last token that was read, then its mask tokens.
-        places = [end - n + j for end, n in zip(itertools.accumulate(counts), max_len) for j in range(n)]
+        # Places of each row: its last token that was read, then its mask tokens. A shorter row repeats its last place.
+        ends = itertools.accumulate(counts)
+        places = [min(end - n + j, end - 1) for end, n in zip(ends, max_len) for j in range(max(max_len))]
         logits_NV = self.spread(self.head.logits(x_TC[upload(places, self.device)]))
-        first = [0, *itertools.accumulate(max_len)]
-        place = -1
-
-        def follow(active: list[int], tokens: list[int]) -> Place:
-            nonlocal place
-            place += 1
-            return Place(logits_NV[[first[b] + place for b in active]])
-
-        return follow
+        return Marginals(logits_NV.unflatten(0, (len(counts), -1)))
 
 
 class TorchDFlashHead(BlockHead):
@@ -212,7 +205,12 @@ class TorchDFlashHead(BlockHead):
         packed = Batch.of(blocks, view.batches[0])
         tokens_T, positions_T = upload([*packed.tokens, *packed.positions], self.device).chunk(2)
         hidden_BKC = self.head(tokens_T, positions_T, view).unflatten(0, (len(anchors), -1))
-        return _Walk(self, hidden_BKC, max(max_len))
+        first = 0 if config.anchor_first else 1
+        used_BKC = hidden_BKC[:, first : first + max(max_len)]
+        logits_BKU = self.logits(used_BKC.flatten(0, 1)).unflatten(0, used_BKC.shape[:2])
+        if self.head.markov_head is None and self.head.confidence_head is None:
+            return Marginals(self.spread(logits_BKU))
+        return _Walk(self, hidden_BKC, logits_BKU)
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
         """Return the logits [N, U] over the draft vocabulary, before any correction."""
@@ -258,37 +256,28 @@ class _Blocks:
 
 
 class _Walk:
-    """Walks over the places of a block (``Follow``), and corrects each by the token before it if the head is
-    DSpark's."""
+    """Walks over the places of a DSpark head's block (``Follow``), and corrects each by the token before it."""
 
-    def __init__(self, runs: TorchDFlashHead, hidden_BKC: Tensor, longest: int) -> None:
+    def __init__(self, runs: TorchDFlashHead, hidden_BKC: Tensor, logits_BKU: Tensor) -> None:
         self.runs, self.head = runs, runs.head
-        first = 0 if self.head.config.anchor_first else 1
-        self.hidden_BKC = hidden_BKC
-        self.corrects = self.head.markov_head is not None or self.head.confidence_head is not None
-        self.logits_BKU = runs.logits(hidden_BKC[:, first : first + longest].flatten(0, 1)).unflatten(
-            0, (len(hidden_BKC), -1)
-        )
-        self.first, self.place = first, -1
+        self.hidden_BKC, self.logits_BKU = hidden_BKC, logits_BKU
+        self.first = 0 if self.head.config.anchor_first else 1
+        self.place = -1
         self.state_BR: Tensor | None = None
 
     def __call__(self, active: list[int], tokens: list[int]) -> Place:
         self.place += 1
-        logits_AU = self.logits_BKU[active, self.place]
-        if not self.corrects:
-            return Place(self.runs.spread(logits_AU))
-        before_A = upload(tokens, logits_AU.device)
+        before_A, logits_AU = upload(tokens, self.logits_BKU.device), self.logits_BKU[active, self.place]
         if self.place == 0 and self.first:
             # The anchor's place predicts nothing here, but a recurrent Markov head begins there.
-            _, _, self.state_BR = self.head.correct(logits_AU, self.hidden_BKC[active, 0], before_A, None)
+            self.state_BR = self.head.correct(logits_AU, self.hidden_BKC[:, 0], before_A, None).state_BR
         state_AR = None if self.state_BR is None else self.state_BR[active]
         hidden_AC = self.hidden_BKC[active, self.first + self.place]
         corrected = self.head.correct(logits_AU, hidden_AC, before_A, state_AR)
-        if corrected.state_BR is not None:
-            if self.state_BR is None:
-                self.state_BR = corrected.state_BR
-            else:
-                self.state_BR[active] = corrected.state_BR
+        if self.state_BR is None:
+            self.state_BR = corrected.state_BR
+        elif corrected.state_BR is not None:
+            self.state_BR[active] = corrected.state_BR
         return Place(self.runs.spread(corrected.logits_BU), corrected.chance_B)
 
 

@@ -3,7 +3,8 @@ another. Knows no backend.
 
 ``Executor.extend`` calls ``draft_by_forwards``, unless the executor has a faster way. For chains, the loop repeats
 three stages: choose each row's next token, stop the rows that are done, feed the others. A block drafter runs one
-forward for all tokens, and then the same loop (``draft_chains``), which feeds nothing.
+forward for all tokens, and then the same loop (``draft_chains``), which feeds nothing. If no token depends on another,
+``draft_at_once`` chooses them all.
 
 Shape legend: T packed tokens, N places, B rows, A rows that still draft, J positions of a row, K longest draft, W
 candidates for a place, S cached tokens of a row, C features of a head, F hidden states side by side, V vocabulary.
@@ -36,9 +37,11 @@ __all__ = [
     "Follow",
     "Growth",
     "Lookup",
+    "Marginals",
     "Place",
     "Scores",
     "Step",
+    "draft_at_once",
     "draft_by_forwards",
     "draft_chains",
     "draw_tokens",
@@ -197,6 +200,18 @@ class Place(NamedTuple):
 Follow = Callable[[list[int], list[int]], Place]
 
 
+class Marginals:
+    """What a model says of several places at once, whatever is drafted at the places before (``Follow``)."""
+
+    def __init__(self, logits_BKV: Tensor) -> None:
+        self.logits_BKV = logits_BKV
+        self.place = -1
+
+    def __call__(self, active: list[int], tokens: list[int]) -> Place:
+        self.place += 1
+        return Place(self.logits_BKV[active, self.place])
+
+
 # Runs one forward over drafted tokens, each with a head's features before it. Returns logits [T, V], features [T, C].
 Step = Callable[[Batch, Tensor | None], tuple[Tensor, Tensor | None]]
 
@@ -320,6 +335,52 @@ def draft_chains(
     for b, each in enumerate(sources):
         sources_BKV[b, : len(each)] = torch.stack(each)
     return Drafted(chains, None, sources_BKV) if sampling is None else Drafted(chains, sources_BKV)
+
+
+def draft_at_once(
+    model: Computing,
+    logits_BKV: Tensor,
+    spec: DraftSpec,
+    rows: abc.Sequence[Row],
+    max_len: abc.Sequence[int],
+    sampling: BatchSampling | None,
+    seeds: abc.Sequence[int],
+) -> Drafted:
+    """Draft the same as ``draft_chains`` from ``Marginals(logits_BKV)``, with one wait for the device. No row may have
+    penalties, bans or a form, since these depend on the tokens before a place."""
+    count, longest = len(rows), max(max_len)
+    logits_BKV, probs_BKV = logits_BKV[:, :longest], None
+    # Choose: every place's token is its most likely one, or is drawn.
+    if sampling is None:
+        tokens_BK = argmax(logits_BKV)
+    else:
+        own = BatchSampling.of([row.params for row in rows], logits_BKV.device)
+        probs_BKV = model.process(own, logits_BKV).dense()
+        at = [len(row.tokens) + place for row in rows for place in range(longest)]
+        seed_N, at_N = upload([*(seed for seed in seeds for _ in range(longest)), *at], logits_BKV.device).chunk(2)
+        coin_N = uniforms(seed_N, at_N, Stream.SAMPLE, 1).squeeze(1)
+        tokens_BK = draw(probs_BKV.flatten(0, 1), coin_N).unflatten(0, (count, longest))
+    if spec.stops:
+        peak_BK = logits_BKV.softmax(-1).amax(-1)
+        if probs_BKV is not None:
+            greedy_B = upload([row.greedy for row in rows], logits_BKV.device).bool()
+            peak_BK = torch.where(greedy_B.unsqueeze(1), peak_BK, probs_BKV.amax(-1))
+        tokens_BK, peak_BK = torch.stack([tokens_BK.double(), peak_BK.double()]).cpu()
+        peak_BK = peak_BK.float()
+    # Stop where ``draft_chains`` does.
+    chains = []
+    for b, (row, drawn) in enumerate(zip(rows, tokens_BK.long().tolist())):
+        certainty = Certainty(spec, spec.reach[b] if spec.reach else 0.0)
+        sure = certainty.goes_on(peak_BK[b]) if certainty.may_stop else [True] * longest
+        ends = (n for n, token in enumerate(drawn, start=1) if not sure[n - 1] or token in row.stop_ids)
+        chains.append(drawn[: min(next(ends, longest), max_len[b])])
+    if sampling is None and not spec.with_logits:
+        return Drafted(chains)
+    source_BKV = logits_BKV if probs_BKV is None else probs_BKV
+    lengths_B1 = upload(list(map(len, chains)), source_BKV.device).unsqueeze(1)
+    beyond_BK = torch.arange(longest, device=source_BKV.device) >= lengths_B1
+    source_BKV = source_BKV.masked_fill(beyond_BK.unsqueeze(-1), 0.0)[:, : max(map(len, chains))]
+    return Drafted(chains, None, source_BKV) if sampling is None else Drafted(chains, source_BKV)
 
 
 def _allowed(model: Computing, logits_NV: Tensor, rows: list[Row]) -> Tensor:

@@ -35,7 +35,9 @@ from fly.runner.drafting import (
     Follow,
     Growth,
     Lookup,
+    Marginals,
     Scores,
+    draft_at_once,
     draft_by_forwards,
     draft_chains,
     ends_of,
@@ -496,7 +498,8 @@ class BlockHead(Head):
     @abstractmethod
     def block(self, batch: Batch, states_TF: Tensor, anchors: abc.Sequence[int], max_len: abc.Sequence[int]) -> Follow:
         """Read the batch, and run one forward over a block of each row. ``anchors`` are the rows' last tokens. Return
-        what the head says of each place, one place after another; logits are spread over the target's vocabulary."""
+        what the head says of each place, one place after another: ``Marginals``, unless it depends on the tokens
+        before. Logits are spread over the target's vocabulary."""
 
     def draft(
         self,
@@ -509,6 +512,8 @@ class BlockHead(Head):
         seeds: abc.Sequence[int] = (),
     ) -> Drafted:
         follow = self.block(batch, states_TF, [row.tokens[-1] for row in rows], max_len)
+        if isinstance(follow, Marginals) and not any(map(constrains, rows)):
+            return draft_at_once(self, follow.logits_BKV, spec, rows, max_len, sampling, seeds)
         return draft_chains(self, follow, spec, rows, max_len, sampling, seeds)
 
 
