@@ -84,7 +84,10 @@ class TorchExecutor(Executor):
     def embedding(self) -> Tensor:
         if not isinstance(self.model, Llama):
             return super().embedding()
-        # called like a module, since each rank holds a part of the table
+        weight = self.model.embed_tokens.weight
+        if type(weight) is torch.nn.Parameter and len(weight) == self.config.vocab_size:
+            return weight.detach()  # the table itself, which takes no more memory
+        # A rank holds a part of the table, which is called like a module.
         embedding_VC: Tensor = self.model.embed_tokens(torch.arange(self.config.vocab_size, device=self.device))
         return embedding_VC.detach()
 
