@@ -58,7 +58,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def make_block_head(kind: str = "dflash", seed: int = 1, own: bool = False, **options: Any) -> DFlashHead:
     """A random head for ``TARGET``, whose embedding and output matrix it shares unless it has its ``own``."""
-    layer = TARGET.resized(2, family="qwen3")
+    layer = options.pop("layer", TARGET.resized(2, family="qwen3"))
     config = DFlashConfig(
         layer=layer,
         **{"draft_vocab_size": 24, "target_hidden_size": 32, "states": (0, 2, 3), "block_size": 5, "mask_token_id": 23,
@@ -554,6 +554,10 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=said):
             LLM(target_on("torch"), BlockDraft(TorchDFlashHead(make_block_head(**options))))
+    wide = make_block_head(layer=TARGET.resized(2, family="qwen3", hidden_size=16, head_dim=8), own=True)
+    wide.lm_head = None
+    with pytest.raises(ValueError, match="no output matrix, and the target's is 32 wide, not 16"):
+        LLM(target_on("torch"), BlockDraft(TorchDFlashHead(wide)))
     with pytest.raises(ValueError, match="Other on 'torch' kernels gives no hidden states"):
         LLM(TorchExecutor(Other()), BlockDraft(runs("dflash")))  # type: ignore[arg-type]
 

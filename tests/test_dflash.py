@@ -522,6 +522,22 @@ def test_what_is_not_built_or_does_not_fit_is_named(tensors: Any, config: Any, s
         load_dflash_head(changed(tmp_path, tensors, **config))
 
 
+def test_layers_of_another_type_are_refused() -> None:
+    """Flat or nested: the layers are Qwen3's, with the sizes of a Llama or a Qwen3."""
+    raw = make_config().to_hf("float32")
+    for flat in (False, True):
+        for kind, known in (("qwen3", True), ("llama", True), ("gemma4", False)):
+            layer = raw["transformer_layer_config"] | {"model_type": kind}
+            both = (
+                zlab(raw | {"transformer_layer_config": layer}) if flat else raw | {"transformer_layer_config": layer}
+            )
+            if known:
+                assert DFlashConfig.from_hf(both).layer == make_config().layer
+            else:
+                with pytest.raises(CheckpointError, match="layer of type 'gemma4' is not supported; choices"):
+                    DFlashConfig.from_hf(both)
+
+
 def test_places_of_settings_that_are_refused(tmp_path: Path) -> None:
     save_dflash_head(make_head(2, torch.float32, **KINDS["sliding"]), tmp_path, torch.float32)
     raw = json.loads((tmp_path / "config.json").read_text())

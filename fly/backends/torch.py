@@ -190,12 +190,17 @@ class TorchDFlashHead(BlockHead):
         if self.head.shares:
             self.head.share(target.embedding())
         if self.head.lm_head is None:
+            own, theirs = self.config.hidden_size, target.config.hidden_size
+            if own != theirs:
+                raise ValueError(f"the head has no output matrix, and the target's is {theirs} wide, not {own}")
             self._logits = lambda hidden_TC: target.logits(hidden_TC).to(self.device)
 
     def room(self, drafts: int, spec: DraftSpec) -> int:
         return self.head.config.block_size  # all places of a block see one another, so none is left out
 
     def read(self, batch: Batch, states_TF: Tensor) -> None:
+        # The slot of a token has the context of the token before it, at whose position it counts: a row's first token
+        # has no slot, and its context is in slot 0.
         self.head.read(self.head.fuse(states_TF), upload(batch.positions, self.device), batch.kv)
 
     def block(self, batch: Batch, states_TF: Tensor, anchors: abc.Sequence[int], max_len: abc.Sequence[int]) -> Follow:

@@ -132,15 +132,16 @@ def layer_config(raw: dict[str, Any], source: str, family: str | None = None) ->
     """Read the configuration of a head's layers, as a model of ``family`` (None: of the family that it states).
     ``speculators`` nests it in ``transformer_layer_config``, and leaves out the defaults of transformers. Raises
     ``CheckpointError``."""
-    own, kind = raw, raw["model_type"] if raw.get("model_type") in _DEFAULTS else family or "llama"
-    if "transformer_layer_config" in raw:
-        own = json_object(raw, "transformer_layer_config", source)
-        kind = own.get("model_type", "qwen3")
-        if kind not in _DEFAULTS:
+    nested = "transformer_layer_config" in raw
+    own = json_object(raw, "transformer_layer_config", source) if nested else raw
+    kind = own.get("model_type") or ("qwen3" if nested else family or "llama")
+    if kind not in _DEFAULTS:
+        if nested or family is not None:
             raise CheckpointError(
                 f"{source}: a head's layer of type {kind!r} is not supported; choices: {[*_DEFAULTS]}"
             )
-        own = {**_DEFAULTS[kind], **own}
+        kind = "llama"  # the paper's code writes the target's type, and has a Llama's layer
+    own = {**_DEFAULTS[kind], **own} if nested else own
     if kind == "llama" and family not in (None, "llama"):  # the other family has another default
         width, heads = own.get("hidden_size"), own.get("num_attention_heads")
         if own.get("head_dim") is None and isinstance(width, int) and isinstance(heads, int) and heads > 0:
