@@ -366,8 +366,9 @@ def test_all_places_at_once_are_those_one_by_one(data: st.DataObject, count: int
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "p-eagle"])
-@pytest.mark.parametrize("kernels", dict.fromkeys(["torch", COMPILED]))
+@pytest.mark.parametrize(
+    ("kind", "kernels"), [*((kind, "torch") for kind in (*KINDS, "p-eagle")), ("dflash", COMPILED), ("rnn", COMPILED)]
+)
 def test_the_texts_are_the_targets_own(kind: str, kernels: str) -> None:
     """Prompts that begin alike share pages, in the target's cache and the head's; several completions of one."""
     prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, *rest] for rest in ([], [3], [3, 4, 5], [9, 9])]
