@@ -310,7 +310,7 @@ def test_what_is_emitted_is_the_targets_by_exact_sums(kind: str) -> None:
     """Over every draft of two tokens and every outcome: the joint distribution of three tokens. And drafts come as
     often as they report."""
     model, temperature, text, count = toy_target(4, SMALL), 6.0, [0, 1, 2, 3, 1], 600
-    llm = LLM(TorchExecutor(model), BlockDraft(small_runs(kind)), k=2, cache_tokens=20_000)
+    llm = LLM(TorchExecutor(model), BlockDraft(small_runs(kind)), k=2, cache=20_000)
     params = SamplingParams(temperature=temperature, max_tokens=8)
     rows = [
         request.row for request in llm.requests([text] * count, [params.changed({"seed": n}) for n in range(count)])
@@ -397,7 +397,7 @@ def test_every_rule_decides_on_blocks(policy: str) -> None:
     ]  # fmt: skip
     prompts = [[5, 3, 8], [1, 2, 3, 4, 1, 2], [7], [5, 3, 8, 1], [2, 2], [9, 8, 7]]
     alone = [LLM(target_on("torch")).generate([prompt], one)[0] for prompt, one in zip(prompts, params)]
-    llm = LLM(target_on("torch"), BlockDraft(runs("dspark"), cache_tokens=60), policy, k=5, cache_tokens=100)
+    llm = LLM(target_on("torch"), BlockDraft(runs("dspark"), cache_tokens=60), policy, k=5, cache=100)
     found = llm.generate(prompts, params)
     for one, plain, each in zip(found, alone, params):
         assert len(one.token_ids) == 20 and one.stats.drafted
