@@ -36,7 +36,9 @@ class BlockDraft(HeadDraft):
             DSpark head's confidence head says, or the largest probability at the token's place.
         reach: stop after a token if the product of these chances falls below this. None means 0.05. The head computes
             all its places in any case, so stopping saves the target's work alone.
-        cache_tokens, block_size, dtype, device, kernels: as for ``Eagle3Draft``.
+        cache_tokens: how many tokens its cache holds over all rows (None: as many as the target's).
+        block_size: tokens in a page of its cache (None: as suits the device).
+        dtype, device, kernels: how to load and run a head, as for ``LLM``.
 
     Above temperature 0, each token is drawn from the distribution at its place after the row's sampling settings, which
     a DSpark head corrects by the token drawn before. The draft reports these distributions (``probs_BKV``), so a
