@@ -282,6 +282,38 @@ def test_a_draft_that_knows_its_chances_beats_every_fixed_length(step: float) ->
     assert adaptive < min(times.values())
 
 
+class InOneForward(Knowing):
+    """Takes the same time for a draft of any length, as a block drafter does."""
+
+    one_forward = True
+
+    def __init__(self, machine: HardPlaces) -> None:
+        super().__init__(machine)
+        machine.draft = lambda n, late: Machine.draft(machine, min(n, 1), late)  # type: ignore[method-assign]
+
+
+class Nothing(DraftStrategy):
+    """A lookup that finds nothing."""
+
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
+        return pad([[] for _ in rows])
+
+
+@pytest.mark.parametrize("step", [0.6, 1.0])
+def test_a_block_drafter_drafts_on_while_the_target_has_little_to_verify(step: float) -> None:
+    """A longer draft costs it nothing. A draft that is thought to cost by its tokens ends too early."""
+    times = dict[int | str, float]()
+    for how in (0, 1, 2, 4, 8, 15, "adaptive", "by its tokens"):
+        machine = HardPlaces(step, 1.0, 0.03, chance=0.0)
+        inner = InOneForward(machine)
+        inner.one_forward = how != "by its tokens"
+        strategy = inner if isinstance(how, int) else AdaptiveDraft(inner, Nothing(), machine.clock)
+        runs = [machine.run(strategy, 400, how if isinstance(how, int) else 15) for _ in range(8)]
+        times[how] = sum(runs[1:])
+    adaptive, other = times.pop("adaptive"), times.pop("by its tokens")
+    assert adaptive < min(times.values()) and adaptive < 0.97 * other
+
+
 COSTS = {  # draft step, more of it
     "cheap": {"draft_step": 0.02},
     "usual": {"draft_step": 0.1, "jump": 0.2},

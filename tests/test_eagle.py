@@ -31,8 +31,9 @@ from fly.extras.train.head import _ALIKE, OwnSteps, _begin_like_the_target, _ord
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
 from fly.models.config import CheckpointError
-from fly.models.eagle import Eagle3Head, HeadConfig, is_head, load_head, save_head
+from fly.models.eagle import Eagle3Head, HeadConfig, load_head, save_head
 from fly.models.families import FAMILIES
+from fly.models.heads import is_head
 from fly.models.llama import DenseCausal, embedding_scale, record_states
 from fly.params import SamplingParams
 from fly.runner.executor import Batch, Executor, Head, TokenByToken
@@ -142,6 +143,9 @@ def changed(path: Path, tensors: dict[str, Tensor | None], **config: Any) -> Pat
         ({}, {"draft_vocab_size": 25}, "draft_vocab_size 25 exceeds vocab_size 24"),
         ({}, {"eagle_aux_hidden_state_layer_ids": "2"}, "must list numbers of layers, got '2'"),
         ({}, {"architectures": ["LlamaForCausalLM"]}, "is not a draft head"),
+        ({}, {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
+        ({}, {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state False is not supported"),
+        ({}, {"layer_types": ["sliding_attention"]}, "sliding layers are not supported in a head of type 'llama'"),
     ],
 )
 def test_what_does_not_fit_is_named(checkpoint: Path, tensors: Any, config: Any, said: str) -> None:

@@ -82,7 +82,8 @@ def test_a_strategy_is_listed_everywhere(strategy: type[DraftStrategy]) -> None:
     require_listed(
         strategy.__name__,
         {
-            "fly/drafts/registry.py": strategy in draft_types().values() or strategy.__name__ == "CascadeDraft",  # a+b
+            "fly/drafts/registry.py": strategy in draft_types().values()
+            or strategy.__name__ in ("CascadeDraft", "LookupDraft"),  # a+b
             "fly/drafts/__init__.py (__all__)": strategy.__name__ in fly.drafts.__all__,
             "tests": any(strategy.__name__ in path.read_text("utf-8") for path in (ROOT / "tests").glob("test_*.py")),
         },

@@ -68,7 +68,9 @@ at_temperatures = pytest.mark.parametrize("temperature", [0.0, 1.0])
 
 def make_head() -> Eagle3Head:
     """One that never drafts ``FATAL``, as within a block a NaN may spread to the places before it."""
-    head = Eagle3Head(HeadConfig(layer=MODEL.config, draft_vocab_size=VOCAB - 1, target_hidden_size=32, states=(0, 1)))
+    head = Eagle3Head(
+        HeadConfig(layer=MODEL.config.resized(1), draft_vocab_size=VOCAB - 1, target_hidden_size=32, states=(0, 1))
+    )
     randomise(head, 1)
     head.to_target_U.copy_(torch.tensor([token for token in range(VOCAB) if token != FATAL]))
     assert head_refusal(head) is None

@@ -25,6 +25,7 @@ from fly.drafts.translate import TranslatingSetup
 from fly.engine import Engine
 from fly.models import Llama, LlamaConfig, load_model, save_model
 from fly.models.compiled import CompiledLayers
+from fly.models.dflash import DFlashConfig, DFlashHead, save_dflash_head
 from fly.models.eagle import Eagle3Head, HeadConfig, load_head, save_head
 from fly.models.families import Family
 from fly.models.loading import layout
@@ -275,6 +276,27 @@ def test_ranks_change_no_token(pool: Pool, tmp_path_factory: pytest.TempPathFact
     for size in (1, 2, 4):
         found = pool.run(size, generate, target, draft, request, options)
         assert found == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("placement", ["replicated", "sharded"])
+def test_a_block_drafter_uses_an_output_matrix_that_is_divided(
+    pool: Pool, tmp_path: Path, placement: str, temperature: float
+) -> None:
+    target, _ = checkpoints(tmp_path, TOY, 5)
+    layer = LlamaConfig.model_validate(TOY.model_dump() | {"family": "qwen3", "num_hidden_layers": 1})
+    config = DFlashConfig(
+        layer=layer, draft_vocab_size=TOY.vocab_size, target_hidden_size=TOY.hidden_size, states=(1,), block_size=4,
+        mask_token_id=1, causal=(False,), anchor_first=True, markov="vanilla", markov_rank=4,
+    )  # fmt: skip
+    head = DFlashHead(config)
+    randomise(head)
+    save_dflash_head(head, draft := str(tmp_path / "head"), torch.float32)
+    params = SamplingParams(temperature=temperature, max_tokens=24, seed=3)
+    request = {"prompts": [[1, 2, 3], [3, 2]], "params": params}
+    expected = generate(None, target, f'block("{draft}")', request)
+    options = {"draft_placement": placement, "kernels": "torch"}
+    assert pool.run(2, generate, target, f'block("{draft}")', request, options) == expected
 
 
 def adapt(ranks: Ranks, target: str, draft: str, placement: str) -> list[Any]:

@@ -17,14 +17,16 @@ from fly.backends.cpu.host import HostDecisions
 from fly.backends.cpu.library import NARROW, TORCH, leaves_kernels_open, split
 from fly.backends.cpu.packed import computes_as_stored, refusal
 from fly.backends.int8 import INT8, wants_int8, with_int8_weights
-from fly.backends.torch import Model, TorchExecutor, TorchHead
+from fly.backends.torch import Model, TorchDFlashHead, TorchExecutor, TorchHead, TorchPEagleHead
 from fly.bundled import open_model
 from fly.drafts.base import Loaded
 from fly.errors import short
 from fly.models import Llama
 from fly.models.checkpoint import Checkpoint
+from fly.models.dflash import load_dflash_head
 from fly.models.directory import Directory
-from fly.models.eagle import is_head, load_head
+from fly.models.eagle import load_head
+from fly.models.heads import DFLASH, PEAGLE, head_kind, is_head
 from fly.models.llama import weight_bytes
 from fly.models.loading import Loading, resolve_device, resolve_dtype
 from fly.models.tokenizer import Tokenizer, read_eos_ids
@@ -204,7 +206,11 @@ def load(
             raise ValueError(f"vocabulary trims a model; {checkpoint.path} is a draft head, which has one of its own")
         where, own = resolve_device(device), None if dtype == "auto" else resolve_dtype(dtype, {})
         variant = split(chosen(kernels))[0] if where.type == "cpu" else TORCH  # a head's few weights stay as they are
+        if (kind := head_kind(checkpoint.path)) == DFLASH:
+            return Loaded(TorchDFlashHead(load_dflash_head(checkpoint.path, own, where)))
         head = load_head(checkpoint.path, own, where)
+        if kind == PEAGLE:
+            return Loaded(TorchPEagleHead(head))
         compiled = variant != TORCH and head_refusal(head) is None
         return Loaded(CpuHead(head, variant) if compiled else TorchHead(head))
     checkpoint.limit(context)

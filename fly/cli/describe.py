@@ -12,6 +12,7 @@ from rich.markup import escape
 from fly.backends.cpu.host import is_compiled
 from fly.bundled import names_a_checkpoint
 from fly.cli.show import console, print_list
+from fly.drafts.block import BlockDraft
 from fly.drafts.eagle import Eagle3Draft
 from fly.drafts.registry import STRATEGIES, checkpoint_type
 from fly.expressions import CLASS_PATH, Source
@@ -80,7 +81,8 @@ def show_draft(name: str) -> None:
         return
     if name not in STRATEGIES.types and names_a_checkpoint(name):
         strategy = checkpoint_type(name)
-        written = f"eagle3({name}, reach=None)" if strategy is Eagle3Draft else f"ngram+model({name}, reach=None)"
+        word = {Eagle3Draft: "eagle3", BlockDraft: "block"}.get(strategy, "ngram+model")
+        written = f"{word}({name}, reach=None)"
         _show(name, strategy, {"written out": written})
     else:
         found = Source(STRATEGIES, name, trusted=True).find(name)

@@ -153,7 +153,8 @@ def drafts(
     made = (f"a draft head of {BUNDLED[0]} (eagle3)" if name in HEADS else "a draft model (model)" for name in names)
     print_list(zip(names, made), "checkpoint", "what it is", title="Bundled drafts")
     note(
-        "a checkpoint's name or directory is ngram+model(NAME, reach=None), or eagle3(NAME, reach=None) of a head; "
+        "a checkpoint's name or directory is ngram+model(NAME, reach=None), or eagle3(NAME, reach=None) or "
+        "block(NAME, reach=None) of a head; "
         "a+b+c is a cascade, cheapest first: each drafts for the next; 'fly bench drafts' measures them"
     )
 

@@ -2,6 +2,7 @@
 
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import DraftSetup, DraftStrategy, pad, pad_trees
+from fly.drafts.block import BlockDraft, LookupDraft
 from fly.drafts.choose import ChooseDraft
 from fly.drafts.eagle import Eagle3Draft
 from fly.drafts.model import CascadeDraft, SingleDraft
@@ -13,11 +14,13 @@ from fly.drafts.tree import TreeDraft
 
 __all__ = [
     "AdaptiveDraft",
+    "BlockDraft",
     "CascadeDraft",
     "ChooseDraft",
     "DraftSetup",
     "DraftStrategy",
     "Eagle3Draft",
+    "LookupDraft",
     "NGramDraft",
     "SingleDraft",
     "SuffixDraft",

@@ -91,8 +91,13 @@ class _Measurements:
 
     costs: Costs = field(default_factory=Costs)
     rates: Rates = field(default_factory=Rates)
+    one_forward: bool = False  # whether a draft takes the same time, however many tokens it has
     drafting: _Yield = field(default_factory=_Yield)  # over all rows
     trials: dict[str, _Trial] = field(default_factory=lambda: {_PLAIN: _Trial(), _DRAFTING: _Trial()})
+
+    def count_steps(self, drafted: int) -> int:
+        """Return how many times the cost of a drafted token a draft of so many tokens along a path takes."""
+        return min(drafted, 1) if self.one_forward else drafted
 
     def plain_speed(self, rows: int) -> float:
         """Return the tokens per second without drafts. While no cost is known, the unit of time is such a round."""
@@ -108,7 +113,7 @@ class _Measurements:
         if not yields or (rows > 1 and self.costs.step is None):
             return 0.0  # in a batch, first try it for one row
         kept, verified = sum(each.kept for each in yields), sum(each.verified for each in yields)
-        steps = max(each.steps for each in yields)
+        steps = 1.0 if self.one_forward else max(each.steps for each in yields)
         drafting = steps * (self.costs.step or 0.0) * (self.costs.plain(len(yields)) or 1.0)
         seconds = (self.costs.forward(rows + verified) or 1.0) + drafting
         return (rows + kept) / seconds / (_CATCH_UP if behind else 1.0)
@@ -117,7 +122,9 @@ class _Measurements:
         """Return the least chance to be kept at which the strategy should draft a token; 0: unknown."""
         if self.costs.step is None or not active:
             return 0.0
-        seconds = self.costs.step * self.costs.plain(active) / active + self.costs.slope
+        seconds = self.costs.slope
+        if not self.one_forward:
+            seconds += self.costs.step * self.costs.plain(active) / active
         return seconds * speed
 
 
@@ -155,7 +162,8 @@ class AdaptiveDraft(Wrapper):
         strategy:  (B + tokens kept) / (F(B + tokens drafted) + steps · c · F(B))
 
     tokens per second. F and c, the cost of a drafted token, are measured (``Costs``). How many of the strategy's tokens
-    are drafted and kept are averages over recent rounds of the row. A lookup is judged by how long its proposal is, and
+    are drafted and kept are averages over recent rounds of the row. A draft of a block drafter costs one step, however
+    many tokens it has, and one more token costs nothing to draft. A lookup is judged by how long its proposal is, and
     by how often its earlier proposals were right at each position, whether they were used or not.
 
     The strategy drafts a token if
@@ -194,7 +202,8 @@ class AdaptiveDraft(Wrapper):
         super().__init__([strategy] if lookup is None else [strategy, lookup])
         self.clock = clock
         # By whether all rows are at temperature 0.
-        self._measured: defaultdict[bool, _Measurements] = defaultdict(_Measurements)
+        one_forward = isinstance(strategy, StopsByChance) and strategy.one_forward
+        self._measured: defaultdict[bool, _Measurements] = defaultdict(lambda: _Measurements(one_forward=one_forward))
         self._copied = Rates()  # how often the lookup's tokens are right
         self._asking: deque[float] = deque(maxlen=5)  # seconds that the lookup took to propose
         self._rows: dict[int, _Row] = {}
@@ -406,7 +415,7 @@ class AdaptiveDraft(Wrapper):
             measured.costs.add_plain(len(rows), forward)
         active = [row_results[this.behind :] for row_results in results if row_results]
         if this.way == _DRAFTING and (
-            steps := max((sum(n for _, n, _ in row_results) for row_results in active), default=0)
+            steps := max((sum(measured.count_steps(n) for _, n, _ in row_results) for row_results in active), default=0)
         ):
             measured.costs.add_step(len(active), draft / steps, size, forward)
         # Learn what drafts yield. A row that ends cuts off tokens that would have been kept, so its last draft says

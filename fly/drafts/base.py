@@ -22,7 +22,7 @@ from fly.models.loading import resolve_device, resolve_dtype
 from fly.models.tokenizer import Tokenizer
 from fly.ops import upload
 from fly.runner.continuation import Continuation
-from fly.runner.executor import Drafted, Executor, Head
+from fly.runner.executor import BlockHead, Drafted, Executor, Head
 from fly.runner.request import Row
 from fly.runner.runner import Runner
 from fly.types import Draft, Target
@@ -46,6 +46,7 @@ __all__ = [
     "pad_trees",
     "split_rows",
     "until_end",
+    "word_of",
 ]
 
 
@@ -144,7 +145,8 @@ class DraftSetup:
         trimmed = {} if vocabulary is None else {"vocabulary": vocabulary}
         loaded = self.open(model, dtype=dtype, device=device, kernels=kernels, **trimmed)
         if isinstance(loaded.executor, Head):
-            raise ValueError(f"{str(model)!r} is a draft head, not a model by itself; write eagle3({model})")
+            word = word_of(loaded.executor)
+            raise ValueError(f"{str(model)!r} is a draft head, not a model by itself; write {word}({model})")
         runner = Runner(loaded.executor, None, loaded.control_ids, self.target.share)
         runner.tokenizer = loaded.tokenizer
         self.add(runner, cache_tokens, block_size)
@@ -270,6 +272,12 @@ class StopsByChance(DraftStrategy):
     """A strategy that estimates how likely its tokens are to be kept, and stops drafting when that is too unlikely."""
 
     worth: float | None = 0.0  # the least chance to be kept at which it drafts a token; 0: unknown; None: never stop
+    one_forward = False  # whether a draft takes the same time, however many tokens it has
+
+
+def word_of(head: Head) -> str:
+    """Return the name of the strategy that drafts by a head."""
+    return "block" if isinstance(head, BlockHead) else "eagle3"
 
 
 def describe(model: object, dtype: str | torch.dtype, device: str | torch.device) -> object:

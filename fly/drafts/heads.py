@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fly.cache import BlockAllocator, OutOfBlocks, PagedBatch, PagedKVCache
-from fly.runner.drafting import Batch, Drafted, DraftSpec, ends_of
+from fly.runner.drafting import Batch, Drafted, DraftSpec
 from fly.runner.executor import Executor, Given, Head
 from fly.runner.request import Row, common_prefix
 from fly.runner.sampling import BatchSampling
@@ -89,7 +89,7 @@ class HeadRunner:
         batch, states_TF = Batch.of(new, self._reserve(going, taken, [0] * len(new))), self._states_before(going, taken)
         for row, tokens in zip(going, new):
             self._held[row.id].text += tokens
-        self.head.begin(batch, states_TF, ends_of(batch.kv))
+        self.head.read(batch, states_TF)
 
     def draft(
         self,
@@ -102,7 +102,7 @@ class HeadRunner:
         """Read all tokens of ``rows``, then draft chains or trees (``Head.draft``). Each row must pass ``may_draft``.
         No drafted token stays cached. Raises ``OutOfBlocks`` and changes nothing if there is no room."""
         unread = [self._unread(row) for row in rows]
-        kv = self._reserve(rows, unread, [(n - 1) * (1 if spec.tree is None else spec.tree.follow) for n in max_len])
+        kv = self._reserve(rows, unread, [self.head.room(n, spec) for n in max_len])
         batch = Batch.of([row.tokens[part.start : part.stop] for row, part in zip(rows, unread)], kv)
         try:
             found = self.head.draft(batch, self._states_before(rows, unread), spec, rows, max_len, sampling, seeds)

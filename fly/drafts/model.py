@@ -211,7 +211,7 @@ class SingleDraft(StopsByChance):
                 at_N = sent(torch.tensor([[n] * len(ids), places[: len(ids)]]), target.logits_BKV.device).unbind(0)
                 if certainty[b].may_stop:
                     probs_NV = target.logits_BKV[at_N].softmax(-1) if row.greedy else target.probs_at(*at_N)
-                    each = certainty[b].goes_on(probs_NV)
+                    each = certainty[b].goes_on(probs_NV.amax(-1))
                     sure = all(each)
                     ids = ids if sure else ids[: each.index(False) + 1]
                 if not greedy or self.with_logits:

@@ -16,14 +16,16 @@ import torch
 from fly.bundled import BUNDLED, HEADS, find_checkpoint, is_here, names_a_checkpoint
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import DraftStrategy
+from fly.drafts.block import BlockDraft, LookupDraft
 from fly.drafts.choose import ChooseDraft
 from fly.drafts.eagle import Eagle3Draft
 from fly.drafts.model import CascadeDraft, SingleDraft
 from fly.drafts.ngram import NGramDraft
 from fly.drafts.suffix import SuffixDraft
+from fly.drafts.trained import HeadDraft
 from fly.drafts.tree import TreeDraft
 from fly.expressions import CLASS_PATH, Registry, Text
-from fly.models.eagle import is_head
+from fly.models.heads import EAGLE3, head_kind
 from fly.policies import AcceptancePolicy, parse_policy
 
 __all__ = ["checkpoint_type", "draft_types", "parse_draft"]
@@ -41,6 +43,7 @@ STRATEGIES = Registry(
         "model": SingleDraft,
         "tree": TreeDraft,
         "eagle3": Eagle3Draft,
+        "block": BlockDraft,
         "adaptive": AdaptiveDraft,
         "choose": ChooseDraft,
     },
@@ -81,10 +84,11 @@ def parse_draft(
     - A strategy is a registered name (``draft_types``), a call of one, or a checkpoint. A checkpoint is a bundled name,
       the path of a directory or GGUF file, or a name on the Hugging Face hub (``fly.models.hub``). Quote it if it
       contains spaces, brackets, quotes, commas or one of ``+ = :``. If ``name`` is the directory of a draft head, it
-      means ``eagle3(name, reach=None)``.
+      means ``eagle3(name, reach=None)`` or ``block(name, reach=None)``, by its kind.
     - A checkpoint's bare name means the model with its best settings: it has prompt lookup, and stops by itself
       (``SingleDraft(name, NGramDraft(), reach=None)``). ``model(name)`` is the model alone.
-    - ``a+b+c`` is a cascade, cheapest first: each level drafts for the next one, and the first has no draft.
+    - ``a+b+c`` is a cascade, cheapest first: each level drafts for the next one, and the first has no draft. Below a
+      block drafter stands a lookup alone (``LookupDraft``).
     - An argument is read as a strategy or a policy if its parameter is annotated so. For all other parameters a bare
       word is a string, as in ``model(fly-draft)``.
 
@@ -115,6 +119,8 @@ class _Reader(Text):
         if levels:
             built = [self.strategy(level, level=True) for level in (node, *reversed(levels))]
             try:
+                if len(built) == 2 and isinstance(built[1], BlockDraft):
+                    return LookupDraft(*built)
                 return CascadeDraft(built)
             except ValueError as error:
                 raise self.error(str(error)) from error
@@ -155,15 +161,19 @@ class _Reader(Text):
 def _of_checkpoint(name: str, loading: abc.Mapping[str, Any], level: bool = False) -> DraftStrategy:
     """Return the strategy that drafts with a checkpoint. Prompt lookup drafts for a model, unless it is a ``level`` of
     a cascade: there the level before drafts for it."""
-    if checkpoint_type(name) is Eagle3Draft:
-        return Eagle3Draft(name, reach=None, **loading)
+    kind = checkpoint_type(name)
+    if issubclass(kind, HeadDraft):
+        return kind(name, reach=None, **loading)
     return SingleDraft(name, None if level else NGramDraft(), reach=None, **loading)
 
 
-def checkpoint_type(name: str) -> type[DraftStrategy]:
+def checkpoint_type(name: str) -> type[SingleDraft | HeadDraft]:
     """Return the class of strategy that drafts with a checkpoint: a head's, or a model's (on the hub always this)."""
     found = find_checkpoint(name)
-    return Eagle3Draft if isinstance(found, Path) and is_head(found) else SingleDraft
+    kind = head_kind(found) if isinstance(found, Path) else None
+    if kind is None:
+        return SingleDraft
+    return Eagle3Draft if kind == EAGLE3 else BlockDraft
 
 
 def _is_sum(node: ast.expr) -> TypeGuard[ast.BinOp]:

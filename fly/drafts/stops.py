@@ -8,12 +8,15 @@ from fly.policies import AcceptancePolicy
 from fly.runner.request import Row
 from fly.types import Guarantee
 
-__all__ = ["check_limits", "reach_of", "usual_reach"]
+__all__ = ["REACH_BLOCK", "check_limits", "reach_of", "usual_reach"]
 
 # The usual limits for lossless rules, and for rules that excuse mismatches, which keep more tokens than the draft
 # model's probabilities predict. Both are near the best on code and arithmetic if a drafted token costs a tenth to a
 # third of a target's token (docs/results).
 REACH, REACH_EXCUSED = 0.5, 0.1
+# The usual limit of block drafters, whose tokens cost no more drafting. To verify one more takes about a hundredth of
+# the target's forward, and a token that is kept saves a sixth of one, at six tokens a forward.
+REACH_BLOCK = 0.05
 
 
 def check_limits(k: int | None, confidence: float, reach: float | None) -> None:

@@ -1,9 +1,10 @@
-"""EAGLE-3 draft heads (arXiv 2503.01840): one decoder layer that drafts from the target's hidden states. This module
-has their configuration, module and checkpoints. Knows nothing of caches, sampling or drafting.
+"""EAGLE-3 draft heads (arXiv 2503.01840), which draft token after token from the target's hidden states, and P-EAGLE
+heads (arXiv 2602.01469), which draft a block in one forward. This module has their configuration, module and
+checkpoints. Knows nothing of caches, sampling or drafting.
 
 Heads are published in two layouts. The paper's code has one flat configuration of architecture
-``LlamaForCausalLMEagle3``, and calls the layer ``midlayer``. The package ``speculators`` keeps the layer's
-configuration in ``transformer_layer_config``, and calls the layer ``layers.0``.
+``LlamaForCausalLMEagle3``, and calls the first layer ``midlayer``. The package ``speculators`` keeps the layers'
+configuration in ``transformer_layer_config``, and calls the first layer ``layers.0``.
 
 Shape legend: T packed tokens, F hidden states of the target side by side, C hidden width of the head, U draft
 vocabulary, V the target's vocabulary.
@@ -11,59 +12,33 @@ vocabulary, V the target's vocabulary.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fly.errors import explain
-from fly.models.checkpoint import check_tensors
 from fly.models.config import CheckpointError, LlamaConfig, json_object, read_json
-from fly.models.directory import Directory
-from fly.models.families import FAMILIES
-from fly.models.llama import KV, Attention, FeedForward, Norm, signed_tables
+from fly.models.heads import EAGLE3, PEAGLE, TrainedHead, check_built, find_mask_id, kind_of, layer_config, read_tensors
+from fly.models.llama import KV, Attention, FeedForward, Layer, Norm
 from fly.models.loading import resolve_dtype
 
-__all__ = ["Eagle3Head", "HeadConfig", "HeadLayer", "is_head", "load_head", "save_head"]
+__all__ = ["Eagle3Head", "HeadConfig", "HeadLayer", "load_head", "save_head"]
 
-# Architectures of heads. Configurations of ``speculators`` also state a type.
-ARCHITECTURES = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"
-_KIND = "eagle3"  # speculators_model_type
 _FLAGS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
 _STATES = "eagle_aux_hidden_state_layer_ids"
-# Values that a ``transformer_layer_config`` may leave out, because they are the defaults of transformers.
-_SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {**_SIZES, "vocab_size": 32000, "intermediate_size": 11008},
-    "qwen3": {**_SIZES, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32},
-}
-
-
-def is_head(path: Path) -> bool:
-    """Whether the ``config.json`` in a directory describes a draft head."""
-    try:
-        return _names_a_head(read_json(path / "config.json"))
-    except CheckpointError:
-        return False  # loading it reports the error
-
-
-def _names_a_head(raw: dict[str, Any]) -> bool:
-    stated = raw.get("architectures")
-    known = isinstance(stated, list) and any(name in ARCHITECTURES for name in stated)
-    return known or raw.get("speculators_model_type") == _KIND
 
 
 class HeadConfig(BaseModel):
     """Sizes and options of a head.
 
-    ``layer`` describes the head's decoder layer; its ``vocab_size`` is the target's. ``states`` lists the target's
-    layers after which the head takes hidden states; None means the default of ``states_of``. The flags are those of
-    ``speculators``:
+    ``layer`` describes the head's decoder layers; its ``vocab_size`` is the target's. An EAGLE-3 head has one layer. A
+    P-EAGLE head may have more, and has a ``mask_token_id``, which stands for tokens not known yet. It was trained to
+    draft ``drafts`` tokens at once, if that is known. ``states`` lists the
+    target's layers after which the head takes hidden states; None means the default of ``states_of``. The flags are
+    those of ``speculators``:
 
     - ``norm_before_residual``: the residual stream begins with the normalised feature.
     - ``norm_before_fc``, ``fc_norm``: the hidden states are normalised before ``fc``, all at once or each separately.
@@ -78,6 +53,8 @@ class HeadConfig(BaseModel):
     draft_vocab_size: int = Field(gt=0)
     target_hidden_size: int = Field(gt=0)
     states: tuple[int, ...] | None = Field(default=None, min_length=1)
+    mask_token_id: int | None = Field(default=None, ge=0)
+    drafts: int | None = Field(default=None, gt=0)
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -87,6 +64,10 @@ class HeadConfig(BaseModel):
     def _fits(self) -> HeadConfig:
         if self.draft_vocab_size > self.layer.vocab_size:
             raise ValueError(f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {self.layer.vocab_size}")
+        if self.mask_token_id is None and self.layer.num_hidden_layers != 1:
+            raise ValueError(f"a head of {self.layer.num_hidden_layers} layers is not supported; it must have 1")
+        if self.mask_token_id is not None and self.mask_token_id >= self.layer.vocab_size:
+            raise ValueError(f"mask_token_id {self.mask_token_id} is outside {self.layer.vocab_size} tokens")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm are both set; set at most one of them")
         return self
@@ -95,6 +76,11 @@ class HeadConfig(BaseModel):
     def inputs(self) -> int:
         """The number of hidden states that the head takes from the target at each position."""
         return 3 if self.states is None else len(self.states)
+
+    @property
+    def some_layers(self) -> int:
+        """A number of layers that a target may have."""
+        return 8 if self.states is None else max(*self.states, 1)
 
     def states_of(self, layers: int) -> tuple[int, ...]:
         """Return the layers after which the head takes hidden states, for a target with ``layers`` layers. If the head
@@ -111,26 +97,9 @@ class HeadConfig(BaseModel):
     @classmethod
     def from_hf(cls, raw: dict[str, Any], source: str = "config.json") -> HeadConfig:
         """Read the dictionary of a head's ``config.json``, in either layout. Raises ``CheckpointError``."""
-        if not _names_a_head(raw):
-            raise CheckpointError(
-                f"{source}: architecture {raw.get('architectures') or 'missing'} is not a draft head; choices: "
-                f"{[*ARCHITECTURES]}"
-            )
-        # ``speculators`` nests the layer's configuration and leaves out the defaults of transformers.
-        own, kind = raw, raw["model_type"] if raw.get("model_type") in _DEFAULTS else "llama"
-        if "transformer_layer_config" in raw:
-            own = json_object(raw, "transformer_layer_config", source)
-            kind = own.get("model_type", "qwen3")
-            if kind not in _DEFAULTS:
-                raise CheckpointError(
-                    f"{source}: a head's layer of type {kind!r} is not supported; choices: {[*_DEFAULTS]}"
-                )
-            own = {**_DEFAULTS[kind], **own}
-        own = {"num_hidden_layers": 1, **own}
-        # A head has one layer. Read it as a model of its family.
-        if (layers := own["num_hidden_layers"]) != 1:
-            raise CheckpointError(f"{source}: a head of {layers} layers is not supported; it must have 1")
-        layer = LlamaConfig.from_hf({**own, "architectures": [FAMILIES[kind].architecture]}, source)
+        check_built(raw, (EAGLE3, PEAGLE), source)
+        layer = layer_config(raw, source)
+        parallel = kind_of(raw) == PEAGLE
         for name in _FLAGS:
             if not isinstance(raw.get(name, False), bool):
                 raise CheckpointError(f"{source}: {name} {raw[name]!r} must be true or false")
@@ -140,6 +109,8 @@ class HeadConfig(BaseModel):
                 draft_vocab_size=raw.get("draft_vocab_size") or layer.vocab_size,
                 target_hidden_size=raw.get("target_hidden_size") or layer.hidden_size,
                 states=_stated(raw, source),
+                mask_token_id=find_mask_id(raw) if parallel else None,
+                drafts=_drafts(raw, source) if parallel else None,
                 **{name: raw.get(name, False) for name in _FLAGS},
             )
         except ValidationError as error:
@@ -147,9 +118,11 @@ class HeadConfig(BaseModel):
 
     def to_hf(self, dtype: str, **extra: Any) -> dict[str, Any]:
         """Return the flat ``config.json`` of the head, with ``extra`` added."""
-        raw = {**self.layer.to_hf(dtype), "architectures": [ARCHITECTURES[0]], "tie_word_embeddings": False}
+        raw = {**self.layer.to_hf(dtype), "architectures": ["LlamaForCausalLMEagle3"], "tie_word_embeddings": False}
         raw |= {"draft_vocab_size": self.draft_vocab_size, "target_hidden_size": self.target_hidden_size}
         raw |= {name: True for name in _FLAGS if getattr(self, name)}
+        raw |= {} if self.mask_token_id is None else {"mask_token_id": self.mask_token_id}
+        raw |= {} if self.drafts is None else {"num_speculative_tokens": self.drafts}
         return raw | ({} if self.states is None else {_STATES: list(self.states)}) | extra
 
 
@@ -166,8 +139,16 @@ def _stated(raw: dict[str, Any], source: str) -> tuple[int, ...] | None:
     return tuple(own)
 
 
+def _drafts(raw: dict[str, Any], source: str) -> int | None:
+    """Return how many tokens the configuration says to draft, if it does."""
+    for proposal in json_object(raw, "speculators_config", source).get("proposal_methods") or ():
+        if isinstance(proposal, dict) and "speculative_tokens" in proposal:
+            return int(proposal["speculative_tokens"])
+    return raw.get("num_speculative_tokens")
+
+
 class HeadLayer(nn.Module):
-    """A decoder layer that computes queries, keys and values from the concatenated embedding and feature."""
+    """The first layer, which computes queries, keys and values from the concatenated embedding and feature."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -190,53 +171,34 @@ class HeadLayer(nn.Module):
         return x_TC + self.mlp(self.post_attention_layernorm(x_TC))
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Head(TrainedHead):
     """The head. Parameters have the names of ``speculators``, except the fused ``qkv_proj`` and ``gate_up_proj``.
 
     With the token at position i, the head reads the target's hidden states at position i - 1 (``fuse``), or its own
     feature at i - 1 if those are not known yet. It computes the feature at position i. The ``logits`` of this feature
     predict the next token.
 
-    ``to_target_U`` maps the draft vocabulary to the target's ids. A head without an embedding needs the target's
-    (``share``).
+    A P-EAGLE head never reads its own features. The tokens not known yet are mask tokens, each with ``mask_hidden`` in
+    place of hidden states.
     """
 
-    to_target_U: Tensor
+    mask_hidden: Tensor
 
     def __init__(self, config: HeadConfig, embedding: bool = True) -> None:
-        super().__init__()
-        self.config, layer = config, config.layer
-        width, self.shares = layer.hidden_size, not embedding  # whether it uses the target's embedding
-        self.embed_tokens = nn.Embedding(layer.vocab_size, width) if embedding else None
+        layer = config.layer
+        super().__init__(layer, config.draft_vocab_size, embedding)
+        self.config, width = config, layer.hidden_size
         given = config.inputs * config.target_hidden_size
         self.input_norm = Norm(given, layer) if config.norm_before_fc else None
         norms = (Norm(config.target_hidden_size, layer) for _ in range(config.inputs))
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
         self.fc = nn.Linear(given, width, bias=False)
-        self.layers = nn.ModuleList([HeadLayer(config)])
+        if config.mask_token_id is not None:
+            self.mask_hidden = nn.Parameter(torch.randn(1, 1, given))
+        plain = (Layer(layer, number) for number in range(1, layer.num_hidden_layers))
+        self.layers = nn.ModuleList([HeadLayer(config), *plain])
         self.norm = Norm(width, layer)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
-        self.register_buffer("to_target_U", torch.arange(config.draft_vocab_size), persistent=False)
-        self._rotary: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.fc.weight.device
-
-    def share(self, weight_VC: Tensor) -> None:
-        """Use the target's embedding, without training it. Raises ``ValueError`` if its shape is wrong."""
-        layer = self.config.layer
-        if weight_VC.shape != (layer.vocab_size, layer.hidden_size):
-            raise ValueError(
-                f"the head has no embedding of its own, and the target's is {list(weight_VC.shape)}, not "
-                f"{[layer.vocab_size, layer.hidden_size]}"
-            )
-        weight = nn.Parameter(weight_VC.to(self.device, self.dtype), requires_grad=False)
-        self.embed_tokens = nn.Embedding(*weight_VC.shape, _weight=weight, _freeze=True)
 
     def fuse(self, states_TF: Tensor) -> Tensor:
         """Reduce the target's hidden states to features [T, C]."""
@@ -254,30 +216,17 @@ class Eagle3Head(nn.Module):
     def forward(self, tokens_T: Tensor, x_TC: Tensor, positions_T: Tensor, kv: KV) -> Tensor:
         """Return the features [T, C] at packed ``tokens_T`` (int64, the target's ids), from the features ``x_TC`` at
         the token before each."""
-        if self.embed_tokens is None:
-            raise ValueError("the head has no embedding: call share() with the target's")
-        if self._rotary is None or self._rotary[0].dtype != self.dtype or self._rotary[0].device != self.device:
-            (self._rotary,) = signed_tables(self.config.layer, self.dtype, self.device)
-        cos, sin = self._rotary
-        x_TC = self.layers[0](self.embed_tokens(tokens_T), x_TC, (cos[positions_T], sin[positions_T]), kv)
+        rotary = self.rotary(positions_T)
+        first, *others = self.layers
+        x_TC = first(self.embed(tokens_T), x_TC, rotary, kv)
+        for layer in others:
+            x_TC = layer(x_TC, [rotary], kv)
         return self.norm(x_TC) if self.config.norm_output else x_TC
 
     def logits(self, x_TC: Tensor) -> Tensor:
         """Return the logits [T, U] over the draft vocabulary, float32."""
         logits_TU: Tensor = self.lm_head(x_TC if self.config.norm_output else self.norm(x_TC))
         return logits_TU.float()
-
-
-def _pieces(head: Eagle3Head, layer: str) -> dict[str, Tensor]:
-    """Return a head's tensors by their names in checkpoints, where its layer is called ``layer``. Fused matrices are
-    split."""
-    found = {}
-    for name, parameter in head.named_parameters():
-        module = name.split(".")[-2]
-        parts = head.config.layer.fused_rows.get(module, {module: len(parameter)})
-        for part, rows in zip(parts, parameter.data.split([*parts.values()])):
-            found[name.replace(f".{module}.", f".{part}.").replace("layers.0.", layer, 1)] = rows
-    return found
 
 
 def load_head(path: Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Eagle3Head:
@@ -287,66 +236,19 @@ def load_head(path: Path, dtype: torch.dtype | None = None, device: torch.device
     Raises ``CheckpointError`` that names the tensors that are missing, surplus, misshapen or contradictory.
     """
     raw = read_json(path / "config.json")
-    config = HeadConfig.from_hf(raw, str(path / "config.json"))
-    tensors = _read(path)
+    config, tensors = HeadConfig.from_hf(raw, str(path / "config.json")), read_tensors(path)
     head = Eagle3Head(config, embedding="embed_tokens.weight" in tensors)
     head.to(device, dtype or resolve_dtype("auto", raw))
-    # Check that the file has every tensor that the head needs, with the right shape, and no others.
-    values = _pieces(head, "midlayer." if any(key.startswith("midlayer.") for key in tensors) else "layers.0.")
-    expected = {key: tuple(value.shape) for key, value in values.items()}
-    mappings = {"d2t": (config.draft_vocab_size,), "t2d": (config.layer.vocab_size,)}
-    if config.draft_vocab_size != config.layer.vocab_size:
-        expected["d2t"] = mappings["d2t"]
-    check_tensors(path, {key: tuple(value.shape) for key, value in tensors.items()}, expected, mappings)
-    for key, value in values.items():
-        value.copy_(tensors[key])
-    head.to_target_U.copy_(_mapping(path, config, tensors))
-    return head.eval().requires_grad_(False)
-
-
-def _mapping(path: Path, config: HeadConfig, tensors: dict[str, Tensor]) -> Tensor:
-    """Return the target's id u + ``d2t[u]`` for each draft id u, [U]. ``t2d`` must mark the same ids."""
-    ids_U = torch.arange(config.draft_vocab_size)
-    if (offsets_U := tensors.get("d2t")) is not None:
-        ids_U = ids_U + offsets_U.long()
-    if bad := ids_U[(ids_U < 0) | (ids_U >= config.layer.vocab_size)].tolist():
-        raise CheckpointError(f"{path}: d2t maps to the ids {bad[:4]}, outside {config.layer.vocab_size} tokens")
-    if len(ids_U.unique()) < len(ids_U):
-        raise CheckpointError(f"{path}: d2t maps several draft tokens to one id")
-    if (marked_V := tensors.get("t2d")) is not None:
-        marked = set(marked_V.bool().nonzero().flatten().tolist())
-        if different := sorted(marked ^ set(ids_U.tolist())):
-            raise CheckpointError(f"{path}: d2t and t2d disagree on the draft vocabulary, at the ids {different[:4]}")
-    return ids_U
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    if (binary := path / "pytorch_model.bin").exists() and not (path / "model.safetensors").exists():
-        try:
-            found = torch.load(binary, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # torch raises many kinds of errors here
-            raise CheckpointError(f"{binary}: not a readable file of tensors ({error})") from error
-        return dict(found)
-    tensors: dict[str, Tensor] = {}
-    for file in Directory(path).weight_files():
-        try:
-            tensors |= load_file(file)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: not a readable safetensors file ({error})") from error
-    return tensors
+    if (
+        mask := tensors.get("mask_hidden")
+    ) is not None and mask.ndim < 3:  # engines also store it with fewer dimensions
+        tensors["mask_hidden"] = mask.reshape(1, 1, -1)
+    head.fill(path, tensors, "midlayer." if any(key.startswith("midlayer.") for key in tensors) else "layers.0.")
+    return head
 
 
 def save_head(head: Eagle3Head, directory: str | Path, dtype: torch.dtype = torch.bfloat16, **extra: Any) -> None:
     """Write ``config.json`` and ``model.safetensors`` in the layout of the paper's code; ``extra`` is added to the
     configuration. An embedding shared with the target is left out."""
-    directory, layer = Path(directory), head.config.layer
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = {key: value.to("cpu", dtype).contiguous() for key, value in _pieces(head, "midlayer.").items()}
-    if head.shares:
-        tensors.pop("embed_tokens.weight", None)
-    ids_U = head.to_target_U.cpu()
-    tensors["d2t"] = ids_U - torch.arange(len(ids_U))
-    tensors["t2d"] = torch.zeros(layer.vocab_size, dtype=torch.bool).index_fill_(0, ids_U, True)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    raw = head.config.to_hf(str(dtype).removeprefix("torch."), **extra)
-    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    config = head.config.to_hf(str(dtype).removeprefix("torch."), **extra)
+    head.save(directory, config, dtype, "midlayer.")

@@ -26,6 +26,7 @@ _FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
+    "mask_embedding.pt",  # of a draft head, which is refused for it
 )
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
 _LOGIN = "log in with 'hf auth login' or the variable HF_TOKEN"

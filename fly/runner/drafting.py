@@ -2,10 +2,12 @@
 another. Knows no backend.
 
 ``Executor.extend`` calls ``draft_by_forwards``, unless the executor has a faster way. For chains, the loop repeats
-three stages: choose each row's next token, stop the rows that are done, feed the others.
+three stages: choose each row's next token, stop the rows that are done, feed the others. A block drafter runs one
+forward for all tokens, and then the same loop (``draft_chains``), which feeds nothing. If no token depends on another,
+``draft_at_once`` chooses them all.
 
-Shape legend: T packed tokens, N places, B rows, J positions of a row, K longest draft, W candidates for a place,
-S cached tokens of a row, C features of a head, F hidden states side by side, V vocabulary.
+Shape legend: T packed tokens, N places, B rows, A rows that still draft, J positions of a row, K longest draft, W
+candidates for a place, S cached tokens of a row, C features of a head, F hidden states side by side, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,11 +34,16 @@ __all__ = [
     "DraftSpec",
     "DraftStart",
     "Drafted",
+    "Follow",
     "Growth",
     "Lookup",
+    "Marginals",
+    "Place",
     "Scores",
     "Step",
+    "draft_at_once",
     "draft_by_forwards",
+    "draft_chains",
     "draw_tokens",
     "ends_of",
 ]
@@ -115,8 +122,10 @@ class DraftSpec:
     and drafting goes on from the first wrong guess.
     """
 
-    confidence: float = 0.0  # stop after a token if the largest probability there was below this
-    # For each row: stop after a token if the product of the largest probabilities so far is below this. Empty: never.
+    # Stop after a token if its chance to be kept is below this. The chance is the largest probability at its place, or
+    # what a head for it says.
+    confidence: float = 0.0
+    # For each row: stop after a token if the product of these chances so far is below this. Empty: never.
     reach: tuple[float, ...] = ()
     lookup: Lookup | None = None
     with_logits: bool = False  # whether to return the logits of greedy drafts too
@@ -154,12 +163,12 @@ class Certainty:
         """Whether the draft may stop early."""
         return self.threshold > 0 or self.spec.confidence > 0
 
-    def goes_on(self, probs_NV: Tensor) -> list[bool]:
-        """Return whether to go on after each of the next N tokens, given the distributions they were chosen from."""
-        peak_N = probs_NV.amax(-1)
-        reached_N = self.reached * peak_N.cumprod(0)
+    def goes_on(self, chance_N: Tensor) -> list[bool]:
+        """Return whether to go on after each of the next N tokens, given the chance that each is kept: the largest
+        probability of its distribution, or the model's own estimate. Neither may depend on the token itself."""
+        reached_N = self.reached * chance_N.cumprod(0)
         self.reached = float(reached_N[-1])
-        sure: list[bool] = ((peak_N >= self.spec.confidence) & (reached_N >= self.threshold)).tolist()
+        sure: list[bool] = ((chance_N >= self.spec.confidence) & (reached_N >= self.threshold)).tolist()
         return sure
 
 
@@ -176,6 +185,31 @@ class DraftStart(NamedTuple):
         """Return the start after the forward of ``batch``."""
         ends = ends_of(batch.kv)
         return DraftStart(batch.kv, [batch.positions[end] + 1 for end in ends], logits_BV, x_BC)
+
+
+class Place(NamedTuple):
+    """What a model says of the next token of each row."""
+
+    logits_AV: Tensor
+    chance_A: Tensor | None = None  # the model's own estimate of the chance that the token is kept; None: no estimate
+
+
+# Returns what the model says after the latest tokens of some rows, given the rows' numbers and those tokens. First it
+# is called with all rows and the last tokens of their texts, then with the rows that still draft, and their drafted
+# tokens.
+Follow = Callable[[list[int], list[int]], Place]
+
+
+class Marginals:
+    """What a model says of several places at once, whatever is drafted at the places before (``Follow``)."""
+
+    def __init__(self, logits_BKV: Tensor) -> None:
+        self.logits_BKV = logits_BKV
+        self.place = -1
+
+    def __call__(self, active: list[int], tokens: list[int]) -> Place:
+        self.place += 1
+        return Place(self.logits_BKV[active, self.place])
 
 
 # Runs one forward over drafted tokens, each with a head's features before it. Returns logits [T, V], features [T, C].
@@ -213,7 +247,29 @@ def draft_by_forwards(
     """
     if spec.tree is not None:
         return _draft_trees(model, start, step, spec.tree, rows, max_len)
-    return _draft_chains(model, start, step, spec, rows, max_len, sampling, seeds)
+    return draft_chains(model, _Forwards(start, step), spec, rows, max_len, sampling, seeds)
+
+
+class _Forwards:
+    """Feeds each drafted token (``Follow``)."""
+
+    def __init__(self, start: DraftStart, step: Step) -> None:
+        self.start, self.step = start, step
+        self.rows = list(range(len(start.positions)))  # of the features
+        self.x_AC = start.x_BC
+        self.fed = -1  # drafted tokens of each row
+
+    def __call__(self, active: list[int], tokens: list[int]) -> Place:
+        self.fed += 1
+        if not self.fed:
+            return Place(self.start.logits_BV)
+        # One forward over the drafted tokens, which are cached after their row.
+        if self.x_AC is not None and len(active) < len(self.rows):
+            self.x_AC = self.x_AC[[self.rows.index(b) for b in active]]
+        self.rows = active
+        batch = _next_batch(self.start, active, [self.fed - 1] * len(active), [[token] for token in tokens])
+        logits_AV, self.x_AC = self.step(batch, self.x_AC)
+        return Place(logits_AV)
 
 
 def draw_tokens(probs_NV: Tensor, seeds: abc.Sequence[int], lengths: abc.Sequence[int]) -> list[int]:
@@ -224,28 +280,29 @@ def draw_tokens(probs_NV: Tensor, seeds: abc.Sequence[int], lengths: abc.Sequenc
     return tokens
 
 
-def _draft_chains(
+def draft_chains(
     model: Computing,
-    start: DraftStart,
-    step: Step,
+    follow: Follow,
     spec: DraftSpec,
     rows: abc.Sequence[Row],
     max_len: abc.Sequence[int],
     sampling: BatchSampling | None,
     seeds: abc.Sequence[int],
 ) -> Drafted:
+    """Draft chains as ``Executor.extend`` describes, token by token. ``follow`` returns what the model says after each
+    token."""
     scratch = [row.fork(row.policy, row.seed) for row in rows]
     sources: list[list[Tensor]] = [[] for _ in rows]  # each token's distribution, or logits
     certainty = [Certainty(spec, reach) for reach in spec.reach or (0.0,) * len(rows)]
     active = list(range(len(rows)))
-    logits_NV = start.logits_BV
-    x_NC = start.x_BC
+    tokens = [row.tokens[-1] for row in rows]
     while True:
+        place = follow(active, tokens)
         # Choose: each row's next token is the most likely one that the row allows, or is drawn.
         going = [scratch[b] for b in active]
-        logits_NV, probs_NV = _allowed(model, logits_NV, going), None
+        logits_NV, probs_NV = _allowed(model, place.logits_AV, going), None
         if sampling is None:
-            tokens: list[int] = argmax(logits_NV).tolist()
+            tokens = argmax(logits_NV).tolist()
         else:
             own = BatchSampling.of([row.params for row in going], logits_NV.device)
             probs_NV = model.process(own, logits_NV.unsqueeze(1)).dense().squeeze(1)
@@ -259,24 +316,71 @@ def _draft_chains(
             row.tokens.append(token)
             sure = True
             if certainty[b].may_stop:
-                own_1V = logits_NV[n : n + 1].softmax(-1) if probs_NV is None or row.greedy else probs_NV[n : n + 1]
-                (sure,) = certainty[b].goes_on(own_1V)
+                if (chance_N := place.chance_A) is not None:
+                    chance_1 = chance_N[n : n + 1]
+                elif probs_NV is None or row.greedy:
+                    chance_1 = logits_NV[n : n + 1].softmax(-1).amax(-1)
+                else:
+                    chance_1 = probs_NV[n : n + 1].amax(-1)
+                (sure,) = certainty[b].goes_on(chance_1)
             if sure and len(row.tokens) - len(rows[b].tokens) < max_len[b] and token not in row.stop_ids:
                 goes_on.append(n)
         if not goes_on:
             break
-        # Go on: one forward over the drafted tokens, which are cached after their row.
-        if len(goes_on) < len(active):
-            active, x_NC = [active[n] for n in goes_on], None if x_NC is None else x_NC[goes_on]
-        fed = [len(scratch[b].tokens) - len(rows[b].tokens) - 1 for b in active]
-        logits_NV, x_NC = step(_next_batch(start, active, fed, [[scratch[b].tokens[-1]] for b in active]), x_NC)
+        active, tokens = [active[n] for n in goes_on], [tokens[n] for n in goes_on]
     chains = [made.tokens[len(row.tokens) :] for made, row in zip(scratch, rows)]
     if sampling is None and not spec.with_logits:
         return Drafted(chains)
-    sources_BKV = start.logits_BV.new_zeros(len(rows), max(map(len, chains)), start.logits_BV.shape[-1])
+    sources_BKV = sources[0][0].new_zeros(len(rows), max(map(len, chains)), len(sources[0][0]))
     for b, each in enumerate(sources):
         sources_BKV[b, : len(each)] = torch.stack(each)
     return Drafted(chains, None, sources_BKV) if sampling is None else Drafted(chains, sources_BKV)
+
+
+def draft_at_once(
+    model: Computing,
+    logits_BKV: Tensor,
+    spec: DraftSpec,
+    rows: abc.Sequence[Row],
+    max_len: abc.Sequence[int],
+    sampling: BatchSampling | None,
+    seeds: abc.Sequence[int],
+) -> Drafted:
+    """Draft the same as ``draft_chains`` from ``Marginals(logits_BKV)``, with one wait for the device. No row may have
+    penalties, bans or a form, since these depend on the tokens before a place."""
+    count, longest = len(rows), max(max_len)
+    logits_BKV, probs_BKV = logits_BKV[:, :longest], None
+    # Choose: every place's token is its most likely one, or is drawn.
+    if sampling is None:
+        tokens_BK = argmax(logits_BKV)
+    else:
+        own = BatchSampling.of([row.params for row in rows], logits_BKV.device)
+        probs_BKV = model.process(own, logits_BKV).dense()
+        at = [len(row.tokens) + place for row in rows for place in range(longest)]
+        seed_N, at_N = upload([*(seed for seed in seeds for _ in range(longest)), *at], logits_BKV.device).chunk(2)
+        coin_N = uniforms(seed_N, at_N, Stream.SAMPLE, 1).squeeze(1)
+        tokens_BK = draw(probs_BKV.flatten(0, 1), coin_N).unflatten(0, (count, longest))
+    if spec.stops:
+        peak_BK = logits_BKV.softmax(-1).amax(-1)
+        if probs_BKV is not None:
+            greedy_B = upload([row.greedy for row in rows], logits_BKV.device).bool()
+            peak_BK = torch.where(greedy_B.unsqueeze(1), peak_BK, probs_BKV.amax(-1))
+        tokens_BK, peak_BK = torch.stack([tokens_BK.double(), peak_BK.double()]).cpu()
+        peak_BK = peak_BK.float()
+    # Stop where ``draft_chains`` does.
+    chains = []
+    for b, (row, drawn) in enumerate(zip(rows, tokens_BK.long().tolist())):
+        certainty = Certainty(spec, spec.reach[b] if spec.reach else 0.0)
+        sure = certainty.goes_on(peak_BK[b]) if certainty.may_stop else [True] * longest
+        ends = (n for n, token in enumerate(drawn, start=1) if not sure[n - 1] or token in row.stop_ids)
+        chains.append(drawn[: min(next(ends, longest), max_len[b])])
+    if sampling is None and not spec.with_logits:
+        return Drafted(chains)
+    source_BKV = logits_BKV if probs_BKV is None else probs_BKV
+    lengths_B1 = upload(list(map(len, chains)), source_BKV.device).unsqueeze(1)
+    beyond_BK = torch.arange(longest, device=source_BKV.device) >= lengths_B1
+    source_BKV = source_BKV.masked_fill(beyond_BK.unsqueeze(-1), 0.0)[:, : max(map(len, chains))]
+    return Drafted(chains, None, source_BKV) if sampling is None else Drafted(chains, source_BKV)
 
 
 def _allowed(model: Computing, logits_NV: Tensor, rows: list[Row]) -> Tensor:

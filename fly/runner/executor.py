@@ -16,14 +16,13 @@ from array import array
 from collections import abc
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fly.cache import PagedBatch
 from fly.models.config import LlamaConfig
-from fly.models.eagle import HeadConfig
 from fly.ops import Stream, sent, spread, uniforms, upload
 from fly.policies.base import AcceptancePolicy, Promise, accepts_exactly
 from fly.policies.verification import decide
@@ -33,10 +32,14 @@ from fly.runner.drafting import (
     Drafted,
     DraftSpec,
     DraftStart,
+    Follow,
     Growth,
     Lookup,
+    Marginals,
     Scores,
+    draft_at_once,
     draft_by_forwards,
+    draft_chains,
     ends_of,
 )
 from fly.runner.request import Row, by_policy, most_drafted
@@ -46,18 +49,21 @@ from fly.types import Decision, Draft, Guarantee, Noise, Target
 __all__ = [
     "WARM_ROWS",
     "Batch",
+    "BlockHead",
     "DraftSpec",
     "Drafted",
     "Executor",
     "Given",
     "Growth",
     "Head",
+    "HeadOptions",
     "Lookup",
     "OpenBlocks",
     "RoundPlan",
     "RoundRow",
     "Rounds",
     "Scores",
+    "SerialHead",
     "Spent",
     "TokenByToken",
     "Workload",
@@ -341,6 +347,11 @@ class Executor(ABC):
         """
         raise ValueError(f"{self.model_name} on {self.kernels!r} kernels does not show its embedding")
 
+    def logits(self, hidden_NC: Tensor) -> Tensor:
+        """Return the logits [N, V], float32, of hidden states after the last norm. Draft heads may share the output
+        matrix. Raises ``ValueError`` if this executor does not expose it."""
+        raise ValueError(f"{self.model_name} on {self.kernels!r} kernels does not show its output matrix")
+
     @property
     def model_name(self) -> str:
         """What messages call the model."""
@@ -370,28 +381,87 @@ class Executor(ABC):
         """Prepare the calling thread, which will make all further calls."""
 
 
-class Head(Executor):
-    """Runs a loaded draft head (``fly.models.eagle``) on one kind of device. ``config`` describes its layer.
+class HeadOptions(Protocol):
+    """What a head needs from its target (``fly.models.eagle.HeadConfig``, ``fly.models.dflash.DFlashConfig``)."""
 
-    It is fed each token together with the feature of the token before it, so a row's first token is never cached.
+    @property
+    def target_hidden_size(self) -> int: ...
+
+    @property
+    def inputs(self) -> int: ...
+
+    @property
+    def some_layers(self) -> int:
+        """A number of layers that a target may have."""
+
+    def states_of(self, layers: int) -> tuple[int, ...]: ...
+
+
+class Head(Executor):
+    """Runs a loaded draft head on one kind of device. ``config`` describes its layers.
+
+    It reads each token together with the target's hidden states at the token before it, so a row's first token is never
+    cached.
     """
 
-    options: HeadConfig
+    options: HeadOptions
     to_target_U: Tensor  # for each token of the draft vocabulary, its id in the target's
-    shares: bool  # whether it has no embedding of its own, and uses the target's
 
     @abstractmethod
-    def share(self, weight_VC: Tensor) -> None:
-        """Use the target's embedding."""
+    def share(self, target: Executor) -> None:
+        """Use the target's embedding and output matrix where the head has none of its own. Raises ``ValueError`` if
+        they do not fit."""
+
+    @abstractmethod
+    def read(self, batch: Batch, states_TF: Tensor) -> None:
+        """Cache the tokens of the batch, given the target's hidden states before each (``Scores.states_TF``)."""
+
+    @abstractmethod
+    def room(self, drafts: int, spec: DraftSpec) -> int:
+        """Return how many slots a draft of at most ``drafts`` tokens takes in the cache, after the tokens read."""
+
+    @abstractmethod
+    def draft(
+        self,
+        batch: Batch,
+        states_TF: Tensor,
+        spec: DraftSpec,
+        rows: abc.Sequence[Row],
+        max_len: abc.Sequence[int],
+        sampling: BatchSampling | None = None,
+        seeds: abc.Sequence[int] = (),
+    ) -> Drafted:
+        """Read the batch (``read``), then draft as ``extend`` does. What the cache holds after the batch is then
+        undefined."""
+
+    def spread(self, logits_NU: Tensor) -> Tensor:
+        """Spread logits over the target's vocabulary [N, V]. Tokens outside the draft vocabulary get minus infinity, so
+        they are never drafted."""
+        return spread(logits_NU, self.to_target_U, self.config.vocab_size)
+
+    def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
+        """Raise ``ValueError``: a head drafts, and scores nothing."""
+        raise ValueError("a draft head drafts by its target's hidden states, and cannot score alone")
+
+
+class SerialHead(Head):
+    """A head that drafts token after token (``fly.models.eagle``, EAGLE-3). It feeds drafted tokens with its own
+    features in place of the target's hidden states."""
 
     @abstractmethod
     def begin(self, batch: Batch, states_TF: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Feed the batch, each token with the target's hidden states before it (``Scores.states_TF``). Return logits
-        [N, U] over the draft vocabulary and features [N, C], both after the tokens at ``places``."""
+        """Feed the batch, each token with the target's hidden states before it. Return logits [N, U] over the draft
+        vocabulary and features [N, C], both after the tokens at ``places``."""
 
     @abstractmethod
     def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
         """Do the same as ``begin``, with the head's own features in place of the target's hidden states."""
+
+    def read(self, batch: Batch, states_TF: Tensor) -> None:
+        self.begin(batch, states_TF, ends_of(batch.kv))
+
+    def room(self, drafts: int, spec: DraftSpec) -> int:
+        return (drafts - 1) * (1 if spec.tree is None else spec.tree.follow)
 
     def draft(
         self,
@@ -403,8 +473,6 @@ class Head(Executor):
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
     ) -> Drafted:
-        """Draft as ``extend`` does. Feed the batch with the target's hidden states, and drafted tokens with the head's
-        own features."""
         logits_BU, x_BC = self.begin(batch, states_TF, ends_of(batch.kv))
 
         def step(drafted: Batch, x_TC: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -415,14 +483,38 @@ class Head(Executor):
         start = DraftStart.after(batch, self.spread(logits_BU), x_BC)
         return draft_by_forwards(self, start, step, spec, rows, max_len, sampling, seeds)
 
-    def spread(self, logits_NU: Tensor) -> Tensor:
-        """Spread logits over the target's vocabulary [N, V]. Tokens outside the draft vocabulary get minus infinity, so
-        they are never drafted."""
-        return spread(logits_NU, self.to_target_U, self.config.vocab_size)
 
-    def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
-        """Raise ``ValueError``: a head drafts, and scores nothing."""
-        raise ValueError("a draft head drafts by its target's hidden states, and cannot score alone")
+class BlockHead(Head):
+    """A head that drafts a block of tokens in one forward (``fly.models.dflash``, and P-EAGLE heads of
+    ``fly.models.eagle``).
+
+    Each place of the block has a distribution of its own, perhaps corrected by the token drawn before it. Tokens are
+    drawn from these distributions one after another, and these are what the draft reports, so a lossless rule stays
+    lossless.
+    """
+
+    longest: int | None  # the most tokens that it drafts; None: any number
+
+    @abstractmethod
+    def block(self, batch: Batch, states_TF: Tensor, anchors: abc.Sequence[int], max_len: abc.Sequence[int]) -> Follow:
+        """Read the batch, and run one forward over a block of each row. ``anchors`` are the rows' last tokens. Return
+        what the head says of each place, one place after another: ``Marginals``, unless it depends on the tokens
+        before. Logits are spread over the target's vocabulary."""
+
+    def draft(
+        self,
+        batch: Batch,
+        states_TF: Tensor,
+        spec: DraftSpec,
+        rows: abc.Sequence[Row],
+        max_len: abc.Sequence[int],
+        sampling: BatchSampling | None = None,
+        seeds: abc.Sequence[int] = (),
+    ) -> Drafted:
+        follow = self.block(batch, states_TF, [row.tokens[-1] for row in rows], max_len)
+        if isinstance(follow, Marginals) and not any(map(constrains, rows)):
+            return draft_at_once(self, follow.logits_BKV, spec, rows, max_len, sampling, seeds)
+        return draft_chains(self, follow, spec, rows, max_len, sampling, seeds)
 
 
 class Wrapped(Executor):
@@ -465,6 +557,12 @@ class Wrapped(Executor):
     ) -> list[Decision]:
         return self.inner.decide(policy, target, draft, seeds, starts)
 
+    def embedding(self) -> Tensor:
+        return self.inner.embedding()
+
+    def logits(self, hidden_NC: Tensor) -> Tensor:
+        return self.inner.logits(hidden_NC)
+
     def reserve(self, work: Workload, most: int) -> tuple[int, int]:
         return self.inner.reserve(work, most)
 
@@ -502,6 +600,3 @@ class TokenByToken(Wrapped):
                 states_found.append(scores.states_TF)
         logits = [found[t] for t in wanted] or [torch.zeros(0, self.config.vocab_size, device=self.device)]
         return Scores(torch.cat(logits), states_TF=torch.cat(states_found) if states_found else None)
-
-    def embedding(self) -> Tensor:
-        return self.inner.embedding()

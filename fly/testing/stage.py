@@ -228,9 +228,9 @@ def _target_for(strategy: DraftStrategy, load: LoadOnce) -> Llama:
     head = next((loaded.executor for loaded in load.loaded if isinstance(loaded.executor, Head)), None)
     if head is None:
         return toy_target(strategy.vocab_size or _VOCABULARY)
-    options, layers = head.options, head.options.states
+    options = head.options
     sizes = {"hidden_size": options.target_hidden_size, "num_attention_heads": 1, "num_key_value_heads": 1}
-    config = head.config.resized(8 if layers is None else max(*layers, 1), **sizes, head_dim=8)
+    config = head.config.resized(options.some_layers, **sizes, head_dim=8)
     return toy_target(config.vocab_size, config)
 
 

@@ -64,6 +64,9 @@ class CpuExecutor(HostDecisions):
     def embedding(self) -> Tensor:
         return self.packed.embedding()
 
+    def logits(self, hidden_NC: Tensor) -> Tensor:
+        return self.packed.logits(hidden_NC.to(self.dtype))
+
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         call = self.packed.batch(array("q", batch.tokens), array("q", batch.positions), batch.kv)
         which = None if places is None else array("i", places)

@@ -21,7 +21,7 @@ from fly.backends.cpu.packed import TYPES, PackedLlama, float_weights, new_model
 from fly.models.eagle import Eagle3Head, HeadLayer
 from fly.models.llama import rotary_tables
 from fly.runner.constraints import constrains
-from fly.runner.executor import Batch, Drafted, DraftSpec, Head
+from fly.runner.executor import Batch, Drafted, DraftSpec, Executor, SerialHead
 from fly.runner.request import Row
 from fly.runner.sampling import BatchSampling
 
@@ -86,8 +86,8 @@ class PackedHead(PackedLlama):
         self._prepare_calls()
 
 
-class CpuHead(Head):
-    """Runs a draft head. Its weights are packed once its embedding is known."""
+class CpuHead(SerialHead):
+    """Runs an EAGLE-3 head. Its weights are packed once its embedding is known."""
 
     own_threads = True
 
@@ -95,16 +95,17 @@ class CpuHead(Head):
         self.head, self.kernels = head, variant
         self.options, self.config = head.config, head.config.layer
         self.device, self.dtype = head.device, head.dtype
-        self.to_target_U, self.shares = head.to_target_U, head.shares
+        self.to_target_U = head.to_target_U
         self._packed: PackedHead | None = None
 
     @property
     def model_name(self) -> str:
         return type(self.head).__name__
 
-    def share(self, weight_VC: Tensor) -> None:
-        self.head.share(weight_VC)
-        self._packed = None
+    def share(self, target: Executor) -> None:
+        if self.head.shares:
+            self.head.share(target.embedding())
+            self._packed = None
 
     @property
     def packed(self) -> PackedHead:

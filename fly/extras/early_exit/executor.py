@@ -69,9 +69,6 @@ class EarlyExit(Wrapped):
         """Raise ``ValueError``: where a token's row exits depends on the tokens that it is fed with."""
         raise ValueError("deterministic: a target that exits early computes other bits when fed other drafts")
 
-    def embedding(self) -> Tensor:
-        return self.inner.embedding()
-
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         scores, layers = self.score_rows(batch, places, states)
         self.passed.update(layers.values())

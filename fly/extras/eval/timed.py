@@ -20,7 +20,7 @@ from fly.engine.job import Job, Request
 from fly.llm import LLM
 from fly.output import Output
 from fly.policies import AcceptancePolicy, Exact
-from fly.runner.executor import Batch, Drafted, Executor, Head, RoundPlan, Rounds, Scores, Wrapped
+from fly.runner.executor import Batch, Drafted, DraftSpec, Executor, Head, RoundPlan, Rounds, Scores, Wrapped
 from fly.runner.request import Row, Summed, Token
 from fly.runner.runner import Runner
 from fly.types import Decision, SamplingParams
@@ -76,9 +76,6 @@ class Clock(Wrapped):
     def extend(self, *arguments: Any, **options: Any) -> Drafted:
         return self._clocked(self.inner.extend, *arguments, **options)
 
-    def embedding(self) -> Tensor:
-        return self.inner.embedding()
-
     def rounds(self, plan: RoundPlan) -> Rounds | None:
         """Take several rounds in one call. The result has the seconds of the target and of the drafter."""
         drafter = plan.drafter if isinstance(plan.drafter, Clock) else None
@@ -106,16 +103,15 @@ class HeadClock(Clock, Head):
         self.head = inner
         self.options = inner.options
         self.to_target_U = inner.to_target_U
-        self.shares = inner.shares
 
-    def share(self, weight_VC: Tensor) -> None:
-        self.head.share(weight_VC)
+    def share(self, target: Executor) -> None:
+        self.head.share(target)
 
-    def begin(self, batch: Batch, states_TF: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
-        return self._clocked(self.head.begin, batch, states_TF, places)
+    def read(self, batch: Batch, states_TF: Tensor) -> None:
+        self._clocked(self.head.read, batch, states_TF)
 
-    def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
-        return self._clocked(self.head.step, batch, x_TC, places)
+    def room(self, drafts: int, spec: DraftSpec) -> int:
+        return self.head.room(drafts, spec)
 
     def draft(self, *arguments: Any, **options: Any) -> Drafted:
         return self._clocked(self.head.draft, *arguments, **options)

@@ -1,0 +1,287 @@
+"""What all trained draft heads share: which configurations describe one, their layers' configuration, the module that
+they extend, and their checkpoints. Knows nothing of caches, sampling or drafting.
+
+Shape legend: T packed tokens, C hidden width of the head, U draft vocabulary, V the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import abc
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from fly.models.checkpoint import check_tensors
+from fly.models.config import CheckpointError, LlamaConfig, json_object, read_json
+from fly.models.directory import Directory
+from fly.models.families import FAMILIES, SLIDING
+from fly.models.llama import signed_tables
+
+__all__ = ["DFLASH", "EAGLE3", "NOT_BUILT", "PEAGLE", "TrainedHead", "find_mask_id", "head_kind", "is_head"]
+
+# The kinds of heads: EAGLE-3 drafts token after token. DFlash, DSpark and P-EAGLE draft a block in one forward.
+EAGLE3, DFLASH, PEAGLE = "eagle3", "dflash", "peagle"
+# Architectures by kind, and types of the package ``speculators`` (``speculators_model_type``) by kind.
+_ARCHITECTURES = {
+    "LlamaForCausalLMEagle3": EAGLE3, "Eagle3LlamaForCausalLM": EAGLE3, "Eagle3Speculator": EAGLE3,
+    "Eagle3DraftModel": EAGLE3, "PEagleDraftModel": PEAGLE, "PEagleSpeculator": PEAGLE,
+    "DFlashDraftModel": DFLASH, "DFlashSpeculator": DFLASH, "DSparkDraftModel": DFLASH, "DSparkSpeculator": DFLASH,
+    "Qwen3DSparkModel": DFLASH,
+}  # fmt: skip
+_TYPES = {"eagle3": EAGLE3, "peagle": PEAGLE, "dflash": DFLASH, "dspark": DFLASH}
+_KINDS_NOT_BUILT = {  # heads that are recognised, and refused
+    "dflash2": "its convolutions and its selector of candidates are not built",
+    "mtp": "layers that predict the next tokens one after another (MTP) are not built",
+}
+# What is not built in any head: the name of a field, and the values that ask for nothing.
+NOT_BUILT: dict[str, tuple[object, ...]] = {
+    "use_swa": (False,),
+    "swa_window_size": (),
+    "attention_sink_bias": (False,),
+    "add_swa_attention_sink_bias": (False,),
+    "attention_value_scale": (1,),
+    "input_embedding_scale": (1,),
+    "output_multiplier": (1,),
+    "logit_scale": (1,),
+    "final_logit_softcapping": (0,),
+    "attn_logit_softcapping": (0,),
+    "is_neox_style": (True,),
+    "use_aux_hidden_state": (True,),
+    "conv_kernel_size": (),
+    "conv_group_size": (),
+    "selector_rank": (0,),
+    "selector_top_k": (0,),
+    "projector_type": ("dflash", "dspark"),
+    "attention_mode": ("gqa", "mha"),
+    "dflash_query_causal": (False,),
+    "log_snr_conditioning": (False,),
+    "enable_qwen35_gated_q_proj": (False,),
+}
+_PARTS = "dflash_config", "eagle_config", "transformer_layer_config"  # objects in a configuration that have such fields
+_MASK_IDS = "mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"
+# Values that a ``transformer_layer_config`` may leave out, because they are the defaults of transformers.
+_SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {**_SIZES, "vocab_size": 32000, "intermediate_size": 11008},
+    "qwen3": {**_SIZES, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32},
+}
+
+
+def is_head(path: Path) -> bool:
+    """Whether the ``config.json`` in a directory describes a draft head."""
+    return head_kind(path) is not None
+
+
+def head_kind(path: Path) -> str | None:
+    """Return the kind of the head that the ``config.json`` in a directory describes, or None."""
+    try:
+        return kind_of(read_json(path / "config.json"))
+    except CheckpointError:
+        return None  # loading it reports the error
+
+
+def kind_of(raw: abc.Mapping[str, Any]) -> str | None:
+    """Return the kind of head that a ``config.json`` describes; None if it describes none. A head that is not built
+    has its kind too, and loading it says what is missing."""
+    stated = raw.get("speculators_model_type")
+    if stated in _TYPES or stated in _KINDS_NOT_BUILT:
+        kind = _TYPES.get(stated, DFLASH)
+    else:
+        names = raw.get("architectures")
+        kinds = [_kind_by_name(name) for name in names] if isinstance(names, list) else []
+        kind = next(filter(None, kinds), "")
+    # An EAGLE-3 head with a mask token drafts in one forward.
+    return PEAGLE if kind == EAGLE3 and find_mask_id(raw) is not None else kind or None
+
+
+def _kind_by_name(name: object) -> str | None:
+    return DFLASH if str(name).startswith("DFlash2") else _ARCHITECTURES.get(str(name))
+
+
+def check_built(raw: dict[str, Any], kinds: abc.Sequence[str], source: str) -> None:
+    """Raise ``CheckpointError`` unless a ``config.json`` describes a head of one of these ``kinds``, and asks for
+    nothing that is not built."""
+    stated = raw.get("speculators_model_type")
+    names = raw.get("architectures") or []
+    if any(str(name).startswith("DFlash2") for name in names):
+        stated = "dflash2"
+    if stated in _KINDS_NOT_BUILT:
+        raise CheckpointError(f"{source}: a head of type {stated!r} is not supported: {_KINDS_NOT_BUILT[stated]}")
+    if kind_of(raw) not in kinds:
+        choices = [name for name, kind in _ARCHITECTURES.items() if kind in kinds]
+        raise CheckpointError(f"{source}: architecture {names or 'missing'} is not a draft head; choices: {choices}")
+    for part in (raw, *(json_object(raw, name, source) for name in _PARTS)):
+        for name, neutral in NOT_BUILT.items():
+            if (value := part.get(name)) is not None and value not in neutral:
+                raise CheckpointError(f"{source}: {name} {value!r} is not supported; it must be absent")
+
+
+def find_mask_id(raw: abc.Mapping[str, Any]) -> int | None:
+    """Return the id of the token that stands at each place to fill in; None if the configuration states none."""
+    nested = raw.get("dflash_config") or {}
+    stated = [nested.get("mask_token_id") if isinstance(nested, dict) else None, *map(raw.get, _MASK_IDS)]
+    return next((each for each in stated if each is not None), None)
+
+
+def layer_config(raw: dict[str, Any], source: str, family: str | None = None) -> LlamaConfig:
+    """Read the configuration of a head's layers, as a model of ``family`` (None: of the family that it states).
+    ``speculators`` nests it in ``transformer_layer_config``, and leaves out the defaults of transformers. Raises
+    ``CheckpointError``."""
+    nested = "transformer_layer_config" in raw
+    own = json_object(raw, "transformer_layer_config", source) if nested else raw
+    kind = own.get("model_type") or ("qwen3" if nested else family or "llama")
+    if kind not in _DEFAULTS:
+        if nested or family is not None:
+            raise CheckpointError(
+                f"{source}: a head's layer of type {kind!r} is not supported; choices: {[*_DEFAULTS]}"
+            )
+        kind = "llama"  # the paper's code writes the target's type, and has a Llama's layer
+    own = {**_DEFAULTS[kind], **own} if nested else own
+    if kind == "llama" and family not in (None, "llama"):  # the other family has another default
+        width, heads = own.get("hidden_size"), own.get("num_attention_heads")
+        if own.get("head_dim") is None and isinstance(width, int) and isinstance(heads, int) and heads > 0:
+            own = {**own, "head_dim": width // heads}
+    if SLIDING in json_object(own, "rope_parameters", source):
+        raise CheckpointError(f"{source}: rope_parameters for each kind of layer are not supported in a draft head")
+    own, structure = {"num_hidden_layers": 1, **own}, FAMILIES[family or kind]
+    if SLIDING in (own.get("layer_types") or ()):
+        if "layer_types" not in structure.options:
+            raise CheckpointError(f"{source}: sliding layers are not supported in a head of type {structure.name!r}")
+        # transformers drops the window of a Qwen3 then, and engines differ in what they make of it.
+        if own.get("use_sliding_window") is not True:
+            raise CheckpointError(f"{source}: layer_types has sliding layers, but use_sliding_window is not true")
+    return LlamaConfig.from_hf({**own, "architectures": [structure.architecture]}, source)
+
+
+class TrainedHead(nn.Module):
+    """A head's vocabulary, embedding and rotary tables. Subclasses add the layers.
+
+    ``to_target_U`` maps the draft vocabulary to the target's ids. A head without an embedding needs the target's
+    (``share``).
+    """
+
+    to_target_U: Tensor
+
+    def __init__(self, layer: LlamaConfig, draft_vocab_size: int, embedding: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.shares = not embedding  # whether it uses the target's embedding
+        self.embed_tokens = nn.Embedding(layer.vocab_size, layer.hidden_size) if embedding else None
+        self.register_buffer("to_target_U", torch.arange(draft_vocab_size), persistent=False)
+        self._rotary: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.to_target_U.device
+
+    def share(self, weight_VC: Tensor) -> None:
+        """Use the target's embedding, without training it. Raises ``ValueError`` if its shape is wrong."""
+        layer = self.layer
+        if weight_VC.shape != (layer.vocab_size, layer.hidden_size):
+            raise ValueError(
+                f"the head has no embedding of its own, and the target's is {list(weight_VC.shape)}, not "
+                f"{[layer.vocab_size, layer.hidden_size]}"
+            )
+        weight = nn.Parameter(weight_VC.to(self.device, self.dtype), requires_grad=False)
+        self.embed_tokens = nn.Embedding(*weight_VC.shape, _weight=weight, _freeze=True)
+
+    def embed(self, tokens_T: Tensor) -> Tensor:
+        """Return the embeddings [T, C] of ``tokens_T``, the target's ids. Raises ``ValueError`` if there is none."""
+        if self.embed_tokens is None:
+            raise ValueError("the head has no embedding: call share() with the target's")
+        embedded_TC: Tensor = self.embed_tokens(tokens_T)
+        return embedded_TC
+
+    def rotary(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines [T, 1, D] that ``rotate`` takes at these positions."""
+        if self._rotary is None or self._rotary[0].dtype != self.dtype or self._rotary[0].device != self.device:
+            (self._rotary,) = signed_tables(self.layer, self.dtype, self.device)
+        cos, sin = self._rotary
+        return cos[positions_T], sin[positions_T]
+
+    def stored(self) -> dict[str, Tensor]:
+        """Return the head's tensors by the names of ``speculators``; fused matrices are split. An embedding that is the
+        target's is left out."""
+        found = {}
+        for name, parameter in self.named_parameters():
+            if self.shares and name.startswith("embed_tokens."):
+                continue
+            module = (name.split(".")[-2:-1] or [""])[0]
+            parts = self.layer.fused_rows.get(module, {module: len(parameter)})
+            for part, rows in zip(parts, parameter.data.split([*parts.values()])):
+                found[name.replace(f".{module}.", f".{part}.")] = rows
+        return found
+
+    def fill(self, path: Path, tensors: dict[str, Tensor], first: str = "layers.0.") -> None:
+        """Copy a checkpoint's tensors to the parameters and to ``to_target_U``, without gradients from now on. The
+        names of the first layer's tensors begin with ``first``.
+
+        Raises ``CheckpointError`` that names the tensors that are missing, surplus, misshapen or contradictory.
+        """
+        values = {key.replace("layers.0.", first, 1): value for key, value in self.stored().items()}
+        expected, size = {key: tuple(value.shape) for key, value in values.items()}, len(self.to_target_U)
+        mappings = {"d2t": (size,), "t2d": (self.layer.vocab_size,)}
+        if size != self.layer.vocab_size:
+            expected["d2t"] = mappings["d2t"]
+        check_tensors(path, {key: tuple(value.shape) for key, value in tensors.items()}, expected, mappings)
+        for key, value in values.items():
+            value.copy_(tensors[key])
+        self.to_target_U.copy_(_mapping(path, size, self.layer.vocab_size, tensors))
+        self.eval().requires_grad_(False)
+
+    def save(self, directory: str | Path, config: dict[str, Any], dtype: torch.dtype, first: str = "layers.0.") -> None:
+        """Write ``config.json`` and ``model.safetensors``, with names as for ``fill``."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            key.replace("layers.0.", first, 1): value.to("cpu", dtype).contiguous()
+            for key, value in self.stored().items()
+        }
+        ids_U = self.to_target_U.cpu()
+        tensors["d2t"] = ids_U - torch.arange(len(ids_U))
+        tensors["t2d"] = torch.zeros(self.layer.vocab_size, dtype=torch.bool).index_fill_(0, ids_U, True)
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _mapping(path: Path, size: int, vocab_size: int, tensors: dict[str, Tensor]) -> Tensor:
+    """Return the target's id u + ``d2t[u]`` for each draft id u, [U]. ``t2d`` must mark the same ids."""
+    ids_U = torch.arange(size)
+    if (offsets_U := tensors.get("d2t")) is not None:
+        ids_U = ids_U + offsets_U.long()
+    if bad := ids_U[(ids_U < 0) | (ids_U >= vocab_size)].tolist():
+        raise CheckpointError(f"{path}: d2t maps to the ids {bad[:4]}, outside {vocab_size} tokens")
+    if len(ids_U.unique()) < len(ids_U):
+        raise CheckpointError(f"{path}: d2t maps several draft tokens to one id")
+    if (marked_V := tensors.get("t2d")) is not None:
+        marked = set(marked_V.bool().nonzero().flatten().tolist())
+        if different := sorted(marked ^ set(ids_U.tolist())):
+            raise CheckpointError(f"{path}: d2t and t2d disagree on the draft vocabulary, at the ids {different[:4]}")
+    return ids_U
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read all tensors of a head in a directory: from ``model.safetensors``, or an index and its shards, or
+    ``pytorch_model.bin``. Raises ``CheckpointError``."""
+    if (binary := path / "pytorch_model.bin").exists() and not (path / "model.safetensors").exists():
+        try:
+            found = torch.load(binary, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # torch raises many kinds of errors here
+            raise CheckpointError(f"{binary}: not a readable file of tensors ({error})") from error
+        return dict(found)
+    tensors: dict[str, Tensor] = {}
+    for file in Directory(path).weight_files():
+        try:
+            tensors |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: not a readable safetensors file ({error})") from error
+    return tensors
