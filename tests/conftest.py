@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 _QUIET = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 # What ``pytest`` runs: the same examples every time, on every machine. ``make check`` takes fewer of them.
 settings.register_profile(
-    "fixed", deadline=None, max_examples=40, derandomize=True, print_blob=True, suppress_health_check=_QUIET
+    "fixed", deadline=None, max_examples=25, derandomize=True, print_blob=True, suppress_health_check=_QUIET
 )
-settings.register_profile("quick", parent=settings.get_profile("fixed"), max_examples=20)
+settings.register_profile("quick", parent=settings.get_profile("fixed"), max_examples=15)
 # What ``make explore`` runs: other examples for each seed.
 settings.register_profile("explore", parent=settings.get_profile("fixed"), max_examples=60, derandomize=False)
 settings.load_profile("fixed")

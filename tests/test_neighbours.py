@@ -54,7 +54,9 @@ RULES = [
 def make_strategy(name: str) -> DraftStrategy | None:
     model = executor_of(PLAIN, VARIANTS[0])
     if name == "head":
-        head = Eagle3Head(HeadConfig(layer=PLAIN.config, draft_vocab_size=VOCAB, target_hidden_size=32, states=(0, 1)))
+        head = Eagle3Head(
+            HeadConfig(layer=PLAIN.config.resized(1), draft_vocab_size=VOCAB, target_hidden_size=32, states=(0, 1))
+        )
         randomise(head, 1)
         head.to_target_U.copy_(torch.arange(VOCAB))
         return Eagle3Draft(CpuHead(head.to(torch.bfloat16).eval().requires_grad_(False), VARIANTS[0]))

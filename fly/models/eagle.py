@@ -36,9 +36,8 @@ class HeadConfig(BaseModel):
 
     ``layer`` describes the head's decoder layers; its ``vocab_size`` is the target's. An EAGLE-3 head has one layer. A
     P-EAGLE head may have more, and has a ``mask_token_id``, which stands for tokens not known yet. It was trained to
-    draft ``drafts`` tokens at once, if that is known. ``states`` lists the
-    target's layers after which the head takes hidden states; None means the default of ``states_of``. The flags are
-    those of ``speculators``:
+    draft ``drafts`` tokens at once, if that is known. ``states`` lists the target's layers after which the head takes
+    hidden states; None means the default of ``states_of``. The flags are those of ``speculators``:
 
     - ``norm_before_residual``: the residual stream begins with the normalised feature.
     - ``norm_before_fc``, ``fc_norm``: the hidden states are normalised before ``fc``, all at once or each separately.
