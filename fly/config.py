@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypedDict, cast, get_type_
 import torch
 import yaml
 from pydantic import (
-    AfterValidator,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -31,6 +31,7 @@ __all__ = [
     "HEARTBEAT_TIMEOUT",
     "LONGEST",
     "SHORTEST",
+    "Cache",
     "Config",
     "EngineOptions",
     "Fields",
@@ -151,9 +152,13 @@ class Fields(dict[str, Any]):
 Placement = Literal["auto", "replicated", "sharded", "first"]
 
 
-def _checked_size(value: Any) -> Any:
-    CacheSize.parse(value)
-    return value
+def _read_size(value: Any) -> Any:
+    """Check what ``cache`` says. A number of NumPy becomes Python's."""
+    size = CacheSize.parse(value)
+    return value if isinstance(value, str) or size.tokens is None else size.tokens
+
+
+Cache = Annotated[int | float | str | None, BeforeValidator(_read_size)]
 
 
 class EngineOptions(TypedDict, total=False):
@@ -170,8 +175,7 @@ class EngineOptions(TypedDict, total=False):
         bool, Field(default=False, description="The same bits for a token, whatever is in the batch.")
     ]
     cache: Annotated[
-        int | float | str | None,
-        AfterValidator(_checked_size),
+        Cache,
         Field(
             default=None,
             description="How much the KV caches hold: a size for all of them ('8GiB'), a number of tokens for each "
@@ -267,6 +271,10 @@ def check_options(given: Mapping[str, Any]) -> EngineOptions:
     """
     known = ["model", "draft", "policy", "k", "ranks", *_Options.model_fields]
     if unknown := next((name for name in given if name not in known), None):
+        if unknown in _OfRanks.model_fields:
+            raise TypeError(f"{unknown!r} is no option of LLM, but of fly.parallel.launch, which makes its ranks")
+        if unknown == "exits":
+            raise TypeError("'exits' is no option of LLM: give it early_exit.load(model, exits), of fly.extras")
         raise TypeError(f"{unknown!r} is no option of LLM{instead(unknown, known)}")
     try:
         checked = _Options.model_validate(given)

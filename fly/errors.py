@@ -16,12 +16,16 @@ __all__ = ["PlacedError", "explain", "fault_place", "instead", "meant", "origin"
 # Names that vLLM, transformers and OpenAI use, and the names here for the same thing.
 _ELSEWHERE = {
     "assistant_model": "draft",
+    "cache_bytes": "cache",
+    "cache_share": "cache",
+    "cache_tokens": "cache",
     "do_sample": "temperature",
     "function_call": "tool_choice",
     "functions": "tools",
     "gpu_memory_utilization": "cache",
     "guided_decoding": "structured",
     "max_length": "max_tokens",
+    "memory_share": "cache",
     "max_model_len": "max_context",
     "max_new_tokens": "max_tokens",
     "max_num_batched_tokens": "step_tokens",

@@ -153,7 +153,7 @@ class Served:
             "--kernels",
             stage.kernels,
         ]
-        command += ["--port", "0", "--max-waiting", "5000", "--cache-tokens", str(1 << 14)]
+        command += ["--port", "0", "--max-waiting", "5000", "--cache", str(1 << 14)]
         self.log = tempfile.TemporaryFile("w+b")  # noqa: SIM115
         self.server = subprocess.Popen(command, stderr=self.log)
         self.process = self.server.pid

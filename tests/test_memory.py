@@ -59,7 +59,8 @@ def test_a_size_is_tokens_or_a_share(value: object) -> None:
 )
 def test_a_size_with_a_unit_is_bytes(text: str, size: int) -> None:
     assert memory.CacheSize.parse(text) == memory.CacheSize(bytes=size)
-    for wrong in ("", "GiB", "-1GB", "0GB", "1 cat", "nan", "inf", "2.0", "0x10"):
+    wrong_ones = ["", "GiB", "-1GB", "0GB", "1 cat", "nan", "inf", "2.0", "0x10"]
+    for wrong in [*wrong_ones, "50%", "20,000", "1,5GiB", "64-GiB", "8GiB/2", "8GiB per rank"]:
         with pytest.raises(ValueError, match="must be a size"):
             memory.CacheSize.parse(wrong)
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 from hypothesis import given
@@ -185,3 +186,31 @@ def test_the_reference_lists_the_declared_options() -> None:
     ]
     missing = [row for row in rows if row not in page.splitlines()]
     assert not missing, "\n".join(missing)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"cache_tokens": 5}, "did you mean 'cache'"),
+        ({"memory_share": 0.5}, "did you mean 'cache'"),
+        ({"whole_sums": True}, "fly.parallel.launch"),
+        ({"exits": "a"}, "early_exit.load"),
+    ],
+)
+def test_an_option_that_moved_is_an_error_that_names_its_place(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(said)):
+        fly.LLM("fly-tiny", **given)
+
+
+def test_what_only_ranks_can_do_is_refused_in_one_process() -> None:
+    for command in (["generate", "x"], ["eval", "--problems", "1"]):
+        result = run(*command, "--whole-sums")
+        assert result.exit_code == 2 and "without --ranks or torchrun" in words(result.output)
+    assert "got -3" in words(run("eval", "--heartbeat-timeout", "-3").output)
+
+
+def test_numbers_of_numpy_are_sizes_and_truths_are_not() -> None:
+    assert check_options({"cache": np.int64(20000)})["cache"] == 20000
+    for wrong in (True, np.True_, 20000.0):
+        with pytest.raises(ValueError, match="must be a size"):
+            check_options({"cache": wrong})

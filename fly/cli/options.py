@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from fly.config import Config, OfRanks, declared
+from fly.config import DEFAULT_K, Config, OfRanks, declared
 
 _Run = TypeVar("_Run", bound=Callable[..., Any])
 _OF_MODEL: dict[str, Any] = {"rich_help_panel": "Model and decoding"}
@@ -122,7 +122,7 @@ Json = Annotated[Path | None, output("--json", help="Write all figures to this f
 # Groups for ``takes``. Options of how a model runs:
 RUNNING = declared_options(declared(), "dtype", "device", "kernels", **_OF_MODEL)
 MODEL = declared_options(Config.model_fields, "model", **_OF_MODEL)
-K = declared_options(Config.model_fields, "k", **_OF_MODEL)
+K = {"k": option(int, str(Config.model_fields["k"].description), min=0, default=DEFAULT_K, **_OF_MODEL)}
 LOADING = {**MODEL, **RUNNING}
 # Options of how it decodes, with or without a configuration file:
 SETUP = {

@@ -104,10 +104,13 @@ def ranks_of(context: typer.Context, config: Path | None = None, on_fault: Any =
         raise ValueError(f"--ranks {count} starts processes of its own; run it without torchrun")
     if run_id is None and count > 1 and not context.params.get("ray"):
         raise typer.Exit(start_ranks(count, [sys.executable, "-m", "fly", *context.meta[ARGUMENTS]]))
+    sharing = {name: context.params[name] for name in Config.of_ranks}
     if run_id is None:
+        check_sharing(sharing)
+        if not context.params.get("ray"):
+            refuse_idle(context, ("draft_placement", "whole_sums"), "without --ranks or torchrun")
         yield None
         return
-    sharing = {name: context.params[name] for name in Config.of_ranks}
     with suppress(ValueError):  # errors of the file are reported once, after the ranks have started
         sharing = _given(context, config, sharing)
     with launch(**check_sharing(sharing), on_fault=on_fault) as ranks:

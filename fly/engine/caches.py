@@ -37,7 +37,9 @@ def find_room(executor: Executor, work: Workload, size: CacheSize, ranks: Ranks 
     if executor.device.type != "cuda":
         return None, work.rows
     context = executor.config.max_position_embeddings
-    room, rows = divide_device(executor.device, size.share, partial(executor.reserve, work), context)
+    # Who gives a size for caches has divided the device.
+    share = size.share if size.tokens is None and size.bytes is None else 1.0
+    room, rows = divide_device(executor.device, share, partial(executor.reserve, work), context)
     if ranks is not None:  # their devices may have less free
         rows = min(ranks.collect(rows))
     if rows < work.rows:

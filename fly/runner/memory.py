@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ __all__ = ["DEFAULT_SHARE", "CacheSize", "Room", "cache_size", "divide_device", 
 _log = logging.getLogger("fly")
 DEFAULT_SHARE = 0.9  # of a CUDA device, for weights, work and caches together
 _CONTEXTS = 8  # number of whole contexts that caches hold by default, if there is room
-_BYTES = TypeAdapter(ByteSize)
+_BYTES, _WITH_UNIT = TypeAdapter(ByteSize), re.compile(r"\s*(\d+|\d*\.\d+)\s*[A-Za-z]+\s*")
 
 
 @dataclass(frozen=True)
@@ -46,22 +48,23 @@ class CacheSize:
     def parse(value: object) -> CacheSize:
         """Read an integer (tokens), a fraction (a share), or a text of either or of a size with its unit (``"8GiB"``).
         Raises ``ValueError``."""
+        if value is None:
+            return CacheSize()
         number: Any = value
         if isinstance(value, str):
+            if _WITH_UNIT.fullmatch(value):
+                with suppress(ValidationError):
+                    if size := int(_BYTES.validate_python(value)):
+                        return CacheSize(bytes=size)
             try:
                 number = int(value) if value.strip().isdecimal() else float(value)
             except ValueError:
                 number = None
-        if number is None and value is None:
-            return CacheSize()
-        if isinstance(number, int) and not isinstance(number, bool) and number >= 1:
-            return CacheSize(tokens=number)
+        is_count = isinstance(number, Integral) and not isinstance(number, bool)
+        if is_count and int(number) >= 1:
+            return CacheSize(tokens=int(number))
         if isinstance(number, float) and 0 < number <= 1:
             return CacheSize(share=number)
-        if number is None:
-            with suppress(ValidationError):
-                if size := int(_BYTES.validate_python(value)):
-                    return CacheSize(bytes=size)
         raise ValueError(
             f"cache {short(value)} must be a size ('8GiB'), a number of tokens of at least 1 (20000), or a share of "
             "memory in (0, 1] (0.5)"
@@ -146,7 +149,8 @@ def divide_device(
     """Divide the memory of a CUDA device between work and caches, after the weights are loaded.
 
     Args:
-        share: the share of the whole device's memory that weights, work and caches may take together; None is 0.9.
+        share: the share of the whole device's memory that weights, work and caches may take together (``cache=0.9``);
+            None is 0.9.
         reserve: a function from the most bytes that work may take (a quarter of what the weights leave) to the bytes
             that it takes, and the number of rows that these are for (``Executor.reserve``).
         context: the most tokens of a row.
@@ -157,7 +161,7 @@ def divide_device(
     free, total = torch.cuda.mem_get_info(device)
     share = DEFAULT_SHARE if share is None else share
     left = int(share * total) - (total - free)
-    whole = f"cache {share:g} of the {total / 1e9:.1f} GB of {device}"
+    whole = f"{share:.0%} of the {total / 1e9:.1f} GB of {device}"
     if left <= 0:
         raise ValueError(
             f"{whole}: {(total - free) / 1e9:.1f} GB are in use already, by the weights or by other programs"
@@ -185,6 +189,7 @@ def cache_size(model: Cacheable, token_bytes: int, block_size: int, size: CacheS
     advice = "cache or max_context"
     if size.bytes is not None:
         budget = size.bytes
+        most = sys.maxsize
         reason = str(size)
     elif room is not None:
         budget = room.budget

@@ -24,7 +24,8 @@ from pydantic import (
 )
 
 from fly.bundled import BUNDLED, usual_draft
-from fly.config import Fields
+from fly.cache import DEFAULT_BYTES
+from fly.config import Cache, Fields
 from fly.errors import PlacedError, explain
 from fly.expressions import CLASS_PATH, grid
 from fly.extras.eval.records import Key
@@ -166,7 +167,7 @@ class Plan(BaseModel):
     device: str = "auto"
     kernels: str = "auto"
     deterministic: bool = False
-    cache: int | float | str | None = None
+    cache: Cache = f"{DEFAULT_BYTES >> 30}GiB"  # of each draft's engine, so that several fit on one device
 
     @model_validator(mode="before")
     @classmethod
