@@ -55,7 +55,17 @@ OPTIONS = {
 }
 TESTS = {
     "address": ["test_sanitizers", "test_any_load", "test_kernels", "test_kernel_drafts", "test_kernel_choice"]
-    + ["test_decide", "test_rounds", "test_spans", "test_blocks", "test_trimmed", "test_sketch", "test_tiles"],
+    + [
+        "test_decide",
+        "test_rounds",
+        "test_spans",
+        "test_blocks",
+        "test_trimmed",
+        "test_sketch",
+        "test_tiles",
+        "test_eagle",
+        "test_neighbours",
+    ],
     "thread": ["test_sanitizers", "test_threads"],
 }
 NOT_HERE = (
