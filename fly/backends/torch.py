@@ -100,19 +100,7 @@ class TorchExecutor(Executor):
 class TorchHead(SerialHead):
     """Runs an EAGLE-3 head operation by operation."""
 
-    def __init__(self, head: Eagle3Head) -> None:
-        self.head = head
-        self.options, self.config = head.config, head.config.layer
-        self.device, self.dtype = head.device, head.dtype
-        self.to_target_U = head.to_target_U
-
-    @property
-    def model_name(self) -> str:
-        return type(self.head).__name__
-
-    def share(self, target: Executor) -> None:
-        if self.head.shares:
-            self.head.share(target.embedding())
+    head: Eagle3Head
 
     def begin(self, batch: Batch, states_TF: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
         return self.step(batch, self.head.fuse(states_TF), places)
@@ -129,19 +117,7 @@ class TorchPEagleHead(BlockHead):
     """Runs a P-EAGLE head (arXiv 2602.01469) operation by operation: one causal forward over the tokens that the target
     has read, and mask tokens after them. The last token read gives the first draft, each mask token one more."""
 
-    def __init__(self, head: Eagle3Head) -> None:
-        self.head = head
-        self.options, self.config, self.longest = head.config, head.config.layer, head.config.drafts
-        self.device, self.dtype = head.device, head.dtype
-        self.to_target_U = head.to_target_U
-
-    @property
-    def model_name(self) -> str:
-        return type(self.head).__name__
-
-    def share(self, target: Executor) -> None:
-        if self.head.shares:
-            self.head.share(target.embedding())
+    head: Eagle3Head
 
     def room(self, drafts: int, spec: DraftSpec) -> int:
         return drafts - 1
@@ -152,8 +128,10 @@ class TorchPEagleHead(BlockHead):
 
     def block(self, batch: Batch, states_TF: Tensor, anchors: abc.Sequence[int], max_len: abc.Sequence[int]) -> Follow:
         # Insert the mask tokens after each row's tokens.
-        kv, mask, at = batch.kv, self.head.config.mask_token_id, 0
+        kv = batch.kv
+        mask = self.head.config.mask_token_id
         assert mask is not None
+        at = 0
         counts = [count + n - 1 for count, n in zip(kv.counts, max_len)]
         tokens, numbers = list[int](), list[int]()  # the number of each token's hidden states; -1: ``mask_hidden``
         for count, n in zip(kv.counts, max_len):
@@ -162,7 +140,8 @@ class TorchPEagleHead(BlockHead):
             at += count
         longer = Batch.of(_split(tokens, counts), kv.cache.batch(kv.seqs, kv.starts, counts))
         states_TF = torch.cat([states_TF.to(self.device, self.dtype), self.head.mask_hidden.flatten(0, 1)])
-        tokens_T, positions_T, numbers_T = upload([*longer.tokens, *longer.positions, *numbers], self.device).chunk(3)
+        uploaded = upload([*longer.tokens, *longer.positions, *numbers], self.device)
+        tokens_T, positions_T, numbers_T = uploaded.chunk(3)
         x_TC = self.head(tokens_T, self.head.fuse(states_TF[numbers_T]), positions_T, longer.kv)
         # Places of each row: its last token that was read, then its mask tokens. A shorter row repeats its last place.
         ends = itertools.accumulate(counts)
@@ -174,21 +153,15 @@ class TorchPEagleHead(BlockHead):
 class TorchDFlashHead(BlockHead):
     """Runs a DFlash or DSpark head operation by operation."""
 
+    head: DFlashHead
+
     def __init__(self, head: DFlashHead) -> None:
-        self.head = head
-        self.options, self.config, self.longest = head.config, head.config.layer, head.config.drafts
-        self.device, self.dtype = head.device, head.dtype
-        self.to_target_U = head.to_target_U
+        super().__init__(head)
         self._whole = torch.equal(head.to_target_U.cpu(), torch.arange(self.config.vocab_size))
         self._logits = head.logits
 
-    @property
-    def model_name(self) -> str:
-        return type(self.head).__name__
-
     def share(self, target: Executor) -> None:
-        if self.head.shares:
-            self.head.share(target.embedding())
+        super().share(target)
         if self.head.lm_head is None:
             own, theirs = self.config.hidden_size, target.config.hidden_size
             if own != theirs:

@@ -16,7 +16,7 @@ from array import array
 from collections import abc
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -407,10 +407,24 @@ class Head(Executor):
     options: HeadOptions
     to_target_U: Tensor  # for each token of the draft vocabulary, its id in the target's
 
-    @abstractmethod
+    def __init__(self, head: Any) -> None:
+        """``head`` is a ``fly.models.heads.TrainedHead`` with its ``config``."""
+        self.head = head
+        self.options = head.config
+        self.config = head.config.layer
+        self.device = head.device
+        self.dtype = head.dtype
+        self.to_target_U = head.to_target_U
+
+    @property
+    def model_name(self) -> str:
+        return type(self.head).__name__
+
     def share(self, target: Executor) -> None:
         """Use the target's embedding and output matrix where the head has none of its own. Raises ``ValueError`` if
         they do not fit."""
+        if self.head.shares:
+            self.head.share(target.embedding())
 
     @abstractmethod
     def read(self, batch: Batch, states_TF: Tensor) -> None:
@@ -494,6 +508,10 @@ class BlockHead(Head):
     """
 
     longest: int | None  # the most tokens that it drafts; None: any number
+
+    def __init__(self, head: Any) -> None:
+        super().__init__(head)
+        self.longest = head.config.drafts
 
     @abstractmethod
     def block(self, batch: Batch, states_TF: Tensor, anchors: abc.Sequence[int], max_len: abc.Sequence[int]) -> Follow:

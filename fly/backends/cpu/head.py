@@ -91,21 +91,17 @@ class CpuHead(SerialHead):
 
     own_threads = True
 
+    head: Eagle3Head
+
     def __init__(self, head: Eagle3Head, variant: str) -> None:
-        self.head, self.kernels = head, variant
-        self.options, self.config = head.config, head.config.layer
-        self.device, self.dtype = head.device, head.dtype
-        self.to_target_U = head.to_target_U
+        super().__init__(head)
+        self.kernels = variant
         self._packed: PackedHead | None = None
 
-    @property
-    def model_name(self) -> str:
-        return type(self.head).__name__
-
     def share(self, target: Executor) -> None:
+        super().share(target)
         if self.head.shares:
-            self.head.share(target.embedding())
-            self._packed = None
+            self._packed = None  # it has the embedding of another target, or none
 
     @property
     def packed(self) -> PackedHead:
