@@ -276,17 +276,18 @@ def check_options(given: Mapping[str, Any]) -> EngineOptions:
         if unknown == "exits":
             raise TypeError("'exits' is no option of LLM: give it early_exit.load(model, exits), of fly.extras")
         raise TypeError(f"{unknown!r} is no option of LLM{instead(unknown, known)}")
-    try:
-        checked = _Options.model_validate(given)
-    except ValidationError as error:
-        raise ValueError(explain(error)) from None
-    return cast(EngineOptions, dict(checked))
+    return cast(EngineOptions, _validate(_Options, given))
 
 
 def check_sharing(given: Mapping[str, Any]) -> OfRanks:
     """Return how ranks share a model. Raises ``ValueError`` for a wrong value."""
+    return cast(OfRanks, _validate(_OfRanks, given))
+
+
+def _validate(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a model, checked. Raises ``ValueError`` for a wrong value."""
     try:
-        return cast(OfRanks, dict(_OfRanks.model_validate(given)))
+        return dict(model.model_validate(given))
     except ValidationError as error:
         raise ValueError(explain(error)) from None
 

@@ -181,7 +181,7 @@ class LLM:
         **options: Unpack[EngineOptions],
     ) -> None:
         self.engine: Engine
-        given = check_options(options)
+        settings = check_options(options)
         self.k = _check_k(k)
         self.policy = Exact() if policy is None else as_policy(policy)
         _check_draft(draft, ranks)
@@ -190,28 +190,30 @@ class LLM:
 
         # The target. Each rank loads its own part.
         by = load_executor if ranks is None else _part_loader(ranks)
-        executor = self._load_target(model, given, by)
+        executor = self._load_target(model, settings, by)
         loads_target = isinstance(model, (str, Path, Checkpoint))
         if not (loads_target or isinstance(draft, (str, Path))):  # these options would do nothing
-            _check_loaded(executor, given["dtype"], given["kernels"])
-        if given["deterministic"]:
+            _check_loaded(executor, settings["dtype"], settings["kernels"])
+        if settings["deterministic"]:
             executor = executor.deterministic()
         self.vocabulary = self._vocabulary_of(executor.config.vocab_size, executor.device)
         # Equal policies become one object, since rows with the same policy object are decided together.
         self._bind_once = lru_cache(256)(methodcaller("bind", self.vocabulary))
         control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
-        target = Runner(executor, None, control, share=given["prefix_reuse"])
+        target = Runner(executor, None, control, share=settings["prefix_reuse"])
         target.tokenizer = self.tokenizer
 
         # The draft. A strategy loads its models when it is attached.
-        setup = TranslatingSetup(target, self.vocabulary, partial(load_model, context=given["max_context"]))
+        setup = TranslatingSetup(target, self.vocabulary, partial(load_model, context=settings["max_context"]))
 
         def make_draft() -> DraftStrategy | None:
             if not isinstance(draft, (str, Path)):
                 return draft
             # The kernels of this call are the target's, unless that is loaded.
-            kernels = "auto" if loads_target else given["kernels"]
-            return parse_draft(str(draft), trusted=True, dtype=given["dtype"], device=given["device"], kernels=kernels)
+            kernels = "auto" if loads_target else settings["kernels"]
+            return parse_draft(
+                str(draft), trusted=True, dtype=settings["dtype"], device=settings["device"], kernels=kernels
+            )
 
         if ranks is not None:
             from fly.parallel import place_draft
@@ -221,10 +223,10 @@ class LLM:
             strategy = setup.attach(strategy)
 
         # The caches, whose size depends on all models.
-        block_size = given["block_size"] or block_size_for(executor.device)
-        size = CacheSize.parse(given["cache"])
-        max_rows = given["max_rows"]
-        step_tokens = given["step_tokens"]
+        block_size = settings["block_size"] or block_size_for(executor.device)
+        size = CacheSize.parse(settings["cache"])
+        max_rows = settings["max_rows"]
+        step_tokens = settings["step_tokens"]
         work = Workload(
             rows=max_rows,
             k=0 if strategy is None else self.k,
@@ -245,9 +247,10 @@ class LLM:
         self._leads = ranks is None or ranks.leads
         self._random: random.Random = random.SystemRandom() if ranks is None else ranks.random
 
-    def _load_target(self, model: object, given: EngineOptions, by: LoadExecutor) -> Executor:
+    def _load_target(self, model: object, settings: EngineOptions, by: LoadExecutor) -> Executor:
         """Load the target, with its tokenizer, end tokens and sampling defaults; or share those of another ``LLM``."""
-        kernels, max_context = given["kernels"], given["max_context"]
+        kernels = settings["kernels"]
+        max_context = settings["max_context"]
         self.tokenizer: Tokenizer | None = None
         self.eos_ids: frozenset[int] = frozenset()
         self.default_params = SamplingParams(temperature=0.0)
@@ -262,7 +265,7 @@ class LLM:
             most = sys.maxsize if checkpoint is None else checkpoint.config.max_position_embeddings
             if max_context is not None and max_context > most:
                 raise ValueError(f"max_context {max_context} is more than the {most} tokens that {model} has")
-            loaded = load_model(checkpoint or model, given["dtype"], given["device"], kernels, by, max_context)
+            loaded = load_model(checkpoint or model, settings["dtype"], settings["device"], kernels, by, max_context)
             executor, self.tokenizer = loaded.executor, loaded.tokenizer
             if loaded.checkpoint is not None:
                 self.eos_ids = read_eos_ids(loaded.checkpoint, executor.config.vocab_size)

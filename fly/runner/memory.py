@@ -26,7 +26,8 @@ __all__ = ["DEFAULT_SHARE", "CacheSize", "Room", "cache_size", "divide_device", 
 _log = logging.getLogger("fly")
 DEFAULT_SHARE = 0.9  # of a CUDA device, for weights, work and caches together
 _CONTEXTS = 8  # number of whole contexts that caches hold by default, if there is room
-_BYTES, _WITH_UNIT = TypeAdapter(ByteSize), re.compile(r"\s*(\d+|\d*\.\d+)\s*[A-Za-z]+\s*")
+_BYTES = TypeAdapter(ByteSize)
+_WITH_UNIT = re.compile(r"\s*(\d+|\d*\.\d+)\s*[A-Za-z]+\s*")  # pydantic takes more after it
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,6 @@ class CacheSize:
             f"cache {short(value)} must be a size ('8GiB'), a number of tokens of at least 1 (20000), or a share of "
             "memory in (0, 1] (0.5)"
         )
-
-    def __str__(self) -> str:
-        if self.tokens is not None:
-            return f"cache of {self.tokens} tokens"
-        return f"cache {self.bytes} bytes" if self.share is None else f"cache {self.share:g}"
 
 
 def free_memory(device: torch.device) -> int:
@@ -190,7 +186,7 @@ def cache_size(model: Cacheable, token_bytes: int, block_size: int, size: CacheS
     if size.bytes is not None:
         budget = size.bytes
         most = sys.maxsize
-        reason = str(size)
+        reason = f"cache {budget} bytes"
     elif room is not None:
         budget = room.budget
         most = room.tokens
@@ -199,7 +195,7 @@ def cache_size(model: Cacheable, token_bytes: int, block_size: int, size: CacheS
     elif size.share is not None:
         budget = int(size.share * free)
         most = sys.maxsize
-        reason = f"{size} of the {free / 1e9:.1f} GB free"
+        reason = f"cache {size.share:g} of the {free / 1e9:.1f} GB free"
     elif free // 2 >= DEFAULT_BYTES:
         budget = DEFAULT_BYTES
         reason = f"the default, {DEFAULT_BYTES} bytes,"
