@@ -43,7 +43,7 @@ from fly.testing.stage import DraftKit
 from fly.testing.toys import toy_target
 from fly.types import Draft
 from tests.test_dflash import naive_block, naive_logits, need_speculators
-from tests.test_eagle import TARGET, changed, make_head, randomise, target_on
+from tests.test_eagle import TARGET, changed, check_texts, make_head, randomise, target_on
 from tests.test_lossless import Process, distance
 
 COMPILED = available()[0]
@@ -370,18 +370,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
     ("kind", "kernels"), [*((kind, "torch") for kind in (*KINDS, "p-eagle")), ("dflash", COMPILED), ("rnn", COMPILED)]
 )
 def test_the_texts_are_the_targets_own(kind: str, kernels: str) -> None:
-    """Prompts that begin alike share pages, in the target's cache and the head's; several completions of one."""
-    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, *rest] for rest in ([], [3], [3, 4, 5], [9, 9])]
-    plain = LLM(target_on(kernels)).generate(prompts, GREEDY)
-    llm = LLM(target_on(kernels), BlockDraft(runs(kind)), k=5)
-    for _ in range(2):
-        found = llm.generate(prompts, GREEDY)
-        assert [one.token_ids for one in found] == [one.token_ids for one in plain]
-    assert found[0].stats.cached >= 4 and all(one.stats.drafted for one in found)
-    several = llm.generate([prompts[2]], GREEDY.changed({"n": 3}))[0]
-    assert {tuple(one.token_ids) for one in (several, *several.others)} == {tuple(plain[2].token_ids)}
-    for allocator in llm.scheduler.allocators():  # type: ignore[union-attr]
-        assert allocator.num_free == allocator.num_blocks
+    check_texts(kernels, BlockDraft(runs(kind)))
 
 
 @pytest.mark.parametrize(

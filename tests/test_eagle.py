@@ -25,7 +25,7 @@ from fly.bundled import CHECKPOINTS
 from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
 from fly.cli import app
-from fly.drafts import ChooseDraft, Eagle3Draft, NGramDraft, SingleDraft, parse_draft
+from fly.drafts import ChooseDraft, DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft, parse_draft
 from fly.extras.train import Answer, Plan, prompts_of, train_head
 from fly.extras.train.head import _ALIKE, OwnSteps, _begin_like_the_target, _order, _Reader
 from fly.llm import LLM
@@ -334,22 +334,27 @@ def test_trees_are_the_same_on_all_kernels() -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("kernels", dict.fromkeys(["torch", COMPILED]))
-def test_the_texts_are_the_targets_own(kernels: str) -> None:
-    """Prompts that begin alike share pages, in the target's cache and the head's; several completions of one."""
-    head, greedy = make_head(12), SamplingParams(temperature=0.0, max_tokens=20)
+def check_texts(kernels: str, strategy: DraftStrategy) -> None:
+    """A head's drafts change no text of the target. Prompts that begin alike share pages, in the target's cache and
+    the head's; several completions of one."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=20)
     prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, *rest] for rest in ([], [3], [3, 4, 5], [9, 9])]
     plain = LLM(target_on(kernels)).generate(prompts, greedy)
+    llm = LLM(target_on(kernels), strategy, k=5)
+    for _ in range(2):
+        outputs = llm.generate(prompts, greedy)
+        assert [one.token_ids for one in outputs] == [one.token_ids for one in plain]
+    assert outputs[0].stats.cached >= 4 and all(one.stats.drafted for one in outputs)
+    several = llm.generate([prompts[2]], greedy.changed({"n": 3}))[0]
+    assert {tuple(one.token_ids) for one in (several, *several.others)} == {tuple(plain[2].token_ids)}
+    for allocator in llm.scheduler.allocators():
+        assert allocator.num_free == allocator.num_blocks
+
+
+@pytest.mark.parametrize("kernels", dict.fromkeys(["torch", COMPILED]))
+def test_the_texts_are_the_targets_own(kernels: str) -> None:
     for tree in ({}, {"nodes": 6, "depth": 3, "width": 2}):
-        llm = LLM(target_on(kernels), Eagle3Draft(head_on(head, kernels), **tree), k=5)
-        for _ in range(2):
-            found = llm.generate(prompts, greedy)
-            assert [one.token_ids for one in found] == [one.token_ids for one in plain]
-        assert found[0].stats.cached >= 4 and all(one.stats.drafted for one in found)
-        several = llm.generate([prompts[2]], greedy.changed({"n": 3}))[0]
-        assert {tuple(one.token_ids) for one in (several, *several.others)} == {tuple(plain[2].token_ids)}
-        for allocator in llm.scheduler.allocators():  # type: ignore[union-attr]
-            assert allocator.num_free == allocator.num_blocks
+        check_texts(kernels, Eagle3Draft(head_on(make_head(12), kernels), **tree))
 
 
 def test_a_row_whose_prompt_nobody_watched_is_drafted_for_all_the_same() -> None:
