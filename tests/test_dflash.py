@@ -152,8 +152,8 @@ def naive_logits(head: DFlashHead, hidden_KC: Tensor, anchor: int, drafted: list
 
 
 def blocks(head: DFlashHead, parts: list[list[Tensor]], anchors: list[int], drafted: list[list[int]]) -> list[Any]:
-    """What the executor says of the places of a batch of blocks, row by row: logits [drafts, V], and chances. ``parts``
-    are each row's hidden states, read in several calls."""
+    """Run the executor on a batch of blocks. Return, for each row, its logits [drafts, V] and chances at all places.
+    ``parts`` are each row's hidden states, which are read in several calls."""
     runs, rows = TorchDFlashHead(head), range(len(parts))
     cache = PagedKVCache.for_model(runs, 256, 4)
     done = [0] * len(parts)

@@ -72,7 +72,8 @@ def test_a_room_imports_only_rooms_before_it(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=module)
 def test_a_text_file_has_an_encoding_of_its_own(path: Path) -> None:
-    """Else the locale of whoever runs it would choose one. Ruff's rule knows only calls of a plain ``Path(...)``."""
+    """Without one, the locale of the user would choose the encoding. Ruff has a rule for this, but it sees only calls
+    on a plain ``Path(...)``."""
     for node in ast.walk(ast.parse(FILES[path])):
         if not isinstance(node, ast.Call):
             continue

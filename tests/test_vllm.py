@@ -44,8 +44,8 @@ def coins(seed: int, position: int, count: int) -> Noise:
 
 
 def judge(rule: str, row: Row, tokens: Tensor, logits: Tensor, probs: Tensor | None, position: int) -> list[int]:
-    """What ``verify`` emits for one row, whose target is built here once more. ``logits`` has a place more than there
-    are tokens."""
+    """What ``verify`` emits for one row, whose target is built here once more. ``logits`` has one place for each
+    token, and one after the last."""
     greedy, count = row.params.temperature == 0, len(tokens)
     processed = logits.unsqueeze(0)
     target = Target(
@@ -389,7 +389,7 @@ def test_a_row_has_the_requests_temperature_and_seed(temperature: float, taken: 
 
 
 def decide_one(row: Row, tokens: Tensor, logits: Tensor, draft: Tensor | None = None, position: int = 0) -> list[int]:
-    """Decide on one row. ``logits`` has a place more than there are tokens."""
+    """Decide on one row. ``logits`` has one place for each token, and one after the last."""
     lengths = torch.tensor([len(tokens)])
     probs = None if draft is None else draft.unsqueeze(0)
     decided = decide([row], Blocks(logits.unsqueeze(0), tokens.unsqueeze(0), lengths, torch.tensor([position]), probs))

@@ -12,8 +12,7 @@ from rich.markup import escape
 from fly.backends.cpu.host import is_compiled
 from fly.bundled import names_a_checkpoint
 from fly.cli.show import console, print_list
-from fly.drafts.block import BlockDraft
-from fly.drafts.eagle import Eagle3Draft
+from fly.drafts.model import SingleDraft
 from fly.drafts.registry import STRATEGIES, checkpoint_type
 from fly.expressions import CLASS_PATH, Source
 from fly.policies import AcceptancePolicy, Condition, Relaxed, parse_policy
@@ -42,35 +41,36 @@ def show_policy(name: str) -> None:
     """Print what a policy or condition is: its description, guarantee, presets, parameters, and whether it is compiled.
     ``name`` may also be a preset, a class path or an expression. Raises ``ValueError`` for any other name."""
     if re.fullmatch(rf"[\w.]+|{CLASS_PATH.pattern}", name):
-        found = Source(RULES, name, trusted=True).find(name)
+        entry = Source(RULES, name, trusted=True).find(name)
     else:
-        found = parse_policy(name, trusted=True)
-    if isinstance(found, type) and issubclass(found, Condition):
-        _show_condition(describe_call(name, found), found)
+        entry = parse_policy(name, trusted=True)
+    if isinstance(entry, type) and issubclass(entry, Condition):
+        _show_condition(describe_call(name, entry), entry)
         return
-    rule: Any = found if isinstance(found, RULES.bases) else found()
+    rule: Any = entry if isinstance(entry, RULES.bases) else entry()
     if isinstance(rule, Condition):
         _show_condition(name, rule)
         return
     bound = f", {rule.bound} for each token" if rule.bound else ""
     facts = {"guarantee": rule.guarantee.value + bound, "compiled": describe_compiled(rule)}
-    if not isinstance(found, type):
+    if not isinstance(entry, type):
         facts["written out"] = str(rule)
     for preset, make in PRESETS.items():
-        if found is type(made := make()):  # of this class
-            facts[f"preset {preset}"] = f"{made}: {summarize(make)}"
-    title = describe_call(name, found) if isinstance(found, type) else name
-    _show(title, found if name in PRESETS else type(rule), facts)
+        preset_rule = make()
+        if entry is type(preset_rule):
+            facts[f"preset {preset}"] = f"{preset_rule}: {summarize(make)}"
+    title = describe_call(name, entry) if isinstance(entry, type) else name
+    _show(title, entry if name in PRESETS else type(rule), facts)
     if not isinstance(rule, Relaxed):  # whose parts are written out
         _show_parameters(rule)
 
 
-def _show_condition(title: str, found: Any) -> None:
+def _show_condition(title: str, condition: Any) -> None:
     """Print what a condition is, or a class of conditions."""
-    compiled = "yes, beside a rule that is" if found.compiles() else _IN_PART
+    compiled = "yes, beside a rule that is" if condition.compiles() else _IN_PART
     facts = {"guarantee": Guarantee.HEURISTIC.value, "compiled": compiled, "used as": f"exact | {title}"}
-    _show(title, found if isinstance(found, type) else type(found), facts)
-    _show_parameters(found)
+    _show(title, condition if isinstance(condition, type) else type(condition), facts)
+    _show_parameters(condition)
 
 
 def show_draft(name: str) -> None:
@@ -81,12 +81,12 @@ def show_draft(name: str) -> None:
         return
     if name not in STRATEGIES.types and names_a_checkpoint(name):
         strategy = checkpoint_type(name)
-        word = {Eagle3Draft: "eagle3", BlockDraft: "block"}.get(strategy, "ngram+model")
-        written = f"{word}({name}, reach=None)"
-        _show(name, strategy, {"written out": written})
+        (word,) = [word for word, kind in STRATEGIES.ours.items() if kind is strategy]
+        lookup = "ngram+" if strategy is SingleDraft else ""
+        _show(name, strategy, {"written out": f"{lookup}{word}({name}, reach=None)"})
     else:
-        found = Source(STRATEGIES, name, trusted=True).find(name)
-        strategy = found if isinstance(found, type) else type(found)
+        entry = Source(STRATEGIES, name, trusted=True).find(name)
+        strategy = entry if isinstance(entry, type) else type(entry)
         _show(describe_call(name, strategy), strategy, {})
     _show_parameters(strategy)
 
@@ -139,8 +139,8 @@ def _paragraphs(thing: Any) -> Iterator[str]:
 def _split(text: str) -> tuple[str, str]:
     """Split a docstring into its text and the entries of its section of arguments."""
     section = re.compile(r"^Args:\n((?:    .*\n|\n)*)", re.MULTILINE)
-    found = section.search(f"{text}\n")
-    return section.sub("", f"{text}\n"), found[1] if found else ""
+    arguments = section.search(f"{text}\n")
+    return section.sub("", f"{text}\n"), arguments[1] if arguments else ""
 
 
 def _meaning(make: Any, name: str) -> str:
@@ -160,8 +160,8 @@ def _sentences_with(word: str, text: str) -> str:
     """Return the sentences and list items of a docstring that have a word."""
     parts = (paragraph.removeprefix("- ") for paragraph in re.split(_BETWEEN_PARAGRAPHS, _split(text)[0]))
     sentences = (sentence for part in parts for sentence in re.split(r"(?<=[.;])\s+(?=[A-Z`])", part))
-    found = [each for each in sentences if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", each)]
-    return _in_one_line(" ".join(each.removeprefix(f"{word}:") for each in found))
+    matching = [each for each in sentences if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", each)]
+    return _in_one_line(" ".join(each.removeprefix(f"{word}:") for each in matching))
 
 
 def _in_one_line(text: str) -> str:

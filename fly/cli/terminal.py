@@ -68,11 +68,11 @@ def read_bytes(text: str, source: str) -> str:
     """
     if not any("\udc80" <= letter <= "\udcff" for letter in text) or os.path.exists(text):
         return text
-    given = text.encode("utf-8", "surrogateescape")
+    encoded = text.encode("utf-8", "surrogateescape")
     try:
-        return given.decode()
+        return encoded.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is no text in UTF-8: {short(given)} ({error.reason})") from None
+        raise ValueError(f"{source} is no text in UTF-8: {short(encoded)} ({error.reason})") from None
 
 
 class Terminal(Console):
@@ -112,7 +112,9 @@ class Table:
         self, columns: Iterable[str | Column], rows: Iterable[Iterable[str]], title: str = "", **look: Any
     ) -> None:
         self.columns = [Column(each) if isinstance(each, str) else each for each in columns]
-        self.rows, self.title, self._look = [[*row] for row in rows], title, look
+        self.rows = [[*row] for row in rows]
+        self.title = title
+        self._look = look
         self.sections: set[int] = set()  # numbers of rows after which a section ends
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -132,18 +134,20 @@ class Table:
             least.append(most[-1] if column.no_wrap else min(words, longest))
         frame = Measurement.get(console, wide, self._lay_out([1] * len(most))).maximum - len(most)
         if sum(least) + frame <= options.size.width:
-            made = self._lay_out(_divide(options.max_width - frame, least, most))
-            yield from console.render(made, options.update(max_width=options.size.width))
+            table = self._lay_out(_divide(options.max_width - frame, least, most))
+            yield from console.render(table, options.update(max_width=options.size.width))
         else:
             yield from self._list(console, options.max_width)
 
     def _lay_out(self, widths: list[int]) -> RichTable:
-        made = RichTable(**self._look)
+        table = RichTable(**self._look)
         for column, width in zip(self.columns, widths):
-            made.add_column(column.header, justify=column.justify, no_wrap=column.no_wrap, overflow="fold", width=width)
+            table.add_column(
+                column.header, justify=column.justify, no_wrap=column.no_wrap, overflow="fold", width=width
+            )
         for number, row in enumerate(self.rows):
-            made.add_row(*row, end_section=number in self.sections)
-        return made
+            table.add_row(*row, end_section=number in self.sections)
+        return table
 
     def _list(self, console: Console, width: int) -> Iterator[Text]:
         """Yield the rows as lines of text."""

@@ -205,8 +205,8 @@ class Eagle3Head(TrainedHead):
         if self.input_norm is not None:
             states_TF = self.input_norm(states_TF)
         if self.fc_norm is not None:
-            # Each state has a norm of its own. (``chunk`` fails in inference mode on tensors of a class of their own,
-            # and the memory of CUDA rounds is measured by such.)
+            # Normalise each state by its own norm. ``chunk`` would not do: on the tensors without values by which the
+            # memory of CUDA rounds is measured, it raises an error in inference mode.
             parts = states_TF.unflatten(-1, (len(self.fc_norm), -1)).unbind(-2)
             states_TF = torch.cat([norm(part_TC) for norm, part_TC in zip(self.fc_norm, parts)], -1)
         fused_TC: Tensor = self.fc(states_TF)

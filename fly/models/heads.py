@@ -195,7 +195,8 @@ class TrainedHead(nn.Module):
         self.embed_tokens = nn.Embedding(*weight_VC.shape, _weight=weight, _freeze=True)
 
     def embed(self, tokens_T: Tensor) -> Tensor:
-        """Return the embeddings [T, C] of ``tokens_T``, the target's ids. Raises ``ValueError`` if there is none."""
+        """Return the embeddings [T, C] of ``tokens_T``, which are the target's ids. Raises ``ValueError`` if the head
+        has no embedding."""
         if self.embed_tokens is None:
             raise ValueError("the head has no embedding: call share() with the target's")
         embedded_TC: Tensor = self.embed_tokens(tokens_T)
@@ -209,17 +210,17 @@ class TrainedHead(nn.Module):
         return cos[positions_T], sin[positions_T]
 
     def stored(self) -> dict[str, Tensor]:
-        """Return the head's tensors by the names of ``speculators``; fused matrices are split. An embedding that is the
-        target's is left out."""
-        found = {}
+        """Return the head's tensors by the names that ``speculators`` gives them. Fused matrices are split, and the
+        target's embedding is left out."""
+        tensors = {}
         for name, parameter in self.named_parameters():
             if self.shares and name.startswith("embed_tokens."):
                 continue
             module = (name.split(".")[-2:-1] or [""])[0]
             parts = self.layer.fused_rows.get(module, {module: len(parameter)})
             for part, rows in zip(parts, parameter.data.split([*parts.values()])):
-                found[name.replace(f".{module}.", f".{part}.")] = rows
-        return found
+                tensors[name.replace(f".{module}.", f".{part}.")] = rows
+        return tensors
 
     def fill(self, path: Path, tensors: dict[str, Tensor], first: str = "layers.0.") -> None:
         """Copy a checkpoint's tensors to the parameters and to ``to_target_U``, without gradients from now on. The

@@ -102,7 +102,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 def _serve(lines: IO[str], answers: IO[str], path: str) -> None:
     """Run the process: read the vocabulary, and then a form on each line. Answer null if it can be used, or the reason
-    why not. ``path`` is that of ``fly.runner.forms``."""
+    why not. The module ``fly.runner.forms`` is loaded from the file ``path``."""
     specification = importlib.util.spec_from_file_location("forms", path)
     assert specification is not None and specification.loader is not None
     forms = importlib.util.module_from_spec(specification)

@@ -169,7 +169,9 @@ def lay_rules(
         control_V: bool, the control tokens of the vocabulary; None for none.
         vocab: V, the width of the logits.
     """
-    rule, listed, masks = (CRule * len(rows))(), list[CClause](), list[Tensor]()
+    rule = (CRule * len(rows))()
+    listed = list[CClause]()
+    masks = list[Tensor]()
     for c_rule, (policy, greedy, seed, past) in zip(rule, rows):
         c_rule.seed = seed
         c_rule.unknown = not is_compiled(policy, greedy)

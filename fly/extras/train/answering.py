@@ -25,7 +25,8 @@ PROMPTS = {
 
 
 def numbers_of(name: str, text: str | None) -> tuple[int, ...] | None:
-    """Read the value ``text`` of the option ``name``, numbers with commas. Raises ``ValueError`` for anything else."""
+    """Read numbers with commas between them, the value ``text`` of the option ``name``. Raises ``ValueError`` for
+    anything else."""
     try:
         return None if text is None else tuple(int(part) for part in text.split(","))
     except ValueError:
