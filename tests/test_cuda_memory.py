@@ -207,7 +207,7 @@ def test_caches_take_what_rounds_and_prompts_leave() -> None:
         assert cache.allocator.num_blocks == -(-4 * 700 // 256)
     with device(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "mem_get_info", lambda *_: (1 << 28, 1 << 30))
-        with pytest.raises(ValueError, match=r"cache 0\.5 of the 1\.1 GB of cuda:0: 0\.8 GB are in use"):
+        with pytest.raises(ValueError, match=r"50% of the 1\.1 GB of cuda:0: 0\.8 GB are in use"):
             LLM(there(TARGET), cache=0.5)
 
 
