@@ -90,6 +90,14 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def few_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``check_draft`` draws fewer drafts, which is enough where it should find nothing."""
+    from fly.testing import stage
+
+    monkeypatch.setattr(stage, "SEEDS", 800)
+
+
 # Fixtures of a server's tests. They import what they need when they run, so that other tests import none of it.
 
 

@@ -92,6 +92,7 @@ def runs(kind: str, seed: int = 1) -> BlockHead:
 # What is drafted
 
 
+@pytest.mark.usefixtures("few_seeds")
 @pytest.mark.parametrize("kind", ["rnn"])
 def test_the_kit_finds_nothing(kind: str) -> None:
     """Among others: tokens are drawn from what the draft reports, and caches survive forks, rollbacks and lack of

@@ -370,6 +370,7 @@ OURS: dict[str, Callable[[], DraftStrategy]] = {
 }
 
 
+@pytest.mark.usefixtures("few_seeds")
 @pytest.mark.parametrize("name", OURS)
 def test_our_strategies_conform(name: str) -> None:
     report = check_draft(OURS[name])

@@ -94,6 +94,7 @@ def test_names_are_checked() -> None:
             ChooseDraft(**members)
 
 
+@pytest.mark.usefixtures("few_seeds")
 def test_a_text_loads_several_each_in_the_targets_vocabulary() -> None:
     strategy = parse_draft("choose(copy=ngram(k=3), small=fly-tiny)")
     assert isinstance(strategy, ChooseDraft) and strategy.names == ["copy", "small"]

@@ -211,25 +211,23 @@ def test_caches_take_what_rounds_and_prompts_leave() -> None:
             LLM(there(TARGET), cache=0.5)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_after_a_warm_up_nothing_is_captured_inside_a_request(
-    temperature: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_after_a_warm_up_nothing_is_captured_inside_a_request(caplog: pytest.LogCaptureFixture) -> None:
     steps: list[str] = []
     with loaded(max_rows=8, memory=4 << 30) as (gpu, llm):
         llm.warm(steps.append)
         assert steps == [f"{rows} rows" for rows in (8, 4, 2, 1) for _ in range(2)]
         before, prepared = gpu.graphs, llm.engine.runner.executor.prepared
-        params = SamplingParams(temperature=temperature, max_tokens=30, seed=5)
-        for rows in (1, 2, 4, 8):
-            alike = [params.changed({"cache_salt": str(row)}) for row in range(rows)]
-            llm.generate([[row % 23 for row in range(40)]] * rows, alike)
+        greedy = SamplingParams(temperature=0.0, max_tokens=30, seed=5)
+        for params in (greedy, greedy.changed({"temperature": 1.0})):
+            for rows in (1, 2, 4, 8):
+                alike = [params.changed({"cache_salt": str(row)}) for row in range(rows)]
+                llm.generate([[row % 23 for row in range(40)]] * rows, alike)
         assert gpu.graphs == before and llm.engine.runner.executor.prepared == prepared
         said = llm.devices
         # Rows beyond what was prepared are captured inside a request, and the log says so.
         caplog.clear()
         with caplog.at_level(logging.INFO, "fly"):
-            llm.generate([[1, 2, 3]] * 3, SamplingParams(temperature=temperature, max_tokens=30))
+            llm.generate([[1, 2, 3]] * 3, greedy)
         assert gpu.graphs > before and any("a new shape of batches" in record.message for record in caplog.records)
     assert "cuda:0 (an emulated GPU) · attention by our Triton kernels · " in said
     assert "CUDA graphs for 16 shapes of rounds" in said and "at most 8 rows" in said

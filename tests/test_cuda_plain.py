@@ -101,7 +101,7 @@ def check_same(rows: list[Row], want: list[Row]) -> None:
                 assert mine[4:] == pytest.approx(theirs[4:], abs=1e-4)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_the_plain_way_gives_the_texts_of_the_cpu(grammars: Grammars, data: st.DataObject) -> None:
     """Penalties, biases, bans, log-probabilities and forms, of any rule and temperature, by strategies of every kind;

@@ -225,6 +225,7 @@ def test_a_target_that_gives_none_or_does_not_fit_is_refused() -> None:
 # Drafting
 
 
+@pytest.mark.usefixtures("few_seeds")
 @pytest.mark.parametrize("kernels", dict.fromkeys(["torch", COMPILED]))
 @pytest.mark.parametrize("tree", [{}, {"nodes": 7, "depth": 3, "width": 2}], ids=["chain", "tree"])
 def test_the_kit_finds_nothing(kernels: str, tree: dict[str, int]) -> None:

@@ -39,14 +39,12 @@ def drawn(folder: Path, imports: str, *options: str) -> str:
     return next(line for line in ran.stdout.splitlines() if "drawn:" in line)
 
 
-def test_examples_depend_on_nothing_but_the_test(tmp_path: Path) -> None:
-    """Neither on the time nor on which of our modules were imported before."""
-    assert drawn(tmp_path, "") == drawn(tmp_path, "import fly.llm, fly.serve.app, fly.cli")
-
-
-def test_a_seed_gives_other_examples_each_time_the_same(tmp_path: Path) -> None:
+def test_examples_depend_on_the_test_and_the_seed_alone(tmp_path: Path) -> None:
+    """Neither on the time nor on which of our modules were imported before. A seed gives other examples, each time the
+    same."""
+    fixed = drawn(tmp_path, "")
+    assert fixed == drawn(tmp_path, "import fly.llm, fly.serve.app, fly.cli")
     options = command(1)[command(1).index("--hypothesis-profile") :]
     once = drawn(tmp_path, "", *options)
     assert once == drawn(tmp_path, "", *options)
-    assert once != drawn(tmp_path, "")
-    assert once != drawn(tmp_path, "", *options[:-1], "2")
+    assert once not in (fixed, drawn(tmp_path, "", *options[:-1], "2"))

@@ -183,7 +183,7 @@ print(anonymous() - before, cache.keys.nbytes + cache.values.nbytes + model.work
 
 @built
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not say what a process holds")
-@pytest.mark.parametrize(("kernels", "share"), [("auto", 1.0), ("w8a8", 0.5), ("w4a8", 0.35)])
+@pytest.mark.parametrize(("kernels", "share"), [("auto", 1.0), ("w4a8", 0.35)])
 def test_a_process_holds_weights_cache_and_workspace_and_little_else(
     kernels: str, share: float, tmp_path: Path
 ) -> None:

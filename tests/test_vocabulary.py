@@ -277,6 +277,7 @@ def test_drafts_are_bound_to_the_vocabulary_of_their_rows() -> None:
     assert beside.vocabulary is other.vocabulary and beside.vocab_size == 1024
 
 
+@pytest.mark.usefixtures("few_seeds")
 def test_a_forgotten_vocab_size_is_one_line() -> None:
     assert check_draft(Bound).passed
     [finding] = check_draft(Unstated, raises=False).findings

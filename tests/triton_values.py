@@ -107,7 +107,7 @@ def batches(draw: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@settings(fast, max_examples=25)
+@settings(fast, max_examples=10)
 @given(batches())
 def test_attention_over_pages_is_that_over_copies(batch: dict[str, Any]) -> None:
     ours, theirs, _ = run(**batch)
@@ -147,7 +147,7 @@ def test_a_prompt_is_one_split() -> None:
 sizes = st.sampled_from([1, 8, 80, 128, 1000])
 
 
-@settings(fast, max_examples=25)
+@settings(fast, max_examples=10)
 @given(st.sampled_from([*DTYPES]), st.integers(1, 3), sizes, st.integers(0, 99))
 def test_add_and_norm_are_one(dtype: torch.dtype, tokens: int, width: int, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
@@ -158,7 +158,7 @@ def test_add_and_norm_are_one(dtype: torch.dtype, tokens: int, width: int, seed:
         torch.testing.assert_close(own.float(), other.float(), rtol=DTYPES[dtype], atol=DTYPES[dtype])
 
 
-@settings(fast, max_examples=25)
+@settings(fast, max_examples=10)
 @given(st.sampled_from([*DTYPES]), st.integers(1, 3), st.sampled_from([1, 80, 1024, 1500]), st.integers(0, 99))
 def test_the_gate_is_one(dtype: torch.dtype, tokens: int, width: int, seed: int) -> None:
     both_TX = (8 * torch.randn(tokens, 2 * width, generator=torch.Generator().manual_seed(seed))).to(dtype)
@@ -166,7 +166,7 @@ def test_the_gate_is_one(dtype: torch.dtype, tokens: int, width: int, seed: int)
     torch.testing.assert_close(ours.float(), theirs.float(), rtol=DTYPES[dtype], atol=DTYPES[dtype])
 
 
-@settings(fast, max_examples=25)
+@settings(fast, max_examples=10)
 @given(
     st.sampled_from([*DTYPES]), st.integers(1, 4), st.integers(1, 8), st.integers(1, 2),
     st.sampled_from([8, 64, 80, 128, 256]), st.integers(0, 99),
@@ -190,7 +190,7 @@ def test_rotation_stores_keys_and_values(
         torch.testing.assert_close(own.float(), other.float(), rtol=DTYPES[dtype], atol=2 * DTYPES[dtype])
 
 
-@settings(fast, max_examples=25)
+@settings(fast, max_examples=10)
 @given(
     st.sampled_from([*DTYPES]), st.integers(1, 16), st.sampled_from([1, 31, 32, 100]),
     st.sampled_from([1, 64, 255, 256, 700]), st.booleans(), st.integers(0, 99),
@@ -207,7 +207,7 @@ def test_products_with_int8_weights(
     torch.testing.assert_close(ours.float(), theirs.float(), rtol=DTYPES[dtype], atol=DTYPES[dtype])
 
 
-@settings(fast, max_examples=40)
+@settings(fast, max_examples=15)
 @given(
     st.lists(st.tuples(st.integers(-9, 40), st.integers(0, 3)), min_size=1, max_size=4), st.integers(1, 6),
     st.sampled_from([4, 16]), st.integers(0, 99),
@@ -236,7 +236,7 @@ def test_uniforms_are_the_same_hash(seeds: list[tuple[int, int]], n: int) -> Non
         assert torch.equal(steps.uniforms(seed_B, round_B, stream, n), ops.uniforms(seed_B, round_B, stream, n))
 
 
-@settings(fast, max_examples=60)
+@settings(fast, max_examples=25)
 @given(st.data())
 def test_what_is_kept_is_what_sorting_keeps(data: st.DataObject) -> None:
     """Flat and peaked distributions with ties and bans, and least logits that are known already. Where a token's
@@ -287,7 +287,7 @@ def test_nothing_is_cut_of_what_is_no_number() -> None:
         assert steps.share_mass(logits_NV, found, one_N).isnan().all()
 
 
-@settings(fast, max_examples=40)
+@settings(fast, max_examples=15)
 @given(st.sampled_from([1, 5, 512, 2048, 5000]), st.sampled_from([0.0, 0.5, 0.999]), st.integers(0, 999))
 def test_tokens_are_drawn_alike(width: int, sparse: float, seed: int) -> None:
     """At any coin, the largest and those between equal masses included; a distribution without any mass."""
@@ -299,7 +299,7 @@ def test_tokens_are_drawn_alike(width: int, sparse: float, seed: int) -> None:
     assert torch.equal(steps.draw(probs_BV, uniform_B), ops.draw(probs_BV, uniform_B))
 
 
-@settings(fast, max_examples=25)
+@settings(fast, max_examples=10)
 @given(
     st.sampled_from([*DTYPES]), st.integers(1, 16), st.sampled_from([1, 31, 32, 100]), st.sampled_from([32, 64, 128]),
     st.sampled_from([1, 3, 8]), st.booleans(), st.integers(0, 99),

@@ -34,6 +34,7 @@ __all__ = ["PARAMS", "DraftKit", "Proposal", "Stage", "compare", "reachable", "s
 
 PARAMS = (SamplingParams(temperature=1.0), SamplingParams(temperature=0.6, top_k=3))
 SEEDS = 4000  # how many drafts are drawn to test a claimed distribution
+TOGETHER = 250  # for how many rows at once
 APART = 1e-3  # how far a claimed distribution's sum may be from 1, and two strategies' distributions from each other
 _VOCABULARY = 24  # the size of the toy target's vocabulary, for a strategy without one of its own
 _ids = itertools.count(10**12)  # ids of rows, so large that a strategy has no other reason to hold such numbers
@@ -82,13 +83,14 @@ def split(draft: Draft, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> 
 
 
 class Stage:
-    """A fresh strategy with its own target, called in the engine's order."""
+    """A fresh strategy with its own target, called in the engine's order. Caches whose size the strategy leaves open
+    have room for ``tokens`` tokens, or for one context."""
 
-    def __init__(self, strategy: DraftStrategy, model: Executor, load: LoadModel) -> None:
+    def __init__(self, strategy: DraftStrategy, model: Executor, load: LoadModel, tokens: int | None = None) -> None:
         self.setup = make_setup(model, load)
         self.runner, self.positions = self.setup.target, model.config.max_position_embeddings
         self.strategy = self.setup.attach(strategy)
-        self.setup.reserve()
+        self.setup.reserve(tokens)
 
     @property
     def allocators(self) -> list[BlockAllocator]:
@@ -164,8 +166,8 @@ class DraftKit:
     def vocab(self) -> int:
         return self.model.config.vocab_size
 
-    def stage(self) -> Stage:
-        return Stage(self.make(), self.model, self.load)
+    def stage(self, tokens: int | None = None) -> Stage:
+        return Stage(self.make(), self.model, self.load, tokens)
 
     def fresh(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> list[Proposal]:
         """Let a fresh strategy propose."""
@@ -202,10 +204,11 @@ class DraftKit:
         with ``more`` further tokens."""
         if (params, more) not in self.samples:
             text = [*self.texts(9)[5], *(token % self.vocab for token in range(3, 3 + more))]
-            stage, found = self.stage(), list[Proposal]()
-            # Draft for as many rows at once as all caches hold.
+            stage = self.stage(TOGETHER * (len(text) + 32))
+            found: list[Proposal] = []
+            # Draft for as many rows at once as all caches hold: a strategy may have set the size of its own.
             room = [a.num_blocks // a.blocks_for(len(text) + 4 + stage.strategy.spare) for a in stage.allocators]
-            size = max(1, min([64, *room]))
+            size = max(1, min([TOGETHER, *room]))
             for start in range(0, SEEDS, size):
                 rows = [self.row(text, PARAMS[params], seed) for seed in range(start, min(start + size, SEEDS))]
                 found += stage.propose(rows, [3] * len(rows))
