@@ -126,6 +126,7 @@ def test_the_guarantees_that_the_pages_name_are_those_of_the_code() -> None:
     assert len(named) > 8 and named == {rule: policy_types()[rule]().guarantee.value for rule in named}
 
 
+@pytest.mark.usefixtures("few_seeds")
 @pytest.mark.parametrize("page", sorted({*PAGES} - {*TUTORIALS}), ids=name)
 def test_the_page_runs(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, as a reader would type it."""

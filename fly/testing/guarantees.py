@@ -5,7 +5,7 @@ cells on which the verdict is constant. The distribution of the emitted tokens i
 shape and over all cells. It is compared with the target's distribution over all strings of D + 1 tokens
 (docs/explanation/losslessness.md).
 
-Shape legend: B rows, N drafts, K drafted tokens, M = K + 1 places where a token can follow (place 0 is after the row's
+Shape legend: B rows, N drafts, R drafts of all tables, K drafted tokens, M = K + 1 places where a token can follow (place 0 is after the row's
 last token, place j + 1 after drafted token j), D longest path, V vocabulary, A = K + 1 axes of noise (K coins and one
 draw), L lines along an axis, P points of noise, I = 3 points within an interval. A table of distributions is a list
 with one tensor [V^j, V] for each j: the distributions after each prefix of j tokens. Prefixes are numbered in base V.
@@ -16,8 +16,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -96,7 +97,7 @@ def check_trees(policy: AcceptancePolicy) -> str:
         return "chains written as trees are judged like the chains"
     worst = 0.0
     for parents, vocab in (([-1, -1], 3), ([-1, -1, 0], 3), ([-1, -1, 1], 2), ([-1, 0, 0], 2)):
-        for divergence in _sampled(policy, parents, vocab, len(parents), tree=True):
+        for divergence in _sampled(policy, parents, vocab, [len(parents)], tree=True):
             gap, story = divergence.gap, divergence.story
             require(gap <= TOLERANCE, f"declared lossless, but a tree of parents {parents}, {story}")
             worst = max(worst, gap)
@@ -187,8 +188,7 @@ def _chains(policy: AcceptancePolicy) -> Iterator[_Divergence]:
         for longest, vocab in ((1, 3), (2, 3), (3, 3), (11, 2)):
             yield from _greedy(policy, longest, vocab, last % vocab)
         for longest, vocab, seeds in ((1, 2, 24), (1, 3, 6), (2, 2, 4), (2, 3, 3), (3, 2, 3), (3, 3, 1)):
-            for seed in range(seeds):
-                yield from _sampled(policy, list(range(-1, longest - 1)), vocab, seed, last=last % vocab)
+            yield from _sampled(policy, list(range(-1, longest - 1)), vocab, range(seeds), last=last % vocab)
 
 
 class _Drafts:
@@ -228,57 +228,67 @@ def _greedy(policy: AcceptancePolicy, longest: int, vocab: int, last: int) -> It
 
 
 def _sampled(
-    policy: AcceptancePolicy, parents: list[int], vocab: int, seed: int, tree: bool = False, last: int = 0
+    policy: AcceptancePolicy, parents: list[int], vocab: int, seeds: Sequence[int], tree: bool = False, last: int = 0
 ) -> Iterator[_Divergence]:
-    """Compare the emitted distribution with the target's for one table, after the text of one token, ``last``. Do this
-    for a drawn draft (whose siblings are drawn independently from one distribution), and for every deterministic draft
-    without equal siblings."""
+    """Compare the emitted distribution with the target's for the table of each seed, after the text of one token,
+    ``last``. Do this for a drawn draft (whose siblings are drawn independently from one distribution), and for every
+    deterministic draft without equal siblings. All tables are judged together, as rows of one batch."""
     drafts = _Drafts(parents, vocab)
-    tokens_NK, longest = drafts.tokens_NK, max(drafts.depths)
-    logits, targets, claims = _tables(longest, vocab, seed)
-    target = Target(drafts.look_up(logits), drafts.look_up(targets), history=[[last]] * len(tokens_NK))
-    probs_NKV = drafts.look_up(claims)[:, [parent + 1 for parent in parents]]
-    lengths_N, parents_NK = torch.full((len(tokens_NK),), len(parents)), torch.tensor(parents).expand_as(tokens_NK)
-    drawn = Draft(tokens_NK, lengths_N, probs_NKV, parents_NK if tree else None)
-    chance_N = pick(probs_NKV, tokens_NK).double().prod(-1)
-    wanted = _continuations(targets, 0, 0)
+    tokens_NK, longest, size = drafts.tokens_NK, max(drafts.depths), len(drafts.tokens_NK)
+    tables = [_tables(longest, vocab, seed) for seed in seeds]
+    logits_RMV, targets_RMV, claims_RMV = (torch.cat([drafts.look_up(part) for part in each]) for each in zip(*tables))
+    target = Target(logits_RMV, targets_RMV, history=[[last]] * len(logits_RMV))
+    tokens_RK = tokens_NK.repeat(len(tables), 1)
+    probs_RKV = claims_RMV[:, [parent + 1 for parent in parents]]
+    lengths_R, parents_RK = torch.full((len(tokens_RK),), len(parents)), torch.tensor(parents).expand_as(tokens_RK)
+    drawn = Draft(tokens_RK, lengths_R, probs_RKV, parents_RK if tree else None)
+    chance_R = pick(probs_RKV, tokens_RK).double().prod(-1)
+    wanted = [_continuations(targets, 0, 0) for _, targets, _ in tables]
 
-    def emitted(draft: Draft, rows_N: Tensor) -> Tensor:
-        """Return the distribution of D + 1 tokens for each of some drafts, [rows, V^(D+1)]. The target continues the
-        emitted tokens. The sum over all noise is exact."""
-        found = torch.zeros(len(rows_N), len(wanted), dtype=torch.float64)
-        for b, volume, place, token in _cells(policy, target.rows(rows_N), draft.rows(rows_N)):
-            prefix = int(drafts.numbers[place][rows_N[b]]) * vocab + token
-            rest = _continuations(targets, drafts.depths[place] + 1, prefix)
-            found[b, prefix * len(rest) : (prefix + 1) * len(rest)] += volume * rest
-        return found
+    def emitted(draft: Draft, rows_P: Tensor) -> dict[int, Tensor]:
+        """Return the distribution of D + 1 tokens for each of some rows, [V^(D+1)]. The target continues the emitted
+        tokens. The sum over all noise is exact."""
+        rows = rows_P.tolist()
+        sums = torch.zeros(len(rows), len(wanted[0]), dtype=torch.float64)
+        for b, volume, place, token in _cells(policy, target.rows(rows_P), draft.rows(rows_P)):
+            table, n = divmod(rows[b], size)
+            prefix = int(drafts.numbers[place][n]) * vocab + token
+            rest = _continuations(tables[table][1], drafts.depths[place] + 1, prefix)
+            sums[b, prefix * len(rest) : (prefix + 1) * len(rest)] += volume * rest
+        return dict(zip(rows, sums))
 
-    def compare(emitted: Tensor, draft: str) -> _Divergence:
-        apart = (emitted - wanted).abs()
+    def compare(emitted: Tensor, table: int, draft: str) -> _Divergence:
+        apart = (emitted - wanted[table]).abs()
         worst = int(apart.argmax())
         string = [worst // vocab**i % vocab for i in range(longest, -1, -1)]
-        first, first_wanted = (distribution.view(vocab, -1).sum(1) for distribution in (emitted, wanted))
+        first, first_wanted = (distribution.view(vocab, -1).sum(1) for distribution in (emitted, wanted[table]))
         ratio = first.clamp_min(1e-12) / first_wanted.clamp_min(1e-300)
         kl, tv = float((first * ratio.log()).sum()), float((first - first_wanted).abs().sum() / 2)
         return _Divergence(
             float(apart.max()),
             float(apart.sum() / 2),
             (kl, tv),
-            f"K={longest}, {draft}, target distribution at the first place {rounded(targets[0])}: "
-            f"emits {string} with probability {float(emitted[worst]):.5f}, the target {float(wanted[worst]):.5f}",
+            f"K={longest}, {draft}, target distribution at the first place {rounded(tables[table][1][0])}: "
+            f"emits {string} with probability {float(emitted[worst]):.5f}, the target {float(wanted[table][worst]):.5f}",
         )
 
-    possible = chance_N.nonzero().squeeze(1)
-    mean = (emitted(drawn, possible) * chance_N[possible].unsqueeze(1)).sum(0)
-    yield compare(mean, f"{'siblings drawn from one' if tree else 'draft'} distribution {rounded(claims[0])}")
     texts = tokens_NK.tolist()
-    different = [b for b, tokens in enumerate(texts) if len(set(zip(parents, tokens))) == len(parents)]  # siblings
-    for b, one in zip(different, emitted(replace(drawn, probs_BKV=None), torch.tensor(different))):
-        yield compare(one, f"certain {'tokens' if tree else 'draft'} {texts[b]}")
+    different = [n for n, tokens in enumerate(texts) if len(set(zip(parents, tokens))) == len(parents)]  # siblings
+    certain_R = torch.tensor([table * size + n for table in range(len(tables)) for n in different])
+    of_drawn = emitted(drawn, chance_R.nonzero().squeeze(1))
+    of_certain = emitted(replace(drawn, probs_BKV=None), certain_R)
+    for table, (_, _, claims) in enumerate(tables):
+        rows = range(table * size, (table + 1) * size)
+        mean = torch.stack([of_drawn[row] * chance_R[row] for row in rows if row in of_drawn]).sum(0)
+        how = "siblings drawn from one" if tree else "draft"
+        yield compare(mean, table, f"{how} distribution {rounded(claims[0])}")
+        for n in different:
+            yield compare(of_certain[rows[n]], table, f"certain {'tokens' if tree else 'draft'} {texts[n]}")
 
 
+@cache
 def _tables(longest: int, vocab: int, seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Make tables of raw logits, and of the target's and the draft's processed distributions."""
+    """Make tables of raw logits, and of the target's and the draft's processed distributions, which every rule meets."""
     generator = torch.Generator().manual_seed(1000 * longest + 100 * vocab + seed)
     simple = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.25, 0.75], [0.0, 1.0], [0.75, 0.25]])
     processed = BatchSampling.of([SamplingParams(temperature=0.6, top_k=vocab - 1 if vocab > 2 else 0)])
