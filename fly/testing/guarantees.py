@@ -5,10 +5,11 @@ cells on which the verdict is constant. The distribution of the emitted tokens i
 shape and over all cells. It is compared with the target's distribution over all strings of D + 1 tokens
 (docs/explanation/losslessness.md).
 
-Shape legend: B rows, N drafts, R drafts of all tables, K drafted tokens, M = K + 1 places where a token can follow (place 0 is after the row's
-last token, place j + 1 after drafted token j), D longest path, V vocabulary, A = K + 1 axes of noise (K coins and one
-draw), L lines along an axis, P points of noise, I = 3 points within an interval. A table of distributions is a list
-with one tensor [V^j, V] for each j: the distributions after each prefix of j tokens. Prefixes are numbered in base V.
+Shape legend: B rows, N drafts, R drafts of all tables, K drafted tokens, M = K + 1 places where a token can follow
+(place 0 is after the row's last token, place j + 1 after drafted token j), D longest path, V vocabulary, A = K + 1 axes
+of noise (K coins and one draw), L lines along an axis, P points of noise, I = 3 points within an interval. A table of
+distributions is a list with one tensor [V^j, V] for each j: the distributions after each prefix of j tokens. Prefixes
+are numbered in base V.
 """
 
 from __future__ import annotations
@@ -269,7 +270,8 @@ def _sampled(
             float(apart.sum() / 2),
             (kl, tv),
             f"K={longest}, {draft}, target distribution at the first place {rounded(tables[table][1][0])}: "
-            f"emits {string} with probability {float(emitted[worst]):.5f}, the target {float(wanted[table][worst]):.5f}",
+            f"emits {string} with probability {float(emitted[worst]):.5f}, "
+            f"the target {float(wanted[table][worst]):.5f}",
         )
 
     texts = tokens_NK.tolist()
@@ -288,7 +290,7 @@ def _sampled(
 
 @cache
 def _tables(longest: int, vocab: int, seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Make tables of raw logits, and of the target's and the draft's processed distributions, which every rule meets."""
+    """Make tables of raw logits, and of the target's and the draft's processed distributions, for all rules."""
     generator = torch.Generator().manual_seed(1000 * longest + 100 * vocab + seed)
     simple = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.25, 0.75], [0.0, 1.0], [0.75, 0.25]])
     processed = BatchSampling.of([SamplingParams(temperature=0.6, top_k=vocab - 1 if vocab > 2 else 0)])
