@@ -200,8 +200,7 @@ class LLM:
         # Equal policies become one object, since rows with the same policy object are decided together.
         self._bind_once = lru_cache(256)(methodcaller("bind", self.vocabulary))
         control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
-        target = Runner(executor, None, control, share=settings["prefix_reuse"])
-        target.tokenizer = self.tokenizer
+        target = Runner(executor, None, control, settings["prefix_reuse"], self.tokenizer)
 
         # The draft. A strategy loads its models when it is attached.
         setup = TranslatingSetup(target, self.vocabulary, partial(load_model, context=settings["max_context"]))

@@ -147,8 +147,7 @@ class DraftSetup:
         if isinstance(loaded.executor, Head):
             word = word_of(loaded.executor)
             raise ValueError(f"{str(model)!r} is a draft head, not a model by itself; write {word}({model})")
-        runner = Runner(loaded.executor, None, loaded.control_ids, self.target.share)
-        runner.tokenizer = loaded.tokenizer
+        runner = Runner(loaded.executor, None, loaded.control_ids, self.target.share, loaded.tokenizer)
         self.add(runner, cache_tokens, block_size)
         return runner
 

@@ -54,16 +54,22 @@ class Runner:
             are known.
         control_ids: the control tokens of the model's vocabulary (end-of-sequence, end-of-turn and the like).
         share: whether rows that begin with the same tokens and have the same ``cache_salt`` share pages.
+        tokenizer: the model's, if it is known.
     """
 
     def __init__(
-        self, executor: Executor, cache: PagedKVCache | None, control_ids: Iterable[int] = (), share: bool = True
+        self,
+        executor: Executor,
+        cache: PagedKVCache | None,
+        control_ids: Iterable[int] = (),
+        share: bool = True,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.cache: PagedKVCache
         if cache is not None:
             self.cache = cache
         self.executor, self.share = executor, share
-        self.tokenizer: Tokenizer | None = None  # the model's, if it is known
+        self.tokenizer = tokenizer
         self.control_V = torch.zeros(executor.config.vocab_size, dtype=torch.bool, device=executor.device)
         self.control_V[sorted(set(control_ids))] = True
         self._cached: dict[int, list[int]] = {}
