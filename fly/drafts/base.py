@@ -147,13 +147,17 @@ class DraftSetup:
         if isinstance(loaded.executor, Head):
             word = word_of(loaded.executor)
             raise ValueError(f"{str(model)!r} is a draft head, not a model by itself; write {word}({model})")
-        runner = Runner(loaded.executor, None, loaded.control_ids, self.target.share, loaded.tokenizer)
+        runner = Runner(self.fit_to_target(loaded), None, loaded.control_ids, self.target.share, loaded.tokenizer)
         self.add(runner, cache_tokens, block_size)
         return runner
 
     def open(self, model: object, **options: Any) -> Loaded:
         """Load a model or a draft head, without a cache."""
         return self.load_by(model, **options, like=self.target.executor)
+
+    def fit_to_target(self, loaded: Loaded) -> Executor:
+        """Return what runs a loaded model to draft for the target. (``TranslatingSetup`` may leave out ids.)"""
+        return loaded.executor
 
     def add(self, drafter: OwnCache, cache_tokens: int | None = None, block_size: int | None = None) -> None:
         """Add a drafter. ``reserve`` will make its cache, and requests are admitted only if that has room for them."""
