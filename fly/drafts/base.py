@@ -272,10 +272,20 @@ class DraftStrategy(ABC):
 
 
 class StopsByChance(DraftStrategy):
-    """A strategy that estimates how likely its tokens are to be kept, and stops drafting when that is too unlikely."""
+    """A strategy that estimates how likely its tokens are to be kept, and stops drafting when that is too unlikely.
 
-    worth: float | None = 0.0  # the least chance to be kept at which it drafts a token; 0: unknown; None: never stop
+    If it ``stops``, its caller may say where: ``worth`` is the least chance to be kept at which it drafts a token. 0
+    means that this is unknown, so that the strategy's own limits hold.
+    """
+
+    stops = True  # whether it regards ``worth``; trees do not
     one_forward = False  # whether a draft takes the same time, however many tokens it has
+
+    @abstractmethod
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int], worth: float = 0.0) -> Draft: ...
+
+    def continuation(self, rows: abc.Sequence[Row], worth: float = 0.0) -> Continuation | None:
+        return None
 
 
 def word_of(head: Head) -> str:

@@ -244,19 +244,19 @@ class TranslatedDraft(StopsByChance):
             )
         own_size = draft.runner.executor.config.vocab_size
         self.vocabularies = Vocabularies(tokenizer, vocab_size, draft.runner.tokenizer, own_size)
-        self.mode, self.worth = self.vocabularies.mode, draft.worth
+        self.mode = self.vocabularies.mode
+        self.stops = draft.stops
         self.draft = draft
         self.spare = draft.spare
         self.context = draft.context
         self.vocab_size: int = vocab_size
         self._contexts: dict[int, _Context] = {}
 
-    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
-        self.draft.worth = self.worth
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int], worth: float = 0.0) -> Draft:
         own = [self._in_draft_ids(row) for row in rows]
         most = [n if self._may_draft(row, translated_row) else 0 for row, translated_row, n in zip(rows, own, max_len)]
         try:
-            draft = self.draft.propose(own, most)
+            draft = self.draft.propose(own, most, worth)
         except OutOfBlocks:
             self._commit(own)
             return Draft.empty(len(rows))
