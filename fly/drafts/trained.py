@@ -95,11 +95,11 @@ class HeadDraft(StopsByChance):
                 raise ValueError(
                     f"the draft head{where} is for another target: its {own} is {wanted}, the target's {name} {theirs}"
                 )
-        states = target.watch(options.states_of(sizes.num_hidden_layers))
+        runner = HeadRunner(head, target, options.states_of(sizes.num_hidden_layers))
         head.share(target.executor)
         self.vocab_size, self.context = sizes.vocab_size, head.config.max_position_embeddings
-        self._runner = HeadRunner(head, states, target.share)
-        setup.add(self.runner, self._cache_tokens, self._block_size)
+        self._runner = runner
+        setup.add(runner, self._cache_tokens, self._block_size)
 
     def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int], worth: float = 0.0) -> Draft:
         most = []

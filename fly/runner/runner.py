@@ -97,16 +97,17 @@ class Runner:
         """Make the cache, with room for ``tokens`` tokens over all rows (``PagedKVCache.for_model``)."""
         self.cache = PagedKVCache.for_model(self.executor, tokens, block_size)
 
-    def watch(self, layers: abc.Sequence[int]) -> HiddenStates:
+    def watch(self, layers: abc.Sequence[int], begin: Callable[[Row], int], end: Callable[[Row], None]) -> HiddenStates:
         """From now on, record the hidden states of every token that is fed for a row with a draft.
 
         Args:
             layers: the residual stream is recorded after each of these numbers of layers; 0 is the embedding.
+            begin, end: the reader's functions that are called for a new row and a finished one (``HiddenStates``).
 
         Raises ``ValueError`` if the executor gives no hidden states, or if the model has fewer layers.
         """
         self.executor.check_states(layers)
-        self._watches.append(HiddenStates(layers))
+        self._watches.append(HiddenStates(layers, begin, end))
         several = len(self._watches) > 1
         union = {number for watch in self._watches for number in watch.layers}
         self._states = tuple(sorted(union)) if several else tuple(layers)
