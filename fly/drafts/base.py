@@ -11,7 +11,7 @@ from collections import abc
 from collections.abc import Callable
 from copy import copy
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -48,6 +48,9 @@ __all__ = [
     "until_end",
     "word_of",
 ]
+
+
+M = TypeVar("M")
 
 
 class Loaded(NamedTuple):
@@ -293,7 +296,7 @@ def word_of(head: Head) -> str:
     return "block" if isinstance(head, BlockHead) else "eagle3"
 
 
-def describe(model: object, dtype: str | torch.dtype, device: str | torch.device) -> object:
+def describe(model: M, dtype: str | torch.dtype, device: str | torch.device) -> M | str | Path:
     """Return what to load when a strategy is attached: a path, a hub name or a loaded model. Look names up on disk now,
     but ask the hub later. Raises ``ValueError`` for an unknown dtype or device."""
     if not isinstance(model, (str, Path)):

@@ -283,6 +283,5 @@ class CascadeDraft(SingleDraft):
             )
         if last.draft is not None:
             raise ValueError(f"level {len(below)} has a draft strategy already; a cascade gives it one")
-        vars(self).update(vars(last))
-        self.draft = below[0] if len(below) == 1 else CascadeDraft(below)
-        self.spare = self.draft.spare
+        draft = below[0] if len(below) == 1 else CascadeDraft(below)
+        super().__init__(last.model, draft, last.policy, last.k, last.confidence, last.reach, **last.options)
