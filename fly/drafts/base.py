@@ -209,6 +209,14 @@ class DraftSetup:
         """The loaded models, in the order of loading."""
         return [drafter for drafter, *_ in self.caches]
 
+    def among_ranks(self, clock: Callable[[], float], load: LoadModel | None = None) -> DraftSetup:
+        """Return a setup with the ``clock`` of all ranks, and their way to load models (None: this setup's), for the
+        same caches."""
+        setup = copy(self)
+        setup.clock = clock
+        setup.load_by = load or self.load_by
+        return setup
+
     def alone(self) -> DraftSetup:
         """Return a copy of the setup with a list of caches of its own."""
         setup = copy(self)
