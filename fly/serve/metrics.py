@@ -158,9 +158,14 @@ class Measured(Job):
     """A job that records its metrics on the engine's thread."""
 
     def __init__(
-        self, requests: list[Request], streamed: bool, loop: asyncio.AbstractEventLoop, metrics: Metrics
+        self,
+        requests: list[Request],
+        streamed: bool,
+        loop: asyncio.AbstractEventLoop,
+        interval: float,
+        metrics: Metrics,
     ) -> None:
-        super().__init__(requests, stepwise=streamed, loop=loop)
+        super().__init__(requests, streamed, loop, interval)
         self._metrics = metrics
         self._first: dict[int, float] = {}  # time of each completion's first tokens
         self._last: dict[int, float] = {}  # time of each completion's latest tokens
