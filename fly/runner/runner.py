@@ -182,7 +182,7 @@ class Runner:
             generated_B=lambda: upload([row.generated for row in rows], device),
             relaxed_B=lambda: upload([row.stats.relaxed for row in rows], device),
             nats_B=lambda: sent(torch.tensor([row.stats.nats for row in rows]), device),
-            spent=lambda label: sent(torch.tensor([row.stats.spent.get(label, 0.0) for row in rows]), device),
+            spent=lambda label: sent(torch.tensor([row.stats.cost(label) for row in rows]), device),
             history=[row.tokens for row in rows],
             choices=choices,
         )
