@@ -127,6 +127,10 @@ class Metrics:
             for position in range(accepted):
                 self._by_position.labels(self._model, str(position)).inc()
 
+    def answered(self, seconds: float) -> None:
+        """Note how long a job took."""
+        self.seconds += 0.1 * (seconds - self.seconds)
+
     def ended(self, reason: str, stats: Stats | None) -> None:
         """Count a completion that ended: ``stop``, ``length``, ``abort`` (client gone or time up) or ``error``."""
         self._finished.labels(self._model, reason).inc()
@@ -195,7 +199,7 @@ class Measured(Job):
             if (count := self._tokens[index]) > 1:
                 metrics.each.observe((now - self._first[index]) / (count - 1))
         if news.error is not None or not self.left:
-            metrics.seconds += 0.1 * (now - self.arrived - metrics.seconds)
+            metrics.answered(now - self.arrived)
 
     def cancelled(self) -> None:
         for _ in range(self.left):

@@ -104,6 +104,10 @@ class Service:
     def ready(self) -> bool:
         return self.llm.worker.alive and not self.draining
 
+    def drain(self) -> None:
+        """Take no more requests, and go on with those that are open."""
+        self.draining = True
+
     def warm(self) -> None:
         """Build all tables now, so that the first requests need not wait for them."""
         self.tokenizer.warm()
