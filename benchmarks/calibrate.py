@@ -298,8 +298,8 @@ class _Slips(SingleDraft):
     """A draft with one error in the middle of each block, so that the rule has something to judge: the argmax of a
     small random model is always its last token, for the target as for the draft."""
 
-    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
-        draft = super().propose(rows, max_len)
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int], worth: float = 0.0) -> Draft:
+        draft = super().propose(rows, max_len, worth)
         tokens_BK = draft.tokens_BK.clone()
         tokens_BK[:, tokens_BK.shape[1] // 2 :].add_(1).remainder_(self.executor.config.vocab_size)
         return replace(draft, tokens_BK=tokens_BK)

@@ -32,6 +32,7 @@ from fly.cli.options import DraftLength, Rules, number
 from fly.cli.run import alone, rules_of
 from fly.cli.show import console, print_list, progress
 from fly.drafts import SingleDraft
+from fly.extras.eval.replay import Accounts
 from fly.extras.eval.report import Costs
 from fly.extras.eval.statistics import Estimate, bootstrap_ratio
 from fly.extras.eval.task import load_task
@@ -231,26 +232,16 @@ def _by_coins(blocks: Sampled, policy: AcceptancePolicy, length_N: Tensor, copie
     extra_NK = pick(nats_NKU, blocks.token) - mean_NK
     sums = [torch.zeros(len(blocks.token)) for _ in range(3)]
     problems = int(blocks.problem.max()) + 1
-    relaxed, nats = torch.zeros(copies, problems, dtype=torch.int64), torch.zeros(copies, problems)
-    spent: dict[str, Tensor] = {}
+    accounts = Accounts(copies * problems)
     number_N = torch.tensor([int((blocks.problem[:n] == problem).sum()) for n, problem in enumerate(blocks.problem)])
     for turn in range(int(number_N.max()) + 1):  # the next block of every problem, with what its text has spent
         at = (number_N == turn).nonzero().flatten()
-        of, n = blocks.problem[at], len(at)
-
-        def rows(column: Tensor) -> Tensor:
-            return column[:, of].flatten()  # noqa: B023
-
-        def past(label: str) -> Tensor:
-            return rows(spent.setdefault(label, torch.zeros(copies, problems)))
-
-        each = at.repeat(copies)
+        n, each = len(at), at.repeat(copies)
+        account_R = (problems * torch.arange(copies).unsqueeze(1) + blocks.problem[at]).flatten()
         target, draft = _pair(
             *(blocks.temperature, blocks.target[each], blocks.draft[each], blocks.token[each], length_N[each]),
             generated_B=blocks.start[each],
-            relaxed_B=rows(relaxed),
-            nats_B=rows(nats),
-            spent=past,
+            **accounts.columns(account_R),
         )
         mask_RK = draft.mask_BK()
         agree_RK = (coins[:, at].flatten(0, 1) < policy.chances(target, draft)) & mask_RK
@@ -261,12 +252,11 @@ def _by_coins(blocks: Sampled, policy: AcceptancePolicy, length_N: Tensor, copie
         for total, part in zip(sums, parts):
             total[at] = part.view(copies, n).mean(0)
         # What the relaxed tokens spent.
-        relaxed[:, of] += loose_RK.sum(1).view(copies, n)
-        nats[:, of] += (loose_RK * pick(nats_NKU[each], blocks.token[each])).sum(1).view(copies, n)
+        costs = {}
         for budget in () if policy.relaxation is None else policy.relaxation.budgets:
-            cost_RK = torch.zeros(loose_RK.shape)
-            cost_RK[loose_RK] = budget.cost(target, draft, *loose_RK.nonzero().unbind(1)).float()
-            spent.setdefault(budget.label, torch.zeros(copies, problems))[:, of] += cost_RK.sum(1).view(copies, n)
+            costs[budget.label] = torch.zeros(loose_RK.shape)
+            costs[budget.label][loose_RK] = budget.cost(target, draft, *loose_RK.nonzero().unbind(1)).float()
+        accounts.charge(account_R, loose_RK, pick(nats_NKU[each], blocks.token[each]), costs)
     return Outcome(sums[0], length_N.float(), *sums[1:])
 
 

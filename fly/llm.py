@@ -58,7 +58,7 @@ from fly.runner.executor import Executor, Workload
 from fly.runner.memory import CacheSize
 from fly.runner.request import BadWords, Row
 from fly.runner.runner import Runner
-from fly.runner.structured import Grammars
+from fly.runner.structured import Grammars, Vet
 from fly.types import SamplingParams
 from fly.vocabulary import Vocabulary
 
@@ -200,8 +200,7 @@ class LLM:
         # Equal policies become one object, since rows with the same policy object are decided together.
         self._bind_once = lru_cache(256)(methodcaller("bind", self.vocabulary))
         control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
-        target = Runner(executor, None, control, share=settings["prefix_reuse"])
-        target.tokenizer = self.tokenizer
+        target = Runner(executor, None, control, settings["prefix_reuse"], self.tokenizer)
 
         # The draft. A strategy loads its models when it is attached.
         setup = TranslatingSetup(target, self.vocabulary, partial(load_model, context=settings["max_context"]))
@@ -483,11 +482,13 @@ class LLM:
         client: str = "",
         *,
         streamed: bool = False,
+        vet: Vet | None = None,
     ) -> list[Request]:
         """Make and check the requests that ``generate`` would run, for a ``Job`` of ``worker``. May be called from any
         thread. The n completions of a prompt follow one another. ``streamed`` requests give ``News``, which needs a
-        tokenizer. ``client`` names their owner: clients share the engine fairly. The other arguments and the errors are
-        those of ``generate``."""
+        tokenizer. ``client`` names their owner: clients share the engine fairly. ``vet`` may refuse a form of
+        structured output (``fly.runner.structured.Grammars``). The other arguments and the errors are those of
+        ``generate``."""
         given = listed(prompts)
         if not isinstance(priority, int):
             raise ValueError(f"priority {priority!r} must be an integer, smaller first")
@@ -506,7 +507,7 @@ class LLM:
             if name and name not in self.draft_names:
                 have = self.draft_names or "none; LLM(..., draft='choose(small=fly-draft, copy=ngram)') loads two"
                 raise ValueError(f"draft {name!r} is not loaded; choices: {have}")
-            row = self._row(*asked)
+            row = self._row(vet, *asked)
             row.priority = priority
             row.draft = name
             row.client = client
@@ -527,7 +528,7 @@ class LLM:
                 requests.append(Request(sample, promise, self.tokenizer, text, streamed, thinking))
         return requests
 
-    def _row(self, prompt: Prompt, params: SamplingParams, policy: PolicyLike, k: int) -> Row:
+    def _row(self, vet: Vet | None, prompt: Prompt, params: SamplingParams, policy: PolicyLike, k: int) -> Row:
         """Make the row of a request, and check everything that depends on the model or the tokenizer."""
         tokens, config = self._tokens_of(prompt), self.engine.runner.executor.config
         if not isinstance(params, SamplingParams):
@@ -550,7 +551,7 @@ class LLM:
         if params.bad_words and self.tokenizer is None:
             raise ValueError("bad_words need a tokenizer, which this model lacks; use bad_words_ids")
         spelled = [ids for word in params.bad_words if self.tokenizer for ids in self.tokenizer.spellings(word)]
-        matcher = None if params.structured is None else self.grammars.matcher(params)
+        matcher = None if params.structured is None else self.grammars.matcher(params, vet)
         # Under a grammar a row ends where nothing else may follow, even with ``ignore_eos``.
         eos = frozenset() if params.ignore_eos and matcher is None else self.eos_ids
         row = Row(

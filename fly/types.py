@@ -20,6 +20,7 @@ from fly.params import SamplingParams, StructuredOutput
 
 __all__ = [
     "UNDECIDED",
+    "Account",
     "Decision",
     "Draft",
     "Guarantee",
@@ -425,6 +426,32 @@ class Mismatch(NamedTuple):
     held: Mapping[str, bool]  # whether each condition of the relaxation held, by its label
     nats: float  # of a relaxed token: -ln target(token) in the raw distribution
     costs: Mapping[str, float] = {}  # of a relaxed token: its cost by each budget of the rule, by its label
+
+
+@dataclass
+class Account:
+    """What the relaxed tokens of a text have cost so far.
+
+    Attributes:
+        relaxed: how many there are.
+        nats: sum of -ln target(x) over them, of the unprocessed distribution.
+        spent: their cost under each budget of the rule (``fly.policies.CostBudget``), by its label.
+    """
+
+    relaxed: int = 0
+    nats: float = 0.0
+    spent: dict[str, float] = field(default_factory=dict)
+
+    def charge(self, token: Mismatch) -> None:
+        """Add a relaxed token."""
+        self.relaxed += 1
+        self.nats += token.nats
+        for label, cost in token.costs.items():
+            self.spent[label] = self.cost(label) + cost
+
+    def cost(self, label: str) -> float:
+        """Return the cost under the budget with this label."""
+        return self.spent.get(label, 0.0)
 
 
 class Decision(NamedTuple):

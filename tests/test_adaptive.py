@@ -14,10 +14,11 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from fly import LLM, SamplingParams
-from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
+from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft, TreeDraft
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import Continuation, StopsByChance, pad, pad_trees
-from fly.runner.executor import Spent
+from fly.ops import first_branch
+from fly.runner.executor import DraftSpec, Spent
 from fly.runner.request import Row
 from fly.types import Draft
 from tests.test_drafts import LARGE, MEDIUM, SMALL, VOCAB, make_row, proposals
@@ -258,16 +259,48 @@ class Knowing(Simulated, StopsByChance):
 
     machine: HardPlaces
 
-    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int], worth: float = 0.0) -> Draft:
         drafts = []
         for row, most in zip(rows, max_len):
             reach, n = 1.0, 0
-            while n < most and reach >= self.worth:
+            while n < most and reach >= worth:
                 reach *= self.machine.chance_at(len(row.tokens) + n)
                 n += 1
             drafts.append([0] * n)
         self.machine.draft(max(map(len, drafts)), 0)
         return pad(drafts)
+
+
+@settings(max_examples=10)
+@given(texts, st.integers(2, 4), st.booleans())
+def test_where_a_draft_stops_is_told_to_it_in_each_round(text: list[int], k: int, trees: bool) -> None:
+    """``AdaptiveDraft`` changes nothing of the strategy, which drafts for itself as before. Trees are not told."""
+    told = []
+
+    class Told(TreeDraft if trees else SingleDraft):  # type: ignore[misc]
+        def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int], worth: float = 0.0) -> Draft:
+            machine.now += 0.02 * max(max_len)
+            return super().propose(rows, max_len, worth)  # type: ignore[no-any-return]
+
+        def spec(self, rows: abc.Sequence[Row], worth: float = 0.0) -> DraftSpec:
+            told.append(worth)
+            return super().spec(rows, worth)  # type: ignore[no-any-return]
+
+    level = Told(run(SMALL))
+    machine = Machine(0.02, 1.0, 0.01, chance=0.9)
+    strategy = ready(AdaptiveDraft(level, Nothing(), clock=machine.clock))
+    before = {name: value for name, value in vars(level).items() if name != "_runner"}
+    row = make_row(text)
+    for _ in range(6):  # the whole first branch of each draft is kept
+        draft = strategy.propose([row], [k])
+        machine.now += 1.0 + 0.05 * len(draft.chains[0])
+        kept = first_branch(draft.trees[0]) if draft.trees else range(len(draft.chains[0]))
+        row.tokens += [*(draft.chains[0][node] for node in kept), 1]
+        strategy.commit([row])
+    assert {name: value for name, value in vars(level).items() if name != "_runner"} == before
+    assert any(told) != trees and all(0.05 <= worth <= 0.9 for worth in told if worth)
+    told.clear()
+    assert level.spec([row]) == ready(Told(run(SMALL))).spec([row]) and told == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("step", [0.03, 0.3])

@@ -111,11 +111,11 @@ class Model(StopsByChance):
         self.machine = machine
         self.read: dict[int, int] = {}
 
-    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int], worth: float = 0.0) -> Draft:
         drafts, missed, machine = [], 0, self.machine
         for row, most in zip(rows, max_len):
             text, at, reached, drafted = machine.texts[row.id], len(row.tokens), 1.0, list[int]()
-            while len(drafted) < most and reached >= (self.worth or 0.5):
+            while len(drafted) < most and reached >= (worth or 0.5):
                 here = at + len(drafted)
                 reached *= text.chances[here]
                 drafted.append(text.tokens[here] if text.right[here] else 0)

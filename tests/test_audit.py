@@ -464,10 +464,10 @@ def test_a_reference_whose_engine_ends_is_said(monkeypatch: pytest.MonkeyPatch) 
 
     step, steps = Scheduler.step, itertools.count()
 
-    def short(self: Scheduler) -> object:
+    def short(self: Scheduler, seconds: float) -> object:
         if next(steps) == 20:
             raise MemoryError("no room for the engine")
-        return step(self)
+        return step(self, seconds)
 
     monkeypatch.setattr(Scheduler, "step", short)
     with serving() as url:

@@ -238,9 +238,9 @@ def test_a_draft_takes_no_more_forwards_than_it_needs_and_one(lookup: bool) -> N
     needed: list[int] = []
 
     class Counted(SingleDraft):
-        def propose(self, rows: Any, max_len: Any) -> Any:
+        def propose(self, rows: Any, max_len: Any, worth: float = 0.0) -> Any:
             needed.append(0)
-            return super().propose(rows, max_len)
+            return super().propose(rows, max_len, worth)
 
     class Counting(Wrapped):
         def score(self, *arguments: Any) -> Any:

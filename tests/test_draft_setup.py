@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections import abc
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fly
 from fly.backends import load
 from fly.drafts import AdaptiveDraft, CascadeDraft, ChooseDraft, DraftStrategy, NGramDraft, SingleDraft, pad
 from fly.drafts.base import DraftSetup
 from fly.drafts.translate import TranslatingSetup
+from fly.policies import AcceptancePolicy, Exact, FLy
 from fly.runner.request import Row
 from fly.runner.runner import Runner
 from fly.types import Draft
+from tests.test_drafts import make_row
 from tests.toys import random_llama, run
+
+MODEL = run(random_llama(1))
 
 
 class Silent(DraftStrategy):
@@ -62,9 +70,54 @@ def test_caches_share_what_is_left_to_them() -> None:
         setup.load("fly-eagle3")
 
 
+def test_a_reader_of_hidden_states_is_asked_about_new_rows_and_told_of_ended_ones() -> None:
+    """Each reader for itself. Pages are adopted only as far as no reader needs the states of their tokens."""
+    runner = Runner(run(random_llama()), None)
+    runner.reserve(64, 2)
+    first, second = (make_row([1, 2, 3, 4, 5, 6, 7]) for _ in range(2))
+    ended: list[list[Row]] = [[], []]
+    for known, rows in zip((4, 2), ended):
+        runner.watch((0, 1), partial(lambda known, row: known, known), rows.append)
+    runner.feed([first], [[]])
+    runner.commit([first])
+    assert runner.begin(second) == [1, 2]
+    runner.release(first)
+    assert ended == [[first], [first]]
+
+
+@given(
+    st.integers(1, 9),
+    st.sampled_from([0.0, 0.3]),
+    st.sampled_from([None, 0.0, 0.2]),
+    st.sampled_from([Exact(), FLy()]),
+    st.fixed_dictionaries(
+        {}, optional={"cache_tokens": st.integers(8, 64), "block_size": st.integers(1, 8), "dtype": st.just("float32")}
+    ),
+)
+def test_a_cascade_is_its_last_level_with_a_draft_and_owns_all_that_it_has(
+    k: int, confidence: float, reach: float | None, policy: AcceptancePolicy, options: dict[str, Any]
+) -> None:
+    below = NGramDraft()
+    last = SingleDraft(MODEL, None, policy, k, confidence, reach, **options)
+    before = vars(last) | {"options": dict(last.options)}
+    cascade = CascadeDraft([below, last])
+    assert vars(cascade) == vars(SingleDraft(MODEL, below, policy, k, confidence, reach, **options))
+    cascade.options["cache_tokens"] = 1000
+    assert vars(last) == before
+
+
+def test_a_level_that_drafts_alone_may_also_stand_in_a_cascade() -> None:
+    last = SingleDraft(MODEL)
+    setup_of().attach(last)
+    cascade = CascadeDraft([NGramDraft(), last])
+    setup_of().attach(cascade)
+    assert cascade.runner is not last.runner and cascade.executor is last.executor
+
+
 def test_strategies_that_decide_by_time_share_a_clock() -> None:
-    setup, mine = setup_of(), lambda: 3.0
-    setup.clock = lambda: 5.0
+    whole, mine = setup_of(), lambda: 3.0
+    setup = whole.among_ranks(lambda: 5.0)
+    assert setup.caches is whole.caches and setup.load_by is whole.load_by and setup.clock is not whole.clock
     shared, own = AdaptiveDraft(NGramDraft()), AdaptiveDraft(NGramDraft(), clock=mine)
     setup.attach(ChooseDraft(a=shared, b=own))
     assert shared.clock is setup.clock and own.clock is mine

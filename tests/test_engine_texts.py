@@ -108,7 +108,12 @@ def test_closing_a_stream_frees_everything(speaker: Path, taken: int) -> None:
     llm = LLM(speaker, CascadeDraft([NGramDraft(), SingleDraft(speaking(0.01))]), dtype="float32", k=4)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     step, llm.engine.stretch = llm.scheduler.step, 0
-    llm.scheduler.step = lambda: (time.sleep(0.03), step())[1]  # type: ignore[method-assign]  # it runs on by itself
+
+    def slow(seconds: float) -> object:  # it runs on by itself
+        time.sleep(0.03)
+        return step(seconds)
+
+    llm.scheduler.step = slow  # type: ignore[method-assign]
     stream = llm.stream("Once", params)
     for _ in range(taken):
         next(stream)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import httpx
 import pytest
 
 from fly import LLM, SamplingParams
-from fly.engine.job import Job
+from fly.engine.job import Job, Request
 from fly.serve import Settings
 from fly.serve.clients import Clients
 from fly.serve.trial import Trial
@@ -81,7 +82,7 @@ def schema_of(schema: dict[str, Any]) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}, "max_tokens": 1}
 
 
-def test_others_generate_while_grammars_compile() -> None:
+def test_others_generate_while_grammars_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(api_keys=("a", "b")) as server, ThreadPoolExecutor(32) as clients:
         held, started, go = [], threading.Semaphore(0), threading.Event()
 
@@ -90,7 +91,7 @@ def test_others_generate_while_grammars_compile() -> None:
             started.release()
             assert go.wait(60)
 
-        server.service.llm.grammars.vet = vet
+        monkeypatch.setattr(Trial, "__call__", lambda _, kind, source: vet(kind, source))
         try:
             bodies = [{"prompt": "x", **schema_of({"title": str(number)})} for number in range(24)]
             bombs = [clients.submit(post, server, body) for body in bodies]
@@ -112,34 +113,40 @@ def test_others_generate_while_grammars_compile() -> None:
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with LLM(MODEL, dtype="float32") as made:
-        made.grammars.vet = trial = Trial(made.grammars.spelling)
         yield made
-        trial.close()
 
 
-def refused(llm: LLM, **structured: Any) -> str:
+@pytest.fixture(scope="module")
+def trial(llm: LLM) -> Iterator[Trial]:
+    with closing(Trial(llm.grammars.spelling)) as made:
+        yield made
+
+
+def requested(llm: LLM, vet: Trial | None, **structured: Any) -> Request:
+    [request] = llm.requests(["x"], SamplingParams(structured=structured), vet=vet)  # type: ignore[arg-type]
+    return request
+
+
+def refused(llm: LLM, vet: Trial | None, **structured: Any) -> str:
     with pytest.raises(ValueError, match=r"cannot be used|at most") as error:
-        llm.requests(["x"], SamplingParams(structured=structured))  # type: ignore[arg-type]
+        requested(llm, vet, **structured)
     return str(error.value)
 
 
-def test_a_grammar_that_takes_too_much_ends_its_trial_alone(llm: LLM) -> None:
-    llm.requests(["x"], SamplingParams(structured={"regex": "no|yes"}))  # type: ignore[arg-type]
-    trial, kept = llm.grammars.vet, len(llm.grammars._kept)
-    assert isinstance(trial, Trial)
-    process = trial._process
+def test_a_grammar_that_takes_too_much_ends_its_trial_alone(llm: LLM, trial: Trial) -> None:
+    requested(llm, trial, regex="no|yes")
+    kept, process = len(llm.grammars._kept), trial._process
     for number in (999_983, 9_999_991):  # ten seconds and 400 MB; a hundred times that
-        assert "takes more than 1 s" in refused(llm, json_schema={"type": "integer", "multipleOf": number})
+        assert "takes more than 1 s" in refused(llm, trial, json_schema={"type": "integer", "multipleOf": number})
         assert len(llm.grammars._kept) == kept
-    [request] = llm.requests(["x"], SamplingParams(structured={"json_schema": {"type": "integer"}}))  # type: ignore[arg-type]
-    llm.requests(["x"], SamplingParams(structured={"regex": "yes|no"}))  # type: ignore[arg-type]
-    assert request.row.matcher is not None
-    assert "300014 bytes; at most" in refused(llm, json_schema={"enum": ["x" * 300_000]})
+    assert requested(llm, trial, json_schema={"type": "integer"}).row.matcher is not None
+    requested(llm, trial, regex="yes|no")
+    assert "300014 bytes; at most" in refused(llm, trial, json_schema={"enum": ["x" * 300_000]})
     # A process that is gone is replaced.
     assert process is not None and trial._process is process and process.poll() is None
     process.kill()
     process.wait()
-    llm.requests(["x"], SamplingParams(structured={"regex": "yes|maybe"}))  # type: ignore[arg-type]
+    requested(llm, trial, regex="yes|maybe")
 
 
 REFUSED: list[dict[str, Any]] = [
@@ -153,12 +160,8 @@ REFUSED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("structured", REFUSED, ids=str)
-def test_a_trial_refuses_with_the_words_of_a_program(
-    llm: LLM, structured: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    of_trial = refused(llm, **structured)
-    monkeypatch.setattr(llm.grammars, "vet", lambda kind, source: None)
-    assert refused(llm, **structured) == of_trial
+def test_a_trial_refuses_with_the_words_of_a_program(llm: LLM, trial: Trial, structured: dict[str, Any]) -> None:
+    assert refused(llm, trial, **structured) == refused(llm, None, **structured)
 
 
 REFUSE_MANY = """
@@ -174,13 +177,13 @@ def measure():
 
 def refuse(number):
     try:
-        llm.requests(["x"], SamplingParams(structured={"regex": f"(a{{{1000 + number}}}){{1000}}"}))
+        llm.requests(["x"], SamplingParams(structured={"regex": f"(a{{{1000 + number}}}){{1000}}"}), vet=trial)
     except ValueError as error:
         return "too large to be followed" in str(error)
 
 with LLM("fly-tiny", dtype="float32") as llm:
-    llm.grammars.vet = trial = Trial(llm.grammars.spelling)
-    llm.grammars.warm()
+    trial = Trial(llm.grammars.spelling)
+    llm.grammars.warm(trial)
     before = measure()
     with ThreadPoolExecutor(4) as clients:
         assert all(clients.map(refuse, range(4)))
@@ -196,14 +199,14 @@ def test_memory_goes_back_after_refused_patterns() -> None:
     assert int(answer.stdout) < 30  # MB
 
 
-def test_nothing_is_kept_of_a_grammar_beyond_the_limits(llm: LLM) -> None:
+def test_nothing_is_kept_of_a_grammar_beyond_the_limits(llm: LLM, trial: Trial) -> None:
     """Neither of one that is refused at once, nor of one that proves to be one of those while it is followed."""
     grammars = llm.grammars
     kept, size = dict(grammars._kept), grammars._size
     for number in range(4):
-        assert "it is too large" in refused(llm, regex=f"(a{{{1000 + number}}}){{1000}}")
+        assert "it is too large" in refused(llm, trial, regex=f"(a{{{1000 + number}}}){{1000}}")
         params = SamplingParams(structured={"regex": f"[ab]{{20}}(a{{{1000 + number}}}){{1000}}"}, max_tokens=60)  # type: ignore[arg-type]
-        requests = llm.requests(["x"], params)
+        requests = llm.requests(["x"], params, vet=trial)
         with pytest.raises(ValueError, match="cannot go on: it is too large to be followed"):
             llm.worker.run(Job(requests))
         assert requests[0].row.matcher is None  # its error, with what that has seen, may be held for long
@@ -242,10 +245,10 @@ def test_a_newcomer_does_not_wait_for_one_who_asked_for_much() -> None:
         scheduler, steps, came, first = server.service.llm.scheduler, 0, [], []
         step, add = scheduler.step, scheduler.add
 
-        def counted() -> Any:
+        def counted(seconds: float) -> Any:
             nonlocal steps
             steps += 1
-            found = step()
+            found = step(seconds)
             first.extend(steps for row in scheduler.running if row.client == mine and row.generated and not first)
             return found
 

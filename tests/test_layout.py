@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,55 @@ def test_no_module_probes_what_a_model_can_do(name: str) -> None:
     for path, text in FILES.items():
         if f"{module(path)}.".startswith(f"fly.{name}."):
             assert not re.search(r"\bhasattr\(|\bgetattr\((?!self\b)", text), path
+
+
+# Whose attributes are set from outside: records that are filled as they pass, what a module keeps for itself, and
+# objects of libraries. Names are a parameter's annotation, or "self", and attributes of it.
+FILLED = {
+    "Row", "abc.Sequence[Row]", "self.row", "Job.key", "self._job.loop", "Batch.kv",
+    "self._clients", "self._held", "self._round", "self._row", "self.progress",
+    "Choice", "self.choices", "type[LLM]", "nn.Embedding", "asyncio.Transport", "self.transport", "logging.LogRecord",
+}  # fmt: skip
+
+
+def changed(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+    """The attributes that a function sets of objects that it was given, or that stand in attributes of its own."""
+    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    known = {each.arg: ast.unparse(each.annotation) if each.annotation else each.arg for each in arguments}
+
+    def owner(node: ast.expr) -> str | None:
+        """Who holds the value, as ``FILLED`` has it; None for a local value."""
+        if isinstance(node, ast.Name):
+            return known.get(node.id)
+        if isinstance(node, ast.Attribute):
+            return None if (above := owner(node.value)) is None else f"{above}.{node.attr}"
+        inner = node.value if isinstance(node, ast.Subscript) else node.func if isinstance(node, ast.Call) else None
+        return None if inner is None else owner(inner)
+
+    for node in ast.walk(function):
+        if not isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) or node.value is None:
+            continue
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple):
+                same = isinstance(node.value, ast.Tuple)
+                pairs = list(zip(target.elts, node.value.elts if same else [node.value] * len(target.elts)))
+            for to, value in pairs:
+                if isinstance(to, ast.Name) and isinstance(value, (ast.Attribute, ast.Subscript)):
+                    known |= {to.id: alias} if (alias := owner(value)) is not None else {}
+                if isinstance(to, ast.Attribute) and (whole := owner(to)) is not None and whole.count("."):
+                    yield whole
+
+
+@pytest.mark.parametrize("name", ["runner", "drafts", "engine", "parallel", "llm", "serve"])
+def test_an_object_is_changed_by_its_own_methods(name: str) -> None:
+    """It gets what it needs when it is made, or as an argument."""
+    for path, text in FILES.items():
+        assert room(module(path)) != name or "vars(self).update(" not in text, path
+        for node in ast.walk(ast.parse(text)) if room(module(path)) == name else ():
+            for attribute in changed(node) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else ():
+                own = attribute.startswith("self.") and attribute.count(".") == 1
+                assert own or any(f"{attribute}.".startswith(f"{each}.") for each in FILLED), (path, attribute)
 
 
 def test_from_the_step_to_a_forward_there_are_two_files() -> None:

@@ -363,7 +363,9 @@ def place(ranks: Ranks, draft: str, placement: Any) -> list[str]:
     known = draft if Path(draft).exists() else "fly-target"
     setup = TranslatingSetup(Runner(load_whole(known).executor, None), load=load_whole)
     make, load_part = partial(parse_draft, draft), partial(load, ranks=ranks)
+    clock, load_by = setup.clock, setup.load_by
     strategy = place_draft(make, setup, Ranks(ranks.group, draft_placement=placement), load_part)
+    assert (setup.clock, setup.load_by) == (clock, load_by)  # the caller's setup stays as it is
     shapes = [] if not isinstance(strategy, SingleDraft) else [tokens_of_head(strategy.executor)]
     return [type(strategy).__name__, str(shapes)]
 

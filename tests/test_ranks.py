@@ -129,8 +129,9 @@ def meddle_with_weights(ranks: Ranks, target: str) -> None:
     if ranks.rank == 1:
         step = llm.scheduler.step
 
-        def other() -> Any:
-            return {row: [token._replace(id=token.id ^ 1) for token in tokens] for row, tokens in step().items()}
+        def other(seconds: float) -> Any:
+            emitted = step(seconds)
+            return {row: [token._replace(id=token.id ^ 1) for token in tokens] for row, tokens in emitted.items()}
 
         llm.scheduler.step = other  # type: ignore[method-assign]
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4))

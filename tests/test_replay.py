@@ -18,6 +18,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -30,7 +32,7 @@ from fly.extras.eval.known import Known, Unknown
 from fly.extras.eval.recording import LIKELIEST, Recording
 from fly.extras.eval.records import read_records
 from fly.extras.eval.render import columns
-from fly.extras.eval.replay import Blocks, load_blocks
+from fly.extras.eval.replay import Accounts, Blocks, load_blocks
 from fly.extras.eval.replay import replay as replay_run
 from fly.extras.eval.report import report
 from fly.ops import Stream, pick, uniforms
@@ -44,7 +46,7 @@ from fly.policies import (
     parse_policy,
     verify,
 )
-from fly.types import Draft, Noise, Target, Why
+from fly.types import Account, Draft, Mismatch, Noise, Target, Why
 from tests.commands import run as command
 from tests.commands import words
 from tests.test_recording import PLAN, RULES, Seen, Watching, finish
@@ -144,14 +146,16 @@ def test_every_block_is_judged_as_with_full_logits(text: str, run: tuple[Path, d
             row_B, at_B = torch.tensor([c]), torch.tensor([start])
             chain = known.chain(row_B, at_B, len(drafted))
             assert known.token_P[chain.place_BJ[0, : len(drafted)]].tolist() == drafted
-            relaxed_B, nats_B = torch.tensor([at % 3]), torch.tensor([0.5 * (at % 4)])
-            accepted_B, relaxes_BK, _ = known.judge(rule, row_B, at_B, chain, relaxed_B, nats_B)
+            accounts = Accounts(len(known.recordings))
+            accounts.relaxed_C[c] = at % 3
+            accounts.nats_C[c] = 0.5 * (at % 4)
+            accepted_B, relaxes_BK, _ = known.judge(rule, row_B, at_B, chain, accounts)
             target = Target(
                 logits_JV.unsqueeze(0),
                 control_V=known.control_V,
                 generated_B=at_B - each.prompt,
-                relaxed_B=relaxed_B,
-                nats_B=nats_B,
+                relaxed_B=torch.tensor([at % 3]),
+                nats_B=torch.tensor([0.5 * (at % 4)]),
                 history=[each.text[:start].tolist()],
             )
             verdict = verify(rule, target, Draft.of([drafted]), coins(known, c, start, len(drafted)))
@@ -510,6 +514,32 @@ def walked(known: Blocks, rule: AcceptancePolicy, k: int) -> list[tuple[int, int
             at, emitted, rounds, drafted = at + new, emitted + new, rounds + 1, drafted + len(own)
         found.append((emitted, rounds, drafted, relaxed))
     return found
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 3))
+def test_accounts_of_several_texts_are_those_of_each(data: st.DataObject, count: int, longest: int) -> None:
+    """As ``Account.charge`` says token by token. Amounts are multiples of 1/8, so sums are exact."""
+    accounts, each = Accounts(count), [Account() for _ in range(count)]
+    amounts = st.integers(0, 80).map(lambda eighths: eighths / 8)
+    for _ in range(data.draw(st.integers(0, 4))):
+        rows = data.draw(st.lists(st.integers(0, count - 1), unique=True, min_size=1))
+        labels = data.draw(st.lists(st.sampled_from("ab"), unique=True))
+        blocks = [
+            [(data.draw(st.booleans()), data.draw(amounts), {label: data.draw(amounts) for label in labels})
+             for _ in range(longest)] for _ in rows
+        ]  # fmt: skip
+        relaxes_BK, nats_BK = (torch.tensor([[token[n] for token in block] for block in blocks]) for n in range(2))
+        costs = {label: torch.tensor([[token[2][label] for token in block] for block in blocks]) for label in labels}
+        accounts.charge(torch.tensor(rows), relaxes_BK, nats_BK, costs)
+        for row, block in zip(rows, blocks):
+            for node, (relaxed, nats, paid) in enumerate(block):
+                if relaxed:
+                    each[row].charge(Mismatch(node, relaxed, {}, nats, paid))
+    columns = accounts.columns(torch.arange(count))
+    assert columns["relaxed_B"].tolist() == [account.relaxed for account in each]
+    assert columns["nats_B"].tolist() == [account.nats for account in each]
+    for label in "ab":
+        assert columns["spent"](label).tolist() == [account.cost(label) for account in each]
 
 
 @pytest.mark.parametrize("k", [7, 4])

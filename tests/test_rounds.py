@@ -35,7 +35,7 @@ from fly.drafts import (
 from fly.engine import Engine
 from fly.parallel.compiled import CompiledPart
 from fly.policies import AcceptancePolicy, AgreeingWindow, Block, Condition, EntropyGate, Exact, parse_policy
-from fly.runner.executor import Executor, Rounds
+from fly.runner.executor import Executor, RoundRow, Rounds
 from fly.runner.request import Row
 from fly.runner.runner import Runner
 from fly.types import Why
@@ -530,6 +530,11 @@ def test_what_compiled_code_asks_itself_and_what_it_leaves_to_python() -> None:
         made.step([row])
     (gate,) = row.stats.gates.values()
     assert row.stats.relaxed > 9 and gate.passed == gate.asked
+
+
+def test_rounds_in_one_call_read_the_account_that_the_row_keeps() -> None:
+    (row,) = rows_of([1, 2, 3])
+    assert RoundRow.of(row, 5, 3).account is row.stats
 
 
 def test_what_a_rule_was_asked_with_is_not_held_on_to() -> None:

@@ -271,9 +271,9 @@ def test_a_request_has_its_time() -> None:
     with running(timeout=0.05) as server, OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
         step = server.service.llm.scheduler.step
 
-        def slow() -> Any:
+        def slow(seconds: float) -> Any:
             time.sleep(0.01)  # on a busy machine the answer may be there before anybody looks at the clock
-            return step()
+            return step(seconds)
 
         server.service.llm.scheduler.step = slow  # type: ignore[method-assign]
         long: Any = {"model": MODEL, "prompt": "a", "max_tokens": 2000, "extra_body": {"ignore_eos": True}}
@@ -287,7 +287,7 @@ def test_a_request_has_its_time() -> None:
 def test_an_engine_that_fails_says_so() -> None:
     with running() as server, OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
 
-        def broken() -> None:
+        def broken(seconds: float) -> None:
             raise RuntimeError("out of order")
 
         server.service.llm.scheduler.step = broken  # type: ignore[method-assign]

@@ -223,7 +223,7 @@ def test_a_client_that_comes_or_leaves_hurries_only_the_current_turn() -> None:
             self.rows, self.came = self.rows - 1, (*self.came, "cancel")
             begun.append((list(self.came), hurried))
 
-        def step(self) -> dict[int, list[Token]]:
+        def step(self, seconds: float) -> dict[int, list[Token]]:
             begun.append((list(self.came), hurried))
             self.came = ()
             waited.append(eventually(lambda: hurried))  # until somebody waits for this turn to be over

@@ -265,7 +265,7 @@ def test_a_failing_step_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPat
     model = llm.engine.runner.executor
     steps = []
 
-    def failing() -> None:
+    def failing(seconds: float) -> None:
         steps.append(llm.engine.runner.executor)
         raise RuntimeError("no power")
 

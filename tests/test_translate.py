@@ -17,8 +17,9 @@ from tokenizers import Tokenizer as RawTokenizer
 from torch import Tensor
 
 from fly import LLM, SamplingParams
+from fly.cache import PagedKVCache
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
-from fly.drafts.base import Loaded
+from fly.drafts.base import DraftSetup, Loaded
 from fly.drafts.translate import TranslatedDraft, Vocabularies, _Context, translated
 from fly.drafts.tree import TreeDraft
 from fly.models import CheckpointError, Llama, LlamaConfig
@@ -26,6 +27,7 @@ from fly.models.lengths import byte_alphabet
 from fly.models.llama import KV
 from fly.models.tokenizer import Tokenizer
 from fly.policies import Exact
+from fly.runner.executor import Batch
 from fly.runner.sampling import BatchSampling
 from fly.types import Draft, Target
 from tests.test_drafts import make_row, proposals
@@ -548,6 +550,29 @@ def test_no_end_is_drafted_before_the_least_length(name: str) -> None:
         make_row([100, 101], 1.0, stop=every, min_tokens=1),
     )
     assert strategy.propose([early, late], [4, 4]).lengths_B.tolist() == [0, 1]
+
+
+@settings(max_examples=20)
+@given(st.integers(330, 340), st.integers(330, 340), ids_of(LARGE).filter(len))
+def test_a_model_is_restricted_when_it_is_loaded_and_never_changed(size: int, own_size: int, text: list[int]) -> None:
+    """The level below and its setup get the model that drafts for the target: ids that the target lacks have
+    probability 0 there, and all other logits are the model's."""
+
+    class Below(NGramDraft):
+        def attach(self, setup: DraftSetup) -> None:
+            self.above = setup.target.executor
+            super().attach(setup)
+
+    below = Below()
+    strategy = attached(CascadeDraft([below, speaker(LARGE, own_size)]), LARGE, size)
+    level = strategy.draft if size != own_size else strategy
+    assert level.executor is below.above
+    cache = PagedKVCache.for_model(level.executor, len(text))
+    cache.resize(0, len(text))
+    batch = Batch(text, list(range(len(text))), cache.batch([0], [0], [len(text)]))
+    logits_NV = level.executor.score(batch).logits_NV
+    assert logits_NV[:, size:].isneginf().all()
+    torch.testing.assert_close(logits_NV[:, :size], dense_logits(toy(own_size, 5), text)[:, :size])
 
 
 # --- choosing and refusing -------------------------------------------------------------------------------

@@ -312,10 +312,10 @@ def test_an_error_of_the_engine_reaches_everybody_who_waits() -> None:
     llm = slowed(make())
     step, broken = llm.scheduler.step, threading.Event()
 
-    def breaking() -> Any:
+    def breaking(seconds: float) -> Any:
         if broken.is_set():
             raise ArithmeticError("out of order")
-        return step()
+        return step(seconds)
 
     llm.scheduler.step = breaking  # type: ignore[method-assign]
 

@@ -186,8 +186,7 @@ def run(model: Any) -> Executor:
 
 def ready(strategy: DraftStrategy, target: Any = None, tokenizer: Tokenizer | None = None) -> Any:
     """``strategy``, attached to a target (None: one of the vocabulary of its own models), with its caches."""
-    runner = Runner(run(target or _model_of(strategy) or random_llama()), None)
-    runner.tokenizer = tokenizer
+    runner = Runner(run(target or _model_of(strategy) or random_llama()), None, tokenizer=tokenizer)
     setup = TranslatingSetup(runner, load=load)
     made = setup.attach(strategy)
     runner.reserve()

@@ -236,7 +236,7 @@ class AdaptiveDraft(Wrapper):
         if this.way == _LOOKUP:
             draft = pad([tokens[:n] for tokens, n in zip(this.looked, most)])
         else:
-            draft = self.strategy.propose(rows, most)
+            draft = self.strategy.propose(rows, most, **self._limits(this))
         this.verified = list(map(len, draft.chains))
         this.steps = list(map(min, this.verified, most))
         this.drafting = self.clock() - begin if this.way == _DRAFTING else 0.0
@@ -253,7 +253,7 @@ class AdaptiveDraft(Wrapper):
         if this.way == _PLAIN:
             return Continuation(None, none, rounds=this.rounds, report=this.spent.extend)
         lengths = self._lengths(this, rows)
-        if this.way == _LOOKUP or (inner := self.strategy.continuation(rows)) is None:
+        if this.way == _LOOKUP or (inner := self.strategy.continuation(rows, **self._limits(this))) is None:
             return None
         if not any(lengths):
             return Continuation(None, none, rounds=1, report=this.spent.extend)
@@ -354,11 +354,8 @@ class AdaptiveDraft(Wrapper):
 
     def _lengths(self, this: _Round, rows: abc.Sequence[Row]) -> list[int]:
         """Return the most tokens to propose for each row."""
-        strategy, measured = self.strategy, this.measured
-        if this.way != _DRAFTING:
-            return this.asked
-        if isinstance(strategy, StopsByChance) and strategy.worth is not None:
-            strategy.worth = this.worth and min(max(this.worth, _MIN_WORTH), _MAX_WORTH)
+        measured = this.measured
+        if this.way != _DRAFTING or self._stops:
             return this.asked
         if not this.worth:
             return [min(most, _FIRST_LENGTH) for most in this.asked]
@@ -368,6 +365,15 @@ class AdaptiveDraft(Wrapper):
             or min(most, row.stats.rounds % _RETRY_AFTER == 0)
             for row, most in zip(rows, this.asked)
         ]
+
+    @property
+    def _stops(self) -> bool:
+        """Whether the strategy stops drafting by itself, where the next token is not worth it."""
+        return isinstance(self.strategy, StopsByChance) and self.strategy.stops
+
+    def _limits(self, this: _Round) -> dict[str, float]:
+        """Return where a strategy that stops by itself is to stop, as keyword arguments."""
+        return {"worth": this.worth and min(max(this.worth, _MIN_WORTH), _MAX_WORTH)} if self._stops else {}
 
     def _learn(self, this: _Round, rows: abc.Sequence[Row], now: float) -> None:
         """Learn from a round, or from several, that ended at ``now``."""

@@ -11,7 +11,7 @@ from collections import abc
 from collections.abc import Callable
 from copy import copy
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -48,6 +48,9 @@ __all__ = [
     "until_end",
     "word_of",
 ]
+
+
+M = TypeVar("M")
 
 
 class Loaded(NamedTuple):
@@ -147,14 +150,17 @@ class DraftSetup:
         if isinstance(loaded.executor, Head):
             word = word_of(loaded.executor)
             raise ValueError(f"{str(model)!r} is a draft head, not a model by itself; write {word}({model})")
-        runner = Runner(loaded.executor, None, loaded.control_ids, self.target.share)
-        runner.tokenizer = loaded.tokenizer
+        runner = Runner(self.fit_to_target(loaded), None, loaded.control_ids, self.target.share, loaded.tokenizer)
         self.add(runner, cache_tokens, block_size)
         return runner
 
     def open(self, model: object, **options: Any) -> Loaded:
         """Load a model or a draft head, without a cache."""
         return self.load_by(model, **options, like=self.target.executor)
+
+    def fit_to_target(self, loaded: Loaded) -> Executor:
+        """Return what runs a loaded model to draft for the target. (``TranslatingSetup`` may leave out ids.)"""
+        return loaded.executor
 
     def add(self, drafter: OwnCache, cache_tokens: int | None = None, block_size: int | None = None) -> None:
         """Add a drafter. ``reserve`` will make its cache, and requests are admitted only if that has room for them."""
@@ -202,6 +208,14 @@ class DraftSetup:
     def drafters(self) -> list[OwnCache]:
         """The loaded models, in the order of loading."""
         return [drafter for drafter, *_ in self.caches]
+
+    def among_ranks(self, clock: Callable[[], float], load: LoadModel | None = None) -> DraftSetup:
+        """Return a setup with the ``clock`` of all ranks, and their way to load models (None: this setup's), for the
+        same caches."""
+        setup = copy(self)
+        setup.clock = clock
+        setup.load_by = load or self.load_by
+        return setup
 
     def alone(self) -> DraftSetup:
         """Return a copy of the setup with a list of caches of its own."""
@@ -269,10 +283,20 @@ class DraftStrategy(ABC):
 
 
 class StopsByChance(DraftStrategy):
-    """A strategy that estimates how likely its tokens are to be kept, and stops drafting when that is too unlikely."""
+    """A strategy that estimates how likely its tokens are to be kept, and stops drafting when that is too unlikely.
 
-    worth: float | None = 0.0  # the least chance to be kept at which it drafts a token; 0: unknown; None: never stop
+    If it ``stops``, its caller may say where: ``worth`` is the least chance to be kept at which it drafts a token. 0
+    means that this is unknown, so that the strategy's own limits hold.
+    """
+
+    stops = True  # whether it regards ``worth``; trees do not
     one_forward = False  # whether a draft takes the same time, however many tokens it has
+
+    @abstractmethod
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int], worth: float = 0.0) -> Draft: ...
+
+    def continuation(self, rows: abc.Sequence[Row], worth: float = 0.0) -> Continuation | None:
+        return None
 
 
 def word_of(head: Head) -> str:
@@ -280,7 +304,7 @@ def word_of(head: Head) -> str:
     return "block" if isinstance(head, BlockHead) else "eagle3"
 
 
-def describe(model: object, dtype: str | torch.dtype, device: str | torch.device) -> object:
+def describe(model: M, dtype: str | torch.dtype, device: str | torch.device) -> M | str | Path:
     """Return what to load when a strategy is attached: a path, a hub name or a loaded model. Look names up on disk now,
     but ask the hub later. Raises ``ValueError`` for an unknown dtype or device."""
     if not isinstance(model, (str, Path)):

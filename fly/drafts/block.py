@@ -79,8 +79,8 @@ class BlockDraft(HeadDraft):
         fits = len(row.tokens) - 1 + self.head.room(1, DraftSpec()) <= self.head.config.max_position_embeddings
         return n if fits else 0
 
-    def _spec(self, rows: abc.Sequence[Row]) -> DraftSpec:
-        return DraftSpec(self.confidence, reach=reach_of(rows, self.reach, self.worth or 0.0))
+    def _spec(self, rows: abc.Sequence[Row], worth: float) -> DraftSpec:
+        return DraftSpec(self.confidence, reach=reach_of(rows, self.reach, worth))
 
 
 class LookupDraft(Wrapper):

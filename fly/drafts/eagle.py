@@ -59,21 +59,21 @@ class Eagle3Draft(HeadDraft):
         super().__init__(head, k, confidence, reach, cache_tokens, block_size, dtype, device, kernels)
         self.nodes = nodes
         self.width = width
-        self.worth = None if nodes else 0.0  # as for ``SingleDraft``
+        self.stops = not nodes  # as for ``TreeDraft``
         self.growth = Growth.uniform(depth, width, nodes) if nodes else None
         self.depth = sys.maxsize if self.growth is None else len(self.growth.widths)  # of a path
         self.spare = 0 if self.growth is None else self.growth.spare
 
-    def continuation(self, rows: abc.Sequence[Row]) -> Continuation | None:
+    def continuation(self, rows: abc.Sequence[Row], worth: float = 0.0) -> Continuation | None:
         if not all(map(self.runner.may_draft, rows)):
             return None
-        return Continuation(self.runner, [self._longest] * len(rows), self._spec(rows))
+        return Continuation(self.runner, [self._longest] * len(rows), self._spec(rows, worth))
 
     @property
     def _longest(self) -> int:
         return min(super()._longest, self.depth)
 
-    def _spec(self, rows: abc.Sequence[Row]) -> DraftSpec:
+    def _spec(self, rows: abc.Sequence[Row], worth: float) -> DraftSpec:
         if self.growth is not None:
             return DraftSpec(tree=self.growth)
-        return DraftSpec(self.confidence, reach=reach_of(rows, self.reach, self.worth or 0.0))
+        return DraftSpec(self.confidence, reach=reach_of(rows, self.reach, worth))

@@ -21,8 +21,8 @@ from fly.cache import BlockAllocator, OutOfBlocks, PagedBatch, PagedKVCache
 from fly.runner.drafting import Batch, Drafted, DraftSpec
 from fly.runner.executor import Executor, Given, Head
 from fly.runner.request import Row, common_prefix
+from fly.runner.runner import Runner
 from fly.runner.sampling import BatchSampling
-from fly.runner.states import HiddenStates
 
 __all__ = ["HeadRunner"]
 
@@ -48,18 +48,17 @@ class HeadRunner:
 
     Args:
         head: the draft head.
-        states: the target's hidden states (``Runner.watch``).
-        share: whether rows share pages, as for ``Runner``.
+        target: the model to draft for. It records its hidden states from now on (``Runner.watch``).
+        layers: the numbers of layers after which the head reads the target's hidden states.
     """
 
     cache: PagedKVCache  # made later, by ``reserve``
 
-    def __init__(self, head: Head, states: HiddenStates, share: bool = True) -> None:
+    def __init__(self, head: Head, target: Runner, layers: abc.Sequence[int]) -> None:
         self.head = head
-        self.states = states
-        self.share = share
+        self.share = target.share  # whether rows share pages
         self._held: dict[int, _Held] = {}
-        states.begin, states.end = self.begin, self.release
+        self.states = target.watch(layers, self.begin, self.release)
 
     def begin(self, row: Row) -> int:
         """Let a new row adopt pages of rows that begin with the same tokens. Return how many tokens the head does not

@@ -118,10 +118,10 @@ class SingleDraft(StopsByChance):
         """The draft model."""
         return self.runner.executor
 
-    def spec(self, rows: abc.Sequence[Row]) -> DraftSpec:
+    def spec(self, rows: abc.Sequence[Row], worth: float = 0.0) -> DraftSpec:
         """Return how the model drafts for ``rows``, including prompt lookup if that is its own draft strategy."""
         lookup = self.draft.lookup if type(self.draft) is NGramDraft and self._lossless else None
-        reach = reach_of(rows, self.reach, self.worth or 0.0)
+        reach = reach_of(rows, self.reach, worth)
         return DraftSpec(self.confidence, reach, lookup, self.with_logits)
 
     @property
@@ -139,7 +139,7 @@ class SingleDraft(StopsByChance):
         if self.draft is not None:
             self.draft.prefill(parts)
 
-    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int], worth: float = 0.0) -> Draft:
         context = self.executor.config.max_position_embeddings
         own = [n if self.k is None else min(n, self.k) for n in max_len]
         most = [max(0, min(n, context - len(row.tokens))) for row, n in zip(rows, own)]
@@ -149,14 +149,14 @@ class SingleDraft(StopsByChance):
         if not self._lossless and not all(rows[b].greedy for b in active):
             raise ValueError(f"a draft level verified by {self.policy} has no known distribution above temperature 0")
         going, wanted = [rows[b] for b in active], [most[b] for b in active]
-        spec = self.spec(going)
+        spec = self.spec(going, worth)
         self.runner.commit(rows)  # drop an earlier draft that is still cached, perhaps of a fork with other tokens
         if self.draft is None or (spec.lookup is not None and self.executor.looks_up(going)):
             return drafted_of(len(rows), active, self._draft_alone(going, wanted, spec))
         return drafted_of(len(rows), active, self._draft_in_rounds(going, wanted, spec))
 
-    def continuation(self, rows: abc.Sequence[Row]) -> Continuation | None:
-        spec = self.spec(rows)
+    def continuation(self, rows: abc.Sequence[Row], worth: float = 0.0) -> Continuation | None:
+        spec = self.spec(rows, worth)
         plain = is_built_in(type(self)) and (self.draft is None or spec.lookup is not None) and not self.with_logits
         known = all(row.greedy for row in rows) or self._lossless  # otherwise ``propose`` raises
         if not plain or not known:
@@ -283,6 +283,5 @@ class CascadeDraft(SingleDraft):
             )
         if last.draft is not None:
             raise ValueError(f"level {len(below)} has a draft strategy already; a cascade gives it one")
-        vars(self).update(vars(last))
-        self.draft = below[0] if len(below) == 1 else CascadeDraft(below)
-        self.spare = self.draft.spare
+        draft = below[0] if len(below) == 1 else CascadeDraft(below)
+        super().__init__(last.model, draft, last.policy, last.k, last.confidence, last.reach, **last.options)

@@ -95,13 +95,13 @@ class HeadDraft(StopsByChance):
                 raise ValueError(
                     f"the draft head{where} is for another target: its {own} is {wanted}, the target's {name} {theirs}"
                 )
-        states = target.watch(options.states_of(sizes.num_hidden_layers))
+        runner = HeadRunner(head, target, options.states_of(sizes.num_hidden_layers))
         head.share(target.executor)
         self.vocab_size, self.context = sizes.vocab_size, head.config.max_position_embeddings
-        self._runner = HeadRunner(head, states, target.share)
-        setup.add(self.runner, self._cache_tokens, self._block_size)
+        self._runner = runner
+        setup.add(runner, self._cache_tokens, self._block_size)
 
-    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int], worth: float = 0.0) -> Draft:
         most = []
         for row, n in zip(rows, max_len):
             n = min(n, self._limit(row))
@@ -110,7 +110,7 @@ class HeadDraft(StopsByChance):
         if not active:
             return Draft.empty(len(rows), self.head.device)
         going, sampling = [rows[b] for b in active], None
-        spec = self._spec(going)
+        spec = self._spec(going, worth)
         if spec.tree is None and not all(row.greedy for row in going):
             sampling = BatchSampling.of([row.params for row in going])
         seeds = [seed_of(row) for row in going]
@@ -127,8 +127,8 @@ class HeadDraft(StopsByChance):
         return sys.maxsize if self.k is None else self.k
 
     @abstractmethod
-    def _spec(self, rows: abc.Sequence[Row]) -> DraftSpec:
-        """Return how the head drafts for ``rows``."""
+    def _spec(self, rows: abc.Sequence[Row], worth: float) -> DraftSpec:
+        """Return how the head drafts for ``rows`` (``worth`` as for ``propose``)."""
 
     def prefill(self, parts: abc.Sequence[tuple[Row, int]]) -> None:
         """Read the earlier chunks of the prompts. The target has computed their hidden states, but not this chunk's."""

@@ -19,7 +19,7 @@ import torch
 from tokenizers import decoders, models
 
 from fly.cache import OutOfBlocks
-from fly.drafts.base import DraftSetup, DraftStrategy, StopsByChance, pad, until_end
+from fly.drafts.base import DraftSetup, DraftStrategy, Loaded, StopsByChance, pad, until_end
 from fly.drafts.model import SingleDraft
 from fly.models.lengths import byte_level
 from fly.models.tokenizer import Tokenizer
@@ -229,7 +229,7 @@ class TranslatedDraft(StopsByChance):
     gives, but not their distribution.
 
     Args:
-        draft: an attached ``SingleDraft`` or ``CascadeDraft``, with a tokenizer.
+        draft: a ``SingleDraft`` or ``CascadeDraft`` with a tokenizer, attached to a ``TranslatingSetup``.
         tokenizer, vocab_size: the target's.
 
     Raises:
@@ -244,21 +244,19 @@ class TranslatedDraft(StopsByChance):
             )
         own_size = draft.runner.executor.config.vocab_size
         self.vocabularies = Vocabularies(tokenizer, vocab_size, draft.runner.tokenizer, own_size)
-        self.mode, self.worth = self.vocabularies.mode, draft.worth
-        if self.mode == "padded" and vocab_size < own_size:
-            draft.runner.executor = _Restricted(draft.runner.executor, vocab_size)
+        self.mode = self.vocabularies.mode
+        self.stops = draft.stops
         self.draft = draft
         self.spare = draft.spare
         self.context = draft.context
         self.vocab_size: int = vocab_size
         self._contexts: dict[int, _Context] = {}
 
-    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
-        self.draft.worth = self.worth
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int], worth: float = 0.0) -> Draft:
         own = [self._in_draft_ids(row) for row in rows]
         most = [n if self._may_draft(row, translated_row) else 0 for row, translated_row, n in zip(rows, own, max_len)]
         try:
-            draft = self.draft.propose(own, most)
+            draft = self.draft.propose(own, most, worth)
         except OutOfBlocks:
             self._commit(own)
             return Draft.empty(len(rows))
@@ -356,7 +354,15 @@ class _Restricted(Wrapped):
 
 
 class TranslatingSetup(DraftSetup):
-    """A setup that translates the drafts of strategies with another vocabulary."""
+    """A setup that translates the drafts of strategies with another vocabulary. A model that it loads never drafts ids
+    that the target lacks, if both have the same tokenizer."""
+
+    def fit_to_target(self, loaded: Loaded) -> Executor:
+        executor = loaded.executor
+        size = self.target.executor.config.vocab_size
+        if self.tokenizer is None or loaded.tokenizer is None or executor.config.vocab_size <= size:
+            return executor
+        return _Restricted(executor, size) if self.tokenizer.same_as(loaded.tokenizer) else executor
 
     def translate(self, strategy: DraftStrategy) -> DraftStrategy:
         return translated(strategy, self.tokenizer, self.target.executor.config.vocab_size)

@@ -28,6 +28,8 @@ class TreeDraft(SingleDraft):
     lossless at any temperature. The other arguments are those of ``SingleDraft``.
     """
 
+    stops = False  # reach counts only the likeliest token at each place, but a sibling may be kept instead
+
     def __init__(
         self,
         model: str | Path | Executor | Loaded | torch.nn.Module,
@@ -50,7 +52,6 @@ class TreeDraft(SingleDraft):
         levels = len(self.growth.widths)
         self.k = levels if k is None else min(k, levels)
         self.spare = self.growth.spare  # a row's longest path may be a single token
-        self.worth = None  # reach counts only the likeliest token at each place, but a sibling may be kept instead
 
-    def spec(self, rows: abc.Sequence[Row]) -> DraftSpec:
+    def spec(self, rows: abc.Sequence[Row], worth: float = 0.0) -> DraftSpec:
         return DraftSpec(tree=self.growth)

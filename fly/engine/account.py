@@ -88,19 +88,17 @@ def _record_mismatches(
     """
     stats, relaxation = row.stats, row.policy.relaxation
     place_of = {node: place for place, node in enumerate(kept)}
-    for node, relaxed, held, nats, costs in mismatches:
-        if not complete and node not in place_of:
+    for mismatch in mismatches:
+        if not complete and mismatch.node not in place_of:
             continue
+        held = mismatch.held
         if relaxation is not None and held:
             stats.count_gates(held, *relaxation.deciding(held))
-        if relaxed:
-            place = place_of[node]
+        if mismatch.relaxed:
+            place = place_of[mismatch.node]
             clause = " & ".join(label for label, yes in held.items() if yes) or str(row.policy)
             block[place] = block[place]._replace(why=Why.RELAXED, clause=clause)
-            stats.relaxed += 1
-            stats.nats += nats
-            for label, cost in costs.items():
-                stats.spent[label] = stats.spent.get(label, 0.0) + cost
+            stats.charge(mismatch)
 
 
 def _extend(row: Row, ids: list[int], left: int, stopped: OnToken | None) -> int:

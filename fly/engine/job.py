@@ -148,13 +148,19 @@ class Job:
         stepwise: whether an entry comes after the job's first step, and after each step that gives tokens or ends a
             request.
         loop: the event loop that awaits ``queue`` (an ``asyncio.Queue``); None if a thread waits for it.
+        interval: while the job is open and ``stepwise``, a step begins no further round after this many seconds.
     """
 
     def __init__(
-        self, requests: abc.Sequence[Request], stepwise: bool = False, loop: asyncio.AbstractEventLoop | None = None
+        self,
+        requests: abc.Sequence[Request],
+        stepwise: bool = False,
+        loop: asyncio.AbstractEventLoop | None = None,
+        interval: float = 0.01,
     ) -> None:
         self.requests = list(requests)
         self.stepwise = stepwise
+        self.interval = interval
         self.loop = loop
         self.queue: Any = SimpleQueue() if loop is None else asyncio.Queue()
         self.key = -1  # the worker's number for it

@@ -82,7 +82,6 @@ class Scheduler:
         self.max_rows = max_rows
         self.step_tokens = step_tokens
         self._failed = failed
-        self.seconds: float = sys.maxsize  # seconds after which a step begins no further round
         self.running: list[Row] = []  # by priority, then by arrival
         self._clients: dict[str, _Client] = {}  # clients with unfinished requests
         self._stopped: dict[int, Callable[[Row, int], bool]] = {}
@@ -144,8 +143,9 @@ class Scheduler:
             if not self._stepping:
                 self._retire(row)
 
-    def step(self) -> dict[int, list[Token]]:
-        """Take one step of the engine. Return new tokens by row ``id``, for rows that got some or ended."""
+    def step(self, seconds: float = sys.maxsize) -> dict[int, list[Token]]:
+        """Take one step of the engine, which begins no further round after ``seconds``. Return new tokens by row
+        ``id``, for rows that got some or ended."""
         # Plan which rows join, and what the step feeds. Preempt rows until it fits.
         self._admit()
         step = self._plan()
@@ -159,7 +159,7 @@ class Scheduler:
         self._stepping = True
         try:
             if before:
-                self._run(step)
+                self._run(step, seconds)
         finally:
             self._stepping = False
         # Report the new tokens, and free rows that are over.
@@ -179,10 +179,10 @@ class Scheduler:
                 self._retire(row)
         return found
 
-    def _run(self, step: _Step) -> None:
+    def _run(self, step: _Step, seconds: float) -> None:
         """Run a step. If it fails, run each request alone: an error then ends the request that caused it."""
         try:
-            self.engine.step(step.rows, self._stop if self._stopped else None, step.prefill, self.seconds)
+            self.engine.step(step.rows, self._stop if self._stopped else None, step.prefill, seconds)
         except Exception as error:
             self._failed(error)
             # The failed step changed nothing, so it can be taken again in parts.
@@ -196,7 +196,7 @@ class Scheduler:
                     )
                 for part in parts:
                     if not self._is_over(part):
-                        self._run(part)
+                        self._run(part, seconds)
                 return
             (row,) = step.rows or [row for row, _ in step.prefill]
             if isinstance(error, OutOfBlocks) and len(self.running) > 1:  # drafts took more pages than was planned

@@ -88,8 +88,7 @@ class Worker:
 
     ``submit``, ``cancel``, ``fail`` and ``close`` may be called from any thread. ``load`` is the load after the last
     turn, ``submitted`` counts requests, ``jobs`` are the unfinished jobs, and ``failure`` is why it takes no more jobs.
-    ``watch`` is called on the worker's thread after every step. While a stream is open, a step begins no further round
-    after ``interval`` seconds, so that its reader gets tokens soon.
+    ``watch`` is called on the worker's thread after every step.
     """
 
     def __init__(self, scheduler: Scheduler, group: Group | None = None) -> None:
@@ -100,7 +99,6 @@ class Worker:
         self.failure: BaseException | None = None
         self.submitted = 0
         self.watch: Callable[[], None] = lambda: None
-        self.interval = 0.01
         self._leads = False
         self._keys = itertools.count()
         self._connect()
@@ -324,9 +322,8 @@ class Worker:
         touched = dict.fromkeys(new)
         if self.scheduler:
             # For an open stream the step is short, so that its reader gets tokens soon.
-            streaming = self._group is None and any(job.stepwise for job in self._open.values())
-            self.scheduler.seconds = self.interval if streaming else sys.maxsize
-            emitted = self.scheduler.step()
+            intervals = [job.interval for job in self._open.values() if job.stepwise and self._group is None]
+            emitted = self.scheduler.step(min(intervals, default=sys.maxsize))
             if self._group is not None:  # check that ranks agree before anything is delivered
                 self._group.agree([[token.id for token in tokens] for tokens in emitted.values()])
             for id_, tokens in emitted.items():

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -61,7 +61,7 @@ def place_draft(
     strategy = ranks.together(make, "the draft")
     if strategy is None:
         return None
-    setup.clock = ranks.clock  # a strategy that decides by time then decides the same on all ranks
+    setup = setup.among_ranks(ranks.clock)  # a strategy that decides by time then decides the same on all ranks
     if placement == "replicated" or ranks.size == 1:
         return ranks.together(lambda: setup.attach(strategy), "the draft")
 
@@ -79,8 +79,7 @@ def place_draft(
             return whole
         return part if ranks.share(_decode_seconds(part.executor) < _decode_seconds(whole.executor)) else whole
 
-    setup.load_by = load_for_ranks
-    return setup.attach(strategy)
+    return setup.among_ranks(ranks.clock, load_for_ranks).attach(strategy)
 
 
 @torch.inference_mode()
@@ -115,6 +114,24 @@ class _Mirror:
         self.allocator = BlockAllocator(*self._ranks.share(size))
 
 
+class _Facts(NamedTuple):
+    """What all ranks must know of a strategy that runs on the first rank alone: the attributes of a
+    ``DraftStrategy``, and more."""
+
+    vocab_size: int | None
+    context: int | None
+    learns: bool
+    spare: int
+    names: list[str]  # of the strategies that requests choose among
+    observes: bool  # whether it reads the target's output
+
+    @staticmethod
+    def of(strategy: DraftStrategy) -> _Facts:
+        observes = type(strategy).observe is not DraftStrategy.observe
+        limits = strategy.vocab_size, strategy.context, strategy.learns, strategy.spare
+        return _Facts(*limits, getattr(strategy, "names", []), observes)
+
+
 class FirstDraft(DraftStrategy):
     """A strategy that runs on the first rank alone and sends its drafts to the other ranks.
 
@@ -133,13 +150,15 @@ class FirstDraft(DraftStrategy):
     def attach(self, setup: DraftSetup) -> None:
         self._device, own = setup.target.executor.device, setup.alone()  # a setup of this rank alone
         self.strategy = self.ranks.together(lambda: self._attached(own) if self.ranks.leads else None, "the draft")
-        if (strategy := self.strategy) is not None:
-            self.drafts, self.names = True, getattr(strategy, "names", [])
-            self.observes = type(strategy).observe is not DraftStrategy.observe
-            self.vocab_size, self.context = strategy.vocab_size, strategy.context
-            self.learns, self.spare = strategy.learns, strategy.spare
-        shared = ("drafts", "names", "observes", "vocab_size", "context", "learns", "spare")
-        vars(self).update(self.ranks.share({name: getattr(self, name) for name in shared}))
+        facts: _Facts | None = self.ranks.share(None if self.strategy is None else _Facts.of(self.strategy))
+        if facts is not None:
+            self.drafts = True
+            self.vocab_size = facts.vocab_size
+            self.context = facts.context
+            self.learns = facts.learns
+            self.spare = facts.spare
+            self.names = facts.names
+            self.observes = facts.observes
         caches: list[Any] = [(each.bytes_per_token, each.context, tokens, size) for each, tokens, size in own.caches]
         for drafter, (each, context, tokens, block_size) in zip_longest(own.drafters, self.ranks.share(caches)):
             self.mirrors.append(_Mirror(self.ranks, drafter, each, context))

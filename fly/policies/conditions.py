@@ -67,18 +67,25 @@ class Block:
         return rows_N, torch.arange(longest, device=device).repeat(count)
 
 
+class Costs(Protocol):
+    """What the relaxed tokens of a row have cost so far (``fly.types.Account``)."""
+
+    @property
+    def relaxed(self) -> int: ...
+    @property
+    def nats(self) -> float: ...
+    def cost(self, label: str) -> float: ...
+
+
 class Past(Protocol):
     """What a row has done before a block. ``Target`` describes the values."""
 
     @property
     def generated(self) -> int: ...
     @property
-    def relaxed(self) -> int: ...
-    @property
-    def nats(self) -> float: ...
+    def account(self) -> Costs: ...
     @property
     def history(self) -> list[int] | None: ...
-    def spent(self, label: str) -> float: ...
 
 
 Value = float | Callable[[Past], float] | Tensor

@@ -174,7 +174,7 @@ class NatsBudget(_InNats):
         return ()  # nats are counted for every rule
 
     def _compile(self) -> list[Clause]:
-        return [Clause.of("nats", most=self.nats, spent=lambda past: past.nats)]
+        return [Clause.of("nats", most=self.nats, spent=lambda past: past.account.nats)]
 
     def spent(self, target: Target) -> Tensor:
         return target.nats_B
@@ -197,7 +197,7 @@ class RegretBudget(_InNats):
     nats: Amount = 8.0
 
     def _compile(self) -> list[Clause]:
-        return [Clause.of("regret_budget", most=self.nats, spent=lambda past: past.spent(self.label))]
+        return [Clause.of("regret_budget", most=self.nats, spent=lambda past: past.account.cost(self.label))]
 
     def evaluate(self, block: Block) -> Tensor:
         return super().evaluate(block) & self.possible
@@ -283,4 +283,4 @@ def _generated(past: Past) -> int:
 
 
 def _relaxed(past: Past) -> int:
-    return past.relaxed
+    return past.account.relaxed

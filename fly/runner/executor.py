@@ -44,7 +44,7 @@ from fly.runner.drafting import (
 )
 from fly.runner.request import Row, by_policy, most_drafted
 from fly.runner.sampling import BatchSampling, ProcessedDistribution
-from fly.types import Decision, Draft, Guarantee, Noise, Target
+from fly.types import Account, Decision, Draft, Guarantee, Noise, Target
 
 __all__ = [
     "WARM_ROWS",
@@ -102,9 +102,7 @@ class RoundRow:
     seed: int
     greedy: bool
     generated: int = 0  # tokens it has emitted so far
-    relaxed: int = 0  # how many of these were relaxed
-    nats: float = 0.0  # the sum of -ln target(token) over the relaxed ones
-    costs: abc.Mapping[str, float] = field(default_factory=dict)  # what they cost by each budget, by its label
+    account: Account = field(default_factory=Account)  # of the relaxed ones among these
 
     @property
     def longest(self) -> int:
@@ -114,17 +112,12 @@ class RoundRow:
     @staticmethod
     def of(row: Row, left: int, k: int) -> RoundRow:
         """Copy the present values of ``row``, which may still emit ``left`` tokens and drafts at most ``k`` a round."""
-        counts = row.generated, row.stats.relaxed, row.stats.nats, row.stats.spent
-        return RoundRow(row.tokens, left, k, row.stop_ids, row.policy, row.seed, row.greedy, *counts)
+        return RoundRow(row.tokens, left, k, row.stop_ids, row.policy, row.seed, row.greedy, row.generated, row.stats)
 
     @property
     def history(self) -> list[int]:
         """The row's tokens, by the name that conditions use (``fly.policies.conditions.Past``)."""
         return self.tokens
-
-    def spent(self, label: str) -> float:
-        """Return the cost of the relaxed tokens so far by the budget with this label."""
-        return self.costs.get(label, 0.0)
 
 
 class Given(NamedTuple):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from fly.ops import common_prefix
 from fly.policies.base import AcceptancePolicy
-from fly.types import SamplingParams, Why
+from fly.types import Account, SamplingParams, Why
 
 if TYPE_CHECKING:
     from fly.runner.structured import Matcher
@@ -87,7 +87,7 @@ class Gate(Summed):
 
 
 @dataclass(repr=False)
-class Stats:
+class Stats(Account):
     """Statistics of one request, or the sums over several.
 
     Attributes:
@@ -99,10 +99,8 @@ class Stats:
         emitted: tokens that rounds emitted: all but the first, which the prompt's forward gives.
         drafted: drafted tokens that the target verified.
         accepted: how many of them were emitted.
-        relaxed: how many of these the relaxed rule alone kept.
-        nats: sum of -ln target(x) over the relaxed tokens, of the unprocessed distribution.
+        relaxed, nats, spent: how many of these the relaxed rule alone kept, and what they cost (``fly.types.Account``).
         gates: what each clause of a relaxation did, by its text (``Gate``).
-        spent: the cost of the relaxed tokens under each budget of the rule (``fly.policies.CostBudget``), by its text.
         tau: mean number of tokens that a round emits.
         acceptance_rate: share of drafted tokens that were emitted.
         silent_gates: clauses that never held.
@@ -116,10 +114,7 @@ class Stats:
     emitted: int = 0
     drafted: int = 0
     accepted: int = 0
-    relaxed: int = 0
-    nats: float = 0.0
     gates: dict[str, Gate] = field(default_factory=dict)
-    spent: dict[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Return the counts that are not 0."""
@@ -164,7 +159,7 @@ class Stats:
         return Stats(
             **counts,
             gates={name: self.gates.get(name, Gate()) + other.gates.get(name, Gate()) for name in clauses},
-            spent={name: self.spent.get(name, 0.0) + other.spent.get(name, 0.0) for name in budgets},
+            spent={name: self.cost(name) + other.cost(name) for name in budgets},
         )
 
 

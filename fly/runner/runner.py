@@ -54,16 +54,22 @@ class Runner:
             are known.
         control_ids: the control tokens of the model's vocabulary (end-of-sequence, end-of-turn and the like).
         share: whether rows that begin with the same tokens and have the same ``cache_salt`` share pages.
+        tokenizer: the model's, if it is known.
     """
 
     def __init__(
-        self, executor: Executor, cache: PagedKVCache | None, control_ids: Iterable[int] = (), share: bool = True
+        self,
+        executor: Executor,
+        cache: PagedKVCache | None,
+        control_ids: Iterable[int] = (),
+        share: bool = True,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.cache: PagedKVCache
         if cache is not None:
             self.cache = cache
         self.executor, self.share = executor, share
-        self.tokenizer: Tokenizer | None = None  # the model's, if it is known
+        self.tokenizer = tokenizer
         self.control_V = torch.zeros(executor.config.vocab_size, dtype=torch.bool, device=executor.device)
         self.control_V[sorted(set(control_ids))] = True
         self._cached: dict[int, list[int]] = {}
@@ -91,16 +97,17 @@ class Runner:
         """Make the cache, with room for ``tokens`` tokens over all rows (``PagedKVCache.for_model``)."""
         self.cache = PagedKVCache.for_model(self.executor, tokens, block_size)
 
-    def watch(self, layers: abc.Sequence[int]) -> HiddenStates:
+    def watch(self, layers: abc.Sequence[int], begin: Callable[[Row], int], end: Callable[[Row], None]) -> HiddenStates:
         """From now on, record the hidden states of every token that is fed for a row with a draft.
 
         Args:
             layers: the residual stream is recorded after each of these numbers of layers; 0 is the embedding.
+            begin, end: the reader's functions that are called for a new row and a finished one (``HiddenStates``).
 
         Raises ``ValueError`` if the executor gives no hidden states, or if the model has fewer layers.
         """
         self.executor.check_states(layers)
-        self._watches.append(HiddenStates(layers))
+        self._watches.append(HiddenStates(layers, begin, end))
         several = len(self._watches) > 1
         union = {number for watch in self._watches for number in watch.layers}
         self._states = tuple(sorted(union)) if several else tuple(layers)
@@ -175,7 +182,7 @@ class Runner:
             generated_B=lambda: upload([row.generated for row in rows], device),
             relaxed_B=lambda: upload([row.stats.relaxed for row in rows], device),
             nats_B=lambda: sent(torch.tensor([row.stats.nats for row in rows]), device),
-            spent=lambda label: sent(torch.tensor([row.stats.spent.get(label, 0.0) for row in rows]), device),
+            spent=lambda label: sent(torch.tensor([row.stats.cost(label) for row in rows]), device),
             history=[row.tokens for row in rows],
             choices=choices,
         )

@@ -24,14 +24,18 @@ class HiddenStates:
     concatenated [N, F]. A row has them for a run of consecutive tokens that ends with the last cached one.
 
     If a row's first tokens were not fed, because their pages came from another row, the run begins after them.
-    ``begin`` returns how many of a new row's first tokens need no states, since the draft head has read them already;
-    at most these come from other rows' pages. ``end`` is called when a row is finished.
+
+    Args:
+        layers: the numbers of layers.
+        begin: the reader's function that returns how many of a new row's first tokens need no states, since it has read
+            them already; at most these come from other rows' pages.
+        end: the reader's function that is called when a row is finished.
     """
 
-    def __init__(self, layers: abc.Sequence[int]) -> None:
+    def __init__(self, layers: abc.Sequence[int], begin: Callable[[Row], int], end: Callable[[Row], None]) -> None:
         self.layers = tuple(layers)
-        self.begin: Callable[[Row], int] = lambda row: 0
-        self.end: Callable[[Row], None] = lambda row: None
+        self.begin = begin
+        self._end = end
         self._runs: dict[int, tuple[int, Tensor]] = {}  # by row: number of the first token, and the run
 
     def stored(self, row: Row) -> range:
@@ -88,4 +92,4 @@ class HiddenStates:
     def release(self, row: Row) -> None:
         """Drop all states of the row, which has ended."""
         self._runs.pop(row.id, None)
-        self.end(row)
+        self._end(row)

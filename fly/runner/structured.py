@@ -44,6 +44,9 @@ def _bias_of_byte(device: torch.device) -> Tensor:
     return torch.tensor(rows, device=device)
 
 
+Vet = Callable[[str, str], None]
+
+
 class StructuredError(ValueError):
     """The form that a request asks for cannot be used: an error of the request."""
 
@@ -55,8 +58,8 @@ class Grammars:
     grammar: others could tell by the time taken that somebody had asked for it. A grammar that is refused, or exceeds
     the limits while it is followed, is not kept.
 
-    ``matcher`` may be called from any thread. ``vet`` gets the kind and the source of each form before it is compiled,
-    and may refuse it (``ValueError`` with the reason).
+    ``matcher`` and ``warm`` may be called from any thread. Their ``vet`` gets the kind and the source of a form before
+    it is compiled, and may refuse it (``ValueError`` with the reason).
 
     Args:
         tokenizer: spells the vocabulary.
@@ -66,17 +69,16 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
         self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, frozenset(eos_ids)
-        self.vet: Callable[[str, str], None] = lambda kind, source: None
         self._kept: OrderedDict[tuple[str, StructuredOutput], LLMatcher] = OrderedDict()  # least recently used first
         self._size = 0  # bytes of the kept grammars
         self._looking = threading.Lock()
 
-    def warm(self) -> None:
+    def warm(self, vet: Vet | None = None) -> None:
         """Read the vocabulary and compile a first form, so that the first request need not wait for that."""
         with suppress(ValueError):  # a tokenizer of an unknown kind: each request gets this error
-            self.matcher(SamplingParams(structured=StructuredOutput(json_object=True)))
+            self.matcher(SamplingParams(structured=StructuredOutput(json_object=True)), vet)
 
-    def matcher(self, params: SamplingParams) -> Matcher:
+    def matcher(self, params: SamplingParams, vet: Vet | None = None) -> Matcher:
         """Make a matcher for one request, at the start of its text.
 
         The text may end with an end-of-sequence token (under ``ignore_eos`` only where nothing else may follow), or
@@ -95,7 +97,7 @@ class Grammars:
         asked = (params.cache_salt if params.structured.source else "", params.structured)
         refuse = partial(self._forget, asked)
         if (start := self._known(asked)) is None:
-            start = self._compile(params.structured)
+            start = self._compile(params.structured, vet)
             self._keep(asked, start)
         if params.ignore_eos:
             return Matcher(start, refuse, self._never, own - self.eos_ids, self.eos_ids)
@@ -139,14 +141,15 @@ class Grammars:
         """The tokens that the library treats as ends. Each may end a text, or is allowed nowhere."""
         return frozenset(self._vocabulary.eos_tokens)
 
-    def _compile(self, structured: StructuredOutput) -> LLMatcher:
+    def _compile(self, structured: StructuredOutput, vet: Vet | None) -> LLMatcher:
         source = structured.source
         what = f"structured {structured.kind} {source if len(source) <= 60 else source[:57] + '...'!r}"
         if (size := len(source.encode("utf-8", "replace"))) > LONGEST:
             raise ValueError(f"{what} has {size} bytes; at most {LONGEST} are compiled")
         vocabulary = self._vocabulary
         try:
-            self.vet(structured.kind, source)
+            if vet is not None:
+                vet(structured.kind, source)
             matcher = compile_form(vocabulary, structured.kind, source)
         except ValueError as error:
             raise ValueError(f"{what} cannot be used: {error}") from None

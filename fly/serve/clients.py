@@ -118,6 +118,10 @@ class Shares:
         self.total, self.sum = total, 0  # all that may be used, and what the clients use together
         self.held: Counter[str] = Counter()
 
+    def limit(self, total: int) -> None:
+        """Let the clients use at most ``total`` from now on."""
+        self.total = total
+
     def has_room(self, client: str, amount: int) -> bool:
         """Whether a client may use ``amount`` more."""
         part = self.total // (len(self.held) + 1 + (client not in self.held))

@@ -127,6 +127,10 @@ class Metrics:
             for position in range(accepted):
                 self._by_position.labels(self._model, str(position)).inc()
 
+    def answered(self, seconds: float) -> None:
+        """Note how long a job took."""
+        self.seconds += 0.1 * (seconds - self.seconds)
+
     def ended(self, reason: str, stats: Stats | None) -> None:
         """Count a completion that ended: ``stop``, ``length``, ``abort`` (client gone or time up) or ``error``."""
         self._finished.labels(self._model, reason).inc()
@@ -158,9 +162,14 @@ class Measured(Job):
     """A job that records its metrics on the engine's thread."""
 
     def __init__(
-        self, requests: list[Request], streamed: bool, loop: asyncio.AbstractEventLoop, metrics: Metrics
+        self,
+        requests: list[Request],
+        streamed: bool,
+        loop: asyncio.AbstractEventLoop,
+        interval: float,
+        metrics: Metrics,
     ) -> None:
-        super().__init__(requests, stepwise=streamed, loop=loop)
+        super().__init__(requests, streamed, loop, interval)
         self._metrics = metrics
         self._first: dict[int, float] = {}  # time of each completion's first tokens
         self._last: dict[int, float] = {}  # time of each completion's latest tokens
@@ -190,7 +199,7 @@ class Measured(Job):
             if (count := self._tokens[index]) > 1:
                 metrics.each.observe((now - self._first[index]) / (count - 1))
         if news.error is not None or not self.left:
-            metrics.seconds += 0.1 * (now - self.arrived - metrics.seconds)
+            metrics.answered(now - self.arrived)
 
     def cancelled(self) -> None:
         for _ in range(self.left):

@@ -55,7 +55,8 @@ class Server(uvicorn.Server):
         self.lost = 0  # requests that were not finished
         self.failed = False  # whether its engine has stopped
         limit, at_a_time = room_for(settings.max_connections)
-        self.crowd, service.requests.total = Crowd(limit, settings.read_timeout), limit
+        self.crowd = Crowd(limit, settings.read_timeout)
+        service.requests.limit(limit)
         for name in ("asyncio", "uvicorn.error", "fly.serve.guard", "py.warnings"):
             logging.getLogger(name).addFilter(_SPARING)
         super().__init__(
@@ -99,7 +100,7 @@ class Server(uvicorn.Server):
             # Wait for nothing, least of all for busy threads. Do not log: the interrupted code may hold the log's lock.
             os.write(2, f"fly: ended at once by a second signal; requests lost: {lost}\n".encode())
             os._exit(1 if lost else 0)
-        self.service.draining = True
+        self.service.drain()
 
     def obey(self) -> None:
         """Handle signals from now until the process exits, not only while serving."""

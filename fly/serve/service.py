@@ -91,8 +91,6 @@ class Service:
         self.requests = Shares(settings.max_connections)  # admitted requests whose answers are not sent yet
         self.held: Counter[str] = Counter()  # completions per client, running or in the queue
         self._trial = Trial(llm.grammars.spelling)
-        llm.grammars.vet = self._trial
-        llm.worker.interval = settings.stream_interval
         self.context: int = llm.engine.context
         self.created = int(time.time())
         self.version = __version__
@@ -106,10 +104,14 @@ class Service:
     def ready(self) -> bool:
         return self.llm.worker.alive and not self.draining
 
+    def drain(self) -> None:
+        """Take no more requests, and go on with those that are open."""
+        self.draining = True
+
     def warm(self) -> None:
         """Build all tables now, so that the first requests need not wait for them."""
         self.tokenizer.warm()
-        self.llm.grammars.warm()
+        self.llm.grammars.warm(self._trial)
         _ = self.llm.vocabulary.texts
 
     def check_model(self, model: str | None) -> None:
@@ -180,8 +182,9 @@ class Service:
         draft = chosen.draft if chosen.draft in self._named else None
         try:
             requests = self.llm.requests(
-                prompts, params, chosen.policy, chosen.k, body.priority or 0, draft, client, streamed=True
-            )
+                prompts, params, chosen.policy, chosen.k, body.priority or 0, draft, client, streamed=True,
+                vet=self._trial,
+            )  # fmt: skip
         except ValueError as error:
             message, param = str(error), _param_of(str(error))
             if param == "structured":
@@ -391,7 +394,8 @@ class Service:
             retry_after = max(1, min(60, round(self.metrics.seconds * waiting / max(1, load.running))))
             message = f"the server is at its limit of waiting requests; try again in {retry_after} s"
             raise ApiError(429, message, code="queue_full", retry_after=retry_after)
-        job = Measured(prepared.requests, streamed, asyncio.get_running_loop(), self.metrics)
+        loop = asyncio.get_running_loop()
+        job = Measured(prepared.requests, streamed, loop, self.settings.stream_interval, self.metrics)
         try:
             worker.submit(job)
         except Stopped as error:

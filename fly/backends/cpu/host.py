@@ -266,15 +266,11 @@ class Blocks:
             found[row][round_] = found[row][round_]._replace(mismatches=mismatches)
 
 
-class _TargetPast:
-    """What a target says of the past of row ``b``, which is read when a clause asks."""
+class _TargetCosts:
+    """What a target says of the account of row ``b``, which is read when a clause asks."""
 
     def __init__(self, target: Target, b: int) -> None:
         self._target, self._b = target, b
-
-    @property
-    def generated(self) -> int:
-        return int(self._target.generated_B[self._b])
 
     @property
     def relaxed(self) -> int:
@@ -284,12 +280,24 @@ class _TargetPast:
     def nats(self) -> float:
         return float(self._target.nats_B[self._b])
 
+    def cost(self, label: str) -> float:
+        return float(self._target.spent(label)[self._b])
+
+
+class _TargetPast:
+    """What a target says of the past of row ``b``, which is read when a clause asks."""
+
+    def __init__(self, target: Target, b: int) -> None:
+        self._target, self._b = target, b
+        self.account = _TargetCosts(target, b)
+
+    @property
+    def generated(self) -> int:
+        return int(self._target.generated_B[self._b])
+
     @property
     def history(self) -> list[int] | None:
         return None if self._target.history is None else self._target.history[self._b]
-
-    def spent(self, label: str) -> float:
-        return float(self._target.spent(label)[self._b])
 
 
 def _decide(

@@ -216,10 +216,10 @@ class _Call:
             Column.CONTEXT: min(plan.draft_context, 2**31),
             Column.SEED: row.seed,
             Column.GENERATED: row.generated,
-            Column.RELAXED: row.relaxed,
+            Column.RELAXED: row.account.relaxed,
             Column.LACKS: lacks,
             Column.FIRST: self.firsts[b],
-            Column.NATS: row.nats,
+            Column.NATS: row.account.nats,
             Column.REACH: plan.spec.reach[b] if plan.spec.reach else 0.0,
         }
         if (how := plan.sampling) is not None:

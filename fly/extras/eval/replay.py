@@ -47,7 +47,7 @@ from fly.policies.registry import load_policy
 from fly.types import Draft, Noise, Target, Why
 from fly.vocabulary import Vocabulary
 
-__all__ = ["Blocks", "RelaxedToken", "Replay", "Unknown", "load_blocks", "replay"]
+__all__ = ["Accounts", "Blocks", "RelaxedToken", "Replay", "Unknown", "load_blocks", "replay"]
 
 
 class RelaxedToken(NamedTuple):
@@ -110,6 +110,32 @@ class _Chain:
     place_BJ: Tensor
     lengths_B: Tensor
     beyond_BJ: Tensor  # bool: beyond the end of the recorded block
+
+
+class Accounts:
+    """What the relaxed tokens of C texts have cost so far, as ``fly.types.Account`` says it of one."""
+
+    def __init__(self, count: int) -> None:
+        self.relaxed_C = torch.zeros(count, dtype=torch.int64)
+        self.nats_C = torch.zeros(count)
+        self.spent: dict[str, Tensor] = {}  # [C] each, by the budget's label
+
+    def columns(self, row_B: Tensor) -> dict[str, Any]:
+        """Return the arguments of ``Target`` that say what these texts have spent."""
+
+        def spent(label: str) -> Tensor:
+            return self.spent[label][row_B] if label in self.spent else torch.zeros(len(row_B))
+
+        return {"relaxed_B": self.relaxed_C[row_B], "nats_B": self.nats_C[row_B], "spent": spent}
+
+    def charge(self, row_B: Tensor, relaxes_BK: Tensor, nats_BK: Tensor, costs: Mapping[str, Tensor]) -> None:
+        """Add the relaxed tokens of these texts, bool [B, K]. Their nats, and their costs by each budget's label, are
+        [B, K] too; other places do not count."""
+        self.relaxed_C[row_B] += relaxes_BK.sum(1)
+        self.nats_C[row_B] += torch.where(relaxes_BK, nats_BK, 0.0).sum(1)
+        for label, cost_BK in costs.items():
+            spent_C = self.spent.setdefault(label, torch.zeros_like(self.nats_C))
+            spent_C[row_B] += torch.where(relaxes_BK, cost_BK, 0.0).sum(1)
 
 
 class Blocks:
@@ -246,13 +272,11 @@ class Blocks:
         row_B: Tensor,
         at_B: Tensor,
         chain: _Chain,
-        relaxed_B: Tensor,
-        nats_B: Tensor,
-        spent: Mapping[str, Tensor] = {},
+        accounts: Accounts,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Judge each draft by ``policy``. Returns the number of tokens kept [B], which of them are relaxed [B, K], and
-        for each of the policy's budgets what these cost [B, K]. ``spent`` is what each row spent before [B], by
-        budget."""
+        for each of the policy's budgets what these cost [B, K]. ``accounts`` are those of all rows before the
+        block."""
         place_BJ, token_BJ = chain.place_BJ, self.token_P[chain.place_BJ]
         draft = Draft(token_BJ[:, :-1], chain.lengths_B)
         if self.draft is not None:
@@ -261,9 +285,7 @@ class Blocks:
             self._known(self.target, place_BJ, token_BJ, self._logit_P),
             control_V=self.control_V,
             generated_B=at_B - self.prompt_C[row_B],
-            relaxed_B=relaxed_B,
-            nats_B=nats_B,
-            spent=lambda label: spent[label] if label in spent else torch.zeros(len(row_B)),
+            **accounts.columns(row_B),
             history=[self.texts[c][:at] for c, at in zip(row_B.tolist(), at_B.tolist())],
         )
         noise = None
@@ -376,8 +398,8 @@ class _Walk:
         self.confidence, self.reach = confidence, reach
         self.begin, self.at_C = time.perf_counter(), blocks.begin_C.clone()
         count = len(blocks.recordings)
-        self.rounds_C, self.drafted_C, self.relaxed_C = (torch.zeros(count, dtype=torch.int64) for _ in range(3))
-        self.nats_C, self.spent = torch.zeros(count), dict[str, Tensor]()
+        self.rounds_C, self.drafted_C = (torch.zeros(count, dtype=torch.int64) for _ in range(2))
+        self.accounts = Accounts(count)
         self.drafts_K, self.kept_K = (torch.zeros(k, dtype=torch.int64) for _ in range(2))
         self.beyond = self.forwards = 0
         self.examples: list[RelaxedToken] = []
@@ -390,10 +412,7 @@ class _Walk:
         columns_K = torch.arange(self.k)
         # Draft and verify.
         chain = blocks.chain(row_B, at_B, self.k, self.confidence, self.reach)
-        spent = {label: spent_C[row_B] for label, spent_C in self.spent.items()}
-        accepted_B, why_BK, costs = blocks.judge(
-            self.policy, row_B, at_B, chain, self.relaxed_C[row_B], self.nats_C[row_B], spent
-        )
+        accepted_B, why_BK, costs = blocks.judge(self.policy, row_B, at_B, chain, self.accounts)
         # Count the emitted tokens: no more than the text still has.
         emitted_B = (accepted_B + 1).minimum(blocks.end_C[row_B] - at_B)
         stands_BK = columns_K < accepted_B.minimum(emitted_B).unsqueeze(1)
@@ -416,11 +435,7 @@ class _Walk:
         self, row_B: Tensor, at_B: Tensor, chain: _Chain, relaxes_BK: Tensor, costs: Mapping[str, Tensor]
     ) -> None:
         nats_BK = self.blocks.nats(chain.place_BJ[:, :-1])
-        self.relaxed_C[row_B] += relaxes_BK.sum(1)
-        self.nats_C[row_B] += torch.where(relaxes_BK, nats_BK, 0.0).sum(1)
-        for label, cost_BK in costs.items():
-            spent_C = self.spent.setdefault(label, torch.zeros_like(self.nats_C))
-            spent_C[row_B] += torch.where(relaxes_BK, cost_BK, 0.0).sum(1)
+        self.accounts.charge(row_B, relaxes_BK, nats_BK, costs)
         for b, j in relaxes_BK.nonzero().tolist() if len(self.examples) < self.cases else ():
             c = int(row_B[b])
             at = int(at_B[b])
@@ -447,8 +462,8 @@ class _Walk:
             tau=tau,
             exact=sum(blocks.exact[0]) / max(sum(blocks.exact[1]), 1),
             drafted=drafted,
-            relaxed=int(self.relaxed_C.sum()) / emitted,
-            nats=1000 * float(self.nats_C.sum()) / emitted,
+            relaxed=int(self.accounts.relaxed_C.sum()) / emitted,
+            nats=1000 * float(self.accounts.nats_C.sum()) / emitted,
             beyond=self.beyond / emitted,
             curve=(self.kept_K / self.drafts_K.clamp_min(1)).tolist(),
             speed=blocks.speed(tau.value, drafted),
