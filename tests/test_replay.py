@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +20,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -25,13 +28,15 @@ from fly import LLM, SamplingParams, cli
 from fly.extras.bench.plan import DEVICES, MODELS, Machines, Setting, forecast
 from fly.extras.bench.scale import REACHES, lengths, replays, scaled
 from fly.extras.eval import Plan, check_folder, decode_run, recording, remaining, score_run
+from fly.extras.eval.archive import Archive
 from fly.extras.eval.beside import compare_with_run
 from fly.extras.eval.known import Known, Unknown
 from fly.extras.eval.recording import LIKELIEST, Recording
 from fly.extras.eval.records import read_records
-from fly.extras.eval.render import columns
+from fly.extras.eval.render import as_json, columns
 from fly.extras.eval.replay import Blocks, load_blocks
 from fly.extras.eval.replay import replay as replay_run
+from fly.extras.eval.replay_command import Refusals
 from fly.extras.eval.report import report
 from fly.ops import Stream, pick, uniforms
 from fly.policies import (
@@ -304,9 +309,9 @@ def test_a_kill_loses_no_blocks(tmp_path: Path, run: tuple[Path, Any]) -> None:
 
 
 def test_predictions_are_shown_beside_a_run_of_the_rules(run: tuple[Path, Any]) -> None:
-    compared, left_out = compare_with_run(load_blocks(run[0]), run[0])
-    found = {each.way: each for each in compared}
-    assert not left_out and len(found) == 4
+    compared = compare_with_run(load_blocks(run[0]), run[0], run[0])
+    found = {each.way: each for each in compared.predictions}
+    assert not compared.left_out and not compared.unlike and len(found) == 4
     assert found["exact k7"].off == pytest.approx(0, abs=1e-9) == found["exact k7"].unchanged
     relaxed = [each for way, each in found.items() if not way.startswith("exact k")]
     assert relaxed and all(abs(each.off) < 0.25 for each in relaxed)
@@ -315,11 +320,134 @@ def test_predictions_are_shown_beside_a_run_of_the_rules(run: tuple[Path, Any]) 
 def test_drafts_that_stop_or_have_a_level_below_are_compared_too(run: tuple[Path, Any], tmp_path: Path) -> None:
     drafts = ["model(fly-draft, confidence=0.7)", "ngram+fly-draft", "ngram"]
     finish(Plan.of({**PLAN, "k": 7, "drafts": drafts, "policies": "exact", "record": False}), tmp_path)
-    compared, left_out = compare_with_run(load_blocks(run[0]), tmp_path)
-    stops, below = compared
+    compared = compare_with_run(load_blocks(run[0]), run[0], tmp_path)
+    stops, below = compared.predictions
     assert stops.predicted.confidence == 0.7 and abs(stops.off) < 0.05
     assert below.predicted.confidence == 0 and abs(below.off) < 0.05
-    assert len(left_out) == 1 and "exact k7 ngram" in left_out[0]
+    ((_, way, reason),) = compared.left_out
+    assert way == "exact k7 ngram" and reason.endswith(
+        "the drafts of ngram, k 7, from those of model(fly-draft), k 7 or model(fly-draft), k 3"
+    )
+    assert [line.partition(" (")[0] for line in compared.unlike] == [
+        "drafts: model(fly-draft), k 7 recorded, model(fly-draft, confidence=0.7), k 7 measured",
+        "drafts: model(fly-draft), k 7 recorded, ngram+fly-draft, k 7 measured",
+    ]
+
+
+def measured_with(run: Path, folder: Path, change: Callable[[dict[str, Any]], None], **settings: Any) -> Path:
+    """Copy a run with other settings, and with each record of the target alone changed."""
+    shutil.copytree(run, folder)
+    plan = yaml.safe_load((folder / "plan.yaml").read_text())
+    plan["plan"] |= settings
+    (folder / "plan.yaml").write_text(yaml.safe_dump(plan))
+    lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line.get("way") == "autoregressive":
+            change(line)
+    (folder / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("model", "fly-draft"), ("max_tokens", 60), ("dtype", "float32"), ("kernels", "torch"), ("deterministic", True)],
+)
+def test_settings_in_which_compared_runs_are_unlike_are_named(
+    setting: str, value: Any, run: tuple[Path, Any], tmp_path: Path
+) -> None:
+    other = measured_with(run[0], tmp_path / "other", lambda record: None, **{setting: value})
+    before = getattr(Plan.of(PLAN), setting)
+    said = f"{setting}: {before!r} recorded, {value!r} measured"
+    assert compare_with_run(load_blocks(run[0]), run[0], other).unlike == [said]
+    assert f"unlike runs: {said}" in words(command("replay", str(run[0]), "--beside", str(other)).output)
+
+
+def test_other_texts_of_the_same_problems_are_told(run: tuple[Path, Any], tmp_path: Path) -> None:
+    blocks = load_blocks(run[0])
+
+    def unlike(name: str, change: Callable[[dict[str, Any]], None]) -> list[str]:
+        return compare_with_run(blocks, run[0], measured_with(run[0], tmp_path / name, change)).unlike
+
+    def shorten(record: dict[str, Any]) -> None:
+        del record["token_ids"][5:]
+
+    def change_first(record: dict[str, Any]) -> None:
+        record["token_ids"][0] += record["number"] == 0
+
+    tokens = sum(len(r["token_ids"]) for k, r in read_records(run[0]).completions.items() if k.way == "autoregressive")
+    assert unlike("shorter", shorten) == [
+        f"bundled-middle: tokens of the target alone for the 4 prompts of both: {tokens} recorded, 20 measured"
+    ]
+    assert unlike("other", change_first) == [
+        "bundled-middle: the target alone wrote other texts for 1 of the 4 prompts of both"
+    ]
+
+
+def test_a_refusal_is_said_once_for_a_grid(run: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """On the recordings of two draft lengths, with 2 × 2 draft lengths and stops."""
+    grids = "topn(n={5,17,18,19})", "topn(n=40)"
+    given = [part for text in grids for part in ("--policy", text)]
+    lengths = ["--k", "3", "--k", "9", "--k", "11", "--reach", "0.1", "--reach", "0.9"]
+    said = words(command("replay", str(run[0]), *given, *lengths).output)
+    assert said.count("cannot be replayed") == 2
+    assert (
+        f"'topn(n=17)' cannot be replayed: it needs the 17 most likely tokens, of which {LIKELIEST} are recorded; "
+        in said
+    )
+    assert "; nor can 2 more of the rules 'topn(n={5,17,18,19})'" in said and "nor can 1" not in said
+    assert said.count("k 9, 11: drafts of 7 tokens were recorded") == 1
+    refused = Refusals(grids)
+    for n in (17, 18, 18, 40):  # as ``fly bench plan --recorded`` notes them, for two recordings
+        refused.add(Unknown("it needs more", rule := parse_policy(f"topn(n={n})")), rule)
+    refused.tell()
+    lines = words(capsys.readouterr().out)
+    assert lines.count("cannot be replayed") == 2 and lines.count("nor can 1 more") == 1
+
+
+def test_a_run_is_read_without_the_code_of_its_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one of a version whose folders do not list the ways: records name them."""
+    module = tmp_path / "rules_of_theirs.py"
+    module.write_text(
+        "from dataclasses import dataclass\nfrom fly.policies import LogMargin\n"
+        "@dataclass(frozen=True)\nclass Near(LogMargin):\n    name = 'theirs'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    rules = ["exact | rules_of_theirs:Near({1,2}) & window(1)", "fly"]
+    plan = Plan.of({"model": "fly-tiny", "drafts": ["ngram", "ngram(k=2)"], "k": 3, "policies": rules, "limit": 1,
+                    "tasks": "bundled-heldout", "max_tokens": 8, "record": True,
+                    "settings": [{"policy": "typical", "k": 2}]})  # fmt: skip
+    folder = tmp_path / "run"
+    finish(plan, folder)
+    before, asked = as_json(report([folder])), [way.written for way in plan.ways]
+    module.unlink()
+    monkeypatch.delitem(sys.modules, "rules_of_theirs")
+    with pytest.raises(ValueError, match="No module named 'rules_of_theirs'"):
+        Plan.of(Plan.read(folder))
+    older = tmp_path / "older"
+    shutil.copytree(folder, older)
+    (older / "plan.yaml").write_text(
+        re.sub(r"(?s)^ways:.*?(?=^tasks:)", "", (folder / "plan.yaml").read_text(), flags=re.M)
+    )
+    for each in (folder, older):
+        archive = Archive.read(each)
+        assert archive.ways == asked and {"fly", "exact", "typical"} < set(archive.rules)
+        assert {**as_json(report([each])), "tables": ...} == {**before, "tables": ...}
+        assert [{**table, "run": ...} for table in as_json(report([each]))["tables"]] == [
+            {**table, "run": ...} for table in before["tables"]
+        ]
+        result = command(
+            "report", str(each), "--html", str(tmp_path / "page.html"), "--spec-bench", str(tmp_path / "x")
+        )
+        assert result.exit_code == 0, result.output
+        compared = compare_with_run(load_blocks(each), each, each)
+        assert {way.label for way in asked if way.k} == {
+            *(way for _, way, _ in compared.left_out),
+            *(each.way for each in compared.predictions),
+        }
+        assert {way for _, way, reason in compared.left_out if "No module named 'rules_of_theirs'" in reason} == {
+            way.label for way in asked if "theirs" in way.policy
+        }
+        assert len(compared.left_out) == 4  # two rules, each with two drafts
 
 
 def test_the_command_prints_and_writes(run: tuple[Path, Any], tmp_path: Path) -> None:

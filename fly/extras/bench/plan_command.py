@@ -13,11 +13,11 @@ from rich.table import Column
 from fly.bundled import open_model
 from fly.cli.options import K, number, option, takes
 from fly.cli.run import alone, refuse_idle, rules_of
-from fly.cli.show import note, print_list, progress, ratio, warn
+from fly.cli.show import note, print_list, progress, ratio
 from fly.extras.bench.plan import DEVICES, MODELS, PAPER, Machines, Setting, forecast
 from fly.extras.bench.scale import lengths, replays, scaled
 from fly.extras.eval.replay import Replay, Unknown, load_blocks
-from fly.extras.eval.replay_command import tell_stops
+from fly.extras.eval.replay_command import Refusals, tell_stops
 from fly.models import CheckpointError, LlamaConfig
 from fly.policies import AcceptancePolicy
 
@@ -80,7 +80,7 @@ def bench_plan(
     elif setting["draft"] == "none":
         raise ValueError("--recorded needs a draft model, and '--draft none' is none")
     else:
-        _show_recorded(recorded, rules_of(policy), plans)
+        _show_recorded(recorded, policy, plans)
 
 
 def _plans(
@@ -138,12 +138,14 @@ def _show_forecasts(plans: list[_Plan], title: str) -> None:
     )
 
 
-def _show_recorded(run: Path, rules: list[AcceptancePolicy], plans: list[_Plan]) -> None:
+def _show_recorded(run: Path, policy: list[str] | None, plans: list[_Plan]) -> None:
     """Print the best draft length and its gain, for each recorded task, rule and pair of models."""
     recorded = load_blocks(run)
     for (_, way), blocks in recorded.items():
         if blocks.draft is None:
             raise ValueError(f"{run}: {way} was recorded without a draft model, so its acceptance is unknown")
+    refused = Refusals(policy)
+    rules = rules_of(policy)
     # Replay every rule on every task, at all lengths.
     replayed: dict[tuple[str, str, AcceptancePolicy], list[Replay]] = {}
     with progress(len(rules) * sum(len(lengths(blocks)) for blocks in recorded.values()), "replaying") as advance:
@@ -152,7 +154,8 @@ def _show_recorded(run: Path, rules: list[AcceptancePolicy], plans: list[_Plan])
                 replayed[*key, rule] = replays(blocks, rule, advance)
             except Unknown as error:
                 advance(n=len(lengths(blocks)))
-                warn(str(error))
+                refused.add(error, rule)
+    refused.tell()
     # Print a table for each task, with the best length for each rule, pair of models and number of levels.
     for (task, way), blocks in recorded.items():
         lines: list[list[str]] = []

@@ -33,11 +33,11 @@ from torch import Tensor
 
 from fly.bundled import resolve_checkpoint
 from fly.drafts.ngram import Index, NGramDraft, lookup_forwards
+from fly.extras.eval.archive import Archive
 from fly.extras.eval.costs import Costs, measured_costs, neutral_speed
 from fly.extras.eval.known import Known, Unknown
-from fly.extras.eval.plan import AUTOREGRESSIVE, Plan
+from fly.extras.eval.plan import AUTOREGRESSIVE
 from fly.extras.eval.recording import Outputs, Recording
-from fly.extras.eval.records import read_records
 from fly.extras.eval.statistics import Estimate, bootstrap_ratio
 from fly.models.tokenizer import Tokenizer
 from fly.ops import Stream, uniforms
@@ -237,7 +237,7 @@ class Blocks:
     def _peaks(self) -> Tensor:
         """Return the draft model's largest probability [P] at each place; 1 where it is not known."""
         if self.draft is None:
-            raise Unknown("it needs the draft model's probabilities, which were not recorded")
+            raise Unknown("confidence and reach need the draft model's probabilities, which were not recorded")
         return (-self.draft.mass).exp().nan_to_num(1.0)
 
     def judge(
@@ -273,7 +273,7 @@ class Blocks:
         try:
             verdict = verify(policy, target, draft, noise)
         except Unknown as error:
-            raise Unknown(f"'{policy}' cannot be replayed: {error}") from None
+            raise Unknown(error.reason, policy) from None
         relaxes_BK, costs = verdict.why_BK == int(Why.RELAXED), {}
         for budget in () if policy.relaxation is None else policy.relaxation.budgets:
             cost_BK = torch.zeros(relaxes_BK.shape)
@@ -464,19 +464,19 @@ def load_blocks(run: str | Path, costs: Costs | None = None) -> dict[tuple[str, 
 
     Raises ``ValueError`` for a folder that is no run, or has no recorded blocks.
     """
-    plan = Plan.of_run(run := Path(run))
-    completions = read_records(run).completions
+    archive = Archive.read(run)
+    completions = archive.records.completions
     found: dict[tuple[str, str], list[Recording]] = {}
     for key, record in completions.items():
         if "blocks" in record:
-            path = run / record["blocks"]
+            path = archive.folder / record["blocks"]
             if not path.exists():
                 raise ValueError(f"{path}, which records.jsonl names, is missing")
             found.setdefault((key.task, key.way), []).append(Recording.load(path))
     if not found:
         raise ValueError(f"{str(run)!r} has no recorded blocks: 'fly eval --record' keeps them")
     sizes = {each.about["vocabulary"] for several in found.values() for each in several}
-    tokenizer = Tokenizer.load(resolve_checkpoint(plan.model, weights=False))
+    tokenizer = Tokenizer.load(resolve_checkpoint(archive.plan.model, weights=False))
     vocabularies = {size: Vocabulary(size) if tokenizer is None else tokenizer.vocabulary(size) for size in sizes}
 
     def of_way(task: str, way: str) -> list[dict[str, Any]]:
