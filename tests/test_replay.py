@@ -10,8 +10,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from fly import LLM, SamplingParams, cli
+from fly.bundled import open_model
 from fly.extras.bench.plan import DEVICES, MODELS, Machines, Setting, forecast
 from fly.extras.bench.scale import REACHES, lengths, replays, scaled
 from fly.extras.eval import Plan, check_folder, decode_run, recording, remaining, score_run
@@ -38,6 +38,7 @@ from fly.extras.eval.replay import Blocks, load_blocks
 from fly.extras.eval.replay import replay as replay_run
 from fly.extras.eval.replay_command import Refusals
 from fly.extras.eval.report import report
+from fly.models.dflash import DFlashConfig, DFlashHead, save_dflash_head
 from fly.ops import Stream, pick, uniforms
 from fly.policies import (
     AcceptancePolicy,
@@ -52,37 +53,37 @@ from fly.policies import (
 from fly.types import Draft, Noise, Target, Why
 from tests.commands import run as command
 from tests.commands import words
+from tests.test_eagle import randomise
 from tests.test_recording import PLAN, RULES, Seen, Watching, finish
 from tests.test_schedule import Nats
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, list[Seen]]]]:
-    """A recorded run, and by completion (the prompt's length and the way) what the engine saw."""
-    folder, seen = tmp_path_factory.mktemp("recorded"), {}
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Seen]]]:
+    """A recorded run, and by completion (the name of its blocks' file) what the engine saw."""
+    folder = tmp_path_factory.mktemp("recorded")
+    return folder, record_run(Plan.of(PLAN), folder)
+
+
+def record_run(plan: Plan, folder: Path) -> dict[str, list[Seen]]:
+    """Decode a plan, and return what the engine saw of each completion."""
+    seen = {}
     whole = recording.Recorder
-
-    @contextmanager
-    def watched() -> Iterator[None]:
-        recording.Recorder = Watching  # type: ignore[misc]
-        try:
-            yield
-        finally:
-            recording.Recorder = whole  # type: ignore[misc]
-
-    plan = Plan.of(PLAN)
-    check_folder(plan, folder)
-    records = read_records(folder)
 
     def advance(record: dict[str, Any]) -> None:
         if "blocks" in record:
             seen[record["blocks"]] = list(Watching.seen)
         Watching.seen.clear()
 
-    with watched():
+    check_folder(plan, folder)
+    records = read_records(folder)
+    recording.Recorder = Watching  # type: ignore[misc]
+    try:
         decode_run(plan, folder, remaining(plan, records), records, advance)
+    finally:
+        recording.Recorder = whole  # type: ignore[misc]
     score_run(plan, folder)
-    yield folder, seen
+    return seen
 
 
 @pytest.fixture(scope="module")
@@ -136,14 +137,17 @@ def test_a_shorter_draft_is_predicted_almost_to_the_round(run: tuple[Path, Any],
 
 @pytest.mark.parametrize("text", RULES)
 def test_every_block_is_judged_as_with_full_logits(text: str, run: tuple[Path, dict[str, list[Seen]]]) -> None:
-    """The naive twin: block by block, dense, one row."""
     folder, seen = run
     known = load_blocks(folder)["bundled-middle", "exact k7"]
-    rule = parse_policy(text).bind(known.vocabulary)
+    assert check_blocks(known, parse_policy(text).bind(known.vocabulary), folder, seen) > 40
+
+
+def check_blocks(known: Blocks, rule: AcceptancePolicy, folder: Path, seen: dict[str, list[Seen]]) -> int:
+    """Judge every recorded block by the naive twin too: block by block, dense, one row. Return how many there are."""
     at = 0
     for c, each in enumerate(known.recordings):
         name = next(name for name, record in named(folder).items() if same(record, each))
-        for logits_JV, drafted, start, _ in seen[name]:
+        for logits_JV, drafted, start, said_KV in seen[name]:
             if start <= each.prompt:
                 continue
             row_B, at_B = torch.tensor([c]), torch.tensor([start])
@@ -159,12 +163,15 @@ def test_every_block_is_judged_as_with_full_logits(text: str, run: tuple[Path, d
                 nats_B=nats_B,
                 history=[each.text[:start].tolist()],
             )
-            verdict = verify(rule, target, Draft.of([drafted]), coins(known, c, start, len(drafted)))
+            draft = Draft.of([drafted])
+            if drafted and said_KV is not None:
+                draft = replace(draft, logits_BKV=said_KV.unsqueeze(0))
+            verdict = verify(rule, target, draft, coins(known, c, start, len(drafted)))
             assert int(verdict.accepted_B[0]) == int(accepted_B[0])
             mine = relaxes_BK[0, : len(drafted)]
             assert mine.tolist() == (verdict.why_BK[0] == int(Why.RELAXED)).tolist()
             at += 1
-    assert at > 40
+    return at
 
 
 def coins(known: Blocks, c: int, start: int, n: int) -> Noise:
@@ -288,6 +295,62 @@ def test_rules_of_the_draft_model_s_own_logits_are_served(
     mass = torch.cat([said_KV.logsumexp(-1) - said_KV.amax(-1) for said_KV in full])
     assert each.draft is not None
     torch.testing.assert_close(each.draft.mass, mass, rtol=1e-4, atol=1e-5)
+
+
+# --- blocks of trained heads ---
+
+
+def save_block_head(kind: str, folder: Path) -> None:
+    """Save a random head of five places for ``fly-tiny``."""
+    target = open_model("fly-tiny").config
+    kinds: dict[str, dict[str, Any]] = {
+        "dflash": {"draft_vocab_size": 200},
+        "dspark": {"anchor_first": True, "markov": "vanilla", "markov_rank": 4, "confidence": True},
+    }
+    options = {"draft_vocab_size": target.vocab_size, "states": (0, 1), "block_size": 5, "causal": (False, False)}
+    config = DFlashConfig(
+        layer=target.resized(2, family="qwen3"), target_hidden_size=target.hidden_size,
+        mask_token_id=target.vocab_size - 1, **{**options, **kinds[kind]},
+    )  # fmt: skip
+    head = DFlashHead(config, output=kind == "dflash")
+    randomise(head)
+    head.to_target_U.copy_(torch.arange(target.vocab_size)[: config.draft_vocab_size])
+    save_dflash_head(head, folder, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_the_blocks_of_a_block_drafter_are_recorded_and_replayed(kind: str, tmp_path: Path) -> None:
+    """Also the first draft below ``k``, which is the head's longest."""
+    save_block_head(kind, tmp_path / "head")
+    draft, longest = f"block({tmp_path / 'head'})", 5 if kind == "dspark" else 4
+    plan = Plan.of({**PLAN, "model": "fly-tiny", "drafts": draft, "k": 7, "policies": "typical", "limit": 2,
+                    "max_tokens": 24, "dtype": "float32"})  # fmt: skip
+    folder = tmp_path / "run"
+    seen = record_run(plan, folder)
+    (known,) = load_blocks(folder).values()
+    assert (known.k, known.head, known.stopped) == (longest, "block", 0)
+    for each in known.recordings:
+        assert each.draft is not None and each.draft.ids[:, 0].tolist() == each.drafted_T.tolist()
+        assert each.about["own_chance"] == (kind == "dspark")
+    # Every block is judged as with full logits, and replayed as the engine decided it.
+    for rule in (Exact() | LogMargin(3), Exact() | Ratio(2.0), parse_policy("topn(n=5, delta=0.7)")):
+        assert check_blocks(known, rule, folder, seen) > 30
+    exact = known.replay(Exact())
+    assert exact.rounds == sum(record["rounds"] for record in named(folder).values()) and exact.tau.value == exact.exact
+    everything = known.replay(Exact() | LogMargin(1000.0))
+    assert everything.tau.value > longest and known.replay(Exact(), k=2).drafted <= 2
+    # What its stops depend on is the head's own estimate, if it has one.
+    if kind == "dspark":
+        with pytest.raises(Unknown, match="its own estimates, which are not recorded"):
+            known.replay(Exact(), reach=0.5)
+    else:
+        assert known.replay(Exact(), reach=0.9).drafted < exact.drafted
+    # The command.
+    result = command("replay", str(folder), "--policy", "fly", "--beside", str(folder))
+    said = words(result.output)
+    assert result.exit_code == 0 and "bundled-middle, exact k7: a trained head drafts anew in each round" in said
+    compared = compare_with_run(load_blocks(folder), folder, folder)
+    assert not compared.unlike and not compared.left_out and compared.predictions[0].off == 0
 
 
 # --- files and the command --------------------------------------------------------------------------------
@@ -487,7 +550,7 @@ def test_places_after_a_draft_that_stopped_by_itself_are_told_to_be_unknown(
     said = f"bundled-middle, exact k7: {known.stopped} of {sum(known.exact[1])} drafts stopped by themselves"
     for arguments in (["replay", str(tmp_path)], ["bench", "plan", "--recorded", str(tmp_path)]):
         assert said in words(command(*arguments).output)
-    assert any("only 'model(NAME)' records longer ones" in note for note in report([tmp_path]).notes)
+    assert any("'model(NAME)' or 'block(NAME)' records longer ones" in note for note in report([tmp_path]).notes)
     assert not any("records longer ones" in note for note in report([run[0]]).notes)
 
 

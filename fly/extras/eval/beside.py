@@ -121,7 +121,8 @@ def _predict(
 
 
 def _drafted(known: Blocks) -> str:
-    return f"{known.recordings[0].about['draft']}, k {known.k}"
+    about = known.recordings[0].about
+    return f"{about['draft']}, k {about['k']}"
 
 
 def _other_settings(recorded: Archive, measured: Archive) -> list[str]:
@@ -154,17 +155,17 @@ def _alone(key: Key) -> bool:
 def _limits(known: Blocks, way: WrittenWay, rule: AcceptancePolicy) -> tuple[int, float, float] | None:
     """Return the length, confidence and reach with which a replay makes a way's drafts; None if it cannot make them."""
     about = known.recordings[0].about
-    if way.k > known.k:
+    if way.k > about["k"]:
         return None
     ours, theirs = _drafter(about["draft"]), _drafter(way.draft)
     lossless = rule.guarantee is Guarantee.LOSSLESS
     if about["draft"] == way.draft and (ours is None or ours.reach is not None or lossless):
-        return way.k, 0.0, 0.0
+        return min(way.k, known.k), 0.0, 0.0
     if ours is None or theirs is None or ours.model != theirs.model or ours.k is not None:
         return None
     if ours.confidence or ours.reach != 0:
         return None
-    return min(way.k, theirs.k or way.k), theirs.confidence, usual_reach(theirs.reach, rule)
+    return min(way.k, known.k, theirs.k or way.k), theirs.confidence, usual_reach(theirs.reach, rule)
 
 
 def _drafter(text: str) -> SingleDraft | None:

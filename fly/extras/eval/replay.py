@@ -7,6 +7,7 @@ target and draft model had read all drafted tokens. Two things are estimates:
   outputs for it are unknown. The replay goes on in the recorded text, which comes from exact decoding, after as many
   tokens as the rule emitted. At temperature 0 the draft from there is known, since a draft model proposes the same
   tokens after the same text.
+  A trained head proposes others, since it reads the target's hidden states where a recorded draft has guesses.
 - How a draft goes on beyond the end of a recorded block, if it begins inside that block. The replay takes the next
   tokens of the recorded text (``beyond``). One of them may be the bonus token of a fully kept block, which was never
   drafted; it counts as a match.
@@ -129,10 +130,11 @@ class Blocks:
         if not recordings:
             raise ValueError("there are no recorded blocks")
         self.recordings, self.costs = list(recordings), costs
-        alike = {(each.about["k"], each.about["vocabulary"], *each.about["control"]) for each in recordings}
+        alike = {(longest_of(each), each.about["vocabulary"], *each.about["control"]) for each in recordings}
         if len(alike) > 1:
             raise ValueError("these blocks were recorded with several draft lengths or vocabularies")
-        self.k, self.size = recordings[0].about["k"], recordings[0].about["vocabulary"]
+        self.k, self.size = longest_of(recordings[0]), recordings[0].about["vocabulary"]
+        self.head = recordings[0].about.get("head", "")  # the word for the trained head that drafted; "": none did
         self.vocabulary = vocabulary or Vocabulary(self.size)
         self.control_V = torch.zeros(self.size, dtype=torch.bool)
         self.control_V[recordings[0].about["control"]] = True
@@ -236,6 +238,8 @@ class Blocks:
 
     def _peaks(self) -> Tensor:
         """Return the draft model's largest probability [P] at each place; 1 where it is not known."""
+        if any(each.about.get("own_chance") for each in self.recordings):
+            raise Unknown("confidence and reach stop drafts of this head by its own estimates, which are not recorded")
         if self.draft is None:
             raise Unknown("confidence and reach need the draft model's probabilities, which were not recorded")
         return (-self.draft.mass).exp().nan_to_num(1.0)
@@ -353,6 +357,13 @@ class Blocks:
         """Return the blocks of some problems only."""
         kept = [each for each in self.recordings if each.about["problem"] in problems]
         return Blocks(kept, self.vocabulary, self.costs)
+
+
+def longest_of(recording: Recording) -> int:
+    """Return the most tokens of a draft."""
+    about = recording.about
+    longest: int = about.get("longest", about["k"])
+    return longest
 
 
 class _Walk:

@@ -106,13 +106,19 @@ def replay(
 
 
 def tell_stops(known: Mapping[tuple[str, str], Blocks]) -> None:
-    """Say what cannot be replayed because recorded drafts stopped by themselves."""
+    """Say what cannot be replayed because recorded drafts stopped by themselves, or came from a trained head."""
     for (task, way), blocks in known.items():
+        if blocks.head:
+            warn(
+                f"{task}, {way}: a trained head drafts anew in each round, from the target's hidden states; a replayed "
+                f"draft that begins inside a recorded one has its guesses, so τ of all but {way} is an estimate"
+            )
         if blocks.stopped:
+            never = f"{blocks.head or 'model'}(NAME)"
             warn(
                 f"{task}, {way}: {blocks.stopped} of {sum(blocks.exact[1])} drafts stopped by themselves, and replayed "
                 "drafts end there at the latest: a lower reach or confidence changes nothing, and τ is too low for all "
-                f"but {way}; a run recorded with --draft 'model(NAME)' has drafts of {blocks.k} tokens"
+                f"but {way}; a run recorded with --draft '{never}' has drafts of {blocks.k} tokens"
             )
 
 
