@@ -454,7 +454,7 @@ def _notes(folder: Path, tables: list[Table], records: Records) -> list[str]:
             )
         for row in table.rows:
             if row.recorded:
-                stop = "; its drafts stop by themselves: 'model(NAME)' or 'block(NAME)' records longer ones for 'fly replay'"
+                stop = "; its drafts stop by themselves; 'model(NAME)' or 'block(NAME)' records longer ones for replays"
                 notes.append(
                     f"{table.task}, {row.way}: its blocks were recorded, so its rounds were taken one by one and "
                     "decided in Python: that speed is not shown, and no way is compared with it (over exact); 'at no "
