@@ -33,8 +33,8 @@ from fly.cli.run import alone, rules_of
 from fly.cli.show import console, print_list, progress
 from fly.drafts import SingleDraft
 from fly.extras.eval.report import Costs
-from fly.extras.eval.statistics import Estimate, bootstrap_ratio
 from fly.extras.eval.task import load_task
+from fly.extras.statistics import Estimate, bootstrap_ratio
 from fly.llm import LLM
 from fly.ops import pick
 from fly.policies import AcceptancePolicy, Block, Exact

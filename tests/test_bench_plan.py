@@ -72,8 +72,8 @@ def test_few_layers_stand_for_all(besides: float, layer: float, layers: int) -> 
 
 
 def test_the_gain_of_a_block_drafter_is_what_its_costs_allow() -> None:
-    """At τ 6, a verification of 1.13 and a draft of 0.25 forwards, it is 6 / 1.38. The published target has 6.95 billion
-    weights besides embeddings (its model card)."""
+    """At τ 6, a verification of 1.13 and a draft of 0.25 forwards, it is 6 / 1.38. The published target has 6.95
+    billion weights besides embeddings (its model card)."""
     assert BlockCosts(0.4, 0.4 * 1.13, 0.4 * 0.25, ("", "")).gain(6) == pytest.approx(6 / 1.38)
     vocabulary = QWEN3_8B.hidden_size * QWEN3_8B.vocab_size
     assert round((matrix_parameters(QWEN3_8B) - vocabulary) / 1e9, 2) == 6.95

@@ -27,7 +27,7 @@ from fly.extras.eval.plots import Point, front, save_lines
 from fly.extras.eval.records import Appender, Records, read_lines, read_records
 from fly.extras.eval.render import as_html, as_json, as_markdown, columns, legend, round_lengths, write_spec_bench
 from fly.extras.eval.report import Report, _notes, first_difference, pieces_of
-from fly.extras.eval.statistics import Estimate, bootstrap_ratio, sign_test, wilson
+from fly.extras.statistics import Estimate, bootstrap_ratio, sign_test, wilson
 from fly.policies import ExactCore
 from tests.commands import plain, words
 from tests.commands import run as command

@@ -12,7 +12,7 @@ from fly.extras.eval.archive import Archive
 from fly.extras.eval.plan import AUTOREGRESSIVE, WrittenWay
 from fly.extras.eval.records import Key
 from fly.extras.eval.replay import Blocks, Replay, Unknown
-from fly.extras.eval.statistics import Estimate, bootstrap_ratio
+from fly.extras.statistics import Estimate, bootstrap_ratio
 from fly.policies import AcceptancePolicy, Exact
 from fly.types import Guarantee
 

@@ -18,7 +18,7 @@ from fly.extras.eval.archive import Archive
 from fly.extras.eval.plan import AUTOREGRESSIVE
 from fly.extras.eval.plots import COLOURS, Curve, Point, curves, has_plots, pareto
 from fly.extras.eval.report import Report, Row, Table
-from fly.extras.eval.statistics import Estimate
+from fly.extras.statistics import Estimate
 
 __all__ = ["as_html", "as_json", "as_markdown", "columns", "legend", "write_spec_bench"]
 

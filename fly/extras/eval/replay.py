@@ -39,7 +39,7 @@ from fly.extras.eval.costs import Costs, measured_costs, neutral_speed
 from fly.extras.eval.known import Known, Unknown
 from fly.extras.eval.plan import AUTOREGRESSIVE
 from fly.extras.eval.recording import Outputs, Recording
-from fly.extras.eval.statistics import Estimate, bootstrap_ratio
+from fly.extras.statistics import Estimate, bootstrap_ratio
 from fly.models.tokenizer import Tokenizer
 from fly.ops import Stream, uniforms
 from fly.policies import AcceptancePolicy, verify

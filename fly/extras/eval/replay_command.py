@@ -20,7 +20,7 @@ from fly.extras.eval.beside import Comparison, Prediction, compare_with_run
 from fly.extras.eval.costs import Costs
 from fly.extras.eval.plots import save_lines
 from fly.extras.eval.replay import Blocks, Replay, Unknown, load_blocks
-from fly.extras.eval.statistics import Estimate
+from fly.extras.statistics import Estimate
 from fly.policies import AcceptancePolicy, parse_policy
 
 _LEGEND = (

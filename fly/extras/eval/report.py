@@ -18,7 +18,7 @@ from fly.extras.eval.costs import Costs, measured_costs, neutral_speed
 from fly.extras.eval.plan import AUTOREGRESSIVE
 from fly.extras.eval.records import Key, Records
 from fly.extras.eval.scorers import UNREAD
-from fly.extras.eval.statistics import Estimate, bootstrap_ratio, sign_test, wilson
+from fly.extras.statistics import Estimate, bootstrap_ratio, sign_test, wilson
 
 __all__ = ["Case", "Report", "Row", "Table", "report"]
 
