@@ -35,8 +35,8 @@ import yaml
 from fly.cli.options import Json
 from fly.cli.run import command
 from fly.cli.show import console, note, table, write_json
-from fly.extras.eval.statistics import Estimate, bootstrap_ratio
 from fly.extras.eval.task import load_task
+from fly.extras.statistics import Estimate, bootstrap_ratio
 from fly.models.opening import open_checkpoint
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 

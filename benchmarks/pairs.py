@@ -22,8 +22,8 @@ import typer
 import fly
 from fly.cli.run import command
 from fly.cli.show import console, progress, table
-from fly.extras.eval.statistics import Estimate, bootstrap_ratio
 from fly.extras.eval.task import load_task
+from fly.extras.statistics import Estimate, bootstrap_ratio
 
 ALONE = "none"
 Records = list[dict[str, Any]]

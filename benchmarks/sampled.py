@@ -34,8 +34,8 @@ from fly.cli.show import console, print_list, progress
 from fly.drafts import SingleDraft
 from fly.extras.eval.replay import Accounts
 from fly.extras.eval.report import Costs
-from fly.extras.eval.statistics import Estimate, bootstrap_ratio
 from fly.extras.eval.task import load_task
+from fly.extras.statistics import Estimate, bootstrap_ratio
 from fly.llm import LLM
 from fly.ops import pick
 from fly.policies import AcceptancePolicy, Block, Exact

@@ -22,7 +22,7 @@ from fly.extras.audit.evidence import evidence, power, shares_power, smallest
 from fly.extras.audit.greedy import first_difference
 from fly.extras.audit.prompts import PROMPTS
 from fly.extras.audit.report import Finding, found_in
-from fly.extras.audit.statistics import binomial_tail, compare_samples, holm
+from fly.extras.statistics import binomial_tail, compare_samples, holm
 from tests.commands import words
 from tests.faulty import FAULTS, SIZE, VOCABULARY, Asked, Toy, listed, read, serving
 

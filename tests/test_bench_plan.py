@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fly import cli
+from fly.extras.bench import plan_command
+from fly.extras.bench.blocks import QWEN3_8B, TAUS, BlockCosts, extrapolate, measure_costs
 from fly.extras.bench.plan import DEVICES, MODELS, Link, Machines, Setting, forecast
 from fly.extras.bench.shapes import matrix_parameters
 from fly.models import Llama, LlamaConfig
+from fly.models.dflash import DFlashConfig
 from tests.test_parallel import divisible_configs
 
 
@@ -59,3 +63,52 @@ def test_bench_plan_on_the_command_line() -> None:
         assert f"{name} does nothing without --target" in plan(name, "4").output
     assert "choices: ['a100'" in plan("--device", "abacus").output
     assert "is not divisible by 7 ranks" in plan("--target", "llama-3.1-70b", "--tau", "12", "--ranks", "7").output
+
+
+@given(st.floats(0, 1), st.floats(1e-6, 1), st.integers(1, 99))
+def test_few_layers_stand_for_all(besides: float, layer: float, layers: int) -> None:
+    few, many = (besides + depth * layer for depth in (1, 3))
+    assert extrapolate(few, many, layers) == pytest.approx(besides + layers * layer)
+
+
+def test_the_gain_of_a_block_drafter_is_what_its_costs_allow() -> None:
+    """At τ 6, a verification of 1.13 and a draft of 0.25 forwards, it is 6 / 1.38. The published target has 6.95
+    billion weights besides embeddings (its model card)."""
+    assert BlockCosts(0.4, 0.4 * 1.13, 0.4 * 0.25, ("", "")).gain(6) == pytest.approx(6 / 1.38)
+    vocabulary = QWEN3_8B.hidden_size * QWEN3_8B.vocab_size
+    assert round((matrix_parameters(QWEN3_8B) - vocabulary) / 1e9, 2) == 6.95
+
+
+def test_costs_of_a_block_drafter_are_measured() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_attention_heads": 4,
+             "num_key_value_heads": 2}  # fmt: skip
+    target = QWEN3_8B.resized(4, max_position_embeddings=512, **sizes)
+    head = DFlashConfig(layer=target.resized(1), draft_vocab_size=64, target_hidden_size=32, states=(1, 2),
+                        block_size=4, mask_token_id=63, causal=(False,))  # fmt: skip
+    turns: list[None] = []
+    costs = measure_costs(target, head, "torch", torch.float32, turns=2, advance=lambda: turns.append(None))
+    assert costs.kernels == ("torch", "torch") and len(turns) == 3 and costs.block > 0
+    with pytest.raises(ValueError, match="kernels 'w9'"):
+        measure_costs(target, head, "w9")
+
+
+def test_the_plan_of_a_block_drafter_is_marked_as_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = dict[str, Any]()
+
+    def measured(**options: Any) -> BlockCosts:
+        asked.update(options)
+        return BlockCosts(0.4, 0.45, 0.08, ("avx2-w8a8", "torch"))
+
+    def plan(*arguments: str) -> str:
+        return CliRunner().invoke(cli.app, ["bench", "plan", *arguments], env={"COLUMNS": "200"}).output
+
+    monkeypatch.setattr(plan_command, "measure_costs", measured)
+    shown = plan("--draft", "dflash")
+    assert asked["kernels"] == "w8a8" and "a plan, not a measurement" in shown and "a plan: Qwen3-8B" in shown
+    for task, tau in TAUS.items():
+        assert task in shown and f"{tau * 0.4 / 0.53:.2f}×" in shown
+    mine = plan("--draft", "dflash", "--tau", "5", "--kernels", "w4a8")
+    assert f"{5 * 0.4 / 0.53:.2f}×" in mine and "GSM8K" not in mine and asked["kernels"] == "w4a8"
+    for option in (["--device", "h100"], ["--k", "7"], ["--target", "llama-3.1-8b"], ["--recorded", "."]):
+        assert f"{option[0]} does nothing with --draft dflash" in plan("--draft", "dflash", *option)
+    assert "--kernels does nothing without --draft dflash" in plan("--kernels", "w8a8")

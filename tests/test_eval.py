@@ -20,13 +20,14 @@ from hypothesis import strategies as st
 
 from fly.drafts.stops import REACH, REACH_EXCUSED
 from fly.extras.eval import Plan, check_folder, decode_run, remaining, report, score_run
+from fly.extras.eval.archive import Archive
 from fly.extras.eval.costs import Costs, neutral_speed
 from fly.extras.eval.plan import AUTOREGRESSIVE
 from fly.extras.eval.plots import Point, front, save_lines
 from fly.extras.eval.records import Appender, Records, read_lines, read_records
 from fly.extras.eval.render import as_html, as_json, as_markdown, columns, legend, round_lengths, write_spec_bench
 from fly.extras.eval.report import Report, _notes, first_difference, pieces_of
-from fly.extras.eval.statistics import Estimate, bootstrap_ratio, sign_test, wilson
+from fly.extras.statistics import Estimate, bootstrap_ratio, sign_test, wilson
 from fly.policies import ExactCore
 from tests.commands import plain, words
 from tests.commands import run as command
@@ -463,10 +464,10 @@ def test_a_run_with_an_unused_setting_that_is_gone_can_be_read(tmp_path: Path) -
         del fields["cache"]
         (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"plan": fields, "tasks": {}, "code": {}}))
         if value is None:
-            assert Plan.of_run(tmp_path) == plan.model_copy(update={"cache": f"{4 << 30}B"})
+            assert Archive.read(tmp_path).plan.model_dump() == {**plan.model_dump(), "cache": f"{4 << 30}B"}
         else:
             with pytest.raises(ValueError, match=r"plan.yaml, line \d+: .*exits"):
-                Plan.of_run(tmp_path)
+                Archive.read(tmp_path)
 
 
 def test_a_column_without_a_value_is_left_out_and_one_with_a_value_is_explained(found: Report) -> None:

@@ -24,6 +24,7 @@ EXTRAS: dict[str, set[str]] = {
     "eval": set(), "bench": {"eval"}, "train": {"eval"}, "early_exit": {"train"}, "ray": {"eval", "train"},
     "audit": set(), "engines": set(),
 }  # fmt: skip
+SHARED = {"statistics"}  # modules of ``fly.extras`` that every extra may import
 PACKAGE = {"__init__", "__main__"}  # may import any
 # These know no backend: what a model can is asked of its executor alone.
 BLIND = ROOMS[: ROOMS.index("backends")]
@@ -108,7 +109,7 @@ def extra(name: str) -> str:
 
 
 def test_every_extra_says_what_it_is_for() -> None:
-    assert {extra(module(path)) for path in FILES} - {""} == EXTRAS.keys()
+    assert {extra(module(path)) for path in FILES} - {""} == EXTRAS.keys() | SHARED
     for name, others in EXTRAS.items():
         page = (ROOT / "fly" / "extras" / name / "README.md").read_text(encoding="utf-8")
         assert len(page.splitlines()) <= 15
@@ -121,7 +122,7 @@ def test_every_extra_says_what_it_is_for() -> None:
 @pytest.mark.parametrize("path", [path for path in FILES if extra(module(path))], ids=module)
 def test_an_extra_imports_only_the_extras_that_the_table_names(path: Path) -> None:
     name = extra(module(path))
-    assert {extra(other) for other in imported(path)} - {"", name} <= EXTRAS[name]
+    assert {extra(other) for other in imported(path)} - {"", name} <= EXTRAS.get(name, set()) | SHARED
 
 
 def test_the_core_imports_no_extra() -> None:

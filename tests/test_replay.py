@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,23 +19,28 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from typer.testing import CliRunner
 
 from fly import LLM, SamplingParams, cli
+from fly.bundled import open_model
 from fly.extras.bench.plan import DEVICES, MODELS, Machines, Setting, forecast
 from fly.extras.bench.scale import REACHES, lengths, replays, scaled
 from fly.extras.eval import Plan, check_folder, decode_run, recording, remaining, score_run
+from fly.extras.eval.archive import Archive
 from fly.extras.eval.beside import compare_with_run
 from fly.extras.eval.known import Known, Unknown
 from fly.extras.eval.recording import LIKELIEST, Recording
 from fly.extras.eval.records import read_records
-from fly.extras.eval.render import columns
+from fly.extras.eval.render import as_json, columns
 from fly.extras.eval.replay import Accounts, Blocks, load_blocks
 from fly.extras.eval.replay import replay as replay_run
+from fly.extras.eval.replay_command import Refusals
 from fly.extras.eval.report import report
+from fly.models.dflash import DFlashConfig, DFlashHead, save_dflash_head
 from fly.ops import Stream, pick, uniforms
 from fly.policies import (
     AcceptancePolicy,
@@ -49,37 +55,37 @@ from fly.policies import (
 from fly.types import Account, Draft, Mismatch, Noise, Target, Why
 from tests.commands import run as command
 from tests.commands import words
+from tests.test_eagle import randomise
 from tests.test_recording import PLAN, RULES, Seen, Watching, finish
 from tests.test_schedule import Nats
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, list[Seen]]]]:
-    """A recorded run, and by completion (the prompt's length and the way) what the engine saw."""
-    folder, seen = tmp_path_factory.mktemp("recorded"), {}
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Seen]]]:
+    """A recorded run, and by completion (the name of its blocks' file) what the engine saw."""
+    folder = tmp_path_factory.mktemp("recorded")
+    return folder, record_run(Plan.of(PLAN), folder)
+
+
+def record_run(plan: Plan, folder: Path) -> dict[str, list[Seen]]:
+    """Decode a plan, and return what the engine saw of each completion."""
+    seen = {}
     whole = recording.Recorder
-
-    @contextmanager
-    def watched() -> Iterator[None]:
-        recording.Recorder = Watching  # type: ignore[misc]
-        try:
-            yield
-        finally:
-            recording.Recorder = whole  # type: ignore[misc]
-
-    plan = Plan.of(PLAN)
-    check_folder(plan, folder)
-    records = read_records(folder)
 
     def advance(record: dict[str, Any]) -> None:
         if "blocks" in record:
             seen[record["blocks"]] = list(Watching.seen)
         Watching.seen.clear()
 
-    with watched():
+    check_folder(plan, folder)
+    records = read_records(folder)
+    recording.Recorder = Watching  # type: ignore[misc]
+    try:
         decode_run(plan, folder, remaining(plan, records), records, advance)
+    finally:
+        recording.Recorder = whole  # type: ignore[misc]
     score_run(plan, folder)
-    yield folder, seen
+    return seen
 
 
 @pytest.fixture(scope="module")
@@ -133,14 +139,17 @@ def test_a_shorter_draft_is_predicted_almost_to_the_round(run: tuple[Path, Any],
 
 @pytest.mark.parametrize("text", RULES)
 def test_every_block_is_judged_as_with_full_logits(text: str, run: tuple[Path, dict[str, list[Seen]]]) -> None:
-    """The naive twin: block by block, dense, one row."""
     folder, seen = run
     known = load_blocks(folder)["bundled-middle", "exact k7"]
-    rule = parse_policy(text).bind(known.vocabulary)
+    assert check_blocks(known, parse_policy(text).bind(known.vocabulary), folder, seen) > 40
+
+
+def check_blocks(known: Blocks, rule: AcceptancePolicy, folder: Path, seen: dict[str, list[Seen]]) -> int:
+    """Judge every recorded block by the naive twin too: block by block, dense, one row. Return how many there are."""
     at = 0
     for c, each in enumerate(known.recordings):
         name = next(name for name, record in named(folder).items() if same(record, each))
-        for logits_JV, drafted, start, _ in seen[name]:
+        for logits_JV, drafted, start, said_KV in seen[name]:
             if start <= each.prompt:
                 continue
             row_B, at_B = torch.tensor([c]), torch.tensor([start])
@@ -158,12 +167,15 @@ def test_every_block_is_judged_as_with_full_logits(text: str, run: tuple[Path, d
                 nats_B=torch.tensor([0.5 * (at % 4)]),
                 history=[each.text[:start].tolist()],
             )
-            verdict = verify(rule, target, Draft.of([drafted]), coins(known, c, start, len(drafted)))
+            draft = Draft.of([drafted])
+            if drafted and said_KV is not None:
+                draft = replace(draft, logits_BKV=said_KV.unsqueeze(0))
+            verdict = verify(rule, target, draft, coins(known, c, start, len(drafted)))
             assert int(verdict.accepted_B[0]) == int(accepted_B[0])
             mine = relaxes_BK[0, : len(drafted)]
             assert mine.tolist() == (verdict.why_BK[0] == int(Why.RELAXED)).tolist()
             at += 1
-    assert at > 40
+    return at
 
 
 def coins(known: Blocks, c: int, start: int, n: int) -> Noise:
@@ -289,6 +301,62 @@ def test_rules_of_the_draft_model_s_own_logits_are_served(
     torch.testing.assert_close(each.draft.mass, mass, rtol=1e-4, atol=1e-5)
 
 
+# --- blocks of trained heads ---
+
+
+def save_block_head(kind: str, folder: Path) -> None:
+    """Save a random head of five places for ``fly-tiny``."""
+    target = open_model("fly-tiny").config
+    kinds: dict[str, dict[str, Any]] = {
+        "dflash": {"draft_vocab_size": 200},
+        "dspark": {"anchor_first": True, "markov": "vanilla", "markov_rank": 4, "confidence": True},
+    }
+    options = {"draft_vocab_size": target.vocab_size, "states": (0, 1), "block_size": 5, "causal": (False, False)}
+    config = DFlashConfig(
+        layer=target.resized(2, family="qwen3"), target_hidden_size=target.hidden_size,
+        mask_token_id=target.vocab_size - 1, **{**options, **kinds[kind]},
+    )  # fmt: skip
+    head = DFlashHead(config, output=kind == "dflash")
+    randomise(head)
+    head.to_target_U.copy_(torch.arange(target.vocab_size)[: config.draft_vocab_size])
+    save_dflash_head(head, folder, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_the_blocks_of_a_block_drafter_are_recorded_and_replayed(kind: str, tmp_path: Path) -> None:
+    """Also the first draft below ``k``, which is the head's longest."""
+    save_block_head(kind, tmp_path / "head")
+    draft, longest = f"block({tmp_path / 'head'})", 5 if kind == "dspark" else 4
+    plan = Plan.of({**PLAN, "model": "fly-tiny", "drafts": draft, "k": 7, "policies": "typical", "limit": 2,
+                    "max_tokens": 24, "dtype": "float32"})  # fmt: skip
+    folder = tmp_path / "run"
+    seen = record_run(plan, folder)
+    (known,) = load_blocks(folder).values()
+    assert (known.k, known.head, known.stopped) == (longest, "block", 0)
+    for each in known.recordings:
+        assert each.draft is not None and each.draft.ids[:, 0].tolist() == each.drafted_T.tolist()
+        assert each.about["own_chance"] == (kind == "dspark")
+    # Every block is judged as with full logits, and replayed as the engine decided it.
+    for rule in (Exact() | LogMargin(3), Exact() | Ratio(2.0), parse_policy("topn(n=5, delta=0.7)")):
+        assert check_blocks(known, rule, folder, seen) > 30
+    exact = known.replay(Exact())
+    assert exact.rounds == sum(record["rounds"] for record in named(folder).values()) and exact.tau.value == exact.exact
+    everything = known.replay(Exact() | LogMargin(1000.0))
+    assert everything.tau.value > longest and known.replay(Exact(), k=2).drafted <= 2
+    # What its stops depend on is the head's own estimate, if it has one.
+    if kind == "dspark":
+        with pytest.raises(Unknown, match="its own estimates, which are not recorded"):
+            known.replay(Exact(), reach=0.5)
+    else:
+        assert known.replay(Exact(), reach=0.9).drafted < exact.drafted
+    # The command.
+    result = command("replay", str(folder), "--policy", "fly", "--beside", str(folder))
+    said = words(result.output)
+    assert result.exit_code == 0 and "bundled-middle, exact k7: a trained head drafts anew in each round" in said
+    compared = compare_with_run(load_blocks(folder), folder, folder)
+    assert not compared.unlike and not compared.left_out and compared.predictions[0].off == 0
+
+
 # --- files and the command --------------------------------------------------------------------------------
 
 
@@ -308,9 +376,9 @@ def test_a_kill_loses_no_blocks(tmp_path: Path, run: tuple[Path, Any]) -> None:
 
 
 def test_predictions_are_shown_beside_a_run_of_the_rules(run: tuple[Path, Any]) -> None:
-    compared, left_out = compare_with_run(load_blocks(run[0]), run[0])
-    found = {each.way: each for each in compared}
-    assert not left_out and len(found) == 4
+    compared = compare_with_run(load_blocks(run[0]), run[0], run[0])
+    found = {each.way: each for each in compared.predictions}
+    assert not compared.left_out and not compared.unlike and len(found) == 4
     assert found["exact k7"].off == pytest.approx(0, abs=1e-9) == found["exact k7"].unchanged
     relaxed = [each for way, each in found.items() if not way.startswith("exact k")]
     assert relaxed and all(abs(each.off) < 0.25 for each in relaxed)
@@ -319,11 +387,134 @@ def test_predictions_are_shown_beside_a_run_of_the_rules(run: tuple[Path, Any]) 
 def test_drafts_that_stop_or_have_a_level_below_are_compared_too(run: tuple[Path, Any], tmp_path: Path) -> None:
     drafts = ["model(fly-draft, confidence=0.7)", "ngram+fly-draft", "ngram"]
     finish(Plan.of({**PLAN, "k": 7, "drafts": drafts, "policies": "exact", "record": False}), tmp_path)
-    compared, left_out = compare_with_run(load_blocks(run[0]), tmp_path)
-    stops, below = compared
+    compared = compare_with_run(load_blocks(run[0]), run[0], tmp_path)
+    stops, below = compared.predictions
     assert stops.predicted.confidence == 0.7 and abs(stops.off) < 0.05
     assert below.predicted.confidence == 0 and abs(below.off) < 0.05
-    assert len(left_out) == 1 and "exact k7 ngram" in left_out[0]
+    ((_, way, reason),) = compared.left_out
+    assert way == "exact k7 ngram" and reason.endswith(
+        "the drafts of ngram, k 7, from those of model(fly-draft), k 7 or model(fly-draft), k 3"
+    )
+    assert [line.partition(" (")[0] for line in compared.unlike] == [
+        "drafts: model(fly-draft), k 7 recorded, model(fly-draft, confidence=0.7), k 7 measured",
+        "drafts: model(fly-draft), k 7 recorded, ngram+fly-draft, k 7 measured",
+    ]
+
+
+def measured_with(run: Path, folder: Path, change: Callable[[dict[str, Any]], None], **settings: Any) -> Path:
+    """Copy a run with other settings, and with each record of the target alone changed."""
+    shutil.copytree(run, folder)
+    plan = yaml.safe_load((folder / "plan.yaml").read_text())
+    plan["plan"] |= settings
+    (folder / "plan.yaml").write_text(yaml.safe_dump(plan))
+    lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line.get("way") == "autoregressive":
+            change(line)
+    (folder / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("model", "fly-draft"), ("max_tokens", 60), ("dtype", "float32"), ("kernels", "torch"), ("deterministic", True)],
+)
+def test_settings_in_which_compared_runs_are_unlike_are_named(
+    setting: str, value: Any, run: tuple[Path, Any], tmp_path: Path
+) -> None:
+    other = measured_with(run[0], tmp_path / "other", lambda record: None, **{setting: value})
+    before = getattr(Plan.of(PLAN), setting)
+    said = f"{setting}: {before!r} recorded, {value!r} measured"
+    assert compare_with_run(load_blocks(run[0]), run[0], other).unlike == [said]
+    assert f"unlike runs: {said}" in words(command("replay", str(run[0]), "--beside", str(other)).output)
+
+
+def test_other_texts_of_the_same_problems_are_told(run: tuple[Path, Any], tmp_path: Path) -> None:
+    blocks = load_blocks(run[0])
+
+    def unlike(name: str, change: Callable[[dict[str, Any]], None]) -> list[str]:
+        return compare_with_run(blocks, run[0], measured_with(run[0], tmp_path / name, change)).unlike
+
+    def shorten(record: dict[str, Any]) -> None:
+        del record["token_ids"][5:]
+
+    def change_first(record: dict[str, Any]) -> None:
+        record["token_ids"][0] += record["number"] == 0
+
+    tokens = sum(len(r["token_ids"]) for k, r in read_records(run[0]).completions.items() if k.way == "autoregressive")
+    assert unlike("shorter", shorten) == [
+        f"bundled-middle: tokens of the target alone for the 4 prompts of both: {tokens} recorded, 20 measured"
+    ]
+    assert unlike("other", change_first) == [
+        "bundled-middle: the target alone wrote other texts for 1 of the 4 prompts of both"
+    ]
+
+
+def test_a_refusal_is_said_once_for_a_grid(run: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """On the recordings of two draft lengths, with 2 × 2 draft lengths and stops."""
+    grids = "topn(n={5,17,18,19})", "topn(n=40)"
+    given = [part for text in grids for part in ("--policy", text)]
+    lengths = ["--k", "3", "--k", "9", "--k", "11", "--reach", "0.1", "--reach", "0.9"]
+    said = words(command("replay", str(run[0]), *given, *lengths).output)
+    assert said.count("cannot be replayed") == 2
+    assert (
+        f"'topn(n=17)' cannot be replayed: it needs the 17 most likely tokens, of which {LIKELIEST} are recorded; "
+        in said
+    )
+    assert "; nor can 2 more of the rules 'topn(n={5,17,18,19})'" in said and "nor can 1" not in said
+    assert said.count("k 9, 11: drafts of 7 tokens were recorded") == 1
+    refused = Refusals(grids)
+    for n in (17, 18, 18, 40):  # as ``fly bench plan --recorded`` notes them, for two recordings
+        refused.add(Unknown("it needs more", rule := parse_policy(f"topn(n={n})")), rule)
+    refused.tell()
+    lines = words(capsys.readouterr().out)
+    assert lines.count("cannot be replayed") == 2 and lines.count("nor can 1 more") == 1
+
+
+def test_a_run_is_read_without_the_code_of_its_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one of a version whose folders do not list the ways: records name them."""
+    module = tmp_path / "rules_of_theirs.py"
+    module.write_text(
+        "from dataclasses import dataclass\nfrom fly.policies import LogMargin\n"
+        "@dataclass(frozen=True)\nclass Near(LogMargin):\n    name = 'theirs'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    rules = ["exact | rules_of_theirs:Near({1,2}) & window(1)", "fly"]
+    plan = Plan.of({"model": "fly-tiny", "drafts": ["ngram", "ngram(k=2)"], "k": 3, "policies": rules, "limit": 1,
+                    "tasks": "bundled-heldout", "max_tokens": 8, "record": True,
+                    "settings": [{"policy": "typical", "k": 2}]})  # fmt: skip
+    folder = tmp_path / "run"
+    finish(plan, folder)
+    before, asked = as_json(report([folder])), [way.written for way in plan.ways]
+    module.unlink()
+    monkeypatch.delitem(sys.modules, "rules_of_theirs")
+    with pytest.raises(ValueError, match="No module named 'rules_of_theirs'"):
+        Plan.of(Plan.read(folder))
+    older = tmp_path / "older"
+    shutil.copytree(folder, older)
+    (older / "plan.yaml").write_text(
+        re.sub(r"(?s)^ways:.*?(?=^tasks:)", "", (folder / "plan.yaml").read_text(), flags=re.M)
+    )
+    for each in (folder, older):
+        archive = Archive.read(each)
+        assert archive.ways == asked and {"fly", "exact", "typical"} < set(archive.rules)
+        assert {**as_json(report([each])), "tables": ...} == {**before, "tables": ...}
+        assert [{**table, "run": ...} for table in as_json(report([each]))["tables"]] == [
+            {**table, "run": ...} for table in before["tables"]
+        ]
+        result = command(
+            "report", str(each), "--html", str(tmp_path / "page.html"), "--spec-bench", str(tmp_path / "x")
+        )
+        assert result.exit_code == 0, result.output
+        compared = compare_with_run(load_blocks(each), each, each)
+        assert {way.label for way in asked if way.k} == {
+            *(way for _, way, _ in compared.left_out),
+            *(each.way for each in compared.predictions),
+        }
+        assert {way for _, way, reason in compared.left_out if "No module named 'rules_of_theirs'" in reason} == {
+            way.label for way in asked if "theirs" in way.policy
+        }
+        assert len(compared.left_out) == 4  # two rules, each with two drafts
 
 
 def test_the_command_prints_and_writes(run: tuple[Path, Any], tmp_path: Path) -> None:
@@ -363,7 +554,7 @@ def test_places_after_a_draft_that_stopped_by_itself_are_told_to_be_unknown(
     said = f"bundled-middle, exact k7: {known.stopped} of {sum(known.exact[1])} drafts stopped by themselves"
     for arguments in (["replay", str(tmp_path)], ["bench", "plan", "--recorded", str(tmp_path)]):
         assert said in words(command(*arguments).output)
-    assert any("only 'model(NAME)' records longer ones" in note for note in report([tmp_path]).notes)
+    assert any("'model(NAME)' or 'block(NAME)' records longer ones" in note for note in report([tmp_path]).notes)
     assert not any("records longer ones" in note for note in report([run[0]]).notes)
 
 

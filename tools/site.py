@@ -26,7 +26,7 @@ MODULES = [
     "fly.params", "fly.output", "fly.ops", "fly.cache", "fly.models", "fly.runner.request", "fly.runner.sampling",
     "fly.runner.constraints", "fly.runner.structured", "fly.runner.drafting", "fly.runner.executor",
     "fly.runner.runner", "fly.engine.step", "fly.engine.scheduler", "fly.backends.cpu", "fly.parallel", "fly.config",
-    "fly.extras.eval", "fly.extras.eval.records", "fly.extras.eval.statistics", "fly.serve", "fly.extras.train",
+    "fly.extras.eval", "fly.extras.eval.records", "fly.extras.statistics", "fly.serve", "fly.extras.train",
 ]  # fmt: skip
 
 _LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s:#]+)(#[^)\s]*)?\)")

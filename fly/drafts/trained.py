@@ -6,6 +6,7 @@ import sys
 from abc import abstractmethod
 from collections import abc
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -59,6 +60,7 @@ class HeadDraft(StopsByChance):
         self.k = k
         self.confidence = confidence
         self.reach = reach
+        self.with_logits = False  # whether greedy drafts carry their logits
         self.model = describe(head, dtype, device)
         self._options = {"dtype": dtype, "device": device, "kernels": kernels}
         self._cache_tokens, self._block_size = cache_tokens, block_size
@@ -111,6 +113,8 @@ class HeadDraft(StopsByChance):
             return Draft.empty(len(rows), self.head.device)
         going, sampling = [rows[b] for b in active], None
         spec = self._spec(going, worth)
+        if self.with_logits:
+            spec = replace(spec, with_logits=True)
         if spec.tree is None and not all(row.greedy for row in going):
             sampling = BatchSampling.of([row.params for row in going])
         seeds = [seed_of(row) for row in going]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fly.extras.audit.context import Context
 from fly.extras.audit.report import Finding, Verdict
-from fly.extras.audit.statistics import binomial_tail
+from fly.extras.statistics import binomial_tail
 
 __all__ = ["effect"]
 

@@ -11,7 +11,7 @@ from fly.extras.audit.context import Context, check
 from fly.extras.audit.distributions import min_variation, reported
 from fly.extras.audit.greedy import first_difference
 from fly.extras.audit.report import Finding, Verdict, found_in
-from fly.extras.audit.statistics import binomial_tail
+from fly.extras.statistics import binomial_tail
 
 _LENGTH = 24
 _PROMPTS = 8

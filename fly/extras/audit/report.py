@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from fly.extras.audit.statistics import holm
+from fly.extras.statistics import holm
 
 __all__ = ["Finding", "Report", "Verdict", "found_in"]
 

@@ -9,7 +9,7 @@ from fly.extras.audit.distributions import Draw, expected, min_variation, report
 from fly.extras.audit.effects import effect
 from fly.extras.audit.evidence import IGNORED, Evidence, evidence, power, shares_power, smallest
 from fly.extras.audit.report import Finding, Verdict
-from fly.extras.audit.statistics import compare_samples
+from fly.extras.statistics import compare_samples
 
 __all__ = ["FIELDS"]
 

@@ -5,12 +5,10 @@ Shape legend: B rows, K longest draft.
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, product
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -21,6 +19,7 @@ from fly.drafts.base import Wrapper
 from fly.extras.bench.clock import clocked
 from fly.extras.bench.loaded import target_of
 from fly.extras.eval import Result, Setting, compare
+from fly.extras.statistics import median_interval
 from fly.llm import LLM
 from fly.policies import AcceptancePolicy
 from fly.runner.request import Row, Stats
@@ -94,9 +93,8 @@ def measure_drafts(
 
 @dataclass(frozen=True)
 class Ratio:
-    """A speed relative to autoregressive decoding, from many pairs of neighbouring runs. It has the median, and the
-    median's 95 % confidence interval from order statistics. With fewer than 6 pairs, the interval is the extremes, and
-    its confidence is lower."""
+    """A speed relative to autoregressive decoding, from many pairs of neighbouring runs: its median, and that median's
+    interval (``median_interval``)."""
 
     median: float
     low: float
@@ -106,14 +104,7 @@ class Ratio:
     @staticmethod
     def of(ratios: Sequence[float]) -> Ratio:
         """Summarise ratios. Raises ``ValueError`` if there are none."""
-        if not ratios:
-            raise ValueError("no pair of runs to take a median of")
-        ordered, n = sorted(ratios), len(ratios)
-        # The true median lies outside the interval if too few of n fair coins fall on one side (the sign test).
-        outside = list(accumulate(2 * math.comb(n, fewer) / 2**n for fewer in range(n // 2)))
-        beyond = max(0, bisect_right(outside, 0.05) - 1)
-        middle = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
-        return Ratio(middle, ordered[beyond], ordered[n - 1 - beyond], n)
+        return Ratio(*median_interval(ratios), len(ratios))
 
 
 @dataclass(frozen=True)

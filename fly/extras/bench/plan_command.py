@@ -13,11 +13,12 @@ from rich.table import Column
 from fly.bundled import open_model
 from fly.cli.options import K, number, option, takes
 from fly.cli.run import alone, refuse_idle, rules_of
-from fly.cli.show import note, print_list, progress, ratio, warn
+from fly.cli.show import note, print_list, progress, ratio
+from fly.extras.bench.blocks import DFLASH, QWEN3_8B, TAUS, measure_costs
 from fly.extras.bench.plan import DEVICES, MODELS, PAPER, Machines, Setting, forecast
 from fly.extras.bench.scale import lengths, replays, scaled
 from fly.extras.eval.replay import Replay, Unknown, load_blocks
-from fly.extras.eval.replay_command import tell_stops
+from fly.extras.eval.replay_command import Refusals, tell_stops
 from fly.models import CheckpointError, LlamaConfig
 from fly.policies import AcceptancePolicy
 
@@ -33,7 +34,10 @@ class _Plan(NamedTuple):
 
 _SETTING = {
     "target": option(str, "llama-3.1-8b, -70b, -405b, or a checkpoint; none shows the paper's settings."),
-    "draft": option(str, "The draft, named likewise, or 'none'.", default="llama-3.1-8b"),
+    "draft": option(
+        str, "The draft, named likewise, 'none', or 'dflash': a block drafter for Qwen3-8B, at costs measured here.",
+        default="llama-3.1-8b",
+    ),
     "tau": (
         Annotated[float | None, number(1, help="Tokens that a round emits; needed with --target.")], None,
     ),
@@ -46,6 +50,7 @@ _SETTING = {
     "per_node": option(int, "Devices of one node.", min=1, default=8),
     "rows": option(int, "Sequences in a batch.", min=1, default=1),
     "context": option(int, "Tokens of context of each sequence.", min=1, default=2048),
+    "kernels": option(str, "With --draft dflash, the target's kernels here.", default="w8a8"),
 }  # fmt: skip
 
 
@@ -62,8 +67,16 @@ def bench_plan(
 ) -> None:
     """Estimate whether a setting fits on given devices, and what speculation should gain there.
 
-    --recorded takes the acceptance from a run, and shows the best draft length of each rule.
+    --recorded takes the acceptance from a run, and shows the best draft length of each rule. --draft dflash is about
+    this machine: it times forwards of these shapes with random weights.
     """
+    if setting["draft"] == "dflash":
+        others = [name for name in _SETTING if name not in ("draft", "tau", "kernels")]
+        refuse_idle(typed, (*others, "recorded", "policy"), "with --draft dflash")
+        _show_blocks(setting["tau"], setting["kernels"])
+        return
+    refuse_idle(typed, ("kernels",), "without --draft dflash")
+    setting.pop("kernels")
     if recorded is None:
         refuse_idle(typed, ("policy",), "without --recorded")
     else:
@@ -80,7 +93,7 @@ def bench_plan(
     elif setting["draft"] == "none":
         raise ValueError("--recorded needs a draft model, and '--draft none' is none")
     else:
-        _show_recorded(recorded, rules_of(policy), plans)
+        _show_recorded(recorded, policy, plans)
 
 
 def _plans(
@@ -138,12 +151,40 @@ def _show_forecasts(plans: list[_Plan], title: str) -> None:
     )
 
 
-def _show_recorded(run: Path, rules: list[AcceptancePolicy], plans: list[_Plan]) -> None:
+def _show_blocks(tau: float | None, kernels: str) -> None:
+    """Measure the costs of a block drafter for Qwen3-8B here, and print its gain at the published τ, or at ``tau``."""
+    turns = 7
+    with progress(turns + 1, "timing forwards of these shapes, with random weights") as advance:
+        costs = measure_costs(kernels=kernels, turns=turns, advance=advance)
+    taus = TAUS if tau is None else {"--tau": tau}
+    lines = [
+        (name, f"{each:g}", f"{costs.step * 1e3:,.0f} ms", f"{costs.verify / costs.step:.2f}",
+         f"{costs.block / costs.step:.2f}", f"{1 / costs.step:,.1f}", ratio(costs.gain(each)))
+        for name, each in taus.items()
+    ]  # fmt: skip
+    headings = ("τ", "plain step", "verification", "draft", "tokens/s plain", "gain")
+    columns = [Column(heading, justify="right") for heading in headings]
+    title = f"a plan: Qwen3-8B with DFlash on this machine, blocks of {DFLASH.block_size}"
+    print_list(lines, "τ of", *columns, title=title)
+    target, drafter = costs.kernels
+    note(
+        "a plan, not a measurement: neither model was loaded · τ: tokens a round, published for temperature 0, exact "
+        "speculation, without thinking · costs: measured here with random weights of these shapes, one row (target "
+        f"{target}, drafter {drafter}; few layers stand for all {QWEN3_8B.num_hidden_layers}) · verification, draft: "
+        "in plain steps · gain: over no draft, τ / (draft + verification), deciding left out"
+    )
+
+
+def _show_recorded(run: Path, policy: list[str] | None, plans: list[_Plan]) -> None:
     """Print the best draft length and its gain, for each recorded task, rule and pair of models."""
     recorded = load_blocks(run)
     for (_, way), blocks in recorded.items():
         if blocks.draft is None:
             raise ValueError(f"{run}: {way} was recorded without a draft model, so its acceptance is unknown")
+        if blocks.head:
+            raise ValueError(f"{run}: {way} was recorded with a trained head, whose costs this plan does not know")
+    refused = Refusals(policy)
+    rules = rules_of(policy)
     # Replay every rule on every task, at all lengths.
     replayed: dict[tuple[str, str, AcceptancePolicy], list[Replay]] = {}
     with progress(len(rules) * sum(len(lengths(blocks)) for blocks in recorded.values()), "replaying") as advance:
@@ -152,7 +193,8 @@ def _show_recorded(run: Path, rules: list[AcceptancePolicy], plans: list[_Plan])
                 replayed[*key, rule] = replays(blocks, rule, advance)
             except Unknown as error:
                 advance(n=len(lengths(blocks)))
-                warn(str(error))
+                refused.add(error, rule)
+    refused.tell()
     # Print a table for each task, with the best length for each rule, pair of models and number of levels.
     for (task, way), blocks in recorded.items():
         lines: list[list[str]] = []

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fly.drafts import NGramDraft
 from fly.extras.bench.plan import Machines, Setting, forecast
 from fly.extras.eval.replay import Blocks, Replay
-from fly.extras.eval.statistics import Estimate
+from fly.extras.statistics import Estimate
 from fly.policies import AcceptancePolicy
 
 __all__ = ["REACHES", "Scaled", "lengths", "replays", "scaled"]

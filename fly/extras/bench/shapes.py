@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import TypeVar
 
 import torch
 
@@ -12,6 +13,8 @@ from fly.models import Llama, LlamaConfig
 from fly.models.llama import allocate, skeleton
 
 __all__ = ["forward_bytes", "forward_operations", "matrix_parameters", "random_model", "randomise", "shape_config"]
+
+_Module = TypeVar("_Module", bound=torch.nn.Module)
 
 
 def shape_config(shape: str, positions: int = 4096) -> LlamaConfig:
@@ -44,7 +47,7 @@ def random_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device |
     return randomise(skeleton(config), dtype, device, seed)
 
 
-def randomise(model: Llama, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Llama:
+def randomise(model: _Module, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> _Module:
     """Allocate a module that has no memory yet, give it weights like those of ``random_model``, and return it. The
     module may be one rank's part of a model."""
     allocate(model, dtype, device)

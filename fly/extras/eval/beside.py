@@ -8,14 +8,15 @@ from pathlib import Path
 
 from fly.drafts import CascadeDraft, SingleDraft, parse_draft
 from fly.drafts.stops import usual_reach
-from fly.extras.eval.plan import Plan, Way
-from fly.extras.eval.records import read_records
+from fly.extras.eval.archive import Archive
+from fly.extras.eval.plan import AUTOREGRESSIVE, WrittenWay
+from fly.extras.eval.records import Key
 from fly.extras.eval.replay import Blocks, Replay, Unknown
-from fly.extras.eval.statistics import Estimate, bootstrap_ratio
-from fly.policies import Exact
+from fly.extras.statistics import Estimate, bootstrap_ratio
+from fly.policies import AcceptancePolicy, Exact
 from fly.types import Guarantee
 
-__all__ = ["Prediction", "compare_with_run"]
+__all__ = ["Comparison", "Prediction", "compare_with_run"]
 
 
 @dataclass
@@ -41,68 +42,130 @@ class Prediction:
         return self.exact.tau.value / self.measured.value - 1
 
 
-def compare_with_run(blocks: Mapping[tuple[str, str], Blocks], run: str | Path) -> tuple[list[Prediction], list[str]]:
-    """Predict the ways of a measured ``run`` whose drafts a replay can make: drafts like the recorded ones, shorter
-    ones, and ones that confidence or reach stop. Each way is compared on the problems that both runs have. Also returns
-    why other ways were left out.
+@dataclass
+class Comparison:
+    """What ``compare_with_run`` found.
+
+    Attributes:
+        predictions: one for each way that could be compared.
+        left_out: the other ways, each as task, way and reason.
+        unlike: what differs between the two runs besides rules, so that predictions are off for another reason.
+    """
+
+    predictions: list[Prediction]
+    left_out: list[tuple[str, str, str]]
+    unlike: list[str]
+
+
+def compare_with_run(
+    blocks: Mapping[tuple[str, str], Blocks], recorded: str | Path, measured: str | Path
+) -> Comparison:
+    """Predict the ways of a ``measured`` run whose drafts a replay of ``recorded`` can make: drafts like the recorded
+    ones, shorter ones, and ones that confidence or reach stop. Each way is compared on the problems that both runs
+    have. ``blocks`` are those of the recorded run (``load_blocks``).
 
     Raises ``ValueError`` for a folder that is no run.
     """
-    run = Path(run)
-    plan = Plan.of_run(run)
-    ways = {way.label: way for way in plan.ways}
+    before, run = Archive.read(recorded), Archive.read(measured)
+    ways = {way.label: way for way in run.ways}
     sums: dict[tuple[str, str], dict[str, list[int]]] = {}
-    for key, record in read_records(run).completions.items():
+    for key, record in run.records.completions.items():
         if key.temperature == 0 and key.way in ways and ways[key.way].k:
             sum_ = sums.setdefault((key.task, key.way), {}).setdefault(key.problem, [0, 0, 0])
             for i, name in enumerate(("emitted", "rounds", "relaxed")):
                 sum_[i] += record[name]
-    found, left_out = [], []
+    found = Comparison([], [], [*_other_settings(before, run), *_other_texts(before, run)])
+    drafts: dict[tuple[str, str], list[str]] = {}
     for (task, label), problems in sums.items():
-        way = ways[label]
-        fitting = [
-            (known, *limits)
-            for (recorded, _), known in blocks.items()
-            if recorded == task and (limits := _limits(known, way)) is not None
-        ]
-        if not fitting:
-            left_out.append(
-                f"{task}, {label}: nothing was recorded of this task that was drafted so, with as many tokens"
-            )
-            continue
-        known, k, confidence, reach = min(fitting, key=lambda each: each[0].k)
-        both = sorted({each.about["problem"] for each in known.recordings} & problems.keys())
-        if not both:
-            left_out.append(f"{task}, {label}: other problems were recorded")
-            continue
-        part = known.of(both)
-        emitted, rounds, relaxed = ([problems[p][i] for p in both] for i in range(3))
         try:
-            predicted, exact = (part.replay(rule, k, confidence, reach) for rule in (way.policy, Exact()))
-        except Unknown as error:
-            left_out.append(f"{task}, {label}: {error}")
+            prediction, drafted = _predict(blocks, task, ways[label], run, problems)
+        except ValueError as error:
+            found.left_out.append((task, label, error.reason if isinstance(error, Unknown) else str(error)))
             continue
-        measured = bootstrap_ratio([emitted], [rounds])
-        found.append(
-            Prediction(task, label, predicted, exact, measured, sum(relaxed) / max(sum(emitted), 1), len(both))
-        )
-    return found, left_out
+        found.predictions.append(prediction)
+        made = f"{ways[label].draft}, k {ways[label].k}"
+        if made != drafted:
+            drafts.setdefault((drafted, made), []).append(f"{task}, {label}")
+    for (drafted, made), names in drafts.items():
+        found.unlike.append(f"drafts: {drafted} recorded, {made} measured ({'; '.join(names)})")
+    return found
 
 
-def _limits(known: Blocks, way: Way) -> tuple[int, float, float] | None:
+def _predict(
+    blocks: Mapping[tuple[str, str], Blocks], task: str, way: WrittenWay, run: Archive, problems: dict[str, list[int]]
+) -> tuple[Prediction, str]:
+    """Compare a way of a measured run with the replay of its rule. ``problems`` has the tokens emitted, the rounds and
+    the relaxed tokens of each problem. Also returns the recorded draft and its k.
+
+    Raises ``ValueError`` (``Unknown`` if the recording lacks what the rule needs), which says why it cannot be
+    compared.
+    """
+    of_task = [known for (recorded, _), known in blocks.items() if recorded == task]
+    if not of_task:
+        raise ValueError("nothing was recorded of this task")
+    rule = run.rule(way)
+    fitting = [(known, *limits) for known in of_task if (limits := _limits(known, way, rule)) is not None]
+    if not fitting:
+        recorded = " or ".join(dict.fromkeys(map(_drafted, of_task)))
+        raise ValueError(f"a replay cannot make the drafts of {way.draft}, k {way.k}, from those of {recorded}")
+    known, k, confidence, reach = min(fitting, key=lambda each: each[0].k)
+    both = sorted({each.about["problem"] for each in known.recordings} & problems.keys())
+    if not both:
+        raise ValueError("other problems were recorded")
+    part = known.of(both)
+    emitted, rounds, relaxed = ([problems[p][i] for p in both] for i in range(3))
+    predicted, exact = (part.replay(each, k, confidence, reach) for each in (rule, Exact()))
+    share = sum(relaxed) / max(sum(emitted), 1)
+    measured = bootstrap_ratio([emitted], [rounds])
+    return Prediction(task, way.label, predicted, exact, measured, share, len(both)), _drafted(known)
+
+
+def _drafted(known: Blocks) -> str:
+    about = known.recordings[0].about
+    return f"{about['draft']}, k {about['k']}"
+
+
+def _other_settings(recorded: Archive, measured: Archive) -> list[str]:
+    """Return the settings that change texts or lengths at temperature 0, and that differ between two runs."""
+    names = ("model", "max_tokens", "dtype", "device", "kernels", "deterministic")
+    values = [(name, getattr(recorded.plan, name), getattr(measured.plan, name)) for name in names]
+    return [f"{name}: {before!r} recorded, {now!r} measured" for name, before, now in values if before != now]
+
+
+def _other_texts(recorded: Archive, measured: Archive) -> list[str]:
+    """Compare what the target alone wrote in two runs, for the problems of both. Two runs that are alike in all but
+    their rules and drafts have the same texts."""
+    before, now = ({k: r for k, r in run.records.completions.items() if _alone(k)} for run in (recorded, measured))
+    lines = []
+    for task in dict.fromkeys(key.task for key in before):
+        both = [(before[key]["token_ids"], now[key]["token_ids"]) for key in before if key.task == task and key in now]
+        others = sum(a[: len(b)] != b[: len(a)] for a, b in both)
+        if others:
+            lines.append(f"{task}: the target alone wrote other texts for {others} of the {len(both)} prompts of both")
+        elif sum(len(a) for a, _ in both) != sum(len(b) for _, b in both):
+            tokens = " recorded, ".join(str(sum(map(len, texts))) for texts in zip(*both))
+            lines.append(f"{task}: tokens of the target alone for the {len(both)} prompts of both: {tokens} measured")
+    return lines
+
+
+def _alone(key: Key) -> bool:
+    return key.way == AUTOREGRESSIVE and key.temperature == 0
+
+
+def _limits(known: Blocks, way: WrittenWay, rule: AcceptancePolicy) -> tuple[int, float, float] | None:
     """Return the length, confidence and reach with which a replay makes a way's drafts; None if it cannot make them."""
     about = known.recordings[0].about
-    if way.k > known.k:
+    if way.k > about["k"]:
         return None
     ours, theirs = _drafter(about["draft"]), _drafter(way.draft)
-    lossless = way.policy.guarantee is Guarantee.LOSSLESS
+    lossless = rule.guarantee is Guarantee.LOSSLESS
     if about["draft"] == way.draft and (ours is None or ours.reach is not None or lossless):
-        return way.k, 0.0, 0.0
+        return min(way.k, known.k), 0.0, 0.0
     if ours is None or theirs is None or ours.model != theirs.model or ours.k is not None:
         return None
     if ours.confidence or ours.reach != 0:
         return None
-    return min(way.k, theirs.k or way.k), theirs.confidence, usual_reach(theirs.reach, way.policy)
+    return min(way.k, known.k, theirs.k or way.k), theirs.confidence, usual_reach(theirs.reach, rule)
 
 
 def _drafter(text: str) -> SingleDraft | None:

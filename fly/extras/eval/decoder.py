@@ -17,7 +17,7 @@ import torch
 
 from fly.drafts.stops import usual_reach
 from fly.extras.eval.plan import AUTOREGRESSIVE, Plan, Turn, Way
-from fly.extras.eval.recording import Recorder, Recording, recorded
+from fly.extras.eval.recording import Recorder, Recording, describe_drafter, recorded
 from fly.extras.eval.records import Key
 from fly.extras.eval.timed import Completion, Setting, complete
 from fly.llm import LLM
@@ -110,6 +110,7 @@ class Decoder:
             **turn.key._asdict(),
             "k": turn.way.k,
             "draft": turn.way.draft,
+            **describe_drafter(llm.draft, turn.way.k),
             "row_seed": turn.row_seed,
             "vocabulary": runner.executor.config.vocab_size,
             "control": runner.control_V.nonzero().flatten().tolist(),

@@ -22,7 +22,12 @@ __all__ = ["Known", "Unknown"]
 
 
 class Unknown(ValueError):
-    """A recording lacks what a rule needs."""
+    """A recording lacks what a replay needs. ``reason`` says what. ``rule`` is the rule that needs it, or None."""
+
+    def __init__(self, reason: str, rule: object = None) -> None:
+        super().__init__(reason if rule is None else f"'{rule}' cannot be replayed: {reason}")
+        self.reason = reason
+        self.rule = rule
 
 
 class Known(Tensor):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -33,7 +33,7 @@ from fly.extras.eval.task import Problem, Task, load_task
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.policies.registry import load_policy
 
-__all__ = ["AUTOREGRESSIVE", "Asked", "Plan", "Turn", "Way"]
+__all__ = ["AUTOREGRESSIVE", "Asked", "Plan", "Turn", "Way", "WrittenPlan", "WrittenWay"]
 
 AUTOREGRESSIVE = "autoregressive"
 
@@ -50,7 +50,28 @@ class Way:
     @property
     def exact(self) -> bool:
         """Whether this is exact speculation, with which the other ways are compared."""
-        return self.k > 0 and self.policy == Exact()
+        return self.written.exact
+
+    @property
+    def written(self) -> WrittenWay:
+        """What a run's folder says of this way."""
+        return WrittenWay(self.label, self.draft, self.k, str(self.policy), self.policy.guarantee.value)
+
+
+@dataclass(frozen=True)
+class WrittenWay:
+    """A way as a run's folder names it: ``policy`` is the name of its rule with all parameters."""
+
+    label: str
+    draft: str
+    k: int
+    policy: str
+    guarantee: str
+
+    @property
+    def exact(self) -> bool:
+        """Whether this is exact speculation, with which the other ways are compared."""
+        return self.k > 0 and self.policy == str(Exact())
 
 
 @dataclass(frozen=True)
@@ -256,23 +277,14 @@ class Plan(BaseModel):
                             key = Key(task.name, problem.id, turn, seed, heat, way.label)
                             yield Turn(key, number, task, problem, way)
 
-    @staticmethod
-    def of(fields: Mapping[str, Any], where: Callable[[tuple[str | int, ...]], str] | None = None) -> Plan:
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], where: Callable[[tuple[str | int, ...]], str] | None = None) -> Self:
         """Make a plan with these fields. Raises ``ValueError`` that names every wrong field; ``where`` returns what
         comes before each (see ``fly.errors.explain``)."""
         try:
-            return Plan.model_validate(fields)
+            return cls.model_validate(fields)
         except ValidationError as error:
-            raise ValueError(explain(error, Plan.model_fields, where)) from error
-
-    @staticmethod
-    def of_run(folder: Path) -> Plan:
-        """Return the plan of a run's folder. Raises ``ValueError`` if the folder is no run."""
-        if not (folder / "plan.yaml").exists():
-            missing = "there is no plan.yaml in it" if folder.is_dir() else "there is no such folder"
-            raise ValueError(f"{str(folder)!r} is no run: {missing}; 'fly eval --out FOLDER' makes one")
-        fields = Plan.read(folder)
-        return Plan.of(fields, fields.where)
+            raise ValueError(explain(error, cls.model_fields, where)) from error
 
     @staticmethod
     def read(path: str | Path) -> Fields:
@@ -292,6 +304,17 @@ class Plan(BaseModel):
         if "tasks" in fields:
             fields["tasks"] = [_placed(each, path.absolute().parent) for each in _listed(fields["tasks"])]
         return fields
+
+
+class _WrittenExtra(_Extra):
+    policy: str = "exact"
+
+
+class WrittenPlan(Plan):
+    """The plan of a run that is over. Its rules are texts, which are not read, since their code may be gone."""
+
+    policies: tuple[str, ...] = ()
+    settings: tuple[_WrittenExtra, ...] = ()
 
 
 def _placed(asked: Any, folder: Path) -> Any:

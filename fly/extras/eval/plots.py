@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
-from fly.extras.eval.statistics import Estimate
+from fly.extras.statistics import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,6 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fly.drafts import CascadeDraft, DraftStrategy, SingleDraft
+from fly.drafts.base import word_of
+from fly.drafts.trained import HeadDraft
 from fly.llm import LLM
 from fly.ops import top
 from fly.policies import AcceptancePolicy
@@ -31,7 +33,7 @@ from fly.runner.executor import Executor, Wrapped
 from fly.runner.runner import Runner
 from fly.types import Decision, Draft, Target
 
-__all__ = ["LIKELIEST", "Outputs", "Recorder", "Recording", "recorded"]
+__all__ = ["LIKELIEST", "Outputs", "Recorder", "Recording", "describe_drafter", "recorded"]
 
 LIKELIEST = 16  # how many of the most likely tokens are kept at each place
 _FORMAT = "fly blocks 1"
@@ -85,7 +87,7 @@ class Outputs:
 class Recording:
     """The blocks of one completion under exact speculation, in order. It is stored as a safetensors file."""
 
-    about: dict[str, Any]  # the completion's key, k, size of the vocabulary, control and stop ids
+    about: dict[str, Any]  # the completion's key, k, the drafter, size of the vocabulary, control and stop ids
     text: Tensor  # int32, prompt and completion
     prompt: int  # tokens of the prompt
     start_N: Tensor  # int32, tokens of the text before each block
@@ -95,7 +97,7 @@ class Recording:
     logit_T: Tensor  # float32, the target's raw logit of each drafted token
     rank_T: Tensor  # int32, how many tokens the target finds more likely
     target: Outputs  # [P]
-    draft: Outputs | None  # [T]; None if no model drafted, or its outputs are unknown
+    draft: Outputs | None  # [T]; None if neither a model nor a head drafted, or their outputs are unknown
 
     def save(self, path: Path) -> None:
         """Write the file under another name first, so that a killed process leaves no incomplete file."""
@@ -196,19 +198,32 @@ class Recorder(Wrapped):
 @contextmanager
 def recorded(llm: LLM) -> Iterator[Recorder]:
     """While this context lasts, record the blocks that ``llm`` decides, one request at a time and at temperature 0.
-    If the draft is a single model, record its outputs too."""
+    If the draft is a single model or a trained head, record its outputs too."""
     runner: Runner = llm.engine.runner
-    executor, level = runner.executor, None
-    draft: DraftStrategy | None = llm.draft
-    if isinstance(draft, SingleDraft) and type(draft) in (SingleDraft, CascadeDraft):
-        level = draft
+    executor, drafter = runner.executor, drafter_of(llm.draft)
     runner.executor = recorder = Recorder(executor)
-    if level is not None:
-        level.with_logits = True
+    if drafter is not None:
+        drafter.with_logits = True
     try:
         yield recorder
     finally:
         runner.executor = executor
-        if level is not None:
-            level.with_logits = False
+        if drafter is not None:
+            drafter.with_logits = False
         recorder.close()
+
+
+def drafter_of(draft: DraftStrategy | None) -> SingleDraft | HeadDraft | None:
+    """Return the draft, if it is the model or the trained head that chooses every token; otherwise None."""
+    model = type(draft) in (SingleDraft, CascadeDraft)
+    return draft if isinstance(draft, HeadDraft) or (model and isinstance(draft, SingleDraft)) else None
+
+
+def describe_drafter(draft: DraftStrategy | None, k: int) -> dict[str, Any]:
+    """Return what a replay must know of a draft that is asked for ``k`` tokens: the ``longest`` draft, the word for its
+    ``head`` ("" if it is none), and whether that head has its ``own_chance``, an estimate by which it stops."""
+    drafter = drafter_of(draft)
+    about = {"longest": k if drafter is None or drafter.k is None else min(k, drafter.k), "head": ""}
+    if isinstance(drafter, HeadDraft):
+        about |= {"head": word_of(drafter.head), "own_chance": getattr(drafter.head.options, "confidence", False)}
+    return about

@@ -14,11 +14,11 @@ from typing import Any
 
 import jinja2
 
-from fly.extras.eval.plan import AUTOREGRESSIVE, Plan
+from fly.extras.eval.archive import Archive
+from fly.extras.eval.plan import AUTOREGRESSIVE
 from fly.extras.eval.plots import COLOURS, Curve, Point, curves, has_plots, pareto
-from fly.extras.eval.records import read_records
 from fly.extras.eval.report import Report, Row, Table
-from fly.extras.eval.statistics import Estimate
+from fly.extras.statistics import Estimate
 
 __all__ = ["as_html", "as_json", "as_markdown", "columns", "legend", "write_spec_bench"]
 
@@ -224,15 +224,15 @@ def as_html(found: Report, title: str) -> str:
 def write_spec_bench(folder: Path, into: Path) -> list[Path]:
     """Write the answers of a run in the form that Spec-Bench's own scripts read: a file of JSON lines for each way,
     task and temperature. Returns the files. Raises ``ValueError`` if the folder is no run."""
-    plan = Plan.of_run(folder)
+    run = Archive.read(folder)
     files_: dict[tuple[str, str, float], dict[str, dict[int, list[dict[str, Any]]]]] = {}
-    for key, record in sorted(read_records(folder).completions.items()):
+    for key, record in sorted(run.records.completions.items()):
         questions = files_.setdefault((key.way, key.task, key.temperature), {})
         questions.setdefault(key.problem, {}).setdefault(key.seed, []).append(record)
     into.mkdir(parents=True, exist_ok=True)
     written = []
     for (way, task, temperature), questions in files_.items():
-        name = f"{Path(plan.model).name}-{task}-{way}-temperature-{temperature:g}"
+        name = f"{Path(run.plan.model).name}-{task}-{way}-temperature-{temperature:g}"
         target = into / (re.sub(r"[^\w.-]+", "-", name).strip("-") + ".jsonl")
         ordered = sorted(questions.items(), key=lambda item: next(iter(item[1].values()))[0]["number"])
         lines = [json.dumps(_answered(problem, seeds, name), ensure_ascii=False) for problem, seeds in ordered]

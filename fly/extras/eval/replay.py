@@ -7,6 +7,7 @@ target and draft model had read all drafted tokens. Two things are estimates:
   outputs for it are unknown. The replay goes on in the recorded text, which comes from exact decoding, after as many
   tokens as the rule emitted. At temperature 0 the draft from there is known, since a draft model proposes the same
   tokens after the same text.
+  A trained head proposes others, since it reads the target's hidden states where a recorded draft has guesses.
 - How a draft goes on beyond the end of a recorded block, if it begins inside that block. The replay takes the next
   tokens of the recorded text (``beyond``). One of them may be the bonus token of a fully kept block, which was never
   drafted; it counts as a match.
@@ -33,12 +34,12 @@ from torch import Tensor
 
 from fly.bundled import resolve_checkpoint
 from fly.drafts.ngram import Index, NGramDraft, lookup_forwards
+from fly.extras.eval.archive import Archive
 from fly.extras.eval.costs import Costs, measured_costs, neutral_speed
 from fly.extras.eval.known import Known, Unknown
-from fly.extras.eval.plan import AUTOREGRESSIVE, Plan
+from fly.extras.eval.plan import AUTOREGRESSIVE
 from fly.extras.eval.recording import Outputs, Recording
-from fly.extras.eval.records import read_records
-from fly.extras.eval.statistics import Estimate, bootstrap_ratio
+from fly.extras.statistics import Estimate, bootstrap_ratio
 from fly.models.tokenizer import Tokenizer
 from fly.ops import Stream, uniforms
 from fly.policies import AcceptancePolicy, verify
@@ -155,10 +156,11 @@ class Blocks:
         if not recordings:
             raise ValueError("there are no recorded blocks")
         self.recordings, self.costs = list(recordings), costs
-        alike = {(each.about["k"], each.about["vocabulary"], *each.about["control"]) for each in recordings}
+        alike = {(longest_of(each), each.about["vocabulary"], *each.about["control"]) for each in recordings}
         if len(alike) > 1:
             raise ValueError("these blocks were recorded with several draft lengths or vocabularies")
-        self.k, self.size = recordings[0].about["k"], recordings[0].about["vocabulary"]
+        self.k, self.size = longest_of(recordings[0]), recordings[0].about["vocabulary"]
+        self.head = recordings[0].about.get("head", "")  # the word for the trained head that drafted; "": none did
         self.vocabulary = vocabulary or Vocabulary(self.size)
         self.control_V = torch.zeros(self.size, dtype=torch.bool)
         self.control_V[recordings[0].about["control"]] = True
@@ -262,8 +264,10 @@ class Blocks:
 
     def _peaks(self) -> Tensor:
         """Return the draft model's largest probability [P] at each place; 1 where it is not known."""
+        if any(each.about.get("own_chance") for each in self.recordings):
+            raise Unknown("confidence and reach stop drafts of this head by its own estimates, which are not recorded")
         if self.draft is None:
-            raise Unknown("it needs the draft model's probabilities, which were not recorded")
+            raise Unknown("confidence and reach need the draft model's probabilities, which were not recorded")
         return (-self.draft.mass).exp().nan_to_num(1.0)
 
     def judge(
@@ -295,7 +299,7 @@ class Blocks:
         try:
             verdict = verify(policy, target, draft, noise)
         except Unknown as error:
-            raise Unknown(f"'{policy}' cannot be replayed: {error}") from None
+            raise Unknown(error.reason, policy) from None
         relaxes_BK, costs = verdict.why_BK == int(Why.RELAXED), {}
         for budget in () if policy.relaxation is None else policy.relaxation.budgets:
             cost_BK = torch.zeros(relaxes_BK.shape)
@@ -375,6 +379,13 @@ class Blocks:
         """Return the blocks of some problems only."""
         kept = [each for each in self.recordings if each.about["problem"] in problems]
         return Blocks(kept, self.vocabulary, self.costs)
+
+
+def longest_of(recording: Recording) -> int:
+    """Return the most tokens of a draft."""
+    about = recording.about
+    longest: int = about.get("longest", about["k"])
+    return longest
 
 
 class _Walk:
@@ -479,19 +490,19 @@ def load_blocks(run: str | Path, costs: Costs | None = None) -> dict[tuple[str, 
 
     Raises ``ValueError`` for a folder that is no run, or has no recorded blocks.
     """
-    plan = Plan.of_run(run := Path(run))
-    completions = read_records(run).completions
+    archive = Archive.read(run)
+    completions = archive.records.completions
     found: dict[tuple[str, str], list[Recording]] = {}
     for key, record in completions.items():
         if "blocks" in record:
-            path = run / record["blocks"]
+            path = archive.folder / record["blocks"]
             if not path.exists():
                 raise ValueError(f"{path}, which records.jsonl names, is missing")
             found.setdefault((key.task, key.way), []).append(Recording.load(path))
     if not found:
         raise ValueError(f"{str(run)!r} has no recorded blocks: 'fly eval --record' keeps them")
     sizes = {each.about["vocabulary"] for several in found.values() for each in several}
-    tokenizer = Tokenizer.load(resolve_checkpoint(plan.model, weights=False))
+    tokenizer = Tokenizer.load(resolve_checkpoint(archive.plan.model, weights=False))
     vocabularies = {size: Vocabulary(size) if tokenizer is None else tokenizer.vocabulary(size) for size in sizes}
 
     def of_way(task: str, way: str) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -15,12 +15,13 @@ from rich.text import Text
 from fly.cli.options import Json, Rules, option, output, takes
 from fly.cli.run import alone, rules_of
 from fly.cli.show import console, narrow, note, ratio, table, warn, write_json
-from fly.extras.eval.beside import Prediction, compare_with_run
+from fly.expressions import grid
+from fly.extras.eval.beside import Comparison, Prediction, compare_with_run
 from fly.extras.eval.costs import Costs
 from fly.extras.eval.plots import save_lines
 from fly.extras.eval.replay import Blocks, Replay, Unknown, load_blocks
-from fly.extras.eval.statistics import Estimate
-from fly.policies import AcceptancePolicy
+from fly.extras.statistics import Estimate
+from fly.policies import AcceptancePolicy, parse_policy
 
 _LEGEND = (
     "τ: tokens a round, after the end of a recorded block by the text of exact decoding (beyond: share of tokens kept "
@@ -79,60 +80,99 @@ def replay(
     costs = None if c is None or v is None else Costs(c, v)
     rules = rules_of(policy) if policy or measured is None else []
     record: list[dict[str, Any]] = []
+    refused = Refusals(policy)
     for run in runs:
         known = load_blocks(run, costs)
         for (task, way), blocks in known.items() if rules else ():
-            found, refused = _replay(blocks, rules, cases, **ways)
-            _show(f"{run} · {task} · {way}", blocks, found, refused)
+            found = _replay(blocks, rules, cases, refused, **ways)
+            _show(f"{run} · {task} · {way}", blocks, found)
             if plot is not None and found:
                 _plot(plot if len(known) == 1 else plot.with_stem(f"{plot.stem}-{task}"), f"{task}, {way}", found)
             record += [{"run": str(run), "task": task, "way": way, **_as_json(each)} for each in found]
         if measured is not None:
-            compared, left_out = compare_with_run(known, measured)
-            _show_beside(f"{run} beside {measured}", compared, left_out)
+            compared = compare_with_run(known, run, measured)
+            _show_beside(f"{run} beside {measured}", compared)
             record += [
                 {"run": str(run), "task": each.task, "way": each.way, **_as_json(each.predicted),
                  "measured": each.measured, "measured_relaxed": each.relaxed, "off": each.off,
                  "unchanged_off": each.unchanged}
-                for each in compared
+                for each in compared.predictions
             ]  # fmt: skip
         tell_stops(known)
+    refused.tell()
     if rules:
         note(escape(_LEGEND))
     write_json(json_, record)
 
 
 def tell_stops(known: Mapping[tuple[str, str], Blocks]) -> None:
-    """Say what cannot be replayed because recorded drafts stopped by themselves."""
+    """Say what cannot be replayed because recorded drafts stopped by themselves, or came from a trained head."""
     for (task, way), blocks in known.items():
+        if blocks.head:
+            warn(
+                f"{task}, {way}: a trained head drafts anew in each round, from the target's hidden states; a replayed "
+                f"draft that begins inside a recorded one has its guesses, so τ of all but {way} is an estimate"
+            )
         if blocks.stopped:
+            never = f"{blocks.head or 'model'}(NAME)"
             warn(
                 f"{task}, {way}: {blocks.stopped} of {sum(blocks.exact[1])} drafts stopped by themselves, and replayed "
                 "drafts end there at the latest: a lower reach or confidence changes nothing, and τ is too low for all "
-                f"but {way}; a run recorded with --draft 'model(NAME)' has drafts of {blocks.k} tokens"
+                f"but {way}; a run recorded with --draft '{never}' has drafts of {blocks.k} tokens"
             )
+
+
+class Refusals:
+    """What could not be replayed. It is said once for each text of the command line, however many rules, draft
+    lengths, tasks and runs it stands for."""
+
+    def __init__(self, policies: Sequence[str] | None) -> None:
+        self._texts = {str(parse_policy(each, trusted=True)): text for text in policies or () for each in grid(text)}
+        self._rules: dict[str, dict[str, str]] = {}
+        self._lines: dict[str, None] = {}
+
+    def add(self, error: Unknown, rule: AcceptancePolicy) -> None:
+        """Note the rule whose replay raised ``error``."""
+        if error.rule is None:
+            self._lines[str(error)] = None
+        else:
+            text = self._texts.get(str(rule), str(rule))
+            self._rules.setdefault(text, {}).setdefault(str(rule), str(error))
+
+    def add_lengths(self, lengths: Sequence[int], longest: int) -> None:
+        """Note draft lengths above the ``longest`` recorded one."""
+        if lengths:
+            self._lines[f"k {', '.join(map(str, lengths))}: drafts of {longest} tokens were recorded"] = None
+
+    def tell(self) -> None:
+        """Print a line for each text."""
+        for text, reasons in self._rules.items():
+            others = f"; nor can {len(reasons) - 1} more of the rules '{text}'" if len(reasons) > 1 else ""
+            warn(f"{next(iter(reasons.values()))}{others}")
+        for line in self._lines:
+            warn(line)
 
 
 def _replay(
     blocks: Blocks,
     rules: list[AcceptancePolicy],
     cases: int,
+    refused: Refusals,
     k: list[int] | None,
     confidence: list[float] | None,
     reach: list[float] | None,
-) -> tuple[list[Replay], list[str]]:
-    """Replay each rule in each way. Returns what was found, and why other ways were refused."""
-    found, refused = [], []
-    longest: list[int] | list[None] = k or [None]
-    for rule, most, least, product_of in product(rules, longest, confidence or [0.0], reach or [0.0]):
-        if most is not None and most > blocks.k:
-            refused.append(f"k {most}: drafts of {blocks.k} tokens were recorded")
-            continue
+) -> list[Replay]:
+    """Replay each rule in each way, except those that are ``refused``."""
+    found = []
+    lengths = [blocks.k] if k is None else k
+    refused.add_lengths([n for n in lengths if n > blocks.k], blocks.k)
+    fitting = [n for n in lengths if n <= blocks.k]
+    for rule, most, least, product_of in product(rules, fitting, confidence or [0.0], reach or [0.0]):
         try:
             found.append(blocks.replay(rule, most, least, product_of, cases))
         except Unknown as error:
-            refused.append(str(error))
-    return found, list(dict.fromkeys(refused))
+            refused.add(error, rule)
+    return found
 
 
 def _as_json(each: Replay) -> dict[str, Any]:
@@ -158,7 +198,7 @@ def _print(
     console.print(table("", rows, narrow({heading: name, **columns}), show_edge=False))
 
 
-def _show(title: str, blocks: Blocks, found: list[Replay], refused: list[str]) -> None:
+def _show(title: str, blocks: Blocks, found: list[Replay]) -> None:
     columns: dict[str, Callable[[Replay], str]] = {
         "τ": lambda each: _interval(each.tau),
         "over exact": lambda each: f"{each.tau.value / each.exact:.3f}×",
@@ -176,8 +216,6 @@ def _show(title: str, blocks: Blocks, found: list[Replay], refused: list[str]) -
         _print("place in the draft", found, _name, {str(at): _kept_at(at) for at in places})
         seconds = sum(each.seconds for each in found)
         note(f"{sum(each.rounds for each in found) / max(seconds, 1e-9):,.0f} rounds replayed a second")
-    for line in refused:
-        warn(line)
     texts = blocks.vocabulary.texts if any(each.tokens for each in found) else []
     for each in found:
         if each.tokens:
@@ -206,7 +244,7 @@ def _kept_at(place: int) -> Callable[[Replay], str]:
     return lambda each: f"{each.curve[place - 1]:.0%}" if len(each.curve) >= place else "–"
 
 
-def _show_beside(title: str, compared: list[Prediction], left_out: list[str]) -> None:
+def _show_beside(title: str, compared: Comparison) -> None:
     columns: dict[str, Callable[[Prediction], str]] = {
         "predicted τ": lambda each: _interval(each.predicted.tau),
         "measured": lambda each: _interval(each.measured),
@@ -214,12 +252,18 @@ def _show_beside(title: str, compared: list[Prediction], left_out: list[str]) ->
         "τ unchanged": lambda each: f"{each.unchanged:+.1%}",
         "relaxed": lambda each: f"{each.predicted.relaxed:.1%}, {each.relaxed:.1%}",
     }
-    problems = f" · {max(each.problems for each in compared)} problems" if compared else ""
+    found = compared.predictions
+    problems = f" · {max(each.problems for each in found)} problems" if found else ""
     console.print(f"[bold]{escape(title)}[/]{problems}", soft_wrap=True)
-    if compared:
-        _print("task, way", compared, lambda each: f"{each.task}, {each.way}", columns)
-    for line in left_out:
-        warn(f"left out: {line}")
+    if found:
+        _print("task, way", found, lambda each: f"{each.task}, {each.way}", columns)
+    reasons: dict[str, list[str]] = {}
+    for task, way, reason in compared.left_out:
+        reasons.setdefault(reason, []).append(f"{task}, {way}")
+    for reason, names in reasons.items():
+        warn(f"left out: {'; '.join(names)}: {reason}")
+    for line in compared.unlike:
+        warn(f"unlike runs: {line}")
     note(
         "off: the error of the prediction; τ unchanged: the error of the guess that a rule has the τ of exact "
         "speculation; relaxed: the predicted share and the measured one"

@@ -13,13 +13,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from fly.extras.eval.archive import Archive
 from fly.extras.eval.costs import Costs, measured_costs, neutral_speed
-from fly.extras.eval.plan import AUTOREGRESSIVE, Plan
-from fly.extras.eval.records import Key, Records, read_records
+from fly.extras.eval.plan import AUTOREGRESSIVE
+from fly.extras.eval.records import Key, Records
 from fly.extras.eval.scorers import UNREAD
-from fly.extras.eval.statistics import Estimate, bootstrap_ratio, sign_test, wilson
+from fly.extras.statistics import Estimate, bootstrap_ratio, sign_test, wilson
 
 __all__ = ["Case", "Report", "Row", "Table", "report"]
 
@@ -137,33 +136,31 @@ def report(folders: Sequence[Path], by_group: bool = False, cases: int = 6) -> R
     environments: list[dict[str, Any]] = []
     notes: list[str] = []
     for folder in folders:
-        plan, records = Plan.of_run(folder), read_records(folder)
-        if not records.completions:
+        run = Archive.read(folder)
+        if not run.records.completions:
             raise ValueError(f"{str(folder)!r} has no completions yet")
-        facts = yaml.safe_load((folder / "plan.yaml").read_text(encoding="utf-8"))["tasks"]
-        made = _tables(str(folder), plan, facts, records, by_group, cases)
-        tables += made
-        environments += [
-            {**each, "drafts": _drafts(plan, records, name)} for name, each in records.environments.items()
-        ]
-        notes += _notes(folder, made, records)
+        own = _tables(run, by_group, cases)
+        tables += own
+        environments += [{**each, "drafts": _drafts(run, name)} for name, each in run.records.environments.items()]
+        notes += _notes(folder, own, run.records)
     return Report(tables, environments, notes)
 
 
-def _drafts(plan: Plan, records: Records, environment: str) -> dict[str, str]:
+def _drafts(run: Archive, environment: str) -> dict[str, str]:
     """Return the drafts of an environment, each with the kernels of its models. They are "" for a draft without a
     model, and for records that do not name them."""
-    drafts = {way.label: way.draft for way in plan.ways if way.k}
+    drafts = {way.label: way.draft for way in run.ways if way.k}
     return {
         drafts[key.way]: " + ".join(f"{kernels} in {dtype}" for kernels, dtype in record.get("drafting", ()))
-        for key, record in records.completions.items()
+        for key, record in run.records.completions.items()
         if key.way in drafts and record["environment"] == environment
     }
 
 
-def _tables(run: str, plan: Plan, tasks: dict[str, Any], records: Records, by_group: bool, cases: int) -> list[Table]:
+def _tables(run: Archive, by_group: bool, cases: int) -> list[Table]:
     """Make a table for each task and temperature, over the problems that every way has answered completely."""
-    ways, found = [way.label for way in plan.ways], []
+    records, tasks = run.records, run.tasks
+    ways, found = [way.label for way in run.ways], []
     keys = [key for key in records.completions if key.way in ways]
     for name, temperature in dict.fromkeys((key.task, key.temperature) for key in keys):
         # Collect the turns of each problem and seed by way, and keep the problems that are complete.
@@ -184,12 +181,12 @@ def _tables(run: str, plan: Plan, tasks: dict[str, Any], records: Records, by_gr
             if group := records.completions[each[0][ways[0]][0]]["group"]:
                 groups.setdefault(group, []).append(each)
         for group, part in groups.items():
-            comparison = _Comparison(plan, records, part)
+            comparison = _Comparison(run, part)
             rows, best = comparison.table()
             scored = [_last(unit, way) in records.scores for each in part for unit in each for way in ways]
             found.append(
                 Table(
-                    run=run,
+                    run=str(run.folder),
                     task=name,
                     group=group,
                     temperature=temperature,
@@ -199,8 +196,8 @@ def _tables(run: str, plan: Plan, tasks: dict[str, Any], records: Records, by_gr
                     scorer=tasks[name]["scorer"],
                     refusals=tasks[name]["scorer"] == "refusal",
                     best_exact=best,
-                    cases=[] if group else _cases(plan, records, part, cases),
-                    together=plan.together,
+                    cases=[] if group else _cases(run, part, cases),
+                    together=run.plan.together,
                     makers=len(comparison.makers),
                     timed=len(comparison.timed),
                 )
@@ -216,13 +213,12 @@ def _last(unit: Unit, way: str) -> Key:
 
 
 class _Comparison:
-    """All ways of a plan on the same problems. A problem has one ``Unit`` for each seed."""
+    """All ways of a run on the same problems. A problem has one ``Unit`` for each seed."""
 
-    def __init__(self, plan: Plan, records: Records, problems: list[list[Unit]]) -> None:
-        self.plan = plan
-        self.records = records
+    def __init__(self, run: Archive, problems: list[list[Unit]]) -> None:
+        self.records = records = run.records
         self.problems = problems
-        self.ways = {way.label: way for way in plan.ways}
+        self.ways = {way.label: way for way in run.ways}
         # Times can be compared only on problems where a single maker made all completions, in turns.
         makers = [
             {_maker(records.completions[key]) for unit in problem for keys in unit.values() for key in keys}
@@ -277,8 +273,8 @@ class _Comparison:
                 gates[name] = [a + b for a, b in zip(gates.get(name, [0, 0]), counts)]
         return Row(
             way=label,
-            policy=str(way.policy),
-            guarantee=way.policy.guarantee.value,
+            policy=way.policy,
+            guarantee=way.guarantee,
             k=way.k,
             problems=len(self.problems),
             completions=len(every),
@@ -376,10 +372,10 @@ def _curve(drafts: list[tuple[int, ...]]) -> list[float]:
     return [sum(stands > place for stands in each) / len(each) for place, each in enumerate(reached)]
 
 
-def _cases(plan: Plan, records: Records, problems: list[list[Unit]], count: int) -> list[Case]:
+def _cases(run: Archive, problems: list[list[Unit]], count: int) -> list[Case]:
     """Return the problems whose texts are most worth reading: first those whose score a rule changed, then those with
     the most relaxed tokens."""
-    units = [problem[0] for problem in problems]
+    units, records = [problem[0] for problem in problems], run.records
 
     def interest(unit: Unit) -> tuple[int, int]:
         scores = {records.scores.get(keys[-1], {}).get("right") for keys in unit.values()}
@@ -390,7 +386,7 @@ def _cases(plan: Plan, records: Records, problems: list[list[Unit]], count: int)
     found = []
     for unit in chosen:
         answers = []
-        for way in plan.ways:
+        for way in run.ways:
             key = unit[way.label][-1]
             right = records.scores.get(key, {}).get("right")
             answers.append((way.label, right, pieces_of(records.completions[key])))
@@ -458,7 +454,7 @@ def _notes(folder: Path, tables: list[Table], records: Records) -> list[str]:
             )
         for row in table.rows:
             if row.recorded:
-                stop = "; its drafts stop by themselves, and only 'model(NAME)' records longer ones for 'fly replay'"
+                stop = "; its drafts stop by themselves; 'model(NAME)' or 'block(NAME)' records longer ones for replays"
                 notes.append(
                     f"{table.task}, {row.way}: its blocks were recorded, so its rounds were taken one by one and "
                     "decided in Python: that speed is not shown, and no way is compared with it (over exact); 'at no "

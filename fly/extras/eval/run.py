@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,9 @@ def check_folder(plan: Plan, folder: Path) -> None:
             raise ValueError(f"{folder} was begun with other settings; {'; '.join(changed)}. Give a new folder.")
         tasks, code = {**before["tasks"], **tasks}, {**before["code"], **code}
     folder.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump({"plan": fields, "tasks": tasks, "code": code}, sort_keys=False, allow_unicode=True)
+    ways = [asdict(way.written) for way in plan.ways]
+    written = {"plan": fields, "ways": ways, "tasks": tasks, "code": code}
+    text = yaml.safe_dump(written, sort_keys=False, allow_unicode=True)
     fresh = path.with_suffix(".new")
     fresh.write_text(text, encoding="utf-8")
     fresh.replace(path)
