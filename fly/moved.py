@@ -11,6 +11,7 @@ __all__ = ["report_moves"]
 
 MOVED = {
     "fly.calls": "fly.llm",
+    "fly.backends.cuda.waits": "fly.policies.waits",
     "fly.audit": "fly.extras.audit",
     "fly.bench": "fly.extras.bench",
     "fly.early_exit": "fly.extras.early_exit",

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fly.devices import on_host
 from fly.ops import argmax, log_mass, one_hot, pick, sent, top
 from fly.params import SamplingParams, StructuredOutput
 
@@ -168,7 +169,7 @@ class ListedDraft(Draft):
         return torch.tensor([len(tokens) for tokens in self.chains], dtype=torch.int64)
 
     def to(self, device: torch.device) -> Draft:
-        return self if device.type == "cpu" else super().to(device)
+        return self if on_host(device) else super().to(device)
 
 
 class LazyDistribution(Protocol):

@@ -19,7 +19,6 @@ from fly.backends.cuda import executor as cuda_executor
 from fly.backends.cuda.chain import look_up
 from fly.backends.cuda.device_round import DeviceRound
 from fly.backends.cuda.executor import CudaExecutor
-from fly.backends.cuda.waits import find_wait
 from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
 from fly.drafts import (
@@ -34,6 +33,7 @@ from fly.models import Llama
 from fly.models.families import FULL, SLIDING
 from fly.ops import derive, derived
 from fly.policies import AcceptancePolicy, Exact, condition_types, parse_policy, policy_types
+from fly.policies.waits import find_wait
 from fly.runner.executor import Executor, Lookup, TokenByToken, Wrapped
 from fly.runner.request import BadWords, Row
 from fly.runner.runner import Runner

@@ -15,8 +15,8 @@ FILES = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "fly"
 
 # A room imports only itself and rooms that stand before it, annotations included.
 ROOMS = [
-    "moved", "errors", "expressions", "params", "ops", "vocabulary", "types", "policies", "cache", "models", "bundled",
-    "runner", "drafts", "output", "engine", "backends", "config", "parallel", "llm", "testing",
+    "moved", "errors", "expressions", "params", "devices", "ops", "vocabulary", "types", "policies", "cache", "models",
+    "bundled", "runner", "drafts", "output", "engine", "backends", "config", "parallel", "llm", "testing",
     "serve", "cli", "extras",
 ]  # fmt: skip
 # Programs and bridges beside the core, each with the other extras that it may import.
@@ -215,6 +215,22 @@ def test_an_object_is_changed_by_its_own_methods(name: str) -> None:
             for attribute in changed(node) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else ():
                 own = attribute.startswith("self.") and attribute.count(".") == 1
                 assert own or any(f"{attribute}.".startswith(f"{each}.") for each in FILLED), (path, attribute)
+
+
+# Words of code that ask what kind a device is, or that only one kind knows.
+_ASKS = re.compile(r"device\)?\.type\b|\.is_(cuda|cpu|mps|xpu)\b|torch\.(cuda|mps|xpu)\b|[!=]= [\"'](cpu|cuda)")
+# Beside the backends, the module of devices' kinds; and what asks for a word that another program's user has said.
+_MAY_ASK = {
+    "fly.devices", "fly.extras.eval.harness", "fly.extras.engines.sglang.requests", "fly.extras.engines.vllm.plugin",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", FILES, ids=module)
+def test_only_backends_ask_what_kind_a_device_is(path: Path) -> None:
+    """Others ask the executor what it can, or ``fly.devices``."""
+    name = module(path)
+    if room(name) != "backends" and name not in _MAY_ASK:
+        assert not _ASKS.findall(FILES[path])
 
 
 def test_from_the_step_to_a_forward_there_are_two_files() -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fly
-from fly.backends.cuda.waits import find_wait
 from fly.drafts import DraftStrategy, SingleDraft, TreeDraft
 from fly.policies import (
     AboveContext,
@@ -32,6 +31,7 @@ from fly.policies import (
     raw_log_probs,
     verify,
 )
+from fly.policies.waits import find_wait
 from fly.testing.blocks import toy_vocabulary
 from fly.testing.policies import check_row_alone_equals_row_in_batch
 from fly.types import Draft, Guarantee, Noise, Target, Why

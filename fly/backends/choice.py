@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from functools import cache, partial
@@ -36,12 +37,14 @@ from fly.runner.memory import room_for
 
 __all__ = [
     "LoadExecutor",
+    "drop_graphs",
     "executor_of",
     "load",
     "load_executor",
     "max_stored_bytes",
     "part_executor",
     "uses_blocks",
+    "why_not_compiled",
 ]
 
 LoadExecutor = Callable[..., Executor]  # a function like ``load_executor``
@@ -91,7 +94,7 @@ def executor_of(model: Any, kernels: str = "auto") -> Executor:
             reason = refusal(decoder) if isinstance(decoder, Llama) else f"there is no compiled code for {kind}"
         if reason is None:
             loading = model if isinstance(model, Loading) else None
-            if loading is not None and uses_blocks(loading.checkpoint, kernels):
+            if loading is not None and uses_blocks(loading.checkpoint, model.device, kernels):
                 variant = f"{variant}-stored"
             return CpuExecutor(PackedLlama(decoder, variant, loading))
         if kernels != "auto":
@@ -103,9 +106,22 @@ def executor_of(model: Any, kernels: str = "auto") -> Executor:
     return _on_torch(model)
 
 
-def uses_blocks(checkpoint: Checkpoint, kernels: str = "auto") -> bool:
-    """Whether the CPU computes with the blocks of a file as they are."""
-    return leaves_kernels_open(kernels) and available() != [TORCH] and computes_as_stored(checkpoint)
+def uses_blocks(checkpoint: Checkpoint, device: torch.device, kernels: str = "auto") -> bool:
+    """Whether ``device`` computes with the blocks of a file as they are."""
+    compiled = device.type == "cpu" and available() != [TORCH]
+    return compiled and leaves_kernels_open(kernels) and computes_as_stored(checkpoint)
+
+
+def why_not_compiled(executor: Executor) -> str:
+    """Return why no compiled kernels are here for an executor that runs on PyTorch's; empty if it could have some, or
+    is on a device that has none."""
+    return (why_not() or "") if executor.kernels == TORCH and executor.device.type == "cpu" else ""
+
+
+def drop_graphs() -> None:
+    """Drop what any backend of this process has captured. Graphs that hold collectives must go before their group."""
+    if (graphs := sys.modules.get("fly.backends.cuda.graphs")) is not None:
+        graphs.drop_graphs()
 
 
 def max_stored_bytes(checkpoint: Checkpoint) -> int:
@@ -231,7 +247,7 @@ def _room_for(
     to do."""
     narrow = kernels.rpartition("-")[2] in (*NARROW, "int4")
     needed, rounded = (weight_bytes(checkpoint.config, dtype.itemsize, small) for small in (narrow, True))
-    if kernels.endswith("stored") or (device.type == "cpu" and uses_blocks(checkpoint, kernels)):
+    if kernels.endswith("stored") or uses_blocks(checkpoint, device, kernels):
         needed = max_stored_bytes(checkpoint)
     rounding = "" if narrow else f"kernels='w8a8' (or 'int8') needs {rounded / 1e9:.2f} GB; otherwise "
     advice = f"{rounding}close other programs, raise the limit (ulimit -v, the container's), or take a smaller model"

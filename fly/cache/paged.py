@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fly.cache.allocator import BlockAllocator
+from fly.devices import kind_of, on_host
 from fly.ops import upload
 
 __all__ = ["DEFAULT_BYTES", "Cacheable", "PagedBatch", "PagedKVCache", "Sizes", "block_size_for"]
@@ -29,10 +30,9 @@ DEFAULT_BYTES = 4 << 30  # default bytes of keys and values
 
 
 def block_size_for(device: torch.device | str) -> int:
-    """Return the tokens per page for a kind of device. On the CPU, kernels read any block table, and pages are small,
-    so that a short text wastes little. Elsewhere a page has 256 tokens, which paged attention kernels on CUDA
-    accept."""
-    return 4 if torch.device(device).type == "cpu" else 256
+    """Return the tokens per page for a kind of device. On the CPU pages are small, so that a short text wastes little.
+    Elsewhere a page has 256 tokens, which paged attention kernels on CUDA accept."""
+    return kind_of(device).page_tokens
 
 
 class Sizes(Protocol):
@@ -218,7 +218,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     them: a text is spread over many small pages of the cache, and with ordinary memory pages address translation would
     take longer than reading them."""
     size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or size < _LARGE:
+    if not on_host(device) or size < _LARGE:
         return torch.zeros(shape, dtype=dtype, device=device)
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype)
@@ -256,7 +256,7 @@ class PagedKVCache:
         self.device = torch.device(device)
         self.context = config.max_position_embeddings
         self.nobody = num_blocks
-        pages = num_blocks + (self.device.type != "cpu")
+        pages = num_blocks + (not on_host(self.device))
         shape = config.num_hidden_layers, pages * block_size, config.num_key_value_heads, config.head_dim
         self.keys, self.values = (zeros(shape, dtype, self.device) for _ in range(2))
 
@@ -287,7 +287,7 @@ class PagedKVCache:
         copies = self.allocator.resize(seq, n_tokens)
         for stored in (self.keys, self.values):
             pages = stored.unflatten(1, (-1, size))
-            for page in self.allocator.table(seq)[had:] if self.device.type != "cpu" else ():
+            for page in self.allocator.table(seq)[had:] if not on_host(self.device) else ():
                 pages[:, page].zero_()
             for source, destination in copies:
                 pages[:, destination] = pages[:, source]

@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +14,8 @@ from rich.markup import escape
 
 from fly import __version__
 from fly.backends.cpu.library import FOR_ALL, TORCH, available, check_target, chosen, unusable, why_not
-from fly.cache import DEFAULT_BYTES, block_size_for
+from fly.backends.cuda.survey import survey
+from fly.cache import DEFAULT_BYTES
 from fly.cli.options import Json
 from fly.cli.run import command
 from fly.cli.show import console, print_list, write_json
@@ -68,7 +68,7 @@ def examine() -> Iterator[Finding]:
     yield Finding("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield from _find_packages()
     yield from _find_processor()
-    yield from _find_cuda()
+    yield from (Finding(*found) for found in survey())
     yield from _find_memory()
 
 
@@ -113,43 +113,6 @@ def _find_processor() -> Iterator[Finding]:
         yield Finding("CPU attention", "compiled, over the pages of the cache in place")
     else:
         yield Finding("CPU attention", "PyTorch's scaled_dot_product_attention")
-
-
-def _find_cuda() -> Iterator[Finding]:
-    built, reason = torch.version.cuda, ""
-    if built is None:
-        reason = f"torch {torch.__version__} is built without CUDA"
-    elif not torch.cuda.is_available():
-        reason = f"torch is built for CUDA {built}, but there is no device, or no driver that this build accepts"
-    if reason:
-        # Show which kernels would be tried on a device. A device may still refuse them.
-        triton = find_spec("triton") is not None
-        yield Finding("CUDA", "none", reason)
-        attention = "our Triton kernels, FlashAttention for prompts" if triton else "FlashAttention, without Triton"
-        yield Finding("CUDA attention", attention, "there is no CUDA device to try it on")
-        return
-    for index in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(index)
-        free = free_memory(torch.device("cuda", index))
-        memory = f"{free / 1e9:.1f} of {facts.total_memory / 1e9:.1f} GB free"
-        yield Finding(f"cuda:{index}", f"{facts.name}, compute capability {facts.major}.{facts.minor}, {memory}")
-        yield from _find_kernels(torch.device("cuda", index))
-
-
-def _find_kernels(device: torch.device) -> Iterator[Finding]:
-    """Yield what runs a bfloat16 model with heads of 128 numbers on a device; each kernel is tried there."""
-    from fly.backends.cuda.attention import find_flash  # they take seconds to import
-    from fly.backends.cuda.ops import refuse_attention, refuse_layers, refuse_steps
-
-    kind = device, torch.bfloat16, 128
-    refused, options = refuse_attention(*kind, block_size_for(device)), find_flash(*kind)
-    yield Finding(f"{device} attention", "our Triton kernels", refused or "")
-    of_torch = "" if options is not None else f"torch {torch.__version__} does not read pages in place: see the warning"
-    yield Finding(f"{device} attention of prompts", "FlashAttention of PyTorch", of_torch)
-    if refused and options is None:
-        yield Finding(f"{device} attention", "PyTorch's, over copies of pages")
-    yield Finding(f"{device} layers", "fused by our Triton kernels", refuse_layers(device, torch.bfloat16) or "")
-    yield Finding(f"{device} steps of a round", "fused by our Triton kernels", refuse_steps(device) or "")
 
 
 def _find_memory() -> Iterator[Finding]:

@@ -100,7 +100,7 @@ def _storage(checkpoint: Checkpoint) -> tuple[str, list[str]]:
     except CheckpointError as error:  # the checkpoint is on the hub, and its weights were not downloaded
         return f"– ({error})" if checkpoint.path.suffix == ".gguf" else "– (the weights are not here)", []
     kinds = dict.fromkeys(stored.kind for stored in tensors)
-    kept = resolve_device("auto").type == "cpu" and uses_blocks(checkpoint)
+    kept = uses_blocks(checkpoint, resolve_device("auto"))
     said = f"{', '.join(kinds)}; {checkpoint.nbytes / 1e9:.2f} GB"
     return said, [kind for kind in kinds if kept and kind in KINDS]
 

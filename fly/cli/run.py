@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import typer
 from rich.markup import escape
 
-from fly.backends.cpu import why_not
+from fly.backends.choice import why_not_compiled
 from fly.bundled import usual_draft
 from fly.cache.allocator import OutOfBlocks
 from fly.cli.show import errors, fail, tell
@@ -205,10 +205,8 @@ def memory_in_words(memory: list[dict[str, int]]) -> str:
 def kernels_of(llm: LLM) -> str:
     """Return the kernels that run the target; for PyTorch on a CPU, with the reason why they are not compiled."""
     executor = llm.engine.runner.executor
-    if executor.kernels != "torch":
-        return executor.kernels
-    reason = why_not() if executor.device.type == "cpu" else ""
-    return f"torch ({reason})" if reason else "torch"
+    reason = why_not_compiled(executor)
+    return f"{executor.kernels} ({reason})" if reason else executor.kernels
 
 
 def compute_in_words(llm: LLM) -> str:

@@ -23,8 +23,8 @@ class Ranks(Protocol):
 
 
 def find_room(executor: Executor, work: Workload, size: CacheSize, ranks: Ranks | None) -> tuple[Room | None, int]:
-    """Return the memory that caches may take on a CUDA device (None on other devices), and how many rows a step may
-    have.
+    """Return the memory that caches may take on a device with memory of its own (else None), and how many rows a step
+    may have.
 
     Args:
         executor: the target.
@@ -34,8 +34,6 @@ def find_room(executor: Executor, work: Workload, size: CacheSize, ranks: Ranks 
 
     Raises ``ValueError`` if the weights leave nothing.
     """
-    if executor.device.type != "cuda":
-        return None, work.rows
     context = executor.config.max_position_embeddings
     # Who gives a size for caches has divided the device.
     share = size.share if size.tokens is None and size.bytes is None else 1.0

@@ -26,14 +26,14 @@ def warm_up(
     batch is decoded at temperature 0 and with the sampling of ``default`` (at temperature 1 if that is greedy).
 
     Args:
-        engine: the engine to warm up. On other devices than CUDA nothing is done.
+        engine: the engine to warm up. Nothing is done if its target captures no work.
         max_rows: the most requests in a step; larger batches are left out.
         k: the most tokens that are drafted in a round.
         generate: decodes prompts (token ids), each with its own parameters.
         advance: called with a text after each kind of batch.
     """
     executors = [engine.runner.executor, *(each.executor for each in engine.setup.drafters if each.executor)]
-    if executors[0].device.type != "cuda":
+    if not executors[0].captures:
         return
     context, vocab_size = executors[0].config.max_position_embeddings, executors[0].config.vocab_size
     sampled = default if default.temperature else SamplingParams(temperature=1.0)

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fly.devices import kind_of
 from fly.engine.job import Entry, Job, Request
 from fly.engine.scheduler import Scheduler
 
@@ -214,9 +215,7 @@ class Worker:
     def _start(self) -> None:
         # When the worker is garbage-collected, None in the inbox ends the thread.
         weakref.finalize(self, self._inbox.put, None).atexit = False
-        place = self._engine.runner.executor.device
-        device = place if place.type == "cuda" else None  # CUDA's current device is set for each thread
-        arguments = self._inbox, weakref.ref(self), device
+        arguments = self._inbox, weakref.ref(self), self._engine.runner.executor.device
         self._thread = threading.Thread(target=_run, args=arguments, name="fly-engine", daemon=True)
         self._thread.start()
 
@@ -435,11 +434,10 @@ def _describe(job: Job) -> Any:
     )
 
 
-def _run(inbox: SimpleQueue[Any], owner: weakref.ref[Worker], device: torch.device | None) -> None:
+def _run(inbox: SimpleQueue[Any], owner: weakref.ref[Worker], device: torch.device) -> None:
     """Run the worker's thread. While it sleeps, it refers to nothing but its inbox. None in the inbox means that the
     worker was garbage-collected."""
-    if device is not None:
-        torch.cuda.set_device(device)
+    kind_of(device).make_current(device)  # CUDA's current device is set for each thread
     goes_on = False
     while (item := inbox.get()) is not None:
         if (worker := owner()) is not None:

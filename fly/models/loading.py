@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from fly.devices import default_device, kind_of, on_host
 from fly.models.checkpoint import Checkpoint, Cut, Stored, check_tensors
 from fly.models.config import CheckpointError, LlamaConfig
 from fly.models.llama import Llama, Replaced, replace_parameters, skeleton
@@ -92,18 +93,13 @@ def resolve_dtype(dtype: str | torch.dtype, raw: dict[str, Any]) -> torch.dtype:
 def resolve_device(device: str | torch.device) -> torch.device:
     """Convert ``device`` to a torch device. ``"auto"`` means the current CUDA device if there is one, else the CPU."""
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return default_device()
     try:
         wanted = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device {device!r} is unknown; choices: {_DEVICES}") from error
-    if wanted.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r} is not available here; this build of torch sees no CUDA device")
-    if wanted.type not in ("cpu", "cuda"):
-        try:
-            torch.empty(1, device=wanted)
-        except (RuntimeError, AssertionError, ImportError):  # torch's own text is a page
-            raise ValueError(f"device {device!r} is not available here; choices: {_DEVICES}") from None
+    if reason := kind_of(wanted).why_missing(wanted):
+        raise ValueError(f"device {device!r} is not available here; choices: {_DEVICES} ({reason})")
     return wanted
 
 
@@ -160,7 +156,7 @@ class Loading:
     def filled(self, module: nn.Module, but: frozenset[nn.Parameter] = frozenset()) -> Iterator[None]:
         """Give a module of the model its values while this context is active, except the parameters ``but``. On the
         CPU, values that need no conversion are read from the mapped file, without a copy."""
-        before = self._fill(module, borrow=self.device.type == "cpu", but=but)
+        before = self._fill(module, borrow=on_host(self.device), but=but)
         try:
             yield
         finally:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from fly.devices import on_host
+
 __all__ = ["SMALL", "Top", "argmax", "log_mass", "nan_at", "nothing_left", "one_hot", "pick", "spread", "top"]
 
 _CHUNK = 64
@@ -30,7 +32,7 @@ def argmax(values: Tensor) -> Tensor:
     """Return the index of the largest value in the last dimension, int64 [...]; on a tie, the lowest index."""
     if has_torch_function_unary(values):
         return handle_torch_function(argmax, (values,), values)
-    if values.device.type != "cpu" or values.dtype != torch.float32:
+    if not on_host(values) or values.dtype != torch.float32:
         return values.argmax(-1)
     return torch.from_numpy(np.asarray(values.numpy(force=True).argmax(-1)))  # NumPy's is vectorised, torch's is not
 
@@ -78,7 +80,7 @@ def top(values: Tensor, n: int) -> Top:
     if has_torch_function_unary(values):
         return handle_torch_function(top, (values,), values, n)
     width = values.shape[-1]
-    if values.device.type != "cpu" or width < 4 * n * _CHUNK or values.numel() <= _FEW:
+    if not on_host(values) or width < 4 * n * _CHUNK or values.numel() <= _FEW:
         return Top(*values.topk(min(n, width), dim=-1))
     chunked = width - width % _CHUNK
     chunks = values[..., :chunked].unflatten(-1, (-1, _CHUNK))
@@ -112,7 +114,7 @@ def log_mass(
         return logits_NV if cut_NV is None else logits_NV.masked_fill_(cut_NV, -torch.inf)
 
     width = logits_RV.shape[1]
-    if logits_RV.device.type != "cpu":
+    if not on_host(logits_RV):
         return scale(logits_RV.clone() if at_N is None else logits_RV[at_N], slice(None)).logsumexp(-1)
     if width <= SMALL:
         logits_NV = (logits_RV if at_N is None else logits_RV[at_N]).detach().numpy()

@@ -88,9 +88,7 @@ class Part:
         if not 0 <= rank < size:
             raise PlanError(f"rank {rank} is not one of {size} ranks")
         if config.traits.query_norm == "whole":
-            raise PlanError(
-                f"{config.family} normalises queries and keys over all heads, and a rank holds some of them"
-            )
+            raise PlanError("this model normalises queries and keys over all heads, and a rank holds some of them")
         self.config = config
         self.rank = rank
         self.size = size

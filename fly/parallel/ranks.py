@@ -28,7 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fly.backends.choice import drop_graphs
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT, Placement
+from fly.devices import default_device, kind_of, on_host
 from fly.parallel.watch import PREPARING, CollectiveError, Progress, RankError, Watch
 
 __all__ = ["Ranks", "Share", "launch", "memory_here"]
@@ -51,7 +53,7 @@ class Checksum:
         self.device = device
         with torch.inference_mode(False):  # tensors made in inference mode cannot be changed outside it
             self.value = torch.ones(1, dtype=torch.int64, device=device)
-            self.host = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+            self.host = torch.zeros(1, dtype=torch.int64, pin_memory=kind_of(device).pins)
         self._factors: list[Tensor] = []  # the last entry is in use; captured graphs still read the earlier ones
         self._make_factors(_LONGEST)
 
@@ -71,8 +73,7 @@ class Checksum:
 
     def read(self) -> int:
         """Return the value that ``leave`` copied last. If the device is still busy, wait for it."""
-        if self.device.type == "cuda" and not (stream := torch.cuda.current_stream(self.device)).query():
-            stream.synchronize()
+        kind_of(self.device).wait(self.device)
         return int(self.host)
 
 
@@ -252,8 +253,8 @@ class Ranks:
             raise RankError(f"ranks diverged: up to forward {count}, {named} had other tokens than rank 0")
 
     def _run(self, collective: Callable[..., Any], *tensors: Tensor, **options: Any) -> None:
-        """Run a collective of the device's group. On CUDA this only queues it. Tensors without values
-        (``fly.backends.cuda.footprint``) are not exchanged."""
+        """Run a collective of the device's group. On CUDA this only queues it. Tensors without values are not
+        exchanged."""
         if tensors[0].is_meta:
             return
         if torch.compiler.is_compiling():  # the caller waits for the whole graph inside ``awaited``
@@ -261,11 +262,9 @@ class Ranks:
             return
         with self.awaited():
             collective(*tensors, group=self.group, **options)
-        if tensors[0].is_cuda and not torch.cuda.is_current_stream_capturing():
-            with torch.cuda.device(tensors[0].device):
-                event = torch.cuda.Event()
-                event.record()
-            self.progress.is_done = event.query
+        device = tensors[0].device
+        if (is_done := kind_of(device).mark(device)) is not None:
+            self.progress.is_done = is_done
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -302,7 +301,7 @@ def memory_here() -> dict[str, int]:
         sizes = {name: 1024 * int(size) for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", status, re.MULTILINE)}
     # getrusage would also count the process before it became this program, and its unit differs among systems
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    device = kind_of(default_device()).largest_use()
     return {"own": sizes.get("RssAnon", 0), "peak": sizes.get("VmHWM", peak), "device": device}
 
 
@@ -356,9 +355,7 @@ def launch(
     else:
         watch.leave()
     finally:
-        # Before it ends, NCCL waits for graphs that contain its collectives.
-        if (graphs := sys.modules.get("fly.backends.cuda.graphs")) is not None:
-            graphs.drop_graphs()
+        drop_graphs()  # before it ends, NCCL waits for graphs that contain its collectives
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
 
@@ -370,32 +367,36 @@ def _connect(collective_timeout: float) -> tuple[Any, str]:
         raise ValueError(f"{missing} not set: ranks are started by start_ranks, or by torchrun --nproc-per-node N ...")
     store, rank, size = next(iter(dist.rendezvous("env://")))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    device = None
-    if cuda := torch.cuda.is_available():
-        torch.cuda.set_device(device := _own_device(rank))
+    device = _own_device(rank)
+    kind = kind_of(device)
+    kind.make_current(device)
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
+        kind.collectives,
         store=dist.PrefixStore(f"group/{attempt}", store),
         rank=rank,
         world_size=size,
         # The watch ends stuck ranks before NCCL does. Gloo's timeout would also end servers that are idle.
-        timeout=timedelta(seconds=2 * PREPARING * collective_timeout) if cuda else _FOREVER,
-        device_id=device,
+        timeout=timedelta(seconds=2 * PREPARING * collective_timeout) if kind.collectives != "gloo" else _FOREVER,
+        device_id=None if on_host(device) else device,
     )
     return store, attempt
 
 
 def _own_device(rank: int) -> torch.device:
-    """Return this process's CUDA device: the one with its local rank's number, or the only one that it sees (Slurm or
-    ``CUDA_VISIBLE_DEVICES`` may show each process its own).
+    """Return this process's device: the one with its local rank's number, or the only one that it sees (Slurm or
+    ``CUDA_VISIBLE_DEVICES`` may show each process its own). Without CUDA devices, all processes share the CPU.
 
     Raises ``ValueError`` if there are more processes on this machine than devices that they see.
     """
-    count = torch.cuda.device_count()
+    device = default_device()
+    if on_host(device):
+        return device
+    kind = kind_of(device)
+    count = kind.count()
     local = int(os.environ.get("LOCAL_RANK", rank % count))
     if local >= count > 1:
         raise ValueError(
             f"LOCAL_RANK {local}: this process sees {count} CUDA devices; start at most {count} processes here, or let "
             "each see one device of its own (CUDA_VISIBLE_DEVICES)"
         )
-    return torch.device("cuda", local if count > 1 else 0)
+    return kind.at(local if count > 1 else 0)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fly.devices import on_host
 from fly.errors import short
 from fly.expressions import Amount, Checked, Count
 from fly.ops import entropy, log_mass, top
@@ -59,7 +60,7 @@ class Block:
     def _read(self) -> tuple[Tensor, Tensor]:
         """The rows and positions that ``at_mismatches`` reads, int64 [N] each."""
         (count, longest), device = self.agree_BK.shape, self.agree_BK.device
-        if device.type == "cpu":
+        if on_host(device):
             drafted_BK = np.arange(longest) < self.draft.lengths_B.numpy()[:, None]
             rows, positions = (~self.agree_BK.numpy() & drafted_BK).nonzero()
             return torch.from_numpy(rows), torch.from_numpy(positions)

@@ -205,6 +205,7 @@ class Executor(ABC):
     gives_states = False  # whether ``score`` can give hidden states
     keeps_guarantees = True  # whether a rule keeps its guarantee on this model; if not, every rule is heuristic
     compiles, often = False, 0  # whether it compiles layers, and after how many rounds of a shape
+    captures = False  # whether it prepares work of each shape, which a warm-up can do before the first request
 
     @property
     def weight_bytes(self) -> float:
@@ -539,6 +540,7 @@ class Wrapped(Executor):
         self.kernels = inner.kernels
         self.own_threads = inner.own_threads
         self.gives_states = inner.gives_states
+        self.captures = inner.captures
         self.keeps_guarantees = inner.keeps_guarantees
 
     @property

@@ -19,12 +19,13 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from fly.cache import DEFAULT_BYTES
 from fly.cache.paged import Cacheable
+from fly.devices import kind_of
 from fly.errors import short
 
 __all__ = ["DEFAULT_SHARE", "CacheSize", "Room", "cache_size", "divide_device", "free_memory", "room_for"]
 
 _log = logging.getLogger("fly")
-DEFAULT_SHARE = 0.9  # of a CUDA device, for weights, work and caches together
+DEFAULT_SHARE = 0.9  # of a device's own memory, for weights, work and caches together
 _CONTEXTS = 8  # number of whole contexts that caches hold by default, if there is room
 _BYTES = TypeAdapter(ByteSize)
 _WITH_UNIT = re.compile(r"\s*(\d+|\d*\.\d+)\s*[A-Za-z]+\s*")  # pydantic takes more after it
@@ -73,10 +74,10 @@ class CacheSize:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free bytes of ``device``. On the CPU these are the bytes that the system could give without swapping
-    (cached files count as free), within the limits of this process and its control group."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    """Return the free bytes of ``device``. If it has no memory of its own, these are the bytes that the system could
+    give without swapping (cached files count as free), within the limits of this process and its control group."""
+    if (own := kind_of(device).memory(device)) is not None:
+        return own.free
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024
@@ -131,8 +132,8 @@ def room_for(what: str, needed: int, device: torch.device, advice: str, mapped: 
 
 @dataclass(frozen=True)
 class Room:
-    """The memory that caches may take on a CUDA device: ``budget`` bytes, for at most ``tokens`` tokens. ``reason``
-    says in words how the bytes were computed."""
+    """The memory that caches may take on a device with memory of its own: ``budget`` bytes, for at most ``tokens``
+    tokens. ``reason`` says in words how the bytes were computed."""
 
     budget: int
     tokens: int
@@ -141,8 +142,8 @@ class Room:
 
 def divide_device(
     device: torch.device, share: float | None, reserve: Callable[[int], tuple[int, int]], context: int
-) -> tuple[Room, int]:
-    """Divide the memory of a CUDA device between work and caches, after the weights are loaded.
+) -> tuple[Room | None, int]:
+    """Divide the memory of a device that has its own between work and caches, after the weights are loaded.
 
     Args:
         share: the share of the whole device's memory that weights, work and caches may take together (``cache=0.9``);
@@ -151,10 +152,14 @@ def divide_device(
             that it takes, and the number of rows that these are for (``Executor.reserve``).
         context: the most tokens of a row.
 
-    Returns the room for caches, and the number of rows. Raises ``ValueError`` if nothing is left.
+    Returns the room for caches (None if the memory is the host's), and the number of rows. Raises ``ValueError`` if
+    nothing is left.
     """
-    torch.cuda.empty_cache()  # what loading has left
-    free, total = torch.cuda.mem_get_info(device)
+    kind = kind_of(device)
+    kind.release_memory()  # what loading has left
+    if (memory := kind.memory(device)) is None:
+        return None, reserve(sys.maxsize)[1]
+    free, total = memory
     share = DEFAULT_SHARE if share is None else share
     left = int(share * total) - (total - free)
     whole = f"{share:.0%} of the {total / 1e9:.1f} GB of {device}"
@@ -174,7 +179,7 @@ def cache_size(model: Cacheable, token_bytes: int, block_size: int, size: CacheS
         token_bytes: bytes that a token takes in all caches together.
         size: what the user said; its ``share`` is of the free memory, unless there is a ``room``. By default, caches
             take ``room``, or else 4 GiB, or half of the free memory if that is less.
-        room: what the device has room for; None except on CUDA.
+        room: what the device has room for; None if its memory is the host's.
 
     Raises ``ValueError`` if not even one page fits.
     """

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fly.devices import on_host
 from fly.ops import argmax, log_mass, one_hot, pick, sent, top
 from fly.types import SamplingParams
 
@@ -199,7 +200,7 @@ _FIRST = 16  # most nuclei are within this many tokens
 def _kept_mass(logits_NV: Tensor, peak_N: Tensor, temperature_N: Tensor, least_N: Tensor | None) -> Tensor:
     """Return ``log_mass`` [N]. On the CPU, where only a few of the likeliest tokens are kept, only these are added
     up."""
-    if least_N is None or logits_NV.device.type != "cpu":
+    if least_N is None or not on_host(logits_NV):
         return log_mass(logits_NV, peak_N, temperature_N, least_N)
     likeliest = top(logits_NV, _FIRST).values
     mass = ((likeliest - peak_N.unsqueeze(1)) / temperature_N.unsqueeze(1)).exp()
@@ -228,7 +229,7 @@ def _nucleus(logits_NV: Tensor, peak_N: Tensor, temperature_N: Tensor, total_N: 
         count = (likelier < top_p_N[at, None]).sum(-1, keepdim=True)
         return likeliest.gather(1, count - 1).squeeze(1), count.squeeze(1) < likeliest.shape[1]
 
-    if logits_NV.device.type != "cpu":
+    if not on_host(logits_NV):
         return among(width, slice(None))[0]
     n = _FIRST
     least_N, decided_N = among(n, slice(None))

@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
-from fly.backends.cuda.waits import find_wait
 from fly.expressions import check_parameters
 from fly.ops import one_hot
 from fly.policies import AcceptancePolicy, dump_policy, load_policy, parse_policy
+from fly.policies.waits import find_wait
 from fly.runner.request import Stats
 from fly.runner.sampling import BatchSampling
 from fly.testing.blocks import TICK, TOLERANCE, Case, bind_to, make_block, make_cases, require_same, rounded

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fly.backends.cpu.drafting import draft_in_one_call
 from fly.backends.cpu.library import chosen, load
-from fly.backends.cpu.packed import TYPES, PackedLlama, float_weights, new_model, shape_of
+from fly.backends.cpu.packed import TYPES, PackedLlama, float_weights, layer_refusal, new_model, shape_of
 from fly.models.eagle import Eagle3Head, HeadLayer
 from fly.models.llama import rotary_tables
 from fly.runner.constraints import constrains
@@ -37,6 +37,8 @@ def head_refusal(head: Eagle3Head) -> str | None:
         return f"compiled kernels take {[str(dtype).removeprefix('torch.') for dtype in TYPES]}, not {head.dtype}"
     if layer.hidden_size % 32:
         return f"compiled kernels take heads of a multiple of 32 values, not {layer.hidden_size}"
+    if (reason := layer_refusal(layer)) is not None:
+        return reason
     if flags := [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]:
         return f"there is no compiled code for {flags}"
     return None

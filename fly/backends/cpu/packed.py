@@ -73,12 +73,21 @@ def refusal(model: Llama) -> str | None:
         return f"compiled kernels run on the CPU, not on {model.device}"
     if model.dtype not in _FLOATS:
         return f"compiled kernels take {[str(dtype).removeprefix('torch.') for dtype in _FLOATS]}, not {model.dtype}"
-    if model.config.head_dim > _WIDEST_HEAD:
-        return f"compiled kernels take heads up to {_WIDEST_HEAD} wide, not {model.config.head_dim}"
-    if model.config.traits.query_norm == "whole" or not model.config.traits.input_norms:
-        return f"compiled kernels know nothing of the norms of the family {model.config.family!r}"
+    if (reason := layer_refusal(model.config)) is not None:
+        return reason
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         return "compiled kernels know nothing of hooks, which this model has (fly.parallel.load compiles a rank's part)"
+    return None
+
+
+def layer_refusal(config: LlamaConfig) -> str | None:
+    """Return why there is no compiled code for layers with this configuration; None if there is."""
+    if config.head_dim > _WIDEST_HEAD:
+        return f"compiled kernels take heads up to {_WIDEST_HEAD} wide, not {config.head_dim}"
+    if config.traits.query_norm == "whole":
+        return "compiled kernels normalise queries and keys head by head; this model normalises all heads at once"
+    if not config.traits.input_norms:
+        return "compiled kernels normalise the inputs of attention and feed-forward; this model takes them as they are"
     return None
 
 

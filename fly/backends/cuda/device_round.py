@@ -30,12 +30,12 @@ from fly.backends.cuda.drafter import Drafter, HeadDrafter, Model
 from fly.backends.cuda.graphs import Download, GraphPool, Part, Shared, Timer, upload_into
 from fly.backends.cuda.ops import uniforms
 from fly.backends.cuda.table import Column, Shape, Table, pack
-from fly.backends.cuda.waits import TextOnHost, find_wait
 from fly.backends.torch import TorchHead
 from fly.cache import PagedKVCache
 from fly.ops import Stream, argmax, pick
 from fly.policies import AcceptancePolicy, verify
 from fly.policies.base import accepts_exactly
+from fly.policies.waits import TextOnHost, find_wait
 from fly.types import Draft, Noise, Target, Verdict, Why
 
 __all__ = ["DecisionStage", "DeviceRound", "Group", "Scored", "find_refusal"]

@@ -84,6 +84,7 @@ class CudaExecutor(TorchExecutor):
     # The first time on a machine, compiling takes some ten seconds for each number of tokens. It begins after so many
     # rounds, which take as long, so compiling at most doubles the time of short work.
     often = 2000
+    captures = True
 
     def __init__(self, model: Any, compiles: bool = True, pool: GraphPool | None = None) -> None:
         super().__init__(model)

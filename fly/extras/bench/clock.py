@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from fly.extras.eval.timed import synchronize
+from fly.devices import kind_of
 
 __all__ = ["Timing", "between", "clocked", "take_turns"]
 
@@ -43,10 +43,11 @@ class Timing:
 
 def clocked(run: Callable[[], _Result], device: torch.device = _CPU) -> tuple[_Result, float]:
     """Call ``run``. Returns its result, and the seconds until it returned and ``device`` had finished its work."""
-    synchronize(device)
+    kind = kind_of(device)
+    kind.synchronize(device)
     start = time.perf_counter()
     result = run()
-    synchronize(device)
+    kind.synchronize(device)
     return result, time.perf_counter() - start
 
 

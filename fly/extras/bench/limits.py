@@ -15,13 +15,14 @@ import torch
 
 from fly.backends.cpu.library import load, why_not
 from fly.cache.paged import zeros
+from fly.devices import on_host
 from fly.extras.bench.clock import between, clocked, take_turns
 
 __all__ = ["Limits", "measure_limits", "memory_reads"]
 
 _SIZES = tuple(size * 2**20 for size in (4, 16, 64, 512))  # bytes; the last is beyond any processor's caches
 _IDLE = 0.02  # seconds until PyTorch's threads stop spinning, which would slow down the next measurement
-_SIDES = {"cpu": 1024, "cuda": 8192}  # sides of square matrices, large enough for the processor's full rate
+_SIDES = 1024, 8192  # sides of square matrices, large enough for the full rate of a CPU, and of an accelerator
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 @torch.inference_mode()
 def measure_limits(device: torch.device, repeats: int = 12) -> Limits:
     """Measure the limits of ``device``, in a few seconds."""
-    side = _SIDES.get(device.type, _SIDES["cpu"])
+    side = _SIDES[not on_host(device)]
     reads = memory_reads(device)
 
     def multiplies(dtype: torch.dtype, side: int) -> Callable[[], object]:
@@ -102,7 +103,7 @@ def measure_limits(device: torch.device, repeats: int = 12) -> Limits:
         return partial(torch._int_mm if dtype == torch.int8 else torch.mm, left, right)
 
     sides = {torch.bfloat16: side, torch.float32: side}
-    if device.type == "cpu" and not why_not():  # int8 is the limit for w8a8
+    if on_host(device) and not why_not():  # int8 is the limit for w8a8
         sides[torch.int8] = 2 * side
     # Reads and products do not alternate, because PyTorch's threads still spin for a while after a product.
     timings = take_turns(list(reads.values()), repeats, device)
@@ -146,7 +147,7 @@ def _numbers(count: int, device: torch.device) -> torch.Tensor:
 def _totals(device: torch.device) -> list[Callable[[torch.Tensor], object]]:
     """Return ways to read a whole tensor. One of them is a compiled kernel, if there is one, because it prefetches
     memory."""
-    if device.type != "cpu" or why_not():
+    if not on_host(device) or why_not():
         return [torch.Tensor.sum]
     read = load().fly_sum
     return [

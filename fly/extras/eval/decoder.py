@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fly.devices import kind_of
 from fly.drafts.stops import usual_reach
 from fly.extras.eval.plan import AUTOREGRESSIVE, Plan, Turn, Way
 from fly.extras.eval.recording import Recorder, Recording, describe_drafter, recorded
@@ -142,7 +143,7 @@ def environment(llm: LLM, model: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "machine": _processor() if executor.device.type == "cpu" else torch.cuda.get_device_name(executor.device),
+        "machine": kind_of(executor.device).name(executor.device) or _processor(),
         "threads": torch.get_num_threads(),
         "device": str(executor.device),
         "dtype": str(executor.dtype).removeprefix("torch."),

@@ -10,7 +10,6 @@ import inspect
 from collections import abc
 from typing import Any
 
-import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -18,6 +17,7 @@ from lm_eval.models.utils import handle_stop_sequences, maybe_truncate, normaliz
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from fly.devices import default_device, on_host
 from fly.llm import LLM
 from fly.policies import parse_policy
 from fly.runner.request import Stats
@@ -80,7 +80,7 @@ class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need 
             self.llm, self.name = model, "fly"
         else:
             rule = None if policy is None else parse_policy(policy, trusted=True)
-            device = "auto" if device == "cuda:0" and not torch.cuda.is_available() else device
+            device = "auto" if device == "cuda:0" and on_host(default_device()) else device
             self.llm, self.name = LLM(model, draft, rule, device=device, **options), model
         if self.llm.tokenizer is None:
             raise ValueError(f"model {model!r} has no tokenizer; the harness asks in texts")

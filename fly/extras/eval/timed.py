@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
+from fly.devices import kind_of
 from fly.drafts.heads import HeadRunner
 from fly.engine.job import Job, Request
 from fly.llm import LLM
@@ -27,7 +27,7 @@ from fly.types import Decision, SamplingParams
 
 Result = TypeVar("Result")
 
-__all__ = ["Clock", "Completion", "Setting", "Times", "complete", "draft_runners", "synchronize", "timed"]
+__all__ = ["Clock", "Completion", "Setting", "Times", "complete", "draft_runners", "timed"]
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,6 @@ class Setting:
     llm: LLM
     k: int
     policy: AcceptancePolicy = field(default_factory=Exact)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class Clock(Wrapped):
@@ -91,7 +85,7 @@ class Clock(Wrapped):
         try:
             return call(*arguments, **options)
         finally:
-            synchronize(self.device)
+            kind_of(self.device).synchronize(self.device)
             self.seconds += time.perf_counter() - start
 
 

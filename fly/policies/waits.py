@@ -1,4 +1,5 @@
-"""Find out whether a rule's decision can be part of a CUDA graph. This works on any machine, by tensors without values.
+"""Find out whether a rule's decision can be captured as a graph of its device. This works on any machine, by
+tensors without values.
 
 A graph cannot hold anything that makes the host wait for the device: reading a tensor's value in Python (``.item()``,
 ``bool(t)``, ``.tolist()``), a shape that depends on values (a mask as an index, ``nonzero``), or an upload
@@ -21,7 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fly.policies import AcceptancePolicy, verify
+from fly.devices import on_host
+from fly.policies.base import AcceptancePolicy
+from fly.policies.verification import verify
 from fly.types import Draft, Noise, Target
 
 __all__ = ["HostWait", "TextOnHost", "find_wait"]
@@ -52,7 +55,7 @@ class _RefuseUploads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         device = (kwargs or {}).get("device")
-        if func in (torch.tensor, torch.as_tensor) and device is not None and torch.device(device).type != "cpu":
+        if func in (torch.tensor, torch.as_tensor) and device is not None and not on_host(torch.device(device)):
             raise HostWait("values of the host become a tensor")
         return func(*args, **(kwargs or {}))
 
@@ -76,7 +79,7 @@ class _RefuseWaits(TorchDispatchMode):
         if isinstance(source, Tensor):
             to = args[0].device if name == "copy_" else kwargs.get("device") or source.device
             fills = name == "copy_" and source.dim() == 0
-            if torch.device(to).type != source.device.type and not fills:
+            if on_host(torch.device(to)) != on_host(source) and not fills:
                 raise HostWait("a tensor is copied between host and device")
         if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, kwargs))):
             args, kwargs = tree_map(_drop_values, (args, kwargs))  # e.g. a rule's own tensors over the vocabulary
