@@ -28,6 +28,8 @@ class TreeDraft(SingleDraft):
     lossless at any temperature. The other arguments are those of ``SingleDraft``.
     """
 
+    gives_logits = False
+
     def __init__(
         self,
         model: str | Path | Executor | Loaded | torch.nn.Module,

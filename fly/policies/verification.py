@@ -16,13 +16,18 @@ from torch import Tensor
 from fly.ops import depths, draw, first_branch, leaf_paths, nan_at, pick, upload
 from fly.policies.base import AcceptancePolicy, accepts_exactly, exact_accept_probs
 from fly.policies.conditions import Block
+from fly.policies.reads import supply_logits
 from fly.types import UNDECIDED, Decision, Draft, Guarantee, Mismatch, Noise, Target, Verdict, Why
 
 __all__ = ["add_costs", "decide", "verify"]
 
 
 def decide(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise | None) -> list[Decision]:
-    """Call ``verify`` and convert its result to one ``Decision`` per row. The host waits for the device once."""
+    """Call ``verify`` and convert its result to one ``Decision`` per row. The host waits for the device once.
+
+    Raises ``ValueError`` if the policy reads the draft's logits, and there are none.
+    """
+    draft = supply_logits(policy, draft, target.logits_BKV.shape[-1])
     verdict = verify(policy, target, draft, noise)
     why_BK = verdict.why_BK.tolist()
     asked_BK = verdict.asked_BK.tolist()

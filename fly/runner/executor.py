@@ -105,6 +105,7 @@ class RoundRow:
     relaxed: int = 0  # how many of these were relaxed
     nats: float = 0.0  # the sum of -ln target(token) over the relaxed ones
     costs: abc.Mapping[str, float] = field(default_factory=dict)  # what they cost by each budget, by its label
+    relaxed_at: abc.Sequence[int] = ()  # their positions in ``tokens``, ascending
 
     @property
     def longest(self) -> int:
@@ -114,8 +115,8 @@ class RoundRow:
     @staticmethod
     def of(row: Row, left: int, k: int) -> RoundRow:
         """Copy the present values of ``row``, which may still emit ``left`` tokens and drafts at most ``k`` a round."""
-        counts = row.generated, row.stats.relaxed, row.stats.nats, row.stats.spent
-        return RoundRow(row.tokens, left, k, row.stop_ids, row.policy, row.seed, row.greedy, *counts)
+        past = row.generated, row.stats.relaxed, row.stats.nats, row.stats.spent, row.relaxed_at
+        return RoundRow(row.tokens, left, k, row.stop_ids, row.policy, row.seed, row.greedy, *past)
 
     @property
     def history(self) -> list[int]:

@@ -26,7 +26,18 @@ from fly.ops import depths, one_hot, pick
 from fly.policies import AcceptancePolicy, Exact, verify
 from fly.policies.base import exact_accept_probs
 from fly.runner.sampling import BatchSampling
-from fly.testing.blocks import TICK, TOLERANCE, Case, bind_to, make_block, make_cases, markers_of, require_same, rounded
+from fly.testing.blocks import (
+    TICK,
+    TOLERANCE,
+    Case,
+    bind_to,
+    make_block,
+    make_cases,
+    make_draft_logits,
+    markers_of,
+    require_same,
+    rounded,
+)
 from fly.testing.report import ConformanceError, require
 from fly.types import Draft, Guarantee, Noise, SamplingParams, Target
 
@@ -216,6 +227,7 @@ def _greedy(policy: AcceptancePolicy, longest: int, vocab: int, last: int) -> It
     # The logits at position j depend on the drafted prefix, like a model's.
     logits = drafts.look_up([torch.randn(vocab**j, vocab, generator=generator) for j in range(longest + 1)])
     target, draft = Target(logits, history=[[last]] * rows), Draft(drafts.tokens_NK, torch.full((rows,), longest))
+    draft = replace(draft, logits_BKV=make_draft_logits(draft, vocab))
     for coin in (0.0, 0.5, 1 - TICK):  # coins must not matter
         case = Case(target, draft, Noise(torch.full((rows, longest), coin), torch.full((rows,), coin)))
         emitted = ([*text[:n], token] for text, (n, token, _) in zip(texts, case.outcomes(policy)))
@@ -240,6 +252,7 @@ def _sampled(
     probs_NKV = drafts.look_up(claims)[:, [parent + 1 for parent in parents]]
     lengths_N, parents_NK = torch.full((len(tokens_NK),), len(parents)), torch.tensor(parents).expand_as(tokens_NK)
     drawn = Draft(tokens_NK, lengths_N, probs_NKV, parents_NK if tree else None)
+    drawn = replace(drawn, logits_BKV=make_draft_logits(drawn, vocab))
     chance_N = pick(probs_NKV, tokens_NK).double().prod(-1)
     wanted = _continuations(targets, 0, 0)
 
@@ -271,9 +284,11 @@ def _sampled(
     possible = chance_N.nonzero().squeeze(1)
     mean = (emitted(drawn, possible) * chance_N[possible].unsqueeze(1)).sum(0)
     yield compare(mean, f"{'siblings drawn from one' if tree else 'draft'} distribution {rounded(claims[0])}")
+    certain = replace(drawn, probs_BKV=None)
+    certain = replace(certain, logits_BKV=make_draft_logits(certain, vocab))
     texts = tokens_NK.tolist()
     different = [b for b, tokens in enumerate(texts) if len(set(zip(parents, tokens))) == len(parents)]  # siblings
-    for b, one in zip(different, emitted(replace(drawn, probs_BKV=None), torch.tensor(different))):
+    for b, one in zip(different, emitted(certain, torch.tensor(different))):
         yield compare(one, f"certain {'tokens' if tree else 'draft'} {texts[b]}")
 
 

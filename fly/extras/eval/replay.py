@@ -249,10 +249,11 @@ class Blocks:
         relaxed_B: Tensor,
         nats_B: Tensor,
         spent: Mapping[str, Tensor] = {},
+        relaxed_at: list[list[int]] | None = None,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Judge each draft by ``policy``. Returns the number of tokens kept [B], which of them are relaxed [B, K], and
         for each of the policy's budgets what these cost [B, K]. ``spent`` is what each row spent before [B], by
-        budget."""
+        budget; ``relaxed_at`` are the positions of its relaxed tokens."""
         place_BJ, token_BJ = chain.place_BJ, self.token_P[chain.place_BJ]
         draft = Draft(token_BJ[:, :-1], chain.lengths_B)
         if self.draft is not None:
@@ -264,6 +265,7 @@ class Blocks:
             relaxed_B=relaxed_B,
             nats_B=nats_B,
             spent=lambda label: spent[label] if label in spent else torch.zeros(len(row_B)),
+            relaxed_at=relaxed_at,
             history=[self.texts[c][:at] for c, at in zip(row_B.tolist(), at_B.tolist())],
         )
         noise = None
@@ -378,6 +380,7 @@ class _Walk:
         count = len(blocks.recordings)
         self.rounds_C, self.drafted_C, self.relaxed_C = (torch.zeros(count, dtype=torch.int64) for _ in range(3))
         self.nats_C, self.spent = torch.zeros(count), dict[str, Tensor]()
+        self.relaxed_at: list[list[int]] = [[] for _ in range(count)]
         self.drafts_K, self.kept_K = (torch.zeros(k, dtype=torch.int64) for _ in range(2))
         self.beyond = self.forwards = 0
         self.examples: list[RelaxedToken] = []
@@ -392,7 +395,14 @@ class _Walk:
         chain = blocks.chain(row_B, at_B, self.k, self.confidence, self.reach)
         spent = {label: spent_C[row_B] for label, spent_C in self.spent.items()}
         accepted_B, why_BK, costs = blocks.judge(
-            self.policy, row_B, at_B, chain, self.relaxed_C[row_B], self.nats_C[row_B], spent
+            self.policy,
+            row_B,
+            at_B,
+            chain,
+            self.relaxed_C[row_B],
+            self.nats_C[row_B],
+            spent,
+            [self.relaxed_at[c] for c in row_B.tolist()],
         )
         # Count the emitted tokens: no more than the text still has.
         emitted_B = (accepted_B + 1).minimum(blocks.end_C[row_B] - at_B)
@@ -421,9 +431,12 @@ class _Walk:
         for label, cost_BK in costs.items():
             spent_C = self.spent.setdefault(label, torch.zeros_like(self.nats_C))
             spent_C[row_B] += torch.where(relaxes_BK, cost_BK, 0.0).sum(1)
-        for b, j in relaxes_BK.nonzero().tolist() if len(self.examples) < self.cases else ():
+        for b, j in relaxes_BK.nonzero().tolist():
             c = int(row_B[b])
             at = int(at_B[b])
+            self.relaxed_at[c].append(at + j)
+            if len(self.examples) >= self.cases:
+                continue
             places = chain.place_BJ[b]
             drafted, choice = self.blocks.token_P[places].tolist(), int(self.blocks.target.ids[places[j], 0])
             before = [*self.blocks.texts[c][max(at - 12, 0) : at], *drafted[:j]]
