@@ -58,10 +58,11 @@ class Block:
         """
         if self.target.history is None:
             raise ValueError("relaxed_since needs the text before the block, and this target does not say it")
+        rows = list(zip(self.target.history, self.target.relaxed_at))
         tokens_BK = self.draft.tokens_BK
         marks_V = marks_V.to(tokens_BK.device)
         before = []
-        for text, places in zip(self.target.history, self.target.relaxed_at):
+        for text, places in rows:
             since = len(text)
             if places:  # only what follows the first relaxed token matters
                 ends_N = marks_V[upload(text[places[0] :], tokens_BK.device)].nonzero()

@@ -9,6 +9,7 @@ Shape legend: B rows, K longest draft, J = K + 1 places, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from fly.policies.binding import Bindable, parts_of
 from fly.types import Draft, Noise, Target
 
-__all__ = ["DRAFT_LOGITS", "PARTS", "NotingDraft", "find_reads", "supply_logits"]
+__all__ = ["DRAFT_LOGITS", "PARTS", "NotingDraft", "carry_logits", "find_reads", "supply_logits"]
 
 DRAFT_LOGITS = "draft.logits"
 _PAST = ("history", "generated", "relaxed", "relaxed_at", "nats", "spent")
@@ -150,6 +151,7 @@ class _WithoutLogits(Draft):
     """A draft for a rule that reads no logits."""
 
     logits_BKV: Any = _Missing()
+    _rule: str
 
     def __init__(self, draft: Draft, rule: str) -> None:
         vars(self).update(vars(draft), tokens_BK=draft.tokens_BK, lengths_B=draft.lengths_B, _rule=rule)
@@ -170,3 +172,12 @@ def supply_logits(rule: Any, draft: Draft, size: int) -> Draft:
         raise ValueError(f"{rule} reads draft.logits_BKV, and this draft has none")
     logits_BKV = torch.zeros(*draft.shape, size, device=draft.tokens_BK.device)
     return Draft(draft.tokens_BK, draft.lengths_B, draft.probs_BKV, draft.parents_BK, logits_BKV)
+
+
+def carry_logits(draft: Draft, part: Draft, *index: Tensor) -> Draft:
+    """Return ``part``, whose tokens are those of ``draft`` at ``index``, with their logits, if the rule sees them."""
+    if isinstance(draft, _WithoutLogits):
+        return _WithoutLogits(part, draft._rule)
+    if draft.logits_BKV is None:
+        return part
+    return replace(part, logits_BKV=draft.logits_BKV[index].view(*part.shape, -1))

@@ -45,7 +45,17 @@ from fly.policies.binding import parts_of
 from fly.policies.reads import DRAFT_LOGITS, PARTS, NotingDraft
 from fly.runner.request import Stats
 from fly.runner.sampling import BatchSampling
-from fly.testing.blocks import TICK, TOLERANCE, Case, bind_to, make_block, make_cases, require_same, rounded
+from fly.testing.blocks import (
+    TICK,
+    TOLERANCE,
+    Case,
+    bind_to,
+    make_block,
+    make_cases,
+    make_draft_logits,
+    require_same,
+    rounded,
+)
 from fly.testing.guarantees import check_guarantee, check_tokens_judged_alone, check_trees
 from fly.testing.report import Finding, Report, require, run_checks, seeded, title
 from fly.testing.toys import make_executor, toy_target
@@ -57,9 +67,13 @@ R = TypeVar("R", AcceptancePolicy, Condition)
 
 
 def check_policy(
-    policy: AcceptancePolicy, *, raises: bool = True, advance: Callable[[], None] = lambda: None
+    policy: AcceptancePolicy,
+    *,
+    raises: bool = True,
+    advance: Callable[[], None] = lambda: None,
+    more: Iterable[Callable[[AcceptancePolicy], str | None]] = (),
 ) -> Report:
-    """Run every check of the kit on ``policy``; ``advance`` is called after each.
+    """Run every check of the kit on ``policy``, and ``more`` checks; ``advance`` is called after each.
 
     Raises ``ConformanceError`` with the whole report if a check fails, unless ``raises`` is False.
     """
@@ -70,7 +84,7 @@ def check_policy(
     except ValueError as error:  # all other findings would follow from this one
         report.findings.append(Finding("types of the parameters", False, str(error)))
     else:
-        run_checks(report, CHECKS, policy, advance)
+        run_checks(report, (*CHECKS, *more), policy, advance)
     return report.settle(raises)
 
 
@@ -371,6 +385,8 @@ def check_cost(policy: AcceptancePolicy) -> str:
         choices = logits.argmax(-1).tolist()  # a forward returns them too
         drafted = [(token + (j % 5 == 4)) % vocab for j, token in enumerate(choices[0][:-1])]  # one in five is wrong
         draft, rule = Draft.of([drafted]), bind_to(policy, Target(logits))
+        if rule.reads_logits:
+            draft = dataclasses.replace(draft, logits_BKV=make_draft_logits(draft, vocab))
 
         def decide(kind: str) -> None:
             probs = None if kind == "greedy" else executor.process(nucleus, logits)  # noqa: B023

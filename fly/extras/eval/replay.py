@@ -43,6 +43,7 @@ from fly.models.tokenizer import Tokenizer
 from fly.ops import Stream, uniforms
 from fly.policies import AcceptancePolicy, verify
 from fly.policies.base import accepts_exactly
+from fly.policies.reads import supply_logits
 from fly.policies.registry import load_policy
 from fly.types import Draft, Noise, Target, Why
 from fly.vocabulary import Vocabulary
@@ -199,7 +200,7 @@ class Blocks:
         if any(each.draft is not None for each in self.recordings):
             drafts = [each.draft or Outputs.unknown(len(each.drafted_T)) for each in self.recordings]
             index_P = torch.where(self._drafted_P, self._drafted_P.cumsum(0) - 1, self._drafted_P.sum())
-            self.draft = Outputs.join([*drafts, Outputs.unknown(1)]).at(index_P)
+            self.draft = _certain_where_unknown(Outputs.join([*drafts, Outputs.unknown(1)]).at(index_P), self.token_P)
 
     @cached_property
     def exact(self) -> tuple[list[int], list[int]]:
@@ -235,10 +236,11 @@ class Blocks:
         return _Chain(torch.stack(places, 1), lengths_B, torch.stack(beyond, 1))
 
     def _peaks(self) -> Tensor:
-        """Return the draft model's largest probability [P] at each place; 1 where it is not known."""
+        """Return the draft model's largest probability [P] at each place; 1 where it is not known
+        (``_certain_where_unknown``)."""
         if self.draft is None:
             raise Unknown("it needs the draft model's probabilities, which were not recorded")
-        return (-self.draft.mass).exp().nan_to_num(1.0)
+        return (-self.draft.mass).exp()
 
     def judge(
         self,
@@ -256,8 +258,11 @@ class Blocks:
         budget; ``relaxed_at`` are the positions of its relaxed tokens."""
         place_BJ, token_BJ = chain.place_BJ, self.token_P[chain.place_BJ]
         draft = Draft(token_BJ[:, :-1], chain.lengths_B)
-        if self.draft is not None:
+        if policy.reads_logits:
+            if self.draft is None:
+                raise Unknown(f"'{policy}' cannot be replayed: it reads the draft's logits, which were not recorded")
             draft = replace(draft, logits_BKV=self._known(self.draft, place_BJ[:, :-1], token_BJ[:, :-1]))
+        draft = supply_logits(policy, draft, self.size)
         target = Target(
             self._known(self.target, place_BJ, token_BJ, self._logit_P),
             control_V=self.control_V,
@@ -355,6 +360,21 @@ class Blocks:
         """Return the blocks of some problems only."""
         kept = [each for each in self.recordings if each.about["problem"] in problems]
         return Blocks(kept, self.vocabulary, self.costs)
+
+
+def _certain_where_unknown(outputs: Outputs, token_P: Tensor) -> Outputs:
+    """Return a draft model's outputs at all places. Where the model drafted nothing, such as at a bonus token, which
+    counts as a match, it is taken to be certain of the place's token."""
+    unknown_P1 = outputs.mass.isnan().unsqueeze(1)
+    others_n = torch.arange(outputs.ids.shape[1])
+    ids_Pn = torch.where(others_n == 0, token_P.unsqueeze(1), -1 - others_n).int()
+    logits_n = torch.where(others_n == 0, 0.0, -torch.inf)
+    return Outputs(
+        torch.where(unknown_P1, ids_Pn, outputs.ids),
+        torch.where(unknown_P1, logits_n, outputs.logits),
+        outputs.mass.nan_to_num(0.0),
+        outputs.entropy.nan_to_num(0.0),
+    )
 
 
 class _Walk:
