@@ -36,6 +36,7 @@ from fly.bundled import open_model
 from fly.cache import block_size_for
 from fly.config import DEFAULT_K, Config, EngineOptions, check_options, declared
 from fly.drafts import DraftStrategy, parse_draft
+from fly.drafts.limits import check_reads
 from fly.drafts.translate import TranslatingSetup
 from fly.engine import Engine
 from fly.engine.caches import find_room, make_caches
@@ -220,6 +221,9 @@ class LLM:
             strategy = place_draft(make_draft, setup, ranks, by)
         elif (strategy := make_draft()) is not None:
             strategy = setup.attach(strategy)
+
+        if strategy is not None and self.k:
+            check_reads(self._bind(self.policy), strategy)
 
         # The caches, whose size depends on all models.
         block_size = settings["block_size"] or block_size_for(executor.device)

@@ -77,7 +77,9 @@ class Draft:
     lengths_B: Tensor  # int64, 0..K
     probs_BKV: Tensor | None = None  # the *processed* distribution each token was drawn from; None = deterministic
     parents_BK: Tensor | None = None  # int64; None = chains
-    logits_BKV: Tensor | None = None  # the draft model's raw logits, if a deterministic draft was asked for them
+    # The draft model's raw logits at each token's place, at every temperature. None unless a rule reads them
+    # (``AcceptancePolicy.reads``), and for drafts that no model makes.
+    logits_BKV: Tensor | None = None
 
     @staticmethod
     def empty(rows: int, device: torch.device | str = "cpu") -> Draft:
@@ -109,12 +111,16 @@ class Draft:
 
     def rows(self, index_B: Tensor, numbers: list[int] | None = None) -> Draft:
         """Select rows by their numbers, ``index_B`` (int64), or also as a list ``numbers`` if the caller has it."""
-        others = (self.probs_BKV, self.parents_BK, self.logits_BKV)
-        parts = (None if other is None else other[index_B] for other in others)
+        parts = (None if other is None else other[index_B] for other in self._others)
         rows = Draft(self.tokens_BK[index_B], self.lengths_B[index_B], *parts)
         if numbers is not None:
             rows.__dict__.update({name: [known[b] for b in numbers] for name, known in self._known().items()})
         return rows
+
+    @property
+    def _others(self) -> tuple[Tensor | None, ...]:
+        """The columns that a draft may lack."""
+        return self.probs_BKV, self.parents_BK, vars(self).get("logits_BKV")
 
     def _known(self) -> dict[str, list[list[int]]]:
         """Return the columns that exist as lists."""
@@ -124,8 +130,7 @@ class Draft:
         """Copy to ``device``: a strategy and the target may be on different devices."""
         if self.tokens_BK.device == torch.device(device):
             return self
-        others = (self.probs_BKV, self.parents_BK, self.logits_BKV)
-        parts = (None if other is None else sent(other, device) for other in others)
+        parts = (None if other is None else sent(other, device) for other in self._others)
         moved = Draft(sent(self.tokens_BK, device), sent(self.lengths_B, device), *parts)
         moved.__dict__.update(self._known())
         return moved
@@ -210,6 +215,8 @@ class Target:
             build them when a rule first asks; None for zero.
         spent: a function that takes a budget's label (``fly.policies.CostBudget``), and returns what the relaxed tokens
             of each row have cost so far; None for zero.
+        relaxed_at: for each row, the positions of its relaxed tokens in its text (``history``), ascending; or a
+            function that returns them; None for no relaxed tokens.
         history: the tokens of each row before this block, its prompt included; None if unknown.
         choices: ``argmax_BK`` as lists, if the caller has it. The backend has then checked that no logit is NaN.
     """
@@ -225,6 +232,7 @@ class Target:
         relaxed_B: Tensor | Callable[[], Tensor] | None = None,
         nats_B: Tensor | Callable[[], Tensor] | None = None,
         spent: Callable[[str], Tensor] | None = None,
+        relaxed_at: list[list[int]] | Callable[[], list[list[int]]] | None = None,
         history: list[list[int]] | None = None,
         choices: list[list[int]] | None = None,
     ) -> None:
@@ -237,6 +245,7 @@ class Target:
         self._relaxed = relaxed_B
         self._nats = nats_B
         self._spent = spent
+        self._relaxed_at = relaxed_at
         if choices is not None:
             self.__dict__["choices"] = choices
         self.checked = choices is not None
@@ -332,6 +341,14 @@ class Target:
         """[B] float32, the sum of -ln target(x) over the relaxed tokens: the cost of relaxing so far."""
         return self._column(self._nats, torch.float32)
 
+    @cached_property
+    def relaxed_at(self) -> list[list[int]]:
+        """For each row, the positions of its relaxed tokens in its text, ascending. They count from 0 at the prompt's
+        first token, so ``history[b][position]`` is the token."""
+        if self._relaxed_at is None:
+            return [[] for _ in range(self.logits_BKV.shape[0])]
+        return self._relaxed_at() if callable(self._relaxed_at) else self._relaxed_at
+
     def spent(self, label: str) -> Tensor:
         """Return the cost of the relaxed tokens so far by the budget with this label (``Condition.label``), [B]
         float32."""
@@ -363,9 +380,10 @@ class Target:
     ) -> Target:
         """Return a ``Target`` for other positions of the same rows. Its row n is row ``rows_N[n]`` (int64) of this
         one."""
-        history = None
-        if self.history is not None:
-            history = [self.history[b] for b in (rows_N.tolist() if numbers is None else numbers)]
+
+        def of_rows(values: list[list[int]]) -> list[list[int]]:
+            return [values[b] for b in (rows_N.tolist() if numbers is None else numbers)]
+
         return Target(
             logits_NJV,
             probs,
@@ -375,7 +393,8 @@ class Target:
             relaxed_B=lambda: self.relaxed_B[rows_N],
             nats_B=lambda: self.nats_B[rows_N],
             spent=lambda label: self.spent(label)[rows_N],
-            history=history,
+            relaxed_at=lambda: of_rows(self.relaxed_at),
+            history=None if self.history is None else of_rows(self.history),
         )
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -49,6 +50,7 @@ from fly.policies import (
     Exact,
     LogMargin,
     NatsBudget,
+    draft_log_probs,
     parse_policy,
     verify,
 )
@@ -741,3 +743,57 @@ def test_rounds_go_on_as_in_a_loop_of_single_rows(text: str, k: int, blocks: Blo
     found = blocks.replay(rule, k)
     assert (found.rounds, found.tau.value, found.drafted) == (rounds, emitted / rounds, drafted / rounds)
     assert found.relaxed == relaxed / emitted
+
+
+@dataclass(frozen=True)
+class SureDraft(Condition):
+    """The draft gave its likeliest token at least this chance."""
+
+    chance: float = 0.3
+
+    def evaluate(self, block: Block) -> Tensor:
+        return draft_log_probs(block.draft)[1].exp() >= self.chance
+
+
+def test_what_a_rule_reads_of_the_draft_is_predicted_as_measured(blocks: Blocks) -> None:
+    """Tokens per round of live runs at temperature 0 fall as the chance grows, and replay predicts each (the mean error
+    of relaxed rules is 3 %, docs/how-to/replay.md; four texts of 90 tokens are given 10 %)."""
+    llm = LLM("fly-target", draft="model(fly-draft)", k=7)
+    prompts = [each.text[: each.prompt].tolist() for each in blocks.recordings]
+    measured, predicted = [], []
+    for chance in (0.0, 0.4, 0.6, 0.8, 1.0):
+        rule = Exact() | SureDraft(chance)
+        outs = llm.generate(prompts, temperature=0, max_tokens=90, policy=rule)
+        measured.append(sum(out.stats.emitted for out in outs) / sum(out.stats.rounds for out in outs))
+        predicted.append(blocks.replay(rule).tau.value)
+    for found in (measured, predicted):
+        assert found == sorted(found, reverse=True) and len(set(found)) >= 3
+    assert measured == pytest.approx(predicted, rel=0.1)
+    without = Blocks([replace(each, draft=None) for each in blocks.recordings])
+    with pytest.raises(
+        Unknown, match=r"SureDraft\(chance=0.3\)' cannot be replayed: it reads the draft's logits, which"
+    ):
+        without.replay(Exact() | SureDraft())
+    assert without.replay(Exact()).tau.value == blocks.replay(Exact()).tau.value
+
+
+def test_where_relaxed_tokens_stand_is_replayed(blocks: Blocks) -> None:
+    """At most one token in each ten of the text: by the places that the replay itself reports."""
+
+    @dataclass(frozen=True)
+    class Apart(Condition):
+        def evaluate(self, block: Block) -> Tensor:
+            assert block.target.history is not None
+            rows = zip(block.target.history, block.target.relaxed_at)
+            last_B = torch.tensor([places[-1] if places else -100 for _, places in rows])
+            at_BK = torch.tensor([len(text) for text in block.target.history]).unsqueeze(1) + block.columns_K
+            first_BK = (~block.agree_BK).long().cumsum(1) == 1
+            return first_BK & (at_BK - last_B.unsqueeze(1) >= 10)
+
+    found = blocks.replay(Exact() | Apart(), cases=10**6)
+    by_problem: dict[str, list[int]] = {}
+    for token in found.tokens:
+        by_problem.setdefault(token.problem, []).append(token.place)
+    places = [sorted(each) for each in by_problem.values()]
+    assert any(len(each) > 1 for each in places)
+    assert all(later - earlier >= 10 for each in places for earlier, later in pairwise(each))

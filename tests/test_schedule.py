@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -61,8 +61,10 @@ def blocks(draw: st.DrawFn) -> tuple[Target, Draft]:
     tokens = torch.where(follow, logits[:, :-1].argmax(-1), tokens)
     lengths = torch.randint(0, longest + 1, (rows,), generator=generator)
     history = [torch.randint(0, VOCAB, (draw(st.integers(1, 6)),), generator=generator).tolist() for _ in range(rows)]
+    places = [sorted(draw(st.sets(st.integers(0, len(text) - 1)))) for text in history]
     target = Target(
         logits,
+        relaxed_at=places,
         generated_B=torch.tensor([draw(st.integers(0, 20)) for _ in range(rows)]),
         relaxed_B=torch.tensor([draw(st.integers(0, 4)) for _ in range(rows)]),
         nats_B=(spent_B := torch.tensor([draw(st.floats(0, 4, width=32)) for _ in range(rows)])),
@@ -293,3 +295,29 @@ def test_budgets_hold_over_a_whole_generation() -> None:
     assert all(token.why != Why.RELAXED for token in late.provenance[:30]) and late.stats.relaxed > 0
     plain = run(Exact())
     assert late.token_ids[:30] == plain.token_ids[:30]
+
+
+@settings(max_examples=60)
+@given(block=blocks(), ends=st.sets(st.integers(0, VOCAB - 1)))
+def test_relaxed_tokens_are_counted_since_the_last_mark(block: tuple[Target, Draft], ends: set[int]) -> None:
+    """By a walk over each text and its draft, token by token: every mismatch of the draft counts as relaxed, and a mark
+    ends what came before it."""
+    target, draft = block
+    assert target.history is not None
+    agree_BK = (draft.tokens_BK == target.argmax_BK[:, :-1]) & draft.mask_BK()
+    marks_V = torch.zeros(VOCAB, dtype=torch.bool)
+    marks_V[sorted(ends)] = True
+    found_BK = Block(target, draft, agree_BK).relaxed_since(marks_V)
+    for b, (text, places) in enumerate(zip(target.history, target.relaxed_at)):
+        relaxed = [*(at in places for at in range(len(text))), *(~agree_BK[b]).tolist()]
+        count = 0
+        for at, (token, counts) in enumerate(zip([*text, *draft.tokens_BK[b].tolist()], relaxed)):
+            count += counts
+            if at >= len(text):
+                assert int(found_BK[b, at - len(text)]) == count, (b, at)
+            if token in ends:
+                count = 0
+    order = torch.arange(len(target.history)).flip(0)
+    assert target.rows(order).relaxed_at == target.relaxed_at[::-1]
+    with pytest.raises(ValueError, match="needs the text before the block"):
+        Block(Target(target.logits_BKV), draft, agree_BK).relaxed_since(marks_V)

@@ -26,13 +26,14 @@ from fly.backends.cpu.packed import PackedLlama
 from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft
 from fly.engine import Engine
-from fly.policies import Exact, parse_policy
+from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.runner.executor import Batch, DraftSpec, Executor, Lookup, RoundRow
 from fly.runner.request import Row
 from fly.runner.runner import Runner
 from fly.runner.sampling import BatchSampling
 from fly.testing.blocks import toy_vocabulary
 from tests import test_eagle, test_rounds
+from tests.test_same_rule import Sure
 from tests.toys import random_llama
 
 VARIANTS = [name for name in available() if name != "torch"]
@@ -87,16 +88,18 @@ def drafts() -> None:
     cache, row = stored(executor)
     executor.score(Batch([1, 2, 3, 4, 5], list(range(5)), cache.batch([0], [0], [5])))
     sampling = BatchSampling.of([row.params])
-    spec = DraftSpec(lookup=Lookup(3, 1, 4))
+    spec = DraftSpec(lookup=Lookup(3, 1, 4), with_logits=True)
     executor.extend(Batch([6], [5], cache.batch([0], [5], [1])), spec, [row], [4], sampling, [7])
 
 
-def rounds(target: Executor, strategy: DraftStrategy, temperature: float, rule: str = "exact") -> None:
+def rounds(
+    target: Executor, strategy: DraftStrategy, temperature: float, rule: AcceptancePolicy | str = "exact"
+) -> None:
     """Rounds of one row in one call, as long as they last."""
     made = Engine(Runner(target, PagedKVCache(target.config, 30, 4), control_ids=(3, 4)), strategy)
     made.stretch = test_rounds.FOREVER
     params = SamplingParams(temperature=temperature, max_tokens=12)
-    policy = parse_policy(rule).bind(toy_vocabulary(target.config.vocab_size))
+    policy = (parse_policy(rule) if isinstance(rule, str) else rule).bind(toy_vocabulary(target.config.vocab_size))
     row = Row([1, 2, 3, 1, 2, 3, 1], 7, params, policy, 1, 4)
     while not row.finish_reason:
         made.step([row])
@@ -128,10 +131,11 @@ CALLS: dict[str, Callable[[], None]] = {
     "a rule in Python": lambda: rounds(
         TARGET, SingleDraft(DRAFT), 0, "exact | (control | ~control) & room(1) & room(2) & room(3) & room(4) & room(5)"
     ),
+    "a rule that reads the draft": lambda: rounds(TARGET, SingleDraft(DRAFT), 0, Exact() | Sure()),
     "heads": lambda: rounds(HEADED, Eagle3Draft(HEAD), 0),
 }
 WILL_DO = {
-    "", "start", "count", "control", "stops",  # there is none, or this call does not use it
+    "", "start", "count", "control", "stops", "draft_logits",  # there is none, or this call does not use it
     # One argument there says by its size how many values there are.
     "score", "_step", "uniforms", "mismatch", "_decide", "decisions",
 }  # fmt: skip

@@ -186,9 +186,11 @@ def check(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the blocks are small, and more threads would only wait for one another
     policy = None if rule is None else parse_policy(rule, trusted=True)
-    with progress(len(CHECKS if policy else DRAFT_CHECKS), "checking") as advance:
+    with progress(len(CHECKS) + 1 if policy else len(DRAFT_CHECKS), "checking") as advance:
         if policy is not None:
-            report = check_policy(policy, raises=False, advance=advance)
+            from fly.extras.eval.kit import check_in_a_recording
+
+            report = check_policy(policy, raises=False, advance=advance, more=[check_in_a_recording])
         else:
             report = check_draft(lambda: _strategy(str(draft)), raises=False, advance=advance)
     torch.set_num_threads(threads)

@@ -241,6 +241,9 @@ class DraftStrategy(ABC):
 
     vocab_size: int | None = None  # it proposes ids below this; None: only ids that occur in the row's text
     context: int | None = None  # the longest row, in tokens, that it drafts for; None: no limit
+    # Whether its drafts have ``logits_BKV`` for rows whose rule reads them (``row.policy.reads_logits``). If not, such
+    # rows are refused.
+    gives_logits: bool = False
     learns: bool = False  # whether its proposals depend, on purpose, on past texts or other rows
     spare: int = 0  # cache slots that its trees need beyond a row's longest path
 
@@ -251,8 +254,14 @@ class DraftStrategy(ABC):
 
         If the tokens were drawn at random, ``probs_BKV`` must hold the distribution of each. The length of a draft must
         not depend on the drawn tokens, except that it may end after a token that ends the row. Lossless rules rely on
-        both.
+        both. If it ``gives_logits``, ``logits_BKV`` must hold the model's logits at each token's place, before
+        temperature and the like, if the rule of any row reads them.
         """
+
+    def drafter_of(self, name: str) -> DraftStrategy:
+        """Return the strategy that drafts for requests that choose ``name``: itself, unless it holds several to choose
+        from (``fly.drafts.ChooseDraft``)."""
+        return self
 
     def attach(self, setup: DraftSetup) -> None:
         """Take what the strategy needs from ``setup``, and load its models (``setup.load``). Called once, before all
@@ -330,6 +339,7 @@ class Wrapper(DraftStrategy):
         contexts = [each.context for each in self.members if each.context is not None]
         self.context = max(contexts) if len(contexts) == len(self.members) else None
         self.spare = max(each.spare for each in self.members)
+        self.gives_logits = all(each.gives_logits for each in self.members)
 
     def attach(self, setup: DraftSetup) -> None:
         self.members = [setup.attach(member) for member in self.members]
@@ -409,26 +419,37 @@ class RowDraft(NamedTuple):
     tokens: list[int]
     parents: list[int] | None = None  # None is a chain
     probs_NV: torch.Tensor | None = None  # the distribution of each token; None: deterministic
+    logits_NV: torch.Tensor | None = None  # the logits at each token's place; None: unknown
 
 
 def split_rows(draft: Draft) -> list[RowDraft]:
     """Split a draft into its rows."""
     trees: abc.Sequence[list[int] | None] = draft.trees or [None] * len(draft.chains)
-    probs_BKV = draft.probs_BKV
+
+    def values(of_BKV: torch.Tensor | None, b: int, count: int) -> torch.Tensor | None:
+        return None if of_BKV is None else of_BKV[b, :count]
+
     return [
-        RowDraft(tokens, tree, None if probs_BKV is None else probs_BKV[b, : len(tokens)])
+        RowDraft(tokens, tree, *(values(of_BKV, b, len(tokens)) for of_BKV in (draft.probs_BKV, draft.logits_BKV)))
         for b, (tokens, tree) in enumerate(zip(draft.chains, trees))
     ]
 
 
 def join_rows(pieces: abc.Sequence[RowDraft]) -> Draft:
     """Join the drafts of several rows. If one is a tree, chains become trees of one path. If one has distributions, the
-    others get one-hot ones."""
+    others get one-hot ones; if one has logits, the others get NaN."""
     tokens = [piece.tokens for piece in pieces]
     draft = pad(tokens)
     if any(piece.parents is not None for piece in pieces):
         trees = [range(-1, len(piece.tokens) - 1) if piece.parents is None else piece.parents for piece in pieces]
         draft = pad_trees([(own, list(tree)) for own, tree in zip(tokens, trees)])
+    known = next((piece.logits_NV for piece in pieces if piece.logits_NV is not None), None)
+    if known is not None:
+        logits_BKV = known.new_full((*draft.shape, known.shape[-1]), torch.nan)
+        for b, piece in enumerate(pieces):
+            if piece.logits_NV is not None:
+                logits_BKV[b, : len(piece.tokens)] = piece.logits_NV
+        draft = Draft(draft.tokens_BK, draft.lengths_B, parents_BK=draft.parents_BK, logits_BKV=logits_BKV)
     drawn = next((piece.probs_NV for piece in pieces if piece.probs_NV is not None), None)
     if drawn is None:
         return draft
@@ -439,4 +460,4 @@ def join_rows(pieces: abc.Sequence[RowDraft]) -> Draft:
             own_NV.scatter_(1, upload(piece.tokens, drawn.device).unsqueeze(1), 1.0)
         else:
             own_NV.copy_(piece.probs_NV)
-    return Draft(draft.tokens_BK, draft.lengths_B, probs_BKV, draft.parents_BK)
+    return Draft(draft.tokens_BK, draft.lengths_B, probs_BKV, draft.parents_BK, draft.logits_BKV)

@@ -18,7 +18,7 @@ from fly.drafts.suffix import SuffixDraft
 from fly.drafts.trained import HeadDraft
 from fly.ops import common_prefix
 from fly.runner.executor import BlockHead, DraftSpec, Head
-from fly.runner.request import Row
+from fly.runner.request import Row, any_reads_logits
 from fly.types import Draft
 
 __all__ = ["BlockDraft", "LookupDraft"]
@@ -50,6 +50,7 @@ class BlockDraft(HeadDraft):
 
     kind = BlockHead
     one_forward = True
+    gives_logits = True
 
     def __init__(
         self,
@@ -80,7 +81,8 @@ class BlockDraft(HeadDraft):
         return n if fits else 0
 
     def _spec(self, rows: abc.Sequence[Row], worth: float) -> DraftSpec:
-        return DraftSpec(self.confidence, reach=reach_of(rows, self.reach, worth))
+        reach = reach_of(rows, self.reach, worth)
+        return DraftSpec(self.confidence, reach, with_logits=any_reads_logits(rows))
 
 
 class LookupDraft(Wrapper):

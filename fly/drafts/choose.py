@@ -37,9 +37,15 @@ class ChooseDraft(Wrapper):
         super()._follow_members()
         self.learns = any(member.learns for member in self.members)
 
-    def _member_of(self, row: Row) -> DraftStrategy:
+    def _member(self, name: str) -> DraftStrategy:
         # A name that is not here is an outer choose's.
-        return self.members[self.names.index(row.draft) if row.draft in self.names else 0]
+        return self.members[self.names.index(name) if name in self.names else 0]
+
+    def _member_of(self, row: Row) -> DraftStrategy:
+        return self._member(row.draft)
+
+    def drafter_of(self, name: str) -> DraftStrategy:
+        return self._member(name).drafter_of(name)
 
     def _groups(self, rows: abc.Sequence[Row]) -> list[tuple[DraftStrategy, list[int]]]:
         """Return the strategies that these rows chose, each with the indices of its rows."""

@@ -12,7 +12,7 @@ from fly.drafts.base import Continuation
 from fly.drafts.stops import reach_of
 from fly.drafts.trained import HeadDraft
 from fly.runner.executor import DraftSpec, Growth, Head, SerialHead
-from fly.runner.request import Row
+from fly.runner.request import Row, any_reads_logits
 
 __all__ = ["Eagle3Draft"]
 
@@ -60,6 +60,7 @@ class Eagle3Draft(HeadDraft):
         self.nodes = nodes
         self.width = width
         self.stops = not nodes  # as for ``TreeDraft``
+        self.gives_logits = not nodes
         self.growth = Growth.uniform(depth, width, nodes) if nodes else None
         self.depth = sys.maxsize if self.growth is None else len(self.growth.widths)  # of a path
         self.spare = 0 if self.growth is None else self.growth.spare
@@ -76,4 +77,5 @@ class Eagle3Draft(HeadDraft):
     def _spec(self, rows: abc.Sequence[Row], worth: float) -> DraftSpec:
         if self.growth is not None:
             return DraftSpec(tree=self.growth)
-        return DraftSpec(self.confidence, reach=reach_of(rows, self.reach, worth))
+        reach = reach_of(rows, self.reach, worth)
+        return DraftSpec(self.confidence, reach, with_logits=any_reads_logits(rows))

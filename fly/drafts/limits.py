@@ -5,10 +5,12 @@ Shape legend: B rows, K longest draft, V vocabulary.
 
 from __future__ import annotations
 
+from fly.drafts.base import DraftStrategy
 from fly.ops import depths
+from fly.policies import AcceptancePolicy
 from fly.types import Draft, ListedDraft
 
-__all__ = ["check_draft"]
+__all__ = ["check_draft", "check_reads"]
 
 
 def check_draft(draft: object, max_len: list[int], vocabulary: int, name: str) -> None:
@@ -38,6 +40,12 @@ def check_draft(draft: object, max_len: list[int], vocabulary: int, name: str) -
                 raise ValueError(f"{name} proposed {padded} tokens, with a length of {n}")
     if not padded:
         return
+    for values_BKV in (draft.logits_BKV, draft.probs_BKV):
+        if values_BKV is not None and values_BKV.shape[:2] != (len(max_len), padded):
+            shape = list(values_BKV.shape)
+            raise ValueError(f"{name} proposed {padded} tokens for {len(max_len)} rows, with values of shape {shape}")
+    if draft.logits_BKV is not None and (width := draft.logits_BKV.shape[-1]) != vocabulary:
+        raise ValueError(f"{name} proposed logits over {width} tokens to a target of {vocabulary}")
     if draft.probs_BKV is not None and (width := draft.probs_BKV.shape[-1]) != vocabulary:
         raise ValueError(
             f"{name} proposed distributions over {width} tokens to a target of {vocabulary}: state its vocab_size, so "
@@ -56,3 +64,14 @@ def check_draft(draft: object, max_len: list[int], vocabulary: int, name: str) -
         longest = n if tree is None else max((depth + 1 for depth in depths(tree)), default=0)
         if longest > most:
             raise ValueError(f"{name} proposed {longest} tokens where at most {most} were asked for")
+
+
+def check_reads(policy: AcceptancePolicy, strategy: DraftStrategy, name: str = "") -> None:
+    """Raise ``ValueError`` if ``policy`` reads the draft's logits, and the ``strategy`` gives none. ``name`` is the one
+    that a request chooses."""
+    drafter = strategy.drafter_of(name)
+    if policy.reads_logits and not drafter.gives_logits:
+        raise ValueError(
+            f"the rule '{policy}' reads the draft's logits (draft.logits_BKV), and {type(drafter).__name__} has none; "
+            "draft chains with a model or a head, as in model(NAME), eagle3(NAME) or block(NAME)"
+        )

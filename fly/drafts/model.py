@@ -26,13 +26,14 @@ from fly.drafts.base import (
     is_built_in,
     until_end,
 )
+from fly.drafts.limits import check_reads
 from fly.drafts.ngram import NGramDraft
 from fly.drafts.stops import check_limits, reach_of
 from fly.ops import derive, nothing_left, sent
 from fly.policies import AcceptancePolicy, Exact
-from fly.runner.drafting import Certainty, Drafted, draw_tokens
+from fly.runner.drafting import Certainty, Drafted, draw_tokens, pad_rows
 from fly.runner.executor import DraftSpec, Executor
-from fly.runner.request import Row, common_prefix
+from fly.runner.request import Row, any_reads_logits, common_prefix
 from fly.runner.runner import Runner
 from fly.runner.sampling import BatchSampling
 from fly.types import Draft, Guarantee, Target
@@ -67,6 +68,8 @@ class SingleDraft(StopsByChance):
             to keep, a list of ids, or a JSON file with such a list. None keeps all.
     """
 
+    gives_logits = True
+
     def __init__(
         self,
         model: str | Path | Executor | Loaded | torch.nn.Module,
@@ -86,7 +89,7 @@ class SingleDraft(StopsByChance):
         self.k = k
         self.confidence = confidence
         self.reach = reach
-        self.with_logits = False  # whether greedy drafts carry their logits; if so, each round is a call of its own
+        self.with_logits = False  # whether all drafts carry their logits; if so, each round is a call of its own
         self.model = describe(model, dtype, device)
         self.options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
         self.options |= {"cache_tokens": cache_tokens, "block_size": block_size, "vocabulary": vocabulary}
@@ -105,6 +108,7 @@ class SingleDraft(StopsByChance):
         if self.draft is not None:
             self.draft = below.attach(self.draft)
             self.spare = self.draft.spare
+            check_reads(self.policy, self.draft)
 
     @property
     def runner(self) -> Runner:
@@ -122,7 +126,7 @@ class SingleDraft(StopsByChance):
         """Return how the model drafts for ``rows``, including prompt lookup if that is its own draft strategy."""
         lookup = self.draft.lookup if type(self.draft) is NGramDraft and self._lossless else None
         reach = reach_of(rows, self.reach, worth)
-        return DraftSpec(self.confidence, reach, lookup, self.with_logits)
+        return DraftSpec(self.confidence, reach, lookup, self.with_logits or any_reads_logits(rows))
 
     @property
     def _lossless(self) -> bool:
@@ -187,7 +191,8 @@ class SingleDraft(StopsByChance):
         scratch = [row.fork(self.policy, seed_of(row)) for row in rows]
         ends = [len(row.tokens) + n for row, n in zip(rows, max_len)]
         greedy = all(row.greedy for row in rows)
-        values: list[list[Tensor]] = [[] for _ in rows]  # the distribution (or logits) of each token
+        probs: list[list[Tensor]] = [[] for _ in rows]  # the distribution of each token
+        logits: list[list[Tensor]] = [[] for _ in rows]
         certainty = [Certainty(spec, reach) for reach in spec.reach]
         active = list(range(len(rows)))
         assert self.draft is not None
@@ -214,8 +219,10 @@ class SingleDraft(StopsByChance):
                     each = certainty[b].goes_on(probs_NV.amax(-1))
                     sure = all(each)
                     ids = ids if sure else ids[: each.index(False) + 1]
-                if not greedy or self.with_logits:
-                    values[b] += list(target.logits_BKV[at_N] if greedy else target.probs_at(*at_N))[: len(ids)]
+                if not greedy:
+                    probs[b] += list(target.probs_at(*at_N))[: len(ids)]
+                if spec.with_logits:
+                    logits[b] += list(target.logits_BKV[at_N])[: len(ids)]
                 row.tokens += ids
                 if sure and len(row.tokens) < ends[b] and ids[-1] not in row.stop_ids:
                     goes_on.append(b)
@@ -224,12 +231,7 @@ class SingleDraft(StopsByChance):
             active = goes_on
         # Return the chains. If their tokens were drawn, add the distributions.
         chains = [made.tokens[len(row.tokens) :] for made, row in zip(scratch, rows)]
-        if greedy and not self.with_logits:
-            return Drafted(chains)
-        values_BKV = values[0][0].new_zeros(len(rows), max(map(len, chains)), len(values[0][0]))
-        for b, each_V in enumerate(values):
-            values_BKV[b, : len(each_V)] = torch.stack(each_V)
-        return Drafted(chains, None, values_BKV) if greedy else Drafted(chains, values_BKV)
+        return Drafted(chains, pad_rows(probs), pad_rows(logits))
 
     def _decide(self, rows: list[Row], target: Target, below: Draft) -> list[tuple[list[int], list[int]]]:
         """Return, for each row, the drafted tokens that this level keeps and its own next token, and their places.

@@ -248,6 +248,7 @@ class TranslatedDraft(StopsByChance):
         self.stops = draft.stops
         self.draft = draft
         self.spare = draft.spare
+        self.gives_logits = draft.gives_logits and self.mode == "padded"  # another vocabulary's logits say nothing here
         self.context = draft.context
         self.vocab_size: int = vocab_size
         self._contexts: dict[int, _Context] = {}
@@ -262,12 +263,19 @@ class TranslatedDraft(StopsByChance):
             return Draft.empty(len(rows))
         if self.mode == "text":
             return self._retokenise(rows, own, draft, max_len)
-        if (own_BKV := draft.probs_BKV) is None:
+        if draft.probs_BKV is None and draft.logits_BKV is None:
             return draft
-        shared = min(self.vocab_size, own_BKV.shape[-1])
-        probs_BKV = own_BKV.new_zeros(*draft.shape, self.vocab_size)
-        probs_BKV[..., :shared] = own_BKV[..., :shared]
-        return Draft(draft.tokens_BK, draft.lengths_B, probs_BKV, draft.parents_BK)
+
+        def padded(own_BKV: torch.Tensor | None, fill: float) -> torch.Tensor | None:
+            if own_BKV is None:
+                return None
+            shared = min(self.vocab_size, own_BKV.shape[-1])
+            wide_BKV = own_BKV.new_full((*draft.shape, self.vocab_size), fill)
+            wide_BKV[..., :shared] = own_BKV[..., :shared]
+            return wide_BKV
+
+        probs_BKV, logits_BKV = padded(draft.probs_BKV, 0.0), padded(draft.logits_BKV, -torch.inf)
+        return Draft(draft.tokens_BK, draft.lengths_B, probs_BKV, draft.parents_BK, logits_BKV)
 
     def observe(self, rows: abc.Sequence[Row], draft: Draft, target: Target) -> None:
         """Do nothing: the draft model cannot read the target's output, which is in another vocabulary."""

@@ -29,6 +29,7 @@ class TreeDraft(SingleDraft):
     """
 
     stops = False  # reach counts only the likeliest token at each place, but a sibling may be kept instead
+    gives_logits = False
 
     def __init__(
         self,

@@ -82,7 +82,8 @@ def _append_bonuses(row: Row, decisions: abc.Sequence[Decision]) -> None:
 def _record_mismatches(
     row: Row, block: list[Token], kept: abc.Sequence[int], mismatches: abc.Sequence[Mismatch], complete: bool
 ) -> None:
-    """Mark relaxed tokens of the ``block`` with the clauses that excused them, and count what each clause did.
+    """Mark relaxed tokens of the ``block``, which follows ``row.provenance``, with the clauses that excused them. Note
+    their positions, and count what each clause did.
 
     If the row ended within the path (not ``complete``), mismatches after its end were not emitted and do not count.
     """
@@ -98,6 +99,7 @@ def _record_mismatches(
             place = place_of[mismatch.node]
             clause = " & ".join(label for label, yes in held.items() if yes) or str(row.policy)
             block[place] = block[place]._replace(why=Why.RELAXED, clause=clause)
+            row.relaxed_at.append(row.prompt_length + len(row.provenance) + place)
             stats.charge(mismatch)
 
 

@@ -124,12 +124,13 @@ class _Facts(NamedTuple):
     spare: int
     names: list[str]  # of the strategies that requests choose among
     observes: bool  # whether it reads the target's output
+    gives_logits: bool
 
     @staticmethod
     def of(strategy: DraftStrategy) -> _Facts:
         observes = type(strategy).observe is not DraftStrategy.observe
         limits = strategy.vocab_size, strategy.context, strategy.learns, strategy.spare
-        return _Facts(*limits, getattr(strategy, "names", []), observes)
+        return _Facts(*limits, getattr(strategy, "names", []), observes, strategy.gives_logits)
 
 
 class FirstDraft(DraftStrategy):
@@ -159,6 +160,7 @@ class FirstDraft(DraftStrategy):
             self.spare = facts.spare
             self.names = facts.names
             self.observes = facts.observes
+            self.gives_logits = facts.gives_logits
         caches: list[Any] = [(each.bytes_per_token, each.context, tokens, size) for each, tokens, size in own.caches]
         for drafter, (each, context, tokens, block_size) in zip_longest(own.drafters, self.ranks.share(caches)):
             self.mirrors.append(_Mirror(self.ranks, drafter, each, context))
@@ -178,25 +180,26 @@ class FirstDraft(DraftStrategy):
     def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         self._resize((row, len(row.tokens) + most + self.spare) for row, most in zip(rows, max_len) if most)
         sent: Any = None
-        own_BKV: torch.Tensor | None = None
+        own: list[torch.Tensor | None] = [None, None]
         if self.strategy is not None:
             try:
                 draft = self.strategy.propose(rows, max_len)
-                own_BKV = draft.probs_BKV
-                drawn_from = None if own_BKV is None else (own_BKV.shape, own_BKV.dtype)
-                sent = replace(draft, probs_BKV=None, logits_BKV=None).to(torch.device("cpu")), drawn_from
+                own = [draft.probs_BKV, draft.logits_BKV]
+                kinds = [None if own_BKV is None else (own_BKV.shape, own_BKV.dtype) for own_BKV in own]
+                sent = replace(draft, probs_BKV=None, logits_BKV=None).to(torch.device("cpu")), kinds
             except Exception as error:  # sent as well, so that all ranks raise it
                 sent = error
         sent = self.ranks.share(sent)
         if isinstance(sent, Exception):
             raise sent
-        draft, drawn_from = sent[0].to(self._device), sent[1]
-        if drawn_from is None:
-            return draft
-        # The distributions that tokens were drawn from are large, so they go from device to device.
-        shape, dtype = drawn_from
-        probs_BKV = torch.empty(shape, dtype=dtype, device=self._device) if own_BKV is None else own_BKV
-        return replace(draft, probs_BKV=self.ranks.spread(probs_BKV.to(self._device)))
+        draft, kinds = sent[0].to(self._device), sent[1]
+        # The distributions that tokens were drawn from, and logits, are large, so they go from device to device.
+        for name, own_BKV, kind in zip(("probs_BKV", "logits_BKV"), own, kinds):
+            if kind is not None:
+                shape, dtype = kind
+                values_BKV = torch.empty(shape, dtype=dtype, device=self._device) if own_BKV is None else own_BKV
+                draft = replace(draft, **{name: self.ranks.spread(values_BKV.to(self._device))})
+        return draft
 
     def observe(self, rows: abc.Sequence[Row], draft: Draft, target: Target) -> None:
         if self.observes and isinstance(target.logits_BKV, VocabularyShards):

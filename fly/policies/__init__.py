@@ -11,7 +11,15 @@ from fly.policies.base import (
     verdict_of,
 )
 from fly.policies.conditions import AgreeingWindow, Block, Condition, ControlToken, EntropyGate, Room
-from fly.policies.formulas import drafted, gate_distribution, gate_probs, matches, possible, raw_log_probs
+from fly.policies.formulas import (
+    draft_log_probs,
+    drafted,
+    gate_distribution,
+    gate_probs,
+    matches,
+    possible,
+    raw_log_probs,
+)
 from fly.policies.gates import (
     BiLD,
     Fuzzy,
@@ -84,6 +92,7 @@ __all__ = [
     "Typical",
     "asd",
     "condition_types",
+    "draft_log_probs",
     "drafted",
     "dump_policy",
     "exact_accept_probs",

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from fly.ops import draw, one_hot, pick
-from fly.policies.binding import Bindable
-from fly.policies.conditions import Block, Clause, Condition, describe, expression
+from fly.policies.binding import Bindable, parts_of
+from fly.policies.conditions import Block, Clause, Condition, describe, expression, is_built_in
+from fly.policies.reads import DRAFT_LOGITS, find_reads
 from fly.types import UNDECIDED, Draft, Guarantee, Noise, Target, Verdict, Why
 from fly.vocabulary import Vocabulary
 
@@ -83,6 +84,23 @@ class AcceptancePolicy(Bindable, ABC):
     def relaxation(self) -> Condition | None:
         """The condition under which mismatches are excused; None if none are. Computed once for each policy."""
         return None
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """What the rule reads besides the target's output and the drafted tokens: ``"draft.logits"``
+        (``Draft.logits_BKV``), and of each row's past ``"history"``, ``"generated"``, ``"relaxed"``, ``"relaxed_at"``,
+        ``"nats"`` and ``"spent"`` (``Target``).
+
+        It is found by letting the rule decide a few small blocks, once, and ``also_reads`` adds to it. The engine
+        supplies what is read, at every temperature; a request whose drafts have no logits is refused if its rule reads
+        them.
+        """
+        return find_reads(self)
+
+    @cached_property
+    def reads_logits(self) -> bool:
+        """Whether the rule reads the draft's logits. No rule of this package does, so that is not tried."""
+        return not all(map(is_built_in, parts_of(self))) and DRAFT_LOGITS in self.reads
 
     @property
     def compiled_gate(self) -> list[Clause] | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from copy import copy
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from fly.vocabulary import Vocabulary
 
-__all__ = ["Bindable"]
+__all__ = ["Bindable", "parts_of"]
 
 B = TypeVar("B", bound="Bindable")
 
@@ -16,11 +17,15 @@ B = TypeVar("B", bound="Bindable")
 class Bindable:
     """A frozen dataclass that may look up the meaning of tokens in the ``vocabulary`` that ``bind`` gives it.
 
+    ``also_reads`` names what it reads in some blocks only, beside what deciding a few blocks shows
+    (``fly.policies.AcceptancePolicy.reads``).
+
     The vocabulary is not a parameter. So a bound rule prints like the unbound one, equals it and has the same hash. A
     pickled or copied rule is unbound.
     """
 
     _vocabulary: Vocabulary | None = None
+    also_reads: ClassVar[Collection[str]] = ()
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -50,6 +55,15 @@ class Bindable:
         kinds = type(self).__mro__
         cached = {name for kind in kinds for name, part in vars(kind).items() if isinstance(part, cached_property)}
         return {name: value for name, value in vars(self).items() if name not in {"_vocabulary", *cached}}
+
+
+def parts_of(rule: Bindable) -> Iterator[Bindable]:
+    """Yield a rule or condition, and those that its parameters hold."""
+    yield rule
+    for value in vars(rule).values():
+        for part in value if type(value) is tuple else (value,):
+            if isinstance(part, Bindable):
+                yield from parts_of(part)
 
 
 def _bound(value: Any, vocabulary: Vocabulary) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 from fly.devices import on_host
 from fly.errors import short
 from fly.expressions import Amount, Checked, Count
-from fly.ops import entropy, log_mass, top
+from fly.ops import entropy, log_mass, top, upload
 from fly.policies.binding import Bindable
 from fly.types import Draft, Target
 
@@ -44,6 +44,36 @@ class Block:
     def columns_K(self) -> Tensor:
         """The positions 0, 1, ..., K - 1, int64 [K]."""
         return torch.arange(self.agree_BK.shape[1], device=self.agree_BK.device)
+
+    def relaxed_since(self, marks_V: Tensor) -> Tensor:
+        """Count the relaxed tokens at each position and before it, back to the last token of a set, int64 [B, K], as if
+        all mismatches up to there were excused.
+
+        A token of the set belongs to what it ends: the count starts anew after it. Without such a token, all relaxed
+        tokens of the text so far count.
+
+        Args:
+            marks_V: bool, the tokens of the set, on any device (``Vocabulary.where`` makes one).
+
+        Raises ``ValueError`` if the block does not know the text before it.
+        """
+        if self.target.history is None:
+            raise ValueError("relaxed_since needs the text before the block, and this target does not say it")
+        rows = list(zip(self.target.history, self.target.relaxed_at))
+        tokens_BK = self.draft.tokens_BK
+        marks_V = marks_V.to(tokens_BK.device)
+        before = []
+        for text, places in rows:
+            since = len(text)
+            if places:  # only what follows the first relaxed token matters
+                ends_N = marks_V[upload(text[places[0] :], tokens_BK.device)].nonzero()
+                since = places[0] + (int(ends_N[-1]) + 1 if len(ends_N) else 0)
+            before.append(sum(place >= since for place in places))
+        before_B1 = upload(before, tokens_BK.device).unsqueeze(1)
+        # Before the first mark of the block, the count goes on from the text; after a mark it starts anew.
+        total_BK = (~self.agree_BK).long().cumsum(-1)
+        ended_BK = torch.where(marks_V[tokens_BK], total_BK, -before_B1).cummax(-1).values
+        return total_BK - torch.cat([-before_B1, ended_BK], dim=1)[:, :-1]
 
     def at_mismatches(self, measure: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Compute ``measure(rows_N, positions_N)`` [N] at mismatches, and return [B, K] with False or 0 elsewhere.
@@ -114,9 +144,12 @@ class Condition(Bindable, ABC):
 
     A subclass is a frozen dataclass whose fields are its parameters, and it implements ``evaluate``. ``str`` gives the
     expression that builds the condition. ``name`` is its name in texts and configurations (default: the class name).
+    ``monotone`` maps a parameter to +1 if the condition holds wherever it holds with a smaller value, and to -1 if it
+    holds wherever it holds with a larger one; ``fly check`` tests it.
     """
 
     name: ClassVar[str]
+    monotone: ClassVar[Mapping[str, int]] = {}
 
     @property
     def possible(self) -> bool:
@@ -396,6 +429,7 @@ class EntropyGate(Condition, Checked):
     """
 
     name: ClassVar[str] = "entropy"
+    monotone: ClassVar[Mapping[str, int]] = {"theta": -1}
     theta: Amount = 0.3
     entropy: Entropy = "top3"
     processed: bool = True
@@ -447,6 +481,7 @@ class AgreeingWindow(Condition, Checked):
     """The ``window`` drafted tokens after the mismatch exist, and the target agrees with all of them."""
 
     name: ClassVar[str] = "window"
+    monotone: ClassVar[Mapping[str, int]] = {"window": -1}
     window: Count = 6
 
     def _compile(self) -> list[Clause]:
@@ -464,6 +499,7 @@ class Room(Condition, Checked):
     """At least ``hold`` drafted tokens follow. A mismatch nearer to the draft's end cannot be judged."""
 
     name: ClassVar[str] = "room"
+    monotone: ClassVar[Mapping[str, int]] = {"hold": -1}
     hold: Count = 6
 
     def _compile(self) -> list[Clause]:

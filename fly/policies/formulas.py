@@ -23,6 +23,7 @@ from fly.types import Draft, Target
 __all__ = [
     "binary",
     "by_temperature",
+    "draft_log_probs",
     "drafted",
     "gate_distribution",
     "gate_probs",
@@ -85,6 +86,19 @@ def raw_log_probs(target: Target, draft: Draft, rows_N: Tensor, positions_N: Ten
     at = rows_N, positions_N
     gap_N = target.logits_BKV[(*at, draft.tokens_BK[at])] - target.logits_BKV[(*at, target.argmax_BK[at])]
     return gap_N + peak_N, peak_N
+
+
+def draft_log_probs(draft: Draft) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities of the drafted token and of the draft model's likeliest token, [B, K] each, in the
+    draft model's raw distribution, at every temperature: how sure the draft was. (``Draft.own_probs_BK`` is 1 at
+    temperature 0.)
+
+    Raises ``ValueError`` if the draft has no logits. The engine supplies them to a rule that calls this function.
+    """
+    if draft.logits_BKV is None:
+        raise ValueError("draft_log_probs needs draft.logits_BKV, and this draft has none")
+    log_BKV = draft.logits_BKV.log_softmax(-1)
+    return pick(log_BKV, draft.tokens_BK), log_BKV.amax(-1)
 
 
 def raw_regret(target: Target, draft: Draft) -> Tensor:

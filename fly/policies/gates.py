@@ -174,6 +174,7 @@ class LogMargin(Condition, Checked):
     """
 
     name: ClassVar[str] = "margin"
+    monotone: ClassVar[Mapping[str, int]] = {"tau": 1}
     tau: Amount = 0.3
 
     def _compile(self) -> list[Clause]:
@@ -195,6 +196,7 @@ class Regret(Condition, Checked):
     """
 
     name: ClassVar[str] = "regret"
+    monotone: ClassVar[Mapping[str, int]] = {"nats": 1, "window": -1}
     nats: Amount = 2.3
     window: Count = 4
 
@@ -217,6 +219,7 @@ class SuffixRegret(Condition, Checked):
     """
 
     name: ClassVar[str] = "suffix_regret"
+    monotone: ClassVar[Mapping[str, int]] = {"nats": 1}
     nats: Amount = 0.25
 
     @property
@@ -242,6 +245,7 @@ class TopRatio(Condition, Checked):
     """
 
     name: ClassVar[str] = "mars"
+    monotone: ClassVar[Mapping[str, int]] = {"theta": -1}
     theta: Share = 0.9
 
     def _compile(self) -> list[Clause]:

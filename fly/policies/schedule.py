@@ -9,6 +9,7 @@ a position matters only if every mismatch before it was excused. So the mismatch
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal, TypeVar
@@ -42,6 +43,7 @@ class AfterTokens(Condition, Checked):
     """
 
     name: ClassVar[str] = "after"
+    monotone: ClassVar[Mapping[str, int]] = {"count": -1}
     count: Count = 2
 
     def _compile(self) -> list[Clause]:
@@ -59,6 +61,7 @@ class AboveContext(Condition, Checked):
     """
 
     name: ClassVar[str] = "above"
+    monotone: ClassVar[Mapping[str, int]] = {"position": -1}
     position: Count = 0
 
     def _compile(self) -> list[Clause]:
@@ -78,6 +81,7 @@ class Budget(Condition, Checked):
     """Relaxed tokens are at most this ``share`` of all generated tokens, including this token."""
 
     name: ClassVar[str] = "budget"
+    monotone: ClassVar[Mapping[str, int]] = {"share": 1}
     share: Share = 0.1
 
     @property
@@ -98,6 +102,7 @@ class AtMost(Condition, Checked):
     exact. A cap on blocks keeps relaxed tokens apart (ASD, arXiv 2608.03447: 2)."""
 
     name: ClassVar[str] = "at_most"
+    monotone: ClassVar[Mapping[str, int]] = {"count": 1}
     count: Count = 10
     per: Literal["output", "block"] = "output"
 
@@ -167,6 +172,7 @@ class NatsBudget(_InNats):
     """
 
     name: ClassVar[str] = "nats"
+    monotone: ClassVar[Mapping[str, int]] = {"nats": 1}
     nats: Amount = 5.0
 
     @property
@@ -194,6 +200,7 @@ class RegretBudget(_InNats):
     """
 
     name: ClassVar[str] = "regret_budget"
+    monotone: ClassVar[Mapping[str, int]] = {"nats": 1}
     nats: Amount = 8.0
 
     def _compile(self) -> list[Clause]:

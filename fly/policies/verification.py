@@ -16,13 +16,18 @@ from torch import Tensor
 from fly.ops import depths, draw, first_branch, leaf_paths, nan_at, pick, upload
 from fly.policies.base import AcceptancePolicy, accepts_exactly, exact_accept_probs
 from fly.policies.conditions import Block
+from fly.policies.reads import carry_logits, supply_logits
 from fly.types import UNDECIDED, Decision, Draft, Guarantee, Mismatch, Noise, Target, Verdict, Why
 
 __all__ = ["add_costs", "decide", "verify"]
 
 
 def decide(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise | None) -> list[Decision]:
-    """Call ``verify`` and convert its result to one ``Decision`` per row. The host waits for the device once."""
+    """Call ``verify`` and convert its result to one ``Decision`` per row. The host waits for the device once.
+
+    Raises ``ValueError`` if the policy reads the draft's logits, and there are none.
+    """
+    draft = supply_logits(policy, draft, target.logits_BKV.shape[-1])
     verdict = verify(policy, target, draft, noise)
     why_BK = verdict.why_BK.tolist()
     asked_BK = verdict.asked_BK.tolist()
@@ -164,7 +169,7 @@ def _verify_first_path(policy: AcceptancePolicy, target: Target, draft: Draft, n
     path_BD, lengths_B = _pad_paths(chains, draft.tokens_BK.device)
     rows_B1 = torch.arange(len(chains), device=path_BD.device).unsqueeze(1)
     probs_BDV = None if draft.probs_BKV is None else draft.probs_BKV[rows_B1, path_BD]
-    first = Draft(draft.tokens_BK[rows_B1, path_BD], lengths_B, probs_BDV)
+    first = carry_logits(draft, Draft(draft.tokens_BK[rows_B1, path_BD], lengths_B, probs_BDV), rows_B1, path_BD)
     coins = Noise(noise.accept_BK[rows_B1, path_BD], noise.sample_B)
     verdict = policy.verdict(_along_paths(target, rows_B1, path_BD, list(range(len(chains)))), first, coins)
     mask_BD = first.mask_BK()
@@ -229,6 +234,7 @@ def _try_siblings(
         at = rows_N, places_N
         claims_N1V = None if draft.probs_BKV is None else draft.probs_BKV[rows_N, nodes_N].unsqueeze(1)
         one = Draft(draft.tokens_BK[rows_N, nodes_N].unsqueeze(1), torch.ones_like(rows_N), claims_N1V)
+        one = carry_logits(draft, one, rows_N, nodes_N)
         logits_N2V = target.logits_BKV[at].unsqueeze(1).expand(-1, 2, -1)
         probs_NV = None if probs_BMV is None else probs_BMV[at]
         probs_N2V = None if probs_NV is None else probs_NV.unsqueeze(1).expand(-1, 2, -1)
@@ -265,7 +271,7 @@ def _excuse(
     path_PD, lengths_P = _pad_paths([path for _, path in paths], device)
     numbers = [b for b, _ in paths]
     rows_P1 = upload(numbers, device).unsqueeze(1)
-    chain = Draft(draft.tokens_BK[rows_P1, path_PD], lengths_P)
+    chain = carry_logits(draft, Draft(draft.tokens_BK[rows_P1, path_PD], lengths_P), rows_P1, path_PD)
     agree_PD = kept_BK[rows_P1, path_PD] & chain.mask_BK()
     block = Block(_along_paths(target, rows_P1, path_PD, numbers), chain, agree_PD)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fly.devices import on_host
 from fly.policies.base import AcceptancePolicy
+from fly.policies.reads import supply_logits
 from fly.policies.verification import verify
 from fly.types import Draft, Noise, Target
 
-__all__ = ["HostWait", "TextOnHost", "find_wait"]
+__all__ = ["HostWait", "TextOnHost", "find_wait", "see_on_device"]
 
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 
@@ -37,13 +39,23 @@ class HostWait(RuntimeError):
 
 
 class TextOnHost(list[list[int]]):
-    """Stands for the texts so far (``Target.history``) inside a graph, which has none."""
+    """Stands inside a graph, which has no texts, for the texts so far (``Target.history``), and for the places of
+    relaxed tokens in them (``Target.relaxed_at``)."""
 
     def _refuse(self, *_: Any) -> Any:
         raise HostWait("it looks at the text before the block, which is on the host")
 
     __iter__ = __getitem__ = __len__ = __reversed__ = __contains__ = __eq__ = __bool__ = _refuse
     __hash__ = None
+
+
+def see_on_device(target: Target, inside: bool) -> Target:
+    """Return the same output of the target as a rule sees it on a CUDA device: ``inside`` a graph, there is no text."""
+    seen = copy(target)
+    if inside:
+        seen.history = TextOnHost()
+        vars(seen)["relaxed_at"] = TextOnHost()
+    return seen
 
 
 def _on_host(label: str) -> Tensor:
@@ -113,13 +125,15 @@ def find_wait(policy: AcceptancePolicy, drawn: bool = False, sampled: bool = Fal
             relaxed_B=torch.empty_like(count_B),
             nats_B=torch.empty(rows, device=device),
             spent=_on_host,
+            relaxed_at=TextOnHost(),
             history=TextOnHost(),
         )
-        draft = Draft(tokens_BK, count_B, torch.empty(rows, longest, width, device=device) if sampled else None)
+        values_BKV = torch.empty(rows, longest, width, device=device)
+        draft = Draft(tokens_BK, count_B, values_BKV if sampled else None, logits_BKV=values_BKV)
         noise = Noise(torch.empty(rows, longest, device=device), torch.empty(rows, device=device))
         try:
             with _RefuseWaits(), _RefuseUploads():
-                verify(policy, target, draft, noise)
+                verify(policy, target, supply_logits(policy, draft, width), noise)
         except Exception as error:
             said = str(error) if isinstance(error, HostWait) else f"{type(error).__name__}: {error}".split("\n")[0]
             return f"{said} ({_find_line(traceback.extract_tb(error.__traceback__))})"

@@ -46,6 +46,7 @@ __all__ = [
     "draft_chains",
     "draw_tokens",
     "ends_of",
+    "pad_rows",
 ]
 
 
@@ -128,7 +129,7 @@ class DraftSpec:
     # For each row: stop after a token if the product of these chances so far is below this. Empty: never.
     reach: tuple[float, ...] = ()
     lookup: Lookup | None = None
-    with_logits: bool = False  # whether to return the logits of greedy drafts too
+    with_logits: bool = False  # whether to return the logits at each token's place too
     tree: Growth | None = None
 
     @property
@@ -140,9 +141,9 @@ class DraftSpec:
 class Drafted(NamedTuple):
     """What a model drafted for each row.
 
-    ``probs_BKV`` are the distributions that tokens were drawn from, zeros after a row's last token; None for greedy
-    drafts. Greedy drafts may have the logits at each token's place instead (``DraftSpec.with_logits``). Trees have the
-    ``parents`` of their tokens, as in ``Draft``."""
+    ``probs_BKV`` are the distributions that tokens were drawn from; None for greedy drafts. ``logits_BKV`` are the
+    logits at each token's place, if they are asked for (``DraftSpec.with_logits``). Both are zeros after a row's last
+    token. Trees have the ``parents`` of their tokens, as in ``Draft``, and no logits."""
 
     tokens: list[list[int]]
     probs_BKV: Tensor | None = None
@@ -292,7 +293,8 @@ def draft_chains(
     """Draft chains as ``Executor.extend`` describes, token by token. ``follow`` returns what the model says after each
     token."""
     scratch = [row.fork(row.policy, row.seed) for row in rows]
-    sources: list[list[Tensor]] = [[] for _ in rows]  # each token's distribution, or logits
+    probs: list[list[Tensor]] = [[] for _ in rows]  # each token's distribution
+    logits: list[list[Tensor]] = [[] for _ in rows]
     certainty = [Certainty(spec, reach) for reach in spec.reach or (0.0,) * len(rows)]
     active = list(range(len(rows)))
     tokens = [row.tokens[-1] for row in rows]
@@ -307,9 +309,9 @@ def draft_chains(
             own = BatchSampling.of([row.params for row in going], logits_NV.device)
             probs_NV = model.process(own, logits_NV.unsqueeze(1)).dense().squeeze(1)
             tokens = draw_tokens(probs_NV, [seeds[b] for b in active], [len(row.tokens) for row in going])
-        if probs_NV is not None or spec.with_logits:
-            for b, source_V in zip(active, logits_NV if probs_NV is None else probs_NV):
-                sources[b].append(source_V)
+        for kept, values_NV in ((probs, probs_NV), (logits, logits_NV if spec.with_logits else None)):
+            for b, values_V in zip(active, () if values_NV is None else values_NV):
+                kept[b].append(values_V)
         # Stop after the first token that the model is not sure of, after one that ends the row, or at full length.
         goes_on = []
         for n, (b, row, token) in enumerate(zip(active, going, tokens)):
@@ -329,12 +331,20 @@ def draft_chains(
             break
         active, tokens = [active[n] for n in goes_on], [tokens[n] for n in goes_on]
     chains = [made.tokens[len(row.tokens) :] for made, row in zip(scratch, rows)]
-    if sampling is None and not spec.with_logits:
-        return Drafted(chains)
-    sources_BKV = sources[0][0].new_zeros(len(rows), max(map(len, chains)), len(sources[0][0]))
-    for b, each in enumerate(sources):
-        sources_BKV[b, : len(each)] = torch.stack(each)
-    return Drafted(chains, None, sources_BKV) if sampling is None else Drafted(chains, sources_BKV)
+    return Drafted(chains, pad_rows(probs), pad_rows(logits))
+
+
+def pad_rows(rows: abc.Sequence[list[Tensor]]) -> Tensor | None:
+    """Stack the values [V] of each token of each row to [B, K, V], with zeros after a row's last token. None if there
+    are no values."""
+    if not (longest := max(map(len, rows), default=0)):
+        return None
+    first_V = next(values[0] for values in rows if values)
+    stacked_BKV = first_V.new_zeros(len(rows), longest, len(first_V))
+    for b, values in enumerate(rows):
+        if values:
+            stacked_BKV[b, : len(values)] = torch.stack(values)
+    return stacked_BKV
 
 
 def draft_at_once(
@@ -374,13 +384,15 @@ def draft_at_once(
         sure = certainty.goes_on(peak_BK[b]) if certainty.may_stop else [True] * longest
         ends = (n for n, token in enumerate(drawn, start=1) if not sure[n - 1] or token in row.stop_ids)
         chains.append(drawn[: min(next(ends, longest), max_len[b])])
-    if sampling is None and not spec.with_logits:
+    if probs_BKV is None and not spec.with_logits:
         return Drafted(chains)
-    source_BKV = logits_BKV if probs_BKV is None else probs_BKV
-    lengths_B1 = upload(list(map(len, chains)), source_BKV.device).unsqueeze(1)
-    beyond_BK = torch.arange(longest, device=source_BKV.device) >= lengths_B1
-    source_BKV = source_BKV.masked_fill(beyond_BK.unsqueeze(-1), 0.0)[:, : max(map(len, chains))]
-    return Drafted(chains, None, source_BKV) if sampling is None else Drafted(chains, source_BKV)
+    lengths_B1 = upload(list(map(len, chains)), logits_BKV.device).unsqueeze(1)
+    beyond_BK1 = (torch.arange(longest, device=logits_BKV.device) >= lengths_B1).unsqueeze(-1)
+
+    def cut(values_BKV: Tensor | None) -> Tensor | None:
+        return None if values_BKV is None else values_BKV.masked_fill(beyond_BK1, 0.0)[:, : max(map(len, chains))]
+
+    return Drafted(chains, cut(probs_BKV), cut(logits_BKV if spec.with_logits else None))
 
 
 def _allowed(model: Computing, logits_NV: Tensor, rows: list[Row]) -> Tensor:

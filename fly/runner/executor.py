@@ -103,6 +103,7 @@ class RoundRow:
     greedy: bool
     generated: int = 0  # tokens it has emitted so far
     account: Account = field(default_factory=Account)  # of the relaxed ones among these
+    relaxed_at: abc.Sequence[int] = ()  # the positions of the relaxed ones in ``tokens``, ascending
 
     @property
     def longest(self) -> int:
@@ -112,7 +113,8 @@ class RoundRow:
     @staticmethod
     def of(row: Row, left: int, k: int) -> RoundRow:
         """Copy the present values of ``row``, which may still emit ``left`` tokens and drafts at most ``k`` a round."""
-        return RoundRow(row.tokens, left, k, row.stop_ids, row.policy, row.seed, row.greedy, row.generated, row.stats)
+        past = row.generated, row.stats, row.relaxed_at
+        return RoundRow(row.tokens, left, k, row.stop_ids, row.policy, row.seed, row.greedy, *past)
 
     @property
     def history(self) -> list[int]:

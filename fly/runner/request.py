@@ -17,7 +17,17 @@ from fly.types import Account, SamplingParams, Why
 if TYPE_CHECKING:
     from fly.runner.structured import Matcher
 
-__all__ = ["BadWords", "Gate", "Row", "Stats", "Token", "by_policy", "common_prefix", "most_drafted"]
+__all__ = [
+    "BadWords",
+    "Gate",
+    "Row",
+    "Stats",
+    "Token",
+    "any_reads_logits",
+    "by_policy",
+    "common_prefix",
+    "most_drafted",
+]
 
 
 @dataclass(frozen=True)
@@ -188,6 +198,7 @@ class Row:
     logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float]] = field(default_factory=list)  # from ``prompt_logprobs_start`` on
     stats: Stats = field(default_factory=Stats)
+    relaxed_at: list[int] = field(default_factory=list)  # the positions of its relaxed tokens in ``tokens``, ascending
     drafts: list[tuple[int, int]] = field(default_factory=list)  # per round with a draft: drafted, kept
     finish_reason: str | None = None
     bad: BadWords = field(default_factory=BadWords)
@@ -239,6 +250,7 @@ class Row:
             logprobs=[],
             prompt_logprobs=[],
             drafts=[],
+            relaxed_at=[],
             stats=replace(self.stats, gates={}, spent={}),
             matcher=None if self.matcher is None else self.matcher.fresh(),
         )
@@ -252,6 +264,7 @@ class Row:
         scratch.provenance = []
         scratch.logprobs = []
         scratch.drafts = []
+        scratch.relaxed_at = []
         scratch.stats, scratch.finish_reason = Stats(), None
         return scratch
 
@@ -268,3 +281,8 @@ def by_policy(rows: abc.Sequence[Row]) -> dict[AcceptancePolicy, list[int]]:
     for b, row in enumerate(rows):
         groups.setdefault(row.policy, []).append(b)
     return groups
+
+
+def any_reads_logits(rows: abc.Sequence[Row]) -> bool:
+    """Whether the rule of any of these rows reads the draft's logits (``Draft.logits_BKV``)."""
+    return any(row.policy.reads_logits for row in rows)

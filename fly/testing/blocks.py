@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache, partial
 from types import CodeType
 from typing import Any, Literal, TypeVar, get_origin
@@ -32,6 +32,7 @@ __all__ = [
     "bind_to",
     "make_block",
     "make_cases",
+    "make_draft_logits",
     "markers_of",
     "require_same",
     "rounded",
@@ -41,7 +42,7 @@ __all__ = [
 TOLERANCE = 1e-5  # for probabilities: distributions are float32, and steps are found to 2^-24
 TICK = 2.0**-24  # the smallest step of the engine's uniform numbers
 
-P = TypeVar("P", bound=AcceptancePolicy)
+P = TypeVar("P", bound=Bindable)
 Outcome = tuple[int, int, list[int]]  # accepted tokens, the next token, and a code for each drafted token
 
 _TEXTS = [b" word", b"7", b"\n", b"Name", b"(", b" "]  # the texts of the first tokens
@@ -102,7 +103,7 @@ def _written(method: object) -> Iterator[str]:
 
 
 def bind_to(policy: P, target: Target) -> P:
-    """Bind ``policy`` to a vocabulary of the target's size that has the policy's markers."""
+    """Bind a policy, or a condition, to a vocabulary of the target's size that has its markers."""
     try:
         markers = _markers(policy)
     except TypeError:  # a policy that holds a list cannot be hashed
@@ -157,6 +158,8 @@ class Case:
         found = row._select(columns, torch.arange(n + padding + 1).clamp_max(n), row.draft.lengths_B)
         found.target.logits_BKV[:, n + 1 :] *= -1
         found.draft.tokens_BK[:, n:] = (found.draft.tokens_BK[:, n:] + 1) % found.target.logits_BKV.shape[-1]
+        if found.draft.logits_BKV is not None:
+            found.draft.logits_BKV[:, n:] *= -1
         found.noise.accept_BK[:, n:] = 0.0
         return found
 
@@ -172,7 +175,8 @@ class Case:
         t, d = self.target, self.draft
         probs = None if t.all_greedy else t.probs_BKV[:, places]
         target = t.about(torch.tensor(self.numbers), t.logits_BKV[:, places], probs)
-        draft = Draft(d.tokens_BK[:, columns], lengths_B, None if d.probs_BKV is None else d.probs_BKV[:, columns])
+        values = (None if each is None else each[:, columns] for each in (d.probs_BKV, d.parents_BK, d.logits_BKV))
+        draft = Draft(d.tokens_BK[:, columns], lengths_B, *values)
         return Case(target, draft, Noise(self.noise.accept_BK[:, columns], self.noise.sample_B))
 
     def show(self, b: int = 0) -> str:
@@ -219,10 +223,21 @@ def make_block(seed: int, rows: int = 4, longest: int = 9, vocab: int = 6, tempe
         relaxed_B=torch.arange(rows) // 2,
         nats_B=torch.arange(rows) / 2,
         spent=lambda label: torch.arange(rows) / 3,
+        relaxed_at=[list(range(5, 5 + b // 2)) for b in range(rows)],
         history=[torch.randint(0, vocab, (5 + b,), generator=generator).tolist() for b in range(rows)],
     )
     draft = Draft(tokens, lengths, None if all_greedy or seed % 2 else drawn_from)
+    draft = replace(draft, logits_BKV=make_draft_logits(draft, vocab))
     return Case(target, draft, Noise(rand(rows, longest), rand(rows)))
+
+
+def make_draft_logits(draft: Draft, vocab: int) -> Tensor:
+    """Return logits of a draft model that drafts these tokens, [B, K, V]: logarithms of the distributions that they
+    were drawn from. For a deterministic draft, the token is the likeliest one, and its id says by how much."""
+    if draft.probs_BKV is not None:
+        return draft.probs_BKV.clamp_min(1e-6).log()
+    tokens_BK1 = draft.tokens_BK.unsqueeze(-1)
+    return torch.zeros(*draft.shape, vocab).scatter_(-1, tokens_BK1, 0.5 + tokens_BK1 % 4)
 
 
 def make_cases(count: int = 12) -> list[Case]:

@@ -28,7 +28,18 @@ from fly.ops import depths, one_hot, pick
 from fly.policies import AcceptancePolicy, Exact, verify
 from fly.policies.base import exact_accept_probs
 from fly.runner.sampling import BatchSampling
-from fly.testing.blocks import TICK, TOLERANCE, Case, bind_to, make_block, make_cases, markers_of, require_same, rounded
+from fly.testing.blocks import (
+    TICK,
+    TOLERANCE,
+    Case,
+    bind_to,
+    make_block,
+    make_cases,
+    make_draft_logits,
+    markers_of,
+    require_same,
+    rounded,
+)
 from fly.testing.report import ConformanceError, require
 from fly.types import Draft, Guarantee, Noise, SamplingParams, Target
 
@@ -217,6 +228,7 @@ def _greedy(policy: AcceptancePolicy, longest: int, vocab: int, last: int) -> It
     # The logits at position j depend on the drafted prefix, like a model's.
     logits = drafts.look_up([torch.randn(vocab**j, vocab, generator=generator) for j in range(longest + 1)])
     target, draft = Target(logits, history=[[last]] * rows), Draft(drafts.tokens_NK, torch.full((rows,), longest))
+    draft = replace(draft, logits_BKV=make_draft_logits(draft, vocab))
     for coin in (0.0, 0.5, 1 - TICK):  # coins must not matter
         case = Case(target, draft, Noise(torch.full((rows, longest), coin), torch.full((rows,), coin)))
         emitted = ([*text[:n], token] for text, (n, token, _) in zip(texts, case.outcomes(policy)))
@@ -243,6 +255,7 @@ def _sampled(
     probs_RKV = claims_RMV[:, [parent + 1 for parent in parents]]
     lengths_R, parents_RK = torch.full((len(tokens_RK),), len(parents)), torch.tensor(parents).expand_as(tokens_RK)
     drawn = Draft(tokens_RK, lengths_R, probs_RKV, parents_RK if tree else None)
+    drawn = replace(drawn, logits_BKV=make_draft_logits(drawn, vocab))
     chance_R = pick(probs_RKV, tokens_RK).double().prod(-1)
     wanted = [_continuations(targets, 0, 0) for _, targets, _ in tables]
 
@@ -278,7 +291,8 @@ def _sampled(
     different = [n for n, tokens in enumerate(texts) if len(set(zip(parents, tokens))) == len(parents)]  # siblings
     certain_R = torch.tensor([table * size + n for table in range(len(tables)) for n in different])
     of_drawn = emitted(drawn, chance_R.nonzero().squeeze(1))
-    of_certain = emitted(replace(drawn, probs_BKV=None), certain_R)
+    certain = replace(drawn, probs_BKV=None)
+    of_certain = emitted(replace(certain, logits_BKV=make_draft_logits(certain, vocab)), certain_R)
     for table, (_, _, claims) in enumerate(tables):
         rows = range(table * size, (table + 1) * size)
         mean = torch.stack([of_drawn[row] * chance_R[row] for row in rows if row in of_drawn]).sum(0)

@@ -24,17 +24,38 @@ import math
 import pickle
 import timeit
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fly.expressions import check_parameters
 from fly.ops import one_hot
-from fly.policies import AcceptancePolicy, dump_policy, load_policy, parse_policy
-from fly.policies.waits import find_wait
+from fly.policies import (
+    AcceptancePolicy,
+    Block,
+    Condition,
+    dump_policy,
+    exact_accept_probs,
+    load_policy,
+    parse_policy,
+    verify,
+)
+from fly.policies.binding import parts_of
+from fly.policies.reads import DRAFT_LOGITS, PARTS, NotingDraft
+from fly.policies.waits import find_wait, see_on_device
 from fly.runner.request import Stats
 from fly.runner.sampling import BatchSampling
-from fly.testing.blocks import TICK, TOLERANCE, Case, bind_to, make_block, make_cases, require_same, rounded
+from fly.testing.blocks import (
+    TICK,
+    TOLERANCE,
+    Case,
+    bind_to,
+    make_block,
+    make_cases,
+    make_draft_logits,
+    require_same,
+    rounded,
+)
 from fly.testing.guarantees import check_guarantee, check_tokens_judged_alone, check_trees
 from fly.testing.report import Finding, Report, require, run_checks, seeded, title
 from fly.testing.toys import make_executor, toy_target
@@ -42,11 +63,17 @@ from fly.types import Draft, Noise, SamplingParams, Target, Verdict, Why
 
 __all__ = ["CHECKS", "check_policy", "parametrize_with_checks"]
 
+R = TypeVar("R", AcceptancePolicy, Condition)
+
 
 def check_policy(
-    policy: AcceptancePolicy, *, raises: bool = True, advance: Callable[[], None] = lambda: None
+    policy: AcceptancePolicy,
+    *,
+    raises: bool = True,
+    advance: Callable[[], None] = lambda: None,
+    more: Iterable[Callable[[AcceptancePolicy], str | None]] = (),
 ) -> Report:
-    """Run every check of the kit on ``policy``; ``advance`` is called after each.
+    """Run every check of the kit on ``policy``, and ``more`` checks; ``advance`` is called after each.
 
     Raises ``ConformanceError`` with the whole report if a check fails, unless ``raises`` is False.
     """
@@ -57,7 +84,7 @@ def check_policy(
     except ValueError as error:  # all other findings would follow from this one
         report.findings.append(Finding("types of the parameters", False, str(error)))
     else:
-        run_checks(report, CHECKS, policy, advance)
+        run_checks(report, (*CHECKS, *more), policy, advance)
     return report.settle(raises)
 
 
@@ -126,7 +153,8 @@ def check_empty_and_full_drafts(policy: AcceptancePolicy) -> None:
         case = make_block(1, 3, 4, 5, temperature)
         probs = case.target.probs_BKV[:, :1] if temperature else None
         target = case.target.about(torch.arange(3), case.target.logits_BKV[:, :1], probs)
-        empty = Case(target, Draft.empty(3), Noise(torch.zeros(3, 0), case.noise.sample_B))
+        nothing = dataclasses.replace(Draft.empty(3), logits_BKV=torch.zeros(3, 0, 5))
+        empty = Case(target, nothing, Noise(torch.zeros(3, 0), case.noise.sample_B))
         for b, (accepted, token, _) in enumerate(empty.outcomes(policy)):
             require(not accepted, "accepted tokens of an empty draft")
             possible = float(target.probs_BKV[b, 0, token]) > 0
@@ -134,7 +162,7 @@ def check_empty_and_full_drafts(policy: AcceptancePolicy) -> None:
     tokens = torch.tensor([[0, 1, 2, 3], [3, 3, 0, 1]])
     logits = one_hot(torch.zeros(2, 5, 4), torch.cat([tokens, tokens[:, :1]], 1)) * 40 - 20
     for probs in (None, logits.softmax(-1)):
-        draft = Draft(tokens, torch.tensor([4, 4]), None if probs is None else probs[:, :-1])
+        draft = Draft(tokens, torch.tensor([4, 4]), None if probs is None else probs[:, :-1], None, logits[:, :-1])
         noise = Noise(torch.full((2, 4), 1 - TICK), torch.full((2,), 0.5))
         outcomes = Case(Target(logits, probs, history=[[0], [1]]), draft, noise).outcomes(policy)
         kept = [n for n, _, _ in outcomes]
@@ -217,21 +245,47 @@ def _has_names(data: Any) -> bool:
 
 def check_monotone(policy: AcceptancePolicy) -> str:
     """A larger value of a parameter that the policy lists in ``monotone`` never accepts fewer tokens (or more, if the
-    parameter is listed with -1)."""
-    for name, direction in policy.monotone.items():
-        variants: list[tuple[float, AcceptancePolicy]] = []
-        for value in _around(getattr(policy, name)):
+    parameter is listed with -1), and its conditions hold for no fewer mismatches where they list one."""
+    claims = _check_steps(policy, lambda case, rule: case.verdict(rule).accepted_B, "accepts")
+    for condition in _conditions_of(policy):
+        found = _check_steps(condition, _count_held, "holds for")
+        claims += [f"{claim} (of {condition})" for claim in found]
+    return ", ".join(claims) or "declares no parameter that accepts ever more, or ever less, as it grows ('monotone')"
+
+
+def _conditions_of(policy: AcceptancePolicy) -> list[Condition]:
+    """Return the conditions that a policy is made of, each once."""
+    rules = [policy] if policy.relaxation is None else [policy, policy.relaxation]
+    parts = {id(part): part for rule in rules for part in parts_of(rule)}
+    return [part for part in parts.values() if isinstance(part, Condition)]
+
+
+def _count_held(case: Case, condition: Condition) -> torch.Tensor:
+    """Return at which mismatches of the exact rule a condition holds, int64 [B, K]."""
+    drafted_BK = case.draft.mask_BK()
+    agree_BK = (case.noise.accept_BK < exact_accept_probs(case.target, case.draft)) & drafted_BK
+    held_BK = bind_to(condition, case.target).holds(Block(case.target, case.draft, agree_BK))
+    return (held_BK & ~agree_BK & drafted_BK).long()
+
+
+def _check_steps(rule: R, measure: Callable[[Case, R], torch.Tensor], does: str) -> list[str]:
+    """Check that ``measure`` [B, ...] grows, or falls, with each parameter that a rule or condition lists in
+    ``monotone``. Returns the claims."""
+    claims = []
+    for name, direction in rule.monotone.items():
+        require(hasattr(rule, name), f"{rule}: monotone lists {name!r}, which is no parameter")
+        variants: list[tuple[float, R]] = []
+        for value in _around(getattr(rule, name)):
             with contextlib.suppress(ValueError):  # the value is outside of the parameter's range
-                variants.append((value, dataclasses.replace(policy, **{name: value})))  # type: ignore[type-var]
+                variants.append((value, dataclasses.replace(rule, **{name: value})))  # type: ignore[type-var]
         for seed in range(40):
             case = make_block(seed, 4, 8, 5, (0.0, 1.0, None)[seed % 3])
-            found = [(value, case.verdict(variant).accepted_B) for value, variant in variants]
+            found = [(value, measure(case, variant)) for value, variant in variants]
             for (_, less), (value, more) in itertools.pairwise(found):
-                what = f"{name}={value} accepts {more.tolist()}, a smaller one {less.tolist()}"
+                what = f"{rule}: {name}={value} {does} {more.tolist()}, a smaller one {less.tolist()}"
                 require(bool(((more - less) * direction >= 0).all()), what)
-    never = ((name, "less" if sign > 0 else "more") for name, sign in policy.monotone.items())
-    claims = (f"a larger {name} never accepts {what}" for name, what in never)
-    return ", ".join(claims) or "declares no parameter that accepts ever more, or ever less, as it grows ('monotone')"
+        claims.append(f"a larger {name} never {does} {'less' if direction > 0 else 'more'}")
+    return claims
 
 
 def _around(value: float | int) -> list[float | int]:
@@ -261,6 +315,37 @@ def check_gates(policy: AcceptancePolicy) -> str:
     )
     never = f"; NEVER OPENS: {', '.join(stats.silent_gates)}" if stats.silent_gates else ""
     return f"excuses {relaxed} of {asked} mismatches{f'; of its conditions (gates), {shares}' if shares else ''}{never}"
+
+
+def check_what_it_reads(policy: AcceptancePolicy) -> str:
+    """A rule reads the draft's logits in all blocks, or says so by ``also_reads``: the engine finds out by a few blocks
+    whether to supply them."""
+    reads = frozenset[str]()
+    for case in make_cases():
+        rule, noted = bind_to(policy, case.target), set[str]()
+        reads |= rule.reads
+        verify(rule, case.target, NotingDraft(noted, case.draft), case.noise)
+        require(
+            noted <= rule.reads,
+            f"it reads draft.logits_BKV in some blocks only: write 'also_reads = ({DRAFT_LOGITS!r},)' into its class, "
+            f"or it gets none from the engine: {case.show()}",
+        )
+    named = [name for name in PARTS if name in reads]
+    return f"reads {', '.join(named) or 'nothing'} besides the target's output and the drafted tokens"
+
+
+def check_in_a_graph(policy: AcceptancePolicy) -> str:
+    """On a CUDA device the rule decides as elsewhere, in a graph or outside of it."""
+    inside = 0
+    for case in make_cases():
+        rule, drawn = bind_to(policy, case.target), not case.target.all_greedy
+        if case.target.some_greedy and drawn:
+            continue  # a graph decides greedy rows and others apart
+        waits = find_wait(rule, drawn, case.draft.probs_BKV is not None) is not None
+        inside += not waits
+        there = dataclasses.replace(case, target=see_on_device(case.target, not waits))
+        require_same(case, "elsewhere", case.outcomes(policy), "on a CUDA device", there.outcomes(policy))
+    return f"holds on random blocks, {inside} of them inside a graph"
 
 
 def check_cuda_graph(policy: AcceptancePolicy) -> str:
@@ -300,6 +385,8 @@ def check_cost(policy: AcceptancePolicy) -> str:
         choices = logits.argmax(-1).tolist()  # a forward returns them too
         drafted = [(token + (j % 5 == 4)) % vocab for j, token in enumerate(choices[0][:-1])]  # one in five is wrong
         draft, rule = Draft.of([drafted]), bind_to(policy, Target(logits))
+        if rule.reads_logits:
+            draft = dataclasses.replace(draft, logits_BKV=make_draft_logits(draft, vocab))
 
         def decide(kind: str) -> None:
             probs = None if kind == "greedy" else executor.process(nucleus, logits)  # noqa: B023
@@ -341,6 +428,8 @@ CHECKS: tuple[Callable[[AcceptancePolicy], str | None], ...] = (
     _if_a_function(check_guarantee),
     _if_a_function(check_trees),
     check_gates,
+    check_what_it_reads,
+    check_in_a_graph,
     check_cuda_graph,
     check_cost,
 )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fly.backends.cpu.host import c_sampling, uniforms
-from fly.backends.cpu.library import CLookup, CStops, Sampling, spans
+from fly.backends.cpu.library import CLookup, CStops, spans
 from fly.backends.cpu.packed import PackedLlama
 from fly.ops import Stream
 from fly.runner.executor import Batch, Drafted, DraftSpec
@@ -43,20 +43,19 @@ def draft_in_one_call(
     drafted, counts = array("q", bytes(8 * count * longest)), array("i", bytes(4 * count))
     how: Any = None
     coins: array[float] | None = None
-    out_BKV: Tensor | None = None  # the distributions that tokens were drawn from, or the logits of a greedy draft
+    size = count, longest, packed.config.vocab_size
+    probs_BKV = None if sampling is None else torch.empty(size)
+    logits_BKV = torch.empty(size) if spec.with_logits else None
     if sampling is not None:
         each = [(seed, len(row.tokens) + n) for seed, row in zip(seeds, rows) for n in range(longest)]
         coins = uniforms([seed for seed, _ in each], [at for _, at in each], Stream.SAMPLE, 1)
         how = c_sampling(sampling)
-    elif spec.with_logits:
-        how = (Sampling * count)(*[Sampling(-1.0)] * count)
-    if how is not None:
-        out_BKV = torch.empty(count, longest, packed.config.vocab_size)
     texts = None if lookup is None else [array("i", row.tokens[:start]) for row, start in zip(rows, batch.kv.starts)]
     packed.library.fly_draft(
         packed.handle, ctypes.byref(call), longest, array("i", max_len), spans(stops), drafted, counts,
-        how, coins, out_BKV, None if lookup is None else ctypes.byref(lookup), None if texts is None else spans(texts),
+        how, coins, probs_BKV, None if logits_BKV is None else spans(logits_BKV.unbind()),
+        None if lookup is None else ctypes.byref(lookup), None if texts is None else spans(texts),
         CStops.of_rows(spec, count), states_TF,
     )  # fmt: skip
     found = [drafted[b * longest : b * longest + n].tolist() for b, n in enumerate(counts)]
-    return Drafted(found, out_BKV, None) if sampling is not None else Drafted(found, None, out_BKV)
+    return Drafted(found, probs_BKV, logits_BKV)

@@ -24,7 +24,7 @@ __all__ = [
     "default_variant", "fast_call", "is_for_drafts", "load", "spans", "split", "unusable", "variant_number", "why_not",
 ]  # fmt: skip
 
-_ABI = 42  # the number in src/library.cpp; a library with another number is refused
+_ABI = 43  # the number in src/library.cpp; a library with another number is refused
 _VARIABLE = "FLY_KERNELS"
 _LACKS = "this processor lacks some of its instructions"  # src/fly.h: LACKS
 TORCH = "torch"
@@ -220,7 +220,7 @@ class CRounds(_WithSpans):
         ("blocks", POINTER(CBlocks)),
         *_span("hurry"),
         ("nanoseconds", c_int64),
-        *_span("logits", "distributions"),
+        *_span("logits", "distributions", "draft_logits"),
         *((name, c_int32) for name in ("longest", "rounds")),
         *((name, c_int64 * 2) for name in ("elapsed", "scoring", "drafting")),
         *_span("stops", "state"),
@@ -248,7 +248,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "fly_embedding": (c_int, [c_void_p, Span, c_int]),
     "fly_logits": (c_int, [c_void_p, Span, c_int, Span, c_int]),
     "fly_score": (c_int, [c_void_p] * 2 + [Span] * 5),
-    "fly_draft": (c_int, [c_void_p, c_void_p, c_int] + [Span] * 7 + [c_void_p] + [Span] * 3),
+    "fly_draft": (c_int, [c_void_p, c_void_p, c_int] + [Span] * 8 + [c_void_p] + [Span] * 3),
     "fly_draft_for": (c_int, [c_void_p, c_int, Span]),
     "fly_step": (c_int, [c_void_p] * 2 + [Span] * 5),
     "fly_rounds": (c_int, [c_void_p] * 6),

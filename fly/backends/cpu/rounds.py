@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fly.backends.cpu.host import Blocks, lay_rules
-from fly.backends.cpu.library import CLookup, CRoundRow, CRounds, CStops
+from fly.backends.cpu.library import CLookup, CRoundRow, CRounds, CStops, spans
 from fly.backends.cpu.packed import PackedLlama
 from fly.runner.executor import OpenBlocks, RoundPlan, Rounds, Spent
 from fly.types import Draft
@@ -34,12 +34,13 @@ _MAX_SCORED, _MAX_MISMATCHES = 1024, 256  # limits for all rounds of a call: tok
 
 @dataclass(frozen=True)
 class _Results:
-    """What a call writes: the blocks, the last round's logits, the distributions its drafts were drawn from, and the
-    hidden states of all rounds."""
+    """What a call writes: the blocks, the last round's logits, the distributions its drafts were drawn from, the
+    drafter's logits for the rows whose rules read them, and the hidden states of all rounds."""
 
     blocks: Blocks
     logits_NV: Tensor
     probs_BKV: Tensor | None
+    drafter_KV: list[Tensor | None]  # for each row
     states_NF: Tensor | None
 
     @staticmethod
@@ -51,12 +52,14 @@ class _Results:
         max_rounds = min(max_rounds, 1 + _MAX_SCORED // (count * (k + 1)), max(plan.rounds, 1))
         blocks = Blocks(count, k, max_rounds, max(_MAX_MISMATCHES, 2 * count * (k + 1)))
         probs_BKV, states_NF = None, None
+        reads = [plan.drafter is not None and row.policy.reads_logits for row in plan.rows]
+        drafter_KV = [torch.empty(k, target.vocab) if each else None for each in reads]
         if plan.sampling is not None and plan.drafter is not None:
             probs_BKV = torch.empty(count, k, target.vocab)
         if plan.states:
             width = len(plan.states) * target.config.hidden_size
             states_NF = torch.empty(count * max_rounds * (k + 1), width, dtype=target.dtype)
-        return _Results(blocks, torch.empty(count * (k + 1), target.vocab), probs_BKV, states_NF)
+        return _Results(blocks, torch.empty(count * (k + 1), target.vocab), probs_BKV, drafter_KV, states_NF)
 
 
 def take_rounds(target: PackedLlama, drafter: PackedLlama | None, plan: RoundPlan, lookup: CLookup | None) -> Rounds:
@@ -81,6 +84,7 @@ def take_rounds(target: PackedLlama, drafter: PackedLlama | None, plan: RoundPla
         hurry=plan.hurry,
         logits=results.logits_NV,
         distributions=results.probs_BKV,
+        draft_logits=spans(results.drafter_KV),
         stops=CStops.of_rows(plan.spec, len(rows)),
         state=array("i", plan.states),
         given=None if plan.given is None else plan.given.states_TF.to(target.dtype).contiguous(),
@@ -169,6 +173,7 @@ def _read_open_blocks(results: _Results, rows: list[int], last: int, longest: in
     choices = list[list[int]]()
     logits = list[Tensor]()
     probs = list[Tensor]()
+    drafters = [results.drafter_KV[b] for b in rows]
     for b, chain in zip(rows, chains):
         at, n = sum(counts[:b]) + b, len(chain) + 1
         first = (b * blocks.max_rounds + last) * (blocks.k + 1)
@@ -182,6 +187,14 @@ def _read_open_blocks(results: _Results, rows: list[int], last: int, longest: in
     draft = Draft.of(chains)
     if probs:
         draft = Draft(draft.tokens_BK, draft.lengths_B, torch.stack(probs))
+    if any(own_KV is not None for own_KV in drafters):
+        # The rules of the other rows do not look.
+        empty_KV = results.logits_NV.new_zeros(wide - 1, results.logits_NV.shape[1])
+        drafter = [
+            empty_KV if own_KV is None else _pad(own_KV[: len(chain)], wide - 1)
+            for own_KV, chain in zip(drafters, chains)
+        ]
+        draft = replace(draft, logits_BKV=torch.stack(drafter))
     known = all(token >= 0 for own in choices for token in own)
     return OpenBlocks(rows, draft, torch.stack(logits), choices if known else None)
 

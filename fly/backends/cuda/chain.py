@@ -34,6 +34,7 @@ class Proposal(NamedTuple):
     tokens_RK: Tensor
     count_R: Tensor
     probs_DKV: Tensor | None = None  # distributions of drawn tokens; None: copied
+    logits_RKV: Tensor | None = None  # at each token's place, if a rule reads them (``DraftSpec.with_logits``)
 
 
 def look_up(text_RS: Tensor, length_R: Tensor, lookup: Lookup, count: int) -> tuple[Tensor, Tensor]:
@@ -107,6 +108,8 @@ class Chain:
         self.wanted_1 = torch.zeros(1, dtype=torch.int64, device=device)  # tokens that some row still wants
         self.coins_DX = torch.zeros(drawn, columns, device=device)
         self.probs_DXV = shared.lend("draft", (drawn, columns, drafter.vocab_size), torch.float32, device)
+        wide = rows if shape.spec.with_logits else 0
+        self.logits_RXV = shared.lend("draft logits", (wide, columns, drafter.vocab_size), torch.float32, device)
         self.whole = Part(self._draft_whole, pool)
         self.first, self.next = Part(self._begin, pool), Part(self._go_on, pool)
         self.forwards = 0  # how many the last draft took
@@ -114,7 +117,8 @@ class Chain:
     @property
     def proposal(self) -> Proposal:
         k = self.shape.k
-        return Proposal(self.tokens_RX[:, :k], self.count_R, self.probs_DXV[:, :k])
+        logits_RKV = self.logits_RXV[:, :k] if self.shape.spec.with_logits else None
+        return Proposal(self.tokens_RX[:, :k], self.count_R, self.probs_DXV[:, :k], logits_RKV)
 
     @cached_property
     def watch(self) -> Watch:
@@ -186,11 +190,14 @@ class Chain:
             new_RN, stored_RN = torch.cat([new_RN, copied_RW], 1), torch.cat([stored_RN, fed_RW], 1)
         hidden_RJC = self.drafter.forward(new_RN, start_R, stored_RN, first)[:, -copies - 1 :]
         # No float32 logits are written if only the likeliest tokens are needed.
-        logits_RJV = self.drafter.logits(hidden_RJC, self.shape.drawn > 0 or self.shape.spec.stops)
+        spec = self.shape.spec
+        logits_RJV = self.drafter.logits(hidden_RJC, self.shape.drawn > 0 or spec.stops or spec.with_logits)
 
         # Choose the drafter's own token at each place, and whether drafting goes on after it.
         at_RJ = self.count_R.unsqueeze(1) + torch.arange(copies + 1, device=device)
         own_RJ, probs_DJV = self._choose(logits_RJV, at_RJ)
+        if spec.with_logits:
+            self.logits_RXV[torch.arange(len(at_RJ), device=device).unsqueeze(1), at_RJ] = logits_RJV.float()
         sure_RJ, reached_RJ = self._is_sure(own_RJ, logits_RJV, probs_DJV)
 
         # Keep copied tokens as long as the drafter chooses the same ones and is sure of them. Its own token follows.

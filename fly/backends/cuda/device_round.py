@@ -35,7 +35,8 @@ from fly.cache import PagedKVCache
 from fly.ops import Stream, argmax, pick
 from fly.policies import AcceptancePolicy, verify
 from fly.policies.base import accepts_exactly
-from fly.policies.waits import TextOnHost, find_wait
+from fly.policies.reads import supply_logits
+from fly.policies.waits import find_wait, see_on_device
 from fly.types import Draft, Noise, Target, Verdict, Why
 
 __all__ = ["DecisionStage", "DeviceRound", "Group", "Scored", "find_refusal"]
@@ -144,7 +145,7 @@ class DeviceRound:
 
     def _score(self) -> Scored:
         """Run the target over every row's last token and its draft."""
-        table, (tokens_RK, count_R, _) = self.table, self.proposal
+        table, (tokens_RK, count_R, *_) = self.table, self.proposal
         tokens_RJ = torch.cat([table.column(Column.LAST).unsqueeze(1), tokens_RK], 1)
         fed_RJ = torch.arange(self.shape.k + 1, device=table.device) <= count_R.unsqueeze(1)
         fed_RJ = fed_RJ & (table.column(Column.LEFT) > 0).unsqueeze(1)
@@ -166,8 +167,8 @@ class DecisionStage:
     """The last stage of a round: the rules of its rows decide, and the table moves on to the next round.
 
     ``relaxes`` says for each group whether its rule excuses mismatches, and ``conditions`` names the rule's conditions.
-    If ``needs_texts``, some rule runs outside of the graph, and the host sets the ``texts`` of all rows before each
-    round.
+    If ``needs_texts``, some rule runs outside of the graph, and the host sets before each round the ``texts`` of all
+    rows, and where relaxed tokens stand in them.
     """
 
     def __init__(self, round_: DeviceRound, groups: tuple[Group, ...], control_V: Tensor) -> None:
@@ -177,6 +178,7 @@ class DecisionStage:
         self.relaxes = [not accepts_exactly(policy) or policy.relaxation is not None for policy, _, _ in groups]
         self.conditions: list[list[str]] = [[] for _ in groups]
         self.texts: list[list[int]] | None = None
+        self.relaxed_at: list[list[int]] = []
         refusals = (find_refusal(group, round_.drafter) for group in groups)
         refusal = next((refusal for refusal in refusals if refusal is not None), None)
         self.needs_texts = refusal is not None
@@ -192,7 +194,7 @@ class DecisionStage:
 
     def _decide(self) -> Tensor:
         """Decide, and return a ``pack``ed line for each row, [R, X] int32."""
-        table, (tokens_RK, count_R, probs_DKV) = self.round.table, self.round.proposal
+        table, (tokens_RK, count_R, probs_DKV, drafter_RKV) = self.round.table, self.round.proposal
         logits_RJV, choices_RJ, _ = self.round.scored
         # Coins are hashes of the row's seed and of the position where the round begins.
         seed_R, length_R = table.column(Column.SEED), table.column(Column.LENGTH)
@@ -209,7 +211,9 @@ class DecisionStage:
             target = self._make_target(rows, drawn, logits_RJV[rows].float() if reads else logits_RJV[rows])
             vars(target)["argmax_BK"] = choices_RJ[rows]
             probs_BKV = probs_DKV[rows] if drawn and probs_DKV is not None else None
-            draft = Draft(tokens_RK[rows], count_R[rows], probs_BKV)
+            drafter_BKV = None if drafter_RKV is None else drafter_RKV[rows]
+            draft = Draft(tokens_RK[rows], count_R[rows], probs_BKV, logits_BKV=drafter_BKV)
+            draft = supply_logits(policy, draft, logits_RJV.shape[-1])
             verdicts.append(verify(policy, target, draft, Noise(accept_RK[rows], sample_R[rows])))
             costs.append(_compute_cost(target, draft) if self.relaxes[number] else None)
             lines.append(pack(draft, choices_RJ[rows], verdicts[-1], costs[-1]))
@@ -220,16 +224,18 @@ class DecisionStage:
 
     def _make_target(self, rows: slice, drawn: bool, logits_BJV: Tensor) -> Target:
         """Return the target's output about one group's block."""
-        table, texts = self.round.table, None if self.texts is None else self.texts[rows]
-        return Target(
+        table = self.round.table
+        target = Target(
             logits_BJV,
             table.process(rows, logits_BJV) if drawn else None,
             control_V=self.control_V,
             generated_B=table.column(Column.GENERATED)[rows],
             relaxed_B=table.column(Column.RELAXED)[rows],
             nats_B=table.column(Column.NATS)[rows].float(),
-            history=texts if self.needs_texts else TextOnHost(),
+            relaxed_at=self.relaxed_at[rows],
+            history=None if self.texts is None else self.texts[rows],
         )
+        return see_on_device(target, inside=not self.needs_texts)
 
     def _advance(self, verdicts: Sequence[Verdict], costs: Sequence[Tensor | None]) -> None:
         """Update the table for the next round. Padding does not change."""

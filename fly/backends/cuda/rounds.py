@@ -142,6 +142,7 @@ class _Row:
     fed: int  # length of the text when the target was last fed
     drafted: list[int]  # the draft that it was fed then
     in_drafter: int  # tokens that the drafter has cached
+    relaxed_at: list[int]  # positions of its relaxed tokens, up to the last decision
     emitted: list[int] = field(default_factory=list)  # how many tokens each round emitted
     decisions: list[Decision] = field(default_factory=list)
 
@@ -182,7 +183,7 @@ class _Call:
             text = list(row.tokens)
             in_drafter = 0 if plan.draft_kv is None else self.firsts[b] + plan.draft_kv.starts[b]
             place = line, group_of_line[line], room, plan.draft_context
-            self.rows.append(_Row(row, *place, text, row.left, len(text) - 1, [], in_drafter))
+            self.rows.append(_Row(row, *place, text, row.left, len(text) - 1, [], in_drafter, [*row.relaxed_at]))
         self.unread: list[list[int]] = []  # the lines of the last round, until they are unpacked
         self.states: list[Tensor] = []  # of each round, [R, J, F]
         self.failed = False
@@ -238,7 +239,9 @@ class _Call:
         round is void, and the next call asks the rule again."""
         try:
             if self.stage.needs_texts:
+                self.unpack()  # now, because the rule may ask where relaxed tokens stand
                 self.stage.texts = self.texts()
+                self.stage.relaxed_at = [self.rows[b].relaxed_at if b >= 0 else [] for b in self.order]
             self.round.launch(self.stage, max(row.wanted() for row in self.rows), self.timer)
         except Exception:
             self.timer.done.record()
@@ -253,7 +256,9 @@ class _Call:
         """Turn the last lines that were read into decisions."""
         for row in self.rows if self.unread else ():
             relaxes, conditions = self.stage.relaxes[row.group], self.stage.conditions[row.group]
-            row.decisions.append(unpack(self.unread[row.line], self.round.shape.k, relaxes, conditions))
+            decision = unpack(self.unread[row.line], self.round.shape.k, relaxes, conditions)
+            row.relaxed_at += [row.fed + mismatch.node for mismatch in decision.mismatches if mismatch.relaxed]
+            row.decisions.append(decision)
         self.unread = []
 
     def wait(self) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from fly.ops import Stream, argmax, one_hot, sent, uniforms, upload
 from fly.policies import AcceptancePolicy, verify
 from fly.policies.formulas import raw_log_probs
+from fly.policies.reads import DRAFT_LOGITS
 from fly.policies.registry import load_policy
 from fly.runner.sampling import BatchSampling, ProcessedDistribution
 from fly.types import UNDECIDED, Draft, Noise, SamplingParams, Target, Verdict, Why
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 _LONGEST = 2000  # most characters of a rule in a request
+_LACKING = {DRAFT_LOGITS, "relaxed_at"}  # what a rule may read on fly's own engine only
 _LARGEST = 2**25  # most logits that are decided at once: 128 MiB as float32, and a decision takes a few times that
 _log = logging.getLogger("fly.engines")
 
@@ -51,7 +53,8 @@ def read_rule(given: Any, size: int) -> AcceptancePolicy | None:
     """Read the rule that a request gives under the name ``fly``: its text, or ``{"policy": text}``; None is no rule.
 
     ``size`` is V. A request can never import code. Raises ``ValueError`` if the text is no rule or is longer than 2000
-    characters, or if the rule needs the text of tokens, which an engine's sampler lacks.
+    characters, or if the rule needs the text of tokens, the draft's logits or where relaxed tokens stand, which an
+    engine's sampler lacks.
     """
     if given is None:
         return None
@@ -62,7 +65,10 @@ def read_rule(given: Any, size: int) -> AcceptancePolicy | None:
     if not isinstance(given, str) or len(given) > _LONGEST:
         raise ValueError(f"fly: the policy must be a text of at most {_LONGEST} characters, as in 'exact | regret(2)'")
     try:
-        return load_policy(given).bind(Vocabulary(size))
+        rule = load_policy(given).bind(Vocabulary(size))
+        if lacking := sorted(rule.reads & _LACKING):
+            raise ValueError(f"'{rule}' reads {lacking}, which an engine's sampler lacks")
+        return rule
     except (ValueError, TypeError, RecursionError, MemoryError, OverflowError) as error:
         raise ValueError(f"fly: {error}") from None
 
@@ -122,52 +128,13 @@ class Row:
         return not self.past.isdisjoint(("history", "generated"))
 
 
-class _Asked(Target):
-    """A target that notes which parts of the past a rule asks for. Of two rows, one is greedy."""
-
-    def __init__(self, size: int) -> None:
-        self.parts: set[str] = set()
-        logits_BJV = torch.zeros(2, 3, size)
-        sampling = BatchSampling.of([SamplingParams(temperature=0), SamplingParams(temperature=1)])
-        super().__init__(
-            logits_BJV,
-            sampling.on(logits_BJV),
-            greedy_B=sampling.greedy_B,
-            generated_B=lambda: self._note("generated", torch.int64),
-            relaxed_B=lambda: self._note("relaxed", torch.int64),
-            nats_B=lambda: self._note("nats", torch.float32),
-            spent=lambda label: self._note("spent", torch.float32),
-        )
-
-    def _note(self, part: str, dtype: torch.dtype) -> Tensor:
-        self.parts.add(part)
-        return torch.zeros(2, dtype=dtype)
-
-    @property
-    def history(self) -> list[list[int]]:
-        self.parts.add("history")
-        return [[0], [0]]
-
-    @history.setter
-    def history(self, value: object) -> None:
-        """Ignore what the constructor sets."""
-
-
 def find_past(rule: AcceptancePolicy, text: str, size: int) -> frozenset[str]:
-    """Return which parts of the past ``rule`` asks for, among "history" (the tokens before the block), "generated" (how
-    many of them are output), "relaxed", "nats" and "spent" (what relaxed tokens cost), by trying it. ``text`` names the
-    rule; ``size`` is V."""
+    """Return which parts of the past ``rule`` asks for (``AcceptancePolicy.reads``). ``text`` names the rule; ``size``
+    is V."""
     if (known := _pasts.get((text, size))) is None:
-        target = _Asked(size)
-        draft = Draft(torch.zeros(2, 2, dtype=torch.int64), torch.tensor([2, 2]))
-        try:
-            verify(rule, target, draft, Noise(torch.zeros(2, 2), torch.zeros(2)))
-            known = frozenset(target.parts)
-        except Exception:  # a user's rule may raise anything; it will do so again at a real block, and be logged there
-            known = frozenset(("history", "generated", "relaxed", "nats", "spent"))
         if len(_pasts) >= 1000:  # texts come from requests
             _pasts.clear()
-        _pasts[text, size] = known
+        known = _pasts[text, size] = rule.reads
     return known
 
 

@@ -44,6 +44,7 @@ from fly.models.tokenizer import Tokenizer
 from fly.ops import Stream, uniforms
 from fly.policies import AcceptancePolicy, verify
 from fly.policies.base import accepts_exactly
+from fly.policies.reads import supply_logits
 from fly.policies.registry import load_policy
 from fly.types import Draft, Noise, Target, Why
 from fly.vocabulary import Vocabulary
@@ -227,7 +228,7 @@ class Blocks:
         if any(each.draft is not None for each in self.recordings):
             drafts = [each.draft or Outputs.unknown(len(each.drafted_T)) for each in self.recordings]
             index_P = torch.where(self._drafted_P, self._drafted_P.cumsum(0) - 1, self._drafted_P.sum())
-            self.draft = Outputs.join([*drafts, Outputs.unknown(1)]).at(index_P)
+            self.draft = _certain_where_unknown(Outputs.join([*drafts, Outputs.unknown(1)]).at(index_P), self.token_P)
 
     @cached_property
     def exact(self) -> tuple[list[int], list[int]]:
@@ -263,12 +264,13 @@ class Blocks:
         return _Chain(torch.stack(places, 1), lengths_B, torch.stack(beyond, 1))
 
     def _peaks(self) -> Tensor:
-        """Return the draft model's largest probability [P] at each place; 1 where it is not known."""
+        """Return the draft model's largest probability [P] at each place; 1 where it is not known
+        (``_certain_where_unknown``)."""
         if any(each.about.get("own_chance") for each in self.recordings):
             raise Unknown("confidence and reach stop drafts of this head by its own estimates, which are not recorded")
         if self.draft is None:
             raise Unknown("confidence and reach need the draft model's probabilities, which were not recorded")
-        return (-self.draft.mass).exp().nan_to_num(1.0)
+        return (-self.draft.mass).exp()
 
     def judge(
         self,
@@ -277,19 +279,24 @@ class Blocks:
         at_B: Tensor,
         chain: _Chain,
         accounts: Accounts,
+        relaxed_at: list[list[int]] | None = None,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Judge each draft by ``policy``. Returns the number of tokens kept [B], which of them are relaxed [B, K], and
         for each of the policy's budgets what these cost [B, K]. ``accounts`` are those of all rows before the
-        block."""
+        block; ``relaxed_at`` are the positions of each row's relaxed tokens."""
         place_BJ, token_BJ = chain.place_BJ, self.token_P[chain.place_BJ]
         draft = Draft(token_BJ[:, :-1], chain.lengths_B)
-        if self.draft is not None:
+        if policy.reads_logits:
+            if self.draft is None:
+                raise Unknown(f"'{policy}' cannot be replayed: it reads the draft's logits, which were not recorded")
             draft = replace(draft, logits_BKV=self._known(self.draft, place_BJ[:, :-1], token_BJ[:, :-1]))
+        draft = supply_logits(policy, draft, self.size)
         target = Target(
             self._known(self.target, place_BJ, token_BJ, self._logit_P),
             control_V=self.control_V,
             generated_B=at_B - self.prompt_C[row_B],
             **accounts.columns(row_B),
+            relaxed_at=relaxed_at,
             history=[self.texts[c][:at] for c, at in zip(row_B.tolist(), at_B.tolist())],
         )
         noise = None
@@ -388,6 +395,21 @@ def longest_of(recording: Recording) -> int:
     return longest
 
 
+def _certain_where_unknown(outputs: Outputs, token_P: Tensor) -> Outputs:
+    """Return a draft model's outputs at all places. Where the model drafted nothing, such as at a bonus token, which
+    counts as a match, it is taken to be certain of the place's token."""
+    unknown_P1 = outputs.mass.isnan().unsqueeze(1)
+    others_n = torch.arange(outputs.ids.shape[1])
+    ids_Pn = torch.where(others_n == 0, token_P.unsqueeze(1), -1 - others_n).int()
+    logits_n = torch.where(others_n == 0, 0.0, -torch.inf)
+    return Outputs(
+        torch.where(unknown_P1, ids_Pn, outputs.ids),
+        torch.where(unknown_P1, logits_n, outputs.logits),
+        outputs.mass.nan_to_num(0.0),
+        outputs.entropy.nan_to_num(0.0),
+    )
+
+
 class _Walk:
     """The state of a replay: how far a rule has come in each completion, and what it has emitted so far."""
 
@@ -411,6 +433,7 @@ class _Walk:
         count = len(blocks.recordings)
         self.rounds_C, self.drafted_C = (torch.zeros(count, dtype=torch.int64) for _ in range(2))
         self.accounts = Accounts(count)
+        self.relaxed_at: list[list[int]] = [[] for _ in range(count)]
         self.drafts_K, self.kept_K = (torch.zeros(k, dtype=torch.int64) for _ in range(2))
         self.beyond = self.forwards = 0
         self.examples: list[RelaxedToken] = []
@@ -423,7 +446,8 @@ class _Walk:
         columns_K = torch.arange(self.k)
         # Draft and verify.
         chain = blocks.chain(row_B, at_B, self.k, self.confidence, self.reach)
-        accepted_B, why_BK, costs = blocks.judge(self.policy, row_B, at_B, chain, self.accounts)
+        relaxed_at = [self.relaxed_at[c] for c in row_B.tolist()]
+        accepted_B, why_BK, costs = blocks.judge(self.policy, row_B, at_B, chain, self.accounts, relaxed_at)
         # Count the emitted tokens: no more than the text still has.
         emitted_B = (accepted_B + 1).minimum(blocks.end_C[row_B] - at_B)
         stands_BK = columns_K < accepted_B.minimum(emitted_B).unsqueeze(1)
@@ -447,9 +471,12 @@ class _Walk:
     ) -> None:
         nats_BK = self.blocks.nats(chain.place_BJ[:, :-1])
         self.accounts.charge(row_B, relaxes_BK, nats_BK, costs)
-        for b, j in relaxes_BK.nonzero().tolist() if len(self.examples) < self.cases else ():
+        for b, j in relaxes_BK.nonzero().tolist():
             c = int(row_B[b])
             at = int(at_B[b])
+            self.relaxed_at[c].append(at + j)
+            if len(self.examples) >= self.cases:
+                continue
             places = chain.place_BJ[b]
             drafted, choice = self.blocks.token_P[places].tolist(), int(self.blocks.target.ids[places[j], 0])
             before = [*self.blocks.texts[c][max(at - 12, 0) : at], *drafted[:j]]

@@ -212,16 +212,17 @@ EXPORT int fly_step(Model* model, const Batch* batch, Span<const char> given, Sp
 // for count[b] + limit[b] - 1 tokens.
 //
 // Without ``sampling``, tokens are the most likely ones. Otherwise they are drawn by ``uniform`` [B, most] from the
-// processed distributions, which are written to ``distributions`` [B, most, V], with zeros after a row's last token. A
-// temperature below 0 chooses the most likely tokens, and ``distributions`` are the logits. A ``lookup`` (or null)
-// changes no token; it copies from ``texts``, which hold the start[b] stored tokens of each row.
+// processed distributions, which are written to ``distributions`` [B, most, V], with zeros after a row's last token.
+// ``raw`` gets the logits at each token of the rows that have a span there, [most, V], with zeros in the same places. A
+// ``lookup`` (or null) changes no token; it copies from ``texts``, which hold the start[b] stored tokens of each row.
 //
 // A draft head is ``given`` the target's hidden states [T, F] before each token of the batch, in the type of the head's
-// hidden states. It has no lookup, and its distributions are over the target's vocabulary.
+// hidden states. It has no lookup. Its distributions and logits are over the target's vocabulary.
 EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int32_t> limit,
                      Span<const Span<const int64_t>> stop, Span<int64_t> drafted, Span<int32_t> drafted_count,
-                     Span<const Sampling> sampling, Span<const float> uniform, Span<float> distributions, Lookup* lookup,
-                     Span<const Span<const int32_t>> texts, Span<const Stops> stops, Span<const char> given) {
+                     Span<const Sampling> sampling, Span<const float> uniform, Span<float> distributions,
+                     Span<const Span<float>> raw, Lookup* lookup, Span<const Span<const int32_t>> texts,
+                     Span<const Stops> stops, Span<const char> given) {
     const Shape& shape = model->shape;
     const int rows = batch->rows;
     if (const int error = within("most", most, 0, MAX_COUNT) ?: holds("limit", limit, rows) ?: holds("stop", stop, rows) ?:
@@ -238,6 +239,11 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int3
         if (const int error = holds("sampling", sampling, rows) ?:
                               holds("distributions", distributions, rows, most, model->tokens))
             return error;
+    if (raw.there()) {
+        if (const int error = holds("raw", raw, rows)) return error;
+        for (int b = 0; b < rows; b++)
+            if (const int error = holds_or_none("raw of a row", raw[b], most, model->tokens)) return error;
+    }
     int64_t text = 0;  // of all rows
     for (int b = 0; b < rows; b++) {
         const int64_t known = (int64_t)batch->start[b] + batch->count[b], longest = shape.positions + 1 - known;
@@ -266,6 +272,7 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int3
     call.most = most, call.limit = limit, call.stop = stop;
     call.drafted = drafted, call.drafted_count = drafted_count;
     call.sampling = sampling.there() ? sampling.at : nullptr, call.uniform = uniform, call.distributions = distributions;
+    call.raw = raw.there() ? raw.at : nullptr;
     call.lookup = lookup, call.stops = stops;
     call.given = given.there() ? given.at : nullptr;
     const int64_t* token = batch->token;
@@ -282,7 +289,10 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int3
     call.live_rows = rows;
     start(&call, batch->threads, batch->tokens + (double)rows * most, most);
     const long vocab = model->tokens;
-    for (int b = 0; call.sampling && b < rows; b++)
-        memset(distributions + ((long)b * most + drafted_count[b]) * vocab, 0, (most - drafted_count[b]) * vocab * 4);
+    for (int b = 0; b < rows; b++) {
+        const long drafted_values = drafted_count[b] * vocab, after = (most - drafted_count[b]) * vocab * 4;
+        if (call.sampling) memset(distributions + (long)b * most * vocab + drafted_values, 0, after);
+        if (call.raw && call.raw[b].there()) memset(call.raw[b] + drafted_values, 0, after);
+    }
     return OK;
 }

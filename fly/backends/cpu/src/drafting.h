@@ -10,6 +10,12 @@ inline int64_t next_token(Call* call, int b, const float* logits, bool& goes_on)
     float *spread = call->model->work.spread, *distribution = call->sampling ? call->distributions + at * wide : nullptr;
     float peak = 1;  // the largest probability
     int64_t token;
+    if (call->raw && call->raw[b].there()) {
+        float* raw = call->raw[b] + call->drafted_count[b] * wide;
+        for (long i = 0; target && i < wide; i++) raw[i] = -__builtin_inff();
+        for (int i = 0; target && i < vocab; i++) raw[target[i]] = logits[i];
+        if (!target) memcpy(raw, logits, vocab * sizeof(float));
+    }
     if (distribution && call->sampling[b].temperature > 0) {
         const float* own = distribution_of(call->sampling[b], logits, vocab, spread, &peak);
         token = pick(own, vocab, call->uniform[at]);
@@ -20,12 +26,7 @@ inline int64_t next_token(Call* call, int b, const float* logits, bool& goes_on)
         token = best(logits, vocab);
         constexpr Sampling raw = {1, 1, -__builtin_inff(), 0};
         if (stops.any()) peak = 1 / keep(raw, logits, vocab, spread).total;
-        if (distribution && call->sampling[b].temperature < 0) {
-            for (long i = 0; target && i < wide; i++) distribution[i] = -__builtin_inff();
-            for (int i = 0; target && i < vocab; i++) distribution[target[i]] = logits[i];
-            if (!target) memcpy(distribution, logits, vocab * sizeof(float));
-        }
-        else if (distribution) memset(distribution, 0, wide * 4L), distribution[target ? target[token] : token] = 1;
+        if (distribution) memset(distribution, 0, wide * 4L), distribution[target ? target[token] : token] = 1;
     }
     if (stops.any()) {
         const float reached = call->reached[b] *= peak;

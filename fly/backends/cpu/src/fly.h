@@ -244,6 +244,7 @@ struct Call : Batch {
     const Sampling* sampling;  // [B]; null: every row takes the most likely token
     const float* uniform;      // [B, most] in [0, 1)
     float* distributions;      // [B, most, V] out: what each token was drawn from
+    const Span<float>* raw;    // [B] [most, V] out: the logits at each token; null, or none for a row, if not needed
     Lookup* lookup;            // null: nothing is copied
     const Stops* stops;        // [B]
     // shared by the threads

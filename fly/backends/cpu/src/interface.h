@@ -173,6 +173,8 @@ struct Rounds {
     Span<float> logits;         // [B · (k + 1), V] out: the last round's, row after row
     Span<float> distributions;  // [B, k, V] out: what the last round's drafts were drawn from, ``longest`` for each row that
                                 // drafted; none if drafts are not drawn
+    Span<const Span<float>> draft_logits;  // [B] [k, V] out: the drafter's logits at each token of a row's last draft;
+                                           // none for rows that need none
     int32_t longest, rounds;    // out: the most tokens that a row could draft in the last round; how many rounds
     int64_t elapsed[2], scoring[2], drafting[2];  // out: nanoseconds of the first round and of all others: in all, in the
                                                   // target, and in the drafter

@@ -127,7 +127,8 @@ EXPORT int fly_score(fly::Model* model, const fly::Batch* batch, fly::Span<const
 EXPORT int fly_draft(fly::Model* model, const fly::Batch* batch, int most, fly::Span<const int32_t> limit,
                      fly::Span<const fly::Span<const int64_t>> stop, fly::Span<int64_t> drafted,
                      fly::Span<int32_t> drafted_count, fly::Span<const fly::Sampling> sampling,
-                     fly::Span<const float> uniform, fly::Span<float> distributions, fly::Lookup* lookup,
+                     fly::Span<const float> uniform, fly::Span<float> distributions,
+                     fly::Span<const fly::Span<float>> raw, fly::Lookup* lookup,
                      fly::Span<const fly::Span<const int32_t>> texts, fly::Span<const fly::Stops> stops,
                      fly::Span<const char> given);
 EXPORT int fly_step(fly::Model* model, const fly::Batch* batch, fly::Span<const char> given, fly::Span<const float> x,

@@ -56,6 +56,7 @@ int Series::propose() {
     for (int i = 0; i < asked; i++) {
         const int b = draft.row[i], length = args->row[b].length;
         stop[i] = args->row[b].stop, stops[i] = args->stops[b];
+        raw[i] = args->draft_logits.there() ? args->draft_logits[b] : Span<float>();
         if (!draws) continue;
         // A drafter's coins come from a seed of its own, derived from the row's (fly/ops/random.py: derive).
         const int64_t seed = derived(args->rules->rule[b].seed, length);
@@ -63,7 +64,7 @@ int Series::propose() {
         for (int n = 0; n < limit[i]; n++) uniforms(seed, length + n, SAMPLE, 1, coins + i * args->longest + n);
     }
     if (const int error = fly_draft(drafter, &draft.batch, args->longest, limit, stop, chain, proposed,
-                                    draws ? drawing : Span<Sampling>(), coins, args->distributions, lookup, texts, stops, given))
+                                    draws ? drawing : Span<Sampling>(), coins, args->distributions, raw, lookup, texts, stops, given))
         return error;
     for (int i = 0; i < asked; i++) {
         const int b = draft.row[i], n = drafts[b] = proposed[i];

@@ -58,6 +58,7 @@ struct Series {
     Span<Stops> stops;
     Span<Span<const int64_t>> stop;
     Span<Span<const int32_t>> texts;
+    Span<Span<float>> raw;
     Span<char> given;          // hidden states to feed a draft head
     Span<const char*> states;  // [B] the hidden states of each row's tokens that the head has not stored
 
@@ -82,8 +83,11 @@ struct Series {
             if (const int bad = within("rows of the draft", draft_batch->rows, rows, rows) ?: holds("stops", args->stops, rows) ?:
                                 holds("tables of the draft", draft_batch->tables, rows) ?:
                                 within("tokens of the drafter", drafter->tokens, 1, vocab) ?:
-                                holds_or_none("distributions", args->distributions, rows, k, vocab))
+                                holds_or_none("distributions", args->distributions, rows, k, vocab) ?:
+                                holds_or_none("draft_logits", args->draft_logits, rows))
                 return bad;
+        for (int b = 0; args->draft_logits.there() && b < rows; b++)
+            if (const int bad = holds_or_none("draft_logits of a row", args->draft_logits[b], k, vocab)) return bad;
         if (heads)
             if (const int bad = within("features", features, drafter->shape.features, drafter->shape.features) ?:
                                 within("their type", shape.hidden, drafter->shape.hidden, drafter->shape.hidden))
@@ -123,6 +127,7 @@ struct Series {
                                 coins = from.take<float>(new_tokens);
                                 drawing = from.take<Sampling>(rows), stops = from.take<Stops>(rows);
                                 texts = from.take<Span<const int32_t>>(rows), states = from.take<const char*>(rows);
+                                raw = from.take<Span<float>>(rows);
                                 given = from.take<char>(heads ? fed : 0, state_bytes);
                             }))
             return bad;
