@@ -352,6 +352,11 @@ class Executor(ABC):
         matrix. Raises ``ValueError`` if this executor does not expose it."""
         raise ValueError(f"{self.model_name} on {self.kernels!r} kernels does not show its output matrix")
 
+    def output(self) -> Tensor:
+        """Return the output matrix [V, C] of ``logits``, as its kernels round it, in the model's dtype. Raises
+        ``ValueError`` if this executor does not expose it."""
+        raise ValueError(f"{self.model_name} on {self.kernels!r} kernels does not show its output matrix")
+
     @property
     def model_name(self) -> str:
         """What messages call the model."""
@@ -513,6 +518,11 @@ class BlockHead(Head):
         super().__init__(head)
         self.longest = head.config.drafts
 
+    def trim(self, kept: list[int]) -> None:
+        """Draft only these tokens of the target. Call it before ``share``. Raises ``ValueError`` if the head has none
+        of them, or if heads of this kind are not trimmed."""
+        raise ValueError(f"vocabulary trims models, DFlash and DSpark heads; {self.model_name} is neither")
+
     @abstractmethod
     def block(self, batch: Batch, states_TF: Tensor, anchors: abc.Sequence[int], max_len: abc.Sequence[int]) -> Follow:
         """Read the batch, and run one forward over a block of each row. ``anchors`` are the rows' last tokens. Return
@@ -580,6 +590,9 @@ class Wrapped(Executor):
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
         return self.inner.logits(hidden_NC)
+
+    def output(self) -> Tensor:
+        return self.inner.output()
 
     def reserve(self, work: Workload, most: int) -> tuple[int, int]:
         return self.inner.reserve(work, most)
