@@ -30,7 +30,7 @@ from fly.models.dflash import DFlashHead, save_dflash_head
 from fly.params import SamplingParams
 from fly.policies import Exact
 from fly.runner.drafting import DraftSpec
-from fly.runner.executor import Batch
+from fly.runner.executor import Batch, Executor
 from fly.runner.request import Row
 from fly.runner.sampling import BatchSampling
 from fly.testing import check_draft
@@ -230,6 +230,22 @@ def test_rounds_in_one_call_are_rounds_one_by_one(kind: str, policy: str) -> Non
         found.append([(out.token_ids, out.stats.drafted, out.stats.accepted) for out in outputs])
     assert found[0] == found[1] == found[2]
     assert sum(drafted for _, drafted, _ in found[0]) > 100
+
+
+@pytest.mark.parametrize(
+    "kernels", ["torch", *(f"{COMPILED}-{name}".removesuffix("-") for name in ("", "w8a8", "w4a8"))]
+)
+def test_the_output_matrix_is_that_of_the_logits(kernels: str) -> None:
+    """As an executor gives it, and as the logits of unit vectors give it: the logits of any vector are its products with
+    the matrix, but for the rounding of the vector to 8 bits."""
+    target = target_on(kernels)
+    output_VC, hidden_TC = target.output(), torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
+    allowed = 2e-2 if "a8" in kernels else 1e-5
+    for found_VC, wanted_VC in (
+        (Executor.output(target), output_VC),
+        (target.logits(hidden_TC).T, output_VC @ hidden_TC.T),
+    ):
+        assert float((found_VC - wanted_VC).norm() / wanted_VC.norm()) < allowed
 
 
 def test_rounds_share_a_call() -> None:

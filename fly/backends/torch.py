@@ -97,9 +97,11 @@ class TorchExecutor(Executor):
         return self.model.logits(hidden_NC.to(self.device, self.dtype))
 
     def output(self) -> Tensor:
-        if not isinstance(self.model, Llama) or type(self.model.lm_head.weight) is not torch.nn.Parameter:
-            return super().output()
-        return self.model.lm_head.weight.detach()
+        if isinstance(self.model, Llama):
+            weight = self.model.lm_head.weight
+            if type(weight) is torch.nn.Parameter and len(weight) == self.config.vocab_size:
+                return weight.detach()  # the matrix itself, which takes no more memory
+        return super().output()
 
 
 class TorchHead(SerialHead):

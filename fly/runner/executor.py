@@ -71,6 +71,8 @@ __all__ = [
     "asks_between",
 ]
 
+_UNITS = 256  # unit vectors whose logits are computed at once
+
 
 WARM_ROWS = 1, 2, 4, 8, 16, 32  # the batch sizes that a warm-up prepares
 
@@ -354,8 +356,13 @@ class Executor(ABC):
 
     def output(self) -> Tensor:
         """Return the output matrix [V, C] of ``logits``, as its kernels round it, in the model's dtype. Raises
-        ``ValueError`` if this executor does not expose it."""
-        raise ValueError(f"{self.model_name} on {self.kernels!r} kernels does not show its output matrix")
+        ``ValueError`` if this executor does not expose it. The default takes it from the logits of unit vectors."""
+        width = self.config.hidden_size
+        output_VC = torch.empty(self.config.vocab_size, width, dtype=self.dtype, device=self.device)
+        for first in range(0, width, _UNITS):
+            units_NC = torch.eye(width, dtype=self.dtype, device=self.device)[first : first + _UNITS]
+            output_VC[:, first : first + _UNITS] = self.logits(units_NC).T
+        return output_VC
 
     @property
     def model_name(self) -> str:

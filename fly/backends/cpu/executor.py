@@ -69,7 +69,7 @@ class CpuExecutor(HostDecisions):
         return self.packed.logits(hidden_NC.to(self.dtype))
 
     def output(self) -> Tensor:
-        return super().output() if self.packed.vocab < self.config.vocab_size else self.packed.output()
+        return self.packed.output()
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         call = self.packed.batch(array("q", batch.tokens), array("q", batch.positions), batch.kv)
