@@ -276,7 +276,8 @@ EXPORT int fly_set_layer(Model* model, int number, Span<const Span<const float>>
 }
 
 // Sets matrix ``which``: one of a layer (0 to 3: qkv, o, gate_up, down), the head (4), the matrix that fuses a draft head's
-// inputs (5), or one of a Markov head (6: from a row to logits; 7: the joint one). It is [N, K] in the type of the weights, with ``bias`` and ``scale`` [N] or none.
+// inputs (5), or one of a Markov head (6: from a row to logits; 7: the joint one). It is [N, K] in the type of the weights,
+// with ``bias`` and ``scale`` [N] or none.
 EXPORT int fly_set_matrix(Model* model, int number, int which, Span<const char> data, Span<const float> bias,
                           Span<const float> scale) {
     const Shape& s = model->shape;
