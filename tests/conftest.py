@@ -38,10 +38,10 @@ providers._get_local_constants = lambda: providers._local_constants
 SLOW = {
     f"test_{name}.py"
     for name in (
-        "any_load", "audit", "block", "check_draft", "cli", "compiled", "conformance", "cuda", "cuda_heads",
-        "cuda_plain", "deterministic", "docs", "eagle", "engine", "eval", "exits", "kernel_choice", "kernel_drafts",
-        "kernels", "loading", "nan", "parallel", "project", "ranks", "replay", "rounds", "serve", "serve_attacks",
-        "serve_load", "serve_ranks", "spans", "tasks", "tiles", "translate", "vocabulary",
+        "any_load", "audit", "block", "block_kernels", "check_draft", "cli", "compiled", "conformance", "cuda",
+        "cuda_heads", "cuda_plain", "deterministic", "docs", "eagle", "engine", "eval", "exits", "kernel_choice",
+        "kernel_drafts", "kernels", "loading", "nan", "parallel", "project", "ranks", "replay", "rounds", "serve",
+        "serve_attacks", "serve_load", "serve_ranks", "spans", "tasks", "tiles", "translate", "vocabulary",
     )
 }  # fmt: skip
 

@@ -64,6 +64,7 @@ TESTS = {
         "test_sketch",
         "test_tiles",
         "test_eagle",
+        "test_block_kernels",
         "test_neighbours",
     ],
     "thread": ["test_sanitizers", "test_threads"],

@@ -26,7 +26,7 @@ from fly.backends.cpu.library import split
 from fly.models import DenseCausal, Llama
 from fly.models.llama import Norm, embedding_scale, rotary_frequencies, signed_tables, skeleton
 
-__all__ = ["DRAWS", "Twin", "assert_within", "decoded", "shaken"]
+__all__ = ["DRAWS", "Twin", "assert_within", "decoded", "in_steps", "rounded_weight", "shaken"]
 
 NOISE = 2.0**-22  # float32 rounds by up to 2^-24
 DRAWS = 24  # where the kernels take the other of two steps, each draw does with a chance of nearly one half
@@ -79,7 +79,7 @@ class _Cached(DenseCausal):
         return super().attend(layer, q_THD.to(self.asked).double(), k_TGD, v_TGD, *others)
 
 
-def _weight_of(weight_NK: Tensor, ending: str, head: bool) -> Tensor:
+def rounded_weight(weight_NK: Tensor, ending: str, head: bool) -> Tensor:
     """What kernels take a matrix for, float64 [N, K]."""
     if ending in ("int8", "w8a8"):
         whole_NK, scale_N = int8_weights(weight_NK)
@@ -114,7 +114,7 @@ class Twin:
         for module, original in zip(list(self.model.modules()), reference.modules()):
             if isinstance(module, nn.Linear):
                 head = original is reference.lm_head
-                module.weight = _kept(_weight_of(original.weight, ending, head))
+                module.weight = _kept(rounded_weight(original.weight, ending, head))
                 module.bias = None if original.bias is None else _kept(original.bias.double())
                 module.register_forward_pre_hook(partial(self._take, head))
                 module.register_forward_hook(self._multiply)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fly.backends.cpu import CpuExecutor, PackedLlama, available, chosen, why_not
+from fly.backends.cpu.dflash import CpuDFlashHead
 from fly.backends.cpu.head import CpuHead, head_refusal
 from fly.backends.cpu.host import HostDecisions
 from fly.backends.cpu.library import NARROW, TORCH, leaves_kernels_open, split
@@ -221,9 +222,12 @@ def load(
         if vocabulary is not None:
             raise ValueError(f"vocabulary trims a model; {checkpoint.path} is a draft head, which has one of its own")
         where, own = resolve_device(device), None if dtype == "auto" else resolve_dtype(dtype, {})
-        variant = split(chosen(kernels))[0] if where.type == "cpu" else TORCH  # a head's few weights stay as they are
+        full = chosen(kernels) if where.type == "cpu" else TORCH
         if (kind := head_kind(checkpoint.path)) == DFLASH:
-            return Loaded(TorchDFlashHead(load_dflash_head(checkpoint.path, own, where)))
+            block_head = load_dflash_head(checkpoint.path, own, where)
+            compiled = full != TORCH and head_refusal(block_head) is None
+            return Loaded(CpuDFlashHead(block_head, full) if compiled else TorchDFlashHead(block_head))
+        variant = split(full)[0]  # the few weights of other heads stay as they are
         head = load_head(checkpoint.path, own, where)
         if kind == PEAGLE:
             return Loaded(TorchPEagleHead(head))
@@ -269,10 +273,16 @@ def _kernels_like(target: Executor, device: str | torch.device, draft: Checkpoin
     if resolve_device(device).type != target.device.type or (target.kernels == TORCH and forced):
         return "auto"
     variant, narrow = split(target.kernels)
-    if variant in available()[:-1] and not is_head(draft.path):
-        if weight_bytes(draft.config, 2) >= _LARGE:
+    kind = head_kind(draft.path)
+    if variant in available()[:-1] and kind in (None, DFLASH):
+        if (_file_bytes(draft.path) if kind else weight_bytes(draft.config, 2)) >= _LARGE:
             return f"{variant}-w4"
-        if computes_as_stored(draft):
+        if kind is None and computes_as_stored(draft):
             # "auto" uses the file's blocks too. Several processes cannot, and then "auto" decodes the file.
             return "auto" if variant == available()[0] else f"{variant}-stored"
     return variant if narrow == "stored" else target.kernels
+
+
+def _file_bytes(directory: Path) -> int:
+    """Return the size of the weight files of a head."""
+    return sum(file.stat().st_size for ending in ("safetensors", "bin") for file in directory.glob(f"*.{ending}"))

@@ -96,6 +96,13 @@ class TorchExecutor(Executor):
             return super().logits(hidden_NC)
         return self.model.logits(hidden_NC.to(self.device, self.dtype))
 
+    def output(self) -> Tensor:
+        if isinstance(self.model, Llama):
+            weight = self.model.lm_head.weight
+            if type(weight) is torch.nn.Parameter and len(weight) == self.config.vocab_size:
+                return weight.detach()  # the matrix itself, which takes no more memory
+        return super().output()
+
 
 class TorchHead(SerialHead):
     """Runs an EAGLE-3 head operation by operation."""
@@ -157,8 +164,16 @@ class TorchDFlashHead(BlockHead):
 
     def __init__(self, head: DFlashHead) -> None:
         super().__init__(head)
-        self._whole = torch.equal(head.to_target_U.cpu(), torch.arange(self.config.vocab_size))
         self._logits = head.logits
+        self._note_outputs()
+
+    def _note_outputs(self) -> None:
+        self.to_target_U = self.head.to_target_U
+        self._whole = torch.equal(self.to_target_U.cpu(), torch.arange(self.config.vocab_size))
+
+    def trim(self, kept: list[int]) -> None:
+        self.head.trim(kept)
+        self._note_outputs()
 
     def share(self, target: Executor) -> None:
         super().share(target)
@@ -166,7 +181,7 @@ class TorchDFlashHead(BlockHead):
             own, theirs = self.config.hidden_size, target.config.hidden_size
             if own != theirs:
                 raise ValueError(f"the head has no output matrix, and the target's is {theirs} wide, not {own}")
-            self._logits = lambda hidden_TC: target.logits(hidden_TC).to(self.device)
+            self._logits = lambda hidden_TC: target.logits(hidden_TC).to(self.device)[:, self.to_target_U]
 
     def room(self, drafts: int, spec: DraftSpec) -> int:
         return self.head.config.block_size  # all places of a block see one another, so none is left out
@@ -178,6 +193,14 @@ class TorchDFlashHead(BlockHead):
 
     def block(self, batch: Batch, states_TF: Tensor, anchors: abc.Sequence[int], max_len: abc.Sequence[int]) -> Follow:
         """See ``BlockHead``. The keys and values of the block follow those of the context in the cache."""
+        hidden_BKC, logits_BKU = self.places(batch, states_TF, anchors, max(max_len))
+        if self.head.markov_head is None and self.head.confidence_head is None:
+            return Marginals(self.spread(logits_BKU))
+        return _Walk(self, hidden_BKC, logits_BKU)
+
+    def places(self, batch: Batch, states_TF: Tensor, anchors: abc.Sequence[int], count: int) -> tuple[Tensor, Tensor]:
+        """Read the batch, and run one forward over the rows' blocks. Return the hidden states of all places, and the
+        logits of the first ``count`` places that draft, before any correction."""
         self.read(batch, states_TF)
         kv, config = batch.kv, self.head.config
         starts = [start + count for start, count in zip(kv.starts, kv.counts)]
@@ -187,11 +210,8 @@ class TorchDFlashHead(BlockHead):
         tokens_T, positions_T = upload([*packed.tokens, *packed.positions], self.device).chunk(2)
         hidden_BKC = self.head(tokens_T, positions_T, view).unflatten(0, (len(anchors), -1))
         first = 0 if config.anchor_first else 1
-        used_BKC = hidden_BKC[:, first : first + max(max_len)]
-        logits_BKU = self.logits(used_BKC.flatten(0, 1)).unflatten(0, used_BKC.shape[:2])
-        if self.head.markov_head is None and self.head.confidence_head is None:
-            return Marginals(self.spread(logits_BKU))
-        return _Walk(self, hidden_BKC, logits_BKU)
+        used_BKC = hidden_BKC[:, first : first + count]
+        return hidden_BKC, self.logits(used_BKC.flatten(0, 1)).unflatten(0, used_BKC.shape[:2])
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
         """Return the logits [N, U] over the draft vocabulary, before any correction."""

@@ -16,6 +16,7 @@ from fly.drafts.ngram import NGramDraft
 from fly.drafts.stops import REACH_BLOCK, reach_of
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.trained import HeadDraft
+from fly.models.trimmed import kept_tokens
 from fly.ops import common_prefix
 from fly.runner.executor import BlockHead, DraftSpec, Head
 from fly.runner.request import Row, any_reads_logits
@@ -38,7 +39,9 @@ class BlockDraft(HeadDraft):
             all its places in any case, so stopping saves the target's work alone.
         cache_tokens: how many tokens its cache holds over all rows (None: as many as the target's).
         block_size: tokens in a page of its cache (None: as suits the device).
-        dtype, device, kernels: how to load and run a head, as for ``LLM``.
+        dtype, device, kernels: how to load and run a head, as for ``LLM``. On compiled kernels, DFlash and DSpark heads
+            are rounded as ``kernels`` says; ``"auto"`` is four bits for a large head, otherwise the target's kernels.
+        vocabulary: the tokens that a DFlash or DSpark head drafts, as for ``SingleDraft``. None: all that it can.
 
     Above temperature 0, each token is drawn from the distribution at its place after the row's sampling settings, which
     a DSpark head corrects by the token drawn before. The draft reports these distributions (``probs_BKV``), so a
@@ -63,9 +66,16 @@ class BlockDraft(HeadDraft):
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         kernels: str = "auto",
+        vocabulary: int | str | Path | abc.Collection[int] | None = None,
     ) -> None:
         super().__init__(head, k, confidence, reach, cache_tokens, block_size, dtype, device, kernels)
         self.reach = REACH_BLOCK if reach is None else reach
+        self.vocabulary = vocabulary
+
+    def _prepare(self, head: Head, setup: DraftSetup) -> None:
+        if self.vocabulary is not None:
+            assert isinstance(head, BlockHead)
+            head.trim(kept_tokens(self.vocabulary, head.config.vocab_size, setup.vocabulary.control_ids))
 
     def attach(self, setup: DraftSetup) -> None:
         super().attach(setup)

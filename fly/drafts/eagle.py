@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from fly.drafts.base import Continuation
 from fly.drafts.stops import reach_of
 from fly.drafts.trained import HeadDraft
 from fly.runner.executor import DraftSpec, Growth, Head, SerialHead
@@ -64,11 +63,6 @@ class Eagle3Draft(HeadDraft):
         self.growth = Growth.uniform(depth, width, nodes) if nodes else None
         self.depth = sys.maxsize if self.growth is None else len(self.growth.widths)  # of a path
         self.spare = 0 if self.growth is None else self.growth.spare
-
-    def continuation(self, rows: abc.Sequence[Row], worth: float = 0.0) -> Continuation | None:
-        if not all(map(self.runner.may_draft, rows)):
-            return None
-        return Continuation(self.runner, [self._longest] * len(rows), self._spec(rows, worth))
 
     @property
     def _longest(self) -> int:

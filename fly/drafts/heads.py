@@ -133,11 +133,17 @@ class HeadRunner:
 
     def fits(self, rows: abc.Sequence[Row], rooms: abc.Sequence[int]) -> bool:
         allocator = self.cache.allocator
-        return sum(allocator.missing(row.id, room) for row, room in zip(rows, rooms)) <= allocator.num_free
+        missing = (allocator.missing(row.id, room + self._beyond) for row, room in zip(rows, rooms))
+        return sum(missing) <= allocator.num_free
 
     def prepare(self, rows: abc.Sequence[Row], rooms: abc.Sequence[int]) -> PagedBatch:
         unread = [self._unread(row) for row in rows]
-        return self._reserve(rows, unread, [room - part.stop for part, room in zip(unread, rooms)])
+        return self._reserve(rows, unread, [room - part.stop + self._beyond for part, room in zip(unread, rooms)])
+
+    @property
+    def _beyond(self) -> int:
+        """How many slots a draft of one token takes after the row's tokens."""
+        return self.head.room(1, DraftSpec())
 
     def read_states(self, rows: abc.Sequence[Row], kv: PagedBatch) -> Given:
         first = [self._held[row.id].first for row in rows]

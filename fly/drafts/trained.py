@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from fly.cache import OutOfBlocks
-from fly.drafts.base import DraftSetup, StopsByChance, describe, drafted_of, word_of
+from fly.drafts.base import Continuation, DraftSetup, StopsByChance, describe, drafted_of, word_of
 from fly.drafts.heads import HeadRunner
 from fly.drafts.model import seed_of
 from fly.drafts.stops import check_limits
@@ -98,10 +98,19 @@ class HeadDraft(StopsByChance):
                     f"the draft head{where} is for another target: its {own} is {wanted}, the target's {name} {theirs}"
                 )
         runner = HeadRunner(head, target, options.states_of(sizes.num_hidden_layers))
+        self._prepare(head, setup)
         head.share(target.executor)
         self.vocab_size, self.context = sizes.vocab_size, head.config.max_position_embeddings
         self._runner = runner
         setup.add(runner, self._cache_tokens, self._block_size)
+
+    def _prepare(self, head: Head, setup: DraftSetup) -> None:
+        """Change a loaded head before it shares what the target has."""
+
+    def continuation(self, rows: abc.Sequence[Row], worth: float = 0.0) -> Continuation | None:
+        if not all(map(self.runner.may_draft, rows)):
+            return None
+        return Continuation(self.runner, [self._longest] * len(rows), self._spec(rows, worth))
 
     def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int], worth: float = 0.0) -> Draft:
         most = []

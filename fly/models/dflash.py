@@ -17,6 +17,8 @@ of the head, R rank of the Markov head, U draft vocabulary, V the target's vocab
 
 from __future__ import annotations
 
+import copy
+from collections import abc
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -299,6 +301,28 @@ class DFlashHead(TrainedHead):
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False) if output else None
         self.markov_head = MarkovHead(config) if config.markov else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
+
+    def trim(self, kept: abc.Collection[int]) -> None:
+        """Keep only the outputs for these ids of the target. Raises ``ValueError`` if there are none."""
+        wanted = {*kept}
+        outputs = [output for output, token in enumerate(self.to_target_U.tolist()) if token in wanted]
+        if not outputs:
+            raise ValueError(f"the head drafts none of the {len(kept)} tokens to keep")
+        output_U = torch.tensor(outputs, device=self.device)
+        for linear in (self.lm_head, self.markov_head and self.markov_head.markov_w2):
+            if linear is not None:
+                weight = linear.get_parameter("weight")
+                linear.weight = nn.Parameter(weight.data[output_U], weight.requires_grad)
+                linear.out_features = len(outputs)
+        self.to_target_U = self.to_target_U[output_U]
+        self.config = self.config.model_copy(update={"draft_vocab_size": len(outputs)})
+
+    def without_layers(self) -> DFlashHead:
+        """Return a head that shares the modules which ``correct`` uses, and has no others."""
+        made = copy.copy(self)
+        used = "markov_head", "confidence_head"
+        made._modules = {name: module for name, module in self._modules.items() if name in used}
+        return made
 
     def fuse(self, states_TF: Tensor) -> Tensor:
         """Reduce the target's hidden states to context features [T, C]."""

@@ -71,6 +71,8 @@ __all__ = [
     "asks_between",
 ]
 
+_UNITS = 256  # unit vectors whose logits are computed at once
+
 
 WARM_ROWS = 1, 2, 4, 8, 16, 32  # the batch sizes that a warm-up prepares
 
@@ -348,6 +350,16 @@ class Executor(ABC):
         matrix. Raises ``ValueError`` if this executor does not expose it."""
         raise ValueError(f"{self.model_name} on {self.kernels!r} kernels does not show its output matrix")
 
+    def output(self) -> Tensor:
+        """Return the output matrix [V, C] of ``logits``, as its kernels round it, in the model's dtype. Raises
+        ``ValueError`` if this executor does not expose it. The default takes it from the logits of unit vectors."""
+        width = self.config.hidden_size
+        output_VC = torch.empty(self.config.vocab_size, width, dtype=self.dtype, device=self.device)
+        for first in range(0, width, _UNITS):
+            units_NC = torch.eye(width, dtype=self.dtype, device=self.device)[first : first + _UNITS]
+            output_VC[:, first : first + _UNITS] = self.logits(units_NC).T
+        return output_VC
+
     @property
     def model_name(self) -> str:
         """What messages call the model."""
@@ -509,6 +521,11 @@ class BlockHead(Head):
         super().__init__(head)
         self.longest = head.config.drafts
 
+    def trim(self, kept: list[int]) -> None:
+        """Draft only these tokens of the target. Call it before ``share``. Raises ``ValueError`` if the head has none
+        of them, or if heads of this kind are not trimmed."""
+        raise ValueError(f"vocabulary trims models, DFlash and DSpark heads; {self.model_name} is neither")
+
     @abstractmethod
     def block(self, batch: Batch, states_TF: Tensor, anchors: abc.Sequence[int], max_len: abc.Sequence[int]) -> Follow:
         """Read the batch, and run one forward over a block of each row. ``anchors`` are the rows' last tokens. Return
@@ -577,6 +594,9 @@ class Wrapped(Executor):
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
         return self.inner.logits(hidden_NC)
+
+    def output(self) -> Tensor:
+        return self.inner.output()
 
     def reserve(self, work: Workload, most: int) -> tuple[int, int]:
         return self.inner.reserve(work, most)

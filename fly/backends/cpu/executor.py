@@ -15,6 +15,7 @@ from collections import abc
 import torch
 from torch import Tensor
 
+from fly.backends.cpu.dflash import CpuDFlashHead
 from fly.backends.cpu.drafting import draft_in_one_call
 from fly.backends.cpu.head import CpuHead
 from fly.backends.cpu.host import HostDecisions
@@ -67,6 +68,9 @@ class CpuExecutor(HostDecisions):
     def logits(self, hidden_NC: Tensor) -> Tensor:
         return self.packed.logits(hidden_NC.to(self.dtype))
 
+    def output(self) -> Tensor:
+        return self.packed.output()
+
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         call = self.packed.batch(array("q", batch.tokens), array("q", batch.positions), batch.kv)
         which = None if places is None else array("i", places)
@@ -102,7 +106,7 @@ class CpuExecutor(HostDecisions):
         return not any(map(constrains, rows))
 
     def joins(self, drafter: Executor) -> bool:
-        if isinstance(drafter, CpuHead):
+        if isinstance(drafter, (CpuHead, CpuDFlashHead)):
             return drafter.dtype == self.dtype
         return isinstance(drafter, CpuExecutor)
 
@@ -113,7 +117,7 @@ class CpuExecutor(HostDecisions):
 
     def rounds(self, plan: RoundPlan) -> Rounds | None:
         drafter, lookup = plan.drafter, None
-        assert drafter is None or isinstance(drafter, (CpuExecutor, CpuHead))  # see ``joins``
+        assert drafter is None or isinstance(drafter, (CpuExecutor, CpuHead, CpuDFlashHead))  # see ``joins``
         if plan.spec.lookup is not None:
             lookup = (drafter if isinstance(drafter, CpuExecutor) else self)._c_lookup(plan.spec.lookup)
         return take_rounds(self.packed, None if drafter is None else drafter.packed, plan, lookup)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fly.backends.cpu.drafting import draft_in_one_call
 from fly.backends.cpu.library import chosen, load
-from fly.backends.cpu.packed import TYPES, PackedLlama, float_weights, layer_refusal, new_model, shape_of
+from fly.backends.cpu.packed import FUSE, HEAD, TYPES, PackedLlama, float_weights, layer_refusal, new_model, shape_of
+from fly.models.dflash import DFlashConfig, DFlashHead
 from fly.models.eagle import Eagle3Head, HeadLayer
 from fly.models.llama import rotary_tables
 from fly.runner.constraints import constrains
@@ -27,8 +28,10 @@ from fly.runner.sampling import BatchSampling
 
 __all__ = ["CpuHead", "PackedHead", "head_refusal"]
 
+_LARGEST_BLOCK = 256  # src/fly.h: MAX_TILE
 
-def head_refusal(head: Eagle3Head) -> str | None:
+
+def head_refusal(head: Eagle3Head | DFlashHead) -> str | None:
     """Return why there is no compiled code for ``head``; None if there is."""
     config, layer = head.config, head.config.layer
     if head.device.type != "cpu":
@@ -39,7 +42,9 @@ def head_refusal(head: Eagle3Head) -> str | None:
         return f"compiled kernels take heads of a multiple of 32 values, not {layer.hidden_size}"
     if (reason := layer_refusal(layer)) is not None:
         return reason
-    if flags := [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]:
+    if isinstance(config, DFlashConfig) and config.block_size > _LARGEST_BLOCK:
+        return f"compiled kernels take blocks of up to {_LARGEST_BLOCK} places, not {config.block_size}"
+    if flags := [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name, False)]:
         return f"there is no compiled code for {flags}"
     return None
 
@@ -82,8 +87,8 @@ class PackedHead(PackedLlama):
         if attention.normalised:
             norms |= {4: attention.q_norm, 5: attention.k_norm}
         self._set_layer(0, norms, attention.window, 0)
-        linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj, head.lm_head, head.fc)
-        for which, linear in enumerate(linears):
+        linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        for which, linear in (*enumerate(linears), (HEAD, head.lm_head), (FUSE, head.fc)):
             self._pack(0, which, linear)
         self._prepare_calls()
 

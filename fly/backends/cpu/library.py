@@ -24,7 +24,7 @@ __all__ = [
     "default_variant", "fast_call", "is_for_drafts", "load", "spans", "split", "unusable", "variant_number", "why_not",
 ]  # fmt: skip
 
-_ABI = 43  # the number in src/library.cpp; a library with another number is refused
+_ABI = 44  # the number in src/library.cpp; a library with another number is refused
 _VARIABLE = "FLY_KERNELS"
 _LACKS = "this processor lacks some of its instructions"  # src/fly.h: LACKS
 TORCH = "torch"
@@ -100,6 +100,7 @@ class Shape(ctypes.Structure):
     _fields_ = [
         *((name, c_int32) for name in ("width", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab")),
         *((name, c_int32) for name in ("positions", "weights", "hidden", "gelu", "ropes", "features", "normed")),
+        *((name, c_int32) for name in ("block", "first", "mask", "markov", "rank", "confidence")),
         *((name, c_float) for name in ("eps", "scale", "embedding")),
     ]
 
@@ -237,7 +238,8 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "fly_new": (c_int, [c_void_p, c_int, c_void_p] + [Span] * 4),
     "fly_free": (None, [c_void_p]),
     "fly_share": (c_int, [c_void_p, c_void_p, c_int, c_int]),
-    "fly_set_layer": (c_int, [c_void_p, c_int, Span, c_int, c_int]),
+    "fly_set_layer": (c_int, [c_void_p, c_int, Span, c_int, c_int, c_int]),
+    "fly_set_markov": (c_int, [c_void_p, Span, Span]),
     "fly_set_matrix": (c_int, [c_void_p, c_int, c_int] + [Span] * 3),
     "fly_set_stored": (c_int, [c_void_p, c_int, c_int] + [Span] * 2 + [c_int]),
     "fly_set_embedding": (c_int, [c_void_p, c_int, Span]),
@@ -246,11 +248,14 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "fly_workspace": (c_int64, [c_void_p]),
     "fly_forward": (c_int, [c_void_p, c_void_p, Span]),
     "fly_embedding": (c_int, [c_void_p, Span, c_int]),
+    "fly_head_rows": (c_int, [c_void_p, Span, c_int]),
     "fly_logits": (c_int, [c_void_p, Span, c_int, Span, c_int]),
     "fly_score": (c_int, [c_void_p] * 2 + [Span] * 5),
     "fly_draft": (c_int, [c_void_p, c_void_p, c_int] + [Span] * 8 + [c_void_p] + [Span] * 3),
     "fly_draft_for": (c_int, [c_void_p, c_int, Span]),
     "fly_step": (c_int, [c_void_p] * 2 + [Span] * 5),
+    "fly_read": (c_int, [c_void_p] * 2 + [Span]),
+    "fly_block": (c_int, [c_void_p] * 2 + [c_int] + [Span] * 3),
     "fly_rounds": (c_int, [c_void_p] * 6),
 }
 _SHORT: dict[str, tuple[Any, list[Any]]] = {

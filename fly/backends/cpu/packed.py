@@ -32,15 +32,16 @@ from fly.models.llama import KV, Layer, Norm, embedding_scale, rotary_tables
 from fly.models.loading import Loading
 
 __all__ = [
-    "TYPES", "PackedLlama", "computes_as_stored", "float_weights", "int8_weights", "new_model", "pool_threads",
-    "refusal", "shape_of",
+    "CORRECT", "FUSE", "HEAD", "JOINT", "TYPES", "TYPES_OF_ENDINGS", "WIDEST_HEAD", "PackedLlama",
+    "computes_as_stored", "float_weights", "int8_weights", "new_model", "pool_threads", "refusal", "shape_of",
 ]  # fmt: skip
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}  # src/interface.h: Type
-_NARROW = {"int8": 2, "w8a8": 3, "w4a8": 4, "w4": 4, "stored": 4}
+TYPES_OF_ENDINGS = {"int8": 2, "w8a8": 3, "w4a8": 4, "w4": 4, "stored": 4}
 _FLOATS = [torch.float32, torch.bfloat16]
-_WIDEST_HEAD = 1024
-_GATE_UP, _HEAD = 2, 4  # numbers of matrices (src/models.cpp: fly_set_matrix)
+WIDEST_HEAD = 1024
+# Numbers of matrices (src/models.cpp: fly_set_matrix).
+_GATE_UP, HEAD, FUSE, CORRECT, JOINT = 2, 4, 5, 6, 7
 _SKETCHED = 1 << 14  # from so many tokens on, a head in four bits has a sketch: four times what is computed of the head
 _STRIP = 16  # rows that are packed together, and so must have the same kind of blocks
 _PACKERS = 4  # at most so many threads pack, because each holds a layer's weights in memory
@@ -82,8 +83,8 @@ def refusal(model: Llama) -> str | None:
 
 def layer_refusal(config: LlamaConfig) -> str | None:
     """Return why there is no compiled code for layers with this configuration; None if there is."""
-    if config.head_dim > _WIDEST_HEAD:
-        return f"compiled kernels take heads up to {_WIDEST_HEAD} wide, not {config.head_dim}"
+    if config.head_dim > WIDEST_HEAD:
+        return f"compiled kernels take heads up to {WIDEST_HEAD} wide, not {config.head_dim}"
     if config.traits.query_norm == "whole":
         return "compiled kernels normalise queries and keys head by head; this model normalises all heads at once"
     if not config.traits.input_norms:
@@ -171,15 +172,7 @@ class PackedLlama:
         if self.kept is not None:
             self.kept_U = torch.tensor(self.kept)  # which the library reads
             self.library.fly_draft_for(self.handle, self.config.vocab_size, self.kept_U)
-        # A few threads pack the modules in parallel: the library's calls release the interpreter lock. The head, the
-        # largest module, goes first.
-        with ThreadPoolExecutor(min(torch.get_num_threads(), _PACKERS), initializer=keep_threads) as pool:
-            waiting = [pool.submit(self._pack, 0, _HEAD, model.lm_head)]
-            layers = cast(list[Layer], model.layers)
-            waiting += [pool.submit(self._pack_layer, number, layer) for number, layer in enumerate(layers)]
-            for done in waiting:
-                done.result()
-        _return_memory()
+        self._pack_all({HEAD: model.lm_head}, cast(list[Layer], model.layers))
         self._loading = None
         self.weight_bytes: float = 1 if self._narrow else self.dtype.itemsize  # bytes of one weight
         if self._in_groups:
@@ -201,7 +194,7 @@ class PackedLlama:
         shape = shape_of(
             self.config,
             vocab=self.vocab,
-            weights=_NARROW[self._narrow] if self._narrow else TYPES[self.dtype],
+            weights=TYPES_OF_ENDINGS[self._narrow] if self._narrow else TYPES[self.dtype],
             hidden=TYPES[self.dtype],
             gelu=self.config.traits.activation == "gelu_tanh",
             ropes=len(self.config.ropes),
@@ -228,6 +221,17 @@ class PackedLlama:
         """Return a context in which the module's parameters have values, except those in ``but``."""
         return nullcontext() if self._loading is None else self._loading.filled(module, but)
 
+    def _pack_all(self, others: abc.Mapping[int, nn.Linear], layers: abc.Iterable[Layer]) -> None:
+        """Hand over the matrices of all layers, and ``others`` by their numbers."""
+        # A few threads pack the modules in parallel: the library's calls release the interpreter lock. The head, the
+        # largest module, goes first.
+        with ThreadPoolExecutor(min(torch.get_num_threads(), _PACKERS), initializer=keep_threads) as pool:
+            waiting = [pool.submit(self._pack, 0, which, linear) for which, linear in others.items()]
+            waiting += [pool.submit(self._pack_layer, number, layer) for number, layer in enumerate(layers)]
+            for done in waiting:
+                done.result()
+        _return_memory()
+
     def _pack_layer(self, number: int, layer: Layer) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
@@ -238,14 +242,16 @@ class PackedLlama:
         for which, linear in enumerate(linears):
             self._pack(number, which, linear)
 
-    def _set_layer(self, number: int, norms: abc.Mapping[int, Norm], window: int | None, rope: int) -> None:
+    def _set_layer(
+        self, number: int, norms: abc.Mapping[int, Norm], window: int | None, rope: int, causal: bool = True
+    ) -> None:
         weights = [float_weights(norms[which]) if which in norms else None for which in range(7)]  # src/fly.h: Norm
-        self.library.fly_set_layer(self.handle, number, spans(weights), window or 0, rope)
+        self.library.fly_set_layer(self.handle, number, spans(weights), window or 0, rope, causal)
 
     def _pack(self, layer: int, which: int, linear: nn.Linear) -> None:
         """Hand a matrix to the library: as plain values, as whole numbers with a scale for each output, or as
         blocks."""
-        trimmed = which == _HEAD and self.kept is not None  # the rows it keeps are not adjacent in the file
+        trimmed = which == HEAD and self.kept is not None  # the rows it keeps are not adjacent in the file
         parts = self._blocks_of(linear, which == _GATE_UP) if self._narrow == "stored" and not trimmed else None
         with self._filled(linear, frozenset() if parts is None else frozenset([cast(nn.Parameter, linear.weight)])):
             bias_N = None if linear.bias is None else _float(linear.bias)
@@ -256,7 +262,7 @@ class PackedLlama:
                 if not self._in_groups:
                     self.library.fly_set_matrix(self.handle, layer, which, weight_NK, bias_N, scale_N)
                     return
-                wide = self._narrow == "stored" or (which == _HEAD and self._narrow == "w4a8")
+                wide = self._narrow == "stored" or (which in (HEAD, CORRECT) and self._narrow == "w4a8")
                 kind, rounded = (KINDS["Q8_0"], eight_bits) if wide else (KINDS["Q4_K"], four_bits)
                 # Gates and ups are two parts, because each must begin a strip.
                 parts = [(kind, rounded(part)) for part in weight_NK.chunk(2 if which == _GATE_UP else 1)]
@@ -265,7 +271,7 @@ class PackedLlama:
                 part.hand(data=blocks)
             rows = (CStored * len(handed))(*handed)
             self.library.fly_set_stored(
-                self.handle, layer, which, rows, bias_N, which == _HEAD and self._has_sketch(bias_N)
+                self.handle, layer, which, rows, bias_N, which == HEAD and self._has_sketch(bias_N)
             )
 
     def _has_sketch(self, bias_V: Tensor | None) -> bool:
@@ -326,6 +332,12 @@ class PackedLlama:
         embedding_VC = torch.empty(self.vocab, self.config.hidden_size, dtype=self.dtype)
         self.library.fly_embedding(self.handle, embedding_VC, pool_threads())
         return embedding_VC / self._scale
+
+    def output(self) -> Tensor:
+        """Return the output matrix [V, C], as the kernels round it."""
+        rows_VC = torch.empty(self.vocab, self.config.hidden_size, dtype=self.dtype)
+        self.library.fly_head_rows(self.handle, rows_VC, pool_threads())
+        return rows_VC
 
     def batch(self, tokens: abc.Sized | None, positions: abc.Sized | None, kv: KV) -> CBatch:
         """Describe a batch to the library. Tokens and positions (int64) are arrays or tensors, or None if the call

@@ -336,9 +336,16 @@ inline const uint8_t* mask_of(const Row& row, int n) {
     return row.mask ? row.mask + (long)n * (row.start + row.count) : nullptr;
 }
 
-// The first token that a row's new token ``n`` sees, if it sees only the last ``window`` of its tokens (0: all).
-inline int first_seen(const Row& row, int n, int window) {
-    const int sees = row.start + n + 1;
+// The end of the tokens that a row's new token ``n`` sees.
+inline int end_seen(const Call* call, const Layer& layer, const Row& row, int n) {
+    return row.start + (call->in_blocks && !layer.causal ? row.count : n + 1);
+}
+
+// The first token that a row's new token ``n`` sees, if it sees only the last ``window`` of its tokens (0: all). The window of
+// a block's places counts from the anchor.
+inline int first_seen(const Call* call, const Layer& layer, const Row& row, int n) {
+    const int sees = row.start + n + 1, window = layer.window;
+    if (window && call->in_blocks) return max_of(row.start - window, 0);
     if (!window || sees <= window) return 0;
     const uint8_t* mask = mask_of(row, n);
     if (!mask) return sees - window;
@@ -355,7 +362,8 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     const Model* model = call->model;
     const Shape& shape = model->shape;
     const Row& row = call->row[piece.row];
-    const int d = shape.head_dim, per = shape.heads / shape.kv_heads, end = row.start + to;
+    const Layer& own = model->layers[layer];
+    const int d = shape.head_dim, per = shape.heads / shape.kv_heads, end = end_seen(call, own, row, to - 1);
     const int each = (to - from) * per, queries = each * (groups.to - groups.from);  // queries of each key/value head; in total
     const long width = padded(d), ld_qkv = (long)model->layers[0].qkv.panels * PANEL;
     const long ld_out = padded(shape.heads * d);
@@ -368,7 +376,7 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     for (int q = 0; q < queries; q++) {
         const int at = piece.at + token(q) - piece.from;
         const float* query = model->work.qkv + at * ld_qkv + (long)head(q) * d;
-        rotate(model, model->layers[layer], QUERY, query, call->position[call->tile_at + at], vector);
+        rotate(model, own, QUERY, query, call->position[call->tile_at + at], vector);
         for (int i = 0; i < width; i += 2 * W) Stored<K>::query(vector + i, (Query*)s.queries + q * width + i);
     }
     // Scores. Heads with few queries are scored side by side, a few tokens at a time, with keys as they lie in memory.
@@ -380,7 +388,7 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     int offsets[QUERIES];
     for (int q = 0; q < queries && together; q++) offsets[q] = q / each * d;
     int begin = end;
-    for (int n = from; n < to; n++) begin = min_of(begin, first_seen(row, n, model->layers[layer].window));
+    for (int n = from; n < to; n++) begin = min_of(begin, first_seen(call, own, row, n));
     begin = begin / BLOCK * BLOCK;
     walk<K>(call, true, layer, row, groups, begin, end, [&](int key, const K* const* keys, const K* const* then) {
         const auto asking = [&](int q, int on) {
@@ -407,10 +415,10 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     const Vec scale = set1(shape.scale);
     for (int q = 0; q < queries; q++) {
         const uint8_t* mask = mask_of(row, token(q));
-        const int unseen = max_of(first_seen(row, token(q), model->layers[layer].window) - begin, 0);
+        const int unseen = max_of(first_seen(call, own, row, token(q)) - begin, 0);
         float* score = s.scores + q * s.stride + begin;
         for (int j = 0; j < unseen; j++) score[j] = -__builtin_inff();
-        weights_of(score, row.start + token(q) + 1 - begin, end - begin, mask ? mask + begin : nullptr, scale);
+        weights_of(score, end_seen(call, own, row, token(q)) - begin, end - begin, mask ? mask + begin : nullptr, scale);
         for (int j = 0; j < unseen; j++) score[j] = 0;
     }
     // Weighted sums of values.

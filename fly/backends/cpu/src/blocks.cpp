@@ -230,7 +230,7 @@ bool make_sketch(Model* model, Span<const Stored> parts) {
 
 }  // namespace
 
-// Sets matrix ``which`` of a layer (qkv, o, gate_up, down), or the head (4), of a model of GROUPED weights. ``parts``
+// Sets matrix ``which`` (models.cpp: fly_set_matrix) of a model of GROUPED weights. ``parts``
 // are its rows in order, each part in blocks of one kind. Each part begins at a multiple of 16 rows, and in gate_up one
 // begins at the first up. ``sketched``: the head, without a bias, gets a sketch.
 EXPORT int fly_set_stored(Model* model, int number, int which, Span<const Stored> parts, Span<const float> bias, int sketched) {

@@ -8,10 +8,16 @@ using namespace fly;
 
 namespace {
 
+// Slots that a call takes after a row's new tokens: those of a block, or of the drafted tokens but the last. ``limit`` [B] is
+// the most tokens to draft, or null.
+int ahead_of(const Model* model, Job job, const int32_t* limit, int b) {
+    if (model->shape.block) return job == PLACES || job == DRAFT ? model->shape.block : 0;
+    return limit ? limit[b] - 1 : 0;
+}
+
 // Checks that a batch's tokens are in the vocabulary, its positions in the context, and its pages in the cache. The
-// pages must have room for the new tokens and, unless ``limit`` is null, for ``limit[b]`` - 1 drafted ones after them.
-// An error or OK.
-int check(const Model* model, const Batch* batch, const int32_t* limit) {
+// pages must have room for the new tokens, and for ``ahead_of`` ones after them. An error or OK.
+int check(const Model* model, Job job, const Batch* batch, const int32_t* limit) {
     const Shape& shape = model->shape;
     const int rows = batch->rows, page = batch->page;
     const long each = (long)shape.kv_heads * shape.head_dim, cached = bytes_of_type(batch->cache_type);
@@ -29,7 +35,7 @@ int check(const Model* model, const Batch* batch, const int32_t* limit) {
     for (int b = 0; b < rows; b++) {
         const int start = batch->start[b], count = batch->count[b];
         const Span<const int32_t>& table = batch->tables[b];
-        const long stored = (long)start + count, ends = stored + (limit ? limit[b] - 1 : 0);
+        const long stored = (long)start + count, ends = stored + ahead_of(model, job, limit, b);
         if (const int error = within("start of a row", start, 0, MAX_COUNT) ?: within("count of a row", count, 1, MAX_COUNT) ?:
                               within("tokens that a row stores", ends, 1, MAX_COUNT) ?:
                               holds("the table of a row", table, (ends + page - 1) / page))
@@ -55,7 +61,7 @@ template <class Deal>
 int prepare(Call* call, Job job, Model* model, const Batch* batch, Arena* arena, int64_t tokens, int64_t last_rows,
             const int32_t* limit, Deal deal) {
     memset((void*)call, 0, sizeof(Call));
-    if (const int error = check(model, batch, limit) ?: within("tokens of a forward", max_of(tokens, last_rows), 0, MAX_COUNT))
+    if (const int error = check(model, job, batch, limit) ?: within("tokens of a forward", max_of(tokens, last_rows), 0, MAX_COUNT))
         return error;
     (Batch&)*call = *batch;
     call->job = job;
@@ -69,7 +75,7 @@ int prepare(Call* call, Job job, Model* model, const Batch* batch, Arena* arena,
     for (int b = 0; b < batch->rows; b++) {
         const uint8_t* mask = batch->masks.there() ? batch->masks[b].at : nullptr;
         call->row[b] = {batch->tables[b], mask, batch->start[b], batch->count[b]};
-        longest = max_of(longest, batch->start[b] + batch->count[b] + (limit ? limit[b] - 1 : 0));
+        longest = max_of(longest, batch->start[b] + batch->count[b] + ahead_of(model, job, limit, b));
     }
     if (const int error = make_room(model, (int)tokens, (int)last_rows, longest, threads_for(batch->threads))) return error;
     next_tile(call);
@@ -100,6 +106,31 @@ void start(Call* call, int threads, double tokens, double forwards, int share = 
 
 // Bytes of a value of the hidden states that go in and out.
 int value_bytes(const Model* model) { return bytes_of_type(model->shape.hidden); }
+
+// Writes a table [V, C], in the type of hidden states. An error or OK.
+int table(Model* model, Job job, Span<char> rows, int threads) {
+    const Shape& shape = model->shape;
+    if (const int error = holds("a table", rows, shape.vocab, shape.width, value_bytes(model))) return error;
+    const Locked locked(model);
+    Call call;
+    if (const int error = prepare(&call, job, model, rows, threads_for(threads), threads)) return error;  // a row each
+    start(&call, threads, shape.vocab, 1);
+    return OK;
+}
+
+// Checks what a draft head is ``given``. An error or OK.
+int check_given(const Model* model, const Batch* batch, Span<const char> given) {
+    return holds("given", given, batch->tokens, model->shape.features, value_bytes(model));
+}
+
+// Checks that each row's block is within the context. An error or OK.
+int check_blocks(const Model* model, const Batch* batch) {
+    for (int b = 0; b < batch->rows; b++) {
+        const int64_t end = (int64_t)batch->start[b] + batch->count[b] + model->shape.block;
+        if (const int error = within("positions of a block", end, 1, model->shape.positions, OUTSIDE)) return error;
+    }
+    return OK;
+}
 
 }  // namespace
 
@@ -132,15 +163,10 @@ EXPORT int fly_logits(Model* model, Span<const char> hidden, int tokens, Span<fl
 }
 
 // The embedding of each token [V, C], in the type of hidden states.
-EXPORT int fly_embedding(Model* model, Span<char> embedding, int threads) {
-    const Shape& shape = model->shape;
-    if (const int error = holds("embedding", embedding, shape.vocab, shape.width, value_bytes(model))) return error;
-    const Locked locked(model);
-    Call call;
-    if (const int error = prepare(&call, EMBED, model, embedding, threads_for(threads), threads)) return error;  // a row each
-    start(&call, threads, shape.vocab, 1);
-    return OK;
-}
+EXPORT int fly_embedding(Model* model, Span<char> embedding, int threads) { return table(model, EMBED, embedding, threads); }
+
+// The same of the rows of the head.
+EXPORT int fly_head_rows(Model* model, Span<char> rows, int threads) { return table(model, ROWS, rows, threads); }
 
 // Runs a forward and computes ``logits`` [N, V], float32, after the tokens with the numbers ``kept`` [N] (none: all).
 // ``choice`` gets the most likely token of each, and the lowest id among equals. ``read`` [T, states · C] gets the
@@ -180,7 +206,7 @@ EXPORT int fly_step(Model* model, const Batch* batch, Span<const char> given, Sp
                     Span<float> logits, Span<float> features) {
     const Shape& shape = model->shape;
     const int tokens = batch->tokens, width = shape.width;
-    if (const int error = within("features of a head", shape.features, 1, MAX_COUNT) ?:
+    if (const int error = within("features of a head", shape.features, 1, MAX_COUNT) ?: within("block", shape.block, 0, 0) ?:
                           (given.there() ? holds("given", given, tokens, shape.features, value_bytes(model)) :
                                            holds("x", x, tokens, width)) ?:
                           holds("logits", logits, kept.count(), shape.vocab) ?:
@@ -207,9 +233,52 @@ EXPORT int fly_step(Model* model, const Batch* batch, Span<const char> given, Sp
     return OK;
 }
 
+// Reads the context of a block drafter: stores keys and values for the target's hidden states ``given`` [T, F] before each
+// token of the batch, in the type of the drafter's hidden states.
+EXPORT int fly_read(Model* model, const Batch* batch, Span<const char> given) {
+    if (const int error = within("block", model->shape.block, 1, MAX_TILE) ?: check_given(model, batch, given)) return error;
+    Arena arena;
+    const Locked locked(model);
+    Call call;
+    const int error = prepare(&call, READ, model, batch, &arena, batch->tokens, 0, nullptr, NOTHING);
+    if (error || !batch->tokens) return error;
+    call.given = given;
+    start(&call, batch->threads, batch->tokens, 1);
+    return OK;
+}
+
+// The same, and then runs a forward over each row's block, whose anchor is the row's last token of the batch. Writes the
+// ``hidden`` states of all places [B, block, C], and the uncorrected ``logits`` [B, most, U] of the first ``most`` places
+// that draft, float32.
+EXPORT int fly_block(Model* model, const Batch* batch, int most, Span<const char> given, Span<char> hidden, Span<float> logits) {
+    const Shape& shape = model->shape;
+    const int rows = batch->rows, block = shape.block;
+    if (const int error = within("block", block, 1, MAX_TILE) ?: check_given(model, batch, given) ?:
+                          within("most", most, 0, block - shape.first) ?: holds("start", batch->start, rows) ?:
+                          holds("count", batch->count, rows) ?: check_blocks(model, batch) ?:
+                          holds("hidden", hidden, rows, block, shape.width, value_bytes(model)) ?:
+                          holds("logits", logits, rows, most, shape.vocab))
+        return error;
+    Arena arena;
+    const Locked locked(model);
+    Call call;
+    Span<int32_t> kept;
+    const int64_t tokens = max_of<int64_t>(batch->tokens, (int64_t)rows * block);
+    const int error = prepare(&call, PLACES, model, batch, &arena, tokens, 0, nullptr, [&](Dealer& from) {
+        call.live_token = from.take<int64_t>(rows, block), call.live_position = from.take<int64_t>(rows, block);
+        call.anchor = from.take<int64_t>(rows), kept = from.take<int32_t>(rows, most);
+    });
+    if (error || !rows) return error;
+    for (int i = 0; i < rows * most; i++) kept[i] = i / most * block + shape.first + i % most;
+    call.given = given, call.hidden = hidden, call.logits = logits;
+    call.kept = kept, call.kept_count = rows * most;
+    start(&call, batch->threads, batch->tokens + (double)rows * block, 1);
+    return OK;
+}
+
 // Drafts chains (drafting.h). Row b drafts at most ``limit[b]`` tokens (1 to ``most``). It ends earlier after one of
 // its ``stop`` ids, or where ``stops[b]`` says. All drafted tokens but the last are stored, so its pages must have room
-// for count[b] + limit[b] - 1 tokens.
+// for count[b] + limit[b] - 1 tokens. A block drafter stores its block in place of them (blockdraft.h).
 //
 // Without ``sampling``, tokens are the most likely ones. Otherwise they are drawn by ``uniform`` [B, most] from the
 // processed distributions, which are written to ``distributions`` [B, most, V], with zeros after a row's last token.
@@ -229,7 +298,8 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int3
                           holds("drafted", drafted, rows, most) ?: holds("drafted_count", drafted_count, rows) ?:
                           holds("stops", stops, rows) ?: within("masks of a draft", batch->masks.there(), 0, 0) ?:
                           holds("start", batch->start, rows) ?: holds("count", batch->count, rows) ?:
-                          (shape.features ? holds("given", given, batch->tokens, shape.features, value_bytes(model)) : OK))
+                          (shape.features ? check_given(model, batch, given) : OK) ?:
+                          (shape.block ? check_blocks(model, batch) : OK))
         return error;
     if (lookup)
         if (const int error = holds("texts", texts, rows) ?: within("lookup.most", lookup->most, 0, INT32_MAX) ?:
@@ -244,28 +314,37 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int3
         for (int b = 0; b < rows; b++)
             if (const int error = holds_or_none("raw of a row", raw[b], most, model->tokens)) return error;
     }
-    int64_t text = 0;  // of all rows
+    int64_t text = 0, places = 0;  // of all rows: tokens, and tokens to draft
     for (int b = 0; b < rows; b++) {
-        const int64_t known = (int64_t)batch->start[b] + batch->count[b], longest = shape.positions + 1 - known;
+        const int64_t known = (int64_t)batch->start[b] + batch->count[b];
+        const int64_t longest = shape.block ? shape.block - shape.first : shape.positions + 1 - known;
         if (const int error = within("limit of a row", limit[b], 1, most) ?:
                               within("tokens to draft within the context", limit[b], 1, longest, OUTSIDE) ?:
                               (sampling.there() && sampling[b].temperature > 0 ? holds("uniform", uniform, rows, most) : OK) ?:
                               (lookup ? holds("the text of a row", texts[b], batch->start[b]) : OK))
             return error;
-        text += known + limit[b];
+        text += known + limit[b], places += limit[b];
     }
     const int64_t copies = lookup ? min_of<int64_t>((int64_t)rows * min_of(lookup->most, most), MAX_COPIES) : 0;
-    const int64_t tokens = batch->tokens + copies;
+    const int64_t in_blocks = (int64_t)rows * shape.block, tokens = max_of(batch->tokens + copies, in_blocks);
+    const int64_t last_rows = rows + (shape.block ? places : copies);
     int32_t* end;
+    Span<float> state;
     Arena arena;
     const Locked locked(model);
     Call call;
-    if (const int error = prepare(&call, DRAFT, model, batch, &arena, tokens, rows + copies, limit, [&](Dealer& from) {
+    if (const int error = prepare(&call, DRAFT, model, batch, &arena, tokens, last_rows, limit, [&](Dealer& from) {
             call.carried_at = from.take<int32_t>(rows), call.reached = from.take<float>(rows);
             call.live_row = from.take<int32_t>(rows), call.matched = from.take<int32_t>(rows);
             call.kept_at = from.take<int32_t>(rows + 1L), call.text = from.take<int32_t*>(rows);
             call.live_token = from.take<int64_t>(tokens), call.live_position = from.take<int64_t>(tokens);
-            end = from.take<int32_t>(text);
+            end = from.take<int32_t>(shape.block ? 0 : text);
+            if (!shape.block) return;
+            const int rank = padded(shape.rank), act = model->variant->activation_bytes(shape.weights);
+            call.anchor = from.take<int64_t>(rows), call.chance = from.take<float>(rows, most);
+            call.before = from.take<float>(rows, rank), call.correct_in = from.take<char>(rows, rank, act);
+            call.memory = state = from.take<float>(rows, rank), call.joined = from.take<float>(rows, model->joint.panels, PANEL);
+            call.joint_in = from.take<char>(rows, padded(model->joint.k), act);
         }))
         return error;
     if (!rows) return OK;
@@ -276,10 +355,16 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int3
     call.lookup = lookup, call.stops = stops;
     call.given = given.there() ? given.at : nullptr;
     const int64_t* token = batch->token;
+    call.kept_at[0] = 0;
+    if (state.bytes > 0) memset(state.at, 0, state.bytes);
     for (int b = 0; b < rows; b++) {
         call.live_row[b] = b;
         drafted_count[b] = 0;
         call.reached[b] = 1;
+        if (shape.block) {
+            call.kept_at[b + 1] = call.kept_at[b] + limit[b];
+            continue;
+        }
         call.text[b] = end;
         if (lookup) copy(end, texts[b].at, batch->start[b]);
         end += batch->start[b];
@@ -287,7 +372,7 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int3
         end += limit[b];
     }
     call.live_rows = rows;
-    start(&call, batch->threads, batch->tokens + (double)rows * most, most);
+    start(&call, batch->threads, batch->tokens + (double)rows * most, shape.block ? 1 : most);
     const long vocab = model->tokens;
     for (int b = 0; b < rows; b++) {
         const long drafted_values = drafted_count[b] * vocab, after = (most - drafted_count[b]) * vocab * 4;

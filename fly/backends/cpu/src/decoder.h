@@ -41,7 +41,9 @@ void project_all(Call* call, int thread) {
     }
 }
 
-// The embeddings of all tokens of the vocabulary, in the type of hidden states.
+#include "blockdraft.h"
+
+// The embeddings of all tokens of the vocabulary, or the rows of the head, in the type of hidden states.
 template <class Wt, class H>
 void embed_all(Call* call, int thread) {
     const Model* model = call->model;
@@ -49,7 +51,10 @@ void embed_all(Call* call, int thread) {
     float* x = model->work.x + thread * padded(width);
     const Range mine = part(model->shape.vocab, thread, call->threads);
     for (int token = mine.from; token < mine.to; token++) {
-        embed<Wt>(model, token, x);
+        if (call->job == EMBED)
+            embed<Wt>(model, token, x);
+        else
+            head_row<Wt>(model, token, x);
         convert(x, width, (H*)call->hidden + (long)token * width);
     }
 }
@@ -57,8 +62,10 @@ void embed_all(Call* call, int thread) {
 // Chooses the code for the job of a call and for its types: weights, hidden states, cache.
 template <class Wt, class H, class K>
 void work(Call* call, int thread) {
+    if (call->job == READ) return read_context<Wt, K, H>(call, thread);
+    if (call->job == PLACES || (call->job == DRAFT && call->model->shape.block)) return draft_block<Wt, K, H>(call, thread);
     if (call->job == DRAFT) return draft<Wt, K, H>(call, thread);
-    if (call->job == EMBED) return embed_all<Wt, H>(call, thread);
+    if (call->job == EMBED || call->job == ROWS) return embed_all<Wt, H>(call, thread);
     if (call->job != LOGITS) tiles<Wt, K, H>(call, thread, nullptr);
     if (call->job == SCORE) wait(call);
     if (call->job != FORWARD) project_all<Wt, H>(call, thread);

@@ -1,17 +1,15 @@
 // How a drafter drafts a chain, forward by forward (``draft``, at the end of this file). Called by each thread of a call of
 // ``fly_draft`` (calls.cpp); between forwards the first thread alone chooses the tokens. Knows nothing of who verifies them.
 
-// Chooses the next token of row ``b`` by its ``logits``. ``goes_on``: whether drafting goes on after it (interface.h: Stops).
-inline int64_t next_token(Call* call, int b, const float* logits, bool& goes_on) {
+// Chooses drafted token ``n`` of row ``b`` by its ``logits``. ``peak`` becomes the largest probability, if the draft may stop.
+inline int64_t choose(const Call* call, int b, int n, const float* logits, float* spread, float& peak) {
     const int vocab = call->model->shape.vocab;
     const int64_t* target = call->model->target;
-    const long at = (long)b * call->most + call->drafted_count[b], wide = call->model->tokens;
-    const Stops& stops = call->stops[b];
-    float *spread = call->model->work.spread, *distribution = call->sampling ? call->distributions + at * wide : nullptr;
-    float peak = 1;  // the largest probability
+    const long at = (long)b * call->most + n, wide = call->model->tokens;
+    float* distribution = call->sampling ? call->distributions + at * wide : nullptr;
     int64_t token;
     if (call->raw && call->raw[b].there()) {
-        float* raw = call->raw[b] + call->drafted_count[b] * wide;
+        float* raw = call->raw[b] + n * wide;
         for (long i = 0; target && i < wide; i++) raw[i] = -__builtin_inff();
         for (int i = 0; target && i < vocab; i++) raw[target[i]] = logits[i];
         if (!target) memcpy(raw, logits, vocab * sizeof(float));
@@ -25,15 +23,25 @@ inline int64_t next_token(Call* call, int b, const float* logits, bool& goes_on)
     } else {
         token = best(logits, vocab);
         constexpr Sampling raw = {1, 1, -__builtin_inff(), 0};
-        if (stops.any()) peak = 1 / keep(raw, logits, vocab, spread).total;
+        if (call->stops[b].any()) peak = 1 / keep(raw, logits, vocab, spread).total;
         if (distribution) memset(distribution, 0, wide * 4L), distribution[target ? target[token] : token] = 1;
-    }
-    if (stops.any()) {
-        const float reached = call->reached[b] *= peak;
-        goes_on = peak >= stops.confidence && reached >= stops.reach;
     }
     token = token < 0 ? 0 : token;
     return target ? target[token] : token;
+}
+
+// Adds the next drafted token of row ``b``, which is kept with probability ``chance``. Returns whether drafting goes on after
+// it (interface.h: Stops).
+inline bool add_token(Call* call, int b, int64_t token, float chance) {
+    call->drafted[(long)b * call->most + call->drafted_count[b]++] = token;
+    bool goes_on = call->drafted_count[b] < call->limit[b];
+    const Stops& stops = call->stops[b];
+    if (stops.any()) {
+        const float reached = call->reached[b] *= chance;
+        goes_on &= chance >= stops.confidence && reached >= stops.reach;
+    }
+    for (const int64_t stop : call->stop[b]) goes_on &= stop != token;
+    return goes_on;
 }
 
 // Packs the next forward: for each live row, the tokens that are not stored, then copies of the tokens that a lookup
@@ -91,18 +99,16 @@ inline void advance(Call* call) {
         const int matched = call->lookup ? call->matched[i] : 0;
         bool ends = false, same = true;
         for (int n = 0; same && !ends && n <= copies; n++, next++, logits += model->shape.vocab) {
-            bool goes_on = true;
-            const int64_t token = next_token(call, b, logits, goes_on);
+            float peak = 1;
+            const int64_t token = choose(call, b, call->drafted_count[b], logits, model->work.spread, peak);
             same = *next == token;
             if (matched && (n < copies || !copies)) {
                 float& share = share_of(call->lookup, matched, n);
                 share += 0.05f * (same - share);
             }
             *next = (int32_t)token;
-            call->drafted[(long)b * call->most + call->drafted_count[b]++] = token;
             row.start++;
-            ends = !goes_on || call->drafted_count[b] == call->limit[b];
-            for (const int64_t stop : call->stop[b]) ends |= stop == token;
+            ends = !add_token(call, b, token, peak);
         }
         if (ends) continue;
         call->row[live] = row;

@@ -108,6 +108,7 @@ struct Layer {
     float* norm[NORMS];            // [C padded], of queries and of keys [D padded]
     Matrix qkv, o, gate_up, down;  // the panels of gate_up hold 16 gates and their 16 ups
     int32_t window;                // how many tokens a token sees, counted back from itself; 0: all
+    bool causal;                   // block drafters: a place of a block sees no place after it
     int32_t rope;                  // number of its rotary table
 };
 
@@ -165,7 +166,8 @@ struct Workspace {
     int last_rows;    // how many rows the following buffers have
     void* last;       // [rows, C] hidden states before the logits of a drafter's step
     float* logits;    // [rows, V]
-    float* spread;    // [2, V padded] for one row's distribution
+    int spreads;      // how many distributions ``spread`` is for
+    float* spread;    // [spreads, 2, V padded] for a row's distribution; block drafters have one for each thread
     uint8_t* tables;  // a head with a sketch: [LIKELY_ROWS, eighths, 2, 16] sums of four inputs, for each choice of signs
     float* peaks;     // [LIKELY_ROWS, strips] the largest sketched logit of each strip
     int32_t* likely;  // [LIKELY_ROWS, strips] the numbers of the strips whose logits are computed
@@ -186,6 +188,12 @@ struct Model {
     Sketch sketch;           // of the head
     Matrix fuse;             // draft heads: from hidden states of the target to a feature
     const int64_t* target;   // draft heads: the target's id of each output; memory of the owner
+    // Block drafters with a Markov or a confidence head:
+    Matrix joint;            // GATED: from hidden state and row to the gate; RECURRENT: from state, row and hidden state to
+                             // the gate, the next state and the row
+    Matrix correct;          // from a row to what is added to the logits
+    Span<const char> before;  // [tokens, rank] the row of each token, in the type of hidden states; memory of the owner
+    float* confidence;       // [shape.confidence + 1] weights, and the bias
     Span<const char> embedding;  // [V, C] memory of the owner; null: the embedding is tied to the head's panels
     int32_t embedding_kind;      // the kind of blocks of the embedding (interface.h: Stored); 0: plain numbers
     // If several processes share a model, each holds a part of every matrix. Of all ``tokens`` of the vocabulary it
@@ -215,8 +223,9 @@ struct Barrier {
     alignas(64) int32_t phase;
 };
 
-// From tokens to hidden states; from hidden states to logits; both; a drafter's loop; the embeddings of all tokens.
-enum Job { FORWARD, LOGITS, SCORE, DRAFT, EMBED };
+// From tokens to hidden states; from hidden states to logits; both; a drafter's loop; the embeddings of all tokens; the
+// rows of the head; a block drafter's context alone; a block's hidden states and logits.
+enum Job { FORWARD, LOGITS, SCORE, DRAFT, EMBED, ROWS, READ, PLACES };
 
 // A call of a model, shared by its threads. A drafter's loop replaces the batch's rows and tokens in each step.
 // ``threads`` is how many threads take part.
@@ -247,6 +256,13 @@ struct Call : Batch {
     const Span<float>* raw;    // [B] [most, V] out: the logits at each token; null, or none for a row, if not needed
     Lookup* lookup;            // null: nothing is copied
     const Stops* stops;        // [B]
+    // a block drafter
+    bool in_blocks;          // the rows are blocks, which lie in one tile each
+    int64_t* anchor;         // [B] the last token of each row's text
+    float* chance;           // [B, most] the chance that each token is kept
+    float *before, *memory;  // [B, rank padded] the Markov head's rows of the tokens before, and its states
+    float* joined;           // [B, outputs of ``joint`` padded]
+    void *joint_in, *correct_in;  // [B, inputs of ``joint`` and ``correct`` padded], in the type of activations
     // shared by the threads
     Piece* pieces;   // [B]
     int32_t piece_count, tile_tokens, tile_at;
@@ -320,8 +336,12 @@ static ALWAYS_INLINE T max_of(T a, T b) { return a > b ? a : b; }
 
 // The number of inputs of the widest matrix.
 static inline int most_inputs(const Shape& shape) {
-    return max_of(max_of(shape.width, shape.heads * shape.head_dim), shape.intermediate);
+    const int of_layers = max_of(max_of(shape.width, shape.heads * shape.head_dim), shape.intermediate);
+    return max_of(of_layers, max_of(shape.features, shape.rank ? 2 * shape.rank + shape.width : 0));
 }
+
+// Whether a model is a draft head that drafts token after token (fly/models/eagle.py).
+static inline bool is_serial(const Shape& shape) { return shape.features && !shape.block; }
 
 // Whether inputs of matrices are rounded to 8 bits, and how many floats each rounded row needs.
 static inline bool narrows(const Shape& shape) { return shape.weights == W8A8 || shape.weights == GROUPED; }
@@ -359,6 +379,7 @@ static inline void next_tile(Call* call) {
     call->tile_at += call->tile_tokens;
     call->tile_tokens = call->piece_count = 0;
     for (; row < call->rows && call->tile_tokens < MAX_TILE; row++, from = 0) {
+        if (call->in_blocks && call->tile_tokens + call->row[row].count > MAX_TILE) break;
         const int count = min_of(call->row[row].count - from, MAX_TILE - call->tile_tokens);
         call->pieces[call->piece_count++] = {row, from, from + count, call->tile_tokens};
         call->tile_tokens += count;

@@ -36,6 +36,9 @@ struct Span {
 // their inputs are rounded to 8 bits in groups of 32.
 enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, W8A8 = 3, GROUPED = 4 };
 
+// The kinds of Markov heads (fly/models/dflash.py: MarkovHead).
+enum Markov : int32_t { UNCORRECTED = 0, VANILLA = 1, GATED = 2, RECURRENT = 3 };
+
 // Rows of a matrix in the blocks of a GGUF file. ``kind`` is the file format's number for their type (blocks.cpp lists them).
 // Each row begins with a new block.
 struct Stored {
@@ -51,6 +54,13 @@ struct Shape {
     int32_t ropes;    // tables of cosines and sines
     int32_t features; // draft heads (fly/models/eagle.py): values of the target's hidden states; 0 for a whole model
     int32_t normed;   // draft heads: the residual is the normed feature
+    // Block drafters (fly/models/dflash.py) are draft heads that draft a whole block in one forward.
+    int32_t block;       // places of a block, the anchor's included; 0: no block drafter
+    int32_t first;       // the first place that drafts a token
+    int32_t mask;        // the token at all places but the anchor's
+    int32_t markov;      // Markov: how logits are corrected by the token before
+    int32_t rank;        // values of a token's row of the Markov head
+    int32_t confidence;  // values that the confidence head reads: C, or C + rank; 0: there is none
     float eps;
     float scale;      // factor of products of queries and keys
     float embedding;  // factor of embeddings

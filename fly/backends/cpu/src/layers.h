@@ -1,13 +1,34 @@
 // Takes a tile's tokens through the layers, from embeddings to final hidden states and logits. All threads of a call run
 // ``tiles`` side by side (decoder.h: work), and meet at ``wait``. Knows nothing of what the logits are used for.
 
-// Writes a token's embedding, which is a row of the head if the two are tied.
+// Writes row ``row`` of the head.
 template <class Wt>
-inline void embed(const Model* model, int64_t token, float* x) {
+inline void head_row(const Model* model, int64_t row, float* x) {
     typedef typename Wt::Weight Weight;
     constexpr Layout LAYOUT = layout_of(Wt::TYPE);
     const Matrix& head = model->head;
-    const int width = model->shape.width, room = padded(width), lane = (int)(token % PANEL);
+    const int width = model->shape.width, lane = (int)(row % PANEL);
+    if constexpr (Wt::TYPE == GROUPED) {
+        embed_groups(head, row, width, x);
+    } else {
+        const Weight* from = (const Weight*)(head.data + row / PANEL * head.panel_bytes);
+        from += lane / LAYOUT.together * LAYOUT.together * LAYOUT.step + lane % LAYOUT.together;
+        for (int i = 0; i < width; i++) {
+            const Weight weight = from[i / LAYOUT.step * LAYOUT.step * PANEL + i % LAYOUT.step * LAYOUT.together];
+            if constexpr (Wt::TYPE == BFLOAT16) {
+                const uint32_t bits = (uint32_t)weight << 16;
+                memcpy(x + i, &bits, 4);
+            } else {
+                x[i] = Wt::TYPE == FLOAT32 ? (float)weight : (float)weight * head.scale[row];
+            }
+        }
+    }
+}
+
+// Writes a token's embedding, which is a row of the head if the two are tied.
+template <class Wt>
+inline void embed(const Model* model, int64_t token, float* x) {
+    const int width = model->shape.width, room = padded(width);
     const auto scaled = [&]() {
         for (int i = 0; model->shape.embedding != 1 && i < room; i += W) st(x + i, ld(x + i) * set1(model->shape.embedding));
     };
@@ -25,21 +46,7 @@ inline void embed(const Model* model, int64_t token, float* x) {
         convert((const float*)model->embedding.at + token * width, width, x, room);
         return scaled();
     }
-    if constexpr (Wt::TYPE == GROUPED) {
-        embed_groups(head, token, width, x);
-    } else {
-        const Weight* from = (const Weight*)(head.data + token / PANEL * head.panel_bytes);
-        from += lane / LAYOUT.together * LAYOUT.together * LAYOUT.step + lane % LAYOUT.together;
-        for (int i = 0; i < width; i++) {
-            const Weight weight = from[i / LAYOUT.step * LAYOUT.step * PANEL + i % LAYOUT.step * LAYOUT.together];
-            if constexpr (Wt::TYPE == BFLOAT16) {
-                const uint32_t bits = (uint32_t)weight << 16;
-                memcpy(x + i, &bits, 4);
-            } else {
-                x[i] = Wt::TYPE == FLOAT32 ? (float)weight : (float)weight * head.scale[token];
-            }
-        }
-    }
+    head_row<Wt>(model, token, x);
     memset(x + width, 0, (room - width) * sizeof(float));
     scaled();
 }
@@ -97,6 +104,25 @@ inline void sum_over_processes(Call* call, float* values, int thread) {
     wait(call, false);
 }
 
+// Makes a feature of the tile's tokens from the target's hidden states, in place of the residual stream.
+template <class Wt, class H>
+inline void fuse(Call* call, int thread, const Scratch& s, Range mine, const Matrix& next) {
+    typedef typename Wt::Act Act;
+    Model* model = call->model;
+    const Shape& shape = model->shape;
+    Workspace& work = model->work;
+    const long width = shape.width, given = padded(shape.features);
+    for (int t = mine.from; t < mine.to; t++)
+        convert((const H*)call->given + (long)(call->tile_at + t) * shape.features, shape.features,
+                (Act*)work.given + t * given, (int)given);
+    wait(call);
+    product<Wt>(call, thread, s, (const Act*)work.given, given, call->tile_tokens, model->fuse, next,
+                [&](int row, int panel, const float* sums) {
+                    memcpy(work.x + row * width + panel * PANEL, sums, PANEL * sizeof(float));
+                });
+    wait(call);
+}
+
 // Prepares the inputs of a draft head's first matrix: each token's embedding and a feature, both normalised. The
 // feature is made from the target's hidden states, or is the head's own feature of the step before.
 template <class Wt, class H>
@@ -106,23 +132,13 @@ inline void combine(Call* call, int thread, const Scratch& s, Range mine) {
     const Shape& shape = model->shape;
     Workspace& work = model->work;
     const Layer& layer = model->layers[0];
-    const long width = shape.width, given = padded(shape.features);
+    const long width = shape.width;
     for (int t = mine.from; t < mine.to; t++) {
         const long at = call->tile_at + t;
         embed<Wt>(model, call->token[at], work.embedded + t * width);
-        if (call->given)
-            convert((const H*)call->given + at * shape.features, shape.features, (Act*)work.given + t * given, (int)given);
-        else
-            memcpy(work.x + t * width, work.carried + call->carried_at[at] * width, width * sizeof(float));
+        if (!call->given) memcpy(work.x + t * width, work.carried + call->carried_at[at] * width, width * sizeof(float));
     }
-    if (call->given) {
-        wait(call);
-        product<Wt>(call, thread, s, (const Act*)work.given, given, call->tile_tokens, model->fuse, layer.qkv,
-                    [&](int row, int panel, const float* sums) {
-                        memcpy(work.x + row * width + panel * PANEL, sums, PANEL * sizeof(float));
-                    });
-        wait(call);
-    }
+    if (call->given) fuse<Wt, H>(call, thread, s, mine, layer.qkv);
     for (int t = mine.from; t < mine.to; t++) {
         float* x = work.x + t * width;
         Act* both = (Act*)work.normed + 2 * t * width;
@@ -143,7 +159,7 @@ void decode(Call* call, int thread, const Scratch& s) {
     const int tokens = call->tile_tokens, threads = call->threads;
     const long ldx = padded(shape.width);
     Range mine = part(tokens, thread, threads);
-    const bool drafts = shape.features;
+    const bool drafts = is_serial(shape);
     const int embedded = model->target ? model->tokens : shape.vocab;  // tokens with an embedding; a trimmed head has fewer rows
     // Embeddings.
     if (drafts) combine<Wt, H>(call, thread, s, mine);
@@ -220,6 +236,14 @@ void decode(Call* call, int thread, const Scratch& s) {
     show(shape.layers);
 }
 
+// Where place ``n`` of row ``b``'s block belongs among the hidden states that a draft uses: first those of all places that
+// draft, row after row, and then those of the anchors. -1: it is not used.
+inline int used_at(const Call* call, int b, int n) {
+    const int at = call->kept_at[b] + n - call->model->shape.first;
+    if (n < call->model->shape.first) return call->kept_at[call->rows] + b;
+    return at < call->kept_at[b + 1] ? at : -1;
+}
+
 // Writes final hidden states of the tile's tokens: for the caller those of all tokens, for a draft (into ``last``)
 // those of the tokens that need logits. Both are rounded to the type of hidden states, so that logits are the same
 // either way.
@@ -235,8 +259,8 @@ void finish(Call* call, int thread, const Scratch& s, Act* last) {
             const Piece& piece = call->pieces[i];
             const int ahead = call->kept_at[piece.row + 1] - call->row[piece.row].count;
             for (int n = piece.from; n < piece.to; n++) {
-                const int at = ahead + n;
-                if (shape.features && n + 1 == call->row[piece.row].count && at % call->threads == thread)
+                const int at = call->in_blocks ? used_at(call, piece.row, n) : ahead + n;
+                if (is_serial(shape) && n + 1 == call->row[piece.row].count && at % call->threads == thread)
                     memcpy(model->work.carried + piece.row * ldx, model->work.x + (piece.at + n - piece.from) * ldx,
                            ldx * sizeof(float));
                 if (at < call->kept_at[piece.row] || at % call->threads != thread) continue;

@@ -76,7 +76,7 @@ int fly::refuse(Error error, const char* what, int64_t has, int64_t least, int64
 
 int fly::check_variant(int variant) { return within("variant", variant, 0, sizeof(variants) / sizeof(*variants) - 1); }
 
-EXPORT int fly_abi() { return 43; }
+EXPORT int fly_abi() { return 44; }
 
 // What this thread's last error was about. ``has`` [3] gets the value, and the least and most that it may be.
 EXPORT const char* fly_refusal(int64_t* has) {

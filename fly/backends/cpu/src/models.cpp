@@ -81,13 +81,16 @@ void fly::drop(const Matrix& matrix) {
 
 int fly::place_of(Model* model, int number, int which, MatrixPlace* place) {
     const Shape& s = model->shape;
-    if (const int error = within("layer", number, 0, s.layers - 1) ?: within("matrix", which, 0, s.features ? 5 : 4))
-        return error;
+    const int last = s.markov > VANILLA ? 7 : s.markov ? 6 : s.features ? 5 : 4;
+    if (const int error = within("layer", number, 0, s.layers - 1) ?: within("matrix", which, 0, last)) return error;
     Layer& layer = model->layers[number];
     const int attended = s.heads * s.head_dim, qkv = attended + 2 * s.kv_heads * s.head_dim;
-    const MatrixPlace all[] = {{&layer.qkv, qkv, s.features ? 2 * s.width : s.width}, {&layer.o, s.width, attended},
+    const bool gated = s.markov == GATED;
+    const MatrixPlace all[] = {{&layer.qkv, qkv, is_serial(s) ? 2 * s.width : s.width}, {&layer.o, s.width, attended},
                             {&layer.gate_up, 2 * s.intermediate, s.width}, {&layer.down, s.width, s.intermediate},
-                            {&model->head, s.vocab, s.width}, {&model->fuse, s.width, s.features}};
+                            {&model->head, s.vocab, s.width}, {&model->fuse, s.width, s.features},
+                            {&model->correct, s.vocab, s.rank},
+                            {&model->joint, gated ? s.rank : 3 * s.rank, s.width + (gated ? s.rank : 2 * s.rank)}};
     *place = all[which];
     return OK;
 }
@@ -109,7 +112,12 @@ int check(const Shape& s) {
            within("weights", s.weights, FLOAT32, GROUPED) ?: within("hidden", s.hidden, FLOAT32, BFLOAT16) ?:
            within("ropes", s.ropes, 1, HEADS) ?: within("features", s.features, 0, WIDE) ?:
            within("width of a head, by 32,", s.features ? s.width % PANEL : 0, 0, 0) ?:
-           within("weights of a draft head", s.features ? s.weights : 0, FLOAT32, W8A8) ?:
+           within("weights of a draft head", is_serial(s) ? s.weights : 0, FLOAT32, W8A8) ?:
+           within("block", s.block, 0, s.features ? MAX_TILE : 0) ?: within("first", s.first, 0, max_of(s.block - 1, 0)) ?:
+           within("mask", s.mask, 0, MAX_COUNT) ?: within("markov", s.markov, UNCORRECTED, s.block ? RECURRENT : UNCORRECTED) ?:
+           within("rank", s.rank, s.markov ? 1 : 0, s.markov ? WIDE : 0) ?:
+           within("confidence", s.confidence, 0, s.block ? s.width + s.rank : 0) ?:
+           within("confidence beside rank", s.confidence == s.width + s.rank ? 0 : s.confidence % s.width, 0, 0) ?:
            within("inputs of 8 bits", s.weights == W8A8 ? most_inputs(s) : 0, 0, EXACT);  // whose sums are exact
 }
 
@@ -124,7 +132,7 @@ int fly::make_room(Model* model, int tokens, int last_rows, int longest, int thr
         work.tile = 0;
         const Layer& layer = model->layers[0];
         if (const int error = lay_out(&work.tile_memory, "the workspace of a tile", true, [&](Dealer& from) {
-                const bool drafts = shape.features;
+                const bool drafts = is_serial(shape);
                 work.x = from.take<float>(tile, width);
                 work.embedded = from.take<float>(drafts ? tile : 0, width);
                 work.given = from.take<char>(tile, padded(shape.features), act);
@@ -144,16 +152,18 @@ int fly::make_room(Model* model, int tokens, int last_rows, int longest, int thr
             return error;
         work.tile = tile;
     }
-    if (last_rows > work.last_rows) {
+    const int spreads = shape.block ? threads : 1;
+    if (last_rows > work.last_rows || (last_rows && spreads > work.spreads)) {
+        last_rows = max_of(last_rows, work.last_rows);
         work.last_rows = 0;
         if (const int error = lay_out(&work.last_memory, "the workspace of a draft", true, [&](Dealer& from) {
                 work.last = from.take<char>(last_rows, width, act);
                 work.logits = from.take<float>(last_rows, shape.vocab);
-                work.spread = from.take<float>(2, padded(shape.vocab));
-                work.carried = from.take<float>(shape.features ? last_rows : 0, width);
+                work.spread = from.take<float>(spreads, 2, padded(shape.vocab));
+                work.carried = from.take<float>(is_serial(shape) ? last_rows : 0, width);
             }))
             return error;
-        work.last_rows = last_rows;
+        work.last_rows = last_rows, work.spreads = spreads;
     }
     if (longest > work.longest) {
         work.longest = padded(longest + longest / 4, 256);  // more than is needed now, lest every token enlarge it
@@ -175,11 +185,11 @@ EXPORT void fly_free(Model* model) {
         for (const Matrix* matrix : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) drop(*matrix);
     }
     drop(model->head);
-    drop(model->fuse);
+    for (const Matrix* matrix : {&model->fuse, &model->joint, &model->correct}) drop(*matrix);
     free(model->sketch.bits), free(model->sketch.scale);
     for (const Block& scratch : model->work.scratch) free(scratch.memory);
     free(model->work.tile_memory.memory), free(model->work.last_memory.memory);
-    free(model->layers), free(model->norm), free(model->cos), free(model->sin);
+    free(model->layers), free(model->norm), free(model->cos), free(model->sin), free(model->confidence);
     pthread_mutex_destroy(&model->lock);
     free(model);
 }
@@ -227,18 +237,33 @@ EXPORT int fly_draft_for(Model* model, int tokens, Span<const int64_t> target) {
         return error;
     for (int i = 0; i < shape.vocab; i++)
         if (const int error = within("a token id", target[i], 0, tokens - 1, OUTSIDE)) return error;
+    if (const int error = within("mask", shape.mask, 0, tokens - 1)) return error;
     model->tokens = tokens, model->target = target;
     return OK;
 }
 
+// Gives a block drafter, after ``fly_draft_for``, the rows of its Markov head ``before`` [tokens, rank], in the type of hidden
+// states, which must outlive the model, and its ``confidence`` head: weights and the bias, float32. None of what it lacks.
+EXPORT int fly_set_markov(Model* model, Span<const char> before, Span<const float> confidence) {
+    const Shape& shape = model->shape;
+    if (const int error = (shape.markov ? holds("before", before, model->tokens, shape.rank, bytes_of_type(shape.hidden)) : OK) ?:
+                          (shape.confidence ? holds("confidence", confidence, shape.confidence + 1L) : OK))
+        return error;
+    model->before = before;
+    free(model->confidence);
+    model->confidence = vector_of(confidence, confidence.count(), confidence.count());
+    return model->confidence ? OK : refuse(NO_MEMORY, "a confidence head", 0, confidence.bytes);
+}
+
 // Sets the norms of a layer [NORMS], float32 [C] or [D], or none; its window; and the number of its rotary table.
-EXPORT int fly_set_layer(Model* model, int number, Span<const Span<const float>> norms, int window, int rope) {
+// ``causal``: in a block drafter, a place of a block sees no place after it.
+EXPORT int fly_set_layer(Model* model, int number, Span<const Span<const float>> norms, int window, int rope, int causal) {
     const Shape& shape = model->shape;
     if (const int error = within("layer", number, 0, shape.layers - 1) ?: holds("norms", norms, NORMS) ?:
                           within("window", window, 0, INT32_MAX) ?: within("rope", rope, 0, shape.ropes - 1))
         return error;
     Layer& layer = model->layers[number];
-    layer.window = window, layer.rope = rope;
+    layer.window = window, layer.rope = rope, layer.causal = causal;
     for (int which = 0; which < NORMS; which++) {
         if (!norms[which].there()) continue;
         const int width = which == QUERY || which == KEY ? shape.head_dim : shape.width;
@@ -250,8 +275,9 @@ EXPORT int fly_set_layer(Model* model, int number, Span<const Span<const float>>
     return OK;
 }
 
-// Sets matrix ``which``: one of a layer (0 to 3: qkv, o, gate_up, down), the head (4), or the matrix that fuses a draft
-// head's inputs (5). It is [N, K] in the type of the weights, with ``bias`` and ``scale`` [N] or none.
+// Sets matrix ``which``: one of a layer (0 to 3: qkv, o, gate_up, down), the head (4), the matrix that fuses a draft head's
+// inputs (5), or one of a Markov head (6: from a row to logits; 7: the joint one). It is [N, K] in the type of the weights,
+// with ``bias`` and ``scale`` [N] or none.
 EXPORT int fly_set_matrix(Model* model, int number, int which, Span<const char> data, Span<const float> bias,
                           Span<const float> scale) {
     const Shape& s = model->shape;

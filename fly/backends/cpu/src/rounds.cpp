@@ -24,7 +24,7 @@ void Series::choose_drafts() {
     draft.clear(drafter ? *draft_batch : *batch);
     for (int b = 0; b < rows; b++) {
         const RoundRow& row = args->row[b];
-        const int most = min_of<int64_t>(most_drafted(row, row.left), row.context - row.length);
+        const int most = min_of<int64_t>(most_drafted(row, row.left), most_within(row));
         drafts[b] = 0;
         if (most <= 0) continue;
         if (drafter) {

@@ -142,6 +142,15 @@ struct Series {
     // The most tokens that a row drafts in its next round, if the row may still emit ``left`` tokens.
     static int64_t most_drafted(const RoundRow& row, int64_t left) { return min_of<int64_t>(row.k, left - 1); }
 
+    // The most tokens to draft after a row, as its context allows. A block, which begins at the last token, needs a position
+    // for every place.
+    int64_t most_within(const RoundRow& row) const {
+        const int64_t most = row.context - row.length;
+        const int block = drafter ? drafter->shape.block : 0;
+        if (!block) return most;
+        return most + 1 < block ? 0 : min_of<int64_t>(most, block - drafter->shape.first);
+    }
+
     // Whether ``token`` ends row ``b``.
     bool ends(int b, int64_t token) const {
         bool found = false;

@@ -1,0 +1,317 @@
+"""DFlash and DSpark heads on compiled kernels, held to PyTorch's way, and rounds with them in one call.
+
+Shape legend: B rows, T tokens, K places of a block, F hidden states of the target side by side, C hidden width, U draft
+vocabulary, V the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fly.backends.choice import load
+from fly.backends.cpu import available
+from fly.backends.cpu.dflash import CpuDFlashHead
+from fly.backends.cpu.library import split
+from fly.backends.torch import TorchDFlashHead
+from fly.cache import PagedKVCache
+from fly.drafts import BlockDraft
+from fly.drafts.model import seed_of
+from fly.llm import LLM
+from fly.models.dflash import DFlashHead, save_dflash_head
+from fly.params import SamplingParams
+from fly.policies import Exact
+from fly.runner.drafting import DraftSpec
+from fly.runner.executor import Batch, Executor
+from fly.runner.request import Row
+from fly.runner.sampling import BatchSampling
+from fly.testing import check_draft
+from tests.kernels import NARROW, VARIANTS, built
+from tests.test_block import KINDS, make_block_head
+from tests.test_dflash import KINDS as ALL_KINDS
+from tests.test_dflash import VOCABULARY, make_head
+from tests.test_eagle import PARAMS, check_texts, target_on
+from tests.twins import in_steps, rounded_weight
+
+pytestmark = built
+COMPILED = available()[0]
+
+
+def pytorch_twin(head: DFlashHead, kernels: str) -> TorchDFlashHead:
+    """The head on PyTorch, in float32, with weights and inputs of products rounded as ``kernels`` round them."""
+    head, ending = copy.deepcopy(head), split(kernels)[1]
+
+    def take(linear: nn.Linear, given: tuple[Tensor]) -> tuple[Tensor]:
+        (x,) = given
+        width = None if ending == "w8a8" else 32
+        return (x if ending == "int8" else in_steps(x.flatten(0, -2), width).float().view_as(x),)
+
+    def keys_and_values(attention: Any, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor]:
+        return attention.project(x_TC, cos_T1D, sin_T1D)[1:]  # through ``take``
+
+    for module in head.modules():
+        if isinstance(module, nn.Linear) and ending and module.out_features > 1:  # not the confidence head
+            wide = module is head.lm_head or (head.markov_head is not None and module is head.markov_head.markov_w2)
+            module.weight = nn.Parameter(rounded_weight(module.weight, ending, wide).float(), requires_grad=False)
+            module.register_forward_pre_hook(take)
+        if hasattr(module, "keys_and_values"):
+            module.keys_and_values = partial(keys_and_values, module)  # type: ignore[assignment]
+    return TorchDFlashHead(head)
+
+
+class Texts:
+    """Rows of random text, with the hidden states before each token, in the caches of several executors."""
+
+    def __init__(self, executors: list[TorchDFlashHead], lengths: list[int], cuts: list[int], seed: int) -> None:
+        random = torch.Generator().manual_seed(seed)
+        self.executors, self.lengths = executors, lengths
+        config = executors[0].head.config
+        features = config.inputs * config.target_hidden_size
+        self.tokens = [torch.randint(0, VOCABULARY - 1, (n + 1,), generator=random).tolist() for n in lengths]
+        self.states = [torch.randn(n, features, generator=random) for n in lengths]
+        self.caches = []
+        for executor in executors:
+            cache = PagedKVCache(executor.config, 20 + 12 * len(lengths), 4, torch.float32)
+            for b, n in enumerate(lengths):
+                cache.resize(f"hole {b}", 3)
+                cache.resize(b, n + config.block_size)
+            self.caches.append(cache)
+        self.starts = [0] * len(lengths)
+        for cut in cuts:
+            ends = [min(start + cut, n - 1) for start, n in zip(self.starts, lengths)]
+            rows = [b for b, (start, end) in enumerate(zip(self.starts, ends)) if start < end]
+            if rows:
+                for executor, (batch, states_TF) in zip(executors, self.parts(rows, ends)):
+                    executor.read(batch, states_TF)
+            self.starts = ends
+
+    def parts(self, rows: list[int], ends: list[int]) -> list[tuple[Batch, Tensor]]:
+        """For each executor, the batch of the tokens of these rows up to ``ends``, and their hidden states."""
+        found = []
+        for cache in self.caches:
+            starts, counts = [self.starts[b] for b in rows], [ends[b] - self.starts[b] for b in rows]
+            new = [self.tokens[b][1 + self.starts[b] : 1 + ends[b]] for b in rows]
+            states_TF = torch.cat([self.states[b][self.starts[b] : ends[b]] for b in rows])
+            found.append((Batch.of(new, cache.batch(rows, starts, counts)), states_TF))
+        return found
+
+    @property
+    def last(self) -> list[tuple[Batch, Tensor]]:
+        """The batches of what is not read yet."""
+        return self.parts([*range(len(self.lengths))], self.lengths)
+
+
+def near(found: Tensor, wanted: Tensor, kernels: str) -> bool:
+    """Whether values are those of the twin, to float32's rounding. Inputs of 8 bits may lie so near the middle of two
+    steps that the twin takes the other one."""
+    allowed = 3e-2 if split(kernels)[1] not in ("", "int8") else 2e-4
+    return float((found - wanted).norm() / wanted.norm()) < allowed
+
+
+def prepared(head: DFlashHead, kernels: str) -> CpuDFlashHead:
+    """The head on compiled kernels. It has all matrices of its own, so no target shares any."""
+    executor = CpuDFlashHead(copy.deepcopy(head), kernels)
+    executor.share(target_on("torch"))
+    return executor
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([*ALL_KINDS]), st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(0, 5),
+    st.lists(st.integers(1, 9), max_size=3), st.sampled_from([*VARIANTS, *NARROW]),
+)  # fmt: skip
+def test_a_block_is_that_of_pytorch(kind: str, lengths: list[int], seed: int, cuts: list[int], kernels: str) -> None:
+    """Hidden states and logits, in ragged batches, for contexts that are read in one call or several."""
+    head = make_head(seed, torch.float32, **ALL_KINDS[kind])
+    twin, compiled = pytorch_twin(head, kernels), prepared(head, kernels)
+    texts = Texts([twin, compiled], lengths, cuts, seed)
+    anchors = [tokens[-1] for tokens in texts.tokens]
+    (wanted, wanted_logits), (found, found_logits) = (
+        executor.places(*last, anchors, head.config.drafts)
+        for executor, last in zip([twin, compiled], texts.last)
+    )  # fmt: skip
+    assert near(found, wanted, kernels) and near(found_logits, wanted_logits, kernels)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([*ALL_KINDS]), st.lists(st.integers(2, 20), min_size=1, max_size=4), st.integers(0, 99),
+    st.sampled_from([0.0, 0.7]), st.sampled_from(list(VARIANTS)), st.data(),
+)  # fmt: skip
+def test_a_draft_is_that_of_pytorch(
+    kind: str, lengths: list[int], seed: int, temperature: float, kernels: str, data: st.DataObject
+) -> None:
+    """Tokens, and what they are drawn from, of drafts of any length, which stop by chance, at a token or nowhere."""
+    head = make_head(seed % 7, torch.float32, **ALL_KINDS[kind])
+    executors = [pytorch_twin(head, kernels), prepared(head, kernels)]
+    texts = Texts(executors, lengths, [], seed)
+    stop_ids = data.draw(st.sampled_from([(), (3, 5, 7, 11), tuple(range(20))]))
+    max_len = [data.draw(st.integers(1, head.config.drafts)) for _ in lengths]
+    reach = data.draw(st.sampled_from([(), (0.0, 0.1, 0.3, 0.05)[: len(lengths)]]))
+    spec = DraftSpec(data.draw(st.sampled_from([0.0, 0.2, 0.6])), reach, with_logits=data.draw(st.booleans()))
+    params = [SamplingParams(temperature=temperature * (b % 3 < 2), top_k=9, stop_token_ids=stop_ids) for b in range(4)]
+    rows = [Row(tokens, 1, each, Exact(), b, 15) for b, (tokens, each) in enumerate(zip(texts.tokens, params))]
+    sampling = BatchSampling.of([row.params for row in rows]) if temperature else None
+    seeds = [seed_of(row) for row in rows]
+    wanted, found = (
+        executor.draft(*last, spec, rows, max_len, sampling, seeds)
+        for executor, last in zip(executors, texts.last)
+    )  # fmt: skip
+    assert found.tokens == wanted.tokens
+    for own, other in ((found.probs_BKV, wanted.probs_BKV), (found.logits_BKV, wanted.logits_BKV)):
+        assert (own is None) == (other is None)
+        if own is not None and other is not None:
+            torch.testing.assert_close(own[:, : other.shape[1]], other, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kernels", [VARIANTS[0], *(name for name in NARROW if name.startswith(VARIANTS[0]))])
+@pytest.mark.parametrize("kind", ["rnn", "sliding"])
+def test_a_block_depends_on_its_row_alone(kind: str, kernels: str) -> None:
+    """To the last bit, also where there are more blocks than fit into a tile of 256 tokens."""
+    compiled = prepared(make_head(1, torch.float32, **ALL_KINDS[kind]), kernels)
+    lengths = [1 + 7 * b % 11 for b in range(60)]
+    texts = Texts([compiled], lengths, [], 0)
+    spec = DraftSpec(with_logits=True)
+    rows = [Row(tokens, 1, SamplingParams(temperature=0.0), Exact(), 0, 15) for tokens in texts.tokens]
+    (last,) = texts.last
+    together = compiled.draft(*last, spec, rows, [4] * 60)
+    for b in range(0, 60, 7):
+        ((batch, states_TF),) = texts.parts([b], lengths)
+        alone = compiled.draft(batch, states_TF, spec, [rows[b]], [4])
+        assert alone.tokens == together.tokens[b : b + 1]
+        assert alone.logits_BKV is not None and together.logits_BKV is not None
+        assert torch.equal(alone.logits_BKV[0], together.logits_BKV[b])
+
+
+def on_kernels(kind: str, ending: str = "", **options: Any) -> BlockDraft:
+    kernels = f"{COMPILED}-{ending}" if ending else COMPILED
+    return BlockDraft(CpuDFlashHead(make_block_head(kind), kernels), **options)
+
+
+@pytest.mark.parametrize("ending", ["w8a8", "w4a8"])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_texts_are_the_targets_own(kind: str, ending: str) -> None:
+    check_texts(f"{COMPILED}-{ending}" if ending else COMPILED, on_kernels(kind, ending))
+
+
+@pytest.mark.parametrize("kind", ["dspark"])
+def test_the_kit_finds_nothing(kind: str) -> None:
+    check_draft(lambda: on_kernels(kind, "w8a8"), target=target_on(COMPILED))
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [
+        ("dflash", "exact"),
+        ("dspark", "fly(theta=0.1, window=1, hold=1)"),
+        ("rnn", "typical"),
+        ("anchor-first", "exact"),
+    ],
+)
+def test_rounds_in_one_call_are_rounds_one_by_one(kind: str, policy: str) -> None:
+    """Compiled rounds draft and decide as the engine does, one round after another; PyTorch's way drafts the same."""
+    prompts = [[5, 3, 8], [1, 2, 3, 4, 1, 2], [7], [5, 3, 8, 1]]
+    found = []
+    for stretch, on_torch in ((0.05, False), (0, False), (0, True)):
+        draft = BlockDraft(TorchDFlashHead(make_block_head(kind))) if on_torch else on_kernels(kind)
+        draft.reach = 0.05
+        llm = LLM(target_on(COMPILED), draft, policy, k=4)
+        llm.engine.stretch = stretch
+        outputs = [llm.generate([prompt], params)[0] for prompt, params in zip(prompts, PARAMS)]
+        outputs += llm.generate(prompts, PARAMS)
+        found.append([(out.token_ids, out.stats.drafted, out.stats.accepted) for out in outputs])
+    assert found[0] == found[1] == found[2]
+    assert sum(drafted for _, drafted, _ in found[0]) > 100
+
+
+@pytest.mark.parametrize("kernels", ["torch", COMPILED, f"{COMPILED}-w8a8", f"{COMPILED}-w4a8"])
+def test_the_output_matrix_is_that_of_the_logits(kernels: str) -> None:
+    """As an executor gives it, and as the logits of unit vectors give it. The logits of any vector are its products
+    with the matrix, but for the vector's rounding to 8 bits."""
+    target = target_on(kernels)
+    output_VC, hidden_TC = target.output(), torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
+    allowed = 2e-2 if "a8" in kernels else 1e-5
+    for found_VC, wanted_VC in (
+        (Executor.output(target), output_VC),
+        (target.logits(hidden_TC).T, output_VC @ hidden_TC.T),
+    ):
+        assert float((found_VC - wanted_VC).norm() / wanted_VC.norm()) < allowed
+
+
+def test_rounds_share_a_call() -> None:
+    llm = LLM(target_on(COMPILED), on_kernels("dspark"), k=4)
+    plans = []
+    take = llm.engine.runner.executor.rounds
+    llm.engine.runner.executor.rounds = lambda plan: plans.append(plan) or take(plan)  # type: ignore[method-assign, func-returns-value]
+    out = llm.generate([[1, 2, 3, 4]], SamplingParams(temperature=0.0, max_tokens=40))[0]
+    assert 0 < len(plans) < out.stats.rounds and all(plan.drafter is not None for plan in plans)
+
+
+def test_a_text_may_fill_the_context() -> None:
+    prompt, params = [n % 22 for n in range(70)], SamplingParams(temperature=0.0, max_tokens=26)
+    plain = LLM(target_on(COMPILED)).generate([prompt], params)[0]
+    drafted = []
+    for stretch in (0.05, 0):
+        llm = LLM(target_on(COMPILED), on_kernels("dflash"), k=5)
+        llm.engine.stretch = stretch
+        out = llm.generate([prompt], params)[0]
+        assert out.token_ids == plain.token_ids and len(prompt) + len(out.token_ids) == 96
+        drafted.append(out.stats.drafted)
+    assert drafted[0] == drafted[1] > 0
+
+
+@pytest.mark.parametrize("ending", ["", "w8a8", "w4"])
+def test_a_head_by_its_path_runs_as_its_target_does(ending: str, tmp_path: Path) -> None:
+    kernels = f"{COMPILED}-{ending.replace('w4', 'w4a8')}".removesuffix("-")
+    save_dflash_head(make_block_head("dspark"), tmp_path, torch.float32)
+    target = target_on(kernels)
+    llm = LLM(target, f"block({tmp_path})" if ending != "w4" else f"block({tmp_path}, kernels=w4)", k=4)
+    head: Any = llm.draft.runner.head  # type: ignore[union-attr]
+    assert isinstance(head, CpuDFlashHead) and head.kernels == f"{COMPILED}-{ending}".removesuffix("-")
+    assert {*head.head._modules} == {"markov_head", "confidence_head"}  # the rest is packed alone
+    with pytest.raises(ValueError, match="drafts for another target already"):
+        head.share(target)
+    assert isinstance(load(tmp_path, kernels="torch").executor, TorchDFlashHead)
+    with pytest.raises(ValueError, match="no target yet"):
+        _ = load(tmp_path).executor.packed  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["dflash", "anchor-first", "dspark"])
+@pytest.mark.parametrize("kernels", ["torch", COMPILED])
+def test_a_trimmed_head_drafts_its_tokens_alone(kind: str, kernels: str) -> None:
+    """As the whole head does, if its logits for other tokens are left out."""
+    runs = TorchDFlashHead if kernels == "torch" else partial(CpuDFlashHead, variant=kernels)
+    kept = [0, 2, 4, 5, 8, 9, 10, 14]
+    trimmed = BlockDraft(runs(make_block_head(kind)), vocabulary=kept)
+    whole = BlockDraft(TorchDFlashHead(make_block_head(kind)))
+    greedy = SamplingParams(temperature=0.0, max_tokens=20)
+    chains = []
+    for draft in (trimmed, whole):
+        llm = LLM(target_on(kernels), draft, k=4)
+        (request,) = llm.requests([[3, 1, 4, 1, 5, 9]], greedy)
+        row = request.row
+        with torch.inference_mode():
+            llm.engine.runner.feed([], [], prefill=[(row, 5)])
+            if draft is whole:
+                row.params = greedy.changed({"logit_bias": {n: -100.0 for n in range(24) if n not in kept}})
+            chains += draft.propose([row], [4]).chains
+    own = set(make_block_head(kind).to_target_U.tolist())
+    assert chains[0] == chains[1] and {*chains[0]} <= {*kept} & own
+    check_texts(kernels, BlockDraft(runs(make_block_head(kind)), vocabulary=kept))
+
+
+def test_what_cannot_be_trimmed_is_named() -> None:
+    from tests.test_block import runs
+
+    with pytest.raises(ValueError, match="vocabulary trims models, DFlash and DSpark heads; Eagle3Head is neither"):
+        LLM(target_on("torch"), BlockDraft(runs("p-eagle"), vocabulary=4))
+    with pytest.raises(ValueError, match="drafts none of the 2 tokens to keep"):
+        LLM(target_on("torch"), BlockDraft(runs("anchor-first"), vocabulary=[1, 3]))
