@@ -604,6 +604,10 @@ def test_a_draft_of_another_vocabulary_is_translated() -> None:
         (lambda: attached(speaker(None, 336), LARGE, 330), "336 .*330.* the draft does not have a tokenizer"),
         (lambda: attached(speaker(LARGE, 330), None, 336), "330 .*336.* the target does not have a tokenizer"),
         (lambda: attached(speaker(None, 330), None, 336), "neither has a tokenizer"),
+        (
+            lambda: TranslatedDraft(attached(speaker(LARGE, 350), LARGE, 350), LARGE, 336),
+            "350 .*336.* TranslatingSetup",
+        ),
         (lambda: TranslatedDraft(NGramDraft(), LARGE, 330), "NGramDraft .*cannot draft for another.*SingleDraft"),
     ],
 )

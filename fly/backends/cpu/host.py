@@ -289,7 +289,10 @@ class _TargetPast:
 
     def __init__(self, target: Target, b: int) -> None:
         self._target, self._b = target, b
-        self.account = _TargetCosts(target, b)
+
+    @property
+    def account(self) -> _TargetCosts:
+        return _TargetCosts(self._target, self._b)
 
     @property
     def generated(self) -> int:
