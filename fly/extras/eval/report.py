@@ -340,7 +340,8 @@ class _Comparison:
             return
         exact, plain = (self._records(name, self.timed) for name in (twins[0].label, AUTOREGRESSIVE))
         own = self._records(label)
-        row.costs, rounds = self.costs or measured_costs(exact, plain), sum(record["rounds"] for record in own)
+        row.costs = self.costs or measured_costs(exact, plain)
+        rounds = sum(record["rounds"] for record in own)
         if row.costs is not None and rounds:
             row.neutral = neutral_speed(row.tau, sum(record["drafted"] for record in own) / rounds, row.costs)
 
