@@ -470,6 +470,23 @@ def test_a_run_with_an_unused_setting_that_is_gone_can_be_read(tmp_path: Path) -
                 Archive.read(tmp_path)
 
 
+def test_a_report_at_other_costs_shows_the_speed_at_these(whole: Path) -> None:
+    """70B:8B, whose step costs 0.114 forwards of the target: τ / (K̄·c + v)."""
+    records = read_records(whole).completions
+    for table in report([whole], costs=Costs(0.114, 1.1)).tables:
+        for row in table.rows:
+            own = [
+                r
+                for k, r in records.items()
+                if (k.way, k.task, k.temperature) == (row.way, table.task, table.temperature)
+            ]
+            drafted = sum(record["drafted"] for record in own) / max(sum(record["rounds"] for record in own), 1)
+            at_these = None if row.way == AUTOREGRESSIVE else pytest.approx(row.tau / (drafted * 0.114 + 1.1))
+            assert row.neutral == at_these
+    result = command("report", str(whole), "--draft-cost", "0.114")
+    assert result.exit_code == 2 and "belong together" in words(result.output)
+
+
 def test_a_column_without_a_value_is_left_out_and_one_with_a_value_is_explained(found: Report) -> None:
     (table, *_) = (table for table in found.tables if table.task == "bundled-middle" and not table.temperature)
     speed = columns(table)["Speed"]

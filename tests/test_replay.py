@@ -431,6 +431,14 @@ def test_settings_in_which_compared_runs_are_unlike_are_named(
     assert f"unlike runs: {said}" in words(command("replay", str(run[0]), "--beside", str(other)).output)
 
 
+def test_a_run_without_temperature_0_is_told(run: tuple[Path, Any], tmp_path: Path) -> None:
+    def heat(record: dict[str, Any]) -> None:
+        record["temperature"] = 0.7
+
+    other = measured_with(run[0], tmp_path / "other", heat, temperatures=[0.7, 1.0], record=False)
+    assert compare_with_run(load_blocks(run[0]), run[0], other).unlike == ["temperature: 0 recorded, 0.7, 1.0 measured"]
+
+
 def test_other_texts_of_the_same_problems_are_told(run: tuple[Path, Any], tmp_path: Path) -> None:
     blocks = load_blocks(run[0])
 

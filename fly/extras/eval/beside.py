@@ -129,7 +129,10 @@ def _other_settings(recorded: Archive, measured: Archive) -> list[str]:
     """Return the settings that change texts or lengths at temperature 0, and that differ between two runs."""
     names = ("model", "max_tokens", "dtype", "device", "kernels", "deterministic")
     values = [(name, getattr(recorded.plan, name), getattr(measured.plan, name)) for name in names]
-    return [f"{name}: {before!r} recorded, {now!r} measured" for name, before, now in values if before != now]
+    lines = [f"{name}: {before!r} recorded, {now!r} measured" for name, before, now in values if before != now]
+    if 0.0 not in measured.plan.temperatures:  # nothing else is recorded
+        lines.append(f"temperature: 0 recorded, {', '.join(map(str, measured.plan.temperatures))} measured")
+    return lines
 
 
 def _other_texts(recorded: Archive, measured: Archive) -> list[str]:

@@ -17,6 +17,7 @@ from fly.cli.options import GRID, LOADING, RANKS, Json, Rules, option, output, t
 from fly.cli.run import alone, command, grid_of, memory_of, options_of, ranks_of, refuse_idle, typed_in
 from fly.cli.show import console, narrow, note, print_list, progress, table, tell, write_json
 from fly.errors import instead
+from fly.extras.eval.costs import Costs
 from fly.extras.eval.plan import Plan
 from fly.extras.eval.records import read_records
 from fly.extras.eval.render import as_html, as_json, as_markdown, columns, legend, write_spec_bench
@@ -269,6 +270,25 @@ def show_report(found: Report) -> None:
         console.print(f"[yellow]{escape(line)}[/]", highlight=False)
 
 
+# Options of ``fly report`` and ``fly replay``.
+DraftCost = Annotated[
+    float | None,
+    typer.Option("--draft-cost", min=0, help="Cost of a drafted token in target forwards. Default: measured."),
+]
+VerifyCost = Annotated[
+    float | None,
+    typer.Option("--verify-cost", min=1, help="Cost of a verification in target forwards. Default: measured."),
+]
+
+
+def costs_of(c: float | None, v: float | None) -> Costs | None:
+    """Return the costs that a command line gives; None if it gives none. Raises ``ValueError`` for one without the
+    other."""
+    if (c is None) != (v is None):
+        raise ValueError("--draft-cost and --verify-cost belong together")
+    return None if c is None or v is None else Costs(c, v)
+
+
 @alone
 def report_command(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs.", metavar="RUN...")],
@@ -286,12 +306,14 @@ def report_command(
     cases: Annotated[
         int, typer.Option(min=0, help="How many problems of each task the page shows with their texts.")
     ] = 12,
+    c: DraftCost = None,
+    v: VerifyCost = None,
 ) -> None:
     """Compare runs: speed, accuracy with intervals, recovery with a paired test, where the texts differ.
 
     If files are written, only their names are printed.
     """
-    found = report(runs, by_group, cases)
+    found = report(runs, by_group, cases, costs_of(c, v))
     write_json(json_, as_json(found))
     if markdown is not None:
         markdown.write_text(as_markdown(found), encoding="utf-8")

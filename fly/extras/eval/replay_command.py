@@ -17,7 +17,7 @@ from fly.cli.run import alone, rules_of
 from fly.cli.show import console, narrow, note, ratio, table, warn, write_json
 from fly.expressions import grid
 from fly.extras.eval.beside import Comparison, Prediction, compare_with_run
-from fly.extras.eval.costs import Costs
+from fly.extras.eval.command import DraftCost, VerifyCost, costs_of
 from fly.extras.eval.plots import save_lines
 from fly.extras.eval.replay import Blocks, Replay, Unknown, load_blocks
 from fly.extras.statistics import Estimate
@@ -53,14 +53,8 @@ def replay(
         Path | None,
         typer.Option("--beside", help="A run of other rules: shows predicted beside measured figures.", metavar="RUN"),
     ] = None,
-    c: Annotated[
-        float | None,
-        typer.Option("--draft-cost", min=0, help="Cost of a drafted token in target forwards. Default: measured."),
-    ] = None,
-    v: Annotated[
-        float | None,
-        typer.Option("--verify-cost", min=1, help="Cost of a verification in target forwards. Default: measured."),
-    ] = None,
+    c: DraftCost = None,
+    v: VerifyCost = None,
     cases: Annotated[int, typer.Option(min=0, help="How many relaxed tokens of each rule to show.")] = 0,
     plot: Annotated[
         Path | None,
@@ -75,9 +69,7 @@ def replay(
 
     Exact speculation comes first, so every draft length and stop is compared with it.
     """
-    if (c is None) != (v is None):
-        raise ValueError("--draft-cost and --verify-cost belong together")
-    costs = None if c is None or v is None else Costs(c, v)
+    costs = costs_of(c, v)
     rules = rules_of(policy) if policy or measured is None else []
     record: list[dict[str, Any]] = []
     refused = Refusals(policy)

@@ -126,9 +126,10 @@ class Report:
     notes: list[str]
 
 
-def report(folders: Sequence[Path], by_group: bool = False, cases: int = 6) -> Report:
+def report(folders: Sequence[Path], by_group: bool = False, cases: int = 6, costs: Costs | None = None) -> Report:
     """Read runs and compare their ways. ``by_group`` adds a table for each group of problems; ``cases`` is the number
-    of problems of each task whose texts are shown side by side.
+    of problems of each task whose texts are shown side by side. ``costs`` replaces those that the runs measured in the
+    speed without decisions (``Row.neutral``).
 
     Raises ``ValueError`` for a folder that is no run, or has no completions.
     """
@@ -139,7 +140,7 @@ def report(folders: Sequence[Path], by_group: bool = False, cases: int = 6) -> R
         run = Archive.read(folder)
         if not run.records.completions:
             raise ValueError(f"{str(folder)!r} has no completions yet")
-        own = _tables(run, by_group, cases)
+        own = _tables(run, by_group, cases, costs)
         tables += own
         environments += [{**each, "drafts": _drafts(run, name)} for name, each in run.records.environments.items()]
         notes += _notes(folder, own, run.records)
@@ -157,7 +158,7 @@ def _drafts(run: Archive, environment: str) -> dict[str, str]:
     }
 
 
-def _tables(run: Archive, by_group: bool, cases: int) -> list[Table]:
+def _tables(run: Archive, by_group: bool, cases: int, costs: Costs | None) -> list[Table]:
     """Make a table for each task and temperature, over the problems that every way has answered completely."""
     records, tasks = run.records, run.tasks
     ways, found = [way.label for way in run.ways], []
@@ -181,7 +182,7 @@ def _tables(run: Archive, by_group: bool, cases: int) -> list[Table]:
             if group := records.completions[each[0][ways[0]][0]]["group"]:
                 groups.setdefault(group, []).append(each)
         for group, part in groups.items():
-            comparison = _Comparison(run, part)
+            comparison = _Comparison(run, part, costs)
             rows, best = comparison.table()
             scored = [_last(unit, way) in records.scores for each in part for unit in each for way in ways]
             found.append(
@@ -215,8 +216,9 @@ def _last(unit: Unit, way: str) -> Key:
 class _Comparison:
     """All ways of a run on the same problems. A problem has one ``Unit`` for each seed."""
 
-    def __init__(self, run: Archive, problems: list[list[Unit]]) -> None:
+    def __init__(self, run: Archive, problems: list[list[Unit]], costs: Costs | None) -> None:
         self.records = records = run.records
+        self.costs = costs
         self.problems = problems
         self.ways = {way.label: way for way in run.ways}
         # Times can be compared only on problems where a single maker made all completions, in turns.
@@ -331,14 +333,15 @@ class _Comparison:
 
     def _compare_costs(self, label: str, row: Row) -> None:
         """Compute the speed without the time of decisions, from the costs that exact speculation with the same draft
-        and length measured."""
+        and length measured, or from other costs."""
         way = self.ways[label]
         twins = [one for one in self.ways.values() if one.exact and (one.draft, one.k) == (way.draft, way.k)]
         if not twins:
             return
         exact, plain = (self._records(name, self.timed) for name in (twins[0].label, AUTOREGRESSIVE))
         own = self._records(label)
-        row.costs, rounds = measured_costs(exact, plain), sum(record["rounds"] for record in own)
+        row.costs = self.costs or measured_costs(exact, plain)
+        rounds = sum(record["rounds"] for record in own)
         if row.costs is not None and rounds:
             row.neutral = neutral_speed(row.tau, sum(record["drafted"] for record in own) / rounds, row.costs)
 
