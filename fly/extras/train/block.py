@@ -216,8 +216,8 @@ class BlockCourse(Course):
         asked = self._ask(given, seed)
         found = self._draft(given, asked)
         drafted_BAD = self.head.to_target_U[found.logits_BADU.argmax(-1)]
-        number_BAD = _at(given.number_BL, asked.after_BAD)
-        choice_BAD = torch.where(asked.learned_BAD, given.choice_N[number_BAD.clamp_min(0)], -1)
+        number_M = _at(given.number_BL, asked.after_BAD)[asked.learned_BAD]
+        choice_BAD = torch.full_like(drafted_BAD, -1).masked_scatter(asked.learned_BAD, given.choice_N[number_M])
         text_BAD = _at(given.tokens_BL, asked.after_BAD + 1)
         hit_BAD = drafted_BAD == choice_BAD
         # Acceptance counts only where the head is given the tokens that it has just drafted.

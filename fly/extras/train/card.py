@@ -91,10 +91,10 @@ def _reads(width: int, states: tuple[int, ...] | None) -> str:
 def _course(plan: Plan, training: Training) -> str:
     """Say what was learned, and how."""
     blocks = f"Blocks at up to {plan.anchors} random anchors of each answer, against"
-    late = f"The draft after j others has the weight exp(-j / {plan.gamma})."
+    late = f"The draft after j others has the weight exp(-j / {plan.gamma or 0:g})."
     learned = {
         "eagle3": f"The training-time test of EAGLE-3 (arXiv 2503.01840) over {plan.test_steps} of the head's own "
-        f"steps, each weighted {plan.decay} of the one before, against the target's distribution.",
+        f"steps, each weighted {plan.decay or 0:g} of the one before, against the target's distribution.",
         "dflash": f"{blocks} the answers' tokens, by cross-entropy. {late}",
         "dspark": f"{blocks} the target's distribution: 0.9 of the L1 distance, and 0.1 of the cross-entropy of the "
         f"answers' tokens. The confidence head learns 1 - total variation. {late}",
