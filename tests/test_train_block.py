@@ -119,7 +119,7 @@ def test_the_loss_is_that_of_one_draft_after_another(kind: str, size: int, seed:
     answers = answers_of(target_on("torch"), 4)
     answers[1] = Answer([*answers[1].prompt, *answers[1].answer[:5]], answers[1].answer[5:7])  # ends within a block
     course, lessons = course_of(kind, answers, size, anchors=anchors)
-    asked = course._ask(lessons, str(seed))
+    asked = course._place_blocks(lessons, str(seed))
     found = draft_blocks(course.head, lessons.tokens_BL, lessons.states_BLF, asked.start_BA)
     ids = course.head.to_target_U.tolist()
     cross, weight, varied, weights = [], [], [], []
@@ -170,7 +170,7 @@ def test_acceptance_by_depth_is_that_of_greedy_drafts(kind: str, seed: int) -> N
     right, counted = [0] * course.depths, [0] * course.depths
     for b, one in enumerate(answers):
         text = [*one.prompt, *one.answer]
-        for start in course._ask(lessons, str(seed)).start_BA[b].tolist():
+        for start in course._place_blocks(lessons, str(seed)).start_BA[b].tolist():
             hidden_KC, drafted = naive_block(head, lessons.states_BLF[b, :start], text[start]), list[int]()
             for j in range(min(course.depths, len(text) - 1 - start)):
                 before = [*drafted, *[0] * (course.depths - j)]

@@ -78,8 +78,8 @@ class BlocksAt:
         if window is not None:
             context_BAL &= at_L >= start_BA1 - window
         inside_KK = torch.ones(size, size, dtype=torch.bool)
-        blocks = torch.block_diag(*[inside_KK.tril() if causal else inside_KK] * anchors)
-        return torch.cat([context_BAL.repeat_interleave(size, 1), blocks.expand(rows, -1, -1).bool()], -1)
+        inside = torch.block_diag(*[inside_KK.tril() if causal else inside_KK] * anchors)
+        return torch.cat([context_BAL.repeat_interleave(size, 1), inside.expand(rows, -1, -1).bool()], -1)
 
 
 class Drafts(NamedTuple):
@@ -111,27 +111,30 @@ def draft_blocks(
     if head.markov_head is None and head.confidence_head is None:
         return Drafts(logits_BADU, None)
     before_BAD = _at(tokens_BL, start_BA.unsqueeze(-1) + torch.arange(config.drafts))
-    state, logits, chances = None, list[Tensor](), list[Tensor | None]()
+    state_MR: Tensor | None = None
+    logits, chances = list[Tensor](), list[Tensor]()
     if first:  # the anchor's place predicts nothing, but a recurrent Markov head begins there
-        state = head.correct(
+        state_MR = head.correct(
             logits_BADU[:, :, 0].flatten(0, 1), hidden_BAKC[:, :, 0].flatten(0, 1), anchor_BA.flatten(), None
         ).state_BR
     for j in range(config.drafts):
-        said = head.correct(
-            logits_BADU[:, :, j].flatten(0, 1), used_BADC[:, :, j].flatten(0, 1), before_BAD[:, :, j].flatten(), state
+        corrected = head.correct(
+            logits_BADU[:, :, j].flatten(0, 1),
+            used_BADC[:, :, j].flatten(0, 1),
+            before_BAD[:, :, j].flatten(),
+            state_MR,
         )
-        state = said.state_BR
-        logits.append(said.logits_BU)
-        chances.append(said.chance_B)
+        state_MR = corrected.state_BR
+        logits.append(corrected.logits_BU)
+        if corrected.chance_B is not None:
+            chances.append(corrected.chance_B)
     shape = start_BA.shape
-    known = [chance for chance in chances if chance is not None]
-    return Drafts(
-        torch.stack(logits, 1).unflatten(0, shape), torch.stack(known, 1).unflatten(0, shape) if known else None
-    )
+    logits_BADU = torch.stack(logits, 1).unflatten(0, shape)
+    return Drafts(logits_BADU, torch.stack(chances, 1).unflatten(0, shape) if chances else None)
 
 
-class _Asked(NamedTuple):
-    """Blocks of a batch, and which of their drafts there is something to learn of."""
+class _Blocks(NamedTuple):
+    """Where the blocks of a batch begin, and of which of their drafts there is something to learn."""
 
     start_BA: Tensor
     after_BAD: Tensor  # the position of the token before each draft
@@ -186,54 +189,55 @@ class BlockCourse(Course):
             torch.nn.init.zeros_(self.head.confidence_head.proj.weight)
             torch.nn.init.zeros_(self.head.confidence_head.proj.bias)
 
-    def learn(self, given: Lessons, seed: str) -> tuple[Tensor, Tensor]:
+    def learn(self, lessons: Lessons, seed: str) -> tuple[Tensor, Tensor]:
         """See ``Course``. A DFlash head learns the answer's tokens, by cross-entropy. A DSpark head learns above all
-        the target's distribution, by the total variation, which is how often a drawn token is rejected; its confidence
-        head learns this chance. Late drafts count less (arXiv 2602.06036)."""
-        asked = self._ask(given, seed)
-        found = self._draft(given, asked)
-        at_M = asked.learned_BAD.nonzero(as_tuple=True)
-        logits_MU = found.logits_BADU[at_M]
-        after_M = at_M[0], asked.after_BAD[at_M]
-        token_M = given.tokens_BL[after_M[0], after_M[1] + 1]
-        weight_M = torch.exp(-at_M[2] / self.gamma)
+        the target's distribution, by the L1 distance. Half of this distance is the total variation, the chance that a
+        drawn token is rejected, and the confidence head learns the opposite chance. Late drafts count less (arXiv
+        2602.06036)."""
+        blocks = self._place_blocks(lessons, seed)
+        drafts = self._draft(lessons, blocks)
+        row_M, anchor_M, draft_M = blocks.learned_BAD.nonzero(as_tuple=True)
+        logits_MU = drafts.logits_BADU[row_M, anchor_M, draft_M]
+        after_M = blocks.after_BAD[row_M, anchor_M, draft_M]
+        token_M = lessons.tokens_BL[row_M, after_M + 1]
+        weight_M = torch.exp(-draft_M / self.gamma)
         label_M = self.number_V[token_M]
         inside_M = label_M >= 0  # the head can draft the token
         cross_M = F.cross_entropy(logits_MU, label_M.clamp_min(0), reduction="none")
         cross = _mean(cross_M, weight_M * inside_M)
-        if found.chance_BAD is None:
+        if drafts.chance_BAD is None:
             return cross, cross
-        truth_MU = given.truth_NU[given.number_BL[after_M]]
+        truth_MU = lessons.truth_NU[lessons.number_BL[row_M, after_M]]
         # The target's tokens that the head cannot draft count too.
         varied_M = (logits_MU.softmax(-1) - truth_MU).abs().sum(-1) + 1 - truth_MU.sum(-1)
-        chance_M = found.chance_BAD[at_M].clamp(1e-6, 1 - 1e-6)
+        chance_M = drafts.chance_BAD[row_M, anchor_M, draft_M].clamp(1e-6, 1 - 1e-6)
         kept_M = (1 - varied_M.detach() / 2).clamp(0, 1)
         judged_M = -(kept_M * chance_M.log() + (1 - kept_M) * (1 - chance_M).log())
         return 0.1 * cross + _mean(0.9 * varied_M + judged_M, weight_M), cross
 
     @torch.no_grad()
-    def measure(self, given: Lessons, seed: str) -> tuple[Tensor, Tensor]:
-        asked = self._ask(given, seed)
-        found = self._draft(given, asked)
-        drafted_BAD = self.head.to_target_U[found.logits_BADU.argmax(-1)]
-        number_M = _at(given.number_BL, asked.after_BAD)[asked.learned_BAD]
-        choice_BAD = torch.full_like(drafted_BAD, -1).masked_scatter(asked.learned_BAD, given.choice_N[number_M])
-        text_BAD = _at(given.tokens_BL, asked.after_BAD + 1)
+    def measure(self, lessons: Lessons, seed: str) -> tuple[Tensor, Tensor]:
+        blocks = self._place_blocks(lessons, seed)
+        drafts = self._draft(lessons, blocks)
+        drafted_BAD = self.head.to_target_U[drafts.logits_BADU.argmax(-1)]
+        number_M = _at(lessons.number_BL, blocks.after_BAD)[blocks.learned_BAD]
+        choice_BAD = torch.full_like(drafted_BAD, -1).masked_scatter(blocks.learned_BAD, lessons.choice_N[number_M])
+        text_BAD = _at(lessons.tokens_BL, blocks.after_BAD + 1)
         hit_BAD = drafted_BAD == choice_BAD
         # Acceptance counts only where the head is given the tokens that it has just drafted.
         going_BAD = (hit_BAD & (choice_BAD == text_BAD)).cumprod(-1).bool()
-        standing_BAD = torch.cat([torch.ones_like(going_BAD[..., :1]), going_BAD[..., :-1]], -1) & asked.learned_BAD
+        standing_BAD = torch.cat([torch.ones_like(going_BAD[..., :1]), going_BAD[..., :-1]], -1) & blocks.learned_BAD
         return (hit_BAD & standing_BAD).sum((0, 1)).float(), standing_BAD.sum((0, 1)).float()
 
     def save(self, directory: Path) -> None:
         save_dflash_head(self.head, directory)
 
-    def _draft(self, given: Lessons, asked: _Asked) -> Drafts:
-        return draft_blocks(self.head, given.tokens_BL, given.states_BLF, asked.start_BA, self.matrix_UC)
+    def _draft(self, lessons: Lessons, blocks: _Blocks) -> Drafts:
+        return draft_blocks(self.head, lessons.tokens_BL, lessons.states_BLF, blocks.start_BA, self.matrix_UC)
 
-    def _ask(self, given: Lessons, seed: str) -> _Asked:
+    def _place_blocks(self, lessons: Lessons, seed: str) -> _Blocks:
         """Draw the anchors of a batch: different positions to learn of each row, from which a block fits."""
-        number_BL, config = given.number_BL, self.head.config
+        number_BL, config = lessons.number_BL, self.head.config
         rows, length = number_BL.shape
         random = Random(seed)
         fits = config.layer.max_position_embeddings - config.block_size
@@ -241,12 +245,12 @@ class BlockCourse(Course):
         start_BA, real_BA = torch.zeros(2, rows, self.anchors, dtype=torch.int64)
         for b, number_L in enumerate(number_BL):
             places = [place for place in (number_L >= 0).nonzero().flatten().tolist() if place <= fits]
-            some = random.sample(places, min(self.anchors, len(places)))
-            start_BA[b, : len(some)] = torch.tensor(some, dtype=torch.int64)
-            real_BA[b, : len(some)] = 1
+            starts = random.sample(places, min(self.anchors, len(places)))
+            start_BA[b, : len(starts)] = torch.tensor(starts, dtype=torch.int64)
+            real_BA[b, : len(starts)] = 1
         after_BAD = start_BA.unsqueeze(-1) + torch.arange(config.drafts)
         inside_BAD = (after_BAD < length - 1) & (real_BA.unsqueeze(-1) > 0)
-        return _Asked(start_BA, after_BAD, inside_BAD & (_at(number_BL, after_BAD) >= 0))
+        return _Blocks(start_BA, after_BAD, inside_BAD & (_at(number_BL, after_BAD) >= 0))
 
 
 def _at(values_BL: Tensor, at_BAD: Tensor) -> Tensor:

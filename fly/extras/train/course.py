@@ -33,11 +33,11 @@ class Course(ABC):
         """Set the scale of hidden states to their root mean square, and weights that should not begin at random."""
 
     @abstractmethod
-    def learn(self, given: Lessons, seed: str) -> tuple[Tensor, Tensor]:
+    def learn(self, lessons: Lessons, seed: str) -> tuple[Tensor, Tensor]:
         """Return the loss of a batch, and the cross-entropy to report. ``seed`` decides what is drawn at random."""
 
     @abstractmethod
-    def measure(self, given: Lessons, seed: str) -> tuple[Tensor, Tensor]:
+    def measure(self, lessons: Lessons, seed: str) -> tuple[Tensor, Tensor]:
         """For each depth, count how often the head's most likely token is the target's, and among how many positions:
         those where this is so at every smaller depth. Both are [``depths``]."""
 

@@ -92,13 +92,13 @@ class Eagle3Course(Course):
             scale_C = reader.scale_F[-width:]
             head.fc.weight.data.mul_(0.3)[:, -width:] = torch.diag(scale_C / scale_C.median())
 
-    def learn(self, given: Lessons, seed: str) -> tuple[Tensor, Tensor]:
+    def learn(self, lessons: Lessons, seed: str) -> tuple[Tensor, Tensor]:
         """See ``Course``. The loss of the head's own later steps counts less (EAGLE-3, section 3)."""
-        losses, _ = _test_time(self.head, given, self.depths)
+        losses, _ = _test_time(self.head, lessons, self.depths)
         return sum((self.decay**n * loss for n, loss in enumerate(losses)), torch.zeros(())), losses[0]
 
-    def measure(self, given: Lessons, seed: str) -> tuple[Tensor, Tensor]:
-        _, counts = _test_time(self.head, given, self.depths)
+    def measure(self, lessons: Lessons, seed: str) -> tuple[Tensor, Tensor]:
+        _, counts = _test_time(self.head, lessons, self.depths)
         return counts
 
     def save(self, directory: Path) -> None:

@@ -167,12 +167,12 @@ class _Checkpoint:
 def acceptance(course: Course, reader: Reader, tests: abc.Sequence[Answer], plan: Plan) -> list[float]:
     """Measure acceptance on held-out answers: for each depth, how often the head's most likely token is the target's,
     among the positions where this is so at every smaller depth."""
-    right = asked = torch.zeros(course.depths)
+    right = counted = torch.zeros(course.depths)
     for start in range(0, len(tests), plan.batch):
         lessons = reader.lessons(tests[start : start + plan.batch], course.head.to_target_U)
-        right_S, asked_S = course.measure(lessons, f"{plan.seed}/held out/{start}")
-        right, asked = right + right_S, asked + asked_S
-    return [round(float(share), 4) for share in right / asked.clamp_min(1)]
+        right_S, counted_S = course.measure(lessons, f"{plan.seed}/held out/{start}")
+        right, counted = right + right_S, counted + counted_S
+    return [round(float(share), 4) for share in right / counted.clamp_min(1)]
 
 
 def frequent_tokens(answers: abc.Sequence[Answer], size: int, vocab: int) -> Tensor:
