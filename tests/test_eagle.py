@@ -27,7 +27,9 @@ from fly.cache import PagedKVCache
 from fly.cli import app
 from fly.drafts import ChooseDraft, DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft, parse_draft
 from fly.extras.train import Answer, Plan, prompts_of, train_head
-from fly.extras.train.head import _ALIKE, OwnSteps, _begin_like_the_target, _order, _Reader
+from fly.extras.train.eagle3 import Eagle3Course, OwnSteps
+from fly.extras.train.head import _ALIKE, _order
+from fly.extras.train.lessons import Reader
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
 from fly.models.config import CheckpointError
@@ -468,10 +470,11 @@ def test_what_is_trained_drafts_better(tmp_path: Path) -> None:
 def test_a_head_of_the_targets_width_begins_with_its_output_matrix() -> None:
     executor = target_on("torch")
     answers = answers_of(executor, 48)
-    head = Eagle3Head(replace(PLAN, width=None).config(TARGET, 12), embedding=False)
-    head.to_target_U.copy_(torch.arange(24)[::2])
-    reader = _Reader(executor, tuple(head.config.states or ()), 32)
-    _begin_like_the_target(head, reader, answers)
+    ids_U = torch.arange(24)[::2]
+    course = Eagle3Course(executor, replace(PLAN, width=None), ids_U, answers)
+    head, reader = course.head, Reader(executor, course.states, 32)
+    head.to_target_U.copy_(ids_U)
+    course.begin(reader, answers)
     logits_NV, states_TF, places = reader.read(answers[:4], (3,))
     normed_NC = torch.nn.functional.rms_norm(states_TF[places], (32,), eps=TARGET.rms_norm_eps)
     torch.testing.assert_close(head.lm_head(normed_NC), logits_NV[:, ::2], atol=0.02, rtol=0.02)

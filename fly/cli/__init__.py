@@ -71,7 +71,7 @@ EXTRAS = {
     ),
     "train-head": Extra(
         "fly.extras.train.command:train_head_command",
-        "Train an EAGLE-3 draft head for a target on its own answers, and write it in the published layout.",
+        "Train a draft head for a target on its own answers: EAGLE-3, or the block drafters DFlash and DSpark.",
     ),
     "train-exit": Extra(
         "fly.extras.early_exit.command:train_exit",
