@@ -136,8 +136,7 @@ class NotingDraft(Draft):
 
 
 class _Missing:
-    """Raises an error where the logits of a draft are read that has none. (It is no data descriptor, so a draft that
-    has some is none the wiser.)"""
+    """Raises an error where a rule reads the logits that were not supplied to it."""
 
     def __get__(self, draft: Any, kind: type) -> None:
         if draft is not None:
