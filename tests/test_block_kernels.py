@@ -123,7 +123,7 @@ def prepared(head: DFlashHead, kernels: str) -> CpuDFlashHead:
     return executor
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([*ALL_KINDS]), st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(0, 5),
     st.lists(st.integers(1, 9), max_size=3), st.sampled_from([*VARIANTS, *NARROW]),
@@ -141,7 +141,7 @@ def test_a_block_is_that_of_pytorch(kind: str, lengths: list[int], seed: int, cu
     assert near(found, wanted, kernels) and near(found_logits, wanted_logits, kernels)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([*ALL_KINDS]), st.lists(st.integers(2, 20), min_size=1, max_size=4), st.integers(0, 99),
     st.sampled_from([0.0, 0.7]), st.sampled_from(list(VARIANTS)), st.data(),
