@@ -1,7 +1,7 @@
 """What a block of a DFlash head costs, in forwards of its target: ``python -m benchmarks.blocks 4B w8a8 w4``.
 
 Weights are random, in the published shapes of Qwen3-4B and 8B and of their heads (z-lab's, blocks of 16). The target
-has a third of its layers, which are timed without the output matrix and count three times. Times are the best of
+has a sixth of its layers, which are timed without the output matrix and count six times. Times are the best of
 several, in turns, after a context of 512 tokens; a draft also reads 4 confirmed tokens.
 """
 
@@ -29,7 +29,7 @@ from fly.runner.drafting import Batch, DraftSpec
 from fly.runner.request import Row
 
 SIZES = {"4B": (2560, 9728), "8B": (4096, 12288)}
-LAYERS, CONTEXT, BLOCK, CONFIRMED, TIMES = 36, 512, 16, 4, 3
+LAYERS, CONTEXT, BLOCK, CONFIRMED, TIMES = 36, 512, 16, 4, 6
 
 
 def make_config(size: str, layers: int) -> LlamaConfig:
@@ -51,7 +51,7 @@ def fill(module: nn.Module) -> None:
 
 
 def make_target(size: str, kernels: str) -> CpuExecutor:
-    """A target with a third of its layers. All are packed from one layer's values."""
+    """A target with a sixth of its layers. All are packed from one layer's values."""
     model = skeleton(make_config(size, LAYERS // TIMES))
     model.layers = nn.ModuleList(repeat(model.layers[0], LAYERS // TIMES))
     fill(model)

@@ -35,7 +35,7 @@ from fly.runner.request import Row
 from fly.runner.sampling import BatchSampling
 from fly.testing import check_draft
 from tests.kernels import NARROW, VARIANTS, built
-from tests.test_block import KINDS, make_block_head
+from tests.test_block import KINDS, make_block_head, runs
 from tests.test_dflash import KINDS as ALL_KINDS
 from tests.test_dflash import VOCABULARY, make_head
 from tests.test_eagle import PARAMS, check_texts, target_on
@@ -123,7 +123,7 @@ def prepared(head: DFlashHead, kernels: str) -> CpuDFlashHead:
     return executor
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([*ALL_KINDS]), st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(0, 5),
     st.lists(st.integers(1, 9), max_size=3), st.sampled_from([*VARIANTS, *NARROW]),
@@ -141,7 +141,7 @@ def test_a_block_is_that_of_pytorch(kind: str, lengths: list[int], seed: int, cu
     assert near(found, wanted, kernels) and near(found_logits, wanted_logits, kernels)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([*ALL_KINDS]), st.lists(st.integers(2, 20), min_size=1, max_size=4), st.integers(0, 99),
     st.sampled_from([0.0, 0.7]), st.sampled_from(list(VARIANTS)), st.data(),
@@ -288,9 +288,9 @@ def test_a_head_by_its_path_runs_as_its_target_does(ending: str, tmp_path: Path)
 @pytest.mark.parametrize("kernels", ["torch", COMPILED])
 def test_a_trimmed_head_drafts_its_tokens_alone(kind: str, kernels: str) -> None:
     """As the whole head does, if its logits for other tokens are left out."""
-    runs = TorchDFlashHead if kernels == "torch" else partial(CpuDFlashHead, variant=kernels)
+    executor = TorchDFlashHead if kernels == "torch" else partial(CpuDFlashHead, variant=kernels)
     kept = [0, 2, 4, 5, 8, 9, 10, 14]
-    trimmed = BlockDraft(runs(make_block_head(kind)), vocabulary=kept)
+    trimmed = BlockDraft(executor(make_block_head(kind)), vocabulary=kept)
     whole = BlockDraft(TorchDFlashHead(make_block_head(kind)))
     greedy = SamplingParams(temperature=0.0, max_tokens=20)
     chains = []
@@ -305,12 +305,10 @@ def test_a_trimmed_head_drafts_its_tokens_alone(kind: str, kernels: str) -> None
             chains += draft.propose([row], [4]).chains
     own = set(make_block_head(kind).to_target_U.tolist())
     assert chains[0] == chains[1] and {*chains[0]} <= {*kept} & own
-    check_texts(kernels, BlockDraft(runs(make_block_head(kind)), vocabulary=kept))
+    check_texts(kernels, BlockDraft(executor(make_block_head(kind)), vocabulary=kept))
 
 
 def test_what_cannot_be_trimmed_is_named() -> None:
-    from tests.test_block import runs
-
     with pytest.raises(ValueError, match="vocabulary trims models, DFlash and DSpark heads; Eagle3Head is neither"):
         LLM(target_on("torch"), BlockDraft(runs("p-eagle"), vocabulary=4))
     with pytest.raises(ValueError, match="drafts none of the 2 tokens to keep"):

@@ -309,11 +309,12 @@ class DFlashHead(TrainedHead):
         if not outputs:
             raise ValueError(f"the head drafts none of the {len(kept)} tokens to keep")
         output_U = torch.tensor(outputs, device=self.device)
-        for linear in (self.lm_head, self.markov_head and self.markov_head.markov_w2):
-            if linear is not None:
-                weight = linear.get_parameter("weight")
-                linear.weight = nn.Parameter(weight.data[output_U], weight.requires_grad)
-                linear.out_features = len(outputs)
+        linears: list[nn.Linear] = [] if self.lm_head is None else [self.lm_head]
+        if self.markov_head is not None:
+            linears.append(self.markov_head.markov_w2)
+        for linear in linears:
+            linear.weight = nn.Parameter(linear.weight.data[output_U], linear.weight.requires_grad)
+            linear.out_features = len(outputs)
         self.to_target_U = self.to_target_U[output_U]
         self.config = self.config.model_copy(update={"draft_vocab_size": len(outputs)})
 
