@@ -19,7 +19,8 @@ from torch import Tensor
 from fly import LLM, SamplingParams
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.base import Loaded
-from fly.drafts.translate import TranslatedDraft, Vocabularies, _Context, translated
+from fly.drafts.setup import translated
+from fly.drafts.translate import TranslatedDraft, Vocabularies, _Context
 from fly.drafts.tree import TreeDraft
 from fly.models import CheckpointError, Llama, LlamaConfig
 from fly.models.lengths import byte_alphabet

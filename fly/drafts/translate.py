@@ -19,7 +19,7 @@ import torch
 from tokenizers import decoders, models
 
 from fly.cache import OutOfBlocks
-from fly.drafts.base import DraftSetup, DraftStrategy, StopsByChance, pad, until_end
+from fly.drafts.base import DraftStrategy, StopsByChance, pad, until_end
 from fly.drafts.model import SingleDraft
 from fly.models.lengths import byte_level
 from fly.models.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ from fly.runner.executor import Batch, Executor, Scores, Wrapped
 from fly.runner.request import Row, common_prefix
 from fly.types import Draft, SamplingParams, Target
 
-__all__ = ["TranslatedDraft", "TranslatingSetup", "Vocabularies", "translated"]
+__all__ = ["TranslatedDraft", "Vocabularies"]
 
 _GREEDY = SamplingParams(temperature=0.0)
 _LOOK_BACK = 8  # the decoding of a token may depend on this many tokens before it
@@ -353,23 +353,3 @@ class _Restricted(Wrapped):
         logits_NV = found.logits_NV.clone()
         logits_NV[:, self._size :] = -torch.inf
         return Scores(logits_NV, states_TF=found.states_TF)
-
-
-class TranslatingSetup(DraftSetup):
-    """A setup that translates the drafts of strategies with another vocabulary."""
-
-    def translate(self, strategy: DraftStrategy) -> DraftStrategy:
-        return translated(strategy, self.tokenizer, self.target.executor.config.vocab_size)
-
-
-def translated(draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: int) -> DraftStrategy:
-    """Return an attached ``draft`` if its vocabulary is the target's, otherwise a ``TranslatedDraft`` around it.
-
-    Two vocabularies of the same size count as the same, unless both models have a tokenizer and the tokenizers differ.
-
-    Raises ``ValueError``, with the reason, if the vocabularies cannot be translated.
-    """
-    same = draft.vocab_size in (None, vocab_size)
-    if same and isinstance(draft, SingleDraft) and tokenizer is not None and draft.runner.tokenizer is not None:
-        same = tokenizer.same_as(draft.runner.tokenizer)
-    return draft if same else TranslatedDraft(draft, tokenizer, vocab_size)
