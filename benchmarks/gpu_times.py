@@ -22,7 +22,7 @@ from fly.backends import executor_of
 from fly.backends.cuda import ops
 from fly.backends.cuda.graphs import GraphPool, Part
 from fly.backends.cuda.int4 import round_int4
-from fly.backends.torch import TorchHead
+from fly.backends.heads import TorchHead
 from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, Eagle3Draft, SingleDraft
 from fly.drafts.base import Continuation, Wrapper

@@ -12,6 +12,7 @@ import importlib
 import inspect
 import re
 import threading
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property, lru_cache
@@ -72,9 +73,12 @@ class Registry:
     presets: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # functions without parameters, by name
 
     @cached_property
-    def types(self) -> dict[str, Any]:
-        """All classes by name. Raises ``ValueError`` if two packages use a name, or a plug-in is of a wrong kind."""
-        types: dict[str, Any] = dict(self.ours)
+    def types(self) -> Mapping[str, Any]:
+        """All classes by name; one of ours is imported when it is looked up. Raises ``ValueError`` if two packages use
+        a name, or a plug-in is of a wrong kind."""
+        plugins: dict[str, Any] = {}
+        # A chain of mappings writes to the first alone.
+        types: Mapping[str, Any] = ChainMap(plugins, self.ours)  # type: ignore[arg-type]
         for group, base in self.groups.items():
             for entry in entry_points(group=group):
                 plugin, source = entry.load(), f"entry point {entry.name} = {entry.value}"
@@ -85,8 +89,9 @@ class Registry:
                         f"{source} stands in the group {group!r}, which takes a subclass of {base.__name__}; a "
                         f"{self.groups[right].__name__} stands in {right!r}"
                     )
-                if types.setdefault(entry.name, plugin) is not plugin:
+                if entry.name in types and types[entry.name] is not plugin:
                     raise ValueError(f"{source}: the name is taken by {types[entry.name]!r}")
+                plugins[entry.name] = plugin
         return types
 
     def load(self, path: str) -> Any:

@@ -29,15 +29,17 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from fly import parallel, runner
 from fly.backends.choice import LoadExecutor, executor_of, load_executor
 from fly.backends.choice import load as load_model
 from fly.backends.cpu.library import check_target
 from fly.bundled import open_model
 from fly.cache import block_size_for
 from fly.config import DEFAULT_K, Config, EngineOptions, check_options, declared
-from fly.drafts import DraftStrategy, parse_draft
+from fly.drafts.base import DraftStrategy
 from fly.drafts.limits import check_reads
-from fly.drafts.translate import TranslatingSetup
+from fly.drafts.registry import parse_draft
+from fly.drafts.setup import TranslatingSetup
 from fly.engine import Engine
 from fly.engine.caches import find_room, make_caches
 from fly.engine.job import Job, Request, outputs_of, read_along
@@ -46,10 +48,10 @@ from fly.engine.stream import AsyncStream, Stream
 from fly.engine.warming import warm_up
 from fly.engine.worker import Worker
 from fly.errors import explain, instead, short
-from fly.models.chat import ChatPrompt
 from fly.models.checkpoint import Checkpoint
 from fly.models.generation import read_sampling_defaults
 from fly.models.loading import resolve_dtype
+from fly.models.thinking import ChatPrompt
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.ops import derive
 from fly.output import Output, Piece
@@ -59,7 +61,7 @@ from fly.runner.executor import Executor, Workload
 from fly.runner.memory import CacheSize
 from fly.runner.request import BadWords, Row
 from fly.runner.runner import Runner
-from fly.runner.structured import Grammars, Vet
+from fly.runner.structured import Vet
 from fly.types import SamplingParams
 from fly.vocabulary import Vocabulary
 
@@ -216,9 +218,7 @@ class LLM:
             )
 
         if ranks is not None:
-            from fly.parallel import place_draft
-
-            strategy = place_draft(make_draft, setup, ranks, by)
+            strategy = parallel.place_draft(make_draft, setup, ranks, by)
         elif (strategy := make_draft()) is not None:
             strategy = setup.attach(strategy)
 
@@ -595,11 +595,11 @@ class LLM:
             return policy.bind(self.vocabulary)
 
     @cached_property
-    def grammars(self) -> Grammars:
+    def grammars(self) -> runner.Grammars:
         """The grammars of structured outputs."""
         if self.tokenizer is None:
             raise ValueError("structured output needs a tokenizer, which this model lacks")
-        return Grammars(self.tokenizer, self.engine.runner.executor.config.vocab_size, self.eos_ids)
+        return runner.Grammars(self.tokenizer, self.engine.runner.executor.config.vocab_size, self.eos_ids)
 
     def _asked(self, prompts: list[Any], params: Params, options: CallOptions, streamed: bool = False) -> list[Request]:
         """Make the requests of a call with these options."""
@@ -641,7 +641,7 @@ class LLM:
         """Return the outputs. If a chat model gave an empty answer to a plain text, warn once, with the likely
         reason."""
         outputs = outputs_of(requests)
-        if not self._hinted and self.tokenizer is not None and self.tokenizer.templates:
+        if not self._hinted and self.tokenizer is not None and self.tokenizer.template_sources:
             for prompt, output in zip(prompts, outputs):
                 silent = not output.text.strip() and not self.eos_ids.isdisjoint(output.token_ids[-1:])
                 if isinstance(prompt, str) and silent:
@@ -668,9 +668,8 @@ def _check_draft(draft: object, ranks: Ranks | None) -> None:
 
 def _part_loader(ranks: Ranks) -> LoadExecutor:
     """Return what loads this rank's part of a model."""
-    from fly.parallel import LLAMA, LLAMA_WHOLE_SUMS, load
-
-    return partial(load, plan=LLAMA_WHOLE_SUMS if ranks.whole_sums else LLAMA, ranks=ranks)
+    plan = parallel.LLAMA_WHOLE_SUMS if ranks.whole_sums else parallel.LLAMA
+    return partial(parallel.load, plan=plan, ranks=ranks)
 
 
 def _check_k(k: int) -> int:

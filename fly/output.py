@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from fly.errors import short
-from fly.models.chat import Kind, Splitter, Thinking
+from fly.models.thinking import Kind, Splitter, Thinking
 from fly.models.tokenizer import TextStream
 from fly.policies import AcceptancePolicy, Bound
 from fly.runner.request import Stats, Token
@@ -112,7 +112,7 @@ class Output:
         bound: the bound of a ``BOUNDED`` policy, else None.
         others: the other completions, if ``n`` is more than 1.
         reasoning: what a model thinks before it answers a conversation; ``text`` is the answer after that (see
-            ``fly.models.chat.Splitter``).
+            ``fly.models.thinking.Splitter``).
         pieces: the text in the same pieces as a stream gives (``fly.Piece``); empty without a tokenizer.
     """
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from fly.backends import executor_of
 from fly.backends.cpu import available
-from fly.backends.torch import TorchDFlashHead, TorchExecutor, TorchPEagleHead
+from fly.backends.heads import TorchDFlashHead, TorchPEagleHead
+from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
 from fly.drafts import BlockDraft, LookupDraft, NGramDraft, pad, parse_draft
 from fly.drafts.base import split_rows

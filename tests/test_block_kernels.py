@@ -21,7 +21,7 @@ from fly.backends.choice import load
 from fly.backends.cpu import available
 from fly.backends.cpu.dflash import CpuDFlashHead
 from fly.backends.cpu.library import split
-from fly.backends.torch import TorchDFlashHead
+from fly.backends.heads import TorchDFlashHead
 from fly.cache import PagedKVCache
 from fly.drafts import BlockDraft
 from fly.drafts.model import seed_of

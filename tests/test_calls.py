@@ -35,7 +35,7 @@ from fly.engine.worker import Stopped
 from fly.extras.eval.plan import Plan
 from fly.extras.eval.task import load_task
 from fly.llm import ChatOptions, listed
-from fly.models.chat import ChatPrompt
+from fly.models.thinking import ChatPrompt
 from fly.params import Sampling, StructuredOutput
 from fly.policies import AfterTokens, AgreeingWindow, Exact, FLy
 from tests import user

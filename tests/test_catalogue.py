@@ -172,17 +172,16 @@ def test_invalid_parameters_are_named(make, name, value):
 
 
 def test_catalogue_lists_every_rule_once():
-    assert all(issubclass(rule, AcceptancePolicy) for rule in CATALOGUE)
-    assert all(issubclass(gate, Condition) for gate in GATES)
-    made = [rule() for rule in (*CATALOGUE, *GATES)]
-    names = [rule.name for rule in made]
-    assert len(set(names)) == len(names)
+    assert all(issubclass(rule, AcceptancePolicy) for rule in CATALOGUE.values())
+    assert all(issubclass(gate, Condition) for gate in GATES.values())
+    made = [rule() for rule in (CATALOGUE | GATES).values()]
+    assert [rule.name for rule in made] == [*CATALOGUE, *GATES]
     for rule in made:
         hash(rule)
         assert str(rule)
 
 
-@pytest.mark.parametrize("rule", CATALOGUE)
+@pytest.mark.parametrize("rule", CATALOGUE.values())
 def test_a_bound_is_stated_where_one_is_promised(rule):
     policy = rule()
     assert (policy.bound is not None) == (policy.guarantee is Guarantee.BOUNDED)

@@ -17,8 +17,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 import fly
 from fly import LLM, SamplingParams
 from fly.models import chat
-from fly.models.chat import ChatPrompt, ChatTemplate, Splitter, Tags, Thinking
+from fly.models.chat import ChatTemplate
 from fly.models.generation import sampling_defaults
+from fly.models.thinking import TAGS as ALL_TAGS
+from fly.models.thinking import ChatPrompt, Splitter, Tags, Thinking
 from fly.models.tokenizer import TextStream, Tokenizer
 from tests.serving import running
 
@@ -466,7 +468,7 @@ def test_an_open_conversation_ends_as_that_of_transformers(
 # --- thinking --------------------------------------------------------------------------------------------
 
 PARTS = ["<think>", "</think>", "[THINK]", "[/THINK]", "<", "</", "thi", "nk>", "\n", " ", "a", "é"]
-TAGS = st.sampled_from(chat.TAGS)
+TAGS = st.sampled_from(ALL_TAGS)
 
 
 def naive(thinking: Thinking, text: str) -> tuple[str, str]:
@@ -480,8 +482,8 @@ def naive(thinking: Thinking, text: str) -> tuple[str, str]:
 
 
 @given(tags=TAGS, begun=st.booleans(), parts=st.lists(st.sampled_from(PARTS), max_size=14))
-@example(tags=chat.TAGS[0], begun=False, parts=["<think>", "\n", "a", "\n", "</think>", "\n", "\n", "b"])
-@example(tags=chat.TAGS[0], begun=True, parts=["\n", "\n", "</", "thi", "nk>"])
+@example(tags=ALL_TAGS[0], begun=False, parts=["<think>", "\n", "a", "\n", "</think>", "\n", "\n", "b"])
+@example(tags=ALL_TAGS[0], begun=True, parts=["\n", "\n", "</", "thi", "nk>"])
 def test_thinking_is_separated_from_the_answer_in_pieces_of_any_size(tags: Tags, begun: bool, parts: list[str]) -> None:
     thinking = Thinking(tags, begun)
     wanted = dict(zip(("reasoning", "text"), naive(thinking, "".join(parts))))
@@ -511,14 +513,14 @@ def test_without_thinking_all_is_text_at_once(parts: list[str]) -> None:
 def test_a_prompt_knows_how_its_answer_begins(pairs: dict[str, tuple[Tokenizer, Any]], tmp_path: Path) -> None:
     assert pairs["tagged"][0].apply_chat_template(ASKED).thinking is None
     thinking = pairs["thinking"][0]
-    assert thinking.apply_chat_template(ASKED).thinking == Thinking(chat.TAGS[0])
-    assert thinking.apply_chat_template(ASKED, enable_thinking=False).thinking == Thinking(chat.TAGS[0])
+    assert thinking.apply_chat_template(ASKED).thinking == Thinking(ALL_TAGS[0])
+    assert thinking.apply_chat_template(ASKED, enable_thinking=False).thinking == Thinking(ALL_TAGS[0])
     # what the user says of tags opens nothing
     asked = [{"role": "user", "content": "<think>"}]
-    assert thinking.apply_chat_template(asked, add_generation_prompt=False).thinking == Thinking(chat.TAGS[0])
+    assert thinking.apply_chat_template(asked, add_generation_prompt=False).thinking == Thinking(ALL_TAGS[0])
     template = "{{ messages[-1].content }}<|im_end|>{% if add_generation_prompt %}<think>\n{% endif %}"
     opened = ours(tmp_path, template).apply_chat_template(asked)
-    assert opened.thinking == Thinking(chat.TAGS[0], begun=True)
+    assert opened.thinking == Thinking(ALL_TAGS[0], begun=True)
 
 
 def test_tags_that_are_special_tokens_are_seen(tmp_path: Path) -> None:
@@ -530,7 +532,7 @@ def test_tags_that_are_special_tokens_are_seen(tmp_path: Path) -> None:
     text = "[THINK]né[/THINK]\nyes<|eot|>"
     ids, given_out = tokenizer.encode(text), ""
     assert tokenizer.decode(ids) == "né\nyes"
-    stream = TextStream(tokenizer, shown=chat.TAGS[1])
+    stream = TextStream(tokenizer, shown=ALL_TAGS[1])
     for token in ids:
         given_out += stream.push(token)
     assert given_out + stream.finish() == "[THINK]né[/THINK]\nyes"
@@ -636,7 +638,7 @@ def test_plain_ids_know_nothing_of_thinking() -> None:
 @pytest.mark.parametrize("begun", [True, False])
 def test_newlines_and_blanks_without_end_are_not_kept(begun: bool) -> None:
     """What is held back stays short, however long somebody makes a model say nothing."""
-    splitter = Splitter(Thinking(chat.TAGS[0], begun))
+    splitter = Splitter(Thinking(ALL_TAGS[0], begun))
     for _ in range(1000):
         splitter.push("\n")
         assert len(splitter._held) <= 65

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from fly.backends import executor_of
 from fly.backends.cuda.executor import CudaExecutor
-from fly.backends.torch import TorchExecutor, TorchHead
+from fly.backends.heads import TorchHead
+from fly.backends.torch import TorchExecutor
 from fly.bundled import CHECKPOINTS
 from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fly.backends.torch import TorchDFlashHead
+from fly.backends.heads import TorchDFlashHead
 from fly.cache import PagedKVCache
 from fly.models import LlamaConfig
 from fly.models.config import CheckpointError

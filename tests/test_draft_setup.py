@@ -15,7 +15,7 @@ import fly
 from fly.backends import load
 from fly.drafts import AdaptiveDraft, CascadeDraft, ChooseDraft, DraftStrategy, NGramDraft, SingleDraft, pad
 from fly.drafts.base import DraftSetup
-from fly.drafts.translate import TranslatingSetup
+from fly.drafts.setup import TranslatingSetup
 from fly.policies import AcceptancePolicy, Exact, FLy
 from fly.runner.request import Row
 from fly.runner.runner import Runner

@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 from fly.backends import executor_of
 from fly.backends.cpu import available
 from fly.backends.cpu.head import CpuHead, head_refusal
-from fly.backends.torch import TorchExecutor, TorchHead
+from fly.backends.heads import TorchHead
+from fly.backends.torch import TorchExecutor
 from fly.bundled import CHECKPOINTS
 from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache

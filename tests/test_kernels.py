@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fly import LLM
 from fly.backends import executor_of, load_executor
-from fly.backends.cpu import CpuExecutor, PackedLlama, int8_weights
+from fly.backends.cpu import CpuExecutor, PackedLlama, int8_weights, refusal
 from fly.backends.torch import TorchExecutor
 from fly.cache import PagedBatch, PagedKVCache
 from fly.drafts import NGramDraft
@@ -84,29 +84,38 @@ def test_multipliers_are_those_of_the_pytorch_model(variant: str) -> None:
     assert CpuExecutor(PackedLlama(random_llama(), variant)).gives_states
 
 
-# Needs of a family that compiled kernels lack, as its fields, with what the refusal says.
-NEEDS = [
-    ({"query_norm": "whole"}, "normalise queries and keys head by head"),
-    ({"input_norms": False, "output_norms": True}, "normalise the inputs of attention and feed-forward"),
-]
+def in_granite_sizes(family: str) -> LlamaConfig:
+    plain = {name: LlamaConfig.model_fields[name].default for name in OPTIONS}
+    return LlamaConfig.model_validate({**GRANITE.model_dump(), **plain, "family": family})
 
 
 @built
-@pytest.mark.parametrize(("needs", "said"), NEEDS)
-def test_a_family_is_refused_for_what_it_needs_and_runs_on_pytorch(
-    needs: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever its name: this family is one that the package does not know."""
-    family = Family("newcomer", "NewcomerForCausalLM", frozenset({"attention_bias"}), **needs)
-    monkeypatch.setattr("fly.models.families.FAMILIES", {**FAMILIES, family.name: family})
-    monkeypatch.setattr("fly.models.config.FAMILIES", {**FAMILIES, family.name: family})
-    plain = {name: LlamaConfig.model_fields[name].default for name in OPTIONS}
-    config = LlamaConfig.model_validate({**GRANITE.model_dump(), **plain, "family": family.name})
-    save_model(build_llama(config), tmp_path, torch.float32)
-    with pytest.raises(ValueError, match=rf"kernels 'w8a8'.*{said}"):
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family not in PLAIN])
+def test_other_norms_are_refused_and_run_on_pytorch(family: str, tmp_path: Path) -> None:
+    save_model(build_llama(in_granite_sizes(family)), tmp_path, torch.float32)
+    with pytest.raises(ValueError, match=r"kernels 'w8a8': compiled kernels normalise .*; this model "):
         load_executor(tmp_path, kernels="w8a8")
     assert load_executor(tmp_path).kernels == "torch"
     assert LLM(tmp_path, NGramDraft()).generate([[1, 2]], max_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("needs", "said"),
+    [
+        ({"query_norm": "whole"}, "normalise queries and keys head by head"),
+        ({"input_norms": False, "output_norms": True}, "normalise the inputs of attention and feed-forward"),
+        ({"query_norm": "heads", "output_norms": True, "qkv_bias": True}, None),
+    ],
+)
+def test_a_family_is_refused_for_what_it_needs(
+    needs: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its name: this family is one that the package does not know. The PyTorch decoder (fly/models/llama.py)
+    says where each norm stands."""
+    family = Family("newcomer", "NewcomerForCausalLM", frozenset({"attention_bias"}), **needs)
+    monkeypatch.setattr("fly.models.config.FAMILIES", {**FAMILIES, family.name: family})
+    reason = refusal(build_llama(in_granite_sizes(family.name)))
+    assert reason is None if said is None else reason is not None and said in reason
 
 
 @built

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from fly.backends import choice
+from fly.drafts.registry import STRATEGIES
+from fly.models.opening import FORMATS
+from fly.policies.registry import CATALOGUE, GATES, PRESETS, RULES
 
 ROOT = Path(__file__).parent.parent
 FILES = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "fly").rglob("*.py"))}
 
 # A room imports only itself and rooms that stand before it, annotations included.
 ROOMS = [
-    "moved", "errors", "expressions", "params", "devices", "ops", "vocabulary", "types", "policies", "cache", "models",
-    "bundled", "runner", "drafts", "output", "engine", "backends", "config", "parallel", "llm", "testing",
+    "moved", "late", "errors", "expressions", "params", "devices", "ops", "vocabulary", "types", "policies", "cache",
+    "models", "bundled", "runner", "drafts", "output", "engine", "backends", "config", "parallel", "llm", "testing",
     "serve", "cli", "extras",
 ]  # fmt: skip
 # Programs and bridges beside the core, each with the other extras that it may import.
@@ -34,20 +43,23 @@ def module(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+KNOWN = {module(each) for each in FILES}
+
+
 def room(name: str) -> str:
     return name.split(".")[1] if "." in name else "__init__"
 
 
+@cache
 def imported(path: Path) -> set[str]:
-    """Modules of ours that a file imports, wherever in it."""
-    names: set[str] = set()
+    """Modules of ours that a file imports, wherever in it, or names as a place in a table (``fly.late.Places``)."""
+    names = set(re.findall(r"[\"'](fly(?:\.\w+)+):[\w.]*[\"']", FILES[path]))
     for node in ast.walk(ast.parse(FILES[path])):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    known = {module(each) for each in FILES}
-    return {name for name in names if name in known and name != "fly"}
+    return {name for name in names if name in KNOWN and name != "fly"}
 
 
 def test_every_room_has_its_place() -> None:
@@ -237,3 +249,48 @@ def test_from_the_step_to_a_forward_there_are_two_files() -> None:
     """The engine calls the runner, the runner its executor."""
     engine, runner = (FILES[ROOT / "fly" / name] for name in ("engine/step.py", "runner/runner.py"))
     assert "self.runner.score(" in engine and "self.executor.score(" in runner
+
+
+LATE = [module(path) for path, text in FILES.items() if "find_late(__name__)" in text]
+TABLES = [RULES.ours, PRESETS, CATALOGUE, GATES, STRATEGIES.ours, FORMATS, choice._HEADS]
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_package_lists_the_names_that_it_finds_late(name: str) -> None:
+    """That each is where the package says, mypy checks: they are imports to it."""
+    package = importlib.import_module(name)
+    assert {*package.__all__} <= {*dir(package)}
+    getattr(package, package.__all__[0])
+    for absent in ("absent", "_absent", "__wrapped__"):
+        assert not hasattr(package, absent)
+
+
+def test_every_place_of_a_table_is_there() -> None:
+    for table in TABLES:
+        for name, found in table.items():
+            assert callable(found), name
+    assert all(rule.name == name for name, rule in RULES.ours.items())
+
+
+# One after another: a line, and modules that are still not imported after it. Few requests choose them, and the kit of
+# rules needs no engine.
+SPARED = {
+    "import fly": "fly.llm fly.types",
+    "from fly.testing import check_policy": """
+        fly.llm fly.backends.choice fly.engine fly.drafts fly.cache fly.serve fly.parallel fly.models.tokenizer
+        fly.runner.executor fly.policies.rules fly.policies.gates fly.policies.loosened""",
+    "from fly import LLM": """
+        fly.backends.cpu.packed fly.backends.cpu.rounds fly.backends.cuda.executor fly.backends.heads
+        fly.parallel.ranks fly.parallel.model fly.models.gguf fly.models.eagle fly.models.dflash fly.models.chat
+        fly.drafts.model fly.drafts.ngram fly.drafts.adaptive fly.drafts.trained fly.drafts.translate
+        fly.policies.rules fly.policies.gates fly.policies.loosened fly.runner.structured fly.runner.forms""",
+}
+
+
+def test_what_is_not_chosen_is_not_imported() -> None:
+    lines = [f"{line}; print(sorted({{*{names.split()}}} & {{*sys.modules}}))" for line, names in SPARED.items()]
+    code = "\n".join(["import sys", *lines])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True, env=environment)
+    assert run.stdout.split() == ["[]"] * len(SPARED)
+    assert {name for names in SPARED.values() for name in names.split()} <= KNOWN  # none has moved

@@ -17,7 +17,8 @@ from torch import Tensor
 from fly.backends import executor_of
 from fly.backends.cpu import CpuExecutor, PackedLlama, available
 from fly.backends.cpu.head import CpuHead, head_refusal
-from fly.backends.torch import TorchExecutor, TorchHead
+from fly.backends.heads import TorchHead
+from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft, TreeDraft
 from fly.engine import Engine

@@ -17,11 +17,12 @@ import fly
 from fly.backends import load as load_whole
 from fly.backends import load_executor
 from fly.backends.cpu import CpuExecutor, available
-from fly.backends.torch import TorchExecutor, TorchHead
+from fly.backends.heads import TorchHead
+from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
 from fly.config import Config
 from fly.drafts import CascadeDraft, DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft, parse_draft
-from fly.drafts.translate import TranslatingSetup
+from fly.drafts.setup import TranslatingSetup
 from fly.engine import Engine
 from fly.models import Llama, LlamaConfig, load_model, save_model
 from fly.models.compiled import CompiledLayers

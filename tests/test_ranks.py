@@ -29,7 +29,7 @@ from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
 from fly.config import Config
 from fly.drafts import parse_draft
-from fly.drafts.translate import TranslatingSetup
+from fly.drafts.setup import TranslatingSetup
 from fly.models import Llama, load_model, save_model
 from fly.parallel import (
     Ranks,

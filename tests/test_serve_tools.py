@@ -20,7 +20,8 @@ from tokenizers import AddedToken
 
 from fly import SamplingParams
 from fly.engine.job import News
-from fly.models.chat import TAGS, ChatTemplate, Thinking
+from fly.models.chat import ChatTemplate
+from fly.models.thinking import TAGS, Thinking
 from fly.models.tokenizer import Tokenizer
 from fly.runner.request import Token, Why
 from fly.runner.structured import Grammars

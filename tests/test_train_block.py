@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fly.backends.cpu import available
-from fly.backends.torch import TorchDFlashHead
+from fly.backends.heads import TorchDFlashHead
 from fly.cli import app
 from fly.drafts import BlockDraft
 from fly.extras.train import Answer, Plan, Training, card, train_head

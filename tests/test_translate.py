@@ -20,7 +20,8 @@ from fly import LLM, SamplingParams
 from fly.cache import PagedKVCache
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.base import DraftSetup, Loaded
-from fly.drafts.translate import TranslatedDraft, Vocabularies, _Context, translated
+from fly.drafts.setup import translated
+from fly.drafts.translate import TranslatedDraft, Vocabularies, _Context
 from fly.drafts.tree import TreeDraft
 from fly.models import CheckpointError, Llama, LlamaConfig
 from fly.models.lengths import byte_alphabet

@@ -16,7 +16,7 @@ from fly.backends import load
 from fly.backends.torch import TorchExecutor
 from fly.cache import BlockAllocator
 from fly.drafts.base import DraftStrategy, Loaded
-from fly.drafts.translate import TranslatingSetup
+from fly.drafts.setup import TranslatingSetup
 from fly.models import DenseCausal, Llama, LlamaConfig, RopeScaling
 from fly.models.families import FAMILIES, FULL, SLIDING, Family
 from fly.models.tokenizer import Tokenizer

@@ -12,23 +12,18 @@ from typing import Any
 
 import torch
 
-from fly.backends.cpu import CpuExecutor, PackedLlama, available, chosen, why_not
-from fly.backends.cpu.dflash import CpuDFlashHead
-from fly.backends.cpu.head import CpuHead, head_refusal
-from fly.backends.cpu.host import HostDecisions
-from fly.backends.cpu.library import NARROW, TORCH, leaves_kernels_open, split
-from fly.backends.cpu.packed import computes_as_stored, refusal
+from fly.backends import cpu, cuda
+from fly.backends.cpu.library import NARROW, TORCH, available, chosen, leaves_kernels_open, split, why_not
 from fly.backends.int8 import INT8, wants_int8, with_int8_weights
-from fly.backends.torch import Model, TorchDFlashHead, TorchExecutor, TorchHead, TorchPEagleHead
+from fly.backends.torch import Model, TorchExecutor
 from fly.bundled import open_model
 from fly.drafts.base import Loaded
 from fly.errors import short
+from fly.late import Places
 from fly.models import Llama
 from fly.models.checkpoint import Checkpoint
-from fly.models.dflash import load_dflash_head
 from fly.models.directory import Directory
-from fly.models.eagle import load_head
-from fly.models.heads import DFLASH, PEAGLE, head_kind, is_head
+from fly.models.heads import DFLASH, EAGLE3, PEAGLE, head_kind
 from fly.models.llama import weight_bytes
 from fly.models.loading import Loading, resolve_device, resolve_dtype
 from fly.models.tokenizer import Tokenizer, read_eos_ids
@@ -53,6 +48,14 @@ LoadExecutor = Callable[..., Executor]  # a function like ``load_executor``
 _log = logging.getLogger("fly")
 _NON_CPU = ["auto", TORCH, "int8", "int4"]  # kernels on other devices; int4 needs CUDA
 INT4 = "torch-int4"
+# For each kind of trained head, what loads one: path, dtype, device, kernels.
+_HEADS = Places(
+    {
+        EAGLE3: "fly.backends.heads:load_eagle3",
+        PEAGLE: "fly.backends.heads:load_peagle",
+        DFLASH: "fly.backends.heads:load_dflash",
+    }
+)
 _LARGE = 1 << 29  # bytes in bfloat16 of a draft that runs in four bits: more than caches hold
 
 
@@ -84,20 +87,18 @@ def executor_of(model: Any, kernels: str = "auto") -> Executor:
             raise ValueError(f"kernels {kernels!r}: a {type(decoder).__name__} is run as it is")
         if narrow == INT8:
             return _on_torch(with_int8_weights(model))
-        from fly.backends.cuda.int4 import with_int4_weights
-
-        return _on_torch(with_int4_weights(model))
+        return _on_torch(cuda.with_int4_weights(model))
     if variant != TORCH:
         if model.device.type != "cpu":
             reason: str | None = f"compiled kernels run on the CPU, not on {model.device}; choices there: {_NON_CPU}"
         else:
             kind = type(decoder).__name__
-            reason = refusal(decoder) if isinstance(decoder, Llama) else f"there is no compiled code for {kind}"
+            reason = cpu.refusal(decoder) if isinstance(decoder, Llama) else f"there is no compiled code for {kind}"
         if reason is None:
             loading = model if isinstance(model, Loading) else None
             if loading is not None and uses_blocks(loading.checkpoint, model.device, kernels):
                 variant = f"{variant}-stored"
-            return CpuExecutor(PackedLlama(decoder, variant, loading))
+            return cpu.CpuExecutor(cpu.PackedLlama(decoder, variant, loading))
         if kernels != "auto":
             raise ValueError(f"kernels {kernels!r}: {reason}")
     else:
@@ -110,7 +111,7 @@ def executor_of(model: Any, kernels: str = "auto") -> Executor:
 def uses_blocks(checkpoint: Checkpoint, device: torch.device, kernels: str = "auto") -> bool:
     """Whether ``device`` computes with the blocks of a file as they are."""
     compiled = device.type == "cpu" and available() != [TORCH]
-    return compiled and leaves_kernels_open(kernels) and computes_as_stored(checkpoint)
+    return compiled and leaves_kernels_open(kernels) and cpu.computes_as_stored(checkpoint)
 
 
 def why_not_compiled(executor: Executor) -> str:
@@ -135,19 +136,13 @@ def _log_once(reason: str) -> None:
     _log.warning("PyTorch's own kernels run the model, and are slower than compiled ones: %s", reason)
 
 
-class TorchOnHost(HostDecisions, TorchExecutor):
-    """PyTorch's forwards on the CPU, with decisions by compiled code."""
-
-
 def _on_torch(model: Model | Loading) -> Executor:
     """Return the executor that runs ``model`` on PyTorch's kernels."""
     if isinstance(model, Loading):
         model = model.load_all()
     if model.device.type == "cuda" and isinstance(model, Llama):
-        from fly.backends.cuda.executor import CudaExecutor  # takes seconds to import
-
-        return CudaExecutor(model)
-    return TorchOnHost(model) if model.device.type == "cpu" and available() != [TORCH] else TorchExecutor(model)
+        return cuda.CudaExecutor(model)
+    return cpu.TorchOnHost(model) if model.device.type == "cpu" and available() != [TORCH] else TorchExecutor(model)
 
 
 def part_executor(
@@ -158,10 +153,7 @@ def part_executor(
     """Return an executor that runs this process's part of a model on PyTorch. It enters ``awaited`` around each wait
     for other processes, and ``preparing`` around the first runs of new code."""
     if model.device.type == "cuda":
-        from fly.backends.cuda.executor import CudaExecutor
-        from fly.backends.cuda.graphs import GraphPool
-
-        return CudaExecutor(model, pool=GraphPool(model.device, awaited, preparing))
+        return cuda.CudaExecutor(model, pool=cuda.GraphPool(model.device, awaited, preparing))
     return TorchExecutor(model)
 
 
@@ -218,21 +210,12 @@ def load(
     if like is not None:
         dtype, device = (like.dtype if dtype == "auto" else dtype), (like.device if device == "auto" else device)
         kernels = _kernels_like(like, device, checkpoint) if kernels == "auto" else kernels
-    if is_head(checkpoint.path):
+    if (kind := head_kind(checkpoint.path)) is not None:
         if vocabulary is not None:
             raise ValueError(f"vocabulary trims a model; {checkpoint.path} is a draft head, which has one of its own")
         where, own = resolve_device(device), None if dtype == "auto" else resolve_dtype(dtype, {})
         full = chosen(kernels) if where.type == "cpu" else TORCH
-        if (kind := head_kind(checkpoint.path)) == DFLASH:
-            block_head = load_dflash_head(checkpoint.path, own, where)
-            compiled = full != TORCH and head_refusal(block_head) is None
-            return Loaded(CpuDFlashHead(block_head, full) if compiled else TorchDFlashHead(block_head))
-        variant = split(full)[0]  # the few weights of other heads stay as they are
-        head = load_head(checkpoint.path, own, where)
-        if kind == PEAGLE:
-            return Loaded(TorchPEagleHead(head))
-        compiled = variant != TORCH and head_refusal(head) is None
-        return Loaded(CpuHead(head, variant) if compiled else TorchHead(head))
+        return Loaded(_HEADS[kind](checkpoint.path, own, where, full))
     checkpoint.limit(context)
     tokenizer, size = Tokenizer.load(checkpoint), checkpoint.config.vocab_size
     control_ids = read_eos_ids(checkpoint, size) | (tokenizer.control_ids if tokenizer else frozenset())
@@ -269,15 +252,16 @@ def _kernels_like(target: Executor, device: str | torch.device, draft: Checkpoin
     while isinstance(inner, Wrapped):
         inner = inner.inner
     model = getattr(inner, "model", None)
-    forced = not isinstance(model, Llama) or refusal(model) is not None
-    if resolve_device(device).type != target.device.type or (target.kernels == TORCH and forced):
+    if resolve_device(device).type != target.device.type:
+        return "auto"
+    if target.kernels == TORCH and (not isinstance(model, Llama) or cpu.refusal(model) is not None):
         return "auto"
     variant, narrow = split(target.kernels)
     kind = head_kind(draft.path)
     if variant in available()[:-1] and kind in (None, DFLASH):
         if (_file_bytes(draft.path) if kind else weight_bytes(draft.config, 2)) >= _LARGE:
             return f"{variant}-w4"
-        if kind is None and computes_as_stored(draft):
+        if kind is None and cpu.computes_as_stored(draft):
             # "auto" uses the file's blocks too. Several processes cannot, and then "auto" decodes the file.
             return "auto" if variant == available()[0] else f"{variant}-stored"
     return variant if narrow == "stored" else target.kernels

@@ -9,7 +9,7 @@ from fly.errors import meant
 from fly.models.checkpoint import Checkpoint
 from fly.models.config import CheckpointError
 from fly.models.hub import HubName, fetch, hub_name
-from fly.models.opening import open_checkpoint
+from fly.models.opening import FORMATS, open_checkpoint
 
 __all__ = [
     "BUNDLED",
@@ -63,7 +63,7 @@ def open_model(name: str | Path | Checkpoint) -> Checkpoint:
 
 def is_here(name: str | Path) -> bool:
     """Return whether ``name`` is the path of a directory or a GGUF file."""
-    return os.path.isdir(name) or (str(name).endswith(".gguf") and os.path.isfile(name))
+    return os.path.isdir(name) or (str(name).endswith((*FORMATS,)) and os.path.isfile(name))
 
 
 def usual_draft(model: str | Path | None) -> str:

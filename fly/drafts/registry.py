@@ -13,44 +13,39 @@ from typing import Any, TypeGuard, get_args
 
 import torch
 
+from fly import drafts
 from fly.bundled import BUNDLED, HEADS, find_checkpoint, is_here, names_a_checkpoint
-from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import DraftStrategy
-from fly.drafts.block import BlockDraft, LookupDraft
-from fly.drafts.choose import ChooseDraft
-from fly.drafts.eagle import Eagle3Draft
-from fly.drafts.model import CascadeDraft, SingleDraft
-from fly.drafts.ngram import NGramDraft
-from fly.drafts.suffix import SuffixDraft
-from fly.drafts.trained import HeadDraft
-from fly.drafts.tree import TreeDraft
 from fly.expressions import CLASS_PATH, Registry, Text
+from fly.late import Places
 from fly.models.heads import EAGLE3, head_kind
 from fly.policies import AcceptancePolicy, parse_policy
 
 __all__ = ["checkpoint_type", "draft_types", "parse_draft"]
 
-STRATEGIES = Registry(
+STRATEGIES: Registry = Registry(
     kind="draft",
     example="ngram(k=4)+fly-draft",
     # A word is a name, a path or a number. Quotes, brackets, commas, spaces and the signs + = : end it.
     word=rf"""{CLASS_PATH.pattern}|[^\s"'()\[\]{{}},+=:]+""",
     finished="strategy",
     groups={"fly.drafts": DraftStrategy},
-    ours={
-        "ngram": NGramDraft,
-        "suffix": SuffixDraft,
-        "model": SingleDraft,
-        "tree": TreeDraft,
-        "eagle3": Eagle3Draft,
-        "block": BlockDraft,
-        "adaptive": AdaptiveDraft,
-        "choose": ChooseDraft,
-    },
+    ours=Places(
+        {
+            "ngram": "fly.drafts.ngram:NGramDraft",
+            "suffix": "fly.drafts.suffix:SuffixDraft",
+            "model": "fly.drafts.model:SingleDraft",
+            "tree": "fly.drafts.tree:TreeDraft",
+            "eagle3": "fly.drafts.eagle:Eagle3Draft",
+            "block": "fly.drafts.block:BlockDraft",
+            "adaptive": "fly.drafts.adaptive:AdaptiveDraft",
+            "choose": "fly.drafts.choose:ChooseDraft",
+        }
+    ),
     bases=(DraftStrategy,),
     wanted="a class that subclasses DraftStrategy",
     usable=lambda strategy: not inspect.isabstract(strategy),
-    choices=lambda: {"strategies": ["none", *sorted(draft_types())], "bundled checkpoints": [*BUNDLED, *HEADS]},
+    choices=lambda: {"strategies": ["none", *sorted(STRATEGIES.types)], "bundled checkpoints": [*BUNDLED, *HEADS]},
     more=", or a checkpoint: the path of a directory or GGUF file, or a name on the Hugging Face hub",
 )
 
@@ -103,7 +98,7 @@ def parse_draft(
     if text.strip() == "none":
         return None
     loading: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
-    if text.strip() not in draft_types() and is_here(text):
+    if text.strip() not in STRATEGIES.types and is_here(text):
         return _of_checkpoint(text, loading)
     reader = _Reader(STRATEGIES, text, trusted, defaults=loading)
     return reader.read(reader.strategy)
@@ -119,9 +114,9 @@ class _Reader(Text):
         if levels:
             built = [self.strategy(level, level=True) for level in (node, *reversed(levels))]
             try:
-                if len(built) == 2 and isinstance(built[1], BlockDraft):
-                    return LookupDraft(*built)
-                return CascadeDraft(built)
+                if len(built) == 2 and isinstance(built[1], drafts.BlockDraft):
+                    return drafts.LookupDraft(*built)
+                return drafts.CascadeDraft(built)
             except ValueError as error:
                 raise self.error(str(error)) from error
         call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
@@ -129,7 +124,7 @@ class _Reader(Text):
             word = self.value(call.func)
             if word == "none":
                 raise self.error("'none' stands alone: it is no part of another draft, and takes no parameters")
-            registered = word in draft_types() or CLASS_PATH.fullmatch(word)
+            registered = word in STRATEGIES.types or CLASS_PATH.fullmatch(word)
             if isinstance(node, ast.Call) or registered or not names_a_checkpoint(word):
                 return self.call(self.find(word), word, call)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -162,18 +157,18 @@ def _of_checkpoint(name: str, loading: abc.Mapping[str, Any], level: bool = Fals
     """Return the strategy that drafts with a checkpoint. Prompt lookup drafts for a model, unless it is a ``level`` of
     a cascade: there the level before drafts for it."""
     kind = checkpoint_type(name)
-    if issubclass(kind, HeadDraft):
-        return kind(name, reach=None, **loading)
-    return SingleDraft(name, None if level else NGramDraft(), reach=None, **loading)
+    if kind is drafts.SingleDraft:
+        return drafts.SingleDraft(name, None if level else drafts.NGramDraft(), reach=None, **loading)
+    return kind(name, reach=None, **loading)
 
 
-def checkpoint_type(name: str) -> type[SingleDraft | HeadDraft]:
+def checkpoint_type(name: str) -> type[drafts.SingleDraft | drafts.Eagle3Draft | drafts.BlockDraft]:
     """Return the class of strategy that drafts with a checkpoint: a head's, or a model's (on the hub always this)."""
     found = find_checkpoint(name)
     kind = head_kind(found) if isinstance(found, Path) else None
     if kind is None:
-        return SingleDraft
-    return Eagle3Draft if kind == EAGLE3 else BlockDraft
+        return drafts.SingleDraft
+    return drafts.Eagle3Draft if kind == EAGLE3 else drafts.BlockDraft
 
 
 def _is_sum(node: ast.expr) -> TypeGuard[ast.BinOp]:

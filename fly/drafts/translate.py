@@ -19,7 +19,7 @@ import torch
 from tokenizers import decoders, models
 
 from fly.cache import OutOfBlocks
-from fly.drafts.base import DraftSetup, DraftStrategy, Loaded, StopsByChance, pad, until_end
+from fly.drafts.base import DraftStrategy, StopsByChance, pad, until_end
 from fly.drafts.model import SingleDraft
 from fly.models.lengths import byte_level
 from fly.models.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ from fly.runner.executor import Batch, Executor, Scores, Wrapped
 from fly.runner.request import Row, common_prefix
 from fly.types import Draft, SamplingParams, Target
 
-__all__ = ["TranslatedDraft", "TranslatingSetup", "Vocabularies", "translated"]
+__all__ = ["Restricted", "TranslatedDraft", "Vocabularies"]
 
 _GREEDY = SamplingParams(temperature=0.0)
 _LOOK_BACK = 8  # the decoding of a token may depend on this many tokens before it
@@ -245,7 +245,7 @@ class TranslatedDraft(StopsByChance):
         own_size = draft.runner.executor.config.vocab_size
         self.vocabularies = Vocabularies(tokenizer, vocab_size, draft.runner.tokenizer, own_size)
         self.mode = self.vocabularies.mode
-        if self.mode == "padded" and vocab_size < own_size and not isinstance(draft.executor, _Restricted):
+        if self.mode == "padded" and vocab_size < own_size and not isinstance(draft.executor, Restricted):
             raise ValueError(
                 f"{type(draft).__name__} drafts {own_size} ids for a target of {vocab_size}; attach it by a "
                 "TranslatingSetup, which leaves out the ids that the target lacks"
@@ -352,7 +352,7 @@ def _without_bans(params: SamplingParams) -> SamplingParams:
     return params.model_copy(update={**off, "bad_words": (), "bad_words_ids": ()}) if params.penalises else params
 
 
-class _Restricted(Wrapped):
+class Restricted(Wrapped):
     """A model that gives ids from ``size`` on a logit of -inf, and so probability 0."""
 
     def __init__(self, inner: Executor, size: int) -> None:
@@ -364,31 +364,3 @@ class _Restricted(Wrapped):
         logits_NV = found.logits_NV.clone()
         logits_NV[:, self._size :] = -torch.inf
         return Scores(logits_NV, states_TF=found.states_TF)
-
-
-class TranslatingSetup(DraftSetup):
-    """A setup that translates the drafts of strategies with another vocabulary. A model that it loads never drafts ids
-    that the target lacks, if both have the same tokenizer."""
-
-    def fit_to_target(self, loaded: Loaded) -> Executor:
-        executor = loaded.executor
-        size = self.target.executor.config.vocab_size
-        if self.tokenizer is None or loaded.tokenizer is None or executor.config.vocab_size <= size:
-            return executor
-        return _Restricted(executor, size) if self.tokenizer.same_as(loaded.tokenizer) else executor
-
-    def translate(self, strategy: DraftStrategy) -> DraftStrategy:
-        return translated(strategy, self.tokenizer, self.target.executor.config.vocab_size)
-
-
-def translated(draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: int) -> DraftStrategy:
-    """Return an attached ``draft`` if its vocabulary is the target's, otherwise a ``TranslatedDraft`` around it.
-
-    Two vocabularies of the same size count as the same, unless both models have a tokenizer and the tokenizers differ.
-
-    Raises ``ValueError``, with the reason, if the vocabularies cannot be translated.
-    """
-    same = draft.vocab_size in (None, vocab_size)
-    if same and isinstance(draft, SingleDraft) and tokenizer is not None and draft.runner.tokenizer is not None:
-        same = tokenizer.same_as(draft.runner.tokenizer)
-    return draft if same else TranslatedDraft(draft, tokenizer, vocab_size)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
 
-from fly.models.chat import Splitter, Thinking
+from fly.models.thinking import Splitter, Thinking
 from fly.models.tokenizer import TextStream, Tokenizer
 from fly.output import Output, Reader
 from fly.policies import Promise

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fly.drafts.base import DraftSetup, DraftStrategy
 from fly.drafts.limits import check_draft
-from fly.drafts.translate import TranslatingSetup
+from fly.drafts.setup import TranslatingSetup
 from fly.engine.account import OnToken, apply, explain_tokens, logprobs
 from fly.runner.executor import OpenBlocks, Spent
 from fly.runner.request import Row, Token, most_drafted

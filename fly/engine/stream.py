@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 
 from fly.engine.job import Entry, Job
 from fly.engine.worker import Worker
-from fly.models.chat import Kind, Splitter
+from fly.models.thinking import Kind, Splitter
 from fly.output import Piece
 from fly.runner.request import Stats, Token
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fly.late import Places
 from fly.models.checkpoint import Checkpoint
 from fly.models.config import CheckpointError
 from fly.models.directory import Directory
-from fly.models.gguf import GGUF
 
-__all__ = ["open_checkpoint"]
+__all__ = ["FORMATS", "open_checkpoint"]
+
+# Formats of a checkpoint in one file, by the ending of its name. Any other checkpoint is a directory.
+FORMATS = Places({".gguf": "fly.models.gguf:GGUF"})
 
 
 def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
@@ -23,6 +26,9 @@ def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
     path = Path(path)
     if path.is_dir():
         return Directory(path)
-    if path.suffix == ".gguf" and path.exists():
-        return GGUF(path)
-    raise CheckpointError(f"{path}: no such checkpoint: neither a directory nor a file ending in .gguf")
+    if path.suffix in FORMATS and path.exists():
+        opened: Checkpoint = FORMATS[path.suffix](path)
+        return opened
+    raise CheckpointError(
+        f"{path}: no such checkpoint: neither a directory nor a file ending in {' or '.join(FORMATS)}"
+    )

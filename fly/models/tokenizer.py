@@ -11,16 +11,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tokenizers import AddedToken, Encoding, models
+from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import ByteLevel, DecodeStream
+from tokenizers.models import WordLevel
 
-from fly.models.chat import ChatPrompt, ChatTemplate, Thinking, conversation, pick
+from fly import models
 from fly.models.checkpoint import Checkpoint
 from fly.models.config import CheckpointError
 from fly.models.lengths import Lengths, byte_level
 from fly.models.opening import open_checkpoint
-from fly.models.traced import ROLE, TEMPLATE, UNKNOWN, Traced, writers_of
+from fly.models.thinking import ChatPrompt, Thinking
 from fly.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ __all__ = ["TextStream", "Tokenizer", "TooLong", "read_eos_ids"]
 _LONG = 2**14  # this many characters take about ten milliseconds to encode
 _TOGETHER = 1024  # texts to encode per call; their encodings take a hundred times the memory of the texts
 _LISTS = {"tools": None, "documents": None}  # variables that are None unless they are given
-_MESSAGES = re.compile(f"[^{TEMPLATE}{ROLE}{UNKNOWN}]+")  # writers of characters that are surely a message's
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token for a single byte, in vocabularies that fall back to bytes
 
 
@@ -86,15 +86,18 @@ class Tokenizer:
             raise CheckpointError(f"{checkpoint.place_of('tokenizer_config.json')}: {error!r}") from error
         self.special_names = checkpoint.special_names
         # Templates in files of their own replace those in the settings.
-        self.templates = {
-            name: ChatTemplate(source, name) for name, source in (checkpoint.templates() or sources).items()
-        }
+        self.template_sources: dict[str, str] = checkpoint.templates() or sources
 
     @staticmethod
     def load(checkpoint: str | Path | Checkpoint) -> Tokenizer | None:
         """Return the checkpoint's tokenizer, or None if it has none."""
         checkpoint = open_checkpoint(checkpoint)
         return Tokenizer(checkpoint) if checkpoint.has_tokenizer else None
+
+    @cached_property
+    def templates(self) -> dict[str, models.chat.ChatTemplate]:
+        """The chat templates by name."""
+        return {name: models.chat.ChatTemplate(source, name) for name, source in self.template_sources.items()}
 
     def warm(self) -> None:
         """Build all lazy tables now, by encoding a short text."""
@@ -230,7 +233,7 @@ class Tokenizer:
         one that has a text, does not read a variable, or makes it impossible to tell who wrote a control token;
         ``TooLong`` if there must be more than ``at_most`` tokens.
         """
-        template = pick(self.templates, chat_template, bool(tools))
+        template = models.chat.pick(self.templates, chat_template, bool(tools))
         lists = {"tools": tools, "documents": documents}
         untrusted = {**{name: value for name, value in lists.items() if value is not None}, **variables}
         if continue_final_message and add_generation_prompt:
@@ -239,14 +242,15 @@ class Tokenizer:
             known = sorted(template.variables - {"messages", "add_generation_prompt", *self.special_names})
             raise template.refusal(f"it does not read {unread}; it reads {known}")
         trusted = {**self.special_names, **_LISTS, "add_generation_prompt": add_generation_prompt}
-        text = template.render(conversation(messages), trusted, untrusted, continue_final_message)
+        text = template.render(models.chat.conversation(messages), trusted, untrusted, continue_final_message)
         if at_most is not None:
             self.check_length(text, at_most)
         ids = self._encode_rendered(text, template.name)
         if template.tags is None:
             return ChatPrompt(ids)
         last = text.rstrip()[-len(template.tags.open) :]
-        begun = add_generation_prompt and last == template.tags.open and set(writers_of(last)) == {TEMPLATE}
+        by_template = set(models.traced.writers_of(last)) == {models.traced.TEMPLATE}
+        begun = add_generation_prompt and last == template.tags.open and by_template
         return ChatPrompt(ids, Thinking(template.tags, begun))
 
     def render(self, messages: Iterable[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
@@ -254,23 +258,25 @@ class Tokenizer:
         becomes a real one when the text is encoded: use ``apply_chat_template`` for messages that you do not trust.
         Raises the same errors as ``apply_chat_template``."""
         trusted = {**self.special_names, **_LISTS, "add_generation_prompt": add_generation_prompt}
-        return str.__str__(pick(self.templates, None, False).render(conversation(messages), trusted, {}))
+        template = models.chat.pick(self.templates, None, False)
+        return str.__str__(template.render(models.chat.conversation(messages), trusted, {}))
 
-    def _encode_rendered(self, rendered: Traced, name: str) -> list[int]:
+    def _encode_rendered(self, rendered: models.traced.Traced, name: str) -> list[int]:
         """Encode what the template ``name`` rendered. Control tokens that it wrote become tokens; those that messages
         spell are encoded as plain text."""
-        text, writers = str.__str__(rendered), writers_of(rendered)
+        traced = models.traced
+        text, writers = str.__str__(rendered), traced.writers_of(rendered)
         spelled = self._find_controls(text)
         controls = spelled
-        if any(not set(writers[token.start : token.end]) <= {TEMPLATE, ROLE} for token in spelled):
+        if any(not set(writers[token.start : token.end]) <= {traced.TEMPLATE, traced.ROLE} for token in spelled):
             controls = self._find_controls(self._hide_messages(text, writers))
-        if unsure := [token for token in controls if UNKNOWN in writers[token.start : token.end]]:
+        if unsure := [token for token in controls if traced.UNKNOWN in writers[token.start : token.end]]:
             spelling = text[unsure[0].start : unsure[0].end]
             raise ValueError(
                 f"the chat template {name!r} changes {spelling!r} so that nothing tells who wrote this control token, "
                 "the template or a message"
             )
-        controls = [token for token in controls if TEMPLATE in writers[token.start : token.end]]
+        controls = [token for token in controls if traced.TEMPLATE in writers[token.start : token.end]]
         if controls == spelled:
             [encoding] = _encoded(self.raw, [text])
             wanted = [token.id for token in controls if token.id in self._spelled_ids]
@@ -284,7 +290,7 @@ class Tokenizer:
     def _hide_messages(self, text: str, writers: str) -> str:
         """Replace the characters that messages wrote, so that they spell no control token."""
         pieces, last = [], 0
-        for run in _MESSAGES.finditer(writers):
+        for run in models.traced.MESSAGES.finditer(writers):
             pieces += [text[last : run.start()], text[run.start() : run.end()].translate(self._hidden)]
             last = run.end()
         return "".join([*pieces, text[last:]])
@@ -349,11 +355,11 @@ class Tokenizer:
         """A tokenizer that finds the same added tokens and leaves the text between them as it is."""
         added = self.raw.get_added_tokens_decoder()
         between = {"": max(added, default=-1) + 1}
-        finder = RawTokenizer(models.WordLevel(between | {token.content: i for i, token in added.items()}, ""))
+        finder = RawTokenizer(WordLevel(between | {token.content: i for i, token in added.items()}, ""))
         if self.raw.normalizer is not None:
             finder.normalizer = self.raw.normalizer
         finder.add_tokens(list(added.values()))
-        finder.model = models.WordLevel(between, "")  # added tokens keep their ids
+        finder.model = WordLevel(between, "")  # added tokens keep their ids
         return finder
 
     @cached_property

@@ -19,6 +19,7 @@ from markupsafe import Markup, escape
 __all__ = [
     "EMPTY",
     "END",
+    "MESSAGES",
     "OTHER",
     "ROLE",
     "TEMPLATE",
@@ -44,6 +45,7 @@ ROLE = "\2"  # the role of a message, if it is a plain name: templates build con
 OTHER = "\3"  # messages, tools, documents and variables, except the content of messages
 END = "\4"  # the end of the content that an answer continues: its last character, and whitespace after it
 _FIRST = 5
+MESSAGES = re.compile(f"[^{TEMPLATE}{ROLE}{UNKNOWN}]+")  # writers of characters that are surely a message's
 
 
 def message_writer(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Lossless rules besides ``Exact``: comparison with the target's own sample, and verification of whole blocks.
+"""Lossless rules: the exact one, comparison with the target's own sample, and verification of whole blocks.
 
 Shape legend: B rows, K longest draft, V vocabulary. Positions count from 0 here, and from 1 in papers.
 """
@@ -12,11 +12,34 @@ import torch
 from torch import Tensor
 
 from fly.ops import draw, pick
-from fly.policies.base import AcceptancePolicy, draw_next, exact_accept_probs, longest_prefix, mark_nan, verdict_of
+from fly.policies.base import (
+    AcceptancePolicy,
+    ExactCore,
+    draw_next,
+    exact_accept_probs,
+    longest_prefix,
+    mark_nan,
+    verdict_of,
+)
 from fly.policies.formulas import drafted
 from fly.types import Draft, Guarantee, Noise, Target, Verdict
 
-__all__ = ["BlockVerification", "ExactSample"]
+__all__ = ["BlockVerification", "Exact", "ExactSample"]
+
+
+@dataclass(frozen=True)
+class Exact(ExactCore):
+    """Lossless speculative sampling: keep x with probability min(1, target(x)/draft(x)), otherwise draw from
+    norm(max(target - draft, 0)) (Leviathan et al. 2023, alg. 1; Chen et al. 2023, alg. 2).
+
+    ``draft`` is the processed distribution that the draft was sampled from, one-hot for a deterministic draft. At
+    temperature 0, x is kept if it is the target's argmax; otherwise the argmax is emitted.
+
+    ``Exact() | condition`` excuses mismatches under the condition (``Relaxed``).
+    """
+
+    name: ClassVar[str] = "exact"
+    guarantee = Guarantee.LOSSLESS
 
 
 @dataclass(frozen=True)

@@ -17,24 +17,9 @@ from pydantic import BeforeValidator, InstanceOf, PlainSerializer, ValidationInf
 
 from fly.errors import PlacedError
 from fly.expressions import CLASS_PATH, Registry, Source, Text
+from fly.late import Places
 from fly.policies.base import AcceptancePolicy, Relaxed
-from fly.policies.conditions import AgreeingWindow, All, AnyOf, Condition, ControlToken, EntropyGate, Not, Room
-from fly.policies.gates import (
-    BiLD,
-    Fuzzy,
-    LogMargin,
-    Near,
-    Regret,
-    RelaxedTopN,
-    SuffixRegret,
-    TopRatio,
-    Typical,
-)
-from fly.policies.loosened import AdditiveSlack, Cactus, Cascade, Ears, Ensemble, Mentored, Thresholds
-from fly.policies.lossless import BlockVerification, ExactSample
-from fly.policies.rules import Exact, FLy, LossySampling, asd
-from fly.policies.schedule import AboveContext, AfterTokens, AtMost, Budget, NatsBudget, Phase, RegretBudget
-from fly.policies.texts import TokenText
+from fly.policies.conditions import All, AnyOf, Condition, Not
 
 __all__ = [
     "CATALOGUE",
@@ -50,33 +35,69 @@ __all__ = [
 ]
 
 Rule = AcceptancePolicy | Condition
-PRESETS: dict[str, Callable[[], AcceptancePolicy]] = {
-    "fly.reference": FLy.reference,
-    "fly.paper": FLy.paper,
-    "fly.vllm": FLy.vllm,
-    "asd": asd,
-}
+PRESETS: Mapping[str, Callable[[], AcceptancePolicy]] = Places(
+    {
+        "fly.reference": "fly.policies.rules:FLy.reference",
+        "fly.paper": "fly.policies.rules:FLy.paper",
+        "fly.vllm": "fly.policies.rules:FLy.vllm",
+        "asd": "fly.policies.rules:asd",
+    }
+)
 _COMPOSITES: dict[str, type[Rule]] = {rule.name: rule for rule in (Relaxed, All, AnyOf, Not)}
-# Rules of the literature and of other engines, besides ``Exact``, ``LossySampling`` and ``FLy``. All have defaults.
-CATALOGUE: tuple[type[AcceptancePolicy], ...] = (
-    *(ExactSample, BlockVerification, AdditiveSlack, Ears, Ensemble, Thresholds, Typical),
-    *(RelaxedTopN, Near, BiLD, Fuzzy, Cascade, Cactus, Mentored),
+# Rules of the literature and of other engines, besides ``Exact``, ``LossySampling`` and ``FLy``. Each stands under its
+# ``name``, and all have defaults.
+CATALOGUE = Places(
+    {
+        "sample": "fly.policies.lossless:ExactSample",
+        "block": "fly.policies.lossless:BlockVerification",
+        "slack": "fly.policies.loosened:AdditiveSlack",
+        "ears": "fly.policies.loosened:Ears",
+        "ensemble": "fly.policies.loosened:Ensemble",
+        "thresholds": "fly.policies.loosened:Thresholds",
+        "typical": "fly.policies.gates:Typical",
+        "topn": "fly.policies.gates:RelaxedTopN",
+        "near": "fly.policies.gates:Near",
+        "bild": "fly.policies.gates:BiLD",
+        "fuzzy": "fly.policies.gates:Fuzzy",
+        "cascade": "fly.policies.loosened:Cascade",
+        "cactus": "fly.policies.loosened:Cactus",
+        "mentored": "fly.policies.loosened:Mentored",
+    }
 )
-GATES: tuple[type[Condition], ...] = (LogMargin, Regret, SuffixRegret, TopRatio)
-_OURS: tuple[type[Rule], ...] = (
-    *(Exact, LossySampling, FLy),
-    *(EntropyGate, AgreeingWindow, Room, ControlToken),
-    *CATALOGUE,
-    *GATES,
-    *(AfterTokens, AboveContext, Budget, AtMost, NatsBudget, RegretBudget, Phase, TokenText),
+GATES = Places(
+    {
+        "margin": "fly.policies.gates:LogMargin",
+        "regret": "fly.policies.gates:Regret",
+        "suffix_regret": "fly.policies.gates:SuffixRegret",
+        "mars": "fly.policies.gates:TopRatio",
+    }
 )
-RULES = Registry(
+_OTHERS = Places(
+    {
+        "exact": "fly.policies.lossless:Exact",
+        "lossy": "fly.policies.rules:LossySampling",
+        "fly": "fly.policies.rules:FLy",
+        "entropy": "fly.policies.conditions:EntropyGate",
+        "window": "fly.policies.conditions:AgreeingWindow",
+        "room": "fly.policies.conditions:Room",
+        "control": "fly.policies.conditions:ControlToken",
+        "after": "fly.policies.schedule:AfterTokens",
+        "above": "fly.policies.schedule:AboveContext",
+        "budget": "fly.policies.schedule:Budget",
+        "at_most": "fly.policies.schedule:AtMost",
+        "nats": "fly.policies.schedule:NatsBudget",
+        "regret_budget": "fly.policies.schedule:RegretBudget",
+        "phase": "fly.policies.schedule:Phase",
+        "token": "fly.policies.texts:TokenText",
+    }
+)
+RULES: Registry = Registry(
     kind="policy",
     example="fly(theta=0.3) & after(2)",
     word=rf"\b{CLASS_PATH.pattern}",
     finished="rule",
     groups={"fly.policies": AcceptancePolicy, "fly.conditions": Condition},
-    ours={rule.name: rule for rule in _OURS},
+    ours=_OTHERS | CATALOGUE | GATES,
     bases=(AcceptancePolicy, Condition),
     wanted="a dataclass that subclasses AcceptancePolicy or Condition",
     usable=is_dataclass,

@@ -1,4 +1,4 @@
-"""Acceptance policies: exact, lenient, and FLy.
+"""Acceptance policies: lenient, and FLy.
 
 Shape legend: B rows, K longest draft, V vocabulary.
 """
@@ -20,25 +20,11 @@ from fly.policies.base import AcceptancePolicy, ExactCore
 from fly.policies.conditions import AgreeingWindow, Condition, ControlToken, Entropy, EntropyGate, Room
 from fly.policies.formulas import by_temperature, matches
 from fly.policies.gates import SuffixRegret
+from fly.policies.lossless import Exact
 from fly.policies.schedule import AtMost, RegretBudget
 from fly.types import Draft, Guarantee, Target
 
-__all__ = ["Exact", "FLy", "LossySampling", "asd"]
-
-
-@dataclass(frozen=True)
-class Exact(ExactCore):
-    """Lossless speculative sampling: keep x with probability min(1, target(x)/draft(x)), otherwise draw from
-    norm(max(target - draft, 0)) (Leviathan et al. 2023, alg. 1; Chen et al. 2023, alg. 2).
-
-    ``draft`` is the processed distribution that the draft was sampled from, one-hot for a deterministic draft. At
-    temperature 0, x is kept if it is the target's argmax; otherwise the argmax is emitted.
-
-    ``Exact() | condition`` excuses mismatches under the condition (``Relaxed``).
-    """
-
-    name: ClassVar[str] = "exact"
-    guarantee = Guarantee.LOSSLESS
+__all__ = ["FLy", "LossySampling", "asd"]
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fly.engine.job import News, Request
-from fly.models.chat import Kind, Splitter
 from fly.models.lengths import byte_alphabet
+from fly.models.thinking import Kind, Splitter
 from fly.models.tokenizer import Tokenizer
 from fly.runner.request import Token
 from fly.serve.jsons import write_json

@@ -23,7 +23,8 @@ from fly.drafts import draft_types
 from fly.engine.worker import Stopped
 from fly.errors import explain, short
 from fly.llm import LLM
-from fly.models.chat import ChatPrompt, Thinking, pick
+from fly.models.chat import pick
+from fly.models.thinking import ChatPrompt, Thinking
 from fly.models.tokenizer import TooLong
 from fly.serve import bodies
 from fly.serve.answering import until_left

@@ -13,7 +13,7 @@ from itertools import groupby
 from string import ascii_letters, digits, hexdigits
 from typing import Any, NamedTuple, TypeVar
 
-from fly.models.chat import Thinking
+from fly.models.thinking import Thinking
 from fly.models.tokenizer import Tokenizer
 from fly.serve.jsons import DEEPEST, loads
 

@@ -32,8 +32,8 @@ from fly.testing.drawn import (
     check_rounds_are_independent,
 )
 from fly.testing.report import ConformanceError, Finding, Report, require, run_checks, seeded
+from fly.testing.setups import make_llm
 from fly.testing.stage import DraftKit, Proposal, Stage, compare, reachable, split
-from fly.testing.toys import make_llm
 from fly.types import SamplingParams
 
 __all__ = ["DRAFT_CHECKS", "check_draft"]

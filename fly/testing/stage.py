@@ -27,7 +27,8 @@ from fly.runner.executor import Executor, Head
 from fly.runner.request import Row
 from fly.testing.blocks import toy_vocabulary
 from fly.testing.report import require
-from fly.testing.toys import LoadOnce, make_executor, make_runner, make_setup, toy_target
+from fly.testing.setups import LoadOnce, make_runner, make_setup
+from fly.testing.toys import make_executor, toy_target
 from fly.types import Draft, SamplingParams
 
 __all__ = ["PARAMS", "DraftKit", "Proposal", "Stage", "compare", "reachable", "split"]

@@ -1,28 +1,20 @@
-"""Toy models and their runners. This is the only file of the kits that builds a model, a ``Runner`` or an ``LLM``."""
+"""Toy models. The kit of rules needs no more of an engine; ``setups.py`` has what drafts need."""
 
 from __future__ import annotations
 
-from operator import itemgetter
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from fly.backends import load
-from fly.cache import PagedKVCache
-from fly.drafts.base import DraftSetup, DraftStrategy, Loaded, LoadModel
-from fly.drafts.translate import TranslatingSetup
-from fly.llm import LLM
+from fly import backends
 from fly.models import Llama, LlamaConfig
-from fly.runner.executor import Executor
-from fly.runner.runner import Runner
-from fly.testing.blocks import toy_vocabulary
-from fly.vocabulary import Vocabulary
 
-__all__ = ["LoadOnce", "make_executor", "make_llm", "make_runner", "make_setup", "toy_target"]
+if TYPE_CHECKING:
+    from fly.runner.executor import Executor
+
+__all__ = ["make_executor", "toy_target"]
 
 _POSITIONS = 128  # context length of the toy target
-_CONTEXTS = 64  # how many full contexts a runner's cache holds
 
 
 def toy_target(vocab_size: int, config: LlamaConfig | None = None) -> Llama:
@@ -48,42 +40,4 @@ def toy_target(vocab_size: int, config: LlamaConfig | None = None) -> Llama:
 
 def make_executor(model: object) -> Executor:
     """Load a model, or the checkpoint with the given name, and return its executor."""
-    return load(model).executor
-
-
-class LoadOnce:
-    """Loads models by name, each only once."""
-
-    def __init__(self) -> None:
-        self.loaded: list[Loaded] = []
-        self._known: dict[str, Loaded] = {}
-
-    def __call__(self, model: object, **options: Any) -> Loaded:
-        named = isinstance(model, (str, Path))
-        key = f"{model} {sorted(options.items(), key=itemgetter(0))}" if named else f"{id(model)}"
-        if key not in self._known:
-            self._known[key] = load(model, **options)
-            self.loaded.append(self._known[key])
-        return self._known[key]
-
-
-def make_setup(executor: Executor, load: LoadModel) -> DraftSetup:
-    """Make a setup for draft strategies: a target over toy tokens, with a cache for many rows."""
-    return TranslatingSetup(make_runner(executor), toy_vocabulary(executor.config.vocab_size), load)
-
-
-def make_runner(executor: Executor) -> Runner:
-    """Make a runner of ``executor`` with a cache for many rows."""
-    return Runner(executor, PagedKVCache.for_model(executor, _CONTEXTS * executor.config.max_position_embeddings))
-
-
-class _ToyLLM(LLM):
-    """An ``LLM`` with the toy vocabulary."""
-
-    def _vocabulary_of(self, size: int, device: torch.device) -> Vocabulary:
-        return toy_vocabulary(size)
-
-
-def make_llm(executor: Executor, strategy: DraftStrategy) -> LLM:
-    """Make an ``LLM`` for speculative decoding by the exact rule over toy tokens."""
-    return _ToyLLM(executor, strategy)
+    return backends.load(model).executor

@@ -1,7 +1,29 @@
 """Compiled CPU kernels: plain C++ (``src/``), built with the package if there is a compiler, called by ctypes."""
 
-from fly.backends.cpu.executor import CpuExecutor
-from fly.backends.cpu.library import available, chosen, why_not
-from fly.backends.cpu.packed import PackedLlama, int8_weights
+from typing import TYPE_CHECKING
 
-__all__ = ["CpuExecutor", "PackedLlama", "available", "chosen", "int8_weights", "why_not"]
+from fly.late import find_late
+
+if TYPE_CHECKING:
+    from fly.backends.cpu.dflash import CpuDFlashHead
+    from fly.backends.cpu.executor import CpuExecutor, TorchOnHost
+    from fly.backends.cpu.head import CpuHead, head_refusal
+    from fly.backends.cpu.library import available, chosen, why_not
+    from fly.backends.cpu.packed import PackedLlama, computes_as_stored, int8_weights, refusal
+else:
+    __getattr__, __dir__ = find_late(__name__)
+
+__all__ = [
+    "CpuDFlashHead",
+    "CpuExecutor",
+    "CpuHead",
+    "PackedLlama",
+    "TorchOnHost",
+    "available",
+    "chosen",
+    "computes_as_stored",
+    "head_refusal",
+    "int8_weights",
+    "refusal",
+    "why_not",
+]

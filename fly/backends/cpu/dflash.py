@@ -30,7 +30,7 @@ from fly.backends.cpu.packed import (
     new_model,
     shape_of,
 )
-from fly.backends.torch import TorchDFlashHead
+from fly.backends.heads import TorchDFlashHead
 from fly.models.dflash import DFlashHead
 from fly.models.llama import rotary_tables
 from fly.runner.constraints import constrains

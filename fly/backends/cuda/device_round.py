@@ -30,7 +30,7 @@ from fly.backends.cuda.drafter import Drafter, HeadDrafter, Model
 from fly.backends.cuda.graphs import Download, GraphPool, Part, Shared, Timer, upload_into
 from fly.backends.cuda.ops import uniforms
 from fly.backends.cuda.table import Column, Shape, Table, pack
-from fly.backends.torch import TorchHead
+from fly.backends.heads import TorchHead
 from fly.cache import PagedKVCache
 from fly.ops import Stream, argmax, pick
 from fly.policies import AcceptancePolicy, verify

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fly.backends.cuda.attention import PagedAttention, place_tokens
 from fly.backends.cuda.table import Column, Table
-from fly.backends.torch import TorchHead
+from fly.backends.heads import TorchHead
 from fly.cache import PagedKVCache
 from fly.models.config import LlamaConfig
 from fly.ops import upload

@@ -33,7 +33,8 @@ from fly.backends.cuda.rounds import LONGEST, note_plain_way, take_rounds
 from fly.backends.cuda.sampling import DeviceDistribution
 from fly.backends.cuda.shapes import DeviceRounds, TooLarge, add_up
 from fly.backends.cuda.table import FEW, PADDING, Column, Shape, count_pages, make_line, round_up
-from fly.backends.torch import TorchExecutor, TorchHead
+from fly.backends.heads import TorchHead
+from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache, block_size_for
 from fly.models.compiled import CompiledLayers
 from fly.models.llama import Llama, record_states

@@ -14,7 +14,7 @@ from fly.backends.cuda.drafter import Model
 from fly.backends.cuda.footprint import WORKSPACE, Needs, measure_round
 from fly.backends.cuda.graphs import GraphPool, Shared
 from fly.backends.cuda.table import Shape
-from fly.backends.torch import TorchHead
+from fly.backends.heads import TorchHead
 from fly.cache import PagedKVCache
 
 __all__ = ["DeviceRounds", "TooLarge", "add_up"]

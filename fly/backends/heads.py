@@ -1,0 +1,229 @@
+"""The reference executors of trained draft heads, on any device that PyTorch knows, and what loads each kind.
+
+Shape legend: T packed tokens, B rows, K places of a block, C hidden width, R rank of a Markov head, F hidden states
+side by side, U draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import abc
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fly.backends import cpu
+from fly.backends.cpu.library import TORCH, split
+from fly.cache import PagedBatch
+from fly.models.dflash import DFlashConfig, DFlashHead, load_dflash_head
+from fly.models.eagle import Eagle3Head, load_head
+from fly.ops import upload
+from fly.runner.drafting import Follow, Marginals, Place
+from fly.runner.executor import Batch, BlockHead, DraftSpec, Executor, Head, SerialHead
+
+__all__ = ["TorchDFlashHead", "TorchHead", "TorchPEagleHead", "load_dflash", "load_eagle3", "load_peagle"]
+
+
+def load_eagle3(path: Path, dtype: torch.dtype | None, device: torch.device, kernels: str) -> Head:
+    """Load an EAGLE-3 head. ``dtype`` None is its own; ``kernels`` names what computes it, if there is code for it."""
+    head = load_head(path, dtype, device)
+    variant = split(kernels)[0]  # its few weights stay as they are
+    compiled = variant != TORCH and cpu.head_refusal(head) is None
+    return cpu.CpuHead(head, variant) if compiled else TorchHead(head)
+
+
+def load_peagle(path: Path, dtype: torch.dtype | None, device: torch.device, kernels: str) -> Head:
+    """Load a P-EAGLE head, which PyTorch computes."""
+    return TorchPEagleHead(load_head(path, dtype, device))
+
+
+def load_dflash(path: Path, dtype: torch.dtype | None, device: torch.device, kernels: str) -> Head:
+    """Load a DFlash or DSpark head. ``kernels`` names what computes it, if there is code for it."""
+    head = load_dflash_head(path, dtype, device)
+    compiled = kernels != TORCH and cpu.head_refusal(head) is None
+    return cpu.CpuDFlashHead(head, kernels) if compiled else TorchDFlashHead(head)
+
+
+class TorchHead(SerialHead):
+    """Runs an EAGLE-3 head operation by operation."""
+
+    head: Eagle3Head
+
+    def begin(self, batch: Batch, states_TF: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
+        return self.step(batch, self.head.fuse(states_TF), places)
+
+    def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
+        tokens_T, positions_T = upload([*batch.tokens, *batch.positions], self.device).chunk(2)
+        x_TC = self.head(tokens_T, x_TC, positions_T, batch.kv)
+        if len(places) < len(batch.tokens):
+            x_TC = x_TC[upload(places, self.device)]
+        return self.head.logits(x_TC), x_TC
+
+
+class TorchPEagleHead(BlockHead):
+    """Runs a P-EAGLE head (arXiv 2602.01469) operation by operation: one causal forward over the tokens that the target
+    has read, and mask tokens after them. The last token read gives the first draft, each mask token one more."""
+
+    head: Eagle3Head
+
+    def room(self, drafts: int, spec: DraftSpec) -> int:
+        return drafts - 1
+
+    def read(self, batch: Batch, states_TF: Tensor) -> None:
+        tokens_T, positions_T = upload([*batch.tokens, *batch.positions], self.device).chunk(2)
+        self.head(tokens_T, self.head.fuse(states_TF), positions_T, batch.kv)
+
+    def block(self, batch: Batch, states_TF: Tensor, anchors: abc.Sequence[int], max_len: abc.Sequence[int]) -> Follow:
+        # Insert the mask tokens after each row's tokens.
+        kv = batch.kv
+        mask = self.head.config.mask_token_id
+        assert mask is not None
+        at = 0
+        counts = [count + n - 1 for count, n in zip(kv.counts, max_len)]
+        tokens, numbers = list[int](), list[int]()  # the number of each token's hidden states; -1: ``mask_hidden``
+        for count, n in zip(kv.counts, max_len):
+            tokens += [*batch.tokens[at : at + count], *[mask] * (n - 1)]
+            numbers += [*range(at, at + count), *[-1] * (n - 1)]
+            at += count
+        longer = Batch.of(_split(tokens, counts), kv.cache.batch(kv.seqs, kv.starts, counts))
+        states_TF = torch.cat([states_TF.to(self.device, self.dtype), self.head.mask_hidden.flatten(0, 1)])
+        uploaded = upload([*longer.tokens, *longer.positions, *numbers], self.device)
+        tokens_T, positions_T, numbers_T = uploaded.chunk(3)
+        x_TC = self.head(tokens_T, self.head.fuse(states_TF[numbers_T]), positions_T, longer.kv)
+        # Places of each row: its last token that was read, then its mask tokens. A shorter row repeats its last place.
+        ends = itertools.accumulate(counts)
+        places = [min(end - n + j, end - 1) for end, n in zip(ends, max_len) for j in range(max(max_len))]
+        logits_NV = self.spread(self.head.logits(x_TC[upload(places, self.device)]))
+        return Marginals(logits_NV.unflatten(0, (len(counts), -1)))
+
+
+class TorchDFlashHead(BlockHead):
+    """Runs a DFlash or DSpark head operation by operation."""
+
+    head: DFlashHead
+
+    def __init__(self, head: DFlashHead) -> None:
+        super().__init__(head)
+        self._logits = head.logits
+        self._note_outputs()
+
+    def _note_outputs(self) -> None:
+        self.to_target_U = self.head.to_target_U
+        self._whole = torch.equal(self.to_target_U.cpu(), torch.arange(self.config.vocab_size))
+
+    def trim(self, kept: list[int]) -> None:
+        self.head.trim(kept)
+        self._note_outputs()
+
+    def share(self, target: Executor) -> None:
+        super().share(target)
+        if self.head.lm_head is None:
+            own, theirs = self.config.hidden_size, target.config.hidden_size
+            if own != theirs:
+                raise ValueError(f"the head has no output matrix, and the target's is {theirs} wide, not {own}")
+            self._logits = lambda hidden_TC: target.logits(hidden_TC).to(self.device)[:, self.to_target_U]
+
+    def room(self, drafts: int, spec: DraftSpec) -> int:
+        return self.head.config.block_size  # all places of a block see one another, so none is left out
+
+    def read(self, batch: Batch, states_TF: Tensor) -> None:
+        # The slot of a token has the context of the token before it, at whose position it counts: a row's first token
+        # has no slot, and its context is in slot 0.
+        self.head.read(self.head.fuse(states_TF), upload(batch.positions, self.device), batch.kv)
+
+    def block(self, batch: Batch, states_TF: Tensor, anchors: abc.Sequence[int], max_len: abc.Sequence[int]) -> Follow:
+        """See ``BlockHead``. The keys and values of the block follow those of the context in the cache."""
+        hidden_BKC, logits_BKU = self.places(batch, states_TF, anchors, max(max_len))
+        if self.head.markov_head is None and self.head.confidence_head is None:
+            return Marginals(self.spread(logits_BKU))
+        return _Walk(self, hidden_BKC, logits_BKU)
+
+    def places(self, batch: Batch, states_TF: Tensor, anchors: abc.Sequence[int], count: int) -> tuple[Tensor, Tensor]:
+        """Read the batch, and run one forward over the rows' blocks. Return the hidden states of all places, and the
+        logits of the first ``count`` places that draft, before any correction."""
+        self.read(batch, states_TF)
+        kv, config = batch.kv, self.head.config
+        starts = [start + count for start, count in zip(kv.starts, kv.counts)]
+        blocks = [[anchor, *[config.mask_token_id] * (config.block_size - 1)] for anchor in anchors]
+        view = _Blocks(kv, starts, config)
+        packed = Batch.of(blocks, view.batches[0])
+        tokens_T, positions_T = upload([*packed.tokens, *packed.positions], self.device).chunk(2)
+        hidden_BKC = self.head(tokens_T, positions_T, view).unflatten(0, (len(anchors), -1))
+        first = 0 if config.anchor_first else 1
+        used_BKC = hidden_BKC[:, first : first + count]
+        return hidden_BKC, self.logits(used_BKC.flatten(0, 1)).unflatten(0, used_BKC.shape[:2])
+
+    def logits(self, hidden_NC: Tensor) -> Tensor:
+        """Return the logits [N, U] over the draft vocabulary, before any correction."""
+        return self._logits(hidden_NC)
+
+    def spread(self, logits_NU: Tensor) -> Tensor:
+        return logits_NU if self._whole else super().spread(logits_NU)
+
+
+class _Blocks:
+    """The cache as blocks see it (``fly.models.dflash.BlockKV``). A place sees the context before the anchor (in
+    sliding layers: the last tokens of it), and its block (in causal layers: up to itself). The window counts from the
+    anchor, as in ``speculators``."""
+
+    def __init__(self, kv: PagedBatch, starts: list[int], config: DFlashConfig) -> None:
+        kinds = list(zip(config.layer.windows, config.causal))
+        size, device = config.block_size, kv.cache.device
+        inside_KK = torch.ones(size, size, dtype=torch.bool, device=device)
+        self.batches = []
+        self.number = [[*dict.fromkeys(kinds)].index(kind) for kind in kinds]  # for each layer, of its batch
+        for window, causal in dict.fromkeys(kinds):
+            masks = []
+            for start in starts:
+                context_KS = torch.ones(size, start, dtype=torch.bool, device=device)
+                if window is not None:
+                    context_KS[:, : max(start - window, 0)] = False
+                masks.append(torch.cat([context_KS, inside_KK.tril() if causal else inside_KK], 1))
+            self.batches.append(kv.cache.batch(kv.seqs, starts, [size] * len(starts), masks))
+
+    def attend(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        return self.batches[self.number[layer]].attend(layer, q_THD, k_TGD, v_TGD, None, scale)
+
+    def store(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> object:
+        return self.batches[0].store(layer, k_TGD, v_TGD)
+
+
+class _Walk:
+    """Walks over the places of a DSpark head's block (``Follow``), and corrects each by the token before it."""
+
+    def __init__(self, runs: TorchDFlashHead, hidden_BKC: Tensor, logits_BKU: Tensor) -> None:
+        self.runs, self.head = runs, runs.head
+        self.hidden_BKC, self.logits_BKU = hidden_BKC, logits_BKU
+        self.first = 0 if self.head.config.anchor_first else 1
+        self.place = -1
+        self.state_BR: Tensor | None = None
+
+    def __call__(self, active: list[int], tokens: list[int]) -> Place:
+        self.place += 1
+        before_A, logits_AU = upload(tokens, self.logits_BKU.device), self.logits_BKU[active, self.place]
+        if self.place == 0 and self.first:
+            # The anchor's place predicts nothing here, but a recurrent Markov head begins there.
+            self.state_BR = self.head.correct(logits_AU, self.hidden_BKC[:, 0], before_A, None).state_BR
+        state_AR = None if self.state_BR is None else self.state_BR[active]
+        hidden_AC = self.hidden_BKC[active, self.first + self.place]
+        corrected = self.head.correct(logits_AU, hidden_AC, before_A, state_AR)
+        if self.state_BR is None:
+            self.state_BR = corrected.state_BR
+        elif corrected.state_BR is not None:
+            self.state_BR[active] = corrected.state_BR
+        return Place(self.runs.spread(corrected.logits_BU), corrected.chance_B)
+
+
+def _split(tokens: list[int], counts: list[int]) -> list[list[int]]:
+    """Split packed tokens into rows."""
+    ends = itertools.accumulate(counts)
+    return [tokens[end - count : end] for end, count in zip(ends, counts)]
