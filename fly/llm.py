@@ -61,12 +61,12 @@ from fly.runner.executor import Executor, Workload
 from fly.runner.memory import CacheSize
 from fly.runner.request import BadWords, Row
 from fly.runner.runner import Runner
-from fly.runner.structured import Vet
 from fly.types import SamplingParams
 from fly.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from fly.parallel import Ranks
+    from fly.runner.structured import Vet
 
 __all__ = [
     "LLM",
