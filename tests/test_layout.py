@@ -281,9 +281,10 @@ SPARED = {
         fly.runner.executor fly.policies.rules fly.policies.gates fly.policies.loosened""",
     "from fly import LLM": """
         fly.backends.cpu.packed fly.backends.cpu.rounds fly.backends.cuda.executor fly.backends.heads
-        fly.parallel.ranks fly.parallel.model fly.models.gguf fly.models.eagle fly.models.dflash fly.models.chat
-        fly.drafts.model fly.drafts.ngram fly.drafts.adaptive fly.drafts.trained fly.drafts.translate
-        fly.policies.rules fly.policies.gates fly.policies.loosened fly.runner.structured fly.runner.forms""",
+        fly.backends.trained fly.parallel.ranks fly.parallel.model fly.models.gguf fly.models.eagle
+        fly.models.dflash fly.models.chat fly.drafts.model fly.drafts.ngram fly.drafts.adaptive
+        fly.drafts.trained fly.drafts.translate fly.policies.rules fly.policies.gates fly.policies.loosened
+        fly.runner.structured fly.runner.forms""",
 }
 
 

@@ -51,9 +51,9 @@ INT4 = "torch-int4"
 # For each kind of trained head, what loads one: path, dtype, device, kernels.
 _HEADS = Places(
     {
-        EAGLE3: "fly.backends.heads:load_eagle3",
-        PEAGLE: "fly.backends.heads:load_peagle",
-        DFLASH: "fly.backends.heads:load_dflash",
+        EAGLE3: "fly.backends.trained:load_eagle3",
+        PEAGLE: "fly.backends.trained:load_peagle",
+        DFLASH: "fly.backends.trained:load_dflash",
     }
 )
 _LARGE = 1 << 29  # bytes in bfloat16 of a draft that runs in four bits: more than caches hold

@@ -1,4 +1,4 @@
-"""The reference executors of trained draft heads, on any device that PyTorch knows, and what loads each kind.
+"""The reference executors of trained draft heads, on any device that PyTorch knows.
 
 Shape legend: T packed tokens, B rows, K places of a block, C hidden width, R rank of a Markov head, F hidden states
 side by side, U draft vocabulary.
@@ -8,41 +8,18 @@ from __future__ import annotations
 
 import itertools
 from collections import abc
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fly.backends import cpu
-from fly.backends.cpu.library import TORCH, split
 from fly.cache import PagedBatch
-from fly.models.dflash import DFlashConfig, DFlashHead, load_dflash_head
-from fly.models.eagle import Eagle3Head, load_head
+from fly.models.dflash import DFlashConfig, DFlashHead
+from fly.models.eagle import Eagle3Head
 from fly.ops import upload
 from fly.runner.drafting import Follow, Marginals, Place
-from fly.runner.executor import Batch, BlockHead, DraftSpec, Executor, Head, SerialHead
+from fly.runner.executor import Batch, BlockHead, DraftSpec, Executor, SerialHead
 
-__all__ = ["TorchDFlashHead", "TorchHead", "TorchPEagleHead", "load_dflash", "load_eagle3", "load_peagle"]
-
-
-def load_eagle3(path: Path, dtype: torch.dtype | None, device: torch.device, kernels: str) -> Head:
-    """Load an EAGLE-3 head. ``dtype`` None is its own; ``kernels`` names what computes it, if there is code for it."""
-    head = load_head(path, dtype, device)
-    variant = split(kernels)[0]  # its few weights stay as they are
-    compiled = variant != TORCH and cpu.head_refusal(head) is None
-    return cpu.CpuHead(head, variant) if compiled else TorchHead(head)
-
-
-def load_peagle(path: Path, dtype: torch.dtype | None, device: torch.device, kernels: str) -> Head:
-    """Load a P-EAGLE head, which PyTorch computes."""
-    return TorchPEagleHead(load_head(path, dtype, device))
-
-
-def load_dflash(path: Path, dtype: torch.dtype | None, device: torch.device, kernels: str) -> Head:
-    """Load a DFlash or DSpark head. ``kernels`` names what computes it, if there is code for it."""
-    head = load_dflash_head(path, dtype, device)
-    compiled = kernels != TORCH and cpu.head_refusal(head) is None
-    return cpu.CpuDFlashHead(head, kernels) if compiled else TorchDFlashHead(head)
+__all__ = ["TorchDFlashHead", "TorchHead", "TorchPEagleHead"]
 
 
 class TorchHead(SerialHead):
