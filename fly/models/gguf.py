@@ -156,7 +156,9 @@ class _Reader:
         if bytes(self.data[:4]) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         self.at = 4
-        version, tensors, fields = self.number("I"), self.number("Q"), self.number("Q")
+        version = self.number("I")
+        tensors = self.number("Q")
+        fields = self.number("Q")
         if version not in (2, 3):
             raise ValueError(f"version {version} is not supported; choices: [2, 3], with the lowest byte first")
         values = {self.text(): self.value(self.number("I")) for _ in range(fields)}

@@ -108,7 +108,9 @@ class Splitter:
             assert self._thinking is not None
             thought, close, after = self._held.partition(tag := self._thinking.tags.close)
             if close:
-                self._state, self._held, self.tokens = "answer", after, self._pushed
+                self._state = "answer"
+                self._held = after
+                self.tokens = self._pushed
                 yield "reasoning", self._thought(thought.rstrip("\n"))
                 self._fresh, self._newlines = False, 0
             else:

@@ -175,7 +175,9 @@ class Tokenizer:
         if isinstance(prompt, str):
             [encoding] = _encoded(self.raw, [prompt], add_special_tokens=True, offsets=True)
             return [start for start, _ in encoding.offsets]
-        decoder, begins, at = DecodeStream(skip_special_tokens=False), list[int](), 0
+        decoder = DecodeStream(skip_special_tokens=False)
+        begins = list[int]()
+        at = 0
         for token in prompt:
             begins.append(at)
             try:
@@ -480,7 +482,9 @@ class TextStream:
         return settled
 
     def _restart(self) -> None:
-        self._decoder, self._ids, self._decoded = DecodeStream(skip_special_tokens=True), [], 0
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._ids = []
+        self._decoded = 0
 
     def _unfinished(self) -> str:
         """Return the characters whose last bytes are missing, as replacement marks."""
