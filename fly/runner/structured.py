@@ -68,7 +68,9 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
-        self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, frozenset(eos_ids)
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.eos_ids = frozenset(eos_ids)
         self._kept: OrderedDict[tuple[str, StructuredOutput], LLMatcher] = OrderedDict()  # least recently used first
         self._size = 0  # bytes of the kept grammars
         self._looking = threading.Lock()
@@ -191,8 +193,12 @@ class Matcher:
         ends: frozenset[int],
         last_ends: frozenset[int] = frozenset(),
     ) -> None:
-        self._start, self._matcher, self._refuse = start, start.deep_copy(), refuse
-        self._never, self._ends, self._last_ends = never, ends, last_ends
+        self._start = start
+        self._matcher = start.deep_copy()
+        self._refuse = refuse
+        self._never = never
+        self._ends = ends
+        self._last_ends = last_ends
         self._no_text = never | ends | last_ends
         self._text: list[int] = []  # what the matcher has consumed
         self._masks: dict[int, tuple[bytearray, str]] = {}  # by length of text
@@ -298,10 +304,14 @@ class Matcher:
         """Return which tokens may follow the first ``depth`` tokens, one bit each; and the reason if none may."""
         if (mask := self._masks.get(depth)) is None:
             self._roll_back(depth)
-            bits, may_end, wrong = bytearray(self._matcher.compute_bitmask()), self._matcher.is_accepting(), ""
+            bits = bytearray(self._matcher.compute_bitmask())
+            may_end = self._matcher.is_accepting()
+            wrong = ""
             if self._matcher.is_error():
                 self._give_up()
-                bits, may_end, wrong = self._nothing(), False, self._wrong
+                bits = self._nothing()
+                may_end = False
+                wrong = self._wrong
             for token in () if wrong else self._no_text:
                 bits[token // 8] &= ~(1 << token % 8)
             if may_end:
