@@ -98,9 +98,9 @@ class BlockAllocator:
         length = self.length(seq)
         shares = self._shares_tail(seq, n_tokens)
         grow, copies = self.blocks_for(n_tokens) - len(table), []
-        if (needed := max(grow, 0) + shares) > self.num_free:
+        if (blocks := max(grow, 0) + shares) > self.num_free:
             raise OutOfBlocks(
-                f"sequence {seq!r} needs {needed} more blocks of {self.block_size} tokens for {n_tokens} tokens; "
+                f"sequence {seq!r} needs {blocks} more blocks of {self.block_size} tokens for {n_tokens} tokens; "
                 f"{self.num_free} of {self.num_blocks} are free"
             )
         if grow < 0:
@@ -158,10 +158,10 @@ class BlockAllocator:
         table: list[int] = self._tables.setdefault(seq, [])
         at: int | str = salt
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
-            found = self._contents.get((at, tuple(tokens[end - self.block_size : end])))
-            if found is None:
+            entry = self._contents.get((at, tuple(tokens[end - self.block_size : end])))
+            if entry is None:
                 break
-            at, block = found
+            at, block = entry
             self._hold(block)
             table.append(block)
         self._lengths[seq], self._published[seq] = len(table) * self.block_size, _Published(len(table), at)
@@ -177,10 +177,10 @@ class BlockAllocator:
     def next_key(self, seq: Hashable, tokens: Sequence[int], salt: str = "") -> Hashable:
         """Return a key of the first full page of ``tokens`` that ``seq`` has not published; None if there is none.
         Sequences with equal keys are about to compute the same page."""
-        known = self._published.get(seq, _Published(0, salt))
-        start = known.pages * self.block_size
+        published = self._published.get(seq, _Published(0, salt))
+        start = published.pages * self.block_size
         page = tuple(tokens[start : start + self.block_size])
-        return (known.at, page) if len(page) == self.block_size else None
+        return (published.at, page) if len(page) == self.block_size else None
 
     def fork(self, parent: Hashable, child: Hashable) -> None:
         """Let ``child`` share all pages of ``parent``. Raises ``ValueError`` for an unknown parent or a known child."""

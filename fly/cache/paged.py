@@ -204,12 +204,12 @@ class PagedBatch:
         for seq, start, count, row in zip(self.seqs, self.starts, self.counts, rows):
             stored_S = slots_S[row.stored]
             for n in range(count):
-                seen_S = stored_S[: start + n + 1] if row.causal or row.mask_NS is None else stored_S[row.mask_NS[n]]
+                visible_S = stored_S[: start + n + 1] if row.causal or row.mask_NS is None else stored_S[row.mask_NS[n]]
                 # for kernels that read tables: what a token of a tree sees
                 mask_1S = None if row.mask_NS is None else row.mask_NS[n : n + 1, : start + n + 1]
                 single = PagedBatch(self.cache, [seq], [start + n], [1], [mask_1S])
                 at = row.new.start + n
-                single._packed = slots_T[at : at + 1], [_Row(slice(0, 1), seen_S, None, False)]
+                single._packed = slots_T[at : at + 1], [_Row(slice(0, 1), visible_S, None, False)]
                 yield single
 
 

@@ -230,20 +230,21 @@ class AdaptiveDraft(Wrapper):
         return self.members[1] if len(self.members) > 1 else None
 
     def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
-        this = self._round
-        if this is None or this.places != _row_lengths(rows):  # otherwise ``continuation`` has started this round
-            this = self._begin(rows, max_len)
-        most = list(map(min, self._lengths(this, rows), max_len))
+        this_round = self._round
+        # Unless ``continuation`` has started this round, start it.
+        if this_round is None or this_round.places != _row_lengths(rows):
+            this_round = self._begin(rows, max_len)
+        most = list(map(min, self._lengths(this_round, rows), max_len))
         if not any(most):
             return Draft.empty(len(rows))
         begin = self.clock()
-        if this.way == _LOOKUP:
-            draft = pad([tokens[:n] for tokens, n in zip(this.looked, most)])
+        if this_round.way == _LOOKUP:
+            draft = pad([tokens[:n] for tokens, n in zip(this_round.looked, most)])
         else:
-            draft = self.strategy.propose(rows, most, **self._limits(this))
-        this.verified = list(map(len, draft.chains))
-        this.steps = list(map(min, this.verified, most))
-        this.drafting = self.clock() - begin if this.way == _DRAFTING else 0.0
+            draft = self.strategy.propose(rows, most, **self._limits(this_round))
+        this_round.verified = list(map(len, draft.chains))
+        this_round.steps = list(map(min, this_round.verified, most))
+        this_round.drafting = self.clock() - begin if this_round.way == _DRAFTING else 0.0
         return draft
 
     def continuation(self, rows: abc.Sequence[Row]) -> Continuation | None:
@@ -252,17 +253,17 @@ class AdaptiveDraft(Wrapper):
         none = [0] * len(rows)
         if not any(row.k for row in rows):
             return Continuation(None, none)
-        this = self._begin(rows, [row.k for row in rows])
-        this.before = [(row.stats.rounds, len(row.drafts)) for row in rows]
-        if this.way == _PLAIN:
-            return Continuation(None, none, rounds=this.rounds, report=this.spent.extend)
-        lengths = self._lengths(this, rows)
-        if this.way == _LOOKUP or (inner := self.strategy.continuation(rows, **self._limits(this))) is None:
+        this_round = self._begin(rows, [row.k for row in rows])
+        this_round.before = [(row.stats.rounds, len(row.drafts)) for row in rows]
+        if this_round.way == _PLAIN:
+            return Continuation(None, none, rounds=this_round.rounds, report=this_round.spent.extend)
+        lengths = self._lengths(this_round, rows)
+        if this_round.way == _LOOKUP or (inner := self.strategy.continuation(rows, **self._limits(this_round))) is None:
             return None
         if not any(lengths):
-            return Continuation(None, none, rounds=1, report=this.spent.extend)
-        this.max_len, rounds = list(map(min, lengths, inner.max_len)), min(this.rounds, inner.rounds)
-        return inner._replace(max_len=this.max_len, rounds=rounds, report=this.spent.extend)
+            return Continuation(None, none, rounds=1, report=this_round.spent.extend)
+        this_round.max_len, rounds = list(map(min, lengths, inner.max_len)), min(this_round.rounds, inner.rounds)
+        return inner._replace(max_len=this_round.max_len, rounds=rounds, report=this_round.spent.extend)
 
     def prefill(self, parts: abc.Sequence[tuple[Row, int]]) -> None:
         if self._last == _DRAFTING:  # otherwise the strategy may never draft for these rows
@@ -275,14 +276,14 @@ class AdaptiveDraft(Wrapper):
             member.observe(rows, draft, target)
 
     def commit(self, rows: abc.Sequence[Row]) -> None:
-        this = self._round
+        this_round = self._round
         member = self._proposing
         now = self.clock()
         self._round = None
         if member is not None:
             member.commit(rows)
-        if this is not None:
-            self._learn(this, rows, now)
+        if this_round is not None:
+            self._learn(this_round, rows, now)
 
     def release(self, row: Row) -> None:
         self._rows.pop(row.id, None)
@@ -307,16 +308,20 @@ class AdaptiveDraft(Wrapper):
         """Choose what proposes for ``rows``, and start a round."""
         begin = self.clock()
         count = len(rows)
-        known = list(map(self._row, rows))
+        histories = list(map(self._row, rows))
         measured, looked = self._measured[all(row.greedy for row in rows)], self._look_up(rows, max_len)
-        missed = [len(row.tokens) - own.read if n else math.inf for row, own, n in zip(rows, known, max_len)]
-        behind = any(own.read == 0 or each > _MAX_UNREAD for own, each, n in zip(known, missed, max_len) if n)
+        missed = [
+            len(row.tokens) - history.read if n else math.inf for row, history, n in zip(rows, histories, max_len)
+        ]
+        behind = any(
+            history.read == 0 or each > _MAX_UNREAD for history, each, n in zip(histories, missed, max_len) if n
+        )
         # Estimate how fast each choice is. Cut the lookup's proposals before tokens that do not pay.
         speeds = {_PLAIN: measured.plain_speed(count)}
-        yields = [own.drafting for own, n in zip(known, max_len) if n]
+        yields = [history.drafting for history, n in zip(histories, max_len) if n]
         speeds[_DRAFTING] = measured.drafting_speed(count, yields, behind)
         worth = measured.costs.slope * max(speeds.values())
-        chances = [self._copied.chances(len(tokens), own.copied) for own, tokens in zip(known, looked)]
+        chances = [self._copied.chances(len(tokens), history.copied) for history, tokens in zip(histories, looked)]
         chances = [[chance for chance in each if chance >= worth] for each in chances]
         lengths = list(map(len, chances))
         if any(lengths):
@@ -326,7 +331,7 @@ class AdaptiveDraft(Wrapper):
         other = _DRAFTING if way == _PLAIN else _PLAIN
         next_trial = measured.trials[other]
         trial = None
-        asked = list(max_len)
+        requested = list(max_len)
         wait = next_trial.wait if measured.costs.step is not None else _TRIAL_ROUNDS
         plausible = other == _DRAFTING or speeds[_PLAIN] * _DOUBT > speed
         rounds = max(wait - next_trial.waited, 1) if plausible else _FIRST_WAIT
@@ -335,13 +340,15 @@ class AdaptiveDraft(Wrapper):
             trial = next_trial
             rounds = next_trial.begin()
             first = missed.index(min(missed))
-            asked = [n * (b == first) for b, n in enumerate(max_len)]
+            requested = [n * (b == first) for b, n in enumerate(max_len)]
         if way != _DRAFTING:
-            asked = lengths if way == _LOOKUP else [0] * count
-        worth = measured.worth(sum(map(bool, asked)), speed)
-        behind = any(own.read == 0 or each > _MAX_UNREAD for own, each, n in zip(known, missed, asked) if n)
+            requested = lengths if way == _LOOKUP else [0] * count
+        worth = measured.worth(sum(map(bool, requested)), speed)
+        behind = any(
+            history.read == 0 or each > _MAX_UNREAD for history, each, n in zip(histories, missed, requested) if n
+        )
         self._last = way
-        self._round = _Round(measured, way, begin, _row_lengths(rows), asked, worth, looked, trial, rounds, behind)
+        self._round = _Round(measured, way, begin, _row_lengths(rows), requested, worth, looked, trial, rounds, behind)
         return self._round
 
     def _look_up(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> list[list[int]]:
@@ -411,10 +418,10 @@ class AdaptiveDraft(Wrapper):
         if not rounds:
             return
         # Judge the lookup by its proposals, used or not.
-        for own, looked, new in zip(map(self._row, rows), this.looked, emitted):
-            if told := min(len(looked), len(new)):
-                own.copied.append((told, common_prefix(looked, new)))
-                self._copied.add(*own.copied[-1])
+        for history, looked, new in zip(map(self._row, rows), this.looked, emitted):
+            if checked := min(len(looked), len(new)):
+                history.copied.append((checked, common_prefix(looked, new)))
+                self._copied.add(*history.copied[-1])
         # Learn what forwards and drafted tokens cost.
         measured, forward = this.measured, (seconds - drafting) / rounds
         verified = sum(n for row_results in results for n, _, _ in row_results)
@@ -434,14 +441,14 @@ class AdaptiveDraft(Wrapper):
         # nothing.
         if this.way == _DRAFTING:
             for row, n, row_results in zip(rows, this.asked, results):
-                own = self._row(row)
-                own.read = len(row.tokens) if row_results else own.read
+                history = self._row(row)
+                history.read = len(row.tokens) if row_results else history.read
                 row_results += [(0, 0, 0)] * (rounds - len(row_results)) * bool(n)
                 for verified, steps, kept in row_results[:-1] if row.finish_reason else row_results:
                     if steps:
                         measured.rates.add(steps, kept)
                     measured.drafting.add(kept, verified, steps)
-                    own.drafting.add(kept, verified, steps)
+                    history.drafting.add(kept, verified, steps)
         # Note when to try the other choices again.
         if this.trial is not None:
             this.trial.end(rounds)

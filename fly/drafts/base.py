@@ -201,8 +201,8 @@ class DraftSetup:
 
     def reserve(self, tokens: int | None = None) -> None:
         """Make all caches. A cache without a size of its own gets room for ``tokens`` tokens."""
-        for drafter, own, block_size in self.caches:
-            drafter.reserve(tokens if own is None else own, block_size)
+        for drafter, cache_tokens, block_size in self.caches:
+            drafter.reserve(tokens if cache_tokens is None else cache_tokens, block_size)
 
     @property
     def drafters(self) -> list[OwnCache]:
@@ -320,8 +320,8 @@ def describe(model: M, dtype: str | torch.dtype, device: str | torch.device) -> 
         return model
     resolve_dtype(dtype, {})
     resolve_device(device)
-    found = find_checkpoint(model)
-    return found if isinstance(found, Path) else str(found)
+    checkpoint = find_checkpoint(model)
+    return checkpoint if isinstance(checkpoint, Path) else str(checkpoint)
 
 
 class Wrapper(DraftStrategy):
@@ -442,10 +442,10 @@ def join_rows(pieces: abc.Sequence[RowDraft]) -> Draft:
     draft = pad(tokens)
     if any(piece.parents is not None for piece in pieces):
         trees = [range(-1, len(piece.tokens) - 1) if piece.parents is None else piece.parents for piece in pieces]
-        draft = pad_trees([(own, list(tree)) for own, tree in zip(tokens, trees)])
-    known = next((piece.logits_NV for piece in pieces if piece.logits_NV is not None), None)
-    if known is not None:
-        logits_BKV = known.new_full((*draft.shape, known.shape[-1]), torch.nan)
+        draft = pad_trees([(chain, list(tree)) for chain, tree in zip(tokens, trees)])
+    logits_NV = next((piece.logits_NV for piece in pieces if piece.logits_NV is not None), None)
+    if logits_NV is not None:
+        logits_BKV = logits_NV.new_full((*draft.shape, logits_NV.shape[-1]), torch.nan)
         for b, piece in enumerate(pieces):
             if piece.logits_NV is not None:
                 logits_BKV[b, : len(piece.tokens)] = piece.logits_NV
@@ -455,9 +455,9 @@ def join_rows(pieces: abc.Sequence[RowDraft]) -> Draft:
         return draft
     probs_BKV = drawn.new_zeros(*draft.shape, drawn.shape[-1])
     for b, piece in enumerate(pieces):
-        own_NV = probs_BKV[b, : len(piece.tokens)]
+        row_probs_NV = probs_BKV[b, : len(piece.tokens)]
         if piece.probs_NV is None:
-            own_NV.scatter_(1, upload(piece.tokens, drawn.device).unsqueeze(1), 1.0)
+            row_probs_NV.scatter_(1, upload(piece.tokens, drawn.device).unsqueeze(1), 1.0)
         else:
-            own_NV.copy_(piece.probs_NV)
+            row_probs_NV.copy_(piece.probs_NV)
     return Draft(draft.tokens_BK, draft.lengths_B, probs_BKV, draft.parents_BK, draft.logits_BKV)

@@ -117,12 +117,12 @@ class LookupDraft(Wrapper):
         lookup, block = self.members
         draft = block.propose(rows, max_len)
         drafted = split_rows(draft)
-        long = [n if len(own.tokens) > _AGREE else 0 for own, n in zip(drafted, max_len)]
+        long = [n if len(row_draft.tokens) > _AGREE else 0 for row_draft, n in zip(drafted, max_len)]
         if not any(long):
             return draft
         looked = lookup.propose(rows, long).chains
-        pieces = [_followed(own, tokens) for own, tokens in zip(drafted, looked)]
-        return draft if all(piece is own for piece, own in zip(pieces, drafted)) else join_rows(pieces)
+        pieces = [_followed(row_draft, tokens) for row_draft, tokens in zip(drafted, looked)]
+        return draft if all(piece is row_draft for piece, row_draft in zip(pieces, drafted)) else join_rows(pieces)
 
 
 def _followed(own: RowDraft, looked: list[int]) -> RowDraft:

@@ -50,7 +50,7 @@ class ChooseDraft(Wrapper):
     def _groups(self, rows: abc.Sequence[Row]) -> list[tuple[DraftStrategy, list[int]]]:
         """Return the strategies that these rows chose, each with the indices of its rows."""
         chosen = [self._member_of(row) for row in rows]
-        groups = [(member, [b for b, own in enumerate(chosen) if own is member]) for member in self.members]
+        groups = [(member, [b for b, choice in enumerate(chosen) if choice is member]) for member in self.members]
         return [(member, numbers) for member, numbers in groups if numbers]
 
     def prefill(self, parts: abc.Sequence[tuple[Row, int]]) -> None:
@@ -61,11 +61,11 @@ class ChooseDraft(Wrapper):
         groups = self._groups(rows)
         if len(groups) == 1:
             return groups[0][0].propose(rows, max_len)
-        found = dict[int, RowDraft]()
+        row_drafts = dict[int, RowDraft]()
         for member, numbers in groups:
             draft = member.propose([rows[b] for b in numbers], [max_len[b] for b in numbers])
-            found |= zip(numbers, split_rows(draft))
-        return join_rows([found[b] for b in range(len(rows))])
+            row_drafts |= zip(numbers, split_rows(draft))
+        return join_rows([row_drafts[b] for b in range(len(rows))])
 
     def continuation(self, rows: abc.Sequence[Row]) -> Continuation | None:
         groups = self._groups(rows)

@@ -83,9 +83,9 @@ class HeadRunner:
         unread = {row: part for row in rows if (part := self._unread(row))}
         if not unread:
             return
-        going, taken = list(unread), list(unread.values())
+        going, parts = list(unread), list(unread.values())
         new = [row.tokens[part.start : part.stop] for row, part in unread.items()]
-        batch, states_TF = Batch.of(new, self._reserve(going, taken, [0] * len(new))), self._states_before(going, taken)
+        batch, states_TF = Batch.of(new, self._reserve(going, parts, [0] * len(new))), self._states_before(going, parts)
         for row, tokens in zip(going, new):
             self._held[row.id].text += tokens
         self.head.read(batch, states_TF)
@@ -104,13 +104,13 @@ class HeadRunner:
         kv = self._reserve(rows, unread, [self.head.room(n, spec) for n in max_len])
         batch = Batch.of([row.tokens[part.start : part.stop] for row, part in zip(rows, unread)], kv)
         try:
-            found = self.head.draft(batch, self._states_before(rows, unread), spec, rows, max_len, sampling, seeds)
+            drafted = self.head.draft(batch, self._states_before(rows, unread), spec, rows, max_len, sampling, seeds)
             for row, part in zip(rows, unread):
                 self._held[row.id].text += row.tokens[part.start : part.stop]
         finally:
             for row in rows:
                 self.cache.resize(row.id, self._held[row.id].slots)
-        return found
+        return drafted
 
     @property
     def executor(self) -> Executor:

@@ -69,20 +69,20 @@ class Costs:
 
     def add_plain(self, rows: int, seconds: float) -> None:
         """Learn from a forward without drafts."""
-        known = self._plain[rows]
-        known.append(self._at_usual_pace(seconds, median(known) if len(known) > 2 else 0.0))
+        durations = self._plain[rows]
+        durations.append(self._at_usual_pace(seconds, median(durations) if len(durations) > 2 else 0.0))
         self._fit(rows)
 
     def add_forward(self, rows: int, tokens: float, seconds: float) -> None:
         """Learn from a forward over drafts, with ``tokens`` tokens in all rows together."""
-        known = self.forward(tokens) if len(self._forwards) > 2 else 0.0
-        self._forwards.append((tokens, self._at_usual_pace(seconds, known)))
+        expected = self.forward(tokens) if len(self._forwards) > 2 else 0.0
+        self._forwards.append((tokens, self._at_usual_pace(seconds, expected)))
         self._fit(rows)
 
     def add_lookup(self, tokens: float, seconds: float) -> None:
         """Learn from a round by lookup, whose forward is over ``tokens`` tokens."""
-        known = self.forward(tokens) + self.lookup_overhead if len(self._lookups) > 2 else 0.0
-        self._lookups.append((tokens, self._at_usual_pace(seconds, known)))
+        expected = self.forward(tokens) + self.lookup_overhead if len(self._lookups) > 2 else 0.0
+        self._lookups.append((tokens, self._at_usual_pace(seconds, expected)))
 
     def _at_usual_pace(self, seconds: float, expected: float) -> float:
         """Return ``seconds`` divided by the pace. If ``expected`` seconds are known (not 0), update the pace first."""
@@ -145,9 +145,9 @@ class Rates:
         counts = [(min(drafted, accepted + 1), accepted) for drafted, accepted in drafts]
         tried, kept = sum(n for n, _ in counts), sum(n for _, n in counts)
         # The row's rate, as a multiple of the common one.
-        own = (kept + _FIRST_WEIGHT * common) / (tried + _FIRST_WEIGHT) / common
+        ratio = (kept + _FIRST_WEIGHT * common) / (tried + _FIRST_WEIGHT) / common
         rates = [
             (self.kept[j] + _FIRST_WEIGHT * common) / (self.tried[j] + _FIRST_WEIGHT) if j < len(self.tried) else common
             for j in range(count)
         ]
-        return list(accumulate((min(own * rate, 1.0) for rate in rates), mul))
+        return list(accumulate((min(ratio * rate, 1.0) for rate in rates), mul))

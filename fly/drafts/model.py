@@ -134,36 +134,36 @@ class SingleDraft(StopsByChance):
 
     def prefill(self, parts: abc.Sequence[tuple[Row, int]]) -> None:
         context = self.executor.config.max_position_embeddings
-        left = [(row, min(end, context) - len(self.runner.begin(row))) for row, end in parts if row.k]
-        if left := [(row, n) for row, n in left if n > 0]:
+        unread = [(row, min(end, context) - len(self.runner.begin(row))) for row, end in parts if row.k]
+        if unread := [(row, n) for row, n in unread if n > 0]:
             # If there is no room now, ``propose`` reads the row later.
             with suppress(OutOfBlocks), torch.inference_mode():
-                self.runner.feed([], [], prefill=left)
-                self.runner.commit(row for row, _ in left)
+                self.runner.feed([], [], prefill=unread)
+                self.runner.commit(row for row, _ in unread)
         if self.draft is not None:
             self.draft.prefill(parts)
 
     def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int], worth: float = 0.0) -> Draft:
         context = self.executor.config.max_position_embeddings
-        own = [n if self.k is None else min(n, self.k) for n in max_len]
-        most = [max(0, min(n, context - len(row.tokens))) for row, n in zip(rows, own)]
+        limits = [n if self.k is None else min(n, self.k) for n in max_len]
+        most = [max(0, min(n, context - len(row.tokens))) for row, n in zip(rows, limits)]
         active = [b for b, n in enumerate(most) if n]
         if not active:
             return Draft.empty(len(rows), self.executor.device)
         if not self._lossless and not all(rows[b].greedy for b in active):
             raise ValueError(f"a draft level verified by {self.policy} has no known distribution above temperature 0")
-        going, wanted = [rows[b] for b in active], [most[b] for b in active]
+        going, lengths = [rows[b] for b in active], [most[b] for b in active]
         spec = self.spec(going, worth)
         self.runner.commit(rows)  # drop an earlier draft that is still cached, perhaps of a fork with other tokens
         if self.draft is None or (spec.lookup is not None and self.executor.looks_up(going)):
-            return drafted_of(len(rows), active, self._draft_alone(going, wanted, spec))
-        return drafted_of(len(rows), active, self._draft_in_rounds(going, wanted, spec))
+            return drafted_of(len(rows), active, self._draft_alone(going, lengths, spec))
+        return drafted_of(len(rows), active, self._draft_in_rounds(going, lengths, spec))
 
     def continuation(self, rows: abc.Sequence[Row], worth: float = 0.0) -> Continuation | None:
         spec = self.spec(rows, worth)
         plain = is_built_in(type(self)) and (self.draft is None or spec.lookup is not None) and not self.with_logits
-        known = all(row.greedy for row in rows) or self._lossless  # otherwise ``propose`` raises
-        if not plain or not known:
+        supported = all(row.greedy for row in rows) or self._lossless  # otherwise ``propose`` raises
+        if not plain or not supported:
             return None
         return Continuation(self.runner, [sys.maxsize if self.k is None else self.k] * len(rows), spec)
 
@@ -216,9 +216,9 @@ class SingleDraft(StopsByChance):
                 at_N = sent(torch.tensor([[n] * len(ids), places[: len(ids)]]), target.logits_BKV.device).unbind(0)
                 if certainty[b].may_stop:
                     probs_NV = target.logits_BKV[at_N].softmax(-1) if row.greedy else target.probs_at(*at_N)
-                    each = certainty[b].goes_on(probs_NV.amax(-1))
-                    sure = all(each)
-                    ids = ids if sure else ids[: each.index(False) + 1]
+                    certain = certainty[b].goes_on(probs_NV.amax(-1))
+                    sure = all(certain)
+                    ids = ids if sure else ids[: certain.index(False) + 1]
                 if not greedy:
                     probs[b] += list(target.probs_at(*at_N))[: len(ids)]
                 if spec.with_logits:
@@ -230,7 +230,7 @@ class SingleDraft(StopsByChance):
             self.draft.commit(going)
             active = goes_on
         # Return the chains. If their tokens were drawn, add the distributions.
-        chains = [made.tokens[len(row.tokens) :] for made, row in zip(scratch, rows)]
+        chains = [fork.tokens[len(row.tokens) :] for fork, row in zip(scratch, rows)]
         return Drafted(chains, pad_rows(probs), pad_rows(logits))
 
     def _decide(self, rows: list[Row], target: Target, below: Draft) -> list[tuple[list[int], list[int]]]:
@@ -241,13 +241,16 @@ class SingleDraft(StopsByChance):
         drafts the same tokens, whatever the level below proposes.
         """
         if below.probs_BKV is None and below.trees is None and type(self.policy) is Exact:
-            own = target.choices if target.all_greedy else _own_tokens(rows, target.probs_BKV)
-            kept = [common_prefix(chain, tokens) for chain, tokens in zip(below.chains, own)]
-            return [(tokens[: n + 1], list(range(n + 1))) for tokens, n in zip(own, kept)]
+            target_tokens = target.choices if target.all_greedy else _own_tokens(rows, target.probs_BKV)
+            kept = [common_prefix(chain, tokens) for chain, tokens in zip(below.chains, target_tokens)]
+            return [(tokens[: n + 1], list(range(n + 1))) for tokens, n in zip(target_tokens, kept)]
         decisions = self.runner.judge(rows, target, below, self.draft)
         return [
-            ([*(found.drafted[node] for node in found.path), found.next_token], [0, *(node + 1 for node in found.path)])
-            for found in decisions
+            (
+                [*(decision.drafted[node] for node in decision.path), decision.next_token],
+                [0, *(node + 1 for node in decision.path)],
+            )
+            for decision in decisions
         ]
 
 

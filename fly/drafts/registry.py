@@ -164,8 +164,8 @@ def _of_checkpoint(name: str, loading: abc.Mapping[str, Any], level: bool = Fals
 
 def checkpoint_type(name: str) -> type[drafts.SingleDraft | drafts.Eagle3Draft | drafts.BlockDraft]:
     """Return the class of strategy that drafts with a checkpoint: a head's, or a model's (on the hub always this)."""
-    found = find_checkpoint(name)
-    kind = head_kind(found) if isinstance(found, Path) else None
+    checkpoint = find_checkpoint(name)
+    kind = head_kind(checkpoint) if isinstance(checkpoint, Path) else None
     if kind is None:
         return drafts.SingleDraft
     return drafts.Eagle3Draft if kind == EAGLE3 else drafts.BlockDraft

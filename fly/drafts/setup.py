@@ -32,7 +32,7 @@ def translated(draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: in
 
     Raises ``ValueError``, with the reason, if the vocabularies cannot be translated.
     """
-    same = draft.vocab_size in (None, vocab_size)
-    if same and draft.vocab_size is not None and tokenizer is not None and isinstance(draft, drafts.SingleDraft):
-        same = draft.runner.tokenizer is None or tokenizer.same_as(draft.runner.tokenizer)
-    return draft if same else drafts.TranslatedDraft(draft, tokenizer, vocab_size)
+    compatible = draft.vocab_size in (None, vocab_size)
+    if compatible and draft.vocab_size is not None and tokenizer is not None and isinstance(draft, drafts.SingleDraft):
+        compatible = draft.runner.tokenizer is None or tokenizer.same_as(draft.runner.tokenizer)
+    return draft if compatible else drafts.TranslatedDraft(draft, tokenizer, vocab_size)

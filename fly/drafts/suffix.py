@@ -40,7 +40,7 @@ class _Places:
     def longest(self, text: list[int], lookback: int) -> tuple[int, list[_Place]]:
         """Find the longest match with the end of ``text``. Return its length and its places, latest first."""
         gram = next((gram for gram in self._grams(text, len(text) - 1) if gram in self.ends), ())
-        best, found = len(gram), list[_Place]()
+        best, places = len(gram), list[_Place]()
         for other, end in self.ends[gram][: -lookback - 1 : -1] if gram else ():
             if other[max(0, end + 1 - best) : end + 1] != text[-best:]:
                 continue
@@ -48,9 +48,9 @@ class _Places:
             while n < most and other[end - n] == text[-1 - n]:
                 n += 1
             if n > best:
-                best, found = n, []
-            found.append((other, end))
-        return best, found
+                best, places = n, []
+            places.append((other, end))
+        return best, places
 
     def _grams(self, text: list[int], end: int) -> Iterator[tuple[int, ...]]:
         longest = min(self.depth, end + 1)
@@ -135,8 +135,8 @@ class SuffixDraft(DraftStrategy):
         self.vocab_size = size
 
     def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
-        found = [self._lookup(row, n if self.k is None else min(n, self.k)) for row, n in zip(rows, max_len)]
-        return pad([until_end(tokens, row) for row, tokens in zip(rows, found)])
+        proposals = [self._lookup(row, n if self.k is None else min(n, self.k)) for row, n in zip(rows, max_len)]
+        return pad([until_end(tokens, row) for row, tokens in zip(rows, proposals)])
 
     def commit(self, rows: abc.Sequence[Row]) -> None:
         for row in rows:
@@ -150,10 +150,10 @@ class SuffixDraft(DraftStrategy):
     def _lookup(self, row: Row, most: int) -> list[int]:
         if most < 1:
             return []
-        text, own = self._sync(row)
+        text, row_index = self._sync(row)
         shared = self._shared.get(row.params.cache_salt)
-        found = [self._follow(text, index, most) for index in (own, shared) if index is not None]
-        _, drafted = max(found, key=itemgetter(0))  # on a tie the first, the row's own
+        proposals = [self._follow(text, index, most) for index in (row_index, shared) if index is not None]
+        _, drafted = max(proposals, key=itemgetter(0))  # on a tie the first, the row's own
         return drafted
 
     def _follow(self, text: list[int], index: _Places, most: int) -> tuple[float, list[int]]:
@@ -178,7 +178,7 @@ class SuffixDraft(DraftStrategy):
 
     def _sync(self, row: Row) -> tuple[list[int], _Places]:
         """Update the indexed copy of the row's text and its index. Return both."""
-        text, places = own = self._own.setdefault(row.id, ([], _Places(self.depth)))
+        text, places = entry = self._own.setdefault(row.id, ([], _Places(self.depth)))
         keep = common_prefix(text, row.tokens)
         indexed = max(0, keep - 1)
         for end in range(len(text) - 2, indexed - 1, -1):
@@ -186,7 +186,7 @@ class SuffixDraft(DraftStrategy):
         text[keep:] = row.tokens[keep:]
         for end in range(indexed, len(text) - 1):
             places.add(text, end)
-        return own
+        return entry
 
     def _share(self, row: Row) -> None:
         start = max(0, row.prompt_length - self.depth, len(row.tokens) - self.shared_tokens)
@@ -196,7 +196,7 @@ class SuffixDraft(DraftStrategy):
             oldest, indexed, salt = self._outputs.popleft()
             for end in range(indexed, len(oldest) - 1):
                 self._shared[salt].drop(oldest, end, 0)
-            if (known := self._shared.get(salt)) is not None and not known.ends:
+            if (shared_index := self._shared.get(salt)) is not None and not shared_index.ends:
                 del self._shared[salt]
             self._held -= len(oldest)
         salt = row.params.cache_salt

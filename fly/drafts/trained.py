@@ -91,11 +91,11 @@ class HeadDraft(StopsByChance):
             ("hidden_size", "target_hidden_size", sizes.hidden_size, options.target_hidden_size),
             ("vocab_size", "vocab_size", sizes.vocab_size, head.config.vocab_size),
         ]
-        for name, own, theirs, wanted in pairs:
-            if theirs != wanted:
+        for name, key, size, expected in pairs:
+            if size != expected:
                 where = "" if isinstance(self.model, Head) else f" {self.model}"
                 raise ValueError(
-                    f"the draft head{where} is for another target: its {own} is {wanted}, the target's {name} {theirs}"
+                    f"the draft head{where} is for another target: its {key} is {expected}, the target's {name} {size}"
                 )
         runner = HeadRunner(head, target, options.states_of(sizes.num_hidden_layers))
         self._prepare(head, setup)
@@ -127,8 +127,8 @@ class HeadDraft(StopsByChance):
         if spec.tree is None and not all(row.greedy for row in going):
             sampling = BatchSampling.of([row.params for row in going])
         seeds = [seed_of(row) for row in going]
-        found = self.runner.draft(going, spec, [most[b] for b in active], sampling, seeds)
-        return drafted_of(len(rows), active, found)
+        drafted = self.runner.draft(going, spec, [most[b] for b in active], sampling, seeds)
+        return drafted_of(len(rows), active, drafted)
 
     def _limit(self, row: Row) -> int:
         """Return the most tokens along a path after ``row``."""

@@ -84,13 +84,13 @@ class _Speller:
         if not self.byte_level:
             complete = re.split("[\udc80-\udcff\ufffd]", text, maxsplit=1)[0]
             return [i for i in self._tokenizer.encode(complete, add_special_tokens=False) if i in self.plain]
-        found: list[int] = []
+        encoded: list[int] = []
         for number, part in enumerate(_BYTES.split(text)):
             spelled = part.encode("utf-8", "surrogateescape")
             ids = [] if number % 2 else self._tokenizer.encode(part, add_special_tokens=False)
             exact = b"".join(self.bytes_of.get(i, b"") for i in ids) == spelled
-            found += ids if exact else [self._byte_ids[byte] for byte in spelled]
-        return found
+            encoded += ids if exact else [self._byte_ids[byte] for byte in spelled]
+        return encoded
 
     def continued(self, before: list[int], text: str) -> list[int]:
         """Encode ``text``, up to its last whole character, as it follows the plain ids ``before``.
@@ -98,8 +98,8 @@ class _Speller:
         The tokenizer encodes both texts together. If the result does not begin with ``before``, it encodes ``text``
         alone.
         """
-        both = (self.text(before) + text).encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
-        ids = self.ids(_UNFINISHED.sub("", both))
+        joined_text = (self.text(before) + text).encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
+        ids = self.ids(_UNFINISHED.sub("", joined_text))
         return ids[len(before) :] if ids[: len(before)] == before else self.ids(_UNFINISHED.sub("", text))
 
 
@@ -259,15 +259,18 @@ class TranslatedDraft(StopsByChance):
         self._contexts: dict[int, _Context] = {}
 
     def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int], worth: float = 0.0) -> Draft:
-        own = [self._in_draft_ids(row) for row in rows]
-        most = [n if self._may_draft(row, translated_row) else 0 for row, translated_row, n in zip(rows, own, max_len)]
+        translated_rows = [self._in_draft_ids(row) for row in rows]
+        most = [
+            n if self._may_draft(row, translated_row) else 0
+            for row, translated_row, n in zip(rows, translated_rows, max_len)
+        ]
         try:
-            draft = self.draft.propose(own, most, worth)
+            draft = self.draft.propose(translated_rows, most, worth)
         except OutOfBlocks:
-            self._commit(own)
+            self._commit(translated_rows)
             return Draft.empty(len(rows))
         if self.mode == "text":
-            return self._retokenise(rows, own, draft, max_len)
+            return self._retokenise(rows, translated_rows, draft, max_len)
         if draft.probs_BKV is None and draft.logits_BKV is None:
             return draft
 
@@ -360,7 +363,7 @@ class Restricted(Wrapped):
         self._size = size
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
-        found = self.inner.score(batch, places, states)
-        logits_NV = found.logits_NV.clone()
+        scores = self.inner.score(batch, places, states)
+        logits_NV = scores.logits_NV.clone()
         logits_NV[:, self._size :] = -torch.inf
-        return Scores(logits_NV, states_TF=found.states_TF)
+        return Scores(logits_NV, states_TF=scores.states_TF)

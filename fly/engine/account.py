@@ -73,7 +73,7 @@ def apply(
 def _append_bonuses(row: Row, decisions: abc.Sequence[Decision]) -> None:
     """Extend the row by rounds without a draft that do not end it."""
     row.tokens += [decision.next_token for decision in decisions]
-    row.provenance += [Token(one.next_token, Why.BONUS, None, one.choices[0]) for one in decisions]
+    row.provenance += [Token(decision.next_token, Why.BONUS, None, decision.choices[0]) for decision in decisions]
     row.stats.generated += len(decisions)
     row.stats.emitted += len(decisions)
     row.stats.rounds += len(decisions)
@@ -128,17 +128,17 @@ def _extend(row: Row, ids: list[int], left: int, stopped: OnToken | None) -> int
 def logprobs(log_JV: Tensor, ids: abc.Sequence[int], count: int) -> list[dict[int, float]]:
     """Return for each position the log-probabilities of the ``count`` likeliest tokens, likeliest first, and of its
     token in ``ids``."""
-    own_J1 = log_JV.gather(1, torch.tensor(ids, device=log_JV.device)[:, None])
-    return [_make_entry(token, *values, count) for token, values in zip(ids, _read_likeliest(log_JV, own_J1, count))]
+    log_J1 = log_JV.gather(1, torch.tensor(ids, device=log_JV.device)[:, None])
+    return [_make_entry(token, *values, count) for token, values in zip(ids, _read_likeliest(log_JV, log_J1, count))]
 
 
 def _read_likeliest(log_NV: Tensor, own_NX: Tensor, count: int) -> list[tuple[list[float], list[float]]]:
     """Return two lists for each position: its values in ``own_NX``; and the ids of the ``count`` likeliest tokens,
     followed by their log-probabilities. Copies to the host once."""
     top = log_NV.topk(min(count, log_NV.shape[-1]), dim=-1)
-    own = own_NX.shape[1]
+    width = own_NX.shape[1]
     values = torch.cat([column.double() for column in (own_NX, top.indices, top.values)], 1).tolist()
-    return [(line[:own], line[own:]) for line in values]
+    return [(line[:width], line[width:]) for line in values]
 
 
 def _make_entry(token: int, own: list[float], likeliest: list[float], count: int) -> dict[int, float]:
@@ -182,18 +182,18 @@ def explain_tokens(
     log_NV = raw_BJV[b_N, place_N].log_softmax(-1)
     probs_NV = log_NV.exp()
     entropy_N = -(probs_NV * log_NV.clamp_min(torch.finfo(log_NV.dtype).min)).sum(-1)  # 0 * -inf is 0 here
-    both_N2 = torch.stack([id_N, choice_N], 1)
-    own_N4 = torch.cat([log_NV.gather(1, id_N[:, None]), probs_NV.gather(1, both_N2), entropy_N[:, None]], 1)
-    found = iter(_read_likeliest(log_NV, own_N4, max(rows[b].params.logprobs or 0 for b in watched)))
+    pairs_N2 = torch.stack([id_N, choice_N], 1)
+    values_N4 = torch.cat([log_NV.gather(1, id_N[:, None]), probs_NV.gather(1, pairs_N2), entropy_N[:, None]], 1)
+    lines = iter(_read_likeliest(log_NV, values_N4, max(rows[b].params.logprobs or 0 for b in watched)))
     # Record them, row by row.
     for b in watched:
         row = rows[b]
         entries = []
         explained = []
         for token in row.provenance[before[b] :]:
-            own, likeliest = next(found)
-            entries.append(_make_entry(token.id, own, likeliest, row.params.logprobs or 0))
-            explained.append(token._replace(prob=own[1], choice_prob=own[2], entropy=own[3]))
+            values, likeliest = next(lines)
+            entries.append(_make_entry(token.id, values, likeliest, row.params.logprobs or 0))
+            explained.append(token._replace(prob=values[1], choice_prob=values[2], entropy=values[3]))
         if row.params.logprobs is not None:
             row.logprobs += entries
         if row.params.explain:

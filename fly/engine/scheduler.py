@@ -167,7 +167,7 @@ class Scheduler:
         finally:
             self._stepping = False
         # Report the new tokens, and free rows that are over.
-        found = {}
+        emitted = {}
         for row in self.waiting:
             if row.finish_reason:  # cancelled while the step ran
                 self._retire(row)
@@ -176,12 +176,12 @@ class Scheduler:
                 continue
             new = row.provenance[self._reported[row.id] :]
             if new or row.finish_reason:
-                found[row.id] = new
+                emitted[row.id] = new
                 self._reported[row.id] += len(new)
                 self._clients[row.client].served += len(new)
             if row.finish_reason:
                 self._retire(row)
-        return found
+        return emitted
 
     def _run(self, step: _Step, seconds: float) -> None:
         """Run a step. If it fails, run each request alone: an error then ends the request that caused it."""
@@ -329,30 +329,30 @@ class Scheduler:
         # Rows that decode come first. ``filling`` has the others by client, each with how many tokens to feed.
         step = _Step()
         filling = dict[str, dict[Row, int]]()
-        left = self.step_tokens
+        remaining = self.step_tokens
         for row in self.running:
             if unfed := self._count_unfed(row):
                 filling.setdefault(row.client, {})[row] = unfed
             else:
                 step.rows.append(row)
-                left -= 1 + self._max_drafted(row)
+                remaining -= 1 + self._max_drafted(row)
         # Divide the remaining tokens of the step among the prompts, and the tokens to score among the scored prompts.
-        left = max(left, _MIN_CHUNK, self.step_tokens // _MIN_PART)
-        shares = _divide(left, {name: sum(prompts.values()) for name, prompts in filling.items()})
-        wanted = {
+        remaining = max(remaining, _MIN_CHUNK, self.step_tokens // _MIN_PART)
+        shares = _divide(remaining, {name: sum(prompts.values()) for name, prompts in filling.items()})
+        scored_counts = {
             name: sum(len(self._scored_tokens(*each)) for each in prompts.items()) for name, prompts in filling.items()
         }
-        scores = _divide(self._scores, wanted)
+        scores = _divide(self._scores, scored_counts)
         for name, prompts in filling.items():
-            for row, taken in _divide(shares[name], prompts).items():
-                if len(scored := self._scored_tokens(row, taken)) > scores[name]:
+            for row, fed in _divide(shares[name], prompts).items():
+                if len(scored := self._scored_tokens(row, fed)) > scores[name]:
                     scored = scored[: scores[name]]
-                    taken = scored.stop - 1 - (len(row.tokens) - self.engine.runner.pending(row))
+                    fed = scored.stop - 1 - (len(row.tokens) - self.engine.runner.pending(row))
                 scores[name] -= len(scored)
-                if taken == prompts[row] and not row.generated and row.params.max_tokens:
+                if fed == prompts[row] and not row.generated and row.params.max_tokens:
                     step.rows.append(row)  # the prompt's last token gives the first new one
-                elif taken:
-                    step.prefill.append((row, taken))
+                elif fed:
+                    step.prefill.append((row, fed))
         return step
 
     def _scored_tokens(self, row: Row, taken: int) -> range:
@@ -370,7 +370,7 @@ class Scheduler:
         for row in step.rows:
             ahead = self._max_drafted(row)
             ends.append((row, len(row.tokens) + ahead + (self._spare if ahead else 0)))
-        ends += [(row, len(row.tokens) - self.engine.runner.pending(row) + taken) for row, taken in step.prefill]
+        ends += [(row, len(row.tokens) - self.engine.runner.pending(row) + fed) for row, fed in step.prefill]
         for allocator, limit, drafts in self._caches():
             stored = [(row.id, min(end, limit)) for row, end in ends if row.k or not drafts]
             if slack + sum(allocator.missing(*each) for each in stored) > allocator.num_free:
@@ -388,9 +388,9 @@ class Scheduler:
 
     def _caches(self) -> abc.Sequence[tuple[BlockAllocator, int, bool]]:
         """Return for each cache its allocator, the most tokens that it holds of a row, and whether drafters use it."""
-        own = self.engine.runner.cache.allocator, self.engine.context + self._spare, False
+        target_cache = self.engine.runner.cache.allocator, self.engine.context + self._spare, False
         drafters = self.engine.setup.drafters
-        return [own, *((drafter.allocator, drafter.context + self._spare, True) for drafter in drafters)]
+        return [target_cache, *((drafter.allocator, drafter.context + self._spare, True) for drafter in drafters)]
 
 
 _Claimant = TypeVar("_Claimant", bound=abc.Hashable)

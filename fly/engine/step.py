@@ -178,9 +178,9 @@ class Engine:
         if not going:
             return
         blocks = blocks if len(going) == len(blocks.rows) else blocks.only(going)
-        own = [rows[b] for b in blocks.rows]
-        target = self.runner.view(own, blocks.logits_BJV, blocks.choices)
-        for row, decision in zip(own, self.runner.judge(own, target, blocks.draft, self.strategy)):
+        open_rows = [rows[b] for b in blocks.rows]
+        target = self.runner.view(open_rows, blocks.logits_BJV, blocks.choices)
+        for row, decision in zip(open_rows, self.runner.judge(open_rows, target, blocks.draft, self.strategy)):
             apply(row, [decision], self.left(row), stopped)
 
     def left(self, row: Row) -> int:

@@ -65,8 +65,8 @@ class _Pieces:
             if news.over:
                 self._ended, self._error = True, news.error
                 if news.error is None:
-                    found = self._splitter.finish(news.rest)
-                    self._give(found or [("text", "")] if self._held else found)
+                    pieces = self._splitter.finish(news.rest)
+                    self._give(pieces or [("text", "")] if self._held else pieces)
 
     def _give(self, found: list[tuple[Kind, str]]) -> None:
         """Make final text ready to be read. Its first piece gets the tokens that were held back."""

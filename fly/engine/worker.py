@@ -326,8 +326,8 @@ class Worker:
             if self._group is not None:  # check that ranks agree before anything is delivered
                 self._group.agree([[token.id for token in tokens] for tokens in emitted.values()])
             for id_, tokens in emitted.items():
-                if (found := self._rows.get(id_)) is not None:  # None: the row was given to the scheduler directly
-                    job, index = found
+                if (owner := self._rows.get(id_)) is not None:  # None: the row was given to the scheduler directly
+                    job, index = owner
                     job.note(index, tokens)
                     touched[job] = None
             self.watch()
@@ -374,10 +374,10 @@ class Worker:
                 if self.failure is not None:
                     raise self.failure
             jobs.append(self._new.pop(key))
-        known = {**self._open, **{job.key: job for job in jobs}}
+        jobs_by_key = {**self._open, **{job.key: job for job in jobs}}
         for key in cancelled:
             self._leaving.pop(key, None)
-        return jobs, [known[key] for key in cancelled if key in known]
+        return jobs, [jobs_by_key[key] for key in cancelled if key in jobs_by_key]
 
     def _admit(self, job: Job) -> None:
         """Hand a job's requests to the scheduler."""

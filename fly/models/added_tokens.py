@@ -67,13 +67,13 @@ def added_tokens(
     if raw.padding and "pad_token" not in stated:
         by_name["pad_token"] = raw.padding["pad_token"]
     by_name |= {name: value for name, value in stated.items() if _is_own(name) and _is_token(value)} | model_names
-    named = {name: _token(value) for name, value in by_name.items() if value is not None}
+    named_tokens = {name: _token(value) for name, value in by_name.items() if value is not None}
     extra = stated[_EXTRA] if _EXTRA in stated else stated.get(_OLDER_EXTRA)
-    known = {str(token) for token in (*saved.values(), *by_id.values())}
-    for token in (*named.values(), *map(_token, extra or ())):
-        if str(token) not in known and token not in tokens:
+    texts = {str(token) for token in (*saved.values(), *by_id.values())}
+    for token in (*named_tokens.values(), *map(_token, extra or ())):
+        if str(token) not in texts and token not in tokens:
             tokens.append(token)
-    names = {name: str(token) for name, token in named.items()}
+    names = {name: str(token) for name, token in named_tokens.items()}
     return names, [_as_added(token, str(token) in names.values()) for token in tokens]
 
 

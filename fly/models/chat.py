@@ -262,9 +262,9 @@ def _text_of(message: Message) -> str:
 def pick(templates: Mapping[str, ChatTemplate], name: str | None, tools: bool) -> ChatTemplate:
     """Return the template called ``name``. If ``name`` is None, return ``tool_use`` if there are ``tools`` and such a
     template, otherwise ``default``. Raises ``ValueError`` that names the choices."""
-    wanted = name or ("tool_use" if tools and "tool_use" in templates else "default")
-    if (found := templates.get(wanted)) is not None:
-        return found
+    template_name = name or ("tool_use" if tools and "tool_use" in templates else "default")
+    if (template := templates.get(template_name)) is not None:
+        return template
     if not templates:
         raise ValueError("this checkpoint has no chat template; give the prompt as plain text")
     missing = "no chat template 'default'" if name is None else f"no chat template {name!r}"

@@ -131,13 +131,13 @@ def check_tensors(source: Path, found: Shapes, expected: Shapes, optional: Shape
     except ``optional`` ones."""
     if missing := sorted(expected.keys() - found.keys()):
         raise CheckpointError(f"{source}: tensors are missing: {join_names(missing)}")
-    wanted = {**optional, **expected}
-    if surplus := sorted(found.keys() - wanted.keys()):
+    allowed = {**optional, **expected}
+    if surplus := sorted(found.keys() - allowed.keys()):
         raise CheckpointError(f"{source}: unexpected tensors for this configuration: {join_names(surplus)}")
     for key, shape in found.items():
-        if shape != wanted[key]:
+        if shape != allowed[key]:
             raise CheckpointError(
-                f"{source}: {key} has shape {list(shape)}, the configuration asks {list(wanted[key])}"
+                f"{source}: {key} has shape {list(shape)}, the configuration asks {list(allowed[key])}"
             )
 
 

@@ -304,8 +304,8 @@ class DFlashHead(TrainedHead):
 
     def trim(self, kept: abc.Collection[int]) -> None:
         """Keep only the outputs for these ids of the target. Raises ``ValueError`` if there are none."""
-        wanted = {*kept}
-        outputs = [output for output, token in enumerate(self.to_target_U.tolist()) if token in wanted]
+        kept_ids = {*kept}
+        outputs = [output for output, token in enumerate(self.to_target_U.tolist()) if token in kept_ids]
         if not outputs:
             raise ValueError(f"the head drafts none of the {len(kept)} tokens to keep")
         output_U = torch.tensor(outputs, device=self.device)
@@ -320,10 +320,10 @@ class DFlashHead(TrainedHead):
 
     def without_layers(self) -> DFlashHead:
         """Return a head that shares the modules which ``correct`` uses, and has no others."""
-        made = copy.copy(self)
-        used = "markov_head", "confidence_head"
-        made._modules = {name: module for name, module in self._modules.items() if name in used}
-        return made
+        head = copy.copy(self)
+        module_names = "markov_head", "confidence_head"
+        head._modules = {name: module for name, module in self._modules.items() if name in module_names}
+        return head
 
     def fuse(self, states_TF: Tensor) -> Tensor:
         """Reduce the target's hidden states to context features [T, C]."""
@@ -397,7 +397,7 @@ def load_dflash_head(path: Path, dtype: torch.dtype | None = None, device: torch
 def _renamed(tensors: dict[str, Tensor], config: DFlashConfig) -> dict[str, Tensor]:
     """Give tensors the names of ``speculators``, split fused matrices, and leave out copies of the target's tensors
     that only training reads."""
-    found = dict[str, Tensor]()
+    renamed = dict[str, Tensor]()
     for key, tensor in tensors.items():
         key = key.removeprefix("model.")
         for old, new in _RENAMED.items():
@@ -405,10 +405,10 @@ def _renamed(tensors: dict[str, Tensor], config: DFlashConfig) -> dict[str, Tens
         module = (key.split(".")[-2:-1] or [""])[0]
         parts = config.layer.fused_rows.get(module, {})
         if parts and len(tensor) == sum(parts.values()):
-            found |= {key.replace(module, part): rows for part, rows in zip(parts, tensor.split([*parts.values()]))}
+            renamed |= {key.replace(module, part): rows for part, rows in zip(parts, tensor.split([*parts.values()]))}
         elif not key.startswith("verifier_"):
-            found[key] = tensor
-    return found
+            renamed[key] = tensor
+    return renamed
 
 
 def save_dflash_head(

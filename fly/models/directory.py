@@ -40,19 +40,19 @@ class Directory(Checkpoint):
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:
-        found: dict[str, Stored] = {}
+        tensors: dict[str, Stored] = {}
         for file in self.weight_files():
             for key, stored in _tensors(file).items():
-                if key in found:
+                if key in tensors:
                     raise CheckpointError(f"{file}: tensor {key} is stored twice")
                 if not key.endswith(_DERIVED):
-                    found[key] = stored
+                    tensors[key] = stored
         if self.config.traits.fused:
-            found = dict(part for key, stored in found.items() for part in _parts(key, stored, self.config))
-        if odd := sorted(key for key, stored in found.items() if stored.dtype is None):
-            kinds = sorted({found[key].kind for key in odd})
+            tensors = dict(part for key, stored in tensors.items() for part in _parts(key, stored, self.config))
+        if odd := sorted(key for key, stored in tensors.items() if stored.dtype is None):
+            kinds = sorted({tensors[key].kind for key in odd})
             raise CheckpointError(f"{self.path}: {join_names(odd)} are stored as {kinds}; choices: {[*_DTYPES]}")
-        return found
+        return tensors
 
     def settings(self, name: str) -> dict[str, Any]:
         return read_json(self.path / name)
@@ -137,9 +137,9 @@ def _parts(key: str, stored: Stored, config: LlamaConfig) -> Iterator[tuple[str,
     if not parts or stored.shape[0] != sum(parts.values()):  # ``check_tensors`` reports a wrong shape
         yield key, stored
         return
-    each, at = stored.nbytes // stored.shape[0], stored.offset
+    row_nbytes, at = stored.nbytes // stored.shape[0], stored.offset
     for part, rows in parts.items():
-        shape, size = (rows, *stored.shape[1:]), each * rows
+        shape, size = (rows, *stored.shape[1:]), row_nbytes * rows
         yield key.replace(f".{module}.", f".{part}."), replace(stored, offset=at, nbytes=size, shape=shape)
         at += size
 
@@ -152,10 +152,10 @@ def _tensors(file: Path) -> dict[str, Stored]:
             header = json.loads(stream.read(size))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file}: not a readable safetensors file ({error})") from error
-    found = {}
+    tensors = {}
     for key, entry in header.items():
         if key != "__metadata__":
             start, stop = entry["data_offsets"]
             shape, kind = tuple(entry["shape"]), entry["dtype"]
-            found[key] = Stored(file, 8 + size + start, stop - start, shape, kind, _DTYPES.get(kind))
-    return found
+            tensors[key] = Stored(file, 8 + size + start, stop - start, shape, kind, _DTYPES.get(kind))
+    return tensors

@@ -128,14 +128,14 @@ class HeadConfig(BaseModel):
 def _stated(raw: dict[str, Any], source: str) -> tuple[int, ...] | None:
     """Return the layers after which the configuration takes hidden states. Layers in ``eagle_config`` count from 0, so
     add 1 to them."""
-    own, nested = raw.get(_STATES), json_object(raw, "eagle_config", source).get(_STATES)
-    if own is None and nested is not None:
-        own = [number + 1 for number in nested] if isinstance(nested, list) else nested
-    if own is None:
+    layers, nested = raw.get(_STATES), json_object(raw, "eagle_config", source).get(_STATES)
+    if layers is None and nested is not None:
+        layers = [number + 1 for number in nested] if isinstance(nested, list) else nested
+    if layers is None:
         return None
-    if not isinstance(own, list) or not all(type(number) is int and number >= 0 for number in own):
-        raise CheckpointError(f"{source}: {_STATES} must list numbers of layers, got {own!r}")
-    return tuple(own)
+    if not isinstance(layers, list) or not all(type(number) is int and number >= 0 for number in layers):
+        raise CheckpointError(f"{source}: {_STATES} must list numbers of layers, got {layers!r}")
+    return tuple(layers)
 
 
 def _drafts(raw: dict[str, Any], source: str) -> int | None:
@@ -164,8 +164,8 @@ class HeadLayer(nn.Module):
     def forward(self, embedded_TC: Tensor, x_TC: Tensor, rotary: tuple[Tensor, Tensor], kv: KV) -> Tensor:
         normed_TC = self.hidden_norm(x_TC)
         x_TC = normed_TC if self.norm_before_residual else x_TC
-        both = torch.cat([self.input_layernorm(embedded_TC), normed_TC], -1)
-        attended_TC = self.self_attn.attend(kv, *self.self_attn.project(both, *rotary))
+        inputs_TC = torch.cat([self.input_layernorm(embedded_TC), normed_TC], -1)
+        attended_TC = self.self_attn.attend(kv, *self.self_attn.project(inputs_TC, *rotary))
         x_TC = x_TC + self.self_attn.o_proj(attended_TC)
         return x_TC + self.mlp(self.post_attention_layernorm(x_TC))
 
@@ -187,13 +187,13 @@ class Eagle3Head(TrainedHead):
         layer = config.layer
         super().__init__(layer, config.draft_vocab_size, embedding)
         self.config, width = config, layer.hidden_size
-        given = config.inputs * config.target_hidden_size
-        self.input_norm = Norm(given, layer) if config.norm_before_fc else None
+        input_width = config.inputs * config.target_hidden_size
+        self.input_norm = Norm(input_width, layer) if config.norm_before_fc else None
         norms = (Norm(config.target_hidden_size, layer) for _ in range(config.inputs))
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
-        self.fc = nn.Linear(given, width, bias=False)
+        self.fc = nn.Linear(input_width, width, bias=False)
         if config.mask_token_id is not None:
-            self.mask_hidden = nn.Parameter(torch.randn(1, 1, given))
+            self.mask_hidden = nn.Parameter(torch.randn(1, 1, input_width))
         plain = (Layer(layer, number) for number in range(1, layer.num_hidden_layers))
         self.layers = nn.ModuleList([HeadLayer(config), *plain])
         self.norm = Norm(width, layer)
@@ -216,9 +216,9 @@ class Eagle3Head(TrainedHead):
         """Return the features [T, C] at packed ``tokens_T`` (int64, the target's ids), from the features ``x_TC`` at
         the token before each."""
         rotary = self.rotary(positions_T)
-        first, *others = self.layers
+        first, *later_layers = self.layers
         x_TC = first(self.embed(tokens_T), x_TC, rotary, kv)
-        for layer in others:
+        for layer in later_layers:
             x_TC = layer(x_TC, [rotary], kv)
         return self.norm(x_TC) if self.config.norm_output else x_TC
 

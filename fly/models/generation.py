@@ -68,20 +68,20 @@ def sampling_defaults(
 ) -> tuple[SamplingParams, list[str]]:
     """Convert settings to sampling parameters. Also return a phrase for each kind of setting without effect. Errors
     name ``source``."""
-    asked = {name: value for name, value in settings.items() if value is not None and name not in _SILENT}
-    draws = asked.pop("do_sample", False)
-    given: dict[str, Any] = {} if draws else {"temperature": 0.0}
+    requested = {name: value for name, value in settings.items() if value is not None and name not in _SILENT}
+    draws = requested.pop("do_sample", False)
+    options: dict[str, Any] = {} if draws else {"temperature": 0.0}
     if draws:
-        given |= {name: asked.pop(name) for name in _DRAWING if name in asked}
-    given |= {ours: asked.pop(theirs) for theirs, ours in _ALWAYS.items() if theirs in asked}
+        options |= {name: requested.pop(name) for name in _DRAWING if name in requested}
+    options |= {ours: requested.pop(theirs) for theirs, ours in _ALWAYS.items() if theirs in requested}
     try:
-        listed = {name: asked.pop(name) for name in _IDS if name in asked}
+        listed = {name: requested.pop(name) for name in _IDS if name in requested}
         bad = [*([i] for i in listed.get("suppress_tokens", ())), *listed.get("bad_words_ids", ())]
         if odd := [number for ids in bad for number in ids if type(number) is not int]:
             raise TypeError(f"{odd[0]!r} is no whole number")
         if bad:
-            given["bad_words_ids"] = tuple(map(tuple, bad))
-        params = SamplingParams(**given)
+            options["bad_words_ids"] = tuple(map(tuple, bad))
+        params = SamplingParams(**options)
     except ValidationError as error:
         raise CheckpointError(f"{source}: {explain(error)}") from error
     except TypeError as error:
@@ -90,7 +90,7 @@ def sampling_defaults(
         params.check_ids(sys.maxsize if vocab_size is None else vocab_size)
     except ValueError as error:
         raise CheckpointError(f"{source}: {', '.join(listed)}: {error}") from None
-    return params, _unmet(asked)
+    return params, _unmet(requested)
 
 
 def _unmet(asked: dict[str, Any]) -> list[str]:
@@ -99,4 +99,4 @@ def _unmet(asked: dict[str, Any]) -> list[str]:
     for name, value in asked.items():
         if value and value != _NEUTRAL.get(name):
             words.setdefault(_WHY.get(name, "not supported, and ignored"), []).append(f"{name} {value!r}")
-    return [f"{', '.join(named)} {why}" for why, named in words.items()]
+    return [f"{', '.join(settings)} {why}" for why, settings in words.items()]

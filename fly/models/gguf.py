@@ -156,20 +156,22 @@ class _Reader:
         if bytes(self.data[:4]) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         self.at = 4
-        version, tensors, fields = self.number("I"), self.number("Q"), self.number("Q")
+        version = self.number("I")
+        tensors = self.number("Q")
+        fields = self.number("Q")
         if version not in (2, 3):
             raise ValueError(f"version {version} is not supported; choices: [2, 3], with the lowest byte first")
-        found = {self.text(): self.value(self.number("I")) for _ in range(fields)}
+        values = {self.text(): self.value(self.number("I")) for _ in range(fields)}
         listed = {}
         for _ in range(tensors):
             name, dimensions = self.text(), self.number("I")
             listed[name] = Listed(path, self.numbers("Q", dimensions)[::-1], self.number("I"), self.number("Q"))
         # Offsets count from the end of the header, rounded up to the alignment.
-        align = found.get("general.alignment", 32)
+        align = values.get("general.alignment", 32)
         if not isinstance(align, int) or align < 1:
             raise ValueError(f"general.alignment is {align!r}")
         start = -(-self.at // align) * align
-        return found, {name: entry._replace(offset=start + entry.offset) for name, entry in listed.items()}
+        return values, {name: entry._replace(offset=start + entry.offset) for name, entry in listed.items()}
 
 
 @dataclass(frozen=True)
@@ -243,10 +245,12 @@ class GGUF(Checkpoint):
 
     @cached_property
     def architecture(self) -> str:
-        found = self.fields.get("general.architecture")
-        if not isinstance(found, str) or found not in _ARCHITECTURES:
-            raise CheckpointError(f"{self.path}: architecture {found!r} is not supported; choices: {[*_ARCHITECTURES]}")
-        return found
+        architecture = self.fields.get("general.architecture")
+        if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
+            raise CheckpointError(
+                f"{self.path}: architecture {architecture!r} is not supported; choices: {[*_ARCHITECTURES]}"
+            )
+        return architecture
 
     @cached_property
     def head_dim(self) -> int:
@@ -285,16 +289,16 @@ class GGUF(Checkpoint):
 
     @cached_property
     def raw(self) -> dict[str, Any]:
-        found, architecture = self._listed, self.architecture
-        if (experts := self._get("expert_count")) or any("_exps" in name for name in found):
+        tensors, architecture = self._listed, self.architecture
+        if (experts := self._get("expert_count")) or any("_exps" in name for name in tensors):
             raise CheckpointError(
                 f"{self.path}: a mixture of experts ({experts}) is not supported; one dense network is"
             )
         sizes = {name: self._size(key) for name, key in _SIZES.items()}
         layers = sizes["num_hidden_layers"]
-        if "token_embd.weight" not in found:
+        if "token_embd.weight" not in tensors:
             raise CheckpointError(f"{self.path}: tensors are missing: token_embd.weight")
-        if f"blk.{layers - 1}.attn_norm.weight" not in found:
+        if f"blk.{layers - 1}.attn_norm.weight" not in tensors:
             raise CheckpointError(
                 f"{self.path}: tensors of layer {layers - 1} are missing, but block_count is {layers}"
             )
@@ -305,12 +309,12 @@ class GGUF(Checkpoint):
             **sizes,
             "num_key_value_heads": self._size("attention.head_count_kv", sizes["num_attention_heads"]),
             "head_dim": self.head_dim,
-            "vocab_size": found["token_embd.weight"].shape[0],
+            "vocab_size": tensors["token_embd.weight"].shape[0],
             "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
             "rope_theta": self._number("rope.freq_base", 10000.0),
             "rope_scaling": self._rope(),
-            "tie_word_embeddings": "output.weight" not in found,
-            "torch_dtype": "float32" if {entry.kind for entry in found.values()} == {_F32} else "bfloat16",
+            "tie_word_embeddings": "output.weight" not in tensors,
+            "torch_dtype": "float32" if {entry.kind for entry in tensors.values()} == {_F32} else "bfloat16",
             "bos_token_id": ids.get("bos"),
             "eos_token_id": ids.get("eos"),
         }
@@ -319,7 +323,7 @@ class GGUF(Checkpoint):
         if architecture == "llama" and window:
             config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
         elif architecture == "llama":
-            config |= {"attention_bias": "blk.0.attn_q.bias" in found, "mlp_bias": "blk.0.ffn_gate.bias" in found}
+            config |= {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_gate.bias" in tensors}
         elif architecture == "gemma3":
             # Gemma's 27B model, the only one with 62 layers, scales its queries differently.
             wide = sizes["hidden_size"] / sizes["num_attention_heads"]
@@ -382,10 +386,10 @@ class GGUF(Checkpoint):
         for key in _WIDTHS:
             if (width := self._number(key, head_dim)) != head_dim:
                 raise CheckpointError(f"{path}: {architecture}.{key} {width} must be {head_dim}, the width of keys")
-        neutral, read = self._neutral(config), _READ | _WITHOUT_EFFECT | _READ_BY.get(architecture, set())
+        neutral, read_keys = self._neutral(config), _READ | _WITHOUT_EFFECT | _READ_BY.get(architecture, set())
         for name, value in self.fields.items():
             key = name.removeprefix(f"{architecture}.")
-            if not name.startswith((f"{architecture}.", *_COMPUTING)) or key in read:
+            if not name.startswith((f"{architecture}.", *_COMPUTING)) or key in read_keys:
                 continue
             if key not in neutral and any(value if isinstance(value, list) else [value]):
                 raise CheckpointError(f"{path}: {name} {short(value)} is not supported")
@@ -461,15 +465,15 @@ class GGUF(Checkpoint):
         stated = {
             key.removeprefix(_RECOMMENDED): value for key, value in self.fields.items() if key.startswith(_RECOMMENDED)
         }
-        given = {name: stated.pop(key) for key, name in _SAMPLING.items() if key in stated}
-        others = {key: value for key, value in stated.items() if value and key not in _SUBORDINATE}
-        if others.get("penalty_repeat") == 1:
-            del others["penalty_repeat"]
+        options = {name: stated.pop(key) for key, name in _SAMPLING.items() if key in stated}
+        unsupported = {key: value for key, value in stated.items() if value and key not in _SUBORDINATE}
+        if unsupported.get("penalty_repeat") == 1:
+            del unsupported["penalty_repeat"]
         banned = self.fields.get("tokenizer.ggml.suppress_tokens")
         return {
-            **given,
-            **({"do_sample": True} if given else {}),
-            **{f"{_RECOMMENDED}{key}": value for key, value in others.items()},
+            **options,
+            **({"do_sample": True} if options else {}),
+            **{f"{_RECOMMENDED}{key}": value for key, value in unsupported.items()},
             **({"suppress_tokens": banned} if banned else {}),
         }
 
@@ -545,6 +549,6 @@ def _llama3(path: Path, divided: np.ndarray[Any, Any], theta: float, head_dim: i
         original = round(slope * 2 * math.pi * (high - 1))
         fits = np.clip(slope * frequency + start, 0, 1)
         if start < 0 < slope and np.allclose(fits, keep, atol=1e-3):
-            found = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": round(float(high), 4)}
-            return {"rope_type": "llama3", **found, "original_max_position_embeddings": original}
+            factors = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": round(float(high), 4)}
+            return {"rope_type": "llama3", **factors, "original_max_position_embeddings": original}
     raise CheckpointError(f"{path}: rope_freqs.weight is not llama3 scaling, the only kind that is supported")

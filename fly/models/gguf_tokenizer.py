@@ -157,15 +157,15 @@ def make_tokenizer(fields: Mapping[str, Any], source: str) -> RawTokenizer:
     types = _corrected_types(fields, source, stated)
     # Converters pad a byte-level vocabulary to the rows of the head with unused tokens. Without these it equals that of
     # the published tokenizer.json, so a draft from a directory needs no translation.
-    used = [number for number in range(len(tokens)) if kind == "llama" or types[number] != _UNUSED]
-    ids = {tokens[number]: number for number in reversed(used)}  # of tokens with the same text, the first counts
+    used_ids = [number for number in range(len(tokens)) if kind == "llama" or types[number] != _UNUSED]
+    ids = {tokens[number]: number for number in reversed(used_ids)}  # of tokens with the same text, the first counts
     # Build the BPE model. Then add the special tokens, and the tokens at both ends of a text.
     begins = kind == "llama"
     if kind == "gpt2":
         name = fields.get("tokenizer.ggml.pre")
         if (pre := PRE.get(str(name))) is None:
-            found = "is missing; convert the model again" if name is None else f"{name!r} is not supported"
-            raise CheckpointError(f"{source}: tokenizer.ggml.pre {found}; choices: {[*PRE]}")
+            problem = "is missing; convert the model again" if name is None else f"{name!r} is not supported"
+            raise CheckpointError(f"{source}: tokenizer.ggml.pre {problem}; choices: {[*PRE]}")
         tokenizer, begins = _byte_level(fields, ids, pre, source), pre.begins
     else:
         tokenizer = _sentence_piece(fields, tokens, ids, types, source)
@@ -198,11 +198,11 @@ def end_ids(fields: Mapping[str, Any]) -> set[int]:
     if not tokens:
         return stated
     texts = _ENDS.union(*(_CODE[key] for key in _CODE_ENDS if key not in ids)).intersection(tokens)
-    others = {text for text, needed in _EXCEPTIONS if needed <= texts}
-    found = stated | {number for number, text in enumerate(tokens) if text in texts}
+    excepted = {text for text, needed in _EXCEPTIONS if needed <= texts}
+    candidates = stated | {number for number, text in enumerate(tokens) if text in texts}
     types = _types(fields)
-    tags = {n for n in found - stated if tokens[n] == _TAG and types[n : n + 1] != [_CONTROL]}
-    return {number for number in found - tags if tokens[number] not in others}
+    tags = {n for n in candidates - stated if tokens[n] == _TAG and types[n : n + 1] != [_CONTROL]}
+    return {number for number in candidates - tags if tokens[number] not in excepted}
 
 
 def _tokens(fields: Mapping[str, Any]) -> list[str]:
@@ -260,8 +260,8 @@ def _warn_of_ids(fields: Mapping[str, Any], source: str) -> None:
     for key in (*_ID_KEYS, *_OLDER.values()):
         number = fields.get(name := f"tokenizer.ggml.{key}_token_id")
         if number is not None and not _is_id(number, tokens):
-            taken = f"{ids[key]} is taken" if key in ids else "no token is taken"
-            faults.append(f"{name} {number!r} is no id of the {len(tokens)} tokens, so {taken}")
+            substitute = f"{ids[key]} is taken" if key in ids else "no token is taken"
+            faults.append(f"{name} {number!r} is no id of the {len(tokens)} tokens, so {substitute}")
     listed = fields.get(name := "tokenizer.ggml.eos_token_ids") or []
     if not isinstance(listed, list) or not all(_is_id(number, tokens) for number in listed):
         faults.append(f"{name} {listed!r} are not all ids of the {len(tokens)} tokens, so the others are taken")
@@ -280,10 +280,10 @@ def _corrected_types(fields: Mapping[str, Any], source: str, stated: list[int]) 
     marks = {"<|end|>"}.union(*(texts for key, texts in _CODE.items() if key not in ids))
     control = end_ids(fields) | {number for number, text in enumerate(tokens) if text in marks}
     if wrong := sorted(number for number in control if stated[number] != _CONTROL):
-        named = dict(enumerate(_TYPES))
-        listed = ", ".join(f"{tokens[n]!r} ({named.get(stated[n], stated[n])})" for n in wrong)
-        said = "tokenizer.ggml.token_type does not say that these are control tokens; they are taken as such"
-        warnings.warn(f"{source}: {said}: {listed}", stacklevel=3)
+        type_names = dict(enumerate(_TYPES))
+        listed = ", ".join(f"{tokens[n]!r} ({type_names.get(stated[n], stated[n])})" for n in wrong)
+        message = "tokenizer.ggml.token_type does not say that these are control tokens; they are taken as such"
+        warnings.warn(f"{source}: {message}: {listed}", stacklevel=3)
     return [_CONTROL if number in control else kind for number, kind in enumerate(stated)]
 
 
@@ -347,14 +347,14 @@ def _sentence_piece(
 
 def _add_ends(tokenizer: RawTokenizer, fields: Mapping[str, Any], tokens: list[str], begins: bool) -> None:
     """Make encoded texts begin and end with the tokens that the metadata require."""
-    parts, used = ["$A"], []
+    parts, end_tokens = ["$A"], []
     for key, first in (("bos", True), ("eos", False)):
         number = special_ids(fields).get(key)
         if number is not None and fields.get(f"tokenizer.ggml.add_{key}_token", begins and first):
             parts.insert(0 if first else len(parts), tokens[number])
-            used.append((tokens[number], number))
-    if used:
+            end_tokens.append((tokens[number], number))
+    if end_tokens:
         pair = [f"{part}:1" if part != "$A" else "$B:1" for part in parts]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=parts, pair=[*parts, *pair], special_tokens=used
+            single=parts, pair=[*parts, *pair], special_tokens=end_tokens
         )

@@ -133,29 +133,29 @@ def layer_config(raw: dict[str, Any], source: str, family: str | None = None) ->
     ``speculators`` nests it in ``transformer_layer_config``, and leaves out the defaults of transformers. Raises
     ``CheckpointError``."""
     nested = "transformer_layer_config" in raw
-    own = json_object(raw, "transformer_layer_config", source) if nested else raw
-    kind = own.get("model_type") or ("qwen3" if nested else family or "llama")
+    layer_settings = json_object(raw, "transformer_layer_config", source) if nested else raw
+    kind = layer_settings.get("model_type") or ("qwen3" if nested else family or "llama")
     if kind not in _DEFAULTS:
         if nested or family is not None:
             raise CheckpointError(
                 f"{source}: a head's layer of type {kind!r} is not supported; choices: {[*_DEFAULTS]}"
             )
         kind = "llama"  # the paper's code writes the target's type, and has a Llama's layer
-    own = {**_DEFAULTS[kind], **own} if nested else own
+    layer_settings = {**_DEFAULTS[kind], **layer_settings} if nested else layer_settings
     if kind == "llama" and family not in (None, "llama"):  # the other family has another default
-        width, heads = own.get("hidden_size"), own.get("num_attention_heads")
-        if own.get("head_dim") is None and isinstance(width, int) and isinstance(heads, int) and heads > 0:
-            own = {**own, "head_dim": width // heads}
-    if SLIDING in json_object(own, "rope_parameters", source):
+        width, heads = layer_settings.get("hidden_size"), layer_settings.get("num_attention_heads")
+        if layer_settings.get("head_dim") is None and isinstance(width, int) and isinstance(heads, int) and heads > 0:
+            layer_settings = {**layer_settings, "head_dim": width // heads}
+    if SLIDING in json_object(layer_settings, "rope_parameters", source):
         raise CheckpointError(f"{source}: rope_parameters for each kind of layer are not supported in a draft head")
-    own, structure = {"num_hidden_layers": 1, **own}, FAMILIES[family or kind]
-    if SLIDING in (own.get("layer_types") or ()):
+    layer_settings, structure = {"num_hidden_layers": 1, **layer_settings}, FAMILIES[family or kind]
+    if SLIDING in (layer_settings.get("layer_types") or ()):
         if "layer_types" not in structure.options:
             raise CheckpointError(f"{source}: sliding layers are not supported in a head of type {structure.name!r}")
         # transformers drops the window of a Qwen3 then, and engines differ in what they make of it.
-        if own.get("use_sliding_window") is not True:
+        if layer_settings.get("use_sliding_window") is not True:
             raise CheckpointError(f"{source}: layer_types has sliding layers, but use_sliding_window is not true")
-    return LlamaConfig.from_hf({**own, "architectures": [structure.architecture]}, source)
+    return LlamaConfig.from_hf({**layer_settings, "architectures": [structure.architecture]}, source)
 
 
 class TrainedHead(nn.Module):
@@ -275,10 +275,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     ``pytorch_model.bin``. Raises ``CheckpointError``."""
     if (binary := path / "pytorch_model.bin").exists() and not (path / "model.safetensors").exists():
         try:
-            found = torch.load(binary, map_location="cpu", weights_only=True, mmap=True)
+            loaded = torch.load(binary, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # torch raises many kinds of errors here
             raise CheckpointError(f"{binary}: not a readable file of tensors ({error})") from error
-        return dict(found)
+        return dict(loaded)
     tensors: dict[str, Tensor] = {}
     for file in Directory(path).weight_files():
         try:

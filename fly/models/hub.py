@@ -125,9 +125,9 @@ def _instead(name: HubName) -> str:
         files = sorted(HfApi().list_repo_files(name.repo, revision=name.revision))
     except (HTTPError, HfHubHTTPError, OSError):
         return ""
-    found = [f"{HubName(name.repo, name.revision)}/{file}" for file in files if file.endswith(".gguf")]
-    if found:
-        return f"; its GGUF files: {found}"
+    gguf_files = [f"{HubName(name.repo, name.revision)}/{file}" for file in files if file.endswith(".gguf")]
+    if gguf_files:
+        return f"; its GGUF files: {gguf_files}"
     return f"; its files: {files}" if files else ""
 
 

@@ -56,8 +56,8 @@ def byte_alphabet() -> dict[str, int]:
     """Map each character of a byte-level vocabulary to its byte (GPT-2's ``bytes_to_unicode``). A printable byte has
     its own character; the other bytes have the characters from 256 on, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(unprintable)}
 
 
 _ALPHABET = byte_alphabet()

@@ -108,22 +108,22 @@ def rotary_frequencies(config: LlamaConfig, which: int = 0) -> Tensor:
 
 def rotary_tables(config: LlamaConfig) -> list[tuple[Tensor, Tensor]]:
     """Return the cosines and sines [P, D/2] of the angles of every position, float32, for each of ``config.ropes``."""
-    found = []
-    for which, (_, scaling) in enumerate(config.ropes):
+    tables = []
+    for number, (_, scaling) in enumerate(config.ropes):
         positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
-        angle = torch.outer(positions, rotary_frequencies(config, which))
-        found.append((angle.cos() * scaling.table_scale, angle.sin() * scaling.table_scale))
-    return found
+        angle = torch.outer(positions, rotary_frequencies(config, number))
+        tables.append((angle.cos() * scaling.table_scale, angle.sin() * scaling.table_scale))
+    return tables
 
 
 def signed_tables(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """Return the cosines and sines [P, 1, D] that ``rotate`` takes, for each of ``config.ropes``."""
-    found = []
+    tables = []
     for cos, sin in rotary_tables(config):
         doubled = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
         cos_P1D, sin_P1D = (table.unsqueeze(1).to(device, dtype) for table in doubled)
-        found.append((cos_P1D, sin_P1D))
-    return found
+        tables.append((cos_P1D, sin_P1D))
+    return tables
 
 
 class Norm(nn.RMSNorm):
@@ -189,8 +189,8 @@ class Attention(nn.Module):
         self.normalised = config.traits.query_norm != "none"
         self.over_all_heads = config.traits.query_norm == "whole"
         if self.normalised:
-            each = (self.heads, self.kv_heads) if self.over_all_heads else (1, 1)
-            self.q_norm, self.k_norm = (Norm(count * width, config) for count in each)
+            head_counts = (self.heads, self.kv_heads) if self.over_all_heads else (1, 1)
+            self.q_norm, self.k_norm = (Norm(count * width, config) for count in head_counts)
 
     def project(self, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries [T, H, D], rotated keys [T, G, D] and values [T, G, D]."""
@@ -362,10 +362,10 @@ class Llama(nn.Module):
     def rotary(self) -> list[tuple[Tensor, Tensor]]:
         """Return tables ``(cos, sin)`` [P, 1, D] in the model's dtype, for each of ``config.ropes``. The first call
         builds them. They are never saved."""
-        found = self._rotary
-        if not found or found[0][0].dtype != self.dtype or found[0][0].device != self.device:
-            found = self._rotary = signed_tables(self.config, self.dtype, self.device)
-        return found
+        tables = self._rotary
+        if not tables or tables[0][0].dtype != self.dtype or tables[0][0].device != self.device:
+            tables = self._rotary = signed_tables(self.config, self.dtype, self.device)
+        return tables
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, kv: KV, through: LayerLoop = run_layers) -> Tensor:
         """Return the final hidden states [T, C] of packed ``tokens_T`` (int64 [T]) at ``positions_T`` (int64 [T]).
@@ -424,16 +424,16 @@ Replaced = list[tuple[nn.Module, str, nn.Parameter]]  # a module, the name of it
 def replace_parameters(model: nn.Module, values: Callable[[nn.Parameter], Tensor | None]) -> Replaced:
     """Replace each parameter by a new one with the values that ``values`` returns for it. None keeps the old parameter.
     A parameter with two names stays one parameter. Return the replaced parameters."""
-    made: dict[nn.Parameter, Tensor | None] = {}
+    replacements: dict[nn.Parameter, Tensor | None] = {}
     replaced = []
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter not in made:
+            if parameter not in replacements:
                 new = values(parameter)
-                made[parameter] = None if new is None else nn.Parameter(new, parameter.requires_grad)
-            if made[parameter] is not None:
+                replacements[parameter] = None if new is None else nn.Parameter(new, parameter.requires_grad)
+            if replacements[parameter] is not None:
                 replaced.append((module, name, parameter))
-                setattr(module, name, made[parameter])
+                setattr(module, name, replacements[parameter])
     return replaced
 
 

@@ -95,12 +95,12 @@ def resolve_device(device: str | torch.device) -> torch.device:
     if device == "auto":
         return default_device()
     try:
-        wanted = torch.device(device)
+        torch_device = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device {device!r} is unknown; choices: {_DEVICES}") from error
-    if reason := kind_of(wanted).why_missing(wanted):
+    if reason := kind_of(torch_device).why_missing(torch_device):
         raise ValueError(f"device {device!r} is not available here; choices: {_DEVICES} ({reason})")
-    return wanted
+    return torch_device
 
 
 class Loading:
@@ -123,8 +123,8 @@ class Loading:
             self.model = skeleton(config)
             self._plan: Mapping[str, list[Piece]] = layout(config, dict(self.model.named_parameters()))
         else:
-            held = part(config)
-            self.model, self._plan = held.build(), held.pieces
+            model_part = part(config)
+            self.model, self._plan = model_part.build(), model_part.pieces
         self.model.to(self.dtype).requires_grad_(False)
         self._names = {parameter: name for name, parameter in self.model.named_parameters()}
         # Compare the list of tensors with what the model needs. A head that is tied to the embedding may be in the file
@@ -134,8 +134,8 @@ class Loading:
         (embedding,) = self._plan["embed_tokens.weight"]
         tied = {head: embedding.shape} if config.tie_word_embeddings else {}
         check_tensors(checkpoint.path, {key: stored.shape for key, stored in tensors.items()}, expected, tied)
-        both = [tensors[key].read(embedding.cut) for key in (head, embedding.key) if tied and head in tensors]
-        if both and not torch.equal(*both):
+        tied_tensors = [tensors[key].read(embedding.cut) for key in (head, embedding.key) if tied and head in tensors]
+        if tied_tensors and not torch.equal(*tied_tensors):
             raise CheckpointError(
                 f"{checkpoint.path}: tie_word_embeddings is true, but lm_head.weight differs from embed_tokens.weight"
             )

@@ -69,19 +69,19 @@ class Splitter:
         empty pieces."""
         self._pushed += tokens
         self._held += text
-        found = [piece for piece in self._settle() if piece[1]]
+        pieces = [piece for piece in self._settle() if piece[1]]
         if self._state == "think":
             self.tokens = self._pushed
-        return found
+        return pieces
 
     def finish(self, rest: str = "") -> list[tuple[Kind, str]]:
         """Add the last piece. Return everything that is left, including text that was held back."""
-        found = self.push(rest, 0)
+        pieces = self.push(rest, 0)
         kind: Kind = "reasoning" if self._state == "think" else "text"
-        left, self._held = self._held, ""
+        held_text, self._held = self._held, ""
         if kind == "reasoning":
-            left = self._thought(left.rstrip("\n"))
-        return [*found, (kind, left)] if left else found
+            held_text = self._thought(held_text.rstrip("\n"))
+        return [*pieces, (kind, held_text)] if held_text else pieces
 
     def _thought(self, text: str) -> str:
         """Return ``text`` with the newlines that were held back before it. They are dropped if the thinking begins
@@ -108,7 +108,9 @@ class Splitter:
             assert self._thinking is not None
             thought, close, after = self._held.partition(tag := self._thinking.tags.close)
             if close:
-                self._state, self._held, self.tokens = "answer", after, self._pushed
+                self._state = "answer"
+                self._held = after
+                self.tokens = self._pushed
                 yield "reasoning", self._thought(thought.rstrip("\n"))
                 self._fresh, self._newlines = False, 0
             else:

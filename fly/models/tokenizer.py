@@ -76,7 +76,7 @@ class Tokenizer:
             checkpoint.place_of("tokenizer.json"),
         )
         try:
-            sources = {} if (given := settings.get("chat_template")) is None else given
+            sources = {} if (chat_template := settings.get("chat_template")) is None else chat_template
             if isinstance(sources, list):  # several named templates
                 sources = {entry["name"]: entry["template"] for entry in sources}
             sources = sources if isinstance(sources, dict) else {"default": sources}
@@ -124,8 +124,8 @@ class Tokenizer:
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
         """Return the token sequences of a word at the start of a text and inside a text."""
-        found = {tuple(self.encode(text, add_special_tokens=False)) for text in (word, f" {word.lstrip()}")}
-        return sorted(ids for ids in found if ids)
+        encodings = {tuple(self.encode(text, add_special_tokens=False)) for text in (word, f" {word.lstrip()}")}
+        return sorted(ids for ids in encodings if ids)
 
     def vocabulary(self, size: int, device: torch.device | str = "cpu") -> Vocabulary:
         """Return the meaning of the token ids of a model with ``size`` tokens."""
@@ -160,8 +160,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode plain text. By default the tokenizer adds its begin token, if it has one."""
-        [found] = _encoded(self.raw, [text], add_special_tokens)
-        return found.ids
+        [encoding] = _encoded(self.raw, [text], add_special_tokens)
+        return encoding.ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decode ``ids`` to text; special tokens are left out by default."""
@@ -173,9 +173,11 @@ class Tokenizer:
         """Return the character offset at which each token of a prompt begins. A prompt of token ids is decoded with
         special tokens. Tokens that share a character begin at its start or end."""
         if isinstance(prompt, str):
-            [found] = _encoded(self.raw, [prompt], add_special_tokens=True, offsets=True)
-            return [start for start, _ in found.offsets]
-        decoder, begins, at = DecodeStream(skip_special_tokens=False), list[int](), 0
+            [encoding] = _encoded(self.raw, [prompt], add_special_tokens=True, offsets=True)
+            return [start for start, _ in encoding.offsets]
+        decoder = DecodeStream(skip_special_tokens=False)
+        begins = list[int]()
+        at = 0
         for token in prompt:
             begins.append(at)
             try:
@@ -197,8 +199,8 @@ class Tokenizer:
     @property
     def template(self) -> str | None:
         """The source of the default chat template, or None."""
-        found = self.templates.get("default")
-        return None if found is None else found.source
+        chat_template = self.templates.get("default")
+        return None if chat_template is None else chat_template.source
 
     def apply_chat_template(
         self,
@@ -239,8 +241,8 @@ class Tokenizer:
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
         if unread := sorted(untrusted.keys() - template.variables):  # they would have no effect
-            known = sorted(template.variables - {"messages", "add_generation_prompt", *self.special_names})
-            raise template.refusal(f"it does not read {unread}; it reads {known}")
+            variable_names = sorted(template.variables - {"messages", "add_generation_prompt", *self.special_names})
+            raise template.refusal(f"it does not read {unread}; it reads {variable_names}")
         trusted = {**self.special_names, **_LISTS, "add_generation_prompt": add_generation_prompt}
         text = template.render(models.chat.conversation(messages), trusted, untrusted, continue_final_message)
         if at_most is not None:
@@ -279,13 +281,13 @@ class Tokenizer:
         controls = [token for token in controls if traced.TEMPLATE in writers[token.start : token.end]]
         if controls == spelled:
             [encoding] = _encoded(self.raw, [text])
-            wanted = [token.id for token in controls if token.id in self._spelled_ids]
-            if [i for i in encoding.ids if i in self._spelled_ids] == wanted:
+            control_ids = [token.id for token in controls if token.id in self._spelled_ids]
+            if [i for i in encoding.ids if i in self._spelled_ids] == control_ids:
                 return encoding.ids
         begins = [0, *(token.until for token in controls)]
         ends = [*(token.since for token in controls), len(text)]
-        first, *others = self._encode_plain([text[begin:end] for begin, end in zip(begins, ends)])
-        return first + [i for token, other in zip(controls, others) for i in (token.id, *other)]
+        first, *later_ids = self._encode_plain([text[begin:end] for begin, end in zip(begins, ends)])
+        return first + [i for token, other in zip(controls, later_ids) for i in (token.id, *other)]
 
     def _hide_messages(self, text: str, writers: str) -> str:
         """Replace the characters that messages wrote, so that they spell no control token."""
@@ -301,9 +303,9 @@ class Tokenizer:
         controls = []
         for token, (since, until) in zip(encoding.ids, encoding.offsets):
             if (kind := self.controls.get(token)) is not None:
-                read = text[since:until]
-                start = since + (len(read) - len(read.lstrip()) if kind.lstrip else 0)
-                end = until - (len(read) - len(read.rstrip()) if kind.rstrip else 0)
+                span = text[since:until]
+                start = since + (len(span) - len(span.lstrip()) if kind.lstrip else 0)
+                end = until - (len(span) - len(span.rstrip()) if kind.rstrip else 0)
                 controls.append(_Control(token, start, end, since, until))
         return controls
 
@@ -480,7 +482,9 @@ class TextStream:
         return settled
 
     def _restart(self) -> None:
-        self._decoder, self._ids, self._decoded = DecodeStream(skip_special_tokens=True), [], 0
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._ids = []
+        self._decoded = 0
 
     def _unfinished(self) -> str:
         """Return the characters whose last bytes are missing, as replacement marks."""

@@ -183,8 +183,8 @@ class Traced(str):
     def zfill(self, width: SupportsIndex) -> Traced:
         text = str.zfill(self, width)
         sign = self[: 1 if self.startswith(("+", "-")) else 0]
-        rest = self[len(sign) :]
-        return Traced(text, writers_of(sign) + TEMPLATE * (len(text) - len(self)) + writers_of(rest))
+        digits = self[len(sign) :]
+        return Traced(text, writers_of(sign) + TEMPLATE * (len(text) - len(self)) + writers_of(digits))
 
     def lower(self) -> Traced:
         return self._rewritten(str.lower(self), lambda part: len(str.lower(part)))
@@ -284,15 +284,15 @@ def common_writer(*values: Any) -> str:
     """Return the writer of all characters in ``values``, or ``UNKNOWN`` if there are several. Numbers are the
     template's: a message cannot spell a control token with them."""
     writers = set[str]()
-    left = list(values)
-    while left:
-        value = left.pop()
+    pending = list(values)
+    while pending:
+        value = pending.pop()
         if isinstance(value, str):
             writers.update(writers_of(value))
         elif isinstance(value, Mapping):
-            left += [*value.keys(), *value.values()]
+            pending += [*value.keys(), *value.values()]
         elif isinstance(value, (list, tuple)):
-            left += value
+            pending += value
         elif value is not None and not isinstance(value, (int, float)):
             writers.add(UNKNOWN)
     return TEMPLATE if not writers else writers.pop() if len(writers) == 1 else UNKNOWN

@@ -50,10 +50,10 @@ def kept_tokens(vocabulary: int | str | Path | Collection[int], size: int, alway
             raise ValueError(f"{source} is no JSON file: {error}") from error
     if not isinstance(ids, Collection) or not ids or not all(type(token) is int for token in ids):
         raise ValueError(f"{source} must be a number of tokens, or a list of token ids")
-    known = {token for token in ids if isinstance(token, int) and 0 <= token < size}
-    if others := {*ids} - known:
-        raise ValueError(f"{source} has the id {min(others)}; the model has {size} tokens, numbered from 0")
-    return sorted({*known, *always})
+    known_ids = {token for token in ids if isinstance(token, int) and 0 <= token < size}
+    if unknown_ids := {*ids} - known_ids:
+        raise ValueError(f"{source} has the id {min(unknown_ids)}; the model has {size} tokens, numbered from 0")
+    return sorted({*known_ids, *always})
 
 
 class TrimmedHead:

@@ -121,11 +121,11 @@ class AcceptancePolicy(Bindable, ABC):
 
         Raises ``ValueError`` unless it is [B, K]: a tensor [B] or [K] would be broadcast silently.
         """
-        found_BK = self.accept_probs(target, draft)
-        if not isinstance(found_BK, Tensor) or found_BK.shape != draft.shape:
+        chances_BK = self.accept_probs(target, draft)
+        if not isinstance(chances_BK, Tensor) or chances_BK.shape != draft.shape:
             shape = list(draft.shape)
-            raise ValueError(f"{self}: accept_probs gave {describe(found_BK)}, not a tensor [B, K] of {shape}")
-        return found_BK
+            raise ValueError(f"{self}: accept_probs gave {describe(chances_BK)}, not a tensor [B, K] of {shape}")
+        return chances_BK
 
     def relax(self, target: Target, draft: Draft, agree_BK: Tensor) -> Tensor:
         """Return which mismatches to excuse, bool [B, K]. ``agree_BK`` is True where the lossless core keeps the token,
@@ -138,8 +138,8 @@ class AcceptancePolicy(Bindable, ABC):
         if self.relaxation is None:
             excused_BK, shape = self.relax(block.target, block.draft, block.agree_BK), block.agree_BK.shape
             if not isinstance(excused_BK, Tensor) or excused_BK.dtype != torch.bool or excused_BK.shape != shape:
-                wanted = f"a bool tensor [B, K] of {list(shape)}"
-                raise ValueError(f"{self}: relax gave {describe(excused_BK)}, not {wanted}")
+                expected = f"a bool tensor [B, K] of {list(shape)}"
+                raise ValueError(f"{self}: relax gave {describe(excused_BK)}, not {expected}")
         else:
             excused_BK = self.relaxation.holds(block)
         return excused_BK & block.target.allowed(block.draft.tokens_BK)
@@ -249,8 +249,8 @@ class AcceptancePolicy(Bindable, ABC):
         super().__init_subclass__(**kwargs)
         if "name" not in cls.__dict__:
             cls.name = cls.__name__
-        if isinstance(own := cls.__dict__.get("relaxation"), property):  # compute it once
-            cls.relaxation = cached_property(own.fget)  # type: ignore[assignment, arg-type]
+        if isinstance(relaxation := cls.__dict__.get("relaxation"), property):  # compute it once
+            cls.relaxation = cached_property(relaxation.fget)  # type: ignore[assignment, arg-type]
             cls.relaxation.__set_name__(cls, "relaxation")  # type: ignore[attr-defined]
 
 

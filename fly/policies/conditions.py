@@ -82,9 +82,9 @@ class Block:
         every position, since listing the mismatches would make the host wait.
         """
         rows_N, positions_N = self._read
-        found_N = measure(rows_N, positions_N)
-        found_BK = torch.zeros(self.agree_BK.shape, dtype=found_N.dtype, device=self.agree_BK.device)
-        return found_BK.index_put_((rows_N, positions_N), found_N)
+        measured_N = measure(rows_N, positions_N)
+        measured_BK = torch.zeros(self.agree_BK.shape, dtype=measured_N.dtype, device=self.agree_BK.device)
+        return measured_BK.index_put_((rows_N, positions_N), measured_N)
 
     @cached_property
     def _read(self) -> tuple[Tensor, Tensor]:
@@ -180,10 +180,10 @@ class Condition(Bindable, ABC):
         return block.clauses[self.label]
 
     def _evaluate_checked(self, block: Block) -> Tensor:
-        found_BK, shape = self.evaluate(block), block.agree_BK.shape
-        if not isinstance(found_BK, Tensor) or found_BK.dtype != torch.bool or found_BK.shape != shape:
-            raise ValueError(f"{self}: evaluate gave {describe(found_BK)}, not a bool tensor [B, K] of {list(shape)}")
-        return found_BK
+        holds_BK, shape = self.evaluate(block), block.agree_BK.shape
+        if not isinstance(holds_BK, Tensor) or holds_BK.dtype != torch.bool or holds_BK.shape != shape:
+            raise ValueError(f"{self}: evaluate gave {describe(holds_BK)}, not a bool tensor [B, K] of {list(shape)}")
+        return holds_BK
 
     @property
     def clauses(self) -> tuple[Condition, ...]:
@@ -225,8 +225,8 @@ class Condition(Bindable, ABC):
             return None
         table = 0
         for bits in range(2 ** len(labels)):
-            held = {label: bool(bits >> n & 1) for n, label in enumerate(labels)}
-            table |= self.holds_given(held) << bits
+            outcomes = {label: bool(bits >> n & 1) for n, label in enumerate(labels)}
+            table |= self.holds_given(outcomes) << bits
         return table
 
     def holds_given(self, held: Mapping[str, bool]) -> bool:
@@ -237,11 +237,11 @@ class Condition(Bindable, ABC):
         """Return whether the condition holds given ``held``, and the clauses that each alone would change the result
         by changing."""
         key = tuple(held.items())
-        if (known := self._deciding.get(key)) is None:
+        if (decision := self._deciding.get(key)) is None:
             outcome = self.holds_given(held)
-            turns = (name for name, one in key if self.holds_given({**held, name: not one}) != outcome)
-            known = self._deciding[key] = outcome, frozenset(turns)
-        return known
+            turns = (name for name, value in key if self.holds_given({**held, name: not value}) != outcome)
+            decision = self._deciding[key] = outcome, frozenset(turns)
+        return decision
 
     @cached_property
     def _deciding(self) -> dict[tuple[tuple[str, bool], ...], tuple[bool, frozenset[str]]]:
@@ -447,10 +447,10 @@ class EntropyGate(Condition, Checked):
         target, measure = block.target, self._top3 if self.entropy == "top3" else self._normalized
         if not self.processed or target.all_greedy:
             return measure(block, raw=True) >= self.theta
-        found_BK = measure(block, raw=False)
+        entropy_BK = measure(block, raw=False)
         if target.some_greedy:
-            found_BK = torch.where(target.greedy_B.unsqueeze(1), measure(block, raw=True), found_BK)
-        return found_BK >= self.theta
+            entropy_BK = torch.where(target.greedy_B.unsqueeze(1), measure(block, raw=True), entropy_BK)
+        return entropy_BK >= self.theta
 
     def _top3(self, block: Block, raw: bool) -> Tensor:
         if not raw:

@@ -36,8 +36,8 @@ class _Gate(AcceptancePolicy, Checked):
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
         """Return 1 where the gate opens, and at temperature 0 also for the target's argmax; 0 elsewhere."""
-        own_BK = target.greedy_B.unsqueeze(1) & matches(target, draft)
-        return drafted(self.opens(target, draft) | own_BK, draft)
+        matches_BK = target.greedy_B.unsqueeze(1) & matches(target, draft)
+        return drafted(self.opens(target, draft) | matches_BK, draft)
 
     def residual(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
         """Return the target's distribution unchanged."""
@@ -230,8 +230,8 @@ class SuffixRegret(Condition, Checked):
         return [Clause.of("suffix_regret", nats=self.nats)]
 
     def evaluate(self, block: Block) -> Tensor:
-        left_BK = block.draft.lengths_B.unsqueeze(1) - block.columns_K
-        return (raw_regret(block.target, block.draft) <= self.nats * left_BK) & self.possible
+        remaining_BK = block.draft.lengths_B.unsqueeze(1) - block.columns_K
+        return (raw_regret(block.target, block.draft) <= self.nats * remaining_BK) & self.possible
 
 
 @dataclass(frozen=True)

@@ -69,12 +69,12 @@ class ExactSample(AcceptancePolicy):
         longest = draft.tokens_BK.shape[1]
         if target.all_greedy or not longest:
             return super().verdict(target, draft, noise)
-        own_BK = draw(target.probs_BKV[:, :-1].flatten(0, 1), noise.accept_BK.flatten()).view(-1, longest)
-        same_BK = (own_BK == draft.tokens_BK) & draft.mask_BK()
-        verdict = longest_prefix(self, target, draft, noise, same_BK, same_BK)
+        drawn_BK = draw(target.probs_BKV[:, :-1].flatten(0, 1), noise.accept_BK.flatten()).view(-1, longest)
+        agree_BK = (drawn_BK == draft.tokens_BK) & draft.mask_BK()
+        verdict = longest_prefix(self, target, draft, noise, agree_BK, agree_BK)
         rejected_B = verdict.accepted_B < draft.lengths_B
-        own_B = pick(own_BK, verdict.accepted_B.clamp_max(longest - 1))
-        return replace(verdict, next_token_B=torch.where(rejected_B, own_B, verdict.next_token_B))
+        drawn_B = pick(drawn_BK, verdict.accepted_B.clamp_max(longest - 1))
+        return replace(verdict, next_token_B=torch.where(rejected_B, drawn_B, verdict.next_token_B))
 
 
 @dataclass(frozen=True)

@@ -161,8 +161,8 @@ def read_policy(value: object, *, trusted: bool = False) -> tuple[AcceptancePoli
 
 def dump_policy(rule: Rule) -> dict[str, Any]:
     """Write the mapping that ``load_policy`` reads: the name and every parameter, including nested rules."""
-    known = type(rule) in (RULES.types.get(rule.name), *_COMPOSITES.values())
-    name = rule.name if known else f"{type(rule).__module__}:{type(rule).__qualname__}"
+    registered = type(rule) in (RULES.types.get(rule.name), *_COMPOSITES.values())
+    name = rule.name if registered else f"{type(rule).__module__}:{type(rule).__qualname__}"
     parameters = fields(rule)  # type: ignore[arg-type]  # rules are dataclasses
     return {"name": name} | {f.name: _to_data(getattr(rule, f.name)) for f in parameters if f.init}
 
@@ -214,13 +214,13 @@ def _from_data(source: Source) -> Any:
 def _from_text(text: Text, node: ast.expr) -> Any:
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
         left, right = (_from_text(text, side) for side in (node.left, node.right))
-        both = isinstance(node.op, ast.BitAnd)
+        is_and = isinstance(node.op, ast.BitAnd)
         try:
-            return left & right if both else left | right
+            return left & right if is_and else left | right
         except TypeError as error:
             # Leave out Python's own message ("unsupported operand"), which explains nothing.
             reason = "" if "operand" in str(error) else f": {error}"
-            raise text.error(f"cannot combine '{left}' {'&' if both else '|'} '{right}'{reason}") from None
+            raise text.error(f"cannot combine '{left}' {'&' if is_and else '|'} '{right}'{reason}") from None
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
         part = _from_text(text, node.operand)
         if not isinstance(part, Condition):

@@ -32,25 +32,25 @@ def decide(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
     why_BK = verdict.why_BK.tolist()
     asked_BK = verdict.asked_BK.tolist()
     following = verdict.next_token_B.tolist()
-    held = {label: held_BK.tolist() for label, held_BK in verdict.clauses.items()}
+    clauses = {label: held_BK.tolist() for label, held_BK in verdict.clauses.items()}
     chains = draft.chains
     parents = [list(range(-1, len(chain) - 1)) for chain in chains] if draft.trees is None else draft.trees
     # Compute what relaxed tokens cost. This reads the target's log-probabilities, so do it for all rows at once.
     relaxed = [(b, node) for b, why in enumerate(why_BK) for node, code in enumerate(why) if code == Why.RELAXED]
     places = [(b, parents[b][node] + 1, chains[b][node]) for b, node in relaxed]
     nats = dict(zip(relaxed, target.nats_of(places))) if relaxed else {}
-    found = []
+    decisions = []
     for b, (chain, path) in enumerate(zip(chains, verdict.paths())):
         # Report the mismatches that the decision depends on.
         mismatches = []
         for node in range(len(chain)):
             stands = (b, node) in nats
-            if stands or (held and asked_BK[b][node]):
-                said = {label: rows[b][node] for label, rows in held.items()}
-                mismatches.append(Mismatch(node, stands, said, nats.get((b, node), 0.0)))
+            if stands or (clauses and asked_BK[b][node]):
+                outcomes = {label: rows[b][node] for label, rows in clauses.items()}
+                mismatches.append(Mismatch(node, stands, outcomes, nats.get((b, node), 0.0)))
         bonus = (path[-1] if path else -1) not in parents[b]
-        found.append(Decision(chain, path, following[b], bonus, target.choices[b], mismatches))
-    return found
+        decisions.append(Decision(chain, path, following[b], bonus, target.choices[b], mismatches))
+    return decisions
 
 
 def add_costs(budgets: Sequence[Any], target: Target, draft: Draft, b: int, decision: Decision) -> Decision:
@@ -187,8 +187,8 @@ def _pad_paths(paths: list[list[int]], device: torch.device) -> tuple[Tensor, Te
     """Pad paths with 0 to int64 [P, D]; also return their lengths [P]."""
     longest = max(map(len, paths), default=0)
     lines = [[len(path), *path, *[0] * (longest - len(path))] for path in paths]
-    both = upload([number for line in lines for number in line], device).view(len(paths), longest + 1)
-    return both[:, 1:], both[:, 0]
+    lengths_and_paths = upload([number for line in lines for number in line], device).view(len(paths), longest + 1)
+    return lengths_and_paths[:, 1:], lengths_and_paths[:, 0]
 
 
 def _at_tokens(found_PD: Tensor, rows_P1: Tensor, path_PD: Tensor, counted_PD: Tensor, draft: Draft) -> Tensor:
@@ -233,27 +233,27 @@ def _try_siblings(
         rows_N, nodes_N, places_N = upload([i for node in siblings for i in node], device).view(-1, 3).unbind(1)
         at = rows_N, places_N
         claims_N1V = None if draft.probs_BKV is None else draft.probs_BKV[rows_N, nodes_N].unsqueeze(1)
-        one = Draft(draft.tokens_BK[rows_N, nodes_N].unsqueeze(1), torch.ones_like(rows_N), claims_N1V)
-        one = carry_logits(draft, one, rows_N, nodes_N)
+        sibling = Draft(draft.tokens_BK[rows_N, nodes_N].unsqueeze(1), torch.ones_like(rows_N), claims_N1V)
+        sibling = carry_logits(draft, sibling, rows_N, nodes_N)
         logits_N2V = target.logits_BKV[at].unsqueeze(1).expand(-1, 2, -1)
         probs_NV = None if probs_BMV is None else probs_BMV[at]
         probs_N2V = None if probs_NV is None else probs_NV.unsqueeze(1).expand(-1, 2, -1)
         block = target.about(rows_N, logits_N2V, probs_N2V, [b for b, _, _ in siblings])
         # Compare its coin with the policy's chance. Compare it with the exact rule's chance to record the reason.
-        coin_N, chance_N = noise.accept_BK[rows_N, nodes_N], policy.chances(block, one).squeeze(1)
+        coin_N, chance_N = noise.accept_BK[rows_N, nodes_N], policy.chances(block, sibling).squeeze(1)
         keeps_N, nan_N = coin_N < chance_N, chance_N.isnan()
         exact_N = keeps_N
         if policy.core.guarantee is not Guarantee.LOSSLESS:
-            exact_N = coin_N < exact_accept_probs(block, one).squeeze(1)
+            exact_N = coin_N < exact_accept_probs(block, sibling).squeeze(1)
         kept_BK.index_put_((rows_N, nodes_N), keeps_N)
         exact_BK.index_put_((rows_N, nodes_N), exact_N)
         # After a rejection the next sibling faces the policy's correction.
         if probs_BMV is not None and probs_NV is not None:
-            rest_NV = policy.correction(block, one, torch.zeros_like(nodes_N))
-            mass_N1 = rest_NV.sum(-1, keepdim=True)
+            residual_NV = policy.correction(block, sibling, torch.zeros_like(nodes_N))
+            mass_N1 = residual_NV.sum(-1, keepdim=True)
             # Without residual mass the distributions are equal. Then only a rounding error can reject the token, so
             # keep the distribution as it was.
-            probs_BMV = probs_BMV.index_put(at, torch.where(mass_N1 > 0, rest_NV / mass_N1, probs_NV))
+            probs_BMV = probs_BMV.index_put(at, torch.where(mass_N1 > 0, residual_NV / mass_N1, probs_NV))
             nan_N = nan_N | (mass_N1.squeeze(1).isnan() & ~keeps_N & ~block.greedy_B)
         nan_BM.index_put_(at, nan_BM[at] | nan_N)
     return kept_BK, exact_BK, probs_BMV, nan_BM

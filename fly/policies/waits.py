@@ -51,11 +51,11 @@ class TextOnHost(list[list[int]]):
 
 def see_on_device(target: Target, inside: bool) -> Target:
     """Return the same output of the target as a rule sees it on a CUDA device: ``inside`` a graph, there is no text."""
-    seen = copy(target)
+    view = copy(target)
     if inside:
-        seen.history = TextOnHost()
-        vars(seen)["relaxed_at"] = TextOnHost()
-    return seen
+        view.history = TextOnHost()
+        vars(view)["relaxed_at"] = TextOnHost()
+    return view
 
 
 def _on_host(label: str) -> Tensor:
@@ -78,8 +78,8 @@ class _RefuseWaits(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func._schema.name.split("::")[1]
         with self:  # the parts of a composite operation are checked instead
-            if (made := func.decompose(*args, **kwargs)) is not NotImplemented:
-                return made
+            if (decomposed := func.decompose(*args, **kwargs)) is not NotImplemented:
+                return decomposed
         if torch.Tag.data_dependent_output in func.tags:
             raise HostWait("Python looks at a tensor's value")
         if name in _INDEXING:  # an index of numbers gives a known shape
@@ -135,14 +135,14 @@ def find_wait(policy: AcceptancePolicy, drawn: bool = False, sampled: bool = Fal
             with _RefuseWaits(), _RefuseUploads():
                 verify(policy, target, supply_logits(policy, draft, width), noise)
         except Exception as error:
-            said = str(error) if isinstance(error, HostWait) else f"{type(error).__name__}: {error}".split("\n")[0]
-            return f"{said} ({_find_line(traceback.extract_tb(error.__traceback__))})"
+            reason = str(error) if isinstance(error, HostWait) else f"{type(error).__name__}: {error}".split("\n")[0]
+            return f"{reason} ({_find_line(traceback.extract_tb(error.__traceback__))})"
     return None
 
 
 def _find_line(frames: Sequence[traceback.FrameSummary]) -> str:
     """Return the innermost line that is neither in torch nor in this file."""
     skipped = os.path.dirname(torch.__file__), __file__
-    own = [frame for frame in frames if not frame.filename.startswith(skipped)]
-    frame = own[-1] if own else frames[-1]
+    rule_frames = [frame for frame in frames if not frame.filename.startswith(skipped)]
+    frame = rule_frames[-1] if rule_frames else frames[-1]
     return f"{os.path.basename(frame.filename)}:{frame.lineno}: {frame.line}"

@@ -70,9 +70,11 @@ def _penalise(logits_V: Tensor, row: Row, text: list[int], numbers: Numbers) -> 
     params = row.params
     counts = Counter(text)
     if params.repetition_penalty != 1:
-        seen = numbers(sorted({*row.tokens[: row.prompt_length], *counts}))
-        old = logits_V[seen]
-        logits_V[seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+        seen_ids = numbers(sorted({*row.tokens[: row.prompt_length], *counts}))
+        seen_logits = logits_V[seen_ids]
+        logits_V[seen_ids] = torch.where(
+            seen_logits > 0, seen_logits / params.repetition_penalty, seen_logits * params.repetition_penalty
+        )
     if counts and (params.frequency_penalty or params.presence_penalty):
         ids, times = numbers([*counts, *counts.values()]).chunk(2)
         logits_V[ids] -= params.frequency_penalty * times.to(logits_V.dtype) + params.presence_penalty

@@ -306,12 +306,12 @@ def draft_chains(
         if sampling is None:
             tokens = argmax(logits_NV).tolist()
         else:
-            own = BatchSampling.of([row.params for row in going], logits_NV.device)
-            probs_NV = model.process(own, logits_NV.unsqueeze(1)).dense().squeeze(1)
+            row_sampling = BatchSampling.of([row.params for row in going], logits_NV.device)
+            probs_NV = model.process(row_sampling, logits_NV.unsqueeze(1)).dense().squeeze(1)
             tokens = draw_tokens(probs_NV, [seeds[b] for b in active], [len(row.tokens) for row in going])
-        for kept, values_NV in ((probs, probs_NV), (logits, logits_NV if spec.with_logits else None)):
+        for collected, values_NV in ((probs, probs_NV), (logits, logits_NV if spec.with_logits else None)):
             for b, values_V in zip(active, () if values_NV is None else values_NV):
-                kept[b].append(values_V)
+                collected[b].append(values_V)
         # Stop after the first token that the model is not sure of, after one that ends the row, or at full length.
         goes_on = []
         for n, (b, row, token) in enumerate(zip(active, going, tokens)):
@@ -330,7 +330,7 @@ def draft_chains(
         if not goes_on:
             break
         active, tokens = [active[n] for n in goes_on], [tokens[n] for n in goes_on]
-    chains = [made.tokens[len(row.tokens) :] for made, row in zip(scratch, rows)]
+    chains = [fork.tokens[len(row.tokens) :] for fork, row in zip(scratch, rows)]
     return Drafted(chains, pad_rows(probs), pad_rows(logits))
 
 
@@ -364,8 +364,8 @@ def draft_at_once(
     if sampling is None:
         tokens_BK = argmax(logits_BKV)
     else:
-        own = BatchSampling.of([row.params for row in rows], logits_BKV.device)
-        probs_BKV = model.process(own, logits_BKV).dense()
+        row_sampling = BatchSampling.of([row.params for row in rows], logits_BKV.device)
+        probs_BKV = model.process(row_sampling, logits_BKV).dense()
         at = [len(row.tokens) + place for row in rows for place in range(longest)]
         seed_N, at_N = upload([*(seed for seed in seeds for _ in range(longest)), *at], logits_BKV.device).chunk(2)
         coin_N = uniforms(seed_N, at_N, Stream.SAMPLE, 1).squeeze(1)
@@ -505,5 +505,5 @@ def _draft_trees(
         before_NC = None if x_NC is None else x_NC[[line for each in follow.values() for _, line in each]]
         logits_NV, x_NC = step(_next_batch(start, list(follow), fed, new, level, masks), before_NC)
         frontier = [(b, node) for b, each in nodes.items() for node in each]
-    found = [tree.likeliest(growth.nodes) for tree in trees]
-    return Drafted([tokens for tokens, _ in found], parents=[parents for _, parents in found])
+    subtrees = [tree.likeliest(growth.nodes) for tree in trees]
+    return Drafted([tokens for tokens, _ in subtrees], parents=[parents for _, parents in subtrees])

@@ -330,13 +330,13 @@ class Executor(ABC):
         seeds, starts = [row.seed for row in rows], [len(row.tokens) for row in rows]
         if all(row.policy is rows[0].policy or row.policy == rows[0].policy for row in rows):
             return self.decide(rows[0].policy, target, draft, seeds, starts) if rows else []
-        found: dict[int, Decision] = {}
+        decisions: dict[int, Decision] = {}
         for policy, numbers in by_policy(rows).items():
             index_B = self.numbers(numbers)
             part, proposed = target.rows(index_B, numbers), draft.rows(index_B, numbers)
-            own = [seeds[b] for b in numbers], [starts[b] for b in numbers]
-            found |= zip(numbers, self.decide(policy, part, proposed, *own))
-        return [found[b] for b in range(len(rows))]
+            seeds_and_starts = [seeds[b] for b in numbers], [starts[b] for b in numbers]
+            decisions |= zip(numbers, self.decide(policy, part, proposed, *seeds_and_starts))
+        return [decisions[b] for b in range(len(rows))]
 
     def embedding(self) -> Tensor:
         """Return the embedding table [V, C] without the model family's scaling. Draft heads may share it.
@@ -622,16 +622,16 @@ class TokenByToken(Wrapped):
     batch_invariant = True
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
-        wanted = range(len(batch.tokens)) if places is None else places
-        asked = set(wanted)
-        found = {}
+        scored_places = range(len(batch.tokens)) if places is None else places
+        place_set = set(scored_places)
+        logits_of = {}
         states_found = list[Tensor]()
         for t, kv in enumerate(batch.kv.tokens()):
             single = Batch(batch.tokens[t : t + 1], batch.positions[t : t + 1], kv)
-            scores = self.inner.score(single, None if t in asked else (), states)
-            if t in asked:
-                found[t] = scores.logits_NV
+            scores = self.inner.score(single, None if t in place_set else (), states)
+            if t in place_set:
+                logits_of[t] = scores.logits_NV
             if scores.states_TF is not None:
                 states_found.append(scores.states_TF)
-        logits = [found[t] for t in wanted] or [torch.zeros(0, self.config.vocab_size, device=self.device)]
+        logits = [logits_of[t] for t in scored_places] or [torch.zeros(0, self.config.vocab_size, device=self.device)]
         return Scores(torch.cat(logits), states_TF=torch.cat(states_found) if states_found else None)

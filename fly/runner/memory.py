@@ -76,8 +76,8 @@ class CacheSize:
 def free_memory(device: torch.device) -> int:
     """Return the free bytes of ``device``. If it has no memory of its own, these are the bytes that the system could
     give without swapping (cached files count as free), within the limits of this process and its control group."""
-    if (own := kind_of(device).memory(device)) is not None:
-        return own.free
+    if (device_memory := kind_of(device).memory(device)) is not None:
+        return device_memory.free
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024
@@ -161,15 +161,15 @@ def divide_device(
         return None, reserve(sys.maxsize)[1]
     free, total = memory
     share = DEFAULT_SHARE if share is None else share
-    left = int(share * total) - (total - free)
+    budget = int(share * total) - (total - free)
     whole = f"{share:.0%} of the {total / 1e9:.1f} GB of {device}"
-    if left <= 0:
+    if budget <= 0:
         raise ValueError(
             f"{whole}: {(total - free) / 1e9:.1f} GB are in use already, by the weights or by other programs"
         )
-    work, rows = reserve(left // 4)
+    work, rows = reserve(budget // 4)
     in_use = f"{(total - free) / 1e9:.1f} GB in use and {work / 1e9:.1f} GB for rounds and prompts"
-    return Room(left - work, rows * context, f"{whole}, less {in_use},"), rows
+    return Room(budget - work, rows * context, f"{whole}, less {in_use},"), rows
 
 
 def cache_size(model: Cacheable, token_bytes: int, block_size: int, size: CacheSize, room: Room | None = None) -> int:

@@ -40,10 +40,10 @@ class BadWords:
     def _starts(self) -> dict[int | None, list[tuple[list[int], int]]]:
         """The bad words, each as its tokens before the last one, and the last one. The key is the last token but one
         (None: the word has a single token)."""
-        found: dict[int | None, list[tuple[list[int], int]]] = {}
+        starts: dict[int | None, list[tuple[list[int], int]]] = {}
         for *start, last in self.words:
-            found.setdefault(start[-1] if start else None, []).append((start, last))
-        return found
+            starts.setdefault(start[-1] if start else None, []).append((start, last))
+        return starts
 
     def __bool__(self) -> bool:
         return bool(self.words)

@@ -275,11 +275,11 @@ class Runner:
         """Give the hidden states of the fed tokens to the drafters that need them."""
         width = self.executor.config.hidden_size
         for watch in self._watches:
-            own_TF = states_TF
+            watched_TF = states_TF
             if watch.layers != self._states:
                 places = [self._states.index(number) for number in watch.layers]
-                own_TF = torch.cat([states_TF[:, at * width : (at + 1) * width] for at in places], -1)
-            for row, start, states_NF in zip(rows, starts, own_TF.split(counts)):
+                watched_TF = torch.cat([states_TF[:, at * width : (at + 1) * width] for at in places], -1)
+            for row, start, states_NF in zip(rows, starts, watched_TF.split(counts)):
                 if row.k:
                     watch.add(row, start, states_NF)
 
@@ -382,9 +382,9 @@ class Runner:
     def _runs_with(self, drafter: Drafter, spec: DraftSpec) -> bool:
         """Whether the executor can run rounds with this drafter: it drafts chains, the two join, the vocabulary is the
         same, and the drafter reads no hidden states but those that are recorded."""
-        same = drafter.executor.config.vocab_size == self.executor.config.vocab_size
-        read = drafter.states is None or drafter.states.layers == self._states
-        return spec.tree is None and same and read and self.executor.joins(drafter.executor)
+        same_vocabulary = drafter.executor.config.vocab_size == self.executor.config.vocab_size
+        states_match = drafter.states is None or drafter.states.layers == self._states
+        return spec.tree is None and same_vocabulary and states_match and self.executor.joins(drafter.executor)
 
     def note_rounds(self, rows: abc.Sequence[Row], drafting: Continuation | None, plan: RoundPlan, ran: Rounds) -> None:
         """Note what is cached after several rounds in one call: each row's text, and the last draft."""

@@ -56,9 +56,9 @@ class HiddenStates:
 
     def add(self, row: Row, first: int, states_NF: Tensor) -> None:
         """Store the states of the row's tokens from ``first`` on, which were just fed."""
-        start, known_NF = self._runs.get(row.id, (first, None))
-        if known_NF is not None and start + len(known_NF) == first:
-            first, states_NF = start, torch.cat([known_NF, states_NF])
+        start, stored_NF = self._runs.get(row.id, (first, None))
+        if stored_NF is not None and start + len(stored_NF) == first:
+            first, states_NF = start, torch.cat([stored_NF, states_NF])
         excess = len(states_NF) - _MAX_KEPT
         if excess >= 0:  # drop half of them at once, since dropping copies the rest
             cut = excess + _MAX_KEPT // 2
@@ -70,8 +70,8 @@ class HiddenStates:
         ``start``."""
         first, states_NF = self._runs.get(row.id, (start, None))
         if states_NF is not None and first <= start:
-            kept = [*range(start - first), *(start - first + node for node in path)]
-            self._runs[row.id] = first, states_NF[upload(kept, states_NF.device)]
+            indices = [*range(start - first), *(start - first + node for node in path)]
+            self._runs[row.id] = first, states_NF[upload(indices, states_NF.device)]
 
     def cut(self, row: Row, length: int) -> None:
         """Roll the row back to ``length`` tokens."""

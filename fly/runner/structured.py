@@ -68,7 +68,9 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
-        self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, frozenset(eos_ids)
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.eos_ids = frozenset(eos_ids)
         self._kept: OrderedDict[tuple[str, StructuredOutput], LLMatcher] = OrderedDict()  # least recently used first
         self._size = 0  # bytes of the kept grammars
         self._looking = threading.Lock()
@@ -88,20 +90,20 @@ class Grammars:
         is of an unknown kind, or there is no token to end with.
         """
         assert params.structured is not None
-        own = self.tokenizer.control_ids.intersection(params.stop_token_ids)
-        if not (self.eos_ids or own):
+        control_stop_ids = self.tokenizer.control_ids.intersection(params.stop_token_ids)
+        if not (self.eos_ids or control_stop_ids):
             raise ValueError(
                 "structured output ends with an end-of-sequence token, and this model names none; give a special token "
                 "in stop_token_ids"
             )
-        asked = (params.cache_salt if params.structured.source else "", params.structured)
-        refuse = partial(self._forget, asked)
-        if (start := self._known(asked)) is None:
+        key = (params.cache_salt if params.structured.source else "", params.structured)
+        refuse = partial(self._forget, key)
+        if (start := self._known(key)) is None:
             start = self._compile(params.structured, vet)
-            self._keep(asked, start)
+            self._keep(key, start)
         if params.ignore_eos:
-            return Matcher(start, refuse, self._never, own - self.eos_ids, self.eos_ids)
-        return Matcher(start, refuse, self._never, self.eos_ids | own)
+            return Matcher(start, refuse, self._never, control_stop_ids - self.eos_ids, self.eos_ids)
+        return Matcher(start, refuse, self._never, self.eos_ids | control_stop_ids)
 
     @property
     def spelling(self) -> dict[str, Any]:
@@ -143,18 +145,18 @@ class Grammars:
 
     def _compile(self, structured: StructuredOutput, vet: Vet | None) -> LLMatcher:
         source = structured.source
-        what = f"structured {structured.kind} {source if len(source) <= 60 else source[:57] + '...'!r}"
+        label = f"structured {structured.kind} {source if len(source) <= 60 else source[:57] + '...'!r}"
         if (size := len(source.encode("utf-8", "replace"))) > LONGEST:
-            raise ValueError(f"{what} has {size} bytes; at most {LONGEST} are compiled")
+            raise ValueError(f"{label} has {size} bytes; at most {LONGEST} are compiled")
         vocabulary = self._vocabulary
         try:
             if vet is not None:
                 vet(structured.kind, source)
             matcher = compile_form(vocabulary, structured.kind, source)
         except ValueError as error:
-            raise ValueError(f"{what} cannot be used: {error}") from None
+            raise ValueError(f"{label} cannot be used: {error}") from None
         for warning in matcher.get_grammar_warnings():
-            warnings.warn(f"{what}: {warning}", stacklevel=2)
+            warnings.warn(f"{label}: {warning}", stacklevel=2)
         return matcher
 
 
@@ -191,8 +193,12 @@ class Matcher:
         ends: frozenset[int],
         last_ends: frozenset[int] = frozenset(),
     ) -> None:
-        self._start, self._matcher, self._refuse = start, start.deep_copy(), refuse
-        self._never, self._ends, self._last_ends = never, ends, last_ends
+        self._start = start
+        self._matcher = start.deep_copy()
+        self._refuse = refuse
+        self._never = never
+        self._ends = ends
+        self._last_ends = last_ends
         self._no_text = never | ends | last_ends
         self._text: list[int] = []  # what the matcher has consumed
         self._masks: dict[int, tuple[bytearray, str]] = {}  # by length of text
@@ -225,15 +231,15 @@ class Matcher:
         never be reached, and stay as they are. ``draft`` and ``parents`` are as in ``Draft``. J is at least 1 + the
         number of drafted tokens. ``numbers`` puts numbers on the logits' device.
         """
-        found = sorted(self._along(text, draft, parents).items())
-        if not found:
+        masks = sorted(self._along(text, draft, parents).items())
+        if not masks:
             return
-        put, device = numbers or partial(torch.as_tensor, device=logits_JV.device), logits_JV.device
-        bits_JW = torch.frombuffer(bytearray().join(bits for _, bits in found), dtype=torch.uint8).view(len(found), -1)
-        bias_JV = embedding(put(bits_JW).int(), _bias_of_byte(device)).flatten(1)[:, : logits_JV.shape[1]]
-        places = [place for place, _ in found]
+        to_tensor, device = numbers or partial(torch.as_tensor, device=logits_JV.device), logits_JV.device
+        bits_JW = torch.frombuffer(bytearray().join(bits for _, bits in masks), dtype=torch.uint8).view(len(masks), -1)
+        bias_JV = embedding(to_tensor(bits_JW).int(), _bias_of_byte(device)).flatten(1)[:, : logits_JV.shape[1]]
+        places = [place for place, _ in masks]
         # Usually the whole chain is allowed, and nothing is copied.
-        at = slice(len(places)) if places[-1] == len(places) - 1 else put(places)
+        at = slice(len(places)) if places[-1] == len(places) - 1 else to_tensor(places)
         logits_JV[at] += bias_JV
         if raw_JV is not None:
             logits_JV[at] = torch.where(nothing_left(logits_JV[at]), raw_JV[at] + bias_JV, logits_JV[at])
@@ -260,20 +266,20 @@ class Matcher:
         after: list[list[int]] = [[] for _ in range(len(draft) + 1)]
         for node, parent in enumerate(parents):
             after[parent + 1].append(node)
-        found = {}
+        masks = {}
         waiting = [(-1, len(text))]
         while waiting:
             node, depth = waiting.pop()
             if node < 0 or self._step(depth - 1, draft[node]):
-                found[node + 1], wrong = self._mask(depth)
+                masks[node + 1], wrong = self._mask(depth)
             elif wrong := self._wrong:
-                found[node + 1] = self._nothing()
+                masks[node + 1] = self._nothing()
             else:
                 continue
             if wrong:  # a draft ends here; if the target's own text comes here, ``check`` raises
                 self._stuck[node + 1] = f"{wrong} after {depth} tokens"
             waiting += [(child, depth + 1) for child in after[node + 1]]
-        return found
+        return masks
 
     def _follow(self, text: list[int]) -> bool:
         """Make sure that the matcher has consumed at least ``text``. Return False if the grammar forbids this text."""
@@ -296,21 +302,25 @@ class Matcher:
 
     def _mask(self, depth: int) -> tuple[bytearray, str]:
         """Return which tokens may follow the first ``depth`` tokens, one bit each; and the reason if none may."""
-        if (known := self._masks.get(depth)) is None:
+        if (mask := self._masks.get(depth)) is None:
             self._roll_back(depth)
-            bits, may_end, wrong = bytearray(self._matcher.compute_bitmask()), self._matcher.is_accepting(), ""
+            bits = bytearray(self._matcher.compute_bitmask())
+            may_end = self._matcher.is_accepting()
+            wrong = ""
             if self._matcher.is_error():
                 self._give_up()
-                bits, may_end, wrong = self._nothing(), False, self._wrong
+                bits = self._nothing()
+                may_end = False
+                wrong = self._wrong
             for token in () if wrong else self._no_text:
                 bits[token // 8] &= ~(1 << token % 8)
             if may_end:
                 _allow(bits, self._ends)
                 if not any(bits):
                     _allow(bits, self._last_ends)
-            known = self._masks[depth] = bits, wrong
+            mask = self._masks[depth] = bits, wrong
             self._masks.pop(depth - _MASKS, None)
-        return known
+        return mask
 
     def _roll_back(self, depth: int) -> None:
         """Roll back to the first ``depth`` consumed tokens."""
