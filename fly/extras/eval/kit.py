@@ -20,7 +20,9 @@ from fly.types import Noise, Target, Why
 
 __all__ = ["check_in_a_recording"]
 
-_LONGEST, _SIZE, _SEED = 8, 40, 7  # K, a V beyond what a recording keeps of each place, and the row's seed
+_LONGEST = 8  # K
+_SIZE = 40  # V, beyond what a recording keeps of each place
+_SEED = 7  # the row's
 
 
 def check_in_a_recording(policy: AcceptancePolicy) -> str:

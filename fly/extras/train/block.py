@@ -38,7 +38,9 @@ class BlocksAt:
     of it), and its own block (in causal layers: up to itself)."""
 
     def __init__(self, start_BA: Tensor, length: int, config: DFlashConfig) -> None:
-        self.start_BA, self.length, self.config = start_BA, length, config
+        self.start_BA = start_BA
+        self.length = length
+        self.config = config
         self.context: dict[int, tuple[Tensor, Tensor]] = {}
         self.masks: dict[tuple[int | None, bool], Tensor] = {}
 
@@ -149,8 +151,11 @@ class BlockCourse(Course):
 
     def __init__(self, executor: Executor, plan: Plan, ids_U: Tensor, taught: abc.Sequence[Answer]) -> None:
         assert plan.layers and plan.block_size and plan.anchors and plan.gamma
-        self.anchors, self.gamma, target = plan.anchors, plan.gamma, executor.config
-        self.states, spark = plan.states_of(target.num_hidden_layers), plan.kind == "dspark"
+        self.anchors = plan.anchors
+        self.gamma = plan.gamma
+        target = executor.config
+        self.states = plan.states_of(target.num_hidden_layers)
+        spark = plan.kind == "dspark"
         config = DFlashConfig(
             layer=plan.layer(target, "qwen3", plan.layers),
             draft_vocab_size=len(ids_U),

@@ -79,7 +79,9 @@ class Eagle3Course(Course):
         feature is the target's last hidden state, and its output matrix approximates the target's. Executors do not
         expose the factors of their last norm, so a least-squares fit of logits to normalised hidden states gives this
         matrix."""
-        config, width, head = reader.executor.config, reader.executor.config.hidden_size, self.head
+        config = reader.executor.config
+        width = config.hidden_size
+        head = self.head
         gram_CC, product_CU = torch.zeros(width, width), torch.zeros(width, head.config.draft_vocab_size)
         # Four equations for each unknown weight.
         for logits_NV, states_TF, places in reader.survey(taught, 4 * width, [config.num_hidden_layers]):

@@ -95,7 +95,9 @@ def decide_after(original: Callable[..., Any]) -> Callable[..., Any]:
         )  # fmt: skip
         by_slot = _find_rows(self.sampler).by_slot
         rows = {b: by_slot[slot] for b, slot in enumerate(idx_mapping_np.tolist()) if slot in by_slot}
-        states, device, width = self.sampler.req_states, processed_LV.device, processed_LV.shape[1]
+        states = self.sampler.req_states
+        device = processed_LV.device
+        width = processed_LV.shape[1]
         longest = self.num_speculative_steps
 
         def read(numbers: list[int]) -> Blocks:
