@@ -96,13 +96,13 @@ def bootstrap_ratio(above: Sequence[Sequence[float]], below: Sequence[Sequence[f
     """
     top, bottom = np.asarray(above, dtype=float), np.asarray(below, dtype=float)
     n = top.shape[1]
-    drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=_SAMPLES)
+    drawn_weights = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=_SAMPLES)
 
     def quotient(weights: np.ndarray) -> np.ndarray:
         upper, lower = (weights @ top.T).prod(-1), (weights @ bottom.T).prod(-1)
         return np.divide(upper, lower, out=np.full(lower.shape, np.nan), where=lower != 0)
 
-    (value,), samples = quotient(np.ones((1, n))), quotient(drawn)
+    (value,), samples = quotient(np.ones((1, n))), quotient(drawn_weights)
     samples = samples[~np.isnan(samples)]
     if math.isnan(value) or not len(samples):
         return Estimate(math.nan, math.nan, math.nan)
@@ -169,10 +169,10 @@ def compare_samples(
 
     observed = statistic(first_N)
     further = 0
-    tried = 0
+    attempts = 0
     rows = [np.flatnonzero(stratum_N == each) for each in np.unique(stratum_N)]
-    while tried < _PERMUTATIONS and further < _PLENTY:
-        tried += 1
+    while attempts < _PERMUTATIONS and further < _PLENTY:
+        attempts += 1
         mixed_N = first_N.copy()
         for at in rows:
             mixed_N[at] = rng.permutation(mixed_N[at])
@@ -180,4 +180,4 @@ def compare_samples(
     # A total variation d adds at least 2 n d^2 to the statistic, whose standard deviation is about sqrt(2 · kinds).
     normal = NormalDist()
     finds = math.sqrt((normal.inv_cdf(1 - p) + normal.inv_cdf(0.9)) * math.sqrt(2 * len(kinds)) / (2 * len(one)))
-    return Compared((further + 1) / (tried + 1), min(1.0, finds))
+    return Compared((further + 1) / (attempts + 1), min(1.0, finds))

@@ -189,10 +189,10 @@ class Server:
 
     def alive(self) -> bool:
         """Whether the server still answers a request for one token. (It may list its models even without an engine.)"""
-        asked = {"messages": [{"role": "user", "content": "Hello"}]} if self.chat else {"prompt": "Hello"}
+        question = {"messages": [{"role": "user", "content": "Hello"}]} if self.chat else {"prompt": "Hello"}
         path = "/v1/chat/completions" if self.chat else "/v1/completions"
         try:
-            answer = self._http.post(path, json={"model": self.name, "max_tokens": 1, **asked}, timeout=60)
+            answer = self._http.post(path, json={"model": self.name, "max_tokens": 1, **question}, timeout=60)
         except httpx2.HTTPError:
             return False
         return answer.status_code < 500 or answer.status_code in _BUSY
@@ -205,11 +205,11 @@ class Server:
         try:
             return str(answer.json()["data"][0]["id"])
         except (ValueError, LookupError, TypeError):
-            what = f"{self.root}/v1/models answers {answer.status_code}"
+            summary = f"{self.root}/v1/models answers {answer.status_code}"
             if answer.status_code == 404 and answer.url.path != "/v1/models":
-                raise Unreachable(f"{what}: is the path of the URL right?") from None
+                raise Unreachable(f"{summary}: is the path of the URL right?") from None
             text = answer.text if len(answer.text) <= 80 else f"{answer.text[:80]}…"
-            raise Unreachable(f"{what} {text!r}, which names no model; name one with --name") from None
+            raise Unreachable(f"{summary} {text!r}, which names no model; name one with --name") from None
 
     def _first_answer(self, either: bool) -> int:
         """Find out the endpoint, and how many of the most likely tokens the server lists (0: no log-probabilities, or
@@ -223,18 +223,18 @@ class Server:
                 except (Refused, Failed) as error:
                     problem = str(error)
                     continue
-                listed = sum(bool(place.top) for place in answer.places)
-                if self.top and 0 < listed < len(answer.places):
-                    self.partly = f"{len(answer.places) - listed} of {len(answer.places)} tokens have none"
+                n_listed = sum(bool(place.top) for place in answer.places)
+                if self.top and 0 < n_listed < len(answer.places):
+                    self.partly = f"{len(answer.places) - n_listed} of {len(answer.places)} tokens have none"
                     return 0
-                if not self.top or listed:
+                if not self.top or n_listed:
                     return self.top
         raise Unreachable(f"{self.root} does not answer a first request: {problem}")
 
     def _send(self, path: str, body: Mapping[str, Any]) -> Reply:
         for attempt in itertools.count():
             self.budget.take()
-            begun = time.monotonic()
+            start = time.monotonic()
             try:
                 answer = self._http.post(path, json=body)
             except httpx2.HTTPError as error:
@@ -244,21 +244,21 @@ class Server:
                 time.sleep(min(2.0**attempt, 10.0))
                 continue
             break
-        shown = answer.text[:300]
+        excerpt = answer.text[:300]
         if 400 <= answer.status_code < 500:
-            raise Refused(f"{answer.status_code} {shown}")
+            raise Refused(f"{answer.status_code} {excerpt}")
         if answer.status_code != 200:
-            raise Failed(f"{answer.status_code} {shown}")
+            raise Failed(f"{answer.status_code} {excerpt}")
         try:
-            read = answer.json()
-            if isinstance(read, dict) and read.get("error"):
-                raise Refused(f"200 with an error: {shown}")
-            answers = tuple(_answer(choice) for choice in read["choices"])
+            document = answer.json()
+            if isinstance(document, dict) and document.get("error"):
+                raise Refused(f"200 with an error: {excerpt}")
+            answers = tuple(_answer(choice) for choice in document["choices"])
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise Failed(f"the answer cannot be read ({type(error).__name__}: {error}): {shown}") from None
+            raise Failed(f"the answer cannot be read ({type(error).__name__}: {error}): {excerpt}") from None
         if not answers:
-            raise Failed(f"the answer has no choices: {shown}")
-        return Reply(answers, read, time.monotonic() - begun)
+            raise Failed(f"the answer has no choices: {excerpt}")
+        return Reply(answers, document, time.monotonic() - start)
 
 
 def _answer(choice: Mapping[str, Any]) -> Answer:
@@ -275,9 +275,9 @@ def _places(listed: Mapping[str, Any]) -> list[Place]:
             _place(each["token"], each["logprob"], [(top["token"], top["logprob"]) for top in each["top_logprobs"]])
             for each in listed["content"] or ()
         ]
-    tokens, values = listed.get("tokens") or (), listed.get("token_logprobs") or ()
+    tokens, logprobs = listed.get("tokens") or (), listed.get("token_logprobs") or ()
     tops = listed.get("top_logprobs") or [{}] * len(tokens)
-    return [_place(*each) for each in zip(tokens, values, (list((top or {}).items()) for top in tops), strict=True)]
+    return [_place(*each) for each in zip(tokens, logprobs, (list((top or {}).items()) for top in tops), strict=True)]
 
 
 def _place(token: str, logprob: float | None, top: list[tuple[str, float]]) -> Place:

@@ -90,13 +90,13 @@ def audit(
         refuse_idle(context, ("beside_name", "beside_key"), "without --beside")
     if model is None:
         refuse_idle(context, _OF_REFERENCE, "without --model")
-    asked = {name: value for name, value in options_of(context, _ASKED).items() if value is not None}
+    settings = {name: value for name, value in options_of(context, _ASKED).items() if value is not None}
     if prompts is not None:
-        asked["prompts"] = _read(prompts)
+        settings["prompts"] = _read(prompts)
     key = api_key or os.environ.get("OPENAI_API_KEY")
     reference = beside if model is None else _reference(model, options_of(context, _OF_REFERENCE))
     with _progress() as show:
-        report = run(url, key=key, beside=reference, progress=show, **asked)
+        report = run(url, key=key, beside=reference, progress=show, **settings)
     write_json(json_, report.as_dict())
     _show(report, model)
     raise typer.Exit(report.status)
@@ -140,8 +140,8 @@ def _reference(model: str, running: dict[str, Any]) -> Iterator[str]:
                 server.should_exit = True
                 thread.join(30)
                 if ended:
-                    why = "".join(f": {type(cause).__name__}: {cause}" for cause in causes[:1])
-                    raise Unreachable(f"the reference {model!r} has ended{why}")
+                    reason = "".join(f": {type(cause).__name__}: {cause}" for cause in causes[:1])
+                    raise Unreachable(f"the reference {model!r} has ended{reason}")
 
 
 @contextmanager
@@ -172,17 +172,17 @@ def _show(report: Report, model: str | None) -> None:
             colour = _COLOURS[each.verdict.value]
             console.print(f"[{colour}]{each.check}[/]: {escape(each.detail)}", highlight=False)
     counts = Counter(map(_verdict, report.findings))
-    drawn = sum(each.p is not None for each in report.findings)
+    n_drawn = sum(each.p is not None for each in report.findings)
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     console.print(f"[bold]{summary}[/] · {report.requests:,} requests in {report.seconds:.0f} s", highlight=False)
     if any(each.weak for each in report.findings):
         note(
             "weak: too little was seen to be sure of finding a fault in a fifth of it; more --prompts or --samples help"
         )
-    if drawn:
+    if n_drawn:
         note(
             "p: how likely such samples are from an honest server, which fails one of these "
-            f"{drawn} checks with probability {report.alpha:g} at most (Holm)"
+            f"{n_drawn} checks with probability {report.alpha:g} at most (Holm)"
         )
     if report.beside is None:
         note("not tested: greedy answers beside a reference (--beside URL or --model NAME)")

@@ -72,16 +72,16 @@ class Context:
     @functools.cached_property
     def neutral(self) -> dict[str, float]:
         """The fields that the server accepts, each with a neutral value that it accepts."""
-        taken: dict[str, float] = {}
+        accepted: dict[str, float] = {}
         for name, values in _NEUTRAL.items():
             for value in values:
                 try:
                     self.server.ask("Hello", {"max_tokens": 1, "temperature": 0, name: value}, top=False)
                 except Refused:
                     continue
-                taken[name] = value
+                accepted[name] = value
                 break
-        return taken
+        return accepted
 
     def fields(self, given: Fields) -> dict[str, Any]:
         """Return the fields of a request: the given ones, and neutral values for the others."""
@@ -119,11 +119,11 @@ class Context:
         """The numbers of the prompts, best ones first. The best have an entropy near 1 nat: their next tokens vary, and
         each still occurs often enough to be counted. No check uses the answers that this is measured on."""
         length = 8
-        asked = [(prompt, self.fields({"max_tokens": length})) for prompt in self.prompts]
+        requests = [(prompt, self.fields({"max_tokens": length})) for prompt in self.prompts]
         score = []
-        for number, reply in enumerate(self.server.ask_all(asked)):
+        for number, reply in enumerate(self.server.ask_all(requests)):
             entropies = [_entropy(reported(place, self.server.top)) for place in reply.answer.places]
-            gain = [value * math.exp(-value) for value in entropies]
+            gain = [entropy * math.exp(-entropy) for entropy in entropies]
             # First tokens count twice. A place after the end of an answer counts as 0.
             score.append((-(sum(gain) + sum(gain[:3])) / length, number))
         return [number for _, number in sorted(score)]
@@ -136,13 +136,13 @@ class Context:
         plain = self.server.ask_all([(self.prompts[number], fields) for number in numbers])
         cold = self.server.ask_all([(self.prompts[number], fields | {"temperature": 0.5}) for number in numbers])
         same = sharper = 0.0
-        for number, one, other in zip(numbers, plain, cold):
-            first, second = one.answer.places[0], other.answer.places[0]
+        for number, plain_reply, cold_reply in zip(numbers, plain, cold):
+            first, second = plain_reply.answer.places[0], cold_reply.answer.places[0]
             head = reported(second, self.server.top)
             same += min_variation(reported(first, self.server.top), head)
-            made = expected(first, {"temperature": 0.5}, (), self.prompts[number], self.server.top)
-            if made is not None:
-                sharper += min_variation(dict(zip(made.tokens, made.probs_H)), head)
+            predicted = expected(first, {"temperature": 0.5}, (), self.prompts[number], self.server.top)
+            if predicted is not None:
+                sharper += min_variation(dict(zip(predicted.tokens, predicted.probs_H)), head)
         return bool(sharper < same)
 
     def sample(self, given: Fields, count: int, length: int, prompts: int, rounds: int = 4) -> Iterator[list[Draw]]:
@@ -150,15 +150,15 @@ class Context:
         after each round of requests, so that the caller can stop early."""
         fields = self.fields({**given, "max_tokens": length})
         numbers = self.lively[:prompts]
-        each = max(1, math.ceil(count / (rounds * len(numbers))))
-        if (choices := min(each, self.choices)) > 1:
+        repeats = max(1, math.ceil(count / (rounds * len(numbers))))
+        if (choices := min(repeats, self.choices)) > 1:
             fields |= {"n": choices}
-            each = math.ceil(each / choices)
+            repeats = math.ceil(repeats / choices)
         draws: list[Draw] = []
         for _ in range(rounds):
-            asked = [number for number in numbers for _ in range(each)]
-            replies = self.server.ask_all([(self.prompts[number], fields) for number in asked])
-            for number, reply in zip(asked, replies):
+            requested = [number for number in numbers for _ in range(repeats)]
+            replies = self.server.ask_all([(self.prompts[number], fields) for number in requested])
+            for number, reply in zip(requested, replies):
                 for answer in reply.answers:
                     draws += read_draws(answer, self.prompts[number], number, given, self.server.top, self.as_is)
             yield draws

@@ -110,8 +110,8 @@ def expected(
 
     # The fields, in the order in which servers apply them.
     scores_H = raw_H.copy()
-    penalised = [name for name in ("presence_penalty", "frequency_penalty", "repetition_penalty") if fields.get(name)]
-    if penalised:
+    penalties = [name for name in ("presence_penalty", "frequency_penalty", "repetition_penalty") if fields.get(name)]
+    if penalties:
         # Servers disagree whether penalties count the prompt's tokens, so these are left out.
         keep_H &= np.array([token not in prompt for token in tokens])
         scores_H -= _penalties(tokens, fields, Counter(history))
@@ -128,21 +128,21 @@ def expected(
     keep_H &= allowed_H
 
     # Condition on the tokens that are kept.
-    same = [at for at, token in enumerate(tokens) if token == place.token and abs(raw_H[at] - place.logprob) < _SAME]
-    if not keep_H.any() or (same and not keep_H[same[0]] and allowed_H[same[0]]):
+    matches = [at for at, token in enumerate(tokens) if token == place.token and abs(raw_H[at] - place.logprob) < _SAME]
+    if not keep_H.any() or (matches and not keep_H[matches[0]] and allowed_H[matches[0]]):
         return None
-    if penalised and not same and place.token in prompt:
+    if penalties and not matches and place.token in prompt:
         return None
     weights_H = np.exp(scores_H[keep_H])
     mass = float(weights_H.sum())
-    drawn = int(keep_H[: same[0]].sum()) if same and keep_H[same[0]] else None
+    drawn = int(keep_H[: matches[0]].sum()) if matches and keep_H[matches[0]] else None
     shares_H, plain_H = weights_H / mass, np.exp(raw_H[keep_H])
     plain_H /= plain_H.sum()
     changed = not (np.abs(shares_H - plain_H) <= 1e-9 + 1e-5 * plain_H).all()
     return Draw(
         group,
         place.token,
-        tuple(token for token, kept in zip(tokens, keep_H) if kept),
+        tuple(token for token, keep in zip(tokens, keep_H) if keep),
         shares_H,
         drawn,
         None if math.isnan(rest) else 0.0 if not allowed_H.all() else max(rest / (rest + mass), _LEAST_REST),
@@ -161,35 +161,35 @@ def _penalties(tokens: list[str], fields: Fields, counts: Counter[str]) -> np.nd
 def _allowed(scores_H: np.ndarray, fields: Fields) -> np.ndarray | None:
     """Return the tokens of the head that top_k, top_p and min_p allow, bool [H]; None if a cut is uncertain."""
     size = len(scores_H)
-    kept = size
+    n_allowed = size
     if k := fields.get("top_k"):
         if size <= k or scores_H[k - 1] - scores_H[k] < _NEAR_NATS:
             return None
-        kept = min(kept, k)
+        n_allowed = min(n_allowed, k)
     if (p := fields.get("top_p", 1.0)) < 1:
         before_H = np.cumsum(np.exp(scores_H)) - np.exp(scores_H)  # the mass of the likelier tokens
         inside = before_H < p
         if inside.all() or np.abs(before_H[1:] - p).min() < _NEAR_MASS:
             return None
-        kept = min(kept, int(inside.sum()))
+        n_allowed = min(n_allowed, int(inside.sum()))
     if m := fields.get("min_p"):
         behind_H = scores_H[0] - scores_H + math.log(m)  # positive for tokens that min_p forbids
         if behind_H[-1] <= 0 or np.abs(behind_H).min() < _NEAR_NATS:
             return None
-        kept = min(kept, int((behind_H < 0).sum()))
-    return np.arange(size) < kept
+        n_allowed = min(n_allowed, int((behind_H < 0).sum()))
+    return np.arange(size) < n_allowed
 
 
 def _with_faults(draw: Draw, before: Place, prompt: str, history: tuple[str, ...], top: int) -> Draw:
     """Add to a draw what faulty speculation would draw from."""
-    earlier = reported(before, top)
-    earlier_H = np.array([earlier.get(token, 0.0) for token in draw.tokens])
+    earlier_probs = reported(before, top)
+    earlier_H = np.array([earlier_probs.get(token, 0.0) for token in draw.tokens])
     context = prompt + "".join(history)
     since = context.rfind(context[-_LOOKUP:], 0, len(context) - 1)
     follows = context[since + _LOOKUP :] if since >= 0 else ""
-    found = [at for at, token in enumerate(draw.tokens) if follows.startswith(token)]
+    matches = [at for at, token in enumerate(draw.tokens) if follows.startswith(token)]
     return replace(
         draw,
         earlier_H=earlier_H / earlier_H.sum() if earlier_H.sum() > 0.05 else None,
-        lookup=max(found, key=lambda at: len(draw.tokens[at])) if found else None,
+        lookup=max(matches, key=lambda at: len(draw.tokens[at])) if matches else None,
     )

@@ -33,10 +33,10 @@ def effect(context: Context, name: str, value: float) -> Finding:
         verdict = Verdict.PASS if binomial_tail(changed, n, _ROUNDING) < 0.01 else Verdict.UNDECIDED
         return Finding(name, "", verdict, seen, finds="ignored altogether", detail=detail, share=1.0)
     extreme = _EXTREME[name]
-    other, free = differing(**{name: extreme}), differing()
+    n_extreme, n_free = differing(**{name: extreme}), differing()
     critical = next(count for count in range(n + 2) if binomial_tail(count, n, _ROUNDING) <= context.p)
-    finds = "ignored altogether" if critical <= n and binomial_tail(critical, n, min(free / n, 0.999)) >= 0.9 else ""
-    p = binomial_tail(other, n, _ROUNDING)
-    detail = f"{other} of {n} answers at {name} {extreme:g} are not the greedy ones" if other else ""
+    finds = "ignored altogether" if critical <= n and binomial_tail(critical, n, min(n_free / n, 0.999)) >= 0.9 else ""
+    p = binomial_tail(n_extreme, n, _ROUNDING)
+    detail = f"{n_extreme} of {n} answers at {name} {extreme:g} are not the greedy ones" if n_extreme else ""
     verdict, finds = (Verdict.PASS, finds) if finds else (Verdict.UNDECIDED, "too few answers")
     return Finding(name, "", verdict, seen, p, finds, detail, share=1.0)

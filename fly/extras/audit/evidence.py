@@ -78,11 +78,11 @@ class _Table:
 
     def wide(self, alternative: Callable[[Draw], np.ndarray | None]) -> np.ndarray:
         """Return each draw's alternative distribution, or the claimed one where ``alternative`` returns None."""
-        made_TH = self.probs_TH.copy()
+        wide_TH = self.probs_TH.copy()
         for row, draw in enumerate(self.draws):
-            if (found := alternative(draw)) is not None:
-                made_TH[row, : len(found)] = found
-        return made_TH
+            if (other_H := alternative(draw)) is not None:
+                wide_TH[row, : len(other_H)] = other_H
+        return wide_TH
 
     def bets(self, only: str | None = None) -> dict[str, np.ndarray]:
         """Return, for each bettor (or the one of the name ``only``), the logarithms [P, T, H + 1] of the factors that
@@ -97,49 +97,49 @@ class _Table:
             _AVOIDED: lambda: self._mixed(self._copied(0.0)),
             _FAR: self._far,
         }
-        return {name: made() for name, made in bettors.items() if only in (None, name)}
+        return {name: bettor() for name, bettor in bettors.items() if only in (None, name)}
 
     def _copied(self, share: float) -> np.ndarray:
         """Return distributions that give a token proposed by prompt lookup always (``share`` 1) or never (0)."""
-        made_TH = self.probs_TH.copy()
+        copied_TH = self.probs_TH.copy()
         for row, draw in enumerate(self.draws):
             if draw.lookup is not None and (share or draw.probs_H[draw.lookup] < 0.99):
-                made_TH[row] = made_TH[row] * (1 - share)
-                made_TH[row, draw.lookup] = share
-                made_TH[row] /= made_TH[row].sum()
-        return made_TH
+                copied_TH[row] = copied_TH[row] * (1 - share)
+                copied_TH[row, draw.lookup] = share
+                copied_TH[row] /= copied_TH[row].sum()
+        return copied_TH
 
     def _mixed(self, other_TH: np.ndarray) -> np.ndarray:
         """Return bets that some tokens are drawn from ``other_TH``."""
         probs_TH = self.probs_TH
-        made = np.zeros((len(_MIXES), probs_TH.shape[0], probs_TH.shape[1] + 1))
+        logs = np.zeros((len(_MIXES), probs_TH.shape[0], probs_TH.shape[1] + 1))
         ratio_TH = np.divide(other_TH, probs_TH, out=np.ones_like(probs_TH), where=probs_TH > 0)
         for at, share in enumerate(_MIXES):
             with np.errstate(divide="ignore"):
-                made[at, :, :-1] = np.log(1 - share + share * ratio_TH)
-        return made
+                logs[at, :, :-1] = np.log(1 - share + share * ratio_TH)
+        return logs
 
     def _far(self) -> np.ndarray:
         """Return bets on the rest (the tokens that are not listed), at the odds of its largest possible probability."""
-        made = np.zeros((len(_STAKES), len(self.draws), self.probs_TH.shape[1] + 1))
+        logs = np.zeros((len(_STAKES), len(self.draws), self.probs_TH.shape[1] + 1))
         for row, draw in enumerate(self.draws):
             if draw.rest == 0:
-                made[:, row, -1] = np.inf
+                logs[:, row, -1] = np.inf
             elif draw.rest is not None:
                 for at, share in enumerate(_STAKES):
-                    made[at, row, :-1] = math.log1p(-share)
-                    made[at, row, -1] = math.log(1 - share + share / draw.rest)
-        return made
+                    logs[at, row, :-1] = math.log1p(-share)
+                    logs[at, row, -1] = math.log(1 - share + share / draw.rest)
+        return logs
 
 
 def _tilted(probs_TH: np.ndarray) -> np.ndarray:
     with np.errstate(divide="ignore"):
         log_TH = np.log(probs_TH)
-    made = np.zeros((len(_TILTS), probs_TH.shape[0], probs_TH.shape[1] + 1))
+    logs = np.zeros((len(_TILTS), probs_TH.shape[0], probs_TH.shape[1] + 1))
     for at, tilt in enumerate(_TILTS):
         raised_TH = np.where(probs_TH > 0, np.exp((1 + tilt) * np.where(probs_TH > 0, log_TH, 0.0)), 0.0)
-        made[at, :, :-1] = np.where(probs_TH > 0, tilt * log_TH, 0.0) - np.log(raised_TH.sum(-1, keepdims=True))
-    return made
+        logs[at, :, :-1] = np.where(probs_TH > 0, tilt * log_TH, 0.0) - np.log(raised_TH.sum(-1, keepdims=True))
+    return logs
 
 
 def evidence(draws: Sequence[Draw], only: str | None = None) -> Evidence:
@@ -171,9 +171,9 @@ def _example(worst: str, table: _Table) -> str:
     inside_T = table.drawn_T < width
     if worst == _TEMPERATURE:
         log_TH = np.log(np.where(probs_TH > 0, probs_TH, 1.0))
-        seen = log_TH[inside_T, table.drawn_T[inside_T]].mean()
+        observed = log_TH[inside_T, table.drawn_T[inside_T]].mean()
         expected = (probs_TH * log_TH)[inside_T].sum(-1).mean()
-        return f"the mean log-probability is {seen:.3f}, where {expected:.3f} is expected"
+        return f"the mean log-probability is {observed:.3f}, where {expected:.3f} is expected"
     if worst in (_BEST, _COPIED, _AVOIDED):
         at_T = probs_TH.argmax(-1)
         if worst != _BEST:
@@ -193,11 +193,11 @@ def _furthest(draws: Sequence[Draw]) -> str:
     for draw in draws:
         total = counts[draw.group].total()
         if draw.drawn is not None and total >= 5:
-            share, seen = float(draw.probs_H[draw.drawn]), counts[draw.group][draw.text]
-            if (score := (seen - total * share) ** 2 / (total * share * (1 - share) + 0.5)) > furthest:
+            share, count = float(draw.probs_H[draw.drawn]), counts[draw.group][draw.text]
+            if (score := (count - total * share) ** 2 / (total * share * (1 - share) + 0.5)) > furthest:
                 furthest = score
                 example = (
-                    f"{draw.text!r} came {seen} of {total} times {_place_of(draw)}, where its share is {share:.3f}"
+                    f"{draw.text!r} came {count} of {total} times {_place_of(draw)}, where its share is {share:.3f}"
                 )
     return example
 
@@ -215,15 +215,15 @@ def _mean(logs: np.ndarray) -> float:
 def _shares(draws: Sequence[Draw]) -> np.ndarray:
     """Return the log gains of bets that expect the shares seen so far after the same text. There are two for each
     likeness: one stakes its whole capital in each text, the other only half of it."""
-    seen: dict[tuple[object, ...], dict[str, float]] = defaultdict(dict)
+    counts_of: dict[tuple[object, ...], dict[str, float]] = defaultdict(dict)
     logs: dict[tuple[object, ...], np.ndarray] = defaultdict(lambda: np.zeros(len(_LIKENESS)))
     likeness = np.array(_LIKENESS)
     for draw in draws:
         if draw.drawn is not None:  # bet only on draws from the head
-            counts, text = seen[draw.group], draw.text
-            known = sum(counts.values())
+            counts, text = counts_of[draw.group], draw.text
+            total = sum(counts.values())
             p = float(draw.probs_H[draw.drawn])
-            logs[draw.group] += np.log((counts.get(text, 0) + likeness * p) / (known + likeness)) - math.log(p)
+            logs[draw.group] += np.log((counts.get(text, 0) + likeness * p) / (total + likeness)) - math.log(p)
             counts[text] = counts.get(text, 0) + 1
     if not logs:
         return np.zeros(1)
@@ -268,19 +268,19 @@ def shares_power(draws: Sequence[Draw], variation: float, p: float, kinds: int, 
             groups[draw.group].append(draw)
     likeness_L = np.array(_LIKENESS)
     sums_LR = np.zeros((2 * len(likeness_L), _RUNS))
-    for same in groups.values():
-        if (n := len(same)) < 2:
+    for group in groups.values():
+        if (n := len(group)) < 2:
             continue
-        probs_H = same[0].probs_H
+        probs_H = group[0].probs_H
         counts_RH = rng.multinomial(n, _moved(probs_H, variation, rng))
         # Each bet multiplies the capital by (seen so far + likeness · share) / (n + likeness) / share. The product of
         # these factors depends only on the counts.
         prior_LH = likeness_L[:, None] * np.maximum(probs_H, 1e-300)
         steps_LHn = np.log(prior_LH[..., None] + np.arange(n)) - np.log(probs_H)[:, None]
-        made_LHn = np.concatenate([np.zeros((*prior_LH.shape, 1)), steps_LHn.cumsum(-1)], -1)
-        whole_LR = made_LHn[:, np.arange(len(probs_H)), counts_RH].sum(-1)
-        whole_LR -= np.log(likeness_L[:, None] + np.arange(n)).sum(-1)[:, None]
-        sums_LR += np.concatenate([whole_LR, np.logaddexp(whole_LR, 0.0) - math.log(2)])
+        logs_LHn = np.concatenate([np.zeros((*prior_LH.shape, 1)), steps_LHn.cumsum(-1)], -1)
+        gain_LR = logs_LHn[:, np.arange(len(probs_H)), counts_RH].sum(-1)
+        gain_LR -= np.log(likeness_L[:, None] + np.arange(n)).sum(-1)[:, None]
+        sums_LR += np.concatenate([gain_LR, np.logaddexp(gain_LR, 0.0) - math.log(2)])
     total_R = np.logaddexp.reduce(sums_LR) - math.log(len(sums_LR) * kinds)
     return float((total_R >= -math.log(p)).mean())
 
@@ -297,8 +297,8 @@ def _moved(probs_H: np.ndarray, variation: float, rng: np.random.Generator) -> n
     moved_R1 = np.minimum(variation, down_R1)
     with np.errstate(divide="ignore", invalid="ignore"):  # where nothing can be moved, none of it is used
         factor_RH = np.where(up_RDH[runs, at_R], 1 + moved_R1 / up_R1, 1 - moved_R1 / down_R1)
-    made_RH = np.where(down_R1 > 0, probs_H * factor_RH, probs_H)
-    return made_RH / made_RH.sum(-1, keepdims=True)
+    probs_RH = np.where(down_R1 > 0, probs_H * factor_RH, probs_H)
+    return probs_RH / probs_RH.sum(-1, keepdims=True)
 
 
 def smallest(sizes: Sequence[float], found: Callable[[float], float], enough: float = 0.9) -> float | None:

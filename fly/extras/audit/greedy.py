@@ -40,67 +40,84 @@ def first_difference(mine: Answer, theirs: Answer) -> Difference | None:
         at = next((at for at, pair in enumerate(zip(mine.text, theirs.text)) if pair[0] != pair[1]), 0)
         return Difference(len(mine.text[:at].split()), mine.text[at : at + 12], theirs.text[at : at + 12], None)
     pairs = enumerate(zip(mine.tokens, theirs.tokens))
-    at = next((at for at, (one, other) in pairs if one != other), min(len(mine.tokens), len(theirs.tokens)))
+    at = next(
+        (at for at, (my_token, their_token) in pairs if my_token != their_token),
+        min(len(mine.tokens), len(theirs.tokens)),
+    )
     if mine.text == theirs.text and not any(map(is_plain, mine.tokens[at:] + theirs.tokens[at:])):
         return None
-    one, other = (answer.tokens[at] if at < len(answer.tokens) else "" for answer in (mine, theirs))
-    gaps = [_gap(mine.places[at], one, other) if one else None, _gap(theirs.places[at], other, one) if other else None]
-    known = [gap for gap in gaps if gap is not None]
-    return Difference(at, one, other, max([*known, sum(known)]) if known else None)
+    my_token, their_token = (answer.tokens[at] if at < len(answer.tokens) else "" for answer in (mine, theirs))
+    gaps = [
+        _gap(mine.places[at], my_token, their_token) if my_token else None,
+        _gap(theirs.places[at], their_token, my_token) if their_token else None,
+    ]
+    known_gaps = [gap for gap in gaps if gap is not None]
+    return Difference(at, my_token, their_token, max([*known_gaps, sum(known_gaps)]) if known_gaps else None)
 
 
 def _gap(place: Place, own: str, other: str) -> float | None:
     """Return by how many nats the first token is more likely than the second; None if one of them is not listed."""
-    listed = dict(place.top) | ({place.token: place.logprob} if place.top else {})
-    return listed[own] - listed[other] if own in listed and other in listed else None
+    logprobs = dict(place.top) | ({place.token: place.logprob} if place.top else {})
+    return logprobs[own] - logprobs[other] if own in logprobs and other in logprobs else None
 
 
 def pair_places(mine: Sequence[Reply], theirs: Sequence[Reply]) -> list[tuple[Place, Place]]:
     """Return the pairs of places that follow the same text: up to and including the first difference of two answers."""
-    made: list[tuple[Place, Place]] = []
-    for one, other in zip(mine, theirs):
-        apart = first_difference(one.answer, other.answer)
-        until = len(one.answer.places) if apart is None else apart.at + 1
-        made += zip(one.answer.places[:until], other.answer.places[:until])
-    return made
+    pairs: list[tuple[Place, Place]] = []
+    for my_reply, their_reply in zip(mine, theirs):
+        difference = first_difference(my_reply.answer, their_reply.answer)
+        until = len(my_reply.answer.places) if difference is None else difference.at + 1
+        pairs += zip(my_reply.answer.places[:until], their_reply.answer.places[:until])
+    return pairs
 
 
 def _rounding(places: Sequence[tuple[Place, Place]]) -> float:
     """Estimate the effect of rounding, in nats. Rounding shifts the gap between the two most likely tokens from one
     server to the other; the estimate is four times the 99 % quantile of these shifts."""
     shifts = []
-    for one, other in places:
-        if len(one.top) > 1:
-            (first, a), (second, b) = one.top[:2]
-            listed = dict(other.top)
-            if first in listed and second in listed and b > -10:
-                shifts.append(abs((a - b) - (listed[first] - listed[second])))
+    for my_place, their_place in places:
+        if len(my_place.top) > 1:
+            (first, a), (second, b) = my_place.top[:2]
+            logprobs = dict(their_place.top)
+            if first in logprobs and second in logprobs and b > -10:
+                shifts.append(abs((a - b) - (logprobs[first] - logprobs[second])))
     return float(np.clip(4 * np.quantile(shifts, 0.99), _LEAST, _MOST)) if shifts else _UNKNOWN
 
 
 def _compare_answers(name: str, mine: Sequence[Reply], theirs: Sequence[Reply], whose: str) -> Finding:
     """Compare answers, with a tolerance for rounding."""
-    pairs = [(at, first_difference(one.answer, other.answer)) for at, (one, other) in enumerate(zip(mine, theirs))]
-    apart = [(at, each) for at, each in pairs if each is not None]
+    pairs = [
+        (at, first_difference(my_reply.answer, their_reply.answer))
+        for at, (my_reply, their_reply) in enumerate(zip(mine, theirs))
+    ]
+    differences = [(at, difference) for at, difference in pairs if difference is not None]
     reach = _rounding(pair_places(mine, theirs))
-    faults = [(at, each) for at, each in apart if each.gap is not None and each.gap > reach]
-    unknown = [each for _, each in apart if each.gap is None]
+    faults = [
+        (at, difference) for at, difference in differences if difference.gap is not None and difference.gap > reach
+    ]
+    unknown = [difference for _, difference in differences if difference.gap is None]
     tokens = sum(reply.generated or len(reply.answer.places) for reply in mine)
     seen, finds = f"{tokens:,} tokens", f"1 other token in {max(1, tokens / 2.303):,.0f}"
-    gaps = sorted(each.gap for _, each in apart if each.gap is not None)
-    figures = {"answers": len(mine), "different": len(apart), "rounding": reach, "faults": len(faults), "gaps": gaps}
+    gaps = sorted(difference.gap for _, difference in differences if difference.gap is not None)
+    figures = {
+        "answers": len(mine),
+        "different": len(differences),
+        "rounding": reach,
+        "faults": len(faults),
+        "gaps": gaps,
+    }
     if faults:
-        at, each = max(faults, key=lambda fault: fault[1].gap or 0.0)
-        where = f"prompt {at + 1}, token {each.at + 1}: {each.mine!r}, {whose} {each.theirs!r}"
-        detail = f"{len(faults)} of {len(mine)} answers differ by more than rounding ({reach:.2g} nats); {where}, "
-        return Finding(name, "", Verdict.FAIL, seen, None, finds, f"{detail}{each.gap:.2g} nats apart", figures)
+        at, difference = max(faults, key=lambda fault: fault[1].gap or 0.0)
+        example = f"prompt {at + 1}, token {difference.at + 1}: {difference.mine!r}, {whose} {difference.theirs!r}"
+        detail = f"{len(faults)} of {len(mine)} answers differ by more than rounding ({reach:.2g} nats); {example}, "
+        return Finding(name, "", Verdict.FAIL, seen, None, finds, f"{detail}{difference.gap:.2g} nats apart", figures)
     if unknown:
-        each = unknown[0]
+        difference = unknown[0]
         detail = f"{len(unknown)} of {len(mine)} answers differ, and how near the tokens were is not reported: "
-        detail += f"{each.mine!r}, {whose} {each.theirs!r}"
+        detail += f"{difference.mine!r}, {whose} {difference.theirs!r}"
         return Finding(name, "", Verdict.UNDECIDED, seen, None, finds, detail, figures)
-    detail = f"{len(apart)} of {len(mine)} answers differ, where tokens were within {reach:.2g} nats: rounding"
-    return Finding(name, "", Verdict.PASS, seen, None, finds, detail if apart else "", figures, found_in(tokens))
+    detail = f"{len(differences)} of {len(mine)} answers differ, where tokens were within {reach:.2g} nats: rounding"
+    return Finding(name, "", Verdict.PASS, seen, None, finds, detail if differences else "", figures, found_in(tokens))
 
 
 @check("greedy", "Every greedy token is the likeliest one by the server's own log-probabilities.")
@@ -110,19 +127,19 @@ def greedy(context: Context) -> Finding:
         return Finding("greedy", "", Verdict.UNSUPPORTED, detail=detail)
     count = 0
     worst = 0.0
-    where = ""
+    example = ""
     for number, reply in enumerate(context.greedy):
         for at, place in enumerate(reply.answer.places):
             count += bool(place.top)
             if place.top and (behind := place.top[0][1] - place.logprob) > worst:
                 best = place.top[0][0]
-                worst, where = (
+                worst, example = (
                     behind,
                     f"prompt {number + 1}, token {at + 1}: {place.token!r} where {best!r} is likelier",
                 )
     finds = f"1 other token in {max(1, count / 2.303):,.0f}"
     if worst > _TIE:
-        return Finding("greedy", "", Verdict.FAIL, f"{count:,} tokens", None, finds, f"{where} by {worst:.2g} nats")
+        return Finding("greedy", "", Verdict.FAIL, f"{count:,} tokens", None, finds, f"{example} by {worst:.2g} nats")
     verdict = Verdict.PASS if count else Verdict.UNDECIDED
     return Finding("greedy", "", verdict, f"{count:,} tokens", None, finds, share=found_in(count))
 
@@ -138,26 +155,28 @@ def reference(context: Context) -> Finding:
     if not (context.server.top and context.reference.top):
         detail = "needs log-probabilities of both servers"
         return Finding("reference", "", Verdict.UNSUPPORTED, detail=detail)
-    asked = min(context.server.top, context.reference.top)
+    top = min(context.server.top, context.reference.top)
     places = [pair for pair in pair_places(context.greedy, context.greedy_beside) if all(place.top for place in pair)]
-    apart = [min_variation(reported(one, asked), reported(other, asked)) for one, other in places]
-    if not apart:
+    variations = [
+        min_variation(reported(my_place, top), reported(their_place, top)) for my_place, their_place in places
+    ]
+    if not variations:
         return Finding("reference", "", Verdict.UNDECIDED, detail="no answers begin alike")
-    mean, most = float(np.mean(apart)), max(apart)
+    mean, most = float(np.mean(variations)), max(variations)
     detail = f"total variation {mean:.2g} in the mean, {most:.2g} at most"
     verdict = Verdict.FAIL if mean > _APART else Verdict.PASS
     figures = {"mean": mean, "most": most}
     return Finding(
-        "reference", "", verdict, f"{len(apart):,} places", None, f"mean variation {_APART}", detail, figures
+        "reference", "", verdict, f"{len(variations):,} places", None, f"mean variation {_APART}", detail, figures
     )
 
 
 @check("batch", "Greedy answers are the same alone and among other requests, but for rounding.")
 def batch(context: Context) -> Finding:
-    alone = context.greedy
+    replies_alone = context.greedy
     greedy = context.fields({"temperature": 0.0, "max_tokens": 48})
-    asked = []
-    for prompt in context.prompts[: len(alone)]:
-        asked += [(prompt, greedy), (prompt, context.fields({"max_tokens": 32}))]
-    together = context.server.ask_all(asked, 32)[::2]
-    return _compare_answers("batch", together, alone, "alone")
+    requests = []
+    for prompt in context.prompts[: len(replies_alone)]:
+        requests += [(prompt, greedy), (prompt, context.fields({"max_tokens": 32}))]
+    together = context.server.ask_all(requests, 32)[::2]
+    return _compare_answers("batch", together, replies_alone, "alone")

@@ -76,8 +76,8 @@ class Report:
         """Judge the findings by Holm's rule over all p-values, so that an honest server fails any of them with a
         probability of at most ``alpha``."""
         refuted = holm({each.check: each.p for each in findings if each.p is not None}, alpha)
-        judged = [replace(each, verdict=Verdict.FAIL) if each.check in refuted else each for each in findings]
-        return cls(alpha=alpha, findings=tuple(judged), **about)
+        judgements = [replace(each, verdict=Verdict.FAIL) if each.check in refuted else each for each in findings]
+        return cls(alpha=alpha, findings=tuple(judgements), **about)
 
     def having(self, verdict: Verdict) -> list[Finding]:
         return [each for each in self.findings if each.verdict is verdict]

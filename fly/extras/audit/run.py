@@ -65,7 +65,7 @@ def audit(
     Raises ``Unreachable`` if a server does not answer at all or the reference ends, ``ValueError`` for unknown checks
     or too few prompts.
     """
-    wanted = _chosen(only, skip, beside is not None)
+    checks = _chosen(only, skip, beside is not None)
     if len(prompts) < 4:
         raise ValueError(f"{len(prompts)} prompts are too few: give at least 4")
     if samples < 16:
@@ -75,37 +75,37 @@ def audit(
         server = stack.enter_context(closing(Server(url, name, key, endpoint, parallel, timeout, budget)))
         reference = None
         if beside is not None:
-            progress("the reference", 0, len(wanted))
+            progress("the reference", 0, len(checks))
             address = beside if isinstance(beside, str) else stack.enter_context(beside)
             budget.started = time.monotonic()  # starting the reference takes none of the seconds
-            own = "chat" if server.chat else "completions"
-            reference = Server(address, beside_name, beside_key, own, parallel, timeout, budget)
+            same_endpoint = "chat" if server.chat else "completions"
+            reference = Server(address, beside_name, beside_key, same_endpoint, parallel, timeout, budget)
             stack.enter_context(closing(reference))
-        context = Context(server, reference, tuple(prompts), samples, alpha / len(wanted))
+        context = Context(server, reference, tuple(prompts), samples, alpha / len(checks))
         findings: list[Finding] = []
-        for done, each in enumerate(wanted):
-            context.step = lambda text, name=each.name, done=done: progress(f"{name}: {text}", done, len(wanted))  # type: ignore[misc]
-            progress(each.name, done, len(wanted))
+        for done, each in enumerate(checks):
+            context.step = lambda text, name=each.name, done=done: progress(f"{name}: {text}", done, len(checks))  # type: ignore[misc]
+            progress(each.name, done, len(checks))
             findings.append(_run(each, context))
-        progress("", len(wanted), len(wanted))
+        progress("", len(checks), len(checks))
         about: dict[str, Any] = {"url": server.root, "model": server.name, "beside": reference and reference.root}
         about |= {"endpoint": "chat" if server.chat else "completions", "requests": budget.spent}
         return Report.of(findings, alpha, seconds=budget.elapsed, **about)
 
 
 def _chosen(only: Iterable[str], skip: Iterable[str], beside: bool) -> list[Check]:
-    known = list(CHECKS)
+    all_names = list(CHECKS)
     for name in (only := [*only], skip := [*skip]):
         for each in name:
-            if each not in known:
-                raise ValueError(f"{each!r} is no check{meant(each, known)}; choices: {known}")
+            if each not in all_names:
+                raise ValueError(f"{each!r} is no check{meant(each, all_names)}; choices: {all_names}")
     if not beside and (lacking := [each for each in only if each in _BESIDE]):
         raise ValueError(f"{lacking[0]!r} needs a reference: a second server, or a model for fly to run")
-    wanted = [CHECKS[each] for each in known if (not only or each in only) and each not in skip]
-    wanted = [each for each in wanted if beside or each.name not in _BESIDE]
-    if not wanted:
+    checks = [CHECKS[each] for each in all_names if (not only or each in only) and each not in skip]
+    checks = [each for each in checks if beside or each.name not in _BESIDE]
+    if not checks:
         raise ValueError("no check is left to run")
-    return wanted
+    return checks
 
 
 def _run(each: Check, context: Context) -> Finding:
@@ -114,16 +114,16 @@ def _run(each: Check, context: Context) -> Finding:
     try:
         if context.gone:
             raise OutOfBudget("the server does not answer any more")
-        found = each.run(context)
+        finding = each.run(context)
     except Refused as error:
-        found = Finding(each.name, "", Verdict.UNSUPPORTED, detail=f"refused: {error}")
+        finding = Finding(each.name, "", Verdict.UNSUPPORTED, detail=f"refused: {error}")
     except OutOfBudget as error:
-        found = Finding(each.name, "", Verdict.UNDECIDED, detail=str(error))
+        finding = Finding(each.name, "", Verdict.UNDECIDED, detail=str(error))
     except Failed as error:
         if context.reference is not None and not context.reference.alive():
             raise Unreachable(f"the reference does not answer any more, in the check {each.name!r}: {error}") from None
         context.gone = not context.server.alive()
-        gone = "the server does not answer any more after this check: " * context.gone
-        found = Finding(each.name, "", Verdict.FAIL, detail=f"{gone}{error}")
-    figures = {**found.figures, "seconds": time.monotonic() - begun, "requests": context.server.budget.spent - spent}
-    return replace(found, tests=each.tests, figures=figures)
+        prefix = "the server does not answer any more after this check: " * context.gone
+        finding = Finding(each.name, "", Verdict.FAIL, detail=f"{prefix}{error}")
+    figures = {**finding.figures, "seconds": time.monotonic() - begun, "requests": context.server.budget.spent - spent}
+    return replace(finding, tests=each.tests, figures=figures)

@@ -33,13 +33,13 @@ def _draw(
 ) -> tuple[list[Draw], Evidence]:
     """Draw up to ``count`` answers. Stop early if the evidence is overwhelming."""
     draws: list[Draw] = []
-    found = evidence(draws)
+    outcome = evidence(draws)
     for draws in context.sample(given, count, length, prompts):
         context.step(f"{len(draws)} tokens")
-        found = evidence(draws, only)
-        if found.p < context.p / 100:
+        outcome = evidence(draws, only)
+        if outcome.p < context.p / 100:
             break
-    return draws, found
+    return draws, outcome
 
 
 def _make_finding(
@@ -59,19 +59,19 @@ def _make_finding(
 def first_tokens(context: Context) -> Finding:
     if not context.server.top:
         return _compare_with_reference(context)
-    draws, found = _draw(context, {}, context.samples, 3, 2)
-    size = smallest(_VARIATIONS, lambda size: shares_power(draws, size, context.p, found.bettors))
-    return _make_finding("first-tokens", draws, found, context.p, f"total variation {size:g}" if size else "", size)
+    draws, outcome = _draw(context, {}, context.samples, 3, 2)
+    size = smallest(_VARIATIONS, lambda size: shares_power(draws, size, context.p, outcome.bettors))
+    return _make_finding("first-tokens", draws, outcome, context.p, f"total variation {size:g}" if size else "", size)
 
 
 @check("later-tokens", "Every token of longer answers at temperature 1 has the probability that the server reports.")
 def later_tokens(context: Context) -> Finding:
     if not context.server.top:
         return _unsupported("later-tokens")
-    draws, found = _draw(context, {}, context.samples // 10, 24, 16)
+    draws, outcome = _draw(context, {}, context.samples // 10, 24, 16)
     size = smallest(_SHARES, power(draws, lambda draw: draw.earlier_H, context.p))
     finds = f"1 misplaced token in {1 / size:,.0f}" if size else ""
-    return _make_finding("later-tokens", draws, found, context.p, finds, size)
+    return _make_finding("later-tokens", draws, outcome, context.p, finds, size)
 
 
 def _percent(share: float) -> str:
@@ -90,17 +90,17 @@ def _compare_with_reference(context: Context) -> Finding:
     if choices > 1:
         fields |= {"n": choices}
     count = max(1, context.samples // (8 * choices))
-    asked = [(prompt, fields) for prompt in context.prompts[:4] for _ in range(count)]
-    mine, theirs = (
-        [answer.text for reply in server.ask_all(asked) for answer in reply.answers]
+    requests = [(prompt, fields) for prompt in context.prompts[:4] for _ in range(count)]
+    texts, reference_texts = (
+        [answer.text for reply in server.ask_all(requests) for answer in reply.answers]
         for server in (context.server, context.reference)
     )
-    strata = [at // (count * choices) for at in range(len(mine))]
-    found = compare_samples(mine, theirs, strata, context.p)
+    strata = [at // (count * choices) for at in range(len(texts))]
+    comparison = compare_samples(texts, reference_texts, strata, context.p)
     note = "the server gives no log-probabilities: beside samples of the reference"
-    finds = f"total variation {found.finds:.2g}"
-    seen = f"2 × {len(mine):,} answers"
-    return Finding("first-tokens", "", Verdict.PASS, seen, found.p, finds, note, share=found.finds)
+    finds = f"total variation {comparison.finds:.2g}"
+    seen = f"2 × {len(texts):,} answers"
+    return Finding("first-tokens", "", Verdict.PASS, seen, comparison.p, finds, note, share=comparison.finds)
 
 
 def _about_field(name: str) -> None:
@@ -115,11 +115,11 @@ def _about_field(name: str) -> None:
 
 
 def _field(context: Context, name: str) -> Finding:
-    given = {name: FIELDS[name]}
+    fields = {name: FIELDS[name]}
     only = IGNORED if name == "repetition_penalty" else None  # it divides logits, which are not reported
-    draws, found = _draw(context, given, context.samples // 20, 12, 12, only)
-    if context.as_is and (wrong := _check_unchanged(context, name)):
-        return Finding(name, "", Verdict.FAIL, f"{len(draws):,} tokens", None, "", wrong)
+    draws, outcome = _draw(context, fields, context.samples // 20, 12, 12, only)
+    if context.as_is and (fault := _check_unchanged(context, name)):
+        return Finding(name, "", Verdict.FAIL, f"{len(draws):,} tokens", None, "", fault)
     if context.as_is:
         size: float | None = 1.0
     elif name in ("top_k", "top_p", "min_p"):
@@ -129,7 +129,9 @@ def _field(context: Context, name: str) -> Finding:
     else:
         size = smallest(_SHARES, power(draws, lambda draw: draw.ignored_H, context.p, only))
     share = None if context.as_is else size  # reported probabilities that are as they should be leave no doubt
-    return _make_finding(name, draws, found, context.p, f"ignored on {_percent(size)} of tokens" if size else "", share)
+    return _make_finding(
+        name, draws, outcome, context.p, f"ignored on {_percent(size)} of tokens" if size else "", share
+    )
 
 
 def _check_unchanged(context: Context, name: str) -> str:
@@ -137,14 +139,16 @@ def _check_unchanged(context: Context, name: str) -> str:
     for a server that reports the distributions it samples from."""
     plain = context.firsts({"max_tokens": 1}, 8)
     tested = context.firsts({"max_tokens": 1, name: FIELDS[name]}, 8)
-    apart = []
-    for (number, one), (_, other) in zip(plain, tested):
-        place = one.places[0]
+    variations = []
+    for (number, plain_answer), (_, tested_answer) in zip(plain, tested):
+        place = plain_answer.places[0]
         prompt = context.prompts[number]
         top = context.server.top
-        if (made := expected(place, {name: FIELDS[name]}, (), prompt, top)) is not None:
-            apart.append(min_variation(dict(zip(made.tokens, made.probs_H)), reported(other.places[0], top)))
-    worst = max(apart, default=0.0)
+        if (predicted := expected(place, {name: FIELDS[name]}, (), prompt, top)) is not None:
+            variations.append(
+                min_variation(dict(zip(predicted.tokens, predicted.probs_H)), reported(tested_answer.places[0], top))
+            )
+    worst = max(variations, default=0.0)
     return f"the reported probabilities are {worst:.2f} (total variation) from what they should be" * (
         worst > _ROUNDING
     )

@@ -18,8 +18,8 @@ _COUNTERS = {"drafts": "num_drafts", "drafted": "num_draft_tokens", "accepted": 
 def speculation(context: Context) -> Finding:
     before = counters(context.server)
     fields = context.fields({"temperature": 0.0, "max_tokens": 48})
-    asked = [(prompt, fields) for prompt in context.prompts[:12]]
-    replies = context.server.ask_all(asked, 1, top=False)
+    requests = [(prompt, fields) for prompt in context.prompts[:12]]
+    replies = context.server.ask_all(requests, 1, top=False)
     after = counters(context.server)
     counts, source = reported_counts(replies), "answers"
     if not counts and after:
@@ -28,9 +28,9 @@ def speculation(context: Context) -> Finding:
     figures: dict[str, Any] = {"tokens_per_second": generated / seconds if seconds else None, **counts}
     speed = f"{generated / seconds:.1f} tokens/s"
     if context.reference is not None:
-        theirs, took = _size(context.reference.ask_all(asked, 1, top=False))
-        figures["reference_tokens_per_second"] = theirs / took
-        speed += f", {generated / seconds / (theirs / took):.2f}× the reference's"
+        reference_tokens, reference_seconds = _size(context.reference.ask_all(requests, 1, top=False))
+        figures["reference_tokens_per_second"] = reference_tokens / reference_seconds
+        speed += f", {generated / seconds / (reference_tokens / reference_seconds):.2f}× the reference's"
     if not counts or not counts.get("drafted"):
         detail = f"no drafted tokens are reported; {speed}"
         return Finding("speculation", "", Verdict.UNSUPPORTED, f"{generated:,} tokens", detail=detail, figures=figures)
@@ -39,29 +39,29 @@ def speculation(context: Context) -> Finding:
     if rounds := counts.get("drafts"):
         summary += f", {1 + accepted / rounds:.2f} tokens a round"
     detail = f"{summary} (by {source}); {speed}"
-    wrong = ""
+    fault = ""
     if not 0 <= accepted <= drafted:
-        wrong = f"{accepted:,} of {drafted:,} drafted tokens accepted"
+        fault = f"{accepted:,} of {drafted:,} drafted tokens accepted"
     elif source == "answers" and accepted > generated:
-        wrong = f"{accepted:,} accepted tokens in answers of {generated:,} tokens"
-    verdict = Verdict.FAIL if wrong else Verdict.PASS
-    return Finding("speculation", "", verdict, f"{generated:,} tokens", None, "", wrong or detail, figures)
+        fault = f"{accepted:,} accepted tokens in answers of {generated:,} tokens"
+    verdict = Verdict.FAIL if fault else Verdict.PASS
+    return Finding("speculation", "", verdict, f"{generated:,} tokens", None, "", fault or detail, figures)
 
 
 def reported_counts(replies: Sequence[Reply]) -> dict[str, int]:
     """Add up the drafted and accepted tokens (and the drafts, if counted) that answers report, under vLLM's, OpenAI's
     or llama.cpp's names; empty if they report none."""
-    made: dict[str, int] = {}
+    counts: dict[str, int] = {}
 
     def add(name: str, count: Any) -> None:
         if isinstance(count, int):
-            made[name] = made.get(name, 0) + count
+            counts[name] = counts.get(name, 0) + count
 
     for reply in replies:
-        if own := _at(reply.body, "metrics", "speculative_decoding"):
-            add("drafts", own.get("num_spec_steps"))
-            add("drafted", own.get("num_draft_tokens"))
-            add("accepted", own.get("num_accepted_draft_tokens"))
+        if metrics := _at(reply.body, "metrics", "speculative_decoding"):
+            add("drafts", metrics.get("num_spec_steps"))
+            add("drafted", metrics.get("num_draft_tokens"))
+            add("accepted", metrics.get("num_accepted_draft_tokens"))
         elif timings := _at(reply.body, "timings"):
             add("drafted", timings.get("draft_n"))
             add("accepted", timings.get("draft_n_accepted"))
@@ -70,32 +70,32 @@ def reported_counts(replies: Sequence[Reply]) -> dict[str, int]:
             if isinstance(right, int) and isinstance(wrong, int):
                 add("drafted", right + wrong)
                 add("accepted", right)
-    return made if {"drafted", "accepted"} <= made.keys() else {}
+    return counts if {"drafted", "accepted"} <= counts.keys() else {}
 
 
 def counters(server: Server) -> dict[str, int]:
     """Read the same counts from ``/metrics``, under vLLM's names; empty if there are none."""
-    made: dict[str, int] = {}
+    counts: dict[str, int] = {}
     text = server.fetch("/metrics")
     if not isinstance(text, str):
-        return made
+        return counts
     try:
         for family in text_string_to_metric_families(text):
             for name, ending in _COUNTERS.items():
                 if family.name.endswith(f"spec_decode_{ending}"):
                     total = sum(each.value for each in family.samples if each.name.endswith("_total"))
-                    made[name] = int(total)
+                    counts[name] = int(total)
     except ValueError:  # the text is not in Prometheus' format
         return {}
-    return made if {"drafted", "accepted"} <= made.keys() else {}
+    return counts if {"drafted", "accepted"} <= counts.keys() else {}
 
 
 def _at(body: Mapping[str, Any], *names: str) -> Mapping[str, Any] | None:
     for name in names:
-        found = body.get(name)
-        if not isinstance(found, dict):
+        entry = body.get(name)
+        if not isinstance(entry, dict):
             return None
-        body = found
+        body = entry
     return body
 
 

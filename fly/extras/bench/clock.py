@@ -62,9 +62,9 @@ def take_turns(
     every turn, the warm-up included."""
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(repeats + 1):
-        for taken, run in zip(times, runs):
-            own, seconds = clocked(run, device)
-            taken.append(own if isinstance(own, float) else seconds)
+        for run_times, run in zip(times, runs):
+            result, seconds = clocked(run, device)
+            run_times.append(result if isinstance(result, float) else seconds)
         advance()
     return [Timing(tuple(each[1:])) for each in times]
 

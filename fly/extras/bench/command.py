@@ -36,9 +36,9 @@ def bench_drafts(
     """Measure draft strategies on every kind of task, and adaptive ones on texts that nothing predicts."""
     names, rule = tuple(draft or STRATEGIES), parse_policy(policy, trusted=True)
     show_drafts(names, rule, problems, k, **setup)
-    inner = [name[len("adaptive(") : -1] for name in names if re.fullmatch(r"adaptive\(.*\)", name)]
-    if inner and repeats:
-        _show_promise(inner, rule, problems, repeats, k, **setup)
+    adapted_drafts = [name[len("adaptive(") : -1] for name in names if re.fullmatch(r"adaptive\(.*\)", name)]
+    if adapted_drafts and repeats:
+        _show_promise(adapted_drafts, rule, problems, repeats, k, **setup)
 
 
 def show_drafts(names: Sequence[str], rule: AcceptancePolicy, problems: int, k: int, **setup: Any) -> None:
@@ -61,14 +61,14 @@ def _show_promise(
     """Measure strategies, as they are and adaptive, where nothing can be predicted, and say whether adaptive ones keep
     the promise."""
     with progress(2 * len(names) * problems * repeats, "where nothing can be predicted") as advance:
-        found = measure_promise(names, rule, problems, repeats, k, advance=advance, **setup)
+        promises = measure_promise(names, rule, problems, repeats, k, advance=advance, **setup)
     title = f"speed over autoregressive decoding, {problems} texts of 256 tokens, {repeats} times each"
-    console.print(promise_table(found, title))
+    console.print(promise_table(promises, title))
     phrases = {False: "broken by", None: "not decided (too few or too uneven runs) for", True: "kept by"}
     verdicts = [
-        f"{phrase} {', '.join(which)}"
+        f"{phrase} {', '.join(cases)}"
         for kept, phrase in phrases.items()
-        if (which := [f"{row.name} ({row.text})" for row in found if row.kept is kept])
+        if (cases := [f"{row.name} ({row.text})" for row in promises if row.kept is kept])
     ]
     promise = f"Promise, at most {1 - PROMISE:.0%} slower where nothing can be predicted: {'; '.join(verdicts)}"
     console.print(promise, markup=False, highlight=False)

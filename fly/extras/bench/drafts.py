@@ -179,22 +179,22 @@ def measure_promise(
         # All settings share the weights, since where a copy lies in memory affects its speed.
         return LLM(target, AdaptiveDraft(draft) if adaptive else draft)
 
-    found = []
+    promises = []
     for name, text in product(names, prompts):
         llms = {"plain": plain, "again": plain}
         llms |= {"fixed": with_draft(name, text, False), "adaptive": with_draft(name, text, True)}
         params = SamplingParams(temperature=0.0 if text == WRONG else 1.5, max_tokens=256, seed=0, ignore_eos=True)
         for llm in llms.values():  # do the work of a first call before timing
             llm.generate([[0, 1, 2, 3]], params.model_copy(update={"max_tokens": 8}), policy=policy, k=0)
-        seconds: dict[str, list[float]] = {which: [] for which in llms}
+        seconds: dict[str, list[float]] = {label: [] for label in llms}
         order, stats = list(llms), Stats()
         for prompt in prompts[text] * repeats:
             order.append(order.pop(0))
-            for which in order:
-                (out,), taken = clocked(partial(llms[which].generate, [prompt], params, policy=policy, k=k))
-                seconds[which].append(taken)
-                stats += out.stats if which == "fixed" else Stats()
+            for label in order:
+                (out,), elapsed = clocked(partial(llms[label].generate, [prompt], params, policy=policy, k=k))
+                seconds[label].append(elapsed)
+                stats += out.stats if label == "fixed" else Stats()
             advance()
-        over = {which: Ratio.of([a / b for a, b in zip(seconds["plain"], each)]) for which, each in seconds.items()}
-        found.append(Promise(name, text, over["again"], over["fixed"], over["adaptive"], stats.tau))
-    return found
+        over = {label: Ratio.of([a / b for a, b in zip(seconds["plain"], each)]) for label, each in seconds.items()}
+        promises.append(Promise(name, text, over["again"], over["fixed"], over["adaptive"], stats.tau))
+    return promises

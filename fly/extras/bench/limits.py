@@ -107,7 +107,7 @@ def measure_limits(device: torch.device, repeats: int = 12) -> Limits:
         sides[torch.int8] = 2 * side
     # Reads and products do not alternate, because PyTorch's threads still spin for a while after a product.
     timings = take_turns(list(reads.values()), repeats, device)
-    timings += take_turns([multiplies(*one) for one in sides.items()], repeats, device)
+    timings += take_turns([multiplies(*product) for product in sides.items()], repeats, device)
     amounts: dict[int | torch.dtype, int] = {size: size for size in _SIZES}
     amounts |= {dtype: 2 * side**3 for dtype, side in sides.items()}
     best = {key: amount / timing.low for (key, amount), timing in zip(amounts.items(), timings)}
@@ -139,9 +139,9 @@ def memory_reads(device: torch.device) -> dict[int, Callable[[], float]]:
 
 def _numbers(count: int, device: torch.device) -> torch.Tensor:
     """Make numbers to read. On a CPU they are in large pages if there are any, like the weights."""
-    large = 2 << 20
-    numbers = zeros((count + large // 8,), torch.int64, device)
-    return numbers[-numbers.data_ptr() % large // 8 :][:count].fill_(1)
+    page_bytes = 2 << 20
+    numbers = zeros((count + page_bytes // 8,), torch.int64, device)
+    return numbers[-numbers.data_ptr() % page_bytes // 8 :][:count].fill_(1)
 
 
 def _totals(device: torch.device) -> list[Callable[[torch.Tensor], object]]:

@@ -62,8 +62,8 @@ def subjects_of(llm: LLM, target: str, draft: str) -> list[Subject]:
     """Return the loaded target under the name ``target``, and the draft model (if there is exactly one) under
     ``draft``."""
     models = [runner.executor for runner in runners_of(llm)]
-    named = dict(zip((target, draft), models if len(models) == 2 else models[:1]))
-    return [Subject(name, model.config, partial(lambda loaded: loaded, model)) for name, model in named.items()]
+    executors = dict(zip((target, draft), models if len(models) == 2 else models[:1]))
+    return [Subject(name, model.config, partial(lambda loaded: loaded, model)) for name, model in executors.items()]
 
 
 def shape_subject(name: str, like: Executor, kernels: str) -> Subject:
@@ -74,8 +74,8 @@ def shape_subject(name: str, like: Executor, kernels: str) -> Subject:
     config = shape_config(shape)
 
     def make() -> Executor:
-        wanted = f"{split(chosen(kernels))[0]}-{kind}" if kind else kernels
-        return executor_of(random_model(config, like.dtype, like.device), wanted)
+        rounded_kernels = f"{split(chosen(kernels))[0]}-{kind}" if kind else kernels
+        return executor_of(random_model(config, like.dtype, like.device), rounded_kernels)
 
     return Subject(name, config, make)
 
@@ -100,8 +100,8 @@ def forward_of(
     fed = 1 if drafting else tokens
     for row in range(rows):
         cache.resize(row, context + tokens)
-    new = torch.randint(0, executor.config.vocab_size, (rows, fed)).tolist()
-    batch = Batch.of(new, cache.batch([*range(rows)], [context] * rows, [fed] * rows))
+    new_ids = torch.randint(0, executor.config.vocab_size, (rows, fed)).tolist()
+    batch = Batch.of(new_ids, cache.batch([*range(rows)], [context] * rows, [fed] * rows))
     if not drafting:
         return lambda: executor.score(batch)
     text = [0] * context + batch.tokens

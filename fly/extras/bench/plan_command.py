@@ -71,8 +71,8 @@ def bench_plan(
     this machine: it times forwards of these shapes with random weights.
     """
     if setting["draft"] == "dflash":
-        others = [name for name in _SETTING if name not in ("draft", "tau", "kernels")]
-        refuse_idle(typed, (*others, "recorded", "policy"), "with --draft dflash")
+        idle_options = [name for name in _SETTING if name not in ("draft", "tau", "kernels")]
+        refuse_idle(typed, (*idle_options, "recorded", "policy"), "with --draft dflash")
         _show_blocks(setting["tau"], setting["kernels"])
         return
     refuse_idle(typed, ("kernels",), "without --draft dflash")
@@ -123,23 +123,23 @@ def _show_forecasts(plans: list[_Plan], title: str) -> None:
     """Print a column for each pair of models and each device of its draft."""
     headings, columns = [Column()], []
     for name, setting, machines, published in plans:
-        found, memory = forecast(setting, machines), machines.device.memory
-        for placement, step in found.draft.items():
+        prediction, memory = forecast(setting, machines), machines.device.memory
+        for placement, step in prediction.draft.items():
             headings.append(Column(f"{escape(name)}\n{placement}", justify="right"))
-            held = found.memory[placement]
+            rank_bytes = prediction.memory[placement]
             columns.append(
                 {
                     "ranks": f"{machines.ranks}",
                     "K": f"{setting.k}",
                     "τ": f"{setting.tau:g}",
-                    "a rank holds": f"{held / 1e9:,.0f} of {memory / 1e9:,.0f} GB"
-                    + ("" if held <= memory else "\n[bold red]does not fit[/]"),
-                    "plain step": f"{found.step * 1e3:.1f} ms",
-                    "verification": f"{found.verify * 1e3:.1f} ms",
+                    "a rank holds": f"{rank_bytes / 1e9:,.0f} of {memory / 1e9:,.0f} GB"
+                    + ("" if rank_bytes <= memory else "\n[bold red]does not fit[/]"),
+                    "plain step": f"{prediction.step * 1e3:.1f} ms",
+                    "verification": f"{prediction.verify * 1e3:.1f} ms",
                     "draft step": f"{step * 1e3:.1f} ms",
-                    "tokens/s plain": f"{1 / found.step:,.0f}",
-                    "with draft": f"{setting.tau / found.round(placement):,.0f}",
-                    "gain": ratio(found.gain(placement)),
+                    "tokens/s plain": f"{1 / prediction.step:,.0f}",
+                    "with draft": f"{setting.tau / prediction.round(placement):,.0f}",
+                    "gain": ratio(prediction.gain(placement)),
                     "published": ratio(published),
                 }
             )
@@ -177,30 +177,32 @@ def _show_blocks(tau: float | None, kernels: str) -> None:
 
 def _show_recorded(run: Path, policy: list[str] | None, plans: list[_Plan]) -> None:
     """Print the best draft length and its gain, for each recorded task, rule and pair of models."""
-    recorded = load_blocks(run)
-    for (_, way), blocks in recorded.items():
+    recorded_blocks = load_blocks(run)
+    for (_, way), blocks in recorded_blocks.items():
         if blocks.draft is None:
             raise ValueError(f"{run}: {way} was recorded without a draft model, so its acceptance is unknown")
         if blocks.head:
             raise ValueError(f"{run}: {way} was recorded with a trained head, whose costs this plan does not know")
-    refused = Refusals(policy)
+    refusals = Refusals(policy)
     rules = rules_of(policy)
     # Replay every rule on every task, at all lengths.
     replayed: dict[tuple[str, str, AcceptancePolicy], list[Replay]] = {}
-    with progress(len(rules) * sum(len(lengths(blocks)) for blocks in recorded.values()), "replaying") as advance:
-        for (key, blocks), rule in product(recorded.items(), rules):
+    with progress(
+        len(rules) * sum(len(lengths(blocks)) for blocks in recorded_blocks.values()), "replaying"
+    ) as advance:
+        for (key, blocks), rule in product(recorded_blocks.items(), rules):
             try:
                 replayed[*key, rule] = replays(blocks, rule, advance)
             except Unknown as error:
                 advance(n=len(lengths(blocks)))
-                refused.add(error, rule)
-    refused.tell()
+                refusals.add(error, rule)
+    refusals.tell()
     # Print a table for each task, with the best length for each rule, pair of models and number of levels.
-    for (task, way), blocks in recorded.items():
+    for (task, way), blocks in recorded_blocks.items():
         lines: list[list[str]] = []
-        known = [(rule, replayed[task, way, rule]) for rule in rules if (task, way, rule) in replayed]
-        for (rule, found), plan, levels in product(known, plans, (1, 2)):
-            best = scaled(found, plan.setting, plan.machines, levels)
+        replayed_rules = [(rule, replayed[task, way, rule]) for rule in rules if (task, way, rule) in replayed]
+        for (rule, rule_replays), plan, levels in product(replayed_rules, plans, (1, 2)):
+            best = scaled(rule_replays, plan.setting, plan.machines, levels)
             stop = f"reach {best.replay.reach:g}" if best.replay.reach else "fixed"
             gain = f"{ratio(best.gain.value)} ({best.gain.low:.2f}–{best.gain.high:.2f})"
             drafted, tau = f"{best.replay.drafted:.1f}, {stop}", f"{best.replay.tau.value:.1f}"
@@ -209,7 +211,7 @@ def _show_recorded(run: Path, policy: list[str] | None, plans: list[_Plan]) -> N
             columns = [Column(heading, justify="right") for heading in ("levels", "drafted, stop", "τ", "gain")]
             title = f"{task}, acceptance of {way}, {len(blocks.recordings)} completions"
             print_list(([*map(escape, line)] for line in lines), "rule", "target : draft", *columns, title=title)
-    tell_stops(recorded)
+    tell_stops(recorded_blocks)
     published = ", ".join(f"{each.name} {ratio(each.gain)}" for each in PAPER)
     note(
         f"gain: over no draft, on {plans[0].machines.device.name}, by a model of costs, at the best length of those "

@@ -42,8 +42,8 @@ def asked_of(llm: LLM, model: str, count: int) -> tuple[list[Problem], list[list
     """Return the problems and prompts for a model. A bundled checkpoint gets held-out problems with their prompts. Any
     other was not trained on such problems, so it gets prompts from ``PROMPTS`` and no problems."""
     if model in BUNDLED:
-        asked = problems(None, "heldout", 0, count)
-        return asked, [llm.chat_prompt(problem.prompt) for problem in asked]
+        held_out = problems(None, "heldout", 0, count)
+        return held_out, [llm.chat_prompt(problem.prompt) for problem in held_out]
     return [], [_prompt_of(llm, number) for number in range(count)]
 
 

@@ -37,9 +37,9 @@ class Scaled:
 def lengths(blocks: Blocks) -> list[tuple[int, float]]:
     """Return the kinds of drafts to replay, each as its ``k`` and ``reach``: drafts of fixed lengths and, if a draft
     model's probabilities were recorded, drafts that stop by themselves."""
-    fixed = sorted({k for k in (3, 5, 7, 10, 15, 20, 25) if k < blocks.k} | {blocks.k})
+    fixed_lengths = sorted({k for k in (3, 5, 7, 10, 15, 20, 25) if k < blocks.k} | {blocks.k})
     stopped = [] if blocks.draft is None else [(blocks.k, reach) for reach in REACHES if reach]
-    return [*((k, 0.0) for k in fixed), *stopped]
+    return [*((k, 0.0) for k in fixed_lengths), *stopped]
 
 
 def replays(blocks: Blocks, policy: AcceptancePolicy, advance: Callable[[], None] = lambda: None) -> list[Replay]:
@@ -47,11 +47,11 @@ def replays(blocks: Blocks, policy: AcceptancePolicy, advance: Callable[[], None
 
     Raises ``Unknown`` if the recording lacks what the rule needs.
     """
-    found = []
+    by_length = []
     for k, reach in lengths(blocks):
-        found.append(blocks.replay(policy, k, reach=reach, lookup=NGramDraft()))
+        by_length.append(blocks.replay(policy, k, reach=reach, lookup=NGramDraft()))
         advance()
-    return found
+    return by_length
 
 
 def scaled(found: Sequence[Replay], setting: Setting, machines: Machines, levels: int) -> Scaled:
@@ -62,8 +62,8 @@ def scaled(found: Sequence[Replay], setting: Setting, machines: Machines, levels
         forwards = each.drafted if levels == 1 else each.forwards or each.drafted
         # One more forward is launched before the host knows that a draft has stopped (fly/backends/cuda).
         forwards = max(forwards + (each.reach > 0 or levels == 2), 1e-9)
-        own = replace(setting, k=each.drafted, tau=each.tau.value, draft_tau=each.drafted / forwards)
-        expected = forecast(own, machines)
+        adjusted = replace(setting, k=each.drafted, tau=each.tau.value, draft_tau=each.drafted / forwards)
+        expected = forecast(adjusted, machines)
         gain = Estimate(*(expected.gain() * tau / each.tau.value for tau in each.tau))
         return Scaled(each, gain, expected.fits)
 

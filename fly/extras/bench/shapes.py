@@ -75,8 +75,8 @@ def forward_bytes(
     """Return the bytes that a forward of ``rows`` rows has to read, however many new tokens they have. It reads
     every weight once (``weight_bytes`` each; None takes the size of ``dtype``), and for each row the keys and values of
     ``context`` tokens. Norms are left out, and so is everything that is written."""
-    stored = rows * context * PagedKVCache.bytes_per_token(config, dtype)
-    return int(matrix_parameters(config) * (weight_bytes or dtype.itemsize)) + stored
+    cache_bytes = rows * context * PagedKVCache.bytes_per_token(config, dtype)
+    return int(matrix_parameters(config) * (weight_bytes or dtype.itemsize)) + cache_bytes
 
 
 def forward_operations(
@@ -90,8 +90,8 @@ def forward_operations(
     """Return the operations of a forward, by dtype. Each weight takes two per token, in ``products`` (None means
     ``dtype``). Attention takes four, in ``dtype``, for each pair of a token and a token that it attends to, and each
     number in the heads."""
-    seen = tokens * context + tokens * (tokens + 1) // 2
-    attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * seen
-    done = Counter({dtype: rows * attention})
-    done[products or dtype] += rows * 2 * matrix_parameters(config) * tokens
-    return done
+    pairs = tokens * context + tokens * (tokens + 1) // 2
+    attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs
+    operations = Counter({dtype: rows * attention})
+    operations[products or dtype] += rows * 2 * matrix_parameters(config) * tokens
+    return operations

@@ -88,11 +88,11 @@ class Forward:
     @property
     def operations(self) -> Counter[torch.dtype]:
         """All operations that have to be done, by the dtype in which they are done."""
-        done = (
+        by_forward = (
             forward_operations(self.config, self.dtype, self.rows, *forward, self.products)
             for forward in self._forwards
         )
-        return sum(done, Counter())
+        return sum(by_forward, Counter())
 
     @property
     def _forwards(self) -> list[tuple[int, int]]:
@@ -108,10 +108,10 @@ class Forward:
         """Return the least time that the machine needs, divided by the measured time; 1 is the roofline. This is the
         median over all turns. Each turn is compared with the memory rates measured in the same turn, because a shared
         machine's memory is faster in some minutes than in others."""
-        each = [replace(limits, reading=reading) for reading in self.reading] or [limits] * len(self.timing.times)
+        machines = [replace(limits, reading=reading) for reading in self.reading] or [limits] * len(self.timing.times)
         return statistics.median(
             machine.seconds(self.bytes, self.operations) / seconds
-            for machine, seconds in zip(each, self.timing.times, strict=True)
+            for machine, seconds in zip(machines, self.timing.times, strict=True)
         )
 
     def as_json(self, limits: Limits) -> dict[str, object]:
@@ -152,8 +152,8 @@ class Forwards:
     def __init__(self, name: str, model: Executor, tokens: int) -> None:
         self.name, self.model = name, model
         self.cache = PagedKVCache.for_model(model, tokens, 16)
-        for stored in (self.cache.keys, self.cache.values):
-            stored.normal_()
+        for tensor in (self.cache.keys, self.cache.values):
+            tensor.normal_()
 
     def measure(
         self,
@@ -174,10 +174,10 @@ class Forwards:
 
     def seconds(self, shape: Shape) -> float:
         """Time one forward, logits included. Decoding takes a single call, if the model has one for it."""
-        done, seconds = clocked(forward_of(self.model, self.cache, *shape), self.model.device)
+        output, seconds = clocked(forward_of(self.model, self.cache, *shape), self.model.device)
         for row in range(shape.rows):
             self.cache.allocator.release(row)
-        if done is None:  # the model has no call that drafts several tokens
+        if output is None:  # the model has no call that drafts several tokens
             return sum(self.seconds(Shape(1, shape.context + n, 1)) for n in range(shape.tokens))
         return seconds
 
@@ -197,10 +197,10 @@ def measure_forwards(
     reading = tuple({size: size / seconds for size, seconds in zip(reads, turn)} for turn in turns)
 
     def made(each: Forwards, shape: Shape, timing: Timing) -> Forward:
-        known = {**number_types(each.model), **shape._asdict()}
-        return Forward(each.name, each.model.config, timing=timing, reading=reading, **known)
+        numbers = {**number_types(each.model), **shape._asdict()}
+        return Forward(each.name, each.model.config, timing=timing, reading=reading, **numbers)
 
-    return [made(*one, timing) for one, timing in zip(wanted, timings[len(reads) :])]
+    return [made(*pair, timing) for pair, timing in zip(wanted, timings[len(reads) :])]
 
 
 def measure_models(
@@ -209,7 +209,7 @@ def measure_models(
     """Time the forwards of each model in turns, for several draft lengths, contexts and batch sizes. Also
     returns, by the name of each model, how long it takes to decode ``k`` tokens. ``advance`` is called ``turns + 1``
     times for each model."""
-    swept: list[Forward] = []
+    measurements: list[Forward] = []
     steps: dict[str, Forward] = {}
     reads: dict[int, Callable[[], float]] = {}
     for subject in subjects:
@@ -223,10 +223,10 @@ def measure_models(
         room = 16 * (CONTEXT + k + 17) + positions  # the last page of a row may not be full
         forwards = Forwards(subject.name, subject.make(), room)
         reads = reads or memory_reads(forwards.model.device)
-        *found, steps[subject.name] = forwards.measure(shapes, turns, advance, reads)
+        *sweep, steps[subject.name] = forwards.measure(shapes, turns, advance, reads)
         prompts = [Shape(1, 0, length) for length in PROMPTS if length <= positions]
-        swept += found + (forwards.measure(prompts, min(turns, 5), reads=reads) if prompts else [])
-    return swept, steps
+        measurements += sweep + (forwards.measure(prompts, min(turns, 5), reads=reads) if prompts else [])
+    return measurements, steps
 
 
 def one_token(forwards: Sequence[Forward], forward: Forward) -> Forward:
@@ -238,8 +238,8 @@ def context_slope(forwards: Sequence[Forward]) -> float | None:
     """Return the bytes of cached keys and values read per second: the inverse of the least-squares slope of time over
     bytes, as the median over all turns. None if a quarter of the turns shows no slope, because the time of the weights
     varies by more."""
-    alone = [f for f in forwards if f.rows == f.tokens == 1]
-    sizes, turns = [f.context_bytes for f in alone], zip(*(f.timing.times for f in alone))
+    single = [f for f in forwards if f.rows == f.tokens == 1]
+    sizes, turns = [f.context_bytes for f in single], zip(*(f.timing.times for f in single))
     slopes = sorted(statistics.linear_regression(sizes, times).slope for times in turns)
     return 1 / statistics.median(slopes) if slopes[len(slopes) // 4] > 0 else None
 

@@ -94,12 +94,12 @@ def bench_speed(
     """Measure the machine's limits, and compare every forward and round with them."""
     rules = rules_of(policy)
     if draft is None:
-        draft = usual if (usual := usual_draft(model)) == "none" else f"model({usual})"
+        draft = usual_name if (usual_name := usual_draft(model)) == "none" else f"model({usual_name})"
     # The models: the target with and without its draft, and random ones beside them.
     plain = LLM(model, **running)
     fast = LLM(plain, draft)
-    target, own = target_of(plain), subjects_of(fast, model, draft)
-    subjects = own + _random_subjects(shape, target, running["kernels"])
+    target, loaded = target_of(plain), subjects_of(fast, model, draft)
+    subjects = loaded + _random_subjects(shape, target, running["kernels"])
     for subject in subjects:
         if (room := subject.config.max_position_embeddings) < CONTEXT + k + 1:
             raise ValueError(
@@ -113,12 +113,12 @@ def bench_speed(
         _show_forwards([forward for forward in forwards if forward.model == subject.name], limits)
     # Rounds, compared with what the forwards alone would take.
     settings = settings_of(plain, fast, k, rules)[: None if fast.draft is not None else 1]
-    _, asked = asked_of(plain, model, problems or min(usual_amount(matrix_parameters(target.config))[0], 12))
+    _, prompts = asked_of(plain, model, problems or min(usual_amount(matrix_parameters(target.config))[0], 12))
     single = [f for f in forwards if f.model == model and f.rows == 1 and f.context == CONTEXT]
-    rounds = _measure_rounds(settings, asked, min(turns, 3), target)
+    rounds = _measure_rounds(settings, prompts, min(turns, 3), target)
     for each in rounds:
-        each.predicted = predict(each, single, steps[draft] if len(own) == 2 else None)
-    title = f"Rounds: {model}, {draft}, k {k}, {len(asked)} prompt{'s' * (len(asked) > 1)}, temperature 0, batch 1"
+        each.predicted = predict(each, single, steps[draft] if len(loaded) == 2 else None)
+    title = f"Rounds: {model}, {draft}, k {k}, {len(prompts)} prompt{'s' * (len(prompts) > 1)}, temperature 0, batch 1"
     console.print(rounds_table(rounds, single, title))
     note(_LEGEND)
     if plot is not None:
@@ -193,11 +193,11 @@ def limits_table(limits: Limits, kernels: str) -> Table:
 def forwards_table(forwards: Sequence[Forward], limits: Limits) -> Table:
     """Return the forwards of a model by rows, context and tokens, each compared with its limit."""
     single = one_token(forwards, forwards[0])
-    each = single.weight_bytes or single.dtype.itemsize
-    narrow = f" with weights of {8 * each:.3g} bits" if each < single.dtype.itemsize else ""
-    stored = dtype_name(single.dtype) + narrow
+    weight_size = single.weight_bytes or single.dtype.itemsize
+    narrow = f" with weights of {8 * weight_size:.3g} bits" if weight_size < single.dtype.itemsize else ""
+    storage = dtype_name(single.dtype) + narrow
     return table(
-        f"Forwards of {single.model}, {stored}, {single.weights / 1e6:,.1f} MB of weights read",
+        f"Forwards of {single.model}, {storage}, {single.weights / 1e6:,.1f} MB of weights read",
         forwards,
         {
             "rows": lambda f: str(f.rows),

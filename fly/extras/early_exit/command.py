@@ -49,10 +49,10 @@ def train_exit(
     The prompts are answered with --kernels. Exits are trained, and run, on PyTorch.
     """
     plan = ExitPlan(numbers_of("--layers", layers), **options_of(context, _EXITS.keys() - {"layers"}))
-    given, data = answer_prompts(out, 0.0, options_of(context, PROMPTS), options_of(context, LOADING))[1:]
-    with progress(min(plan.places, sum(len(one.answer) for one in given)), "looking at the answers") as advance:
+    answers, data = answer_prompts(out, 0.0, options_of(context, PROMPTS), options_of(context, LOADING))[1:]
+    with progress(min(plan.places, sum(len(answer.answer) for answer in answers)), "looking at the answers") as advance:
         executor = load(model, dtype, device, "torch").executor
-        exits, looks, passed = train_exits(executor, given, plan, out, lambda n: advance(n=n))
+        exits, looks, passed = train_exits(executor, answers, plan, out, lambda n: advance(n=n))
     (out / "README.md").write_text(exit_card(out.name, model, data, exits, plan, looks, passed), "utf-8")
     rows = [
         (str(look.layer), f"{look.settled:.1%}", f"{look.leave:.1%}", "" if look.agree is None else f"{look.agree:.1%}")

@@ -84,13 +84,13 @@ class EarlyExit(Wrapped):
         positions_T = torch.tensor(batch.positions, device=self.device)
         hidden_TC = self.model(tokens_T, positions_T, batch.kv, through=forward)
         # The rows that exited have logits already. Compute those of the other rows from the last layer.
-        wanted = range(len(batch.tokens)) if places is None else places
-        remaining = [t for t in wanted if t not in forward.logits]
+        positions = range(len(batch.tokens)) if places is None else places
+        remaining = [t for t in positions if t not in forward.logits]
         logits = dict(zip(remaining, self.model.logits(hidden_TC[remaining]))) if remaining else {}
         logits |= forward.logits
         logits_NV = torch.empty(0, self.config.vocab_size, device=self.device)
-        if len(wanted):
-            logits_NV = torch.stack([logits[t] for t in wanted])
+        if len(positions):
+            logits_NV = torch.stack([logits[t] for t in positions])
         states_TF = torch.cat([forward.states[number] for number in states], -1) if states else None
         return Scores(logits_NV, None, states_TF), forward.layers
 
@@ -140,11 +140,11 @@ class _Forward:
             if passed in self.states:
                 self.states[passed][at_T] = x_TC
             look = looks.get(passed)
-            if look is not None and (left := self._look(look, norm, x_TC, at_T)):
+            if look is not None and (leavers := self._look(look, norm, x_TC, at_T)):
                 # Fill the cache of the skipped layers with keys and values computed from the hidden states at the exit.
-                leaves_T = _belongs(at_T, left)
+                leaves_T = _belongs(at_T, leavers)
                 out_TC, turned = x_TC[leaves_T], [(cos[leaves_T], sin[leaves_T]) for cos, sin in rotary]
-                leaving = _select(going, [b for b, row in enumerate(self.rows) if row in left])
+                leaving = _select(going, [b for b, row in enumerate(self.rows) if row in leavers])
                 for later in layers[passed:]:
                     attention = later.self_attn
                     keys = attention.keys_and_values(later.input_layernorm(out_TC), *turned[later.rope])
@@ -154,11 +154,11 @@ class _Forward:
                     if number > passed:
                         states_TC[at_T[leaves_T]] = out_TC
                 last_TC[at_T[leaves_T]] = out_TC
-                for row in left:
+                for row in leavers:
                     self.layers[row.number] = passed
                 # Go on with the other rows.
-                going = _select(going, [b for b, row in enumerate(self.rows) if row not in left])
-                self.rows = [row for row in self.rows if row not in left]
+                going = _select(going, [b for b, row in enumerate(self.rows) if row not in leavers])
+                self.rows = [row for row in self.rows if row not in leavers]
                 if not self.rows:
                     return norm(last_TC)
                 x_TC, at_T = x_TC[~leaves_T], at_T[~leaves_T]
@@ -171,35 +171,35 @@ class _Forward:
 
     def _look(self, look: int, norm: Norm, x_TC: Tensor, at_T: Tensor) -> list[_Row]:
         """Store the logits of the rows that exit at this look, and return these rows."""
-        asked = [row for row in self.rows if row.may_leave]
-        if not asked:
+        looking_rows = [row for row in self.rows if row.may_leave]
+        if not looking_rows:
             return []
         # The predictor reads the candidates' logits, now and at the last look.
-        hidden_NC = norm(x_TC[_belongs(at_T, asked)])
-        ids_NX, logits_NX = self._look_through(hidden_NC, asked)
+        hidden_NC = norm(x_TC[_belongs(at_T, looking_rows)])
+        ids_NX, logits_NX = self._look_through(hidden_NC, looking_rows)
         logits_NE, at_NE = logits_NX.topk(self.exits.config.candidates, -1)
         ids_NE, earlier_NE = ids_NX.gather(1, at_NE), None
         if look:
-            earlier_NE = torch.cat([self.earlier[row.number] for row in asked]).gather(1, at_NE)
+            earlier_NE = torch.cat([self.earlier[row.number] for row in looking_rows]).gather(1, at_NE)
         chance_N = self.exits.chance(look, self.exits.features(logits_NE, earlier_NE))
         settled, best = (chance_N >= self.exits.config.thresholds[look]).tolist(), ids_NE[:, 0].tolist()
-        left, n = [], 0
-        for row in asked:
+        leavers, n = [], 0
+        for row in looking_rows:
             count = len(row.tokens)
             self.earlier[row.number] = logits_NX[n : n + count]
             # In a chain, tokens after the first mismatch with the draft do not count, since they are rejected anyway.
             following = self.tokens[row.tokens[1] : row.tokens.stop] if row.chain and count > 1 else []
-            differs = (j for j, (token, likeliest) in enumerate(zip(following, best[n:])) if token != likeliest)
-            matter = next(differs, count - 1) + 1
+            mismatches = (j for j, (token, likeliest) in enumerate(zip(following, best[n:])) if token != likeliest)
+            matter = next(mismatches, count - 1) + 1
             # If all choices are settled, compute all logits. The likeliest tokens must be candidates.
             if all(settled[n : n + matter]):
                 logits_JV = self.model.logits(hidden_NC[n : n + count])
                 likeliest_J1 = logits_JV[:matter].argmax(-1, keepdim=True)
                 if bool((ids_NE[n : n + matter] == likeliest_J1).any(-1).all()):
-                    left.append(row)
+                    leavers.append(row)
                     self.logits |= zip(row.tokens, logits_JV)
             n += count
-        return left
+        return leavers
 
     def _look_through(self, hidden_NC: Tensor, rows: list[_Row]) -> tuple[Tensor, Tensor]:
         """Return ids and logits [N, X] of the tokens that may be candidates. The last column is the drafted token. Its

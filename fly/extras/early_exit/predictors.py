@@ -86,21 +86,23 @@ class Exits(nn.Module):
     def chance(self, look: int, features_NF: Tensor) -> Tensor:
         """Return the probability [N] that the target's choice is settled."""
         scaled_NF = (features_NF - self.mean_LF[look]) / self.scale_LF[look]
-        found_N1: Tensor = self.looks[look](scaled_NF)
-        return found_N1.squeeze(-1).sigmoid()
+        logit_N1: Tensor = self.looks[look](scaled_NF)
+        return logit_N1.squeeze(-1).sigmoid()
 
     def check(self, target: LlamaConfig) -> None:
         """Raise ``ValueError`` if the predictors were trained for a target of other sizes."""
         for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
-            if (own := getattr(self.config, name)) != (theirs := getattr(target, name)):
-                raise ValueError(f"these exits are for another target: its {name} is {own}, this one's {theirs}")
+            if (trained_size := getattr(self.config, name)) != (target_size := getattr(target, name)):
+                raise ValueError(
+                    f"these exits are for another target: its {name} is {trained_size}, this one's {target_size}"
+                )
 
 
 def save_exits(exits: Exits, directory: Path) -> None:
     """Write the predictors as ``config.json`` and ``model.safetensors``."""
     directory.mkdir(parents=True, exist_ok=True)
-    raw = {"architectures": [_ARCHITECTURE], **exits.config.model_dump(mode="json")}
-    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    document = {"architectures": [_ARCHITECTURE], **exits.config.model_dump(mode="json")}
+    (directory / "config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     tensors = {name: tensor.contiguous() for name, tensor in exits.state_dict().items()}
     save_file(tensors, directory / "model.safetensors")
 
@@ -108,11 +110,11 @@ def save_exits(exits: Exits, directory: Path) -> None:
 def load_exits(directory: str | Path) -> Exits:
     """Read predictors that ``save_exits`` wrote. Raises ``CheckpointError`` naming what cannot be used."""
     directory = Path(directory)
-    raw = read_json(directory / "config.json")
-    if raw.pop("architectures", None) != [_ARCHITECTURE]:
+    document = read_json(directory / "config.json")
+    if document.pop("architectures", None) != [_ARCHITECTURE]:
         raise CheckpointError(f"{directory} holds no early exits, which `fly train-exit` writes")
     try:
-        exits = Exits(ExitConfig.model_validate(raw))
+        exits = Exits(ExitConfig.model_validate(document))
         exits.load_state_dict(load_file(directory / "model.safetensors"))
     except ValidationError as error:
         raise CheckpointError(f"{directory}/config.json: {explain(error)}") from error

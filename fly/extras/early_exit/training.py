@@ -101,7 +101,7 @@ def train_exits(
     if not isinstance(executor, TorchExecutor) or not isinstance(executor.model, Llama):
         raise ValueError(f"exits are trained on PyTorch's kernels, kernels='torch', not {executor.kernels!r}")
     target = executor.config
-    used = [one for one in answers if one.answer]
+    answered = [answer for answer in answers if answer.answer]
     size = min(max(plan.vocabulary, plan.candidates), target.vocab_size)
     layers = looks_of(target.num_hidden_layers) if plan.layers is None else plan.layers
     config = ExitConfig(
@@ -116,20 +116,21 @@ def train_exits(
     )
     torch.manual_seed(plan.seed)
     exits = Exits(config)
-    exits.ids_U.copy_(frequent_tokens(used, size, target.vocab_size))
+    exits.ids_U.copy_(frequent_tokens(answered, size, target.vocab_size))
     exits.to(executor.device)
-    found: dict[bool, list[tuple[Tensor, Tensor]]] = {True: [], False: []}  # features and labels, by whether held out
-    left = plan.places
-    for number, one in enumerate(used):
-        if left <= 0:
+    # Features and labels, by whether held out.
+    examples: dict[bool, list[tuple[Tensor, Tensor]]] = {True: [], False: []}
+    places_left = plan.places
+    for number, answer in enumerate(answered):
+        if places_left <= 0:
             break
-        features_LNF, settled_LN = _seen(executor, exits, one)
-        found[number % plan.held_out == 0].append((features_LNF.cpu(), settled_LN.cpu()))
-        left -= settled_LN.shape[1]
+        features_LNF, settled_LN = _seen(executor, exits, answer)
+        examples[number % plan.held_out == 0].append((features_LNF.cpu(), settled_LN.cpu()))
+        places_left -= settled_LN.shape[1]
         advance(settled_LN.shape[1])
-    if not all(found.values()):
-        raise ValueError(f"{len(used)} answers are too few to train on, and to try it on others")
-    tests, lessons = (tuple(torch.cat(parts, 1) for parts in zip(*found[held_out])) for held_out in (True, False))
+    if not all(examples.values()):
+        raise ValueError(f"{len(answered)} answers are too few to train on, and to try it on others")
+    tests, lessons = (tuple(torch.cat(parts, 1) for parts in zip(*examples[held_out])) for held_out in (True, False))
     exits.cpu()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # products this small are slower on several threads
@@ -176,9 +177,9 @@ def _learn(exits: Exits, features_LMF: Tensor, settled_LM: Tensor, plan: ExitPla
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, plan.steps)
     generator = torch.Generator().manual_seed(plan.seed)
     for _ in range(plan.steps):
-        some = torch.randint(settled_LM.shape[1], (plan.batch,), generator=generator)
+        drawn = torch.randint(settled_LM.shape[1], (plan.batch,), generator=generator)
         losses = [
-            F.binary_cross_entropy(exits.chance(look, features_MF[some]), settled_M[some].float())
+            F.binary_cross_entropy(exits.chance(look, features_MF[drawn]), settled_M[drawn].float())
             for look, (features_MF, settled_M) in enumerate(zip(features_LMF, settled_LM))
         ]
         optimiser.zero_grad()

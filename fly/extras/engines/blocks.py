@@ -131,11 +131,11 @@ class Row:
 def find_past(rule: AcceptancePolicy, text: str, size: int) -> frozenset[str]:
     """Return which parts of the past ``rule`` asks for (``AcceptancePolicy.reads``). ``text`` names the rule; ``size``
     is V."""
-    if (known := _pasts.get((text, size))) is None:
+    if (past := _pasts.get((text, size))) is None:
         if len(_pasts) >= 1000:  # texts come from requests
             _pasts.clear()
-        known = _pasts[text, size] = rule.reads
-    return known
+        past = _pasts[text, size] = rule.reads
+    return past
 
 
 _pasts: dict[tuple[str, int], frozenset[str]] = {}
@@ -298,15 +298,15 @@ def decide_rows(
     for b, row in rows.items():
         kinds.setdefault(row.kind, []).append(b)
     for numbers in _in_parts(kinds.values(), max(1, _LARGEST // (places * size))):
-        some = [rows[b] for b in numbers]
+        part_rows = [rows[b] for b in numbers]
         try:
-            decided = decide(some, read(numbers))
+            decided = decide(part_rows, read(numbers))
             write(numbers, decided)
         except Exception:  # a user's rule may raise anything, and must not end the engine
-            _log.exception("fly: %s failed; the engine's own decision stands for this block", some[0].rule)
+            _log.exception("fly: %s failed; the engine's own decision stands for this block", part_rows[0].rule)
             continue
-        if some[0].keeps_account:
-            for row, account_A in zip(some, decided.account_BA.unbind(0)):
+        if part_rows[0].keeps_account:
+            for row, account_A in zip(part_rows, decided.account_BA.unbind(0)):
                 row.account_A = account_A
 
 

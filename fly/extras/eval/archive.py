@@ -42,11 +42,11 @@ class Archive:
             missing = "there is no plan.yaml in it" if folder.is_dir() else "there is no such folder"
             raise ValueError(f"{str(folder)!r} is no run: {missing}; 'fly eval --out FOLDER' makes one")
         fields = Plan.read(folder)
-        written = yaml.safe_load((folder / "plan.yaml").read_text(encoding="utf-8"))
+        document = yaml.safe_load((folder / "plan.yaml").read_text(encoding="utf-8"))
         plan = WrittenPlan.of(fields, fields.where)
         records = read_records(folder)
-        ways = [WrittenWay(**each) for each in written["ways"]] if "ways" in written else _ways_of(records, plan)
-        return Archive(folder, plan, ways, written["tasks"], records)
+        ways = [WrittenWay(**each) for each in document["ways"]] if "ways" in document else _ways_of(records, plan)
+        return Archive(folder, plan, ways, document["tasks"], records)
 
     @cached_property
     def rules(self) -> dict[str, AcceptancePolicy | ValueError]:

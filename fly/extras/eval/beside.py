@@ -74,21 +74,21 @@ def compare_with_run(
             sum_ = sums.setdefault((key.task, key.way), {}).setdefault(key.problem, [0, 0, 0])
             for i, name in enumerate(("emitted", "rounds", "relaxed")):
                 sum_[i] += record[name]
-    found = Comparison([], [], [*_other_settings(before, run), *_other_texts(before, run)])
+    comparison = Comparison([], [], [*_other_settings(before, run), *_other_texts(before, run)])
     drafts: dict[tuple[str, str], list[str]] = {}
     for (task, label), problems in sums.items():
         try:
-            prediction, drafted = _predict(blocks, task, ways[label], run, problems)
+            prediction, recorded_draft = _predict(blocks, task, ways[label], run, problems)
         except ValueError as error:
-            found.left_out.append((task, label, error.reason if isinstance(error, Unknown) else str(error)))
+            comparison.left_out.append((task, label, error.reason if isinstance(error, Unknown) else str(error)))
             continue
-        found.predictions.append(prediction)
-        made = f"{ways[label].draft}, k {ways[label].k}"
-        if made != drafted:
-            drafts.setdefault((drafted, made), []).append(f"{task}, {label}")
-    for (drafted, made), names in drafts.items():
-        found.unlike.append(f"drafts: {drafted} recorded, {made} measured ({'; '.join(names)})")
-    return found
+        comparison.predictions.append(prediction)
+        measured_draft = f"{ways[label].draft}, k {ways[label].k}"
+        if measured_draft != recorded_draft:
+            drafts.setdefault((recorded_draft, measured_draft), []).append(f"{task}, {label}")
+    for (recorded_draft, measured_draft), names in drafts.items():
+        comparison.unlike.append(f"drafts: {recorded_draft} recorded, {measured_draft} measured ({'; '.join(names)})")
+    return comparison
 
 
 def _predict(
@@ -100,24 +100,28 @@ def _predict(
     Raises ``ValueError`` (``Unknown`` if the recording lacks what the rule needs), which says why it cannot be
     compared.
     """
-    of_task = [known for (recorded, _), known in blocks.items() if recorded == task]
+    of_task = [recorded_blocks for (recorded, _), recorded_blocks in blocks.items() if recorded == task]
     if not of_task:
         raise ValueError("nothing was recorded of this task")
     rule = run.rule(way)
-    fitting = [(known, *limits) for known in of_task if (limits := _limits(known, way, rule)) is not None]
-    if not fitting:
+    candidates = [
+        (recorded_blocks, *limits)
+        for recorded_blocks in of_task
+        if (limits := _limits(recorded_blocks, way, rule)) is not None
+    ]
+    if not candidates:
         recorded = " or ".join(dict.fromkeys(map(_drafted, of_task)))
         raise ValueError(f"a replay cannot make the drafts of {way.draft}, k {way.k}, from those of {recorded}")
-    known, k, confidence, reach = min(fitting, key=lambda each: each[0].k)
-    both = sorted({each.about["problem"] for each in known.recordings} & problems.keys())
-    if not both:
+    recorded_blocks, k, confidence, reach = min(candidates, key=lambda each: each[0].k)
+    shared = sorted({each.about["problem"] for each in recorded_blocks.recordings} & problems.keys())
+    if not shared:
         raise ValueError("other problems were recorded")
-    part = known.of(both)
-    emitted, rounds, relaxed = ([problems[p][i] for p in both] for i in range(3))
+    part = recorded_blocks.of(shared)
+    emitted, rounds, relaxed = ([problems[p][i] for p in shared] for i in range(3))
     predicted, exact = (part.replay(each, k, confidence, reach) for each in (rule, Exact()))
     share = sum(relaxed) / max(sum(emitted), 1)
     measured = bootstrap_ratio([emitted], [rounds])
-    return Prediction(task, way.label, predicted, exact, measured, share, len(both)), _drafted(known)
+    return Prediction(task, way.label, predicted, exact, measured, share, len(shared)), _drafted(recorded_blocks)
 
 
 def _drafted(known: Blocks) -> str:
@@ -141,13 +145,13 @@ def _other_texts(recorded: Archive, measured: Archive) -> list[str]:
     before, now = ({k: r for k, r in run.records.completions.items() if _alone(k)} for run in (recorded, measured))
     lines = []
     for task in dict.fromkeys(key.task for key in before):
-        both = [(before[key]["token_ids"], now[key]["token_ids"]) for key in before if key.task == task and key in now]
-        others = sum(a[: len(b)] != b[: len(a)] for a, b in both)
-        if others:
-            lines.append(f"{task}: the target alone wrote other texts for {others} of the {len(both)} prompts of both")
-        elif sum(len(a) for a, _ in both) != sum(len(b) for _, b in both):
-            tokens = " recorded, ".join(str(sum(map(len, texts))) for texts in zip(*both))
-            lines.append(f"{task}: tokens of the target alone for the {len(both)} prompts of both: {tokens} measured")
+        pairs = [(before[key]["token_ids"], now[key]["token_ids"]) for key in before if key.task == task and key in now]
+        unlike = sum(a[: len(b)] != b[: len(a)] for a, b in pairs)
+        if unlike:
+            lines.append(f"{task}: the target alone wrote other texts for {unlike} of the {len(pairs)} prompts of both")
+        elif sum(len(a) for a, _ in pairs) != sum(len(b) for _, b in pairs):
+            tokens = " recorded, ".join(str(sum(map(len, texts))) for texts in zip(*pairs))
+            lines.append(f"{task}: tokens of the target alone for the {len(pairs)} prompts of both: {tokens} measured")
     return lines
 
 
@@ -160,15 +164,20 @@ def _limits(known: Blocks, way: WrittenWay, rule: AcceptancePolicy) -> tuple[int
     about = known.recordings[0].about
     if way.k > about["k"]:
         return None
-    ours, theirs = _drafter(about["draft"]), _drafter(way.draft)
+    recorded_drafter, drafter = _drafter(about["draft"]), _drafter(way.draft)
     lossless = rule.guarantee is Guarantee.LOSSLESS
-    if about["draft"] == way.draft and (ours is None or ours.reach is not None or lossless):
+    if about["draft"] == way.draft and (recorded_drafter is None or recorded_drafter.reach is not None or lossless):
         return min(way.k, known.k), 0.0, 0.0
-    if ours is None or theirs is None or ours.model != theirs.model or ours.k is not None:
+    if (
+        recorded_drafter is None
+        or drafter is None
+        or recorded_drafter.model != drafter.model
+        or recorded_drafter.k is not None
+    ):
         return None
-    if ours.confidence or ours.reach != 0:
+    if recorded_drafter.confidence or recorded_drafter.reach != 0:
         return None
-    return min(way.k, known.k, theirs.k or way.k), theirs.confidence, usual_reach(theirs.reach, rule)
+    return min(way.k, known.k, drafter.k or way.k), drafter.confidence, usual_reach(drafter.reach, rule)
 
 
 def _drafter(text: str) -> SingleDraft | None:

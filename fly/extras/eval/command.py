@@ -63,50 +63,54 @@ def tasks(
         return
     idle, when = (("problem", "model"), "with") if references else (("run_code",), "without")
     refuse_idle(context, idle, f"{when} --references")
-    asked = load_task(task, **({} if shots is None else {"shots": shots}))
+    chosen_task = load_task(task, **({} if shots is None else {"shots": shots}))
     if references:
-        _score_references(asked, run_code)
+        _score_references(chosen_task, run_code)
         return
-    if problem >= len(asked.problems):
-        raise ValueError(f"--problem {problem}: task {asked.name!r} has {len(asked.problems)} problems, from 0")
-    shown = asked.problems[problem]
-    count = f"{len(asked.problems)} problem{'s' * (len(asked.problems) != 1)}"
-    note(escape(f"{asked.name}: {count} · {asked.scorer.kind} · problem {shown.id}"))
+    if problem >= len(chosen_task.problems):
+        raise ValueError(
+            f"--problem {problem}: task {chosen_task.name!r} has {len(chosen_task.problems)} problems, from 0"
+        )
+    chosen_problem = chosen_task.problems[problem]
+    count = f"{len(chosen_task.problems)} problem{'s' * (len(chosen_task.problems) != 1)}"
+    note(escape(f"{chosen_task.name}: {count} · {chosen_task.scorer.kind} · problem {chosen_problem.id}"))
     if model is not None:
         llm = LLM(model)
-        ids = asked.prompt_ids(llm, shown)
+        ids = chosen_task.prompt_ids(llm, chosen_problem)
         assert llm.tokenizer is not None
         console.print(Text(llm.tokenizer.decode(ids, skip_special_tokens=False)), soft_wrap=True)
         note(f"{len(ids)} tokens")
-    elif asked.chat:
-        for message in asked.messages(shown):
+    elif chosen_task.chat:
+        for message in chosen_task.messages(chosen_problem):
             console.print(Text.assemble((f"{message['role']}: ", "bold"), message["content"]), soft_wrap=True)
     else:
-        console.print(Text(asked.text(shown)), soft_wrap=True)
-    if shown.answer:
-        note(escape(f"answer: {shown.answer}"))
+        console.print(Text(chosen_task.text(chosen_problem)), soft_wrap=True)
+    if chosen_problem.answer:
+        note(escape(f"answer: {chosen_problem.answer}"))
 
 
 def _list_tasks() -> None:
     rows = []
     for name in task_names():
-        found = load_task(name)
-        where = "bundled" if found.generated or found.rows else "your file"
-        rows.append((name, where, found.scorer.kind, escape(found.about)))
+        listed_task = load_task(name)
+        origin = "bundled" if listed_task.generated or listed_task.rows else "your file"
+        rows.append((name, origin, listed_task.scorer.kind, escape(listed_task.about)))
     print_list(rows, "task", "data", "scorer", "what it is", title="Tasks", show_lines=True)
 
 
 def _score_references(asked: Task, run_code: bool) -> None:
-    wrong = []
+    failures = []
     with Programs(run_code) as programs, progress(len(asked.problems), "scoring") as advance:
         for problem in asked.problems:
             score = asked.score(problem, asked.reference(problem), programs)
-            wrong += [] if score.right else [f"{problem.id}: {score.found}"]
+            failures += [] if score.right else [f"{problem.id}: {score.found}"]
             advance()
-    console.print(f"{escape(asked.name)}: {len(asked.problems) - len(wrong)} of {len(asked.problems)} references right")
-    for line in wrong[:20]:
+    console.print(
+        f"{escape(asked.name)}: {len(asked.problems) - len(failures)} of {len(asked.problems)} references right"
+    )
+    for line in failures[:20]:
         console.print(Text(f"  {line}"))
-    if wrong:
+    if failures:
         raise typer.Exit(1)
 
 
@@ -155,26 +159,26 @@ def evaluate(
     # The plan: the file's fields, then those of options.
     limit, limits = _limits(problems or [])
     fields = None if plan is None else Plan.read(plan)
-    given = {name: value for name, value in options_of(context, _PLANNED).items() if value}
+    settings = {name: value for name, value in options_of(context, _PLANNED).items() if value}
     of_model = options_of(context, [name for name in LOADING if plan is None or typed_in(context, name)])
-    given |= {name: value for name, value in of_model.items() if value is not None}
+    settings |= {name: value for name, value in of_model.items() if value is not None}
     if limit or plan is None:
-        given["limit"] = limit or 48
+        settings["limit"] = limit or 48
 
     def where(place: tuple[str | int, ...]) -> str:
-        return "" if fields is None or (place and place[0] in given) else fields.where(place)
+        return "" if fields is None or (place and place[0] in settings) else fields.where(place)
 
-    wanted = _limited(Plan.of({**(fields or {}), **given}, where), limits, where)
+    full_plan = _limited(Plan.of({**(fields or {}), **settings}, where), limits, where)
     # The run.
     if out is None and plan is not None and plan.is_dir():
         out = plan
     if context.params["ray"] is not None:
         refuse_idle(context, ("ranks_",), "with --ray")
     with ranks_of(context) as ranks, _folder(out, ranks) as folder:
-        found = run_plan(wanted, folder, ranks, grid_of(**options_of(context, GRID), ranks=ranks))
+        results = run_plan(full_plan, folder, ranks, grid_of(**options_of(context, GRID), ranks=ranks))
         if ranks is None or ranks.leads:
-            show_report(found)
-            write_json(json_, as_json(found))
+            show_report(results)
+            write_json(json_, as_json(results))
             if out is not None:
                 note(escape(f"for a page with plots and the texts side by side: fly report {out} --html report.html"))
 
@@ -197,16 +201,16 @@ def _limited(plan: Plan, limits: dict[str, int], where: Callable[[tuple[str | in
     """Return the plan with the numbers of problems for named tasks. Raises ``ValueError`` for a task that it lacks, and
     for one that cannot be loaded; ``where`` tells where the latter is named."""
     names = []
-    for number, asked in enumerate(plan.tasks):
+    for number, planned in enumerate(plan.tasks):
         try:
-            names.append(asked.load().name)
+            names.append(planned.load().name)
         except ValueError as error:
             place = "tasks", number, *getattr(error, "place", ())
             raise ValueError(f"{where(place)}{error}") from error
     if unknown := next((name for name in limits if name not in names), None):
         raise ValueError(f"--problems {unknown}={limits[unknown]}: there is no such task{instead(unknown, names)}")
-    both = zip(names, plan.tasks)
-    tasks = [asked.model_copy(update={"limit": limits.get(name, asked.limit)}) for name, asked in both]
+    named_tasks = zip(names, plan.tasks)
+    tasks = [planned.model_copy(update={"limit": limits.get(name, planned.limit)}) for name, planned in named_tasks]
     return plan.model_copy(update={"tasks": tuple(tasks)})
 
 
@@ -229,20 +233,20 @@ def run_plan(plan: Plan, folder: Path, ranks: Any = None, grid: Any = None) -> R
     if ranks is not None:
         records = ranks.share(records)
     assert records is not None
-    todo, done = remaining(plan, records), len(records.completions)
-    if leads and done:
-        rest = "decoding the rest" if todo else "nothing to decode"
-        tell(f"{folder} has {done} of {done + len(todo)} answers: {rest}")
+    todo, decoded = remaining(plan, records), len(records.completions)
+    if leads and decoded:
+        outlook = "decoding the rest" if todo else "nothing to decode"
+        tell(f"{folder} has {decoded} of {decoded + len(todo)} answers: {outlook}")
     if todo:
         if ranks is not None:
             memory_of(ranks)
         if leads and plan.model not in BUNDLED and not console.is_terminal:  # loading may take a minute
             tell(f"loading {plan.model}")
-        with progress(done + len(todo), "decoding", done) as step:
+        with progress(decoded + len(todo), "decoding", decoded) as step:
 
             def advance(record: dict[str, Any]) -> None:
-                where = f" · {grid.status}" if grid else ""
-                step(f"{record['task']} {record['problem']}, {record['way']}: {record['generated']} tokens{where}")
+                suffix = f" · {grid.status}" if grid else ""
+                step(f"{record['task']} {record['problem']}, {record['way']}: {record['generated']} tokens{suffix}")
 
             if grid is None:
                 decode_run(plan, folder, todo, records, advance, ranks)
@@ -313,15 +317,15 @@ def report_command(
 
     If files are written, only their names are printed.
     """
-    found = report(runs, by_group, cases, costs_of(c, v))
-    write_json(json_, as_json(found))
+    comparison = report(runs, by_group, cases, costs_of(c, v))
+    write_json(json_, as_json(comparison))
     if markdown is not None:
-        markdown.write_text(as_markdown(found), encoding="utf-8")
+        markdown.write_text(as_markdown(comparison), encoding="utf-8")
     if html is not None:
-        html.write_text(as_html(found, f"fly report: {', '.join(run.name for run in runs)}"), encoding="utf-8")
+        html.write_text(as_html(comparison, f"fly report: {', '.join(run.name for run in runs)}"), encoding="utf-8")
     answers = [] if spec_bench is None else [path for run in runs for path in write_spec_bench(run, spec_bench)]
-    written = [path for path in (json_, markdown, html, *answers) if path is not None]
-    for path in written:
+    paths = [path for path in (json_, markdown, html, *answers) if path is not None]
+    for path in paths:
         console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
-    if not written:
-        show_report(found)
+    if not paths:
+        show_report(comparison)

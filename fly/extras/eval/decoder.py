@@ -92,13 +92,13 @@ class Decoder:
             with recorded(llm) if watched else nullcontext() as recorder:
                 completions = complete(setting, prompts, params, clocked=True)
         except ValueError as error:
-            named = ", ".join(turn.problem.id for turn in turns)
+            ids = ", ".join(turn.problem.id for turn in turns)
             raise ValueError(
-                f"task {key.task!r}, problem {named}: {error} (the task's 'only' leaves problems out)"
+                f"task {key.task!r}, problem {ids}: {error} (the task's 'only' leaves problems out)"
             ) from None
         return [
-            (turn, self._finish(turn, prompt, done, recorder, llm))
-            for turn, prompt, done in zip(turns, prompts, completions)
+            (turn, self._finish(turn, prompt, completion, recorder, llm))
+            for turn, prompt, completion in zip(turns, prompts, completions)
         ]
 
     def _finish(self, turn: Turn, prompt: list[int], done: Completion, recorder: Recorder | None, llm: LLM) -> Finished:

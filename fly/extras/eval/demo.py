@@ -51,8 +51,8 @@ def demo(
 
 def bundled_plan(rule: str, count: int, k: int, split: str = "heldout", **options: Any) -> Plan:
     """Return a plan of the first ``count`` bundled problems of a split, on the bundled models."""
-    if split not in (tested := SPLITS[1:]):  # the models were trained on the first split
-        raise ValueError(f"unknown split {split!r}{instead(split, tested)}")
+    if split not in (test_splits := SPLITS[1:]):  # the models were trained on the first split
+        raise ValueError(f"unknown split {split!r}{instead(split, test_splits)}")
     return Plan.of({"k": k, "policies": [rule], "tasks": [f"bundled-{split}"], "limit": count, **options})
 
 

@@ -69,8 +69,8 @@ class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need 
     ) -> None:
         super().__init__()
         if unknown := sorted(options.keys() - set(_OPTIONS)):
-            own = [name for name in inspect.signature(Fly).parameters if name != "options"]
-            raise ValueError(f"model_args {unknown}: unknown; choose from {', '.join([*own, *_OPTIONS])}")
+            parameters = [name for name in inspect.signature(Fly).parameters if name != "options"]
+            raise ValueError(f"model_args {unknown}: unknown; choose from {', '.join([*parameters, *_OPTIONS])}")
         if batch_size != "auto" and (not str(batch_size).isdigit() or int(batch_size) < 1):
             raise ValueError(f"batch_size {batch_size!r} must be 'auto' or a number of at least 1")
         self.batch_size = _ALL if batch_size == "auto" else int(batch_size)
@@ -92,8 +92,8 @@ class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need 
 
     @property
     def eot_token_id(self) -> int:
-        if (named := self.texts.special_names.get("eos_token")) is not None:
-            return self.texts.token_id(named)
+        if (end := self.texts.special_names.get("eos_token")) is not None:
+            return self.texts.token_id(end)
         if not self.llm.eos_ids:
             raise ValueError(f"model {self.name!r} names no end token; give prefix_token_id")
         return min(self.llm.eos_ids)
@@ -137,7 +137,7 @@ class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need 
     ) -> list[tuple[float, bool]]:
         """Return, for each continuation after its context, the log-probability, and whether greedy decoding would give
         it."""
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        likelihoods: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         # Sort requests with the same context next to one another, so that its keys and values are still cached.
         order = sorted(range(len(requests)), key=lambda number: requests[number][1] + requests[number][2])
         with tqdm(total=len(requests), desc="Running loglikelihood requests", disable=disable_tqdm) as bar:
@@ -154,16 +154,16 @@ class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need 
                         SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=1, prompt_logprobs_start=start)
                     )
                 outputs = self.llm.generate(prompts, params)
-                for number, output, asked in zip(numbers, outputs, params):
-                    ids = output.prompt_token_ids[asked.prompt_logprobs_start :]
-                    entries = (output.prompt_logprobs or [])[asked.prompt_logprobs_start :]
+                for number, output, sampling in zip(numbers, outputs, params):
+                    ids = output.prompt_token_ids[sampling.prompt_logprobs_start :]
+                    entries = (output.prompt_logprobs or [])[sampling.prompt_logprobs_start :]
                     pairs = [(token, entry) for token, entry in zip(ids, entries) if entry is not None]
                     greedy = all(next(iter(entry)) == token for token, entry in pairs)
-                    found[number] = sum(entry[token] for token, entry in pairs), greedy
+                    likelihoods[number] = sum(entry[token] for token, entry in pairs), greedy
                     if (key := requests[number][0]) is not None:
-                        self.cache_hook.add_partial("loglikelihood", key, found[number])
+                        self.cache_hook.add_partial("loglikelihood", key, likelihoods[number])
                 bar.update(len(numbers))
-        return found
+        return likelihoods
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each whole text, computed in windows of the model's context length."""
@@ -187,8 +187,8 @@ class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need 
         with tqdm(total=len(requests), desc="Running generate_until requests", disable=disable_tqdm) as bar:
             for chunk in _chunks(requests, self.batch_size):
                 prompts, params = [], []
-                for context, asked in (request.args for request in chunk):
-                    sampling = self._sampling(asked, end)
+                for context, task_options in (request.args for request in chunk):
+                    sampling = self._sampling(task_options, end)
                     prompt, most = maybe_truncate(
                         self.tok_encode(context), max_gen_toks=sampling.max_tokens, max_model_len=self.max_length
                     )
@@ -209,8 +209,8 @@ class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need 
         if not options.pop("do_sample"):
             options = {name: value for name, value in options.items() if name not in _SAMPLED}
         if unknown := sorted(options.keys() - set(_SAMPLING)):
-            known = ", ".join(("until", "max_gen_toks", "do_sample", *_SAMPLING))
-            raise ValueError(f"generation_kwargs {unknown}: unknown; choose from {known}")
+            choices = ", ".join(("until", "max_gen_toks", "do_sample", *_SAMPLING))
+            raise ValueError(f"generation_kwargs {unknown}: unknown; choose from {choices}")
         return SamplingParams.model_validate({"temperature": 0.0, **options, "max_tokens": most, "stop": tuple(stop)})
 
     def get_model_info(self) -> dict[str, Any]:

@@ -76,9 +76,9 @@ def refusal(tree: ast.AST) -> str:
             return "decorators are not allowed"
         if isinstance(node, ast.Attribute) and (node.attr not in _METHODS or not isinstance(node.ctx, ast.Load)):
             return f"attribute {node.attr} is not allowed"
-        named = getattr(node, "id", None) or getattr(node, "name", None) or getattr(node, "arg", None)
-        if isinstance(named, str) and named.startswith("__"):
-            return f"name {named} is not allowed"
+        identifier = getattr(node, "id", None) or getattr(node, "name", None) or getattr(node, "arg", None)
+        if isinstance(identifier, str) and identifier.startswith("__"):
+            return f"name {identifier} is not allowed"
     return ""
 
 
@@ -209,11 +209,11 @@ def _landlock(scratch: str) -> None:
     attributes = struct.pack(f"={len(handled)}Q", *handled)
     ruleset = _checked("Landlock", _syscall(_LANDLOCK_CREATE, attributes, len(attributes), 0))
     allowed = [(path, _READ | (2 if path == "/dev/null" else 0)) for path in _python_paths()] + [(scratch, rights)]
-    for path, wanted in allowed:
+    for path, access in allowed:
         if not os.path.isdir(path):
-            wanted &= _OF_FILES
+            access &= _OF_FILES
         descriptor = os.open(path, os.O_PATH)
-        rule = struct.pack("=Qi", wanted & rights, descriptor)
+        rule = struct.pack("=Qi", access & rights, descriptor)
         _checked(f"Landlock, {path}", _syscall(_LANDLOCK_ADD, ruleset, 1, rule, 0))
         os.close(descriptor)
     _checked("no_new_privs", _libc().prctl(38, 1, 0, 0, 0))
@@ -226,7 +226,7 @@ def _seccomp() -> None:
     load, equal, at_least, bits, give = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF: ld abs, jeq, jge, jset, ret
     allow, kill, fail = 0x7FFF0000, 0x80000000, 0x00050000
     forbidden, missing = fail | 1, fail | 38  # EPERM, ENOSYS
-    machine, own = platform.machine(), os.getpid()
+    machine, process = platform.machine(), os.getpid()
     argument = [16 + 8 * n for n in range(6)]  # the offset of the low half of each argument
     steps = [
         (load, 0, 0, 4),
@@ -244,15 +244,15 @@ def _seccomp() -> None:
     clone = [(load, 0, 0, argument[0]), (bits, 1, 0, _CLONE_THREAD), (give, 0, 0, forbidden), (give, 0, 0, allow)]
     steps += [(equal, 0, len(clone), _CLONE), *clone]
     # The process may read its limits, but not set them.
-    ask = [
+    limit_steps = [
         *((load, 0, 0, argument[2]), (equal, 1, 0, 0), (give, 0, 0, forbidden)),
         *((load, 0, 0, argument[2] + 4), (equal, 1, 0, 0), (give, 0, 0, forbidden)),
         (give, 0, 0, allow),
     ]
-    steps += [(equal, 0, len(ask), _PRLIMIT), *ask]
+    steps += [(equal, 0, len(limit_steps), _PRLIMIT), *limit_steps]
     # The process may send signals to itself, since abort() does.
     for number in (_KILL, _TGKILL):
-        signals = [(load, 0, 0, argument[0]), (equal, 1, 0, own), (give, 0, 0, forbidden), (give, 0, 0, allow)]
+        signals = [(load, 0, 0, argument[0]), (equal, 1, 0, process), (give, 0, 0, forbidden), (give, 0, 0, allow)]
         steps += [(equal, 0, len(signals), number), *signals]
     steps.append((give, 0, 0, allow))
     table = (_Instruction * len(steps))(*(_Instruction(*step) for step in steps))
@@ -308,14 +308,14 @@ def _escapes() -> list[str]:
         os.kill(os.getppid(), 0)
 
     attempts: list[Callable[[], object]] = [listed, read, wrote, connected, forked, raised, signalled]
-    found = []
+    escaped = []
     for attempt in attempts:
         try:
             attempt()
         except (OSError, ValueError):
             continue
-        found.append(attempt.__name__)
-    return found
+        escaped.append(attempt.__name__)
+    return escaped
 
 
 # --- the process -----------------------------------------------------------------------------------------
@@ -324,10 +324,10 @@ def _escapes() -> list[str]:
 def _written(folder: str) -> int:
     """Return the bytes of all files below a folder."""
     total = 0
-    for where, _, names in os.walk(folder):
+    for parent, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(where, name)).st_blocks * 512
+                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
     return total
 
 
@@ -345,9 +345,9 @@ def _in_a_child(act: Callable[[], _Result], scratch: str, language: str, timeout
             os.setsid()
             os.chdir(scratch)
             os.environ.update(HOME=scratch, TMPDIR=scratch, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
-            nothing = os.open(os.devnull, os.O_RDWR)
+            null = os.open(os.devnull, os.O_RDWR)
             for stream in (0, 1, 2):
-                os.dup2(nothing, stream)
+                os.dup2(null, stream)
             os.dup2(out, 3)
             os.closerange(4, 64)
             try:

@@ -20,7 +20,9 @@ from fly.types import Noise, Target, Why
 
 __all__ = ["check_in_a_recording"]
 
-_LONGEST, _SIZE, _SEED = 8, 40, 7  # K, a V beyond what a recording keeps of each place, and the row's seed
+_LONGEST = 8  # K
+_SIZE = 40  # V, beyond what a recording keeps of each place
+_SEED = 7  # the row's
 
 
 def check_in_a_recording(policy: AcceptancePolicy) -> str:
@@ -36,8 +38,8 @@ def check_in_a_recording(policy: AcceptancePolicy) -> str:
         (exact,) = recorder.decide(Exact(), case.target, case.draft, [_SEED], [at])
         recorder.close()
         about = {"k": _LONGEST, "vocabulary": _SIZE, "control": [_SIZE - 1], "stop": [], "row_seed": _SEED}
-        kept = [*(exact.drafted[node] for node in exact.path), exact.next_token]
-        blocks = Blocks([recorder.recording({**about, "task": "", "problem": ""}, text + kept, at - 1)])
+        emitted = [*(exact.drafted[node] for node in exact.path), exact.next_token]
+        blocks = Blocks([recorder.recording({**about, "task": "", "problem": ""}, text + emitted, at - 1)])
         # Let the rule decide on both. The token before the block was relaxed.
         row_B = torch.tensor([0])
         at_B = torch.tensor([at])
@@ -62,10 +64,10 @@ def check_in_a_recording(policy: AcceptancePolicy) -> str:
             history=[text],
         )
         live = verify(rule, target, case.draft, noise)
-        found = int(accepted_B), relaxes_BK[0].nonzero().flatten().tolist()
-        wanted = int(live.accepted_B), (live.why_BK[0] == int(Why.RELAXED)).nonzero().flatten().tolist()
+        replayed = int(accepted_B), relaxes_BK[0].nonzero().flatten().tolist()
+        expected = int(live.accepted_B), (live.why_BK[0] == int(Why.RELAXED)).nonzero().flatten().tolist()
         require(
-            found == wanted,
-            f"(accepted, relaxed) are {wanted} on a live block, and {found} on it in a recording: {case.show()}",
+            replayed == expected,
+            f"(accepted, relaxed) are {expected} on a live block, and {replayed} on it in a recording: {case.show()}",
         )
     return "decides 12 recorded blocks as live ones"

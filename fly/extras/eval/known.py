@@ -51,9 +51,9 @@ class Known(Tensor):
     def __new__(
         cls, size: int, ids: Tensor, values: Tensor, rest: Tensor, mass: Tensor, nats: Tensor, kind: str = "logits"
     ) -> Known:
-        made = Tensor._make_wrapper_subclass(cls, (*ids.shape[:-1], size), dtype=values.dtype, device=values.device)
-        made.parts, made.kind = (ids, values, rest, mass, nats), kind
-        return made
+        wrapper = Tensor._make_wrapper_subclass(cls, (*ids.shape[:-1], size), dtype=values.dtype, device=values.device)
+        wrapper.parts, wrapper.kind = (ids, values, rest, mass, nats), kind
+        return wrapper
 
     @staticmethod
     def of(size: int, ids: Tensor, logits: Tensor, mass: Tensor, nats: Tensor) -> Known:
@@ -62,10 +62,10 @@ class Known(Tensor):
         peak, known = logits[..., :1], logits[..., :-1]
         repeated = (ids[..., -1:] == ids[..., :-1]).any(-1)  # the extra token is one of the n
         shares = (logits - peak).exp()
-        left = mass.exp() - shares[..., :-1].sum(-1) - shares[..., -1].masked_fill(repeated, 0.0)
-        others = (size - known.shape[-1] - (~repeated).long()).clamp_min(1)
-        left = left.clamp_min(torch.finfo(mass.dtype).tiny)
-        rest = (peak.squeeze(-1) + (left / others).log()).minimum(known[..., -1])
+        remaining = mass.exp() - shares[..., :-1].sum(-1) - shares[..., -1].masked_fill(repeated, 0.0)
+        other_count = (size - known.shape[-1] - (~repeated).long()).clamp_min(1)
+        remaining = remaining.clamp_min(torch.finfo(mass.dtype).tiny)
+        rest = (peak.squeeze(-1) + (remaining / other_count).log()).minimum(known[..., -1])
         return Known(size, ids, logits, rest, mass, nats)
 
     def like(self, change: Callable[[Tensor], Tensor]) -> Known:
@@ -90,10 +90,10 @@ class Known(Tensor):
         if function in ATTRIBUTES:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        found = NotImplemented
-        if args and isinstance(args[0], Known) and (own := _OWN.get(function)) is not None:
-            found = own(*args, **kwargs)
-        return cls.__torch_dispatch__(function, types) if found is NotImplemented else found
+        result = NotImplemented
+        if args and isinstance(args[0], Known) and (override := _OWN.get(function)) is not None:
+            result = override(*args, **kwargs)
+        return cls.__torch_dispatch__(function, types) if result is NotImplemented else result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub has no cls
@@ -123,8 +123,8 @@ def _unflatten(x: Known, dim: int, sizes: Any) -> Any:
 def _pick(x: Known, index: Tensor) -> Tensor:
     ids, values, rest, _, _ = x.parts
     same = ids == index.unsqueeze(-1)
-    found = values.gather(-1, same.int().argmax(-1, keepdim=True)).squeeze(-1)
-    return torch.where(same.any(-1), found, rest)
+    picked = values.gather(-1, same.int().argmax(-1, keepdim=True)).squeeze(-1)
+    return torch.where(same.any(-1), picked, rest)
 
 
 def _gather(x: Known, dim: int, index: Tensor, **_: Any) -> Any:
@@ -156,11 +156,11 @@ def _compared(compare: Callable[[Any, Any], Tensor]) -> Callable[..., Any]:
     """Make a comparison with a single number, or with one number at each position."""
 
     def answer(x: Known, other: Any) -> Any:
-        each = isinstance(other, Tensor) and other.dim() > 0
-        if isinstance(other, Known) or (each and (other.dim() != x.dim() or other.shape[-1] != 1)):
+        by_place = isinstance(other, Tensor) and other.dim() > 0
+        if isinstance(other, Known) or (by_place and (other.dim() != x.dim() or other.shape[-1] != 1)):
             return NotImplemented
         ids, values, rest, mass, nats = x.parts
-        below = compare(rest, other.squeeze(-1) if each else other)
+        below = compare(rest, other.squeeze(-1) if by_place else other)
         return Known(x.shape[-1], ids, compare(values, other), below, mass, nats, "bool")
 
     return answer
@@ -172,9 +172,9 @@ def _sum(x: Known, dim: Any = None, keepdim: bool = False) -> Any:
     ids, values, rest, _, nats = x.parts
     if x.kind != "bool":
         return nats if x.kind == "-p ln p" else -nats
-    new = (ids[..., -1:] != ids[..., :-1]).all(-1)  # whether the extra token is none of the n
-    others = x.shape[-1] - values.shape[-1] + (~new).long()
-    return values[..., :-1].sum(-1) + (values[..., -1] & new) + rest * others
+    is_new = (ids[..., -1:] != ids[..., :-1]).all(-1)  # whether the extra token is none of the n
+    other_count = x.shape[-1] - values.shape[-1] + (~is_new).long()
+    return values[..., :-1].sum(-1) + (values[..., -1] & is_new) + rest * other_count
 
 
 def _changed(kind: str, to: str, change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:

@@ -114,7 +114,7 @@ def _listed(value: object) -> list[Any]:
 
 
 def _spread(value: object) -> list[Any]:
-    return [each for given in _listed(value) for each in (grid(given) if isinstance(given, str) else [given])]
+    return [each for text in _listed(value) for each in (grid(text) if isinstance(text, str) else [text])]
 
 
 _Value = TypeVar("_Value")
@@ -219,7 +219,7 @@ class Plan(BaseModel):
     def code(self) -> dict[str, str]:
         """The modules that rules and drafts name as ``module:Class``, each with a digest of its file."""
         texts = [*self.policies, *self.drafts, *(part for each in self.settings for part in (each.policy, each.draft))]
-        names = {found[0].partition(":")[0] for text in texts if text for found in CLASS_PATH.finditer(text)}
+        names = {match[0].partition(":")[0] for text in texts if text for match in CLASS_PATH.finditer(text)}
         digests = {}
         for name in sorted(names):
             with suppress(ImportError):  # the path of a checkpoint may contain a colon, too
@@ -232,31 +232,33 @@ class Plan(BaseModel):
         """Every way to decode: first autoregressive decoding; then, for each draft and length, exact speculation before
         the others."""
         rules = [Exact(), *map(_parsed, self.policies)]
-        wanted = list(product(self.drafts, self.k, rules))
+        combinations = list(product(self.drafts, self.k, rules))
         for extra in self.settings:
             draft, k = extra.draft or self.drafts[0], extra.k or self.k[0]
-            wanted += [(draft, k, Exact()), (draft, k, _parsed(extra.policy))]
-        several = len({draft for draft, _, _ in wanted}) > 1
-        found = [Way(AUTOREGRESSIVE, "none", 0, Exact())]
-        for draft, k, rule in dict.fromkeys(wanted):
-            found.append(Way(f"{rule} k{k}" + (f" {draft}" if several else ""), draft, k, rule))
-        return found
+            combinations += [(draft, k, Exact()), (draft, k, _parsed(extra.policy))]
+        several = len({draft for draft, _, _ in combinations}) > 1
+        ways = [Way(AUTOREGRESSIVE, "none", 0, Exact())]
+        for draft, k, rule in dict.fromkeys(combinations):
+            ways.append(Way(f"{rule} k{k}" + (f" {draft}" if several else ""), draft, k, rule))
+        return ways
 
     def loaded_tasks(self) -> dict[str, tuple[Task, int]]:
         """Return the tasks by name, each with the number of problems to decode.
 
         Raises ``ValueError`` if two tasks share a name, or one cannot be loaded.
         """
-        found: dict[str, tuple[Task, int]] = {}
-        for asked in self.tasks:
-            task = asked.load()
-            if task.name in found:
+        loaded: dict[str, tuple[Task, int]] = {}
+        for planned in self.tasks:
+            task = planned.load()
+            if task.name in loaded:
                 raise ValueError(f"two tasks are called {task.name!r}; give one another name: {{task: …, name: …}}")
-            limit = asked.limit or self.limit
+            limit = planned.limit or self.limit
             if limit and task.generated is not None:  # load only as many bundled problems as are needed
-                task = asked.model_copy(update={"generated": task.generated.model_copy(update={"count": limit})}).load()
-            found[task.name] = task, min(limit or len(task.problems), len(task.problems))
-        return found
+                task = planned.model_copy(
+                    update={"generated": task.generated.model_copy(update={"count": limit})}
+                ).load()
+            loaded[task.name] = task, min(limit or len(task.problems), len(task.problems))
+        return loaded
 
     def turns(self) -> Iterator[Turn]:
         """Yield all completions, in order. The ways take turns at each problem (or each group of problems that are
@@ -323,6 +325,8 @@ def _placed(asked: Any, folder: Path) -> Any:
     if not isinstance(asked, dict) or not isinstance(asked.get("task"), str):
         return asked
     name, equals, data = asked["task"].partition("=")
-    placed = str(folder / name) if name.endswith((".yaml", ".yml")) else name
-    moved = {field: str(folder / asked[field]) for field in ("data", "examples") if isinstance(asked.get(field), str)}
-    return {**asked, **moved, "task": placed + (f"={folder / data}" if equals else "")}
+    task_path = str(folder / name) if name.endswith((".yaml", ".yml")) else name
+    absolute_paths = {
+        field: str(folder / asked[field]) for field in ("data", "examples") if isinstance(asked.get(field), str)
+    }
+    return {**asked, **absolute_paths, "task": task_path + (f"={folder / data}" if equals else "")}

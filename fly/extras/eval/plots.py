@@ -109,10 +109,10 @@ def save_lines(
     from_zero: bool = True,
 ) -> None:
     """Write a plot of named lines to a file. Raises ``ValueError`` without matplotlib."""
-    named = [Curve(name, COLOURS[n % len(COLOURS)], points) for n, (name, points) in enumerate(lines.items())]
-    highest = max(height for curve in named for _, height in curve.points)
+    plot_curves = [Curve(name, COLOURS[n % len(COLOURS)], points) for n, (name, points) in enumerate(lines.items())]
+    highest = max(height for curve in plot_curves for _, height in curve.points)
     y = (0.0, 1.06 * highest) if from_zero else None
-    path.write_text(curves(named, x_name, y_name, y, log_x, title) + "\n", encoding="utf-8")
+    path.write_text(curves(plot_curves, x_name, y_name, y, log_x, title) + "\n", encoding="utf-8")
 
 
 def _axes(x_name: str, y_name: str) -> tuple[Figure, Axes]:
@@ -142,9 +142,9 @@ def _svg(figure: Figure, axes: Axes) -> str:
     key = figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     for text in key.get_texts():
         text.set_parse_math(False)
-    written = io.StringIO()
+    buffer = io.StringIO()
     # Letters stay letters, which a page can colour and a reader can search.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fly", "font.family": "sans-serif"}):
-        figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
-    picture = written.getvalue()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    picture = buffer.getvalue()
     return picture[picture.index("<svg") :]  # a page has no place for the declaration before it

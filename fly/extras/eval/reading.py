@@ -152,9 +152,9 @@ def read_number(text: str) -> Decimal | None:
     12,34,567) or narrow spaces. A fraction is its value; "50%" is 50, and units do not matter.
     """
     plain = _plain(text)
-    hashes = [piece.partition("\n")[0] for piece in _HASHES.split(plain)[1:]]
-    stated = [piece for piece in hashes if _STATED.match(piece)]
-    for pieces in (map(_signed, stated), map(_signed, _boxes(text)), _after(_ANSWER, plain)):
+    hash_lines = [piece.partition("\n")[0] for piece in _HASHES.split(plain)[1:]]
+    statements = [piece for piece in hash_lines if _STATED.match(piece)]
+    for pieces in (map(_signed, statements), map(_signed, _boxes(text)), _after(_ANSWER, plain)):
         for piece in reversed(list(pieces)):
             if (number := _first_number(piece)) is not None:
                 return number
@@ -255,18 +255,18 @@ def _letter_patterns(choices: str) -> tuple[re.Pattern[str], re.Pattern[str], re
         r"(?![A-Za-z\dÀ-ɏ+#]|[_'.-]\w)(?!(?<=[AaIi])\s+(?!(?:is|was|and|or|but|because|since|as|for|by|due|which|would|must|"
         r"should|has)\b)[a-z])(?!(?<=a)\s+[\dA-Z])"
     )
-    named = rf"{before}(?P<letter>{either}){after}"
+    letter_text = rf"{before}(?P<letter>{either}){after}"
     standing = (
         rf"{before}(?:(?<=[(\[])(?={either}[)\]])|\A(?={either}(?:[).:]|\s*\Z))|(?={exact}))(?P<letter>{either}){after}"
     )
-    chosen = r"choose|chose|pick|select|go with|going with|opt for|say|guess|it's|it is|must be|should be"
+    verbs = r"choose|chose|pick|select|go with|going with|opt for|say|guess|it's|it is|must be|should be"
     right = r"(?:the\s+)?(?:\w+ly\s+)?(?:only\s+)?(?:correct|right|best|true|answer|choice|option)\b"
-    concluded = (
-        rf"\b(?i:{chosen})\s+(?i:{_WORDS}){_OPEN}(?={named})"
-        rf"|(?={named}{_CLOSE}(?:\s+\([^()\n]{{0,80}}\))?\s+(?i:is|must be|would be|seems)\s+(?i:{right}))"
+    conclusion = (
+        rf"\b(?i:{verbs})\s+(?i:{_WORDS}){_OPEN}(?={letter_text})"
+        rf"|(?={letter_text}{_CLOSE}(?:\s+\([^()\n]{{0,80}}\))?\s+(?i:is|must be|would be|seems)\s+(?i:{right}))"
     ).replace("(?P<letter>", "(")
-    listed = rf"(?:^[ \t]*[(\[]?{exact}[)\].:][^\n]*(?:\n\s*|\Z)){{2,}}"
-    return re.compile(named), re.compile(standing), re.compile(concluded), re.compile(listed, re.MULTILINE)
+    choice_list = rf"(?:^[ \t]*[(\[]?{exact}[)\].:][^\n]*(?:\n\s*|\Z)){{2,}}"
+    return re.compile(letter_text), re.compile(standing), re.compile(conclusion), re.compile(choice_list, re.MULTILINE)
 
 
 def read_choice(text: str, choices: str) -> str:
@@ -277,20 +277,20 @@ def read_choice(text: str, choices: str) -> str:
     article, nor a pronoun, nor one of a list of all choices. Letters that are excluded ("not A", "B is wrong") do not
     count. In lower case a letter counts in the first two places, in brackets, and as the whole answer.
     """
-    named, standing, concluded, listed = _letter_patterns(choices)
-    same = {**{letter.swapcase(): letter for letter in choices}, **{letter: letter for letter in choices}}
+    in_place, standing, conclusion, choice_list = _letter_patterns(choices)
+    letter_of = {**{letter.swapcase(): letter for letter in choices}, **{letter: letter for letter in choices}}
     plain = _EXCLUDED.sub(" ", _plain(text)).strip()
     boxes = [_EXCLUDED.sub(" ", box) for box in _boxes(text)]
     for pieces in (boxes, _after(_CHOOSES, plain)):
         for piece in reversed(pieces):
-            letter = named.search(piece)
+            letter = in_place.search(piece)
             end = _SENTENCE_END.search(piece)
             if letter and (end is None or letter.start() < end.start()):
-                return same[letter["letter"]]
-    if conclusions := deque(concluded.finditer(plain), maxlen=1):
-        return same[conclusions[0][1] or conclusions[0][2]]
-    letter = standing.search(listed.sub("", plain)) or standing.search(plain)
-    return same[letter["letter"]] if letter else ""
+                return letter_of[letter["letter"]]
+    if conclusions := deque(conclusion.finditer(plain), maxlen=1):
+        return letter_of[conclusions[0][1] or conclusions[0][2]]
+    letter = standing.search(choice_list.sub("", plain)) or standing.search(plain)
+    return letter_of[letter["letter"]] if letter else ""
 
 
 # --- programs --------------------------------------------------------------------------------------------
@@ -346,15 +346,15 @@ def extract_code(completion: str) -> str:
     Without any block, the program is the whole text. Line ends become ``\n``.
     """
     text = completion.replace("\r\n", "\n")
-    unnamed = []
+    unnamed_blocks = []
     for info, code in _blocks(text):
         if not code.strip() or code.lstrip().startswith(">>>"):
             continue
         if _PYTHON.match(info) or (not info.strip() and _STATEMENTS.search(code)):
             return code
         if not info.strip():
-            unnamed.append(code)
-    return unnamed[0] if unnamed else text
+            unnamed_blocks.append(code)
+    return unnamed_blocks[0] if unnamed_blocks else text
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:

@@ -153,16 +153,16 @@ class Recorder(Wrapped):
         decisions = self.inner.decide(policy, target, draft, seeds, starts)
         (decision,), (start,) = decisions, starts
         logits_JV = target.logits_BKV[0].cpu()
-        drafted, own = decision.drafted, None
+        drafted, drafter_outputs = decision.drafted, None
         if draft.logits_BKV is not None and drafted:
-            own = self._helper.submit(Outputs.of, draft.logits_BKV[0, : len(drafted)].cpu())
+            drafter_outputs = self._helper.submit(Outputs.of, draft.logits_BKV[0, : len(drafted)].cpu())
         outputs = Outputs.of(logits_JV)
         token_J = torch.tensor(drafted, dtype=torch.int64)
         logit_J = logits_JV[torch.arange(len(drafted)), token_J]
         rank_J = (outputs.logits[:-1] > logit_J[:, None]).sum(-1)
         for j in (rank_J == outputs.ids.shape[1]).nonzero().flatten().tolist():
             rank_J[j] = (logits_JV[j] > logit_J[j]).sum()
-        parts = (logit_J, rank_J, outputs, None if own is None else own.result())
+        parts = (logit_J, rank_J, outputs, None if drafter_outputs is None else drafter_outputs.result())
         self._blocks.append((start, len(decision.path), drafted, *parts))
         return decisions
 
@@ -174,11 +174,16 @@ class Recorder(Wrapped):
         """Return the blocks so far, without the first, which came with the prompt. ``text`` has ``prompt`` tokens of
         the prompt, and then the completion."""
         blocks = [block for block in self._blocks if block[0] > prompt]
-        starts, accepted, drafts, logits, ranks, outputs, own = map(list, zip(*blocks)) if blocks else ([],) * 7
+        starts, accepted, drafts, logits, ranks, outputs, drafter_outputs = (
+            map(list, zip(*blocks)) if blocks else ([],) * 7
+        )
         drafting = None
-        if any(part is not None for part in own):
+        if any(part is not None for part in drafter_outputs):
             drafting = Outputs.join(
-                [Outputs.unknown(len(drafted)) if part is None else part for part, drafted in zip(own, drafts)]
+                [
+                    Outputs.unknown(len(drafted)) if part is None else part
+                    for part, drafted in zip(drafter_outputs, drafts)
+                ]
             )
         return Recording(
             about,

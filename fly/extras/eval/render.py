@@ -47,8 +47,8 @@ _MEANINGS = {
 
 def legend(tables: Sequence[Table]) -> str:
     """Explain the columns of these tables."""
-    shown = {heading for table in tables for cells in columns(table).values() for heading in cells}
-    meanings = (meaning for heading, meaning in _MEANINGS.items() if heading in shown)
+    headings = {heading for table in tables for cells in columns(table).values() for heading in cells}
+    meanings = (meaning for heading, meaning in _MEANINGS.items() if heading in headings)
     return f"{' · '.join(meanings)} · after or below values: intervals of 95 %"
 
 
@@ -112,16 +112,16 @@ def columns(table: Table) -> dict[str, Cells]:
         **{str(at): _kept_at(at) for at in sorted({*(1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 40), longest}) if at <= longest},
     }
     parts = {"Speed": speed, "Answers": answers, "How often a drafted token was kept": places if longest else {}}
-    noted = {"over AR", "over exact", *([over] if table.rows[0].accuracy else [])}
-    shown = {
+    noted_headings = {"over AR", "over exact", *([over] if table.rows[0].accuracy else [])}
+    part_cells = {
         part: {
             heading: cell
             for heading, cell in cells.items()
-            if heading in noted or any(cell(row) != _NONE for row in table.rows)
+            if heading in noted_headings or any(cell(row) != _NONE for row in table.rows)
         }
         for part, cells in parts.items()
     }
-    return {part: cells for part, cells in shown.items() if cells}
+    return {part: cells for part, cells in part_cells.items() if cells}
 
 
 def _kept_at(place: int) -> Callable[[Row], str]:
@@ -189,32 +189,36 @@ def _clean(value: Any) -> Any:
 def as_html(found: Report, title: str) -> str:
     """Return one HTML page without links. It has tables, plots (where matplotlib is installed; else the page says so),
     and texts side by side, with every relaxed token marked."""
-    shown: list[dict[str, Any]] = []
-    plotted = has_plots()
+    sections: list[dict[str, Any]] = []
+    with_plots = has_plots()
     for table in found.tables:
-        coloured = [(row, COLOURS[number % len(COLOURS)]) for number, row in enumerate(table.rows)]
+        coloured_rows = [(row, COLOURS[number % len(COLOURS)]) for number, row in enumerate(table.rows)]
         points = [
             Point(row.way, colour, row.over_ar, row.recovery or Estimate(1.0, 1.0, 1.0))
-            for row, colour in coloured
+            for row, colour in coloured_rows
             if row.over_ar is not None and (row.recovery is not None or row.way == AUTOREGRESSIVE)
         ]
-        drawn = [Curve(row.way, colour, list(enumerate(row.curve, 1))) for row, colour in coloured if row.curve]
-        shown.append(
+        accepted_curves = [
+            Curve(row.way, colour, list(enumerate(row.curve, 1))) for row, colour in coloured_rows if row.curve
+        ]
+        sections.append(
             {
                 "table": table,
                 "parts": columns(table),
                 "pareto": pareto(points, "speed over autoregression", "recovery")
-                if plotted and len(points) > 1
+                if with_plots and len(points) > 1
                 else "",
-                "curves": curves(drawn, "place in the draft", "accepted", (0.0, 1.0)) if plotted and drawn else "",
+                "curves": curves(accepted_curves, "place in the draft", "accepted", (0.0, 1.0))
+                if with_plots and accepted_curves
+                else "",
             }
         )
     source = (files("fly.extras.eval") / "report.html").read_text(encoding="utf-8")
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(source)
     return template.render(
         title=title,
-        shown=shown,
-        plotted=plotted,
+        shown=sections,
+        plotted=with_plots,
         notes=found.notes,
         environments=[_described(facts) for facts in found.environments],
         legend=legend(found.tables),
@@ -230,15 +234,15 @@ def write_spec_bench(folder: Path, into: Path) -> list[Path]:
         questions = files_.setdefault((key.way, key.task, key.temperature), {})
         questions.setdefault(key.problem, {}).setdefault(key.seed, []).append(record)
     into.mkdir(parents=True, exist_ok=True)
-    written = []
+    paths = []
     for (way, task, temperature), questions in files_.items():
         name = f"{Path(run.plan.model).name}-{task}-{way}-temperature-{temperature:g}"
         target = into / (re.sub(r"[^\w.-]+", "-", name).strip("-") + ".jsonl")
         ordered = sorted(questions.items(), key=lambda item: next(iter(item[1].values()))[0]["number"])
         lines = [json.dumps(_answered(problem, seeds, name), ensure_ascii=False) for problem, seeds in ordered]
         target.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        written.append(target)
-    return written
+        paths.append(target)
+    return paths
 
 
 def _answered(problem: str, seeds: Mapping[int, list[dict[str, Any]]], name: str) -> dict[str, Any]:
@@ -266,4 +270,4 @@ def _answered(problem: str, seeds: Mapping[int, list[dict[str, Any]]], name: str
 def round_lengths(why: str) -> list[int]:
     """Return how many tokens each round emitted. The first token came with the prompt; a round ends with a correction
     or a bonus, or where the answer ends."""
-    return [len(found) for found in re.findall(r"[mr]*[cb]|[mr]+$", why[1:])]
+    return [len(emitted) for emitted in re.findall(r"[mr]*[cb]|[mr]+$", why[1:])]

@@ -197,18 +197,18 @@ class Blocks:
             places += place_at
 
             # A draft goes on within its block. From the end of the block, it goes on at the start of the next block.
-            for start, following, n, kept, draft, offset in blocks:
+            for start, following, n, n_accepted, draft, offset in blocks:
                 ended = start + n + 1 >= end or bool({*draft[-1:].tolist()} & {*each.about["stop"]})
                 self.stopped += n < self.k and not ended
                 tokens += [*draft.tolist(), choices[offset - base + n]]
                 after = [*range(offset + 1, offset + n + 1), place_at[following]]
-                left = [False] * (n + 1)
+                leaves = [False] * (n + 1)
                 if n < self.k and n:  # the drafter stopped here by itself, or nothing was left to draft
                     after[n - 1] = nowhere
-                elif n and kept < n:  # nothing is known after the whole draft, so the exact text follows
-                    after[n - 1], left[n - 1] = place_at[min(start + n, end)], True
+                elif n and n_accepted < n:  # nothing is known after the whole draft, so the exact text follows
+                    after[n - 1], leaves[n - 1] = place_at[min(start + n, end)], True
                 follows += after
-                jumps += left
+                jumps += leaves
                 drafted += [True] * n + [False]
                 goes_on += [True] * n + [n == self.k]
         self.token_P, self._next_P = torch.tensor([*tokens, 0]), torch.tensor([*follows, nowhere])
@@ -219,9 +219,9 @@ class Blocks:
 
     def _lay_out_outputs(self) -> None:
         """Join the recorded outputs of both models at each place. At the end of a text, any output will do."""
-        recorded = [each.target for each in self.recordings]
-        last = recorded[-1].at(torch.tensor([-1])) if len(recorded[-1].mass) else Outputs.unknown(1)
-        self.target = Outputs.join([*recorded, last])
+        target_outputs = [each.target for each in self.recordings]
+        last = target_outputs[-1].at(torch.tensor([-1])) if len(target_outputs[-1].mass) else Outputs.unknown(1)
+        self.target = Outputs.join([*target_outputs, last])
         self._logit_P = self.target.logits[:, 0].clone()
         self._logit_P[self._drafted_P] = torch.cat([each.logit_T for each in self.recordings])
         self.draft: Outputs | None = None
@@ -317,10 +317,16 @@ class Blocks:
     def _known(self, outputs: Outputs, place_BJ: Tensor, token_BJ: Tensor, logit_P: Tensor | None = None) -> Known:
         """Return the logits at some places, as far as they are known. ``logit_P`` has the logit of each place's own
         token. None stands for a draft model at temperature 0, whose own token is its most likely one."""
-        found = outputs.at(place_BJ)
-        ids = torch.cat([found.ids.long(), token_BJ.unsqueeze(-1)], -1)
-        own_BJ = found.logits[..., 0] if logit_P is None else logit_P[place_BJ]
-        return Known.of(self.size, ids, torch.cat([found.logits, own_BJ.unsqueeze(-1)], -1), found.mass, found.entropy)
+        outputs_BJ = outputs.at(place_BJ)
+        ids = torch.cat([outputs_BJ.ids.long(), token_BJ.unsqueeze(-1)], -1)
+        logit_BJ = outputs_BJ.logits[..., 0] if logit_P is None else logit_P[place_BJ]
+        return Known.of(
+            self.size,
+            ids,
+            torch.cat([outputs_BJ.logits, logit_BJ.unsqueeze(-1)], -1),
+            outputs_BJ.mass,
+            outputs_BJ.entropy,
+        )
 
     def replay(
         self,
@@ -378,14 +384,14 @@ class Blocks:
         drafts of this length: one forward of one token, plus an amount for each drafted token."""
         if self.costs is None:
             return None
-        recorded = sum(len(each.drafted_T) for each in self.recordings) / max(sum(self.exact[1]), 1)
-        v = 1 + (self.costs.v - 1) * drafted / max(recorded, 1e-9)
+        recorded_length = sum(len(each.drafted_T) for each in self.recordings) / max(sum(self.exact[1]), 1)
+        v = 1 + (self.costs.v - 1) * drafted / max(recorded_length, 1e-9)
         return neutral_speed(tau, drafted, Costs(self.costs.c, v))
 
     def of(self, problems: Collection[str]) -> Blocks:
         """Return the blocks of some problems only."""
-        kept = [each for each in self.recordings if each.about["problem"] in problems]
-        return Blocks(kept, self.vocabulary, self.costs)
+        recordings = [each for each in self.recordings if each.about["problem"] in problems]
+        return Blocks(recordings, self.vocabulary, self.costs)
 
 
 def longest_of(recording: Recording) -> int:
@@ -399,9 +405,9 @@ def _certain_where_unknown(outputs: Outputs, token_P: Tensor) -> Outputs:
     """Return a draft model's outputs at all places. Where the model drafted nothing, such as at a bonus token, which
     counts as a match, it is taken to be certain of the place's token."""
     unknown_P1 = outputs.mass.isnan().unsqueeze(1)
-    others_n = torch.arange(outputs.ids.shape[1])
-    ids_Pn = torch.where(others_n == 0, token_P.unsqueeze(1), -1 - others_n).int()
-    logits_n = torch.where(others_n == 0, 0.0, -torch.inf)
+    rank_n = torch.arange(outputs.ids.shape[1])
+    ids_Pn = torch.where(rank_n == 0, token_P.unsqueeze(1), -1 - rank_n).int()
+    logits_n = torch.where(rank_n == 0, 0.0, -torch.inf)
     return Outputs(
         torch.where(unknown_P1, ids_Pn, outputs.ids),
         torch.where(unknown_P1, logits_n, outputs.logits),
@@ -519,16 +525,16 @@ def load_blocks(run: str | Path, costs: Costs | None = None) -> dict[tuple[str, 
     """
     archive = Archive.read(run)
     completions = archive.records.completions
-    found: dict[tuple[str, str], list[Recording]] = {}
+    recordings: dict[tuple[str, str], list[Recording]] = {}
     for key, record in completions.items():
         if "blocks" in record:
             path = archive.folder / record["blocks"]
             if not path.exists():
                 raise ValueError(f"{path}, which records.jsonl names, is missing")
-            found.setdefault((key.task, key.way), []).append(Recording.load(path))
-    if not found:
+            recordings.setdefault((key.task, key.way), []).append(Recording.load(path))
+    if not recordings:
         raise ValueError(f"{str(run)!r} has no recorded blocks: 'fly eval --record' keeps them")
-    sizes = {each.about["vocabulary"] for several in found.values() for each in several}
+    sizes = {each.about["vocabulary"] for way_recordings in recordings.values() for each in way_recordings}
     tokenizer = Tokenizer.load(resolve_checkpoint(archive.plan.model, weights=False))
     vocabularies = {size: Vocabulary(size) if tokenizer is None else tokenizer.vocabulary(size) for size in sizes}
 
@@ -537,11 +543,11 @@ def load_blocks(run: str | Path, costs: Costs | None = None) -> dict[tuple[str, 
 
     return {
         (task, way): Blocks(
-            several,
-            vocabularies[several[0].about["vocabulary"]],
+            way_recordings,
+            vocabularies[way_recordings[0].about["vocabulary"]],
             costs or measured_costs(of_way(task, way), of_way(task, AUTOREGRESSIVE)),
         )
-        for (task, way), several in found.items()
+        for (task, way), way_recordings in recordings.items()
     }
 
 

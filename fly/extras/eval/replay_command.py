@@ -72,26 +72,26 @@ def replay(
     costs = costs_of(c, v)
     rules = rules_of(policy) if policy or measured is None else []
     record: list[dict[str, Any]] = []
-    refused = Refusals(policy)
+    refusals = Refusals(policy)
     for run in runs:
-        known = load_blocks(run, costs)
-        for (task, way), blocks in known.items() if rules else ():
-            found = _replay(blocks, rules, cases, refused, **ways)
-            _show(f"{run} · {task} · {way}", blocks, found)
-            if plot is not None and found:
-                _plot(plot if len(known) == 1 else plot.with_stem(f"{plot.stem}-{task}"), f"{task}, {way}", found)
-            record += [{"run": str(run), "task": task, "way": way, **_as_json(each)} for each in found]
+        loaded = load_blocks(run, costs)
+        for (task, way), blocks in loaded.items() if rules else ():
+            replays = _replay(blocks, rules, cases, refusals, **ways)
+            _show(f"{run} · {task} · {way}", blocks, replays)
+            if plot is not None and replays:
+                _plot(plot if len(loaded) == 1 else plot.with_stem(f"{plot.stem}-{task}"), f"{task}, {way}", replays)
+            record += [{"run": str(run), "task": task, "way": way, **_as_json(each)} for each in replays]
         if measured is not None:
-            compared = compare_with_run(known, run, measured)
-            _show_beside(f"{run} beside {measured}", compared)
+            comparison = compare_with_run(loaded, run, measured)
+            _show_beside(f"{run} beside {measured}", comparison)
             record += [
                 {"run": str(run), "task": each.task, "way": each.way, **_as_json(each.predicted),
                  "measured": each.measured, "measured_relaxed": each.relaxed, "off": each.off,
                  "unchanged_off": each.unchanged}
-                for each in compared.predictions
+                for each in comparison.predictions
             ]  # fmt: skip
-        tell_stops(known)
-    refused.tell()
+        tell_stops(loaded)
+    refusals.tell()
     if rules:
         note(escape(_LEGEND))
     write_json(json_, record)
@@ -139,8 +139,8 @@ class Refusals:
     def tell(self) -> None:
         """Print a line for each text."""
         for text, reasons in self._rules.items():
-            others = f"; nor can {len(reasons) - 1} more of the rules '{text}'" if len(reasons) > 1 else ""
-            warn(f"{next(iter(reasons.values()))}{others}")
+            suffix = f"; nor can {len(reasons) - 1} more of the rules '{text}'" if len(reasons) > 1 else ""
+            warn(f"{next(iter(reasons.values()))}{suffix}")
         for line in self._lines:
             warn(line)
 
@@ -155,16 +155,16 @@ def _replay(
     reach: list[float] | None,
 ) -> list[Replay]:
     """Replay each rule in each way, except those that are ``refused``."""
-    found = []
+    replays = []
     lengths = [blocks.k] if k is None else k
     refused.add_lengths([n for n in lengths if n > blocks.k], blocks.k)
-    fitting = [n for n in lengths if n <= blocks.k]
-    for rule, most, least, product_of in product(rules, fitting, confidence or [0.0], reach or [0.0]):
+    fitting_lengths = [n for n in lengths if n <= blocks.k]
+    for rule, most, least, product_of in product(rules, fitting_lengths, confidence or [0.0], reach or [0.0]):
         try:
-            found.append(blocks.replay(rule, most, least, product_of, cases))
+            replays.append(blocks.replay(rule, most, least, product_of, cases))
         except Unknown as error:
             refused.add(error, rule)
-    return found
+    return replays
 
 
 def _as_json(each: Replay) -> dict[str, Any]:
@@ -213,10 +213,12 @@ def _show(title: str, blocks: Blocks, found: list[Replay]) -> None:
         if each.tokens:
             note(f"relaxed by {escape(_name(each))}: what was drafted, in place of what the target wanted")
         for token in each.tokens:
-            before, own = ("".join(texts[i] for i in ids).replace("\n", "⏎") for ids in (token.before, [token.token]))
-            shown = Text.assemble((f"  {token.problem} +{token.place}: ", "dim"), before, (own, "bold red"))
-            shown.append(f"  [{texts[token.choice]!r}, {token.nats:.2f} nats]", "dim")
-            console.print(shown, soft_wrap=True, highlight=False)
+            before, drafted = (
+                "".join(texts[i] for i in ids).replace("\n", "⏎") for ids in (token.before, [token.token])
+            )
+            line = Text.assemble((f"  {token.problem} +{token.place}: ", "dim"), before, (drafted, "bold red"))
+            line.append(f"  [{texts[token.choice]!r}, {token.nats:.2f} nats]", "dim")
+            console.print(line, soft_wrap=True, highlight=False)
 
 
 def _plot(path: Path, title: str, found: list[Replay]) -> None:
@@ -244,11 +246,11 @@ def _show_beside(title: str, compared: Comparison) -> None:
         "τ unchanged": lambda each: f"{each.unchanged:+.1%}",
         "relaxed": lambda each: f"{each.predicted.relaxed:.1%}, {each.relaxed:.1%}",
     }
-    found = compared.predictions
-    problems = f" · {max(each.problems for each in found)} problems" if found else ""
+    predictions = compared.predictions
+    problems = f" · {max(each.problems for each in predictions)} problems" if predictions else ""
     console.print(f"[bold]{escape(title)}[/]{problems}", soft_wrap=True)
-    if found:
-        _print("task, way", found, lambda each: f"{each.task}, {each.way}", columns)
+    if predictions:
+        _print("task, way", predictions, lambda each: f"{each.task}, {each.way}", columns)
     reasons: dict[str, list[str]] = {}
     for task, way, reason in compared.left_out:
         reasons.setdefault(reason, []).append(f"{task}, {way}")

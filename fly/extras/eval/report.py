@@ -64,9 +64,9 @@ class Row:
     @property
     def gate(self) -> float | None:
         """The share of mismatches at which an entropy gate held, because the target was uncertain."""
-        counts = [held for name, held in self.gates.items() if name.startswith("entropy")]
-        asked = sum(asked for asked, _ in counts)
-        return sum(passed for _, passed in counts) / asked if asked else None
+        counts = [gate_counts for name, gate_counts in self.gates.items() if name.startswith("entropy")]
+        mismatches = sum(mismatches for mismatches, _ in counts)
+        return sum(passed for _, passed in counts) / mismatches if mismatches else None
 
     @property
     def speed(self) -> float:
@@ -140,10 +140,10 @@ def report(folders: Sequence[Path], by_group: bool = False, cases: int = 6, cost
         run = Archive.read(folder)
         if not run.records.completions:
             raise ValueError(f"{str(folder)!r} has no completions yet")
-        own = _tables(run, by_group, cases, costs)
-        tables += own
+        run_tables = _tables(run, by_group, cases, costs)
+        tables += run_tables
         environments += [{**each, "drafts": _drafts(run, name)} for name, each in run.records.environments.items()]
-        notes += _notes(folder, own, run.records)
+        notes += _notes(folder, run_tables, run.records)
     return Report(tables, environments, notes)
 
 
@@ -161,22 +161,24 @@ def _drafts(run: Archive, environment: str) -> dict[str, str]:
 def _tables(run: Archive, by_group: bool, cases: int, costs: Costs | None) -> list[Table]:
     """Make a table for each task and temperature, over the problems that every way has answered completely."""
     records, tasks = run.records, run.tasks
-    ways, found = [way.label for way in run.ways], []
+    ways, tables = [way.label for way in run.ways], []
     keys = [key for key in records.completions if key.way in ways]
     for name, temperature in dict.fromkeys((key.task, key.temperature) for key in keys):
         # Collect the turns of each problem and seed by way, and keep the problems that are complete.
         units: dict[tuple[str, int], Unit] = {}
         for key in sorted(key for key in keys if (key.task, key.temperature) == (name, temperature)):
             units.setdefault((key.problem, key.seed), {}).setdefault(key.way, []).append(key)
-        complete: dict[str, list[Unit]] = {}
+        complete_problems: dict[str, list[Unit]] = {}
         for (problem, _), unit in units.items():
             turns = records.completions[next(iter(unit.values()))[0]]["turns"]
             if all(len(unit.get(way, ())) == turns for way in ways):
-                complete.setdefault(problem, []).append(unit)
-        if not complete:
+                complete_problems.setdefault(problem, []).append(unit)
+        if not complete_problems:
             continue
         # All problems make one table, and each group of problems another.
-        problems = sorted(complete.values(), key=lambda each: records.completions[each[0][ways[0]][0]]["number"])
+        problems = sorted(
+            complete_problems.values(), key=lambda each: records.completions[each[0][ways[0]][0]]["number"]
+        )
         groups: dict[str, list[list[Unit]]] = {"": problems}
         for each in problems if by_group else ():
             if group := records.completions[each[0][ways[0]][0]]["group"]:
@@ -185,14 +187,14 @@ def _tables(run: Archive, by_group: bool, cases: int, costs: Costs | None) -> li
             comparison = _Comparison(run, part, costs)
             rows, best = comparison.table()
             scored = [_last(unit, way) in records.scores for each in part for unit in each for way in ways]
-            found.append(
+            tables.append(
                 Table(
                     run=str(run.folder),
                     task=name,
                     group=group,
                     temperature=temperature,
                     rows=rows,
-                    unfinished=0 if group else len({problem for problem, _ in units} - complete.keys()),
+                    unfinished=0 if group else len({problem for problem, _ in units} - complete_problems.keys()),
                     unscored=scored.count(False) if tasks[name]["scores"] else 0,
                     scorer=tasks[name]["scorer"],
                     refusals=tasks[name]["scorer"] == "refusal",
@@ -203,7 +205,7 @@ def _tables(run: Archive, by_group: bool, cases: int, costs: Costs | None) -> li
                     timed=len(comparison.timed),
                 )
             )
-    return found
+    return tables
 
 
 Unit = dict[str, list[Key]]  # the turns of one problem with one seed, by way
@@ -227,12 +229,12 @@ class _Comparison:
             for problem in problems
         ]
         self.makers: set[str] = set().union(*makers)
-        self.timed = [problem for problem, own in zip(problems, makers) if len(own) == 1]
+        self.timed = [problem for problem, problem_makers in zip(problems, makers) if len(problem_makers) == 1]
 
     def of(self, way: str, problems: list[list[Unit]] | None = None) -> list[list[Record]]:
         """Return the completions of each of ``problems``; None means all problems."""
-        every = self.problems if problems is None else problems
-        return [[self.records.completions[key] for unit in problem for key in unit[way]] for problem in every]
+        chosen_problems = self.problems if problems is None else problems
+        return [[self.records.completions[key] for unit in problem for key in unit[way]] for problem in chosen_problems]
 
     def sums(self, way: str, value: Callable[[Record], float], problems: list[list[Unit]] | None = None) -> list[float]:
         """Return, for each problem, the sum of ``value`` over its completions."""
@@ -241,10 +243,10 @@ class _Comparison:
     def shares(self, way: str) -> list[float] | None:
         """Return, for each problem, the share of seeds whose answer is right; None if some answer has no score."""
         scores = self.records.scores
-        found = [[scores.get(_last(unit, way)) for unit in problem] for problem in self.problems]
-        if any(score is None for each in found for score in each):
+        scores_by_problem = [[scores.get(_last(unit, way)) for unit in problem] for problem in self.problems]
+        if any(score is None for each in scores_by_problem for score in each):
             return None
-        return [sum(score["right"] for score in each if score) / len(each) for each in found]
+        return [sum(score["right"] for score in each if score) / len(each) for each in scores_by_problem]
 
     def table(self) -> tuple[list[Row], str | None]:
         """Return a row for each way, and the label of the fastest exact speculation, if one was not recorded."""
@@ -264,13 +266,13 @@ class _Comparison:
         return list(rows.values()), best
 
     def _row(self, label: str) -> Row:
-        way, every = self.ways[label], self._records(label)
+        way, way_records = self.ways[label], self._records(label)
         total = {
-            name: sum(record[name] for record in every)
+            name: sum(record[name] for record in way_records)
             for name in ("rounds", "emitted", "drafted", "accepted", "relaxed", "generated", "judged")
         }
         gates: dict[str, list[int]] = {}
-        for record in every:
+        for record in way_records:
             for name, counts in record["gates"].items():
                 gates[name] = [a + b for a, b in zip(gates.get(name, [0, 0]), counts)]
         return Row(
@@ -279,42 +281,44 @@ class _Comparison:
             guarantee=way.guarantee,
             k=way.k,
             problems=len(self.problems),
-            completions=len(every),
+            completions=len(way_records),
             tokens=total["generated"],
-            seconds=sum(map(_seconds, every)),
+            seconds=sum(map(_seconds, way_records)),
             tau=total["emitted"] / max(total["rounds"], 1),
             kept=total["accepted"] / total["drafted"] if total["drafted"] else None,
             relaxed=total["relaxed"] / max(total["generated"], 1),
             python=total["judged"] / total["rounds"] if total["rounds"] and way.k else None,
-            recorded=any("blocks" in record for record in every),
-            cut=sum(record["finish_reason"] == "length" for record in every),
-            reach=every[0].get("reach"),
-            curve=_curve([tuple(draft) for record in every for draft in record["drafts"]]),
+            recorded=any("blocks" in record for record in way_records),
+            cut=sum(record["finish_reason"] == "length" for record in way_records),
+            reach=way_records[0].get("reach"),
+            curve=_curve([tuple(draft) for record in way_records for draft in record["drafts"]]),
             gates=gates,
         )
 
     def _speed_over(self, label: str, other: str) -> Estimate | None:
         if not self.timed:
             return None
-        own, others = ([self.sums(way, value, self.timed) for value in (_tokens, _seconds)] for way in (label, other))
-        return bootstrap_ratio([own[0], others[1]], [own[1], others[0]])
+        sums, other_sums = (
+            [self.sums(way, value, self.timed) for value in (_tokens, _seconds)] for way in (label, other)
+        )
+        return bootstrap_ratio([sums[0], other_sums[1]], [sums[1], other_sums[0]])
 
     def _compare_answers(self, label: str, row: Row) -> None:
-        own, plain = self.shares(label), self.shares(AUTOREGRESSIVE)
-        if own is None or plain is None:
+        shares, plain = self.shares(label), self.shares(AUTOREGRESSIVE)
+        if shares is None or plain is None:
             return
-        row.accuracy = wilson(sum(own), len(own))
+        row.accuracy = wilson(sum(shares), len(shares))
         scores = [self.records.scores[_last(unit, label)] for problem in self.problems for unit in problem]
         row.unread = sum(not (score["right"] or score["found"]) for score in scores)
-        row.lost = sum(a < b for a, b in zip(own, plain))
-        row.won = sum(a > b for a, b in zip(own, plain))
+        row.lost = sum(a < b for a, b in zip(shares, plain))
+        row.won = sum(a > b for a, b in zip(shares, plain))
         if label != AUTOREGRESSIVE:
-            row.recovery = bootstrap_ratio([own], [plain]) if sum(plain) else None
+            row.recovery = bootstrap_ratio([shares], [plain]) if sum(plain) else None
             row.p = sign_test(row.lost, row.won)
             if sum(plain):
-                both = sum(min(a, b) for a, b in zip(own, plain))
+                shared = sum(min(a, b) for a, b in zip(shares, plain))
                 solved = sum(share > 0 for share in plain)
-                row.still = wilson(min(both / sum(plain), 1.0) * solved, solved)
+                row.still = wilson(min(shared / sum(plain), 1.0) * solved, solved)
 
     def _compare_tokens(self, label: str, row: Row) -> None:
         if label == AUTOREGRESSIVE:
@@ -322,11 +326,11 @@ class _Comparison:
         firsts, count = [], 0
         for problem in self.problems:
             for unit in problem:
-                ours, theirs = (self.records.completions[unit[way][0]] for way in (label, AUTOREGRESSIVE))
-                if ours["temperature"]:
+                completion, reference = (self.records.completions[unit[way][0]] for way in (label, AUTOREGRESSIVE))
+                if completion["temperature"]:
                     return  # sampled answers differ by chance
                 count += 1
-                first = first_difference(ours["token_ids"], theirs["token_ids"])
+                first = first_difference(completion["token_ids"], reference["token_ids"])
                 firsts += [] if first is None else [first]
         row.same = 1 - len(firsts) / count
         row.diverges = statistics.median(firsts) if firsts else None
@@ -335,15 +339,15 @@ class _Comparison:
         """Compute the speed without the time of decisions, from the costs that exact speculation with the same draft
         and length measured, or from other costs."""
         way = self.ways[label]
-        twins = [one for one in self.ways.values() if one.exact and (one.draft, one.k) == (way.draft, way.k)]
+        twins = [twin for twin in self.ways.values() if twin.exact and (twin.draft, twin.k) == (way.draft, way.k)]
         if not twins:
             return
         exact, plain = (self._records(name, self.timed) for name in (twins[0].label, AUTOREGRESSIVE))
-        own = self._records(label)
+        way_records = self._records(label)
         row.costs = self.costs or measured_costs(exact, plain)
-        rounds = sum(record["rounds"] for record in own)
+        rounds = sum(record["rounds"] for record in way_records)
         if row.costs is not None and rounds:
-            row.neutral = neutral_speed(row.tau, sum(record["drafted"] for record in own) / rounds, row.costs)
+            row.neutral = neutral_speed(row.tau, sum(record["drafted"] for record in way_records) / rounds, row.costs)
 
     def _records(self, label: str, problems: list[list[Unit]] | None = None) -> list[Record]:
         return [record for each in self.of(label, problems) for record in each]
@@ -385,17 +389,17 @@ def _cases(run: Archive, problems: list[list[Unit]], count: int) -> list[Case]:
         relaxed = sum(records.completions[key]["relaxed"] for keys in unit.values() for key in keys)
         return len(scores), relaxed
 
-    chosen = sorted(units, key=interest, reverse=True)[:count]
-    found = []
-    for unit in chosen:
+    worth_reading = sorted(units, key=interest, reverse=True)[:count]
+    cases = []
+    for unit in worth_reading:
         answers = []
         for way in run.ways:
             key = unit[way.label][-1]
             right = records.scores.get(key, {}).get("right")
             answers.append((way.label, right, pieces_of(records.completions[key])))
         plain = _last(unit, AUTOREGRESSIVE)
-        found.append(Case(plain.problem, records.completions[plain]["asked"], answers))
-    return found
+        cases.append(Case(plain.problem, records.completions[plain]["asked"], answers))
+    return cases
 
 
 def pieces_of(record: Record) -> list[tuple[str, str]]:
@@ -439,8 +443,8 @@ def _notes(folder: Path, tables: list[Table], records: Records) -> list[str]:
                 f"{table.task}: up to {most} of {way.completions} answers ({way.way}) were cut at their limit of "
                 "tokens, and are scored as they are: --max-tokens raises it"
             )
-        if others := table.other_stops:
-            stops = ", ".join(f"{row.way} ({row.reach:g})" for row in others)
+        if unlike_rows := table.other_stops:
+            stops = ", ".join(f"{row.way} ({row.reach:g})" for row in unlike_rows)
             exact = next(row for row in table.rows if row.way == table.best_exact)
             notes.append(
                 f"{table.task}: † drafts stop by themselves at another chance of being kept (reach) under {stops} than "
@@ -468,11 +472,13 @@ def _notes(folder: Path, tables: list[Table], records: Records) -> list[str]:
                     f"{table.task}, {row.way}: {row.python:.0%} of its rounds were decided in Python, which takes "
                     "longer than compiled code; 'at no cost' is its speed without that"
                 )
-            for gate, (asked, passed) in row.gates.items():
-                if asked >= 20 and not passed:
-                    notes.append(f"{table.task}, {row.way}: {gate} never held ({asked} mismatches): nothing is relaxed")
-        if (alone := table.rows[0].accuracy) and not alone.value:
-            kept = "refuses nothing here, so there is no refusal to keep"
-            lost = "answers nothing right here, so no rule can lose anything, and recovery has no value"
-            notes.append(f"{table.task}: the target alone {kept if table.refusals else lost}")
+            for gate, (mismatches, passed) in row.gates.items():
+                if mismatches >= 20 and not passed:
+                    notes.append(
+                        f"{table.task}, {row.way}: {gate} never held ({mismatches} mismatches): nothing is relaxed"
+                    )
+        if (target_accuracy := table.rows[0].accuracy) and not target_accuracy.value:
+            no_refusals = "refuses nothing here, so there is no refusal to keep"
+            nothing_right = "answers nothing right here, so no rule can lose anything, and recovery has no value"
+            notes.append(f"{table.task}: the target alone {no_refusals if table.refusals else nothing_right}")
     return list(dict.fromkeys(notes))

@@ -39,28 +39,28 @@ def check_folder(plan: Plan, folder: Path) -> None:
         before = {"code": {}, **yaml.safe_load(path.read_text(encoding="utf-8"))}
         # If the folder lacks a field, the field was added after the folder was begun, and its default applied then.
         begun_with = {**Plan().model_dump(mode="json"), **before["plan"]}
-        changed = [
+        changes = [
             f"{name}: {begun_with[name]!r} then, {value!r} now"
             for name, value in fields.items()
             if name not in ("tasks", "limit", "run_code") and begun_with[name] != value
         ]
-        changed += [
+        changes += [
             f"task {name}: its file or its data have changed"
             for name, facts in tasks.items()
             if before["tasks"].get(name, facts) != facts
         ]
-        changed += [
+        changes += [
             f"{name}: its code has changed"
             for name, digest in code.items()
             if before["code"].get(name, digest) != digest
         ]
-        if changed:
-            raise ValueError(f"{folder} was begun with other settings; {'; '.join(changed)}. Give a new folder.")
+        if changes:
+            raise ValueError(f"{folder} was begun with other settings; {'; '.join(changes)}. Give a new folder.")
         tasks, code = {**before["tasks"], **tasks}, {**before["code"], **code}
     folder.mkdir(parents=True, exist_ok=True)
     ways = [asdict(way.written) for way in plan.ways]
-    written = {"plan": fields, "ways": ways, "tasks": tasks, "code": code}
-    text = yaml.safe_dump(written, sort_keys=False, allow_unicode=True)
+    document = {"plan": fields, "ways": ways, "tasks": tasks, "code": code}
+    text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
     fresh = path.with_suffix(".new")
     fresh.write_text(text, encoding="utf-8")
     fresh.replace(path)
@@ -135,7 +135,7 @@ def write_run(
 def score_run(plan: Plan, folder: Path, advance: Callable[[], None] = lambda: None) -> int:
     """Score the completions that have no score yet, if their tasks have scorers. Programs are run only if the plan
     allows that. Returns how many completions were not scored for this reason."""
-    records, left = read_records(folder), 0
+    records, unscored = read_records(folder), 0
     problems = {(name, each.id): each for name, (task, _) in plan.loaded_tasks().items() for each in task.problems}
     with Programs(plan.run_code) as programs, Appender(folder / "scores.jsonl") as file:
         for key, record in records.completions.items():
@@ -145,9 +145,9 @@ def score_run(plan: Plan, folder: Path, advance: Callable[[], None] = lambda: No
                 continue
             scorer = problem.task.scorer
             if scorer.runs_code and not plan.run_code:
-                left += 1
+                unscored += 1
             elif scorer.scores:
                 score = problem.task.score(problem, record["text"], programs)
                 file.write({**key._asdict(), "right": score.right, "found": score.found})
                 advance()
-    return left
+    return unscored

@@ -109,8 +109,8 @@ class ExactText(_Scorer):
     loose: bool = False
 
     def score(self, completion: str, answer: str, row: Row, programs: Programs) -> Score:
-        found = self._plain(completion)
-        return Score(found == self._plain(answer), found)
+        text = self._plain(completion)
+        return Score(text == self._plain(answer), text)
 
     def _plain(self, text: str) -> str:
         if not self.loose:
@@ -131,12 +131,12 @@ class Number(_Scorer):
 
     def score(self, completion: str, answer: str, row: Row, programs: Programs) -> Score:
         self.check(answer)
-        wanted = self.read(answer) or Decimal(0)
+        expected = self.read(answer) or Decimal(0)
         number = self.read(completion)
         if number is None:
             return Score(False)
         with localcontext(Emin=MIN_EMIN, Emax=MAX_EMAX):  # a number may have a million digits
-            return Score(abs(number - wanted) <= Decimal(str(self.tolerance)), f"{number:f}")
+            return Score(abs(number - expected) <= Decimal(str(self.tolerance)), f"{number:f}")
 
     @staticmethod
     def read(text: str) -> Decimal | None:
@@ -166,9 +166,9 @@ class Pattern(_Scorer):
         matches = list(re.finditer(self.pattern, completion, flags))
         if not matches:
             return Score(False)
-        found = (matches[-1].group(1 if matches[-1].re.groups else 0) or "").strip()
-        same = found.lower() == answer.strip().lower() if self.ignore_case else found == answer.strip()
-        return Score(not answer or same, found)
+        text = (matches[-1].group(1 if matches[-1].re.groups else 0) or "").strip()
+        same = text.lower() == answer.strip().lower() if self.ignore_case else text == answer.strip()
+        return Score(not answer or same, text)
 
 
 class Choice(_Scorer):
@@ -239,8 +239,8 @@ class BundledTask(_Scorer):
     def score(self, completion: str, answer: str, row: Row, programs: Programs) -> Score:
         if row["kind"] == "code":
             return programs.run(extract_code(completion), list(row["tests"]), "small")
-        found = extract_answer(completion)
-        return Score(found == answer, found or "")
+        extracted = extract_answer(completion)
+        return Score(extracted == answer, extracted or "")
 
 
 def check_many(pairs: Sequence[tuple[Problem, str]]) -> list[bool]:

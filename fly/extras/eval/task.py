@@ -82,9 +82,9 @@ class Task(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Task:
-        given = [name for name in ("data", "rows", "generated") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise PlacedError(f"give one of data, rows and generated, not {given}", given[-1])
+        sources = [name for name in ("data", "rows", "generated") if getattr(self, name) is not None]
+        if len(sources) > 1:
+            raise PlacedError(f"give one of data, rows and generated, not {sources}", sources[-1])
         if self.shots and not (self.solution and self.examples):
             raise PlacedError(f"shots {self.shots} need examples, and a template of their solution", "shots")
         if self.turns is None and "turn" in self.prompt and self.prompt == "{{ turn }}":
@@ -97,8 +97,8 @@ class Task(BaseModel):
         if self.rows is not None:
             rows = list(self.rows)
         elif self.generated is not None:
-            wanted = self.generated
-            bundled = bundled_problems(wanted.kind, wanted.split, wanted.seed, wanted.count)
+            generated = self.generated
+            bundled = bundled_problems(generated.kind, generated.split, generated.seed, generated.count)
             rows = [{**vars(problem), "tests": list(problem.tests)} for problem in bundled]
         elif self.data is not None:
             rows = read_rows(Path(self.data), f"task {self.name!r}")
@@ -109,16 +109,16 @@ class Task(BaseModel):
                 f"task {self.name!r} reads the file that was published with it, which is not part of fly; "
                 f"give its path: {self.name}=PATH. {' '.join(self.about.split())}"
             )
-        found = [self._problem(number, row) for number, row in enumerate(rows) if self._counts(number, row)]
-        if not found:
+        problems = [self._problem(number, row) for number, row in enumerate(rows) if self._counts(number, row)]
+        if not problems:
             raise ValueError(f"task {self.name!r}: only {self.only!r} leaves none of {len(rows)} problems")
-        ids = [problem.id for problem in found]
+        ids = [problem.id for problem in problems]
         if len({*ids}) < len(ids):
-            twice = next(each for each in ids if ids.count(each) > 1)
-            raise ValueError(f"task {self.name!r}: two problems have the id {twice!r}")
+            duplicate = next(each for each in ids if ids.count(each) > 1)
+            raise ValueError(f"task {self.name!r}: two problems have the id {duplicate!r}")
         if self.data is not None and self.shuffle:
-            Random(0).shuffle(found)
-        return found
+            Random(0).shuffle(problems)
+        return problems
 
     @cached_property
     def _examples(self) -> list[Mapping[str, Any]]:
@@ -132,31 +132,31 @@ class Task(BaseModel):
     def _counts(self, number: int, row: dict[str, Any]) -> bool:
         if not self.only:
             return True
-        where = f"task {self.name!r}, problem {number}"
-        text = render(f"{where}: only", self.only, {**row, "number": number}).strip()
+        place = f"task {self.name!r}, problem {number}"
+        text = render(f"{place}: only", self.only, {**row, "number": number}).strip()
         if text not in ("True", "False"):
-            raise ValueError(f"{where}: only gives {text!r}; it must give True or False")
+            raise ValueError(f"{place}: only gives {text!r}; it must give True or False")
         return text == "True"
 
     def _problem(self, number: int, row: dict[str, Any]) -> Problem:
-        where = f"task {self.name!r}, problem {number}:"
+        place = f"task {self.name!r}, problem {number}:"
         fields = {**row, "number": number}
         if self.turns is None:
-            turns = [render(f"{where} prompt", self.prompt, fields)]
+            turns = [render(f"{place} prompt", self.prompt, fields)]
         else:
             texts = row.get(self.turns)
             if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-                raise ValueError(f"{where} turns: field {self.turns!r} must be a list of texts, got {texts!r}")
-            turns = [render(f"{where} prompt", self.prompt, {**fields, "turn": text}) for text in texts]
-        answer = render(f"{where} answer", self.answer, fields) if self.answer else ""
+                raise ValueError(f"{place} turns: field {self.turns!r} must be a list of texts, got {texts!r}")
+            turns = [render(f"{place} prompt", self.prompt, {**fields, "turn": text}) for text in texts]
+        answer = render(f"{place} answer", self.answer, fields) if self.answer else ""
         try:
             self.scorer.check(answer)
         except ValueError as error:
-            raise ValueError(f"{where} {error}") from None
+            raise ValueError(f"{place} {error}") from None
         return Problem(
             self,
-            id=render(f"{where} id", self.id, fields) if self.id else str(number),
-            group=render(f"{where} group", self.group, fields) if self.group else "",
+            id=render(f"{place} id", self.id, fields) if self.id else str(number),
+            group=render(f"{place} group", self.group, fields) if self.group else "",
             turns=tuple(turns),
             answer=answer,
             row=row,
@@ -173,19 +173,21 @@ class Task(BaseModel):
         ones."""
         pairs = [*map(self._shown, self._examples), *zip(problem.turns, answers)]
         system = [{"role": "system", "content": self.system}] if self.system else []
-        talk = [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair)]
-        return [*system, *talk, {"role": "user", "content": problem.turns[len(answers)]}]
+        messages = [
+            {"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair)
+        ]
+        return [*system, *messages, {"role": "user", "content": problem.turns[len(answers)]}]
 
     def text(self, problem: Problem, answers: Sequence[str] = ()) -> str:
         """Return the conversation as one text to be continued, for tasks with ``chat: false``."""
         shots = ["".join(self._shown(row)) for row in self._examples]
-        turns = [f"{asked}{answer}" for asked, answer in zip(problem.turns, answers)]
+        turns = [f"{turn}{answer}" for turn, answer in zip(problem.turns, answers)]
         head = [self.system] if self.system else []
         return self.separator.join([*head, *shots, *turns, problem.turns[len(answers)]])
 
     def _shown(self, row: Mapping[str, Any]) -> tuple[str, str]:
-        where = f"task {self.name!r}, example"
-        return render(f"{where}: prompt", self.prompt, row), render(f"{where}: solution", self.solution, row)
+        place = f"task {self.name!r}, example"
+        return render(f"{place}: prompt", self.prompt, row), render(f"{place}: solution", self.solution, row)
 
     def prompt_ids(self, llm: LLM, problem: Problem, answers: Sequence[str] = ()) -> list[int]:
         """Return the token ids of the prompt."""
@@ -206,8 +208,8 @@ class Task(BaseModel):
     def digest(self) -> str:
         """A digest of all that decides what is asked and which answers are right, the data included."""
         facts = self.model_dump(exclude={"about": True, "data": True, "generated": {"count"}})
-        asked = [[problem.id, problem.turns, problem.answer, problem.row] for problem in self.problems]
-        text = json.dumps([facts, None if self.generated else asked], sort_keys=True, default=str)
+        contents = [[problem.id, problem.turns, problem.answer, problem.row] for problem in self.problems]
+        text = json.dumps([facts, None if self.generated else contents], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -263,9 +265,11 @@ def load_task(text: str, **changes: Any) -> Task:
     try:
         return Task.model_validate({"name": usual_name, **fields, **changes})
     except ValidationError as error:
-        known = [*Task.model_fields, *(["limit"] if changes else [])]  # a plan may also give a limit
-        changed = (problem["loc"] for problem in error.errors() if problem["loc"] and problem["loc"][0] in changes)
-        raise PlacedError(explain(error, known, where), *next(changed, ())) from error
+        field_names = [*Task.model_fields, *(["limit"] if changes else [])]  # a plan may also give a limit
+        changed_places = (
+            problem["loc"] for problem in error.errors() if problem["loc"] and problem["loc"][0] in changes
+        )
+        raise PlacedError(explain(error, field_names, where), *next(changed_places, ())) from error
 
 
 def read_rows(path: Path, what: str) -> list[dict[str, Any]]:

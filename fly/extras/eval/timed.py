@@ -73,12 +73,12 @@ class Clock(Wrapped):
     def rounds(self, plan: RoundPlan) -> Rounds | None:
         """Take several rounds in one call. The result has the seconds of the target and of the drafter."""
         drafter = plan.drafter if isinstance(plan.drafter, Clock) else None
-        ran = self.inner.rounds(plan if drafter is None else replace(plan, drafter=drafter.inner))
-        if ran is not None:
-            self.seconds += sum(spent.target for spent in ran.spent)
+        rounds = self.inner.rounds(plan if drafter is None else replace(plan, drafter=drafter.inner))
+        if rounds is not None:
+            self.seconds += sum(spent.target for spent in rounds.spent)
             if drafter is not None:
-                drafter.seconds += sum(spent.draft for spent in ran.spent)
-        return ran
+                drafter.seconds += sum(spent.draft for spent in rounds.spent)
+        return rounds
 
     def _clocked(self, call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
         start = time.perf_counter()
@@ -197,18 +197,18 @@ def complete(
         begin = time.perf_counter()
         llm.worker.run(job)
         end = time.perf_counter()
-    target, draft = (sum(clock.seconds for clock in some) for some in (clocks[:1], clocks[1:]))
+    target, draft = (sum(clock.seconds for clock in group) for group in (clocks[:1], clocks[1:]))
     outputs = [request.output() for request in job.requests]
     tokens = max(1, sum(len(output.token_ids) for output in outputs))
     rounds = sum(output.stats.rounds for output in outputs)
-    found = []
+    completions = []
     for request, output in zip(job.requests, outputs):
         share = len(output.token_ids) / tokens
         times = Times((job.first - begin) * share, (end - job.first) * share, target * share, draft * share)
         if clocks and rounds:
             times.judged = round(clocks[0].judged * output.stats.rounds / rounds)
-        found.append(Completion(output, times, list(request.row.drafts)))
-    return found
+        completions.append(Completion(output, times, list(request.row.drafts)))
+    return completions
 
 
 def timed(setting: Setting, prompt: list[int], params: SamplingParams, clocked: bool = False) -> tuple[Output, Times]:

@@ -58,8 +58,8 @@ class Deployed(BaseModel):
     @field_validator("replicas", mode="before")
     @classmethod
     def _is_a_range(cls, value: object) -> str:
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", str(value))
-        if found is None or not 1 <= int(found[1]) <= int(found[2] or found[1]):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(value))
+        if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
             raise ValueError(f"replicas {value!r} must be a number of at least 1, or a range such as '1-8'")
         return str(value)
 
@@ -84,30 +84,30 @@ def build(args: Mapping[str, Any] | Deployed) -> Application:
 
     Raises ``ValueError`` for fields that are unknown or wrong.
     """
-    wanted = args if isinstance(args, Deployed) else Deployed.of(args, "args of fly.extras.ray:build: ")
-    settings = wanted.settings
-    least, most = wanted.bounds
-    cpus, gpus = share(most * wanted.ranks, wanted.cpus, wanted.gpus)
+    deployed = args if isinstance(args, Deployed) else Deployed.of(args, "args of fly.extras.ray:build: ")
+    settings = deployed.settings
+    least, most = deployed.bounds
+    cpus, gpus = share(most * deployed.ranks, deployed.cpus, deployed.gpus)
 
     # A replica is one actor or, with several ranks, a placement group of one actor per rank, on one node if they fit.
     actor = {"num_cpus": cpus, "num_gpus": gpus}
     options: dict[str, Any] = {"ray_actor_options": actor}
-    if wanted.ranks > 1:
+    if deployed.ranks > 1:
         bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
-        options.update(placement_group_bundles=[bundle] * wanted.ranks, placement_group_strategy="PACK")
+        options.update(placement_group_bundles=[bundle] * deployed.ranks, placement_group_strategy="PACK")
     if least == most:
         options["num_replicas"] = most
     else:
         options["autoscaling_config"] = AutoscalingConfig(
-            min_replicas=least, max_replicas=most, target_ongoing_requests=wanted.target_open
+            min_replicas=least, max_replicas=most, target_ongoing_requests=deployed.target_open
         )
-    kwargs = {"num_fallback_replicas": _FALLBACKS} if wanted.route == "conversation" else {}
+    kwargs = {"num_fallback_replicas": _FALLBACKS} if deployed.route == "conversation" else {}
     replica = serve.deployment(Replica).options(
         name="replica",
-        max_ongoing_requests=wanted.max_ongoing,
+        max_ongoing_requests=deployed.max_ongoing,
         max_queued_requests=settings.max_waiting,
         request_router_config=RequestRouterConfig(
-            request_router_class=_ROUTERS[wanted.route], request_router_kwargs=kwargs
+            request_router_class=_ROUTERS[deployed.route], request_router_kwargs=kwargs
         ),
         # Ray checks the health of replicas, and replaces one whose engine has stopped.
         health_check_period_s=5,
@@ -121,14 +121,14 @@ def build(args: Mapping[str, Any] | Deployed) -> Application:
     # The gateway holds no model. A single one runs on the head node, beside Ray's proxy. Without this node there is no
     # cluster, so the gateway survives every other loss.
     place: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}}
-    if wanted.gateways > 1:
+    if deployed.gateways > 1:
         place = {"ray_actor_options": {"num_cpus": 0}, "max_replicas_per_node": 1}
     gateway = serve.deployment(Gateway).options(
         name="gateway",
-        num_replicas=wanted.gateways,
+        num_replicas=deployed.gateways,
         max_ongoing_requests=settings.max_connections,
         graceful_shutdown_timeout_s=settings.drain_timeout + 2 * _READING,
         graceful_shutdown_wait_loop_s=0.5,
         **place,
     )
-    return gateway.bind(settings, wanted.retries, replica.bind(wanted.setup, settings, wanted.ranks))
+    return gateway.bind(settings, deployed.retries, replica.bind(deployed.setup, settings, deployed.ranks))

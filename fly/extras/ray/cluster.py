@@ -38,23 +38,25 @@ def nodes() -> list[Mapping[str, float]]:
 def share(count: int | None, cpus: float | None, gpus: float | None) -> tuple[float, float]:
     """Return the CPUs and GPUs for each of ``count`` processes (None: one per node, or one per GPU). If the user named
     none, a process gets one GPU if the cluster has any, and an equal part of the smallest node's CPUs."""
-    have = [each for each in nodes() if each.get("CPU")]
-    if not have:
+    cpu_nodes = [each for each in nodes() if each.get("CPU")]
+    if not cpu_nodes:
         raise ValueError("the Ray cluster has no node with CPUs")
     if gpus is None:
-        gpus = float(any(each.get("GPU") for each in have))
+        gpus = float(any(each.get("GPU") for each in cpu_nodes))
     if cpus is None:
         of_node = (
-            math.ceil(count / len(have)) if count else max(int(each.get("GPU", 0)) if gpus else 1 for each in have)
+            math.ceil(count / len(cpu_nodes))
+            if count
+            else max(int(each.get("GPU", 0)) if gpus else 1 for each in cpu_nodes)
         )
-        cpus = max(1, min(each["CPU"] for each in have) // max(of_node, 1))
+        cpus = max(1, min(each["CPU"] for each in cpu_nodes) // max(of_node, 1))
     return cpus, gpus
 
 
 def set_threads() -> int:
     """Use one thread for each CPU that Ray gave this actor, in PyTorch and compiled kernels. Return their number."""
-    given: dict[str, Any] = ray.get_runtime_context().get_assigned_resources()
+    resources: dict[str, Any] = ray.get_runtime_context().get_assigned_resources()
     # In a placement group, names of resources end with the group's id: CPU_group_0_3fa85...
-    cpus = max((value for name, value in given.items() if name == "CPU" or name.startswith("CPU_group")), default=1)
+    cpus = max((value for name, value in resources.items() if name == "CPU" or name.startswith("CPU_group")), default=1)
     torch.set_num_threads(max(1, int(cpus)))
     return torch.get_num_threads()

@@ -43,19 +43,19 @@ def conversation(headers: dict[bytes, bytes], body: bytes) -> str:
     if session := headers.get(b"x-session-id"):
         return session.decode("latin-1")
     try:
-        asked = json.loads(body)
-        if isinstance(messages := asked.get("messages"), list):
+        request = json.loads(body)
+        if isinstance(messages := request.get("messages"), list):
             # Later turns repeat the first ones, so these are the same in every request of a conversation.
             users = [place for place, each in enumerate(messages) if each.get("role") == "user"]
             beginning: object = messages[: users[0] + 1] if users else messages[:1]
-        elif (beginning := asked.get("prompt")) is not None:
+        elif (beginning := request.get("prompt")) is not None:
             beginning = beginning[:_BEGINNING]
     except (ValueError, AttributeError, TypeError, RecursionError):
         return ""  # the replica says what is wrong with the body
     if beginning is None:
         return ""
-    said = headers.get(b"authorization", b"") + json.dumps(beginning).encode()
-    return hashlib.sha256(said).hexdigest()
+    identity = headers.get(b"authorization", b"") + json.dumps(beginning).encode()
+    return hashlib.sha256(identity).hexdigest()
 
 
 def merged(texts: dict[str, bytes]) -> bytes:
@@ -178,18 +178,18 @@ class Gateway:
         """Read the body; None if the client left. Reading stops once the body is too long; the replica refuses it."""
         parts = list[bytes]()
         size = 0
-        more = True
+        more_body = True
         try:
             async with asyncio.timeout(self.settings.read_timeout):
-                while more and size <= self.settings.max_body:
+                while more_body and size <= self.settings.max_body:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
                     parts.append(message.get("body", b""))
-                    size, more = size + len(parts[-1]), message.get("more_body", False)
+                    size, more_body = size + len(parts[-1]), message.get("more_body", False)
         except TimeoutError:
-            late = f"the body did not come in within {self.settings.read_timeout:g} s"
-            raise ApiError(408, late, code="timeout") from None
+            reason = f"the body did not come in within {self.settings.read_timeout:g} s"
+            raise ApiError(408, reason, code="timeout") from None
         return b"".join(parts)
 
     async def _relay(self, scope: Scope, body: bytes, send: Send) -> bool:
@@ -199,8 +199,8 @@ class Gateway:
         plain = {name: scope[name] for name in _SCOPE if name in scope}
         headers = dict(scope["headers"])
         if b"transfer-encoding" in headers:  # the body has been read, and its length is known
-            kept = [each for each in scope["headers"] if each[0] != b"transfer-encoding"]
-            plain["headers"] = [*kept, (b"content-length", str(len(body)).encode())]
+            other_headers = [each for each in scope["headers"] if each[0] != b"transfer-encoding"]
+            plain["headers"] = [*other_headers, (b"content-length", str(len(body)).encode())]
         replicas = self.replicas.options(
             method_name="answer", stream=True, session_id=conversation(headers, body) if body else ""
         )
@@ -243,8 +243,8 @@ class Gateway:
         error = ApiError(503, "the replica that wrote this answer was lost; ask again", code="replica_lost")
         if not any(value.startswith(b"text/event-stream") for _, value in start["headers"]):
             raise error
-        said = b"data: " + json.dumps(error.body()).encode() + b"\n\n"
-        await send({"type": "http.response.body", "body": said, "more_body": False})
+        event = b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+        await send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def _metrics(self) -> bytes:
         """Return the metrics of all replicas and of this gateway. A full replica answers when it has room, so its last
@@ -258,8 +258,8 @@ class Gateway:
         """Ask all replicas for their metrics, once."""
         with contextlib.suppress(RayServeException, TimeoutError, *_LOST):
             answers = self.replicas.broadcast("metrics")
-            found = await answers.results_async(timeout_s=self.settings.timeout + _BEYOND, return_exceptions=True)
-            self._known = dict(each for each in found if not isinstance(each, BaseException))
+            metrics = await answers.results_async(timeout_s=self.settings.timeout + _BEYOND, return_exceptions=True)
+            self._known = dict(each for each in metrics if not isinstance(each, BaseException))
 
 
 async def _write(send: Send, status: int, body: bytes, kind: bytes) -> None:

@@ -68,8 +68,8 @@ class _AnsweringActor(_Actor):
         self._llm = LLM(**self._options)
 
     def work(self, prompts: list[tuple[int, list[int]]], context: None) -> Iterator[tuple[int, Answer]]:
-        for (number, _ids), one in zip(prompts, generate_answers(self._llm, prompts, self._params)):
-            yield number, one
+        for (number, _ids), answer in zip(prompts, generate_answers(self._llm, prompts, self._params)):
+            yield number, answer
 
 
 class Grid:
@@ -86,8 +86,8 @@ class Grid:
         join(address)
         cpus, gpus = share(actors, None, None)
         self._resources = {"num_cpus": cpus, "num_gpus": gpus}
-        which, of_each = ("GPU", gpus) if gpus else ("CPU", cpus)
-        self._pool = Pool(actors or max(int(sum(node.get(which, 0) // of_each for node in nodes())), 1))
+        resource, of_each = ("GPU", gpus) if gpus else ("CPU", cpus)
+        self._pool = Pool(actors or max(int(sum(node.get(resource, 0) // of_each for node in nodes())), 1))
 
     @property
     def status(self) -> str:
@@ -120,16 +120,16 @@ class Grid:
         for number, turn in enumerate(todo):
             first = turn.number // plan.together * plan.together
             pieces.setdefault(f"{turn.key.task}, problems from number {first}", []).append(number)
-        known = dict(texts)
+        known_texts = dict(texts)
 
         def earlier(numbers: list[int]) -> dict[Key, str]:
             """Return the answers to earlier turns, which the turns of a piece follow."""
             keys = {todo[number].key for number in numbers}
             before = {key._replace(turn=n) for key in keys for n in range(key.turn)}
-            return {key: known[key] for key in before - keys}
+            return {key: known_texts[key] for key in before - keys}
 
         for finished in self._run(_DecodingActor, [plan, list(todo)], pieces, earlier):
-            known[Key.of(finished.record)] = finished.record["text"]
+            known_texts[Key.of(finished.record)] = finished.record["text"]
             yield finished
 
     def answer(
@@ -139,11 +139,11 @@ class Grid:
         to ``LLM``."""
         starts = range(0, len(prompts), _PROMPTS)
         pieces = {f"prompts from number {prompts[n][0]}": prompts[n : n + _PROMPTS] for n in starts}
-        done: dict[int, Answer] = {}
+        ready: dict[int, Answer] = {}
         order = iter([number for number, _ in prompts])
         following = next(order, None)
-        for number, one in self._run(_AnsweringActor, [options, params], pieces):
-            done[number] = one
-            while following in done:
-                yield done.pop(following)
+        for number, answer in self._run(_AnsweringActor, [options, params], pieces):
+            ready[number] = answer
+            while following in ready:
+                yield ready.pop(following)
                 following = next(order, None)

@@ -62,9 +62,11 @@ class Pool:
             while queue or any(piece for _, piece in reports.values()):
                 # Give the next pieces to actors that wait for work.
                 while queue and idle:
-                    actor, given = idle.pop(), queue.popleft()
-                    results = actor.work.options(num_returns="streaming").remote(given.items, context(given.items))
-                    reports[results] = actor, given
+                    actor, next_piece = idle.pop(), queue.popleft()
+                    results = actor.work.options(num_returns="streaming").remote(
+                        next_piece.items, context(next_piece.items)
+                    )
+                    reports[results] = actor, next_piece
                 # Wait for whichever reports first.
                 (report, *_), _ = ray.wait(list(reports), num_returns=1)
                 actor, piece = reports.pop(report)

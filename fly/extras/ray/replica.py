@@ -69,9 +69,9 @@ class Replica:
     def _lead(self, setup: Config, size: int) -> LLM:
         """Start the other ranks, each in a bundle of this replica's placement group, and load the model with them."""
         group, address = get_current_placement_group(), ray.util.get_node_ip_address()
-        with socket.socket() as free:
-            free.bind((address, 0))
-            port = free.getsockname()[1]
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            port = probe.getsockname()[1]
         bundles = group.bundle_specs
         for rank in range(1, size):
             actor = ray.remote(Rank).options(
@@ -79,8 +79,8 @@ class Replica:
                 num_gpus=bundles[rank].get("GPU", 0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
             )
-            self._others.append(other := actor.remote())  # Ray ends them with this actor
-            other.follow.remote(setup, rank, size, address, port)
+            self._others.append(rank_actor := actor.remote())  # Ray ends them with this actor
+            rank_actor.follow.remote(setup, rank, size, address, port)
         llm = LLM.from_config(setup, _launched(self._stack, setup, 0, size, address, port))
         llm.lead()
         return llm
@@ -89,34 +89,34 @@ class Replica:
         """Answer a request. Yield lists of ASGI messages, each with all messages that are ready. If the gateway stops
         reading, its client has left."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue(64)
-        left, given = asyncio.Event(), [body]
+        disconnected, bodies = asyncio.Event(), [body]
 
         async def receive() -> Message:
-            if given:
-                return {"type": "http.request", "body": given.pop(), "more_body": False}
-            await left.wait()
+            if bodies:
+                return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+            await disconnected.wait()
             return {"type": "http.disconnect"}
 
         async def run() -> None:
             try:
                 await self._app({"asgi": {"version": "3.0"}, "type": "http", **scope}, receive, messages.put)
             finally:
-                if not left.is_set():
+                if not disconnected.is_set():
                     await messages.put(None)
 
         running = asyncio.create_task(run())
         try:
             ended = False
             while not ended:
-                found = [await messages.get()]
+                pending = [await messages.get()]
                 while not messages.empty():
-                    found.append(messages.get_nowait())
-                ended = found[-1] is None
-                if ready := [message for message in found if message is not None]:
+                    pending.append(messages.get_nowait())
+                ended = pending[-1] is None
+                if ready := [message for message in pending if message is not None]:
                     yield ready
             await running  # raises the application's error, if any
         finally:
-            left.set()
+            disconnected.set()
             if not running.done():
                 running.cancel()
 
@@ -129,8 +129,8 @@ class Replica:
         raises. If the file of keys has changed, read it again."""
         if not (worker := self.service.llm.worker).alive:
             raise RuntimeError(f"the engine has stopped: {worker.failure!r}")
-        if (now := _changed(self.service.settings)) != self._keys:
-            self._keys = now
+        if (keys := _changed(self.service.settings)) != self._keys:
+            self._keys = keys
             try:
                 self.service.clients.reload()
             except (ValueError, OSError) as wrong:

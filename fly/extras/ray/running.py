@@ -39,11 +39,11 @@ def run(wanted: Deployed, address: str | None = None) -> int:
     over.wait()
 
     # Drain the gateways first, since clients connect to them. Then end everything behind them.
-    deadline, left = time.monotonic() + settings.drain_timeout, 0
+    deadline, still_open = time.monotonic() + settings.drain_timeout, 0
     with suppress(RayServeException, TimeoutError):
-        while left := sum(handle.broadcast("drain").results(timeout_s=10)):
+        while still_open := sum(handle.broadcast("drain").results(timeout_s=10)):
             if time.monotonic() > deadline:
                 break
             time.sleep(min(_TAKEN, max(0.0, deadline - time.monotonic())))
     serve.delete(NAME)
-    return left
+    return still_open

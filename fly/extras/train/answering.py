@@ -50,7 +50,9 @@ def answer_prompts(
     with progress(len(prompts), "answers by the target") as advance:
         generate = None if grid is None else partial(grid.answer, options, params)
         report = lambda n: advance(grid.status if grid else "", n)  # noqa: E731
-        given = answers(llm, prompts, params, out / "answers.jsonl", report, generate)
+        target_answers = answers(llm, prompts, params, out / "answers.jsonl", report, generate)
     llm.close()
-    source = f"{len(given):,} prompts" + (f" of the bundled task `{task}`" if wanted["prompts"] is None else "")
-    return llm, given, f"{source}, answered at temperature {temperature:g}, up to {max_tokens} tokens each."
+    source = f"{len(target_answers):,} prompts" + (
+        f" of the bundled task `{task}`" if wanted["prompts"] is None else ""
+    )
+    return llm, target_answers, f"{source}, answered at temperature {temperature:g}, up to {max_tokens} tokens each."

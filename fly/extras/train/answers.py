@@ -39,25 +39,25 @@ def prompts_of(path: Path | None, task: str | None, count: int | None) -> list[A
         raise ValueError("give either a file of prompts (--prompts) or a bundled task (--task)")
     if path is None:
         return [problem.prompt for problem in problems(task, "train", n=2000 if count is None else count)]
-    found = []
+    prompts = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if line.strip():
-            found.append(_read(line, f"{path}:{number}") if path.suffix == ".jsonl" else line)
-    if not found:
+            prompts.append(_read(line, f"{path}:{number}") if path.suffix == ".jsonl" else line)
+    if not prompts:
         raise ValueError(f"{path}: has no prompts")
-    return found[:count]
+    return prompts[:count]
 
 
 def _read(line: str, where: str) -> Any:
     try:
-        value = json.loads(line)
+        prompt = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{where}: not valid JSON ({error})") from error
-    if isinstance(value, dict):
-        value = value.get("prompt", value.get("messages"))
-    if not isinstance(value, (str, list)) or not value:
+    if isinstance(prompt, dict):
+        prompt = prompt.get("prompt", prompt.get("messages"))
+    if not isinstance(prompt, (str, list)) or not prompt:
         raise ValueError(f"{where}: must be a text, a list of messages, or an object with 'prompt' or 'messages'")
-    return value
+    return prompt
 
 
 def answers(
@@ -76,22 +76,24 @@ def answers(
 
     Raises ``ValueError`` if the file is about another target, other prompts or other ``params``.
     """
-    found = [Answer(**line) for line in read_lines(path)]
+    answered = [Answer(**line) for line in read_lines(path)]
     about, settings = path.with_suffix(".json"), json.dumps({"llm": repr(llm), "params": repr(params)})
-    same = not found or (about.exists() and about.read_text(encoding="utf-8") == settings)
-    asked = [_ids(llm, prompt) for prompt in prompts]
-    if not same or any(ids != one.prompt for ids, one in zip(asked, found)):
+    same = not answered or (about.exists() and about.read_text(encoding="utf-8") == settings)
+    prompt_ids = [_ids(llm, prompt) for prompt in prompts]
+    if not same or any(ids != answer.prompt for ids, answer in zip(prompt_ids, answered)):
         raise ValueError(
             f"{path} has answers of another target, to other prompts, or sampled in another way; choose another file"
         )
     about.write_text(settings, encoding="utf-8")
-    advance(len(found))
+    advance(len(answered))
     with Appender(path) as file:
-        for one in (generate or partial(generate_answers, llm, params=params))(list(enumerate(asked))[len(found) :]):
-            file.write(one._asdict())
-            found.append(one)
+        for answer in (generate or partial(generate_answers, llm, params=params))(
+            list(enumerate(prompt_ids))[len(answered) :]
+        ):
+            file.write(answer._asdict())
+            answered.append(answer)
             advance(1)
-    return found[: len(prompts)]
+    return answered[: len(prompts)]
 
 
 def generate_answers(

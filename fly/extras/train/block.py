@@ -38,7 +38,9 @@ class BlocksAt:
     of it), and its own block (in causal layers: up to itself)."""
 
     def __init__(self, start_BA: Tensor, length: int, config: DFlashConfig) -> None:
-        self.start_BA, self.length, self.config = start_BA, length, config
+        self.start_BA = start_BA
+        self.length = length
+        self.config = config
         self.context: dict[int, tuple[Tensor, Tensor]] = {}
         self.masks: dict[tuple[int | None, bool], Tensor] = {}
 
@@ -106,8 +108,8 @@ def draft_blocks(
     hidden_BAKC = head(block_BAK.flatten(), positions_BAK.flatten(), kv).unflatten(0, block_BAK.shape)
     # Draft j is the token j + 1 after the anchor, and the token before it is the text's.
     first = size - config.drafts
-    used_BADC = hidden_BAKC[:, :, first:]
-    logits_BADU = (head.logits(used_BADC) if matrix_UC is None else F.linear(used_BADC, matrix_UC)).float()
+    drafting_BADC = hidden_BAKC[:, :, first:]
+    logits_BADU = (head.logits(drafting_BADC) if matrix_UC is None else F.linear(drafting_BADC, matrix_UC)).float()
     if head.markov_head is None and head.confidence_head is None:
         return Drafts(logits_BADU, None)
     before_BAD = _at(tokens_BL, start_BA.unsqueeze(-1) + torch.arange(config.drafts))
@@ -120,7 +122,7 @@ def draft_blocks(
     for j in range(config.drafts):
         corrected = head.correct(
             logits_BADU[:, :, j].flatten(0, 1),
-            used_BADC[:, :, j].flatten(0, 1),
+            drafting_BADC[:, :, j].flatten(0, 1),
             before_BAD[:, :, j].flatten(),
             state_MR,
         )
@@ -149,8 +151,11 @@ class BlockCourse(Course):
 
     def __init__(self, executor: Executor, plan: Plan, ids_U: Tensor, taught: abc.Sequence[Answer]) -> None:
         assert plan.layers and plan.block_size and plan.anchors and plan.gamma
-        self.anchors, self.gamma, target = plan.anchors, plan.gamma, executor.config
-        self.states, spark = plan.states_of(target.num_hidden_layers), plan.kind == "dspark"
+        self.anchors = plan.anchors
+        self.gamma = plan.gamma
+        target = executor.config
+        self.states = plan.states_of(target.num_hidden_layers)
+        spark = plan.kind == "dspark"
         config = DFlashConfig(
             layer=plan.layer(target, "qwen3", plan.layers),
             draft_vocab_size=len(ids_U),
@@ -166,8 +171,8 @@ class BlockCourse(Course):
             confidence=spark,
             confidence_with_markov=spark,
         )
-        shares, whole = config.layer.hidden_size == target.hidden_size, len(ids_U) == target.vocab_size
-        self.head = DFlashHead(config, embedding=not shares, output=not (shares and whole))
+        shares, full_vocabulary = config.layer.hidden_size == target.hidden_size, len(ids_U) == target.vocab_size
+        self.head = DFlashHead(config, embedding=not shares, output=not (shares and full_vocabulary))
         self.depths = config.drafts
         self.matrix_UC: Tensor | None = None
         self.number_V = torch.full((target.vocab_size,), -1).scatter(0, ids_U, torch.arange(len(ids_U)))
@@ -211,8 +216,8 @@ class BlockCourse(Course):
         # The target's tokens that the head cannot draft count too.
         varied_M = (logits_MU.softmax(-1) - truth_MU).abs().sum(-1) + 1 - truth_MU.sum(-1)
         chance_M = drafts.chance_BAD[row_M, anchor_M, draft_M].clamp(1e-6, 1 - 1e-6)
-        kept_M = (1 - varied_M.detach() / 2).clamp(0, 1)
-        judged_M = -(kept_M * chance_M.log() + (1 - kept_M) * (1 - chance_M).log())
+        accept_M = (1 - varied_M.detach() / 2).clamp(0, 1)
+        judged_M = -(accept_M * chance_M.log() + (1 - accept_M) * (1 - chance_M).log())
         return 0.1 * cross + _mean(0.9 * varied_M + judged_M, weight_M), cross
 
     @torch.no_grad()
@@ -264,5 +269,5 @@ def _mean(values_M: Tensor, weight_M: Tensor) -> Tensor:
 
 def _unused_token(answers: abc.Sequence[Answer], vocab: int) -> int:
     """Return the highest id that no answer has, or the highest of all."""
-    used = {token for one in answers for token in (*one.prompt, *one.answer)}
-    return next((token for token in reversed(range(vocab)) if token not in used), vocab - 1)
+    tokens = {token for answer in answers for token in (*answer.prompt, *answer.answer)}
+    return next((token for token in reversed(range(vocab)) if token not in tokens), vocab - 1)

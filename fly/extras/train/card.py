@@ -24,7 +24,7 @@ def card(name: str, target: str, data: str, tokens: int, head: TrainedHead, plan
     depths = " | ".join(str(n + 1) for n in range(len(training.held_out)))
     shares = " | ".join(f"{share:.1%}" for share in training.held_out)
     taus = " | ".join(f"{tau:.2f}" for tau in training.tau)
-    rows = "".join(f"| {what} | {value} |\n" for what, value in _sizes(head).items())
+    rows = "".join(f"| {label} | {value} |\n" for label, value in _sizes(head).items())
     word = "eagle3" if plan.kind == "eagle3" else "block"
     return f"""---
 tags:
@@ -91,17 +91,17 @@ def _reads(width: int, states: tuple[int, ...] | None) -> str:
 def _course(plan: Plan, training: Training) -> str:
     """Say what was learned, and how."""
     blocks = f"Blocks at up to {plan.anchors} random anchors of each answer, against"
-    late = f"The draft after j others has the weight exp(-j / {plan.gamma or 0:g})."
-    learned = {
+    weighting = f"The draft after j others has the weight exp(-j / {plan.gamma or 0:g})."
+    description = {
         "eagle3": f"The training-time test of EAGLE-3 (arXiv 2503.01840) over {plan.test_steps} of the head's own "
         f"steps, each weighted {plan.decay or 0:g} of the one before, against the target's distribution.",
-        "dflash": f"{blocks} the answers' tokens, by cross-entropy. {late}",
+        "dflash": f"{blocks} the answers' tokens, by cross-entropy. {weighting}",
         "dspark": f"{blocks} the target's distribution: 0.9 of the L1 distance, and 0.1 of the cross-entropy of the "
-        f"answers' tokens. The confidence head learns 1 - total variation. {late}",
+        f"answers' tokens. The confidence head learns 1 - total variation. {weighting}",
     }[plan.kind]
     first, last = (sum(part) / max(len(part), 1) for part in (training.losses[:20], training.losses[-20:]))
     return (
-        f"{learned} {training.step:,} steps of {plan.batch} answers of up to {plan.length} tokens, AdamW, learning "
+        f"{description} {training.step:,} steps of {plan.batch} answers of up to {plan.length} tokens, AdamW, learning "
         f"rate {plan.learning_rate:g}, seed {plan.seed}; {training.seconds / 60:.1f} minutes. The cross-entropy fell "
         f"from {first:.3f} to {last:.3f} nats."
     )

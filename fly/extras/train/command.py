@@ -58,13 +58,13 @@ def train_head_command(
     """
     plan = Plan(**{**options_of(context, _HEAD), "states": numbers_of("--states", states)})
     grid = grid_of(**options_of(context, GRID))
-    llm, given, data = answer_prompts(
+    llm, answers, data = answer_prompts(
         out, temperature, options_of(context, PROMPTS), options_of(context, LOADING), grid
     )
     with progress(plan.steps, "training") as advance:
         executor = llm.engine.runner.executor
-        head, trained = train_head(executor, given, plan, out, lambda n, text: advance(text, n))
-    tokens = sum(len(one.answer) for one in given)
+        head, trained = train_head(executor, answers, plan, out, lambda n, text: advance(text, n))
+    tokens = sum(len(answer.answer) for answer in answers)
     (out / "README.md").write_text(card(out.name, options["model"], data, tokens, head, plan, trained), "utf-8")
     depths = range(1, len(trained.held_out) + 1)
     rows = [(str(n), f"{share:.1%}", f"{tau:.2f}") for n, share, tau in zip(depths, trained.held_out, trained.tau)]

@@ -48,9 +48,9 @@ class OwnSteps:
         (first_k, first_v), *later = self.steps
         causal = torch.ones(self.length, self.length, dtype=torch.bool).tril()
         scores = (q @ first_k.transpose(-1, -2)).masked_fill(~causal, -torch.inf)
-        own = [(q * step_k).sum(-1, keepdim=True) for step_k, _ in later]
+        step_scores = [(q * step_k).sum(-1, keepdim=True) for step_k, _ in later]
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        weights = (torch.cat([scores, *own], -1) * scale).softmax(-1)
+        weights = (torch.cat([scores, *step_scores], -1) * scale).softmax(-1)
         out = weights[..., : self.length] @ first_v
         for n, (_, step_v) in enumerate(later):
             out = out + weights[..., self.length + n, None] * step_v
@@ -79,7 +79,9 @@ class Eagle3Course(Course):
         feature is the target's last hidden state, and its output matrix approximates the target's. Executors do not
         expose the factors of their last norm, so a least-squares fit of logits to normalised hidden states gives this
         matrix."""
-        config, width, head = reader.executor.config, reader.executor.config.hidden_size, self.head
+        config = reader.executor.config
+        width = config.hidden_size
+        head = self.head
         gram_CC, product_CU = torch.zeros(width, width), torch.zeros(width, head.config.draft_vocab_size)
         # Four equations for each unknown weight.
         for logits_NV, states_TF, places in reader.survey(taught, 4 * width, [config.num_hidden_layers]):
@@ -111,7 +113,7 @@ def _test_time(head: Eagle3Head, given: Lessons, steps: int) -> tuple[list[Tenso
     tokens_BL, states_BLF, number_BL, truth_NU, choice_N = given
     batch, length = tokens_BL.shape
     kv, losses = OwnSteps(batch, length - 1), []
-    right_S, asked_S = torch.zeros(steps), torch.zeros(steps)
+    right_S, counted_S = torch.zeros(steps), torch.zeros(steps)
     x_TC = head.fuse(states_BLF[:, :-1].flatten(0, 1))
     ids_U = head.to_target_U
     inside_N = torch.isin(choice_N, ids_U)
@@ -126,14 +128,14 @@ def _test_time(head: Eagle3Head, given: Lessons, steps: int) -> tuple[list[Tenso
         number_BM = number_BL[:, 1 + step :]
         at_M = tuple((number_BM >= 0).nonzero().unbind(1))
         number_M = number_BM[at_M]
-        found_MU = head.logits(x_TC.unflatten(0, (batch, length - 1))[at_M])
-        own_M, inside_M = choice_N[number_M], inside_N[number_M]
-        cross_M = found_MU.logsumexp(-1) - torch.linalg.vecdot(truth_NU[number_M], found_MU)
+        logits_MU = head.logits(x_TC.unflatten(0, (batch, length - 1))[at_M])
+        choice_M, inside_M = choice_N[number_M], inside_N[number_M]
+        cross_M = logits_MU.logsumexp(-1) - torch.linalg.vecdot(truth_NU[number_M], logits_MU)
         losses.append((cross_M * inside_M).sum() / inside_M.sum().clamp_min(1))
         stands_M = standing_BL[at_M]
-        hit_M = (ids_U[found_MU.detach().argmax(-1)] == own_M) & stands_M
-        right_S[step], asked_S[step] = hit_M.sum(), stands_M.sum()
+        hit_M = (ids_U[logits_MU.detach().argmax(-1)] == choice_M) & stands_M
+        right_S[step], counted_S[step] = hit_M.sum(), stands_M.sum()
         # In the next step, acceptance counts only where the head is fed the token that it has just drafted.
-        next_M = F.pad(tokens_BL[:, 2 + step :], (0, 1))[at_M] == own_M
+        next_M = F.pad(tokens_BL[:, 2 + step :], (0, 1))[at_M] == choice_M
         standing_BL = torch.zeros_like(standing_BL).index_put(at_M, hit_M & next_M)
-    return losses, (right_S, asked_S)
+    return losses, (right_S, counted_S)

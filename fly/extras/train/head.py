@@ -58,11 +58,11 @@ def train_head(
     checkpoint of another plan.
     """
     # Hold some answers out, and train on the others.
-    used = [one for one in answers if one.answer]
-    tests = used[:: plan.held_out]
-    taught = [one for n, one in enumerate(used) if n % plan.held_out]
+    answered = [answer for answer in answers if answer.answer]
+    tests = answered[:: plan.held_out]
+    taught = [answer for n, answer in enumerate(answered) if n % plan.held_out]
     if not taught:
-        raise ValueError(f"{len(used)} answers are too few to train on")
+        raise ValueError(f"{len(answered)} answers are too few to train on")
     course = _begin(executor, taught, plan)
     head, reader = course.head, Reader(executor, course.states, plan.length)
     weights = [weight for weight in head.parameters() if weight.requires_grad]
@@ -70,7 +70,7 @@ def train_head(
 
     # Continue from a checkpoint of the same training, or begin near the target.
     directory.mkdir(parents=True, exist_ok=True)
-    about = {**asdict(plan), "answers": len(used), "config": head.config.model_dump(mode="json")}
+    about = {**asdict(plan), "answers": len(answered), "config": head.config.model_dump(mode="json")}
     checkpoint = _Checkpoint(directory / _STATE, about, head, optimiser, reader)
     if (training := checkpoint.load()) is None:
         training = Training()
@@ -81,7 +81,7 @@ def train_head(
     # Each step learns from one batch.
     # Norms have float32 weights and bfloat16 input; PyTorch warns that this is not the fastest way.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-    lengths, begun = tuple(len(reader.cut(one)) for one in taught), time.monotonic() - training.seconds
+    lengths, begun = tuple(len(reader.cut(answer)) for answer in taught), time.monotonic() - training.seconds
     while training.step < plan.steps:
         for group in optimiser.param_groups:
             group["lr"] = plan.learning_rate * _rate(training.step, plan.steps)
@@ -138,20 +138,21 @@ class _Checkpoint:
         """Continue from the file; None if there is none. Raises ``ValueError`` if it belongs to another training."""
         if not self.path.exists():
             return None
-        kept = torch.load(self.path, weights_only=True)
-        if different := [name for name in self.about if kept.get("settings", {}).get(name) != self.about[name]]:
+        checkpoint = torch.load(self.path, weights_only=True)
+        if differences := [name for name in self.about if checkpoint.get("settings", {}).get(name) != self.about[name]]:
             raise ValueError(
-                f"{self.path} belongs to another training (its {different} differ); keep them, or use another directory"
+                f"{self.path} belongs to another training (its {differences} differ); keep them, or use another "
+                "directory"
             )
-        self.head.load_state_dict({**self.head.state_dict(), **kept["head"]})
-        self.optimiser.load_state_dict(kept["optimiser"])
-        self.reader.scale_F = kept["scale"]
-        return Training(**kept["training"])
+        self.head.load_state_dict({**self.head.state_dict(), **checkpoint["head"]})
+        self.optimiser.load_state_dict(checkpoint["optimiser"])
+        self.reader.scale_F = checkpoint["scale"]
+        return Training(**checkpoint["training"])
 
     def save(self, training: Training) -> None:
         """Write the file completely or not at all, even if the process is killed."""
         weights = self.head.state_dict()
-        kept = {
+        checkpoint = {
             "settings": self.about,
             "head": {name: weights[name] for name in weights if not (self.head.shares and "embed" in name)},
             "scale": self.reader.scale_F,
@@ -159,7 +160,7 @@ class _Checkpoint:
             "training": asdict(training),
         }
         fresh = self.path.with_suffix(".new")
-        torch.save(kept, fresh)
+        torch.save(checkpoint, fresh)
         fresh.replace(self.path)
 
 
@@ -178,10 +179,10 @@ def acceptance(course: Course, reader: Reader, tests: abc.Sequence[Answer], plan
 def frequent_tokens(answers: abc.Sequence[Answer], size: int, vocab: int) -> Tensor:
     """Return the ids [U] of the most frequent tokens in the answers, ascending. If the answers have too few different
     tokens, the first tokens of the vocabulary fill up the rest."""
-    counts = Counter(token for one in answers for token in one.answer)
+    counts = Counter(token for answer in answers for token in answer.answer)
     most = [token for token, _ in counts.most_common(size)]
-    rest = (token for token in range(vocab) if token not in counts)
-    return torch.tensor(sorted([*most, *(next(rest) for _ in range(size - len(most)))]))
+    unseen = (token for token in range(vocab) if token not in counts)
+    return torch.tensor(sorted([*most, *(next(unseen) for _ in range(size - len(most)))]))
 
 
 def _rate(step: int, steps: int) -> float:
@@ -207,9 +208,9 @@ def _turn(lengths: tuple[int, ...], batch: int, seed: str) -> list[list[int]]:
     random, order = Random(seed), list(range(len(lengths)))
     random.shuffle(order)
     order = order[: max(len(order) // batch, 1) * batch]
-    found = []
+    batches = []
     for start in range(0, len(order), _ALIKE * batch):
-        some = sorted(order[start : start + _ALIKE * batch], key=lambda n: lengths[n])
-        found += [some[at : at + batch] for at in range(0, len(some), batch)]
-    random.shuffle(found)
-    return found
+        alike = sorted(order[start : start + _ALIKE * batch], key=lambda n: lengths[n])
+        batches += [alike[at : at + batch] for at in range(0, len(alike), batch)]
+    random.shuffle(batches)
+    return batches

@@ -61,16 +61,19 @@ class Reader:
     def read(self, answers: abc.Sequence[Answer], states: abc.Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:
         """Run the target on packed answers. Returns its logits [N, V] at the positions to learn (those that a token of
         the answer follows), its hidden states [T, F] at all positions, and the positions to learn."""
-        rows = [self.cut(one) for one in answers]
+        rows = [self.cut(answer) for answer in answers]
         counts = [len(row) for row in rows]
         if self.cache is None or self.cache.allocator.num_free * self.cache.allocator.block_size < sum(counts):
             self.cache = PagedKVCache.for_model(self.executor, len(rows) * (self.length + 256))
         for number, count in enumerate(counts):
             self.cache.resize(number, count)
         # No token follows the last one of a complete answer, so there is nothing to learn at it.
-        learned = [(len(one.prompt) - 1, min(len(one.prompt) + len(one.answer) - 1, self.length)) for one in answers]
+        learned_spans = [
+            (len(answer.prompt) - 1, min(len(answer.prompt) + len(answer.answer) - 1, self.length))
+            for answer in answers
+        ]
         starts = accumulate(counts, initial=0)
-        places = [start + n for start, (first, end) in zip(starts, learned) for n in range(first, end)]
+        places = [start + n for start, (first, end) in zip(starts, learned_spans) for n in range(first, end)]
         batch = Batch.of(rows, self.cache.batch(list(range(len(rows))), [0] * len(rows), counts))
         scores = self.executor.score(batch, places, states)
         logits_NV, states_TF = scores.logits_NV, scores.states_TF
@@ -86,20 +89,20 @@ class Reader:
         hidden states after the layers ``more`` are the last columns. When all is taken, ``scale_F`` is the root mean
         square of the states read."""
         square_F = torch.zeros_like(self.scale_F)
-        tokens = learned = 0
+        tokens = n_learned = 0
         for start in range(0, len(answers), _SAMPLED):
-            if learned >= enough:
+            if n_learned >= enough:
                 break
             logits_NV, states_TF, places = self.read(answers[start : start + _SAMPLED], (*self.states, *more))
             square_F += states_TF[:, : len(square_F)].square().sum(0)
-            tokens, learned = tokens + len(states_TF), learned + len(places)
+            tokens, n_learned = tokens + len(states_TF), n_learned + len(places)
             yield logits_NV, states_TF, places
         self.scale_F = (square_F / tokens).sqrt().clamp_min(1e-6)
 
     def lessons(self, answers: abc.Sequence[Answer], ids_U: Tensor) -> Lessons:
         """Return a batch of ``answers`` to learn from."""
         logits_NV, states_TF, places = self.read(answers, self.states)
-        rows = [torch.tensor(self.cut(one)) for one in answers]
+        rows = [torch.tensor(self.cut(answer)) for answer in answers]
         counts = [len(row) for row in rows]
         number_T = torch.full((sum(counts),), -1)
         number_T[torch.tensor(places, dtype=torch.int64)] = torch.arange(len(places))

@@ -151,4 +151,4 @@ class Training:
     @property
     def tau(self) -> list[float]:
         """The tokens of a round at temperature 0, the target's own included, if drafts end at each depth."""
-        return [1 + kept for kept in accumulate(accumulate(self.held_out, mul))]
+        return [1 + accepted for accepted in accumulate(accumulate(self.held_out, mul))]

@@ -166,8 +166,8 @@ def keep_batch(original: Callable[..., Any], self: Any, batch: Any, *args: Any, 
 
 def keep_logits(original: Callable[..., bool], self: Any, batch: Any, *args: Any, **kwargs: Any) -> bool:
     """Around ``DFlashWorkerV2._can_skip_verify_logits``: a rule needs the logits, not the argmax alone."""
-    named = any((request.sampling_params.custom_params or {}).get("fly") is not None for request in batch.reqs)
-    return not named and original(self, batch, *args, **kwargs)
+    has_rule = any((request.sampling_params.custom_params or {}).get("fly") is not None for request in batch.reqs)
+    return not has_rule and original(self, batch, *args, **kwargs)
 
 
 def accept_block(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:

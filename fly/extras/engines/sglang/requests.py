@@ -34,12 +34,12 @@ def read_row(params: Any, size: int, name: str, eos_ids: Any = ()) -> Row | None
     rule = read_rule((params.custom_params or {}).get("fly"), size)
     if rule is None:
         return None
-    own = SamplingParams(temperature=0)
+    sampling = SamplingParams(temperature=0)
     if params.top_k != 1 and params.temperature >= _ZERO:
         top_k = params.top_k if 0 < params.top_k < size else 0
-        own = SamplingParams(temperature=params.temperature, top_k=top_k, top_p=params.top_p)
+        sampling = SamplingParams(temperature=params.temperature, top_k=top_k, top_p=params.top_p)
     seed = name_seed(name) if params.sampling_seed is None else params.sampling_seed
-    return Row(rule, size, own, seed, {*(params.stop_token_ids or ()), *(eos_ids or ())})
+    return Row(rule, size, sampling, seed, {*(params.stop_token_ids or ()), *(eos_ids or ())})
 
 
 def check_request(params: Any, size: int, served: Served) -> None:

@@ -77,21 +77,21 @@ def decide_after(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         starts = [0, *torch.tensor(num_draft_tokens).cumsum(0).tolist()]
 
         def read(numbers: list[int]) -> Blocks:
-            some = [requests[b] for b in numbers]
+            part_requests = [requests[b] for b in numbers]
             longest = max(num_draft_tokens[b] for b in numbers)
             index_B, starts_B, lengths_B, positions_B, generated_B = upload(
                 [
                     *numbers,
                     *(starts[b] for b in numbers),
                     *(num_draft_tokens[b] for b in numbers),
-                    *(_count_block(request) for request in some),
-                    *(len(request.output_token_ids) for request in some),
+                    *(_count_block(request) for request in part_requests),
+                    *(len(request.output_token_ids) for request in part_requests),
                 ],
                 device,
             ).view(5, -1)
             # vLLM has drawn the bonus already, so the distribution after the draft gives it all the probability.
             logits_BJV = multiply(
-                cut(target_logits, starts_B, lengths_B, longest + 1), [request.fly for request in some]
+                cut(target_logits, starts_B, lengths_B, longest + 1), [request.fly for request in part_requests]
             )
             rows_B = torch.arange(len(numbers), device=device)
             logits_BJV[rows_B, lengths_B] = -torch.inf
@@ -103,8 +103,8 @@ def decide_after(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 positions_B,
                 None if draft_probs is None else cut(draft_probs, starts_B, lengths_B, longest),
                 generated_B,
-                [[*(request.prompt_token_ids or []), *request.output_token_ids] for request in some]
-                if "history" in some[0].fly.past
+                [[*(request.prompt_token_ids or []), *request.output_token_ids] for request in part_requests]
+                if "history" in part_requests[0].fly.past
                 else None,
             )
 

@@ -22,10 +22,10 @@ def read_row(params: Any, size: int, name: str, seed: int | None = None) -> Row 
     rule = read_rule((getattr(params, "extra_args", None) or {}).get("fly"), size)
     if rule is None:
         return None
-    own = SamplingParams(temperature=0.0 if params.temperature < _ZERO else float(params.temperature))
+    sampling = SamplingParams(temperature=0.0 if params.temperature < _ZERO else float(params.temperature))
     if seed is None:
         seed = name_seed(name) if params.seed is None else params.seed
-    return Row(rule, size, own, seed, params.all_stop_token_ids)
+    return Row(rule, size, sampling, seed, params.all_stop_token_ids)
 
 
 def check_request(params: Any, config: Any, size: int, version: str) -> None:

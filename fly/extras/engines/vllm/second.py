@@ -95,12 +95,14 @@ def decide_after(original: Callable[..., Any]) -> Callable[..., Any]:
         )  # fmt: skip
         by_slot = _find_rows(self.sampler).by_slot
         rows = {b: by_slot[slot] for b, slot in enumerate(idx_mapping_np.tolist()) if slot in by_slot}
-        states, device, width = self.sampler.req_states, processed_LV.device, processed_LV.shape[1]
+        states = self.sampler.req_states
+        device = processed_LV.device
+        width = processed_LV.shape[1]
         longest = self.num_speculative_steps
 
         def read(numbers: list[int]) -> Blocks:
-            some = [rows[b] for b in numbers]
-            past = some[0].past
+            part_rows = [rows[b] for b in numbers]
+            past = part_rows[0].past
             index_B = upload(numbers, device)
             starts_B, slots_B = cu_num_logits[index_B].long(), idx_mapping[index_B].long()
             counts_B = cu_num_logits[index_B + 1].long() - starts_B
@@ -111,11 +113,11 @@ def decide_after(original: Callable[..., Any]) -> Callable[..., Any]:
                 lengths = zip(slots_B.tolist(), states.total_len.gpu[slots_B].tolist())
                 history = [states.all_token_ids.gpu[slot, :length].tolist() for slot, length in lengths]
             return Blocks(
-                multiply(cut(processed_LV, starts_B, counts_B, longest + 1), some),
+                multiply(cut(processed_LV, starts_B, counts_B, longest + 1), part_rows),
                 cut(verify_draft_sampled, starts_B + 1, counts_B - 1, longest),
                 counts_B - 1,
                 pos[starts_B],
-                None if draft_logits is None else _process(draft_logits, slots_B, some, width),
+                None if draft_logits is None else _process(draft_logits, slots_B, part_rows, width),
                 generated_B,
                 history,
             )
