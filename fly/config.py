@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from fly.errors import explain, instead, short
+from fly.errors import explain, shorten, suggest
 from fly.expressions import CLASS_PATH
 from fly.policies import Exact, PolicyField
 from fly.runner.memory import CacheSize
@@ -125,7 +125,7 @@ class Fields(dict[str, Any]):
         if node is None or not fields:
             raise ValueError(f"{source}: this {kind} is empty; fields: {list(known)}")
         if not isinstance(fields, dict):
-            raise ValueError(f"{source}: a {kind} is a mapping of fields, not {short(fields)}")
+            raise ValueError(f"{source}: a {kind} is a mapping of fields, not {shorten(fields)}")
         return Fields(fields, source, node)
 
     def part(self, name: str) -> Fields:
@@ -275,7 +275,7 @@ def check_options(given: Mapping[str, Any]) -> EngineOptions:
             raise TypeError(f"{unknown!r} is no option of LLM, but of fly.parallel.launch, which makes its ranks")
         if unknown == "exits":
             raise TypeError("'exits' is no option of LLM: give it early_exit.load(model, exits), of fly.extras")
-        raise TypeError(f"{unknown!r} is no option of LLM{instead(unknown, known)}")
+        raise TypeError(f"{unknown!r} is no option of LLM{suggest(unknown, known)}")
     return cast(EngineOptions, _validate(_Options, given))
 
 

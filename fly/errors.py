@@ -11,7 +11,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-__all__ = ["PlacedError", "explain", "fault_place", "instead", "meant", "origin", "said", "short", "worded"]
+__all__ = [
+    "PlacedError",
+    "describe_error",
+    "did_you_mean",
+    "explain",
+    "fault_place",
+    "message_of",
+    "origin",
+    "shorten",
+    "suggest",
+]
 
 # Names that vLLM, transformers and OpenAI use, and the names here for the same thing.
 _ELSEWHERE = {
@@ -64,9 +74,9 @@ def explain(
         start = where(place) if where else ""
         if problem["type"] == "extra_forbidden":
             known = fields if len(problem["loc"]) == 1 else ()
-            parts.append(f"{start}{name}: there is no such field{instead(name, known, 'fields') if known else ''}")
+            parts.append(f"{start}{name}: there is no such field{suggest(name, known, 'fields') if known else ''}")
             continue
-        text = worded(problem)
+        text = message_of(problem)
         # Our own validators name the value themselves.
         got = "" if problem["type"] in ("value_error", "missing") else f", got {problem['input']!r}"
         named = not name or text.startswith(f"{name} ")
@@ -74,7 +84,7 @@ def explain(
     return "; ".join(parts)
 
 
-def said(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return what an error of input says, in one line: for an error of the system, the file and the reason."""
     if isinstance(error, ValidationError):
         return explain(error)
@@ -83,12 +93,12 @@ def said(error: Exception) -> str:
     return str(error)
 
 
-def worded(problem: Mapping[str, Any]) -> str:
+def message_of(problem: Mapping[str, Any]) -> str:
     """Return pydantic's text of one of its errors, without what only a programmer knows."""
     return problem["msg"].removeprefix("Value error, ").partition(" or instance of ")[0]
 
 
-def meant(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a question whether ``word`` means a similar name in ``known``; an empty text if none is similar."""
     known = list(known)
     same = _ELSEWHERE.get(word)
@@ -96,10 +106,10 @@ def meant(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {like[0]!r}?)" if like else ""
 
 
-def instead(word: str, known: Iterable[str], title: str = "choices") -> str:
+def suggest(word: str, known: Iterable[str], title: str = "choices") -> str:
     """Return a hint what to write instead of an unknown ``word``: a similar name, or all names if none is similar."""
     known = list(known)
-    return meant(word, known) or f"; {title}: {known}"
+    return did_you_mean(word, known) or f"; {title}: {known}"
 
 
 def origin(error: BaseException) -> str:
@@ -129,7 +139,7 @@ def fault_place(error: BaseException) -> str:
     return f"{last.filename}:{last.lineno} in {last.name}"
 
 
-def short(value: object) -> str:
+def shorten(value: object) -> str:
     """Write a value as text of at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

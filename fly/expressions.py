@@ -25,7 +25,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from fly.errors import PlacedError, explain, instead, meant
+from fly.errors import PlacedError, did_you_mean, explain, suggest
 
 __all__ = [
     "CLASS_PATH",
@@ -143,7 +143,7 @@ class Source:
         if found := self.registry.presets.get(name) or self.registry.types.get(name):
             return found
         choices = self.registry.choices()
-        close = meant(name, [known for names in choices.values() for known in names])
+        close = did_you_mean(name, [known for names in choices.values() for known in names])
         listed = ", ".join(f"{title}: {list(names)}" for title, names in choices.items())
         raise self.error(f"{name!r} is unknown{close or f'; {listed}{self.registry.more}'}")
 
@@ -165,7 +165,7 @@ class Source:
         parameters = signature.parameters
         named = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
         if wrong := [option for option in options if option not in parameters and not named]:
-            raise self.error(f"{name} has no parameter {wrong[0]!r}{instead(wrong[0], parameters)}", wrong[0])
+            raise self.error(f"{name} has no parameter {wrong[0]!r}{suggest(wrong[0], parameters)}", wrong[0])
         place: tuple[str, ...] = ()
         try:
             bound = signature.bind(*arguments, **options)

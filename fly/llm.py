@@ -47,7 +47,7 @@ from fly.engine.scheduler import Scheduler, max_scored
 from fly.engine.stream import AsyncStream, Stream
 from fly.engine.warming import warm_up
 from fly.engine.worker import Worker
-from fly.errors import explain, instead, short
+from fly.errors import explain, shorten, suggest
 from fly.models.checkpoint import Checkpoint
 from fly.models.generation import read_sampling_defaults
 from fly.models.loading import resolve_dtype
@@ -536,7 +536,7 @@ class LLM:
         """Make the row of a request, and check everything that depends on the model or the tokenizer."""
         tokens, config = self._tokens_of(prompt), self.engine.runner.executor.config
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"params {short(params)} must be SamplingParams; or give keywords, as in temperature=0")
+            raise ValueError(f"params {shorten(params)} must be SamplingParams; or give keywords, as in temperature=0")
         if not tokens:
             need = "some text: this tokenizer adds no begin token" if isinstance(prompt, str) else "at least one"
             raise ValueError(f"the prompt is empty, so there is no token to continue from; give {need}")
@@ -584,7 +584,7 @@ class LLM:
         if not isinstance(prompt, abc.Sequence) or not (
             set(map(type, prompt)) <= {int} or all(isinstance(n, Integral) for n in prompt)
         ):
-            raise ValueError(f"prompt {short(prompt)} is neither a text nor a list of token ids{for_chat(prompt)}")
+            raise ValueError(f"prompt {shorten(prompt)} is neither a text nor a list of token ids{for_chat(prompt)}")
         return [int(token) for token in prompt]
 
     def _bind(self, policy: AcceptancePolicy) -> AcceptancePolicy:
@@ -628,7 +628,7 @@ class LLM:
         """Return the prompts of one or several conversations, and the other options, for ``generate``."""
         fields: dict[str, Any] = {**options}
         if name := next((name for name in fields if name in _OF_TEMPLATE), None):
-            value = short(fields[name])
+            value = shorten(fields[name])
             raise ValueError(
                 f"{name!r} is for the chat template; give it as chat_template_kwargs={{{name!r}: {value}}}"
             )
@@ -646,7 +646,9 @@ class LLM:
                 silent = not output.text.strip() and not self.eos_ids.isdisjoint(output.token_ids[-1:])
                 if isinstance(prompt, str) and silent:
                     self._hinted = True
-                    message = f"the answer to {short(prompt)} is empty: this model has a chat template, which generate"
+                    message = (
+                        f"the answer to {shorten(prompt)} is empty: this model has a chat template, which generate"
+                    )
                     warnings.warn(f"{message} does not apply; chat does, and chat_prompt for streams", stacklevel=3)
                     break
         return outputs
@@ -703,15 +705,15 @@ def listed(prompts: Any) -> list[Any]:
         return [prompts]
     if isinstance(prompts, abc.Mapping):
         hint = for_chat(prompts) or "; give texts, or the token ids alone (its 'input_ids', 'prompt_token_ids')"
-        raise ValueError(f"prompts {short(prompts)} is a mapping{hint}")
+        raise ValueError(f"prompts {shorten(prompts)} is a mapping{hint}")
     if isinstance(prompts, (bytes, bytearray)):
-        raise ValueError(f"prompts {short(prompts)} are bytes; give text: .decode()")
+        raise ValueError(f"prompts {shorten(prompts)} are bytes; give text: .decode()")
     if isinstance(prompts, np.ndarray) and prompts.dtype.kind in "UO":
         prompts = prompts.tolist()  # texts, or ragged lists of ids
     if isinstance(prompts, (np.ndarray, torch.Tensor)) and prompts.ndim != 2:
         return [_ids(prompts)]
     if not isinstance(prompts, abc.Iterable):
-        raise ValueError(f"prompts {short(prompts)} are neither texts nor token ids")
+        raise ValueError(f"prompts {shorten(prompts)} are neither texts nor token ids")
     if isinstance(prompts, abc.Sequence) and prompts and isinstance(prompts[0], Integral):
         return [prompts]
     return [_ids(one) if isinstance(one, (np.ndarray, torch.Tensor)) else one for one in prompts]
@@ -749,12 +751,12 @@ def as_policy(value: object) -> AcceptancePolicy:
         made = f"; give one of that class: {value.__name__}()"
     elif isinstance(value, Condition):
         made = f"; a condition needs a core: Exact() | {value}"
-    raise ValueError(f"policy {short(value)} is no AcceptancePolicy, nor a text or mapping of one{made}")
+    raise ValueError(f"policy {shorten(value)} is no AcceptancePolicy, nor a text or mapping of one{made}")
 
 
 def _changed(params: object, fields: dict[str, Any]) -> SamplingParams:
     if not isinstance(params, SamplingParams):
-        raise ValueError(f"params {short(params)} must be SamplingParams")
+        raise ValueError(f"params {shorten(params)} must be SamplingParams")
     try:
         return params.changed(fields)
     except ValidationError as error:
@@ -767,7 +769,7 @@ def _refuse_unknown(fields: abc.Iterable[str], own: abc.Iterable[str]) -> None:
     if unknown := next((name for name in fields if name not in known), None):
         if unknown == "stream":
             raise ValueError("'stream' is no option: stream(prompt) streams, and stream(chat_prompt(messages))")
-        raise ValueError(f"{unknown!r} is no option{instead(unknown, known)}")
+        raise ValueError(f"{unknown!r} is no option{suggest(unknown, known)}")
 
 
 def _several(messages: object) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fly.errors import short
+from fly.errors import shorten
 from fly.models.thinking import Kind, Splitter, Thinking
 from fly.models.tokenizer import TextStream
 from fly.policies import AcceptancePolicy, Bound
@@ -156,7 +156,7 @@ class Output:
         }
 
     def __repr__(self) -> str:
-        shown = short(self.text) if self.text or not self.token_ids else f"token_ids={short(self.token_ids)}"
+        shown = shorten(self.text) if self.text or not self.token_ids else f"token_ids={shorten(self.token_ids)}"
         parts = [shown, f"{len(self.token_ids)} tokens", self.finish_reason, f"{self.policy} ({self.guarantee.value})"]
         if self.stats.drafted:
             parts.append(f"tau={self.stats.tau:.2f}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from fly.errors import instead, short
+from fly.errors import shorten, suggest
 
 __all__ = ["Sampling", "SamplingParams", "StructuredOutput"]
 
@@ -57,7 +57,7 @@ class _Params(BaseModel):
     def _fields_exist(cls, given: object) -> object:
         known = list(cls.model_fields)
         if isinstance(given, dict) and (unknown := next((str(name) for name in given if name not in known), None)):
-            raise ValueError(f"{unknown!r} is no field of {cls.__name__}{instead(unknown, known)}")
+            raise ValueError(f"{unknown!r} is no field of {cls.__name__}{suggest(unknown, known)}")
         return given
 
 
@@ -101,8 +101,8 @@ class StructuredOutput(_Params):
             if isinstance(schema, dict):
                 return value if isinstance(value, str) else json.dumps(schema, ensure_ascii=False)
         except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"{short(value)} is no JSON: {error}") from None
-        raise ValueError(f"a schema is an object, or the JSON text of one, not {short(value)}")
+            raise ValueError(f"{shorten(value)} is no JSON: {error}") from None
+        raise ValueError(f"a schema is an object, or the JSON text of one, not {shorten(value)}")
 
     @model_validator(mode="after")
     def _one_form(self) -> StructuredOutput:

@@ -18,7 +18,7 @@ from fly.backends.int8 import INT8, wants_int8, with_int8_weights
 from fly.backends.torch import Model, TorchExecutor
 from fly.bundled import open_model
 from fly.drafts.base import Loaded
-from fly.errors import short
+from fly.errors import shorten
 from fly.late import Places
 from fly.models import Llama
 from fly.models.checkpoint import Checkpoint
@@ -204,7 +204,7 @@ def load(
         return Loaded(model)
     if not isinstance(model, (str, Path, Checkpoint)):
         if not isinstance(model, Model):
-            raise ValueError(f"model {short(model)} is no name, path, open checkpoint or loaded model")
+            raise ValueError(f"model {shorten(model)} is no name, path, open checkpoint or loaded model")
         return Loaded(executor_of(model, TORCH))
     checkpoint = open_model(model)
     if like is not None:

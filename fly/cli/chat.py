@@ -23,7 +23,7 @@ from fly.cli.run import alone, compute_in_words, options_of, sampling_of, setup_
 from fly.cli.show import console, errors, fail
 from fly.cli.terminal import read_bytes
 from fly.config import Config
-from fly.errors import meant, said, short
+from fly.errors import describe_error, did_you_mean, shorten
 from fly.llm import LLM, Piece, Stream
 from fly.policies import parse_policy
 from fly.types import SamplingParams
@@ -145,7 +145,7 @@ class Conversation:
                 self._tell("stopped")
             except Exception as error:  # a wrong command, or a faulty plug-in: the conversation goes on
                 kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
-                fail(kind + said(error))
+                fail(kind + describe_error(error))
 
     def messages(self) -> list[dict[str, str]]:
         """Return all messages so far, the system prompt included."""
@@ -193,7 +193,7 @@ class Conversation:
         """Run a command, a line that begins with a slash. An error (``ValueError``, ``OSError``) changes nothing."""
         name, *rest = line.split(maxsplit=1)
         if (run := self.commands.get(name)) is None:
-            hint = meant(name, self.commands)
+            hint = did_you_mean(name, self.commands)
             raise ValueError(
                 f"{name} is no command{hint}; choices: {' '.join(self.commands)} (// begins a text with /)"
             )
@@ -315,14 +315,14 @@ def _messages(system: str | None, turns: list[dict[str, str]]) -> list[dict[str,
 def _integer(command: str, text: str, least: int, most: int, limit: str) -> int:
     """Read the number that a command takes. Raises ``ValueError``, which says that ``most`` is the ``limit``."""
     if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
-        raise ValueError(f"{command} {short(text)} must be an integer in {least}..{most}, {limit}")
+        raise ValueError(f"{command} {shorten(text)} must be an integer in {least}..{most}, {limit}")
     return int(text)
 
 
 def _refuse_text(command: str, text: str) -> None:
     """Raise ``ValueError`` if there is text after a command that takes none."""
     if text:
-        raise ValueError(f"{command} takes nothing, got {short(text)}")
+        raise ValueError(f"{command} takes nothing, got {shorten(text)}")
 
 
 class _Answer:

@@ -20,7 +20,7 @@ from fly.cache.allocator import OutOfBlocks
 from fly.cli.show import errors, fail, tell
 from fly.cli.terminal import read_bytes
 from fly.config import Config, check_sharing
-from fly.errors import fault_place, origin, said
+from fly.errors import describe_error, fault_place, origin
 from fly.expressions import grid
 from fly.llm import LLM
 from fly.policies import AcceptancePolicy, Exact, parse_policy
@@ -55,7 +55,7 @@ def command(run: _Command, alone: bool = False) -> _Command:
             errors.print("interrupted")
             raise typer.Exit(130) from None
         except (ValueError, OSError, OutOfBlocks, MemoryError) as error:
-            message = said(error)
+            message = describe_error(error)
             if place := fault_place(error):
                 message = f"{type(error).__name__}: {message} ({place})"
         except Exception as error:

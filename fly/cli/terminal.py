@@ -20,7 +20,7 @@ from rich.table import Column
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from fly.errors import short
+from fly.errors import shorten
 
 __all__ = ["WIDEST", "Table", "Terminal", "prepare_streams", "read_bytes"]
 
@@ -72,7 +72,7 @@ def read_bytes(text: str, source: str) -> str:
     try:
         return encoded.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is no text in UTF-8: {short(encoded)} ({error.reason})") from None
+        raise ValueError(f"{source} is no text in UTF-8: {shorten(encoded)} ({error.reason})") from None
 
 
 class Terminal(Console):

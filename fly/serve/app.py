@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from fly.engine.job import News
-from fly.errors import short
+from fly.errors import shorten
 from fly.serve.answering import Answering
 from fly.serve.answers import Completion
 from fly.serve.errors import ApiError, ClientLeft, Plain
@@ -359,10 +359,10 @@ def _add_errors(app: FastAPI) -> None:
         if error.status_code == 404:
             paths = ", ".join(sorted(str(route.path) for route in app.routes if isinstance(route, APIRoute)))
             absent = _ABSENT.get(request.url.path.removeprefix("/v1/").partition("/")[0], "")
-            message = f"there is nothing at {short(request.url.path)}{absent}; paths: {paths}"
+            message = f"there is nothing at {shorten(request.url.path)}{absent}; paths: {paths}"
         elif error.status_code == 405:
             allowed = (error.headers or {}).get("Allow")
-            message = f"{short(request.url.path)} takes no {request.method}; methods: {allowed}"
+            message = f"{shorten(request.url.path)} takes no {request.method}; methods: {allowed}"
         response = ApiError(error.status_code, message).response()
         response.headers.update(error.headers or {})
         return response

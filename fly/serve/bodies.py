@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from fly.errors import short, worded
+from fly.errors import message_of, shorten
 from fly.serve.errors import ApiError
 from fly.serve.jsons import Twice, loads
 from fly.serve.messages import Part
@@ -36,7 +36,7 @@ def read(kind: type[Model], data: bytes, content_type: str) -> Model:
         raise ApiError(400, message, code="invalid_value") from None
     except Twice as error:
         name = str(error)
-        message = f"{short(name)} is given twice in one object of the body"
+        message = f"{shorten(name)} is given twice in one object of the body"
         raise ApiError(400, message, name[:100], "invalid_value") from None
     except ValueError as error:
         raise ApiError(400, f"the body cannot be read as JSON: {error}", code="invalid_value") from None
@@ -80,15 +80,15 @@ def _wrong(error: ValidationError, body: Any) -> ApiError:
     if first["type"] not in _UNKNOWN:
         first = max((p for p in problems if path(p)[:1] == path(first)[:1]), key=rank)
     # Describe the problem, and name its field.
-    where, message = list(map(str, path(first))), worded(first)
+    where, message = list(map(str, path(first))), message_of(first)
     if first["type"] == "model_type" and not where:
-        message = f"the body must be a JSON object, not {short(first['input'])}"
+        message = f"the body must be a JSON object, not {shorten(first['input'])}"
     elif first["type"] == "value_error" and not where:
         where = [name] if (name := message.partition(":")[0]).isidentifier() else []
     elif first["type"] == "extra_forbidden":
-        message = f"unknown or unsupported: {short(where[-1])}; known: {', '.join(Part.__annotations__)}"
+        message = f"unknown or unsupported: {shorten(where[-1])}; known: {', '.join(Part.__annotations__)}"
     elif first["type"] not in _UNKNOWN and where:
         got = isinstance(first["input"], (int, float, str)) and first["type"] not in ("value_error", "missing")
-        message = f"{'.'.join(where)}: {message}" + (f", got {short(first['input'])}" if got else "")
+        message = f"{'.'.join(where)}: {message}" + (f", got {shorten(first['input'])}" if got else "")
     code = "unknown_parameter" if first["type"] in _UNKNOWN else "invalid_value"
     return ApiError(400, message, ".".join(where)[:200] or None, code)

@@ -21,7 +21,7 @@ from starlette.requests import Request as HttpRequest
 from fly import __version__
 from fly.drafts import draft_types
 from fly.engine.worker import Stopped
-from fly.errors import explain, short
+from fly.errors import explain, shorten
 from fly.llm import LLM
 from fly.models.chat import pick
 from fly.models.thinking import ChatPrompt, Thinking
@@ -118,7 +118,7 @@ class Service:
     def check_model(self, model: str | None) -> None:
         """Raise ``ApiError`` if a request asks for another model."""
         if model is not None and model != self.name:
-            message = f"model {short(model)} is not served here; choose {self.name!r}"
+            message = f"model {shorten(model)} is not served here; choose {self.name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
     async def read(self, kind: type[Model], request: HttpRequest) -> Model:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fly.cache import BlockAllocator
 from fly.drafts.base import DraftSetup, DraftStrategy, LoadModel
-from fly.errors import short
+from fly.errors import shorten
 from fly.models import Llama
 from fly.ops import first_branch, one_hot
 from fly.policies import Exact
@@ -109,7 +109,7 @@ class Stage:
         self.prime(rows)
         draft: object = self.strategy.propose(rows, max_len)
         if not isinstance(draft, Draft):
-            raise ValueError(f"{type(self.strategy).__name__} proposed {short(draft)}, not a Draft")
+            raise ValueError(f"{type(self.strategy).__name__} proposed {shorten(draft)}, not a Draft")
         return draft
 
     def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> list[Proposal]:
