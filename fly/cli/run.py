@@ -137,8 +137,8 @@ def grid_of(ray: str | None, actors: int | None, ranks: Any = None) -> Any:
 def setup_of(context: typer.Context, path: Path | None) -> Config:
     """Return the setup of a configuration file, with the options of the command line in place of the file's; or of the
     options alone."""
-    known = Config.model_fields
-    options = options_of(context, known) if path is None else {name: context.params.get(name) for name in known}
+    fields = Config.model_fields
+    options = options_of(context, fields) if path is None else {name: context.params.get(name) for name in fields}
     if path is None and options["draft"] is None:
         options["draft"] = usual_draft(options["model"])
     return Config.model_validate(_given(context, path, options), context={"trusted": True})
@@ -156,7 +156,7 @@ def sampling_of(given: Mapping[str, Any], default: SamplingParams) -> SamplingPa
 
 def rules_of(given: list[str] | None) -> list[AcceptancePolicy]:
     """Return the rules of a comparison: exact speculation, then the rules of the command line, each once."""
-    texts = [text for several in given or () for text in grid(several)]
+    texts = [text for pattern in given or () for text in grid(pattern)]
     return list(dict.fromkeys([Exact(), *(parse_policy(text, trusted=True) for text in texts)]))
 
 
@@ -177,8 +177,8 @@ def _given(context: typer.Context, path: Path | None, options: dict[str, Any]) -
     """Return the options, with the values of the file (if there is one) for those that are not on the command line."""
     if path is None:
         return options
-    read = Config.read(path)
-    return {name: value if typed_in(context, name) else getattr(read, name) for name, value in options.items()}
+    file_config = Config.read(path)
+    return {name: value if typed_in(context, name) else getattr(file_config, name) for name, value in options.items()}
 
 
 def memory_of(ranks: Any, quiet: bool = False) -> list[dict[str, int]]:
@@ -212,5 +212,5 @@ def kernels_of(llm: LLM) -> str:
 def compute_in_words(llm: LLM) -> str:
     """Return the kernels and dtypes of the target and of the draft, as a phrase."""
     (_, dtype), *drafts = llm.computed
-    others = "".join(f", draft {kernels} in {own}" for kernels, own in dict.fromkeys(drafts))
-    return f"kernels {kernels_of(llm)} in {dtype}{others}"
+    drafts_text = "".join(f", draft {kernels} in {draft_dtype}" for kernels, draft_dtype in dict.fromkeys(drafts))
+    return f"kernels {kernels_of(llm)} in {dtype}{drafts_text}"
