@@ -107,7 +107,11 @@ class Conversation:
     def __init__(
         self, llm: LLM, setup: Config, params: SamplingParams, system: str | None, variables: dict[str, Any]
     ) -> None:
-        self.llm, self.setup, self.params, self.system, self.variables = llm, setup, params, system, variables
+        self.llm = llm
+        self.setup = setup
+        self.params = params
+        self.system = system
+        self.variables = variables
         self.policy, self.k = llm.policy, llm.k
         self.turns: list[dict[str, str]] = []  # messages of user and assistant, alternately
         self._saved: set[Path] = set()

@@ -128,7 +128,10 @@ class _Lines:
     """``progress`` where there is no terminal."""
 
     def __init__(self, total: int, what: str, done: int) -> None:
-        self.total, self.what, self.done, self.before = total, what, done, done
+        self.total = total
+        self.what = what
+        self.done = done
+        self.before = done
         self.start = time.monotonic()
         self.due = self.start + 5  # seconds; shorter work prints nothing
 

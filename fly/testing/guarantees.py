@@ -249,7 +249,9 @@ def _sampled(
     ``last``. Do this for a drawn draft (whose siblings are drawn independently from one distribution), and for every
     deterministic draft without equal siblings. All tables are judged together, as rows of one batch."""
     drafts = _Drafts(parents, vocab)
-    tokens_NK, longest, size = drafts.tokens_NK, max(drafts.depths), len(drafts.tokens_NK)
+    tokens_NK = drafts.tokens_NK
+    longest = max(drafts.depths)
+    size = len(tokens_NK)
     tables = [_tables(longest, vocab, seed) for seed in seeds]
     logits_RMV, targets_RMV, claims_RMV = (torch.cat([drafts.look_up(part) for part in each]) for each in zip(*tables))
     target = Target(logits_RMV, targets_RMV, history=[[last]] * len(logits_RMV))
