@@ -195,11 +195,11 @@ def memory_of(ranks: Any, quiet: bool = False) -> list[dict[str, int]]:
 def memory_in_words(memory: list[dict[str, int]]) -> str:
     """Return the result of ``loaded`` as a sentence."""
 
-    def each(name: str) -> str:
+    def megabytes(name: str) -> str:
         return ", ".join(f"{of_rank[name] / 1e6:,.0f}" for of_rank in memory)
 
-    device = f", of their devices {each('device')} MB" if any(of_rank["device"] for of_rank in memory) else ""
-    return f"memory by rank, loaded: at most {each('peak')} MB{device}; of their own {each('own')} MB"
+    device = f", of their devices {megabytes('device')} MB" if any(of_rank["device"] for of_rank in memory) else ""
+    return f"memory by rank, loaded: at most {megabytes('peak')} MB{device}; of their own {megabytes('own')} MB"
 
 
 def kernels_of(llm: LLM) -> str:

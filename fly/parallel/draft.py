@@ -166,10 +166,10 @@ class FirstDraft(DraftStrategy):
         caches: list[Any] = [
             (each.bytes_per_token, each.context, tokens, size) for each, tokens, size in private_setup.caches
         ]
-        for drafter, (each, context, tokens, block_size) in zip_longest(
+        for drafter, (token_bytes, context, tokens, block_size) in zip_longest(
             private_setup.drafters, self.ranks.share(caches)
         ):
-            self.mirrors.append(_Mirror(self.ranks, drafter, each, context))
+            self.mirrors.append(_Mirror(self.ranks, drafter, token_bytes, context))
             setup.add(self.mirrors[-1], tokens, block_size)
 
     def _attached(self, own: DraftSetup) -> DraftStrategy | None:

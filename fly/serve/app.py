@@ -121,13 +121,13 @@ async def collect_answer(completion: Completion, answering: Answering) -> list[b
             raise ClientLeft
         news_list += batch
 
-    def made() -> Iterator[bytes]:
+    def write_whole() -> Iterator[bytes]:
         for news in news_list:
             completion.add(news)
             yield b""
         yield from write_json(completion.build_whole())
 
-    return await answering.write(made(), completion.entries(news_list))
+    return await answering.write(write_whole(), completion.entries(news_list))
 
 
 async def stream_events(completion: Completion, answering: Answering) -> AsyncIterator[bytes]:

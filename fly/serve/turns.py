@@ -66,7 +66,7 @@ class Turns:
         """Collect what ``made`` yields, for one slice of time per turn. Stop early once ``left()`` is true."""
         parts: list[bytes] = []
 
-        def some() -> bool:
+        def collect_slice() -> bool:
             end = time.perf_counter() + _SLICE
             batch = []
             goes_on = False
@@ -77,7 +77,7 @@ class Turns:
             parts.append(b"".join(batch))
             return goes_on
 
-        while not left() and await self.run(client, some, limited=False):
+        while not left() and await self.run(client, collect_slice, limited=False):
             pass
         return parts
 
