@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from fly.errors import explain, instead, short
+from fly.errors import explain, shorten, suggest
 from fly.expressions import CLASS_PATH
 from fly.policies import Exact, PolicyField
 from fly.runner.memory import CacheSize
@@ -51,10 +51,10 @@ class _Once(yaml.SafeLoader):
     """A loader that refuses a mapping in which a name occurs twice, and says on which line a value is malformed."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        first: dict[str, yaml.Node] = {}
+        first_keys: dict[str, yaml.Node] = {}
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and (before := first.setdefault(key.value, key)) is not key:
-                raise _malformed(f"{key.value!r} is given twice, first on line {_line(before)}", key)
+            if isinstance(key, yaml.ScalarNode) and (first_key := first_keys.setdefault(key.value, key)) is not key:
+                raise _malformed(f"{key.value!r} is given twice, first on line {_line(first_key)}", key)
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -116,16 +116,16 @@ class Fields(dict[str, Any]):
             line = text.count("\n", 0, error.position) + 1
             raise ValueError(f"{source}, line {line}: not valid YAML: {error.reason}") from error
         except yaml.MarkedYAMLError as error:
-            at, begun = error.problem_mark, error.context_mark
-            place = f"{source}, line {at.line + 1}" if at else source
-            context = f"{error.context} (line {begun.line + 1}): " if error.context and begun else ""
+            problem_mark, context_mark = error.problem_mark, error.context_mark
+            place = f"{source}, line {problem_mark.line + 1}" if problem_mark else source
+            context = f"{error.context} (line {context_mark.line + 1}): " if error.context and context_mark else ""
             raise ValueError(f"{place}: not valid YAML: {context}{error.problem}") from error
         except RecursionError:
             raise ValueError(f"{source}: this {kind} is nested too deeply") from None
         if node is None or not fields:
             raise ValueError(f"{source}: this {kind} is empty; fields: {list(known)}")
         if not isinstance(fields, dict):
-            raise ValueError(f"{source}: a {kind} is a mapping of fields, not {short(fields)}")
+            raise ValueError(f"{source}: a {kind} is a mapping of fields, not {shorten(fields)}")
         return Fields(fields, source, node)
 
     def part(self, name: str) -> Fields:
@@ -269,13 +269,13 @@ def check_options(given: Mapping[str, Any]) -> EngineOptions:
 
     Raises ``TypeError`` for an unknown option, with the choices, and ``ValueError`` for a wrong value.
     """
-    known = ["model", "draft", "policy", "k", "ranks", *_Options.model_fields]
-    if unknown := next((name for name in given if name not in known), None):
+    option_names = ["model", "draft", "policy", "k", "ranks", *_Options.model_fields]
+    if unknown := next((name for name in given if name not in option_names), None):
         if unknown in _OfRanks.model_fields:
             raise TypeError(f"{unknown!r} is no option of LLM, but of fly.parallel.launch, which makes its ranks")
         if unknown == "exits":
             raise TypeError("'exits' is no option of LLM: give it early_exit.load(model, exits), of fly.extras")
-        raise TypeError(f"{unknown!r} is no option of LLM{instead(unknown, known)}")
+        raise TypeError(f"{unknown!r} is no option of LLM{suggest(unknown, option_names)}")
     return cast(EngineOptions, _validate(_Options, given))
 
 

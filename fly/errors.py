@@ -11,7 +11,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-__all__ = ["PlacedError", "explain", "fault_place", "instead", "meant", "origin", "said", "short", "worded"]
+__all__ = [
+    "PlacedError",
+    "describe_error",
+    "did_you_mean",
+    "explain",
+    "fault_place",
+    "message_of",
+    "origin",
+    "shorten",
+    "suggest",
+]
 
 # Names that vLLM, transformers and OpenAI use, and the names here for the same thing.
 _ELSEWHERE = {
@@ -58,23 +68,23 @@ def explain(
     parts = []
     for problem in error.errors(include_url=False):
         name = ".".join(map(str, problem["loc"]))
-        about = problem.get("ctx", {})
-        tag = about["discriminator"].strip("'") if "discriminator" in about else None  # the field that picks a class
-        place = (*problem["loc"], *([tag] if tag else getattr(about.get("error"), "place", ())))
+        extra = problem.get("ctx", {})
+        tag = extra["discriminator"].strip("'") if "discriminator" in extra else None  # the field that picks a class
+        place = (*problem["loc"], *([tag] if tag else getattr(extra.get("error"), "place", ())))
         start = where(place) if where else ""
         if problem["type"] == "extra_forbidden":
-            known = fields if len(problem["loc"]) == 1 else ()
-            parts.append(f"{start}{name}: there is no such field{instead(name, known, 'fields') if known else ''}")
+            choices = fields if len(problem["loc"]) == 1 else ()
+            parts.append(f"{start}{name}: there is no such field{suggest(name, choices, 'fields') if choices else ''}")
             continue
-        text = worded(problem)
+        text = message_of(problem)
         # Our own validators name the value themselves.
-        got = "" if problem["type"] in ("value_error", "missing") else f", got {problem['input']!r}"
-        named = not name or text.startswith(f"{name} ")
-        parts.append(f"{start}{text}{got}" if named else f"{start}{name}: {text}{got}")
+        value_text = "" if problem["type"] in ("value_error", "missing") else f", got {problem['input']!r}"
+        has_name = not name or text.startswith(f"{name} ")
+        parts.append(f"{start}{text}{value_text}" if has_name else f"{start}{name}: {text}{value_text}")
     return "; ".join(parts)
 
 
-def said(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return what an error of input says, in one line: for an error of the system, the file and the reason."""
     if isinstance(error, ValidationError):
         return explain(error)
@@ -83,23 +93,23 @@ def said(error: Exception) -> str:
     return str(error)
 
 
-def worded(problem: Mapping[str, Any]) -> str:
+def message_of(problem: Mapping[str, Any]) -> str:
     """Return pydantic's text of one of its errors, without what only a programmer knows."""
     return problem["msg"].removeprefix("Value error, ").partition(" or instance of ")[0]
 
 
-def meant(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a question whether ``word`` means a similar name in ``known``; an empty text if none is similar."""
     known = list(known)
-    same = _ELSEWHERE.get(word)
-    like = [same] if same in known else difflib.get_close_matches(word, known, 1)
-    return f" (did you mean {like[0]!r}?)" if like else ""
+    synonym = _ELSEWHERE.get(word)
+    matches = [synonym] if synonym in known else difflib.get_close_matches(word, known, 1)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
-def instead(word: str, known: Iterable[str], title: str = "choices") -> str:
+def suggest(word: str, known: Iterable[str], title: str = "choices") -> str:
     """Return a hint what to write instead of an unknown ``word``: a similar name, or all names if none is similar."""
     known = list(known)
-    return meant(word, known) or f"; {title}: {known}"
+    return did_you_mean(word, known) or f"; {title}: {known}"
 
 
 def origin(error: BaseException) -> str:
@@ -109,9 +119,9 @@ def origin(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     packages = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
     # Skip methods that dataclasses generate, since they have no lines, but keep a rule typed into an interpreter.
-    written = [frame for frame in frames if not (frame.filename == "<string>" and frame.name.startswith("__"))]
-    theirs = [frame for frame in written if not frame.filename.startswith((*packages, "<frozen"))]
-    frame = (theirs or frames)[-1]
+    source_frames = [frame for frame in frames if not (frame.filename == "<string>" and frame.name.startswith("__"))]
+    outside_frames = [frame for frame in source_frames if not frame.filename.startswith((*packages, "<frozen"))]
+    frame = (outside_frames or frames)[-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
@@ -123,13 +133,15 @@ def fault_place(error: BaseException) -> str:
     library = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent), "<frozen")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(library)]
     last = frames[-1] if frames else None
-    ours = last is None or last.filename.startswith(str(Path(__file__).parent)) or "site-packages" in last.filename
-    if last is None or ours or not last.line or last.line.startswith("raise"):
+    is_packaged = (
+        last is None or last.filename.startswith(str(Path(__file__).parent)) or "site-packages" in last.filename
+    )
+    if last is None or is_packaged or not last.line or last.line.startswith("raise"):
         return ""
     return f"{last.filename}:{last.lineno} in {last.name}"
 
 
-def short(value: object) -> str:
+def shorten(value: object) -> str:
     """Write a value as text of at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -25,7 +25,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from fly.errors import PlacedError, explain, instead, meant
+from fly.errors import PlacedError, did_you_mean, explain, suggest
 
 __all__ = [
     "CLASS_PATH",
@@ -84,10 +84,10 @@ class Registry:
                 plugin, source = entry.load(), f"entry point {entry.name} = {entry.value}"
                 self._check(plugin, source)
                 if not issubclass(plugin, base):
-                    right = next(name for name, other in self.groups.items() if issubclass(plugin, other))
+                    right_group = next(name for name, other in self.groups.items() if issubclass(plugin, other))
                     raise ValueError(
                         f"{source} stands in the group {group!r}, which takes a subclass of {base.__name__}; a "
-                        f"{self.groups[right].__name__} stands in {right!r}"
+                        f"{self.groups[right_group].__name__} stands in {right_group!r}"
                     )
                 if entry.name in types and types[entry.name] is not plugin:
                     raise ValueError(f"{source}: the name is taken by {types[entry.name]!r}")
@@ -99,13 +99,13 @@ class Registry:
         with the reason."""
         module, _, name = path.partition(":")
         try:
-            found = getattr(importlib.import_module(module), name)
+            attribute = getattr(importlib.import_module(module), name)
         except Exception as error:
-            what = "" if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: "
-            raise ValueError(f"{self.kind} {path!r} cannot be imported: {what}{error}") from error
-        if not isinstance(found, self.bases):
-            self._check(found, path)
-        return found
+            error_prefix = "" if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: "
+            raise ValueError(f"{self.kind} {path!r} cannot be imported: {error_prefix}{error}") from error
+        if not isinstance(attribute, self.bases):
+            self._check(attribute, path)
+        return attribute
 
     def _check(self, found: object, source: str) -> None:
         if not (isinstance(found, type) and issubclass(found, self.bases) and self.usable(found)):
@@ -140,12 +140,12 @@ class Source:
             if not self.trusted:
                 raise self.error(f"{name!r} would import code, which is not allowed from here")
             return self.registry.load(name)
-        if found := self.registry.presets.get(name) or self.registry.types.get(name):
-            return found
+        if entry := self.registry.presets.get(name) or self.registry.types.get(name):
+            return entry
         choices = self.registry.choices()
-        close = meant(name, [known for names in choices.values() for known in names])
-        listed = ", ".join(f"{title}: {list(names)}" for title, names in choices.items())
-        raise self.error(f"{name!r} is unknown{close or f'; {listed}{self.registry.more}'}")
+        hint = did_you_mean(name, [choice for names in choices.values() for choice in names])
+        choices_text = ", ".join(f"{title}: {list(names)}" for title, names in choices.items())
+        raise self.error(f"{name!r} is unknown{hint or f'; {choices_text}{self.registry.more}'}")
 
     def argument(self, given: Any, hint: Any) -> Any:
         """Return the value of an argument whose parameter has the annotation ``hint``."""
@@ -163,22 +163,25 @@ class Source:
             return make
         signature, hints = inspect.signature(make), _hints(make)
         parameters = signature.parameters
-        named = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
-        if wrong := [option for option in options if option not in parameters and not named]:
-            raise self.error(f"{name} has no parameter {wrong[0]!r}{instead(wrong[0], parameters)}", wrong[0])
+        takes_keywords = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+        if unknown := [option for option in options if option not in parameters and not takes_keywords]:
+            raise self.error(f"{name} has no parameter {unknown[0]!r}{suggest(unknown[0], parameters)}", unknown[0])
         place: tuple[str, ...] = ()
         try:
             bound = signature.bind(*arguments, **options)
-            for parameter, given in bound.arguments.items():
+            for parameter, argument in bound.arguments.items():
                 place = (parameter,)
                 hint, kind = hints.get(parameter, Any), parameters[parameter].kind
-                several, named = kind is Parameter.VAR_POSITIONAL, kind is Parameter.VAR_KEYWORD
+                takes_several, takes_keywords = kind is Parameter.VAR_POSITIONAL, kind is Parameter.VAR_KEYWORD
                 values = tuple(
-                    self.argument(part, hint) for part in (given.values() if named else given if several else (given,))
+                    self.argument(part, hint)
+                    for part in (argument.values() if takes_keywords else argument if takes_several else (argument,))
                 )
                 for value in values:
                     _check_parameter(make, parameter, value)
-                bound.arguments[parameter] = dict(zip(given, values)) if named else values if several else values[0]
+                bound.arguments[parameter] = (
+                    dict(zip(argument, values)) if takes_keywords else values if takes_several else values[0]
+                )
             place = ()
             for parameter in self.defaults.keys() & parameters.keys() - bound.arguments.keys():
                 bound.arguments[parameter] = self.defaults[parameter]
@@ -201,8 +204,8 @@ class Text(Source):
         try:
             tree = _parse(re.sub(_KEPT + word, self._stand_in, self.given.strip()))
         except _UNREADABLE as error:
-            where = f" ({error.msg})" if isinstance(error, SyntaxError) else ""
-            raise ValueError(f"{self._start} is not an expression such as {self.registry.example!r}{where}") from error
+            reason = f" ({error.msg})" if isinstance(error, SyntaxError) else ""
+            raise ValueError(f"{self._start} is not an expression such as {self.registry.example!r}{reason}") from error
         try:
             return build(tree)
         except RecursionError:
@@ -264,9 +267,9 @@ def _is_literal(word: str) -> bool:
 def hints_of(make: Any) -> dict[str, Any]:
     """Return the annotations of the parameters of a class or function; none if they use names that only type checkers
     import."""
-    plain = isinstance(make, type) and not is_dataclass(make)
+    is_plain_class = isinstance(make, type) and not is_dataclass(make)
     try:
-        return get_type_hints(make.__init__ if plain else make, include_extras=True)
+        return get_type_hints(make.__init__ if is_plain_class else make, include_extras=True)
     except (NameError, TypeError):
         return {}
 
@@ -294,8 +297,8 @@ def check_parameters(instance: Any) -> None:
 def _check_parameter(make: Any, name: str, value: object) -> None:
     for part in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(part, int) and not -_MOST <= part <= _MOST:
-            shown = f"of {part.bit_length()} bits" if part.bit_length() > 200 else f"{part}"
-            raise ValueError(f"{name} {shown}: integers are between -{_MOST} and {_MOST} here")
+            number_text = f"of {part.bit_length()} bits" if part.bit_length() > 200 else f"{part}"
+            raise ValueError(f"{name} {number_text}: integers are between -{_MOST} and {_MOST} here")
     try:
         _adapter(make, name).validate_python(value)
     except ValidationError as error:
@@ -310,6 +313,6 @@ def _adapter(make: Any, name: str) -> TypeAdapter[Any]:
     protocols are left out of the annotation."""
     hint = _hints(make).get(name, Any)
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    kept = tuple(part for part in parts if not getattr(part, "_is_protocol", False))
-    checked: Any = Union[kept] if kept else Any  # noqa: UP007  # a union of a tuple
+    plain_parts = tuple(part for part in parts if not getattr(part, "_is_protocol", False))
+    checked: Any = Union[plain_parts] if plain_parts else Any  # noqa: UP007  # a union of a tuple
     return TypeAdapter(checked, config=ConfigDict(strict=True, arbitrary_types_allowed=True))

@@ -49,9 +49,9 @@ def find_late(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str
     places = _read_places(package)
 
     def find(name: str) -> Any:
-        found = places[name] if name in places else _import_inside(package, name)
-        setattr(sys.modules[package], name, found)
-        return found
+        attribute = places[name] if name in places else _import_inside(package, name)
+        setattr(sys.modules[package], name, attribute)
+        return attribute
 
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *places})
@@ -67,8 +67,8 @@ def _read_places(package: str) -> Places:
             for line in block.body:
                 assert isinstance(line, ast.ImportFrom) and line.module
                 for alias in line.names:
-                    inside = f"{package}.{alias.name}:" if line.module == package else f"{line.module}:{alias.name}"
-                    places[alias.name] = inside
+                    place = f"{package}.{alias.name}:" if line.module == package else f"{line.module}:{alias.name}"
+                    places[alias.name] = place
     return Places(places)
 
 

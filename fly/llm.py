@@ -47,7 +47,7 @@ from fly.engine.scheduler import Scheduler, max_scored
 from fly.engine.stream import AsyncStream, Stream
 from fly.engine.warming import warm_up
 from fly.engine.worker import Worker
-from fly.errors import explain, instead, short
+from fly.errors import explain, shorten, suggest
 from fly.models.checkpoint import Checkpoint
 from fly.models.generation import read_sampling_defaults
 from fly.models.loading import resolve_dtype
@@ -192,8 +192,8 @@ class LLM:
         self._hinted = False  # whether the hint to use ``chat`` was given
 
         # The target. Each rank loads its own part.
-        by = load_executor if ranks is None else _part_loader(ranks)
-        executor = self._load_target(model, settings, by)
+        load_part = load_executor if ranks is None else _part_loader(ranks)
+        executor = self._load_target(model, settings, load_part)
         loads_target = isinstance(model, (str, Path, Checkpoint))
         if not (loads_target or isinstance(draft, (str, Path))):  # these options would do nothing
             _check_loaded(executor, settings["dtype"], settings["kernels"])
@@ -218,7 +218,7 @@ class LLM:
             )
 
         if ranks is not None:
-            strategy = parallel.place_draft(make_draft, setup, ranks, by)
+            strategy = parallel.place_draft(make_draft, setup, ranks, load_part)
         elif (strategy := make_draft()) is not None:
             strategy = setup.attach(strategy)
 
@@ -230,7 +230,7 @@ class LLM:
         size = CacheSize.parse(settings["cache"])
         max_rows = settings["max_rows"]
         step_tokens = settings["step_tokens"]
-        work = Workload(
+        workload = Workload(
             rows=max_rows,
             k=0 if strategy is None else self.k,
             policy=self._bind(self.policy),
@@ -239,13 +239,13 @@ class LLM:
             block_size=block_size,
             drafter=next((each.executor for each in setup.drafters), None),
         )
-        room, max_rows = find_room(executor, work, size, ranks)
+        room, max_rows = find_room(executor, workload, size, ranks)
         make_caches(target, setup, size, block_size, room, ranks)
 
         # The engine. An error on one rank alone is no request's fault: the other ranks would wait for this one.
         self.engine = Engine(target, strategy, setup)
-        failed = {} if ranks is None else {"failed": ranks.agree_on}
-        self.scheduler = Scheduler(self.engine, max_rows, step_tokens, **failed)
+        scheduler_options = {} if ranks is None else {"failed": ranks.agree_on}
+        self.scheduler = Scheduler(self.engine, max_rows, step_tokens, **scheduler_options)
         self.worker = Worker(self.scheduler, ranks)
         self._leads = ranks is None or ranks.leads
         self._random: random.Random = random.SystemRandom() if ranks is None else ranks.random
@@ -265,17 +265,17 @@ class LLM:
         else:
             check_target(kernels)
             checkpoint = open_model(model) if isinstance(model, (str, Path, Checkpoint)) else None
-            most = sys.maxsize if checkpoint is None else checkpoint.config.max_position_embeddings
-            if max_context is not None and max_context > most:
-                raise ValueError(f"max_context {max_context} is more than the {most} tokens that {model} has")
+            model_context = sys.maxsize if checkpoint is None else checkpoint.config.max_position_embeddings
+            if max_context is not None and max_context > model_context:
+                raise ValueError(f"max_context {max_context} is more than the {model_context} tokens that {model} has")
             loaded = load_model(checkpoint or model, settings["dtype"], settings["device"], kernels, by, max_context)
             executor, self.tokenizer = loaded.executor, loaded.tokenizer
             if loaded.checkpoint is not None:
                 self.eos_ids = read_eos_ids(loaded.checkpoint, executor.config.vocab_size)
                 self.default_params = read_sampling_defaults(loaded.checkpoint, executor.config.vocab_size)
         if max_context is not None and max_context != executor.config.max_position_embeddings:
-            has = executor.config.max_position_embeddings
-            raise ValueError(f"max_context {max_context}: this model is loaded already, with a context of {has}")
+            context = executor.config.max_position_embeddings
+            raise ValueError(f"max_context {max_context}: this model is loaded already, with a context of {context}")
         check_target(executor.kernels)  # that of a loaded model, or of FLY_KERNELS
         if self.tokenizer is not None:
             self.tokenizer.check_fits(executor.config.vocab_size)
@@ -298,8 +298,8 @@ class LLM:
         return getattr(self.draft, "names", [])
 
     def __repr__(self) -> str:
-        own, *drafts = (f"{kernels} in {dtype}" for kernels, dtype in self.computed)
-        runs = f", runs={own!r}" + (f", draft_runs={' + '.join(drafts)!r}" if drafts else "")
+        target, *drafts = (f"{kernels} in {dtype}" for kernels, dtype in self.computed)
+        runs = f", runs={target!r}" + (f", draft_runs={' + '.join(drafts)!r}" if drafts else "")
         return "LLM({}, draft={}, policy={!r}, k={}{})".format(*self._named, str(self.policy), self.k, runs)
 
     @property
@@ -320,12 +320,12 @@ class LLM:
     @property
     def devices(self) -> str:
         """What is used on a CUDA device and what is not, with the reason, in one line; empty on other devices."""
-        found = self.engine.runner.executor.describe()
-        if found:
+        facts = self.engine.runner.executor.describe()
+        if facts:
             cache = self.engine.runner.cache
             tokens, size = cache.allocator.num_blocks * cache.allocator.block_size, 2 * cache.keys.nbytes
-            found.append(f"a cache of {tokens:,} tokens ({size / 1e9:.1f} GB), at most {self.scheduler.max_rows} rows")
-        return " · ".join(found)
+            facts.append(f"a cache of {tokens:,} tokens ({size / 1e9:.1f} GB), at most {self.scheduler.max_rows} rows")
+        return " · ".join(facts)
 
     def lead(self) -> None:
         """Make this, the first of several ranks, the only one that is called from now on, from any thread. The others
@@ -369,20 +369,20 @@ class LLM:
             Exception: an error of a policy or a strategy on one of these prompts. Other calls go on.
             Stopped: the engine was closed or has failed. Calls that were waiting raise the failure itself.
         """
-        requests = self._asked(given := listed(prompts), params, options)
+        requests = self._asked(prompt_list := listed(prompts), params, options)
         if requests:
             with _shown(requests, progress and self._leads):
                 self.worker.run(Job(requests))
-        return self._answers(given, requests)
+        return self._answers(prompt_list, requests)
 
     async def agenerate(self, prompts: Prompts, params: Params = None, **options: Unpack[CallOptions]) -> list[Output]:
         """Do what ``generate`` does, for coroutines: any number of them may wait, on any event loop, without threads of
         their own. Cancelling the task ends its requests. Arguments, result and errors are those of ``generate``,
         without ``progress``."""
-        requests = self._asked(given := listed(prompts), params, options)
+        requests = self._asked(prompt_list := listed(prompts), params, options)
         if requests:
             await self.worker.arun(Job(requests, loop=asyncio.get_running_loop()))
-        return self._answers(given, requests)
+        return self._answers(prompt_list, requests)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[CallOptions]) -> Stream:
         """Yield the completion's text as it is decided, in strings that know their tokens (``piece.tokens``).
@@ -432,8 +432,8 @@ class LLM:
         If the model thinks before it answers, ``reasoning`` has its thinking, and ``text`` the answer. Errors are those
         of ``generate`` and ``chat_prompt``.
         """
-        prompts, rest = self._conversations(messages, options)
-        outputs = self.generate(prompts, params, progress=progress, **rest)
+        prompts, call_options = self._conversations(messages, options)
+        outputs = self.generate(prompts, params, progress=progress, **call_options)
         return outputs if _several(messages) else outputs[0]
 
     @overload
@@ -450,8 +450,8 @@ class LLM:
         self, messages: Any, params: Params = None, **options: Unpack[ChatOptions]
     ) -> Output | list[Output]:
         """Do what ``chat`` does, for coroutines, without ``progress``."""
-        prompts, rest = self._conversations(messages, options)
-        outputs = await self.agenerate(prompts, params, **rest)
+        prompts, call_options = self._conversations(messages, options)
+        outputs = await self.agenerate(prompts, params, **call_options)
         return outputs if _several(messages) else outputs[0]
 
     def chat_prompt(self, messages: Conversation, **variables: Any) -> list[int]:
@@ -493,25 +493,25 @@ class LLM:
         tokenizer. ``client`` names their owner: clients share the engine fairly. ``vet`` may refuse a form of
         structured output (``fly.runner.structured.Grammars``). The other arguments and the errors are those of
         ``generate``."""
-        given = listed(prompts)
+        prompt_list = listed(prompts)
         if not isinstance(priority, int):
             raise ValueError(f"priority {priority!r} must be an integer, smaller first")
         if streamed and self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it has no text to stream; use generate with token ids")
         rule = self.policy if policy is None else policy
-        each = zip(
-            _one_each("" if draft is None else draft, len(given), "draft"),
-            given,
-            _one_each(self.default_params if params is None else params, len(given), "params"),
-            _one_each(rule if isinstance(rule, (list, tuple)) else as_policy(rule), len(given), "policy"),
-            _one_each(self.k if k is None else k, len(given), "k"),
+        row_settings = zip(
+            _one_each("" if draft is None else draft, len(prompt_list), "draft"),
+            prompt_list,
+            _one_each(self.default_params if params is None else params, len(prompt_list), "params"),
+            _one_each(rule if isinstance(rule, (list, tuple)) else as_policy(rule), len(prompt_list), "policy"),
+            _one_each(self.k if k is None else k, len(prompt_list), "k"),
         )
         requests = []
-        for number, (name, *asked) in enumerate(each):
+        for number, (name, *row_arguments) in enumerate(row_settings):
             if name and name not in self.draft_names:
-                have = self.draft_names or "none; LLM(..., draft='choose(small=fly-draft, copy=ngram)') loads two"
-                raise ValueError(f"draft {name!r} is not loaded; choices: {have}")
-            row = self._row(vet, *asked)
+                names = self.draft_names or "none; LLM(..., draft='choose(small=fly-draft, copy=ngram)') loads two"
+                raise ValueError(f"draft {name!r} is not loaded; choices: {names}")
+            row = self._row(vet, *row_arguments)
             row.priority = priority
             row.draft = name
             row.client = client
@@ -525,7 +525,7 @@ class LLM:
                 for other in others:
                     other.finish_reason, other.prompt_logprobs = "length", row.prompt_logprobs
             # Under a grammar there is no reasoning, unless the prompt has begun it.
-            chat = asked[0] if isinstance(asked[0], ChatPrompt) else ChatPrompt(())
+            chat = row_arguments[0] if isinstance(row_arguments[0], ChatPrompt) else ChatPrompt(())
             thinking = chat.thinking if row.matcher is None or chat.shown else None
             for sample in (row, *others):
                 text = read_along(sample, self.tokenizer, streamed, thinking, chat.shown)
@@ -536,12 +536,12 @@ class LLM:
         """Make the row of a request, and check everything that depends on the model or the tokenizer."""
         tokens, config = self._tokens_of(prompt), self.engine.runner.executor.config
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"params {short(params)} must be SamplingParams; or give keywords, as in temperature=0")
+            raise ValueError(f"params {shorten(params)} must be SamplingParams; or give keywords, as in temperature=0")
         if not tokens:
             need = "some text: this tokenizer adds no begin token" if isinstance(prompt, str) else "at least one"
             raise ValueError(f"the prompt is empty, so there is no token to continue from; give {need}")
-        if bad := [token for token in tokens if not 0 <= token < config.vocab_size]:
-            raise ValueError(f"prompt has token ids {bad[:5]} outside the vocabulary of {config.vocab_size}")
+        if bad_ids := [token for token in tokens if not 0 <= token < config.vocab_size]:
+            raise ValueError(f"prompt has token ids {bad_ids[:5]} outside the vocabulary of {config.vocab_size}")
         # A prompt that is only scored may be one token longer: its last token is not fed to the model.
         scored = not params.max_tokens and params.prompt_logprobs is not None
         if len(tokens) >= config.max_position_embeddings + (not params.max_tokens) + scored:
@@ -554,7 +554,7 @@ class LLM:
             raise ValueError("stop strings need a tokenizer, which this model lacks; use stop_token_ids")
         if params.bad_words and self.tokenizer is None:
             raise ValueError("bad_words need a tokenizer, which this model lacks; use bad_words_ids")
-        spelled = [ids for word in params.bad_words if self.tokenizer for ids in self.tokenizer.spellings(word)]
+        spellings = [ids for word in params.bad_words if self.tokenizer for ids in self.tokenizer.spellings(word)]
         matcher = None if params.structured is None else self.grammars.matcher(params, vet)
         # Under a grammar a row ends where nothing else may follow, even with ``ignore_eos``.
         eos = frozenset() if params.ignore_eos and matcher is None else self.eos_ids
@@ -566,7 +566,7 @@ class LLM:
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
             k=_check_k(k),
             stop_ids=eos | set(params.stop_token_ids),
-            bad=BadWords((*params.bad_words_ids, *spelled)),
+            bad=BadWords((*params.bad_words_ids, *spellings)),
             matcher=matcher,
         )
         row.stats.prompt_tokens = len(tokens)
@@ -584,7 +584,7 @@ class LLM:
         if not isinstance(prompt, abc.Sequence) or not (
             set(map(type, prompt)) <= {int} or all(isinstance(n, Integral) for n in prompt)
         ):
-            raise ValueError(f"prompt {short(prompt)} is neither a text nor a list of token ids{for_chat(prompt)}")
+            raise ValueError(f"prompt {shorten(prompt)} is neither a text nor a list of token ids{for_chat(prompt)}")
         return [int(token) for token in prompt]
 
     def _bind(self, policy: AcceptancePolicy) -> AcceptancePolicy:
@@ -604,18 +604,18 @@ class LLM:
     def _asked(self, prompts: list[Any], params: Params, options: CallOptions, streamed: bool = False) -> list[Request]:
         """Make the requests of a call with these options."""
         fields: dict[str, Any] = {**options}
-        named = fields.pop("sampling_params", None)
-        if params is not None and named is not None:
+        sampling_params = fields.pop("sampling_params", None)
+        if params is not None and sampling_params is not None:
             raise ValueError("params and sampling_params are two names of one argument; give one of them")
-        asked = named if params is None else params
-        own = {name: fields.pop(name) for name in _OWN if name in fields}
+        chosen_params = sampling_params if params is None else params
+        call_options = {name: fields.pop(name) for name in _OWN if name in fields}
         _refuse_unknown(fields, ("sampling_params", *_OWN))
         if fields:
-            asked = self.default_params if asked is None else asked
-            several = isinstance(asked, (list, tuple))
-            changed = [_changed(one, fields) for one in (asked if several else [asked])]
-            asked = changed if several else changed[0]
-        return self.requests(prompts, asked, **own, streamed=streamed)
+            chosen_params = self.default_params if chosen_params is None else chosen_params
+            is_list = isinstance(chosen_params, (list, tuple))
+            changed_params = [_changed(one, fields) for one in (chosen_params if is_list else [chosen_params])]
+            chosen_params = changed_params if is_list else changed_params[0]
+        return self.requests(prompts, chosen_params, **call_options, streamed=streamed)
 
     def _streamed(self, prompt: Prompt, params: SamplingParams | None, options: CallOptions) -> list[Request]:
         requests = self._asked([prompt], params, options, streamed=True)
@@ -628,14 +628,14 @@ class LLM:
         """Return the prompts of one or several conversations, and the other options, for ``generate``."""
         fields: dict[str, Any] = {**options}
         if name := next((name for name in fields if name in _OF_TEMPLATE), None):
-            value = short(fields[name])
+            value = shorten(fields[name])
             raise ValueError(
                 f"{name!r} is for the chat template; give it as chat_template_kwargs={{{name!r}: {value}}}"
             )
         _refuse_unknown(fields, ("sampling_params", *_OWN, "tools", "chat_template_kwargs"))
         tools, variables = options.pop("tools", None), options.pop("chat_template_kwargs", None) or {}
-        each = messages if _several(messages) else [messages]
-        return [self.chat_prompt(one, tools=tools, **variables) for one in each], options
+        conversations = messages if _several(messages) else [messages]
+        return [self.chat_prompt(conversation, tools=tools, **variables) for conversation in conversations], options
 
     def _answers(self, prompts: list[Any], requests: list[Request]) -> list[Output]:
         """Return the outputs. If a chat model gave an empty answer to a plain text, warn once, with the likely
@@ -646,7 +646,9 @@ class LLM:
                 silent = not output.text.strip() and not self.eos_ids.isdisjoint(output.token_ids[-1:])
                 if isinstance(prompt, str) and silent:
                     self._hinted = True
-                    message = f"the answer to {short(prompt)} is empty: this model has a chat template, which generate"
+                    message = (
+                        f"the answer to {shorten(prompt)} is empty: this model has a chat template, which generate"
+                    )
                     warnings.warn(f"{message} does not apply; chat does, and chat_prompt for streams", stacklevel=3)
                     break
         return outputs
@@ -703,15 +705,15 @@ def listed(prompts: Any) -> list[Any]:
         return [prompts]
     if isinstance(prompts, abc.Mapping):
         hint = for_chat(prompts) or "; give texts, or the token ids alone (its 'input_ids', 'prompt_token_ids')"
-        raise ValueError(f"prompts {short(prompts)} is a mapping{hint}")
+        raise ValueError(f"prompts {shorten(prompts)} is a mapping{hint}")
     if isinstance(prompts, (bytes, bytearray)):
-        raise ValueError(f"prompts {short(prompts)} are bytes; give text: .decode()")
+        raise ValueError(f"prompts {shorten(prompts)} are bytes; give text: .decode()")
     if isinstance(prompts, np.ndarray) and prompts.dtype.kind in "UO":
         prompts = prompts.tolist()  # texts, or ragged lists of ids
     if isinstance(prompts, (np.ndarray, torch.Tensor)) and prompts.ndim != 2:
         return [_ids(prompts)]
     if not isinstance(prompts, abc.Iterable):
-        raise ValueError(f"prompts {short(prompts)} are neither texts nor token ids")
+        raise ValueError(f"prompts {shorten(prompts)} are neither texts nor token ids")
     if isinstance(prompts, abc.Sequence) and prompts and isinstance(prompts[0], Integral):
         return [prompts]
     return [_ids(one) if isinstance(one, (np.ndarray, torch.Tensor)) else one for one in prompts]
@@ -731,8 +733,8 @@ def _ids(prompt: np.ndarray[Any, Any] | torch.Tensor) -> list[int]:
     if prompt.ndim != 1 or not integers:
         shape = list(prompt.shape)
         raise ValueError(f"prompt of {prompt.dtype} and shape {shape}: token ids are integers, of one dimension")
-    found: list[int] = prompt.tolist()
-    return found
+    tokens: list[int] = prompt.tolist()
+    return tokens
 
 
 def _is_integer(dtype: torch.dtype) -> bool:
@@ -744,17 +746,17 @@ def as_policy(value: object) -> AcceptancePolicy:
     import. Raises ``ValueError`` with what is wrong, and the choices."""
     if isinstance(value, (AcceptancePolicy, str, abc.Mapping)):
         return load_policy(value, trusted=True)
-    made = ""
+    hint = ""
     if isinstance(value, type) and issubclass(value, AcceptancePolicy):
-        made = f"; give one of that class: {value.__name__}()"
+        hint = f"; give one of that class: {value.__name__}()"
     elif isinstance(value, Condition):
-        made = f"; a condition needs a core: Exact() | {value}"
-    raise ValueError(f"policy {short(value)} is no AcceptancePolicy, nor a text or mapping of one{made}")
+        hint = f"; a condition needs a core: Exact() | {value}"
+    raise ValueError(f"policy {shorten(value)} is no AcceptancePolicy, nor a text or mapping of one{hint}")
 
 
 def _changed(params: object, fields: dict[str, Any]) -> SamplingParams:
     if not isinstance(params, SamplingParams):
-        raise ValueError(f"params {short(params)} must be SamplingParams")
+        raise ValueError(f"params {shorten(params)} must be SamplingParams")
     try:
         return params.changed(fields)
     except ValidationError as error:
@@ -763,11 +765,11 @@ def _changed(params: object, fields: dict[str, Any]) -> SamplingParams:
 
 def _refuse_unknown(fields: abc.Iterable[str], own: abc.Iterable[str]) -> None:
     """Raise ``ValueError`` for an option that is neither a field of ``SamplingParams`` nor among the call's ``own``."""
-    known = [*SamplingParams.model_fields, *own]
-    if unknown := next((name for name in fields if name not in known), None):
+    option_names = [*SamplingParams.model_fields, *own]
+    if unknown := next((name for name in fields if name not in option_names), None):
         if unknown == "stream":
             raise ValueError("'stream' is no option: stream(prompt) streams, and stream(chat_prompt(messages))")
-        raise ValueError(f"{unknown!r} is no option{instead(unknown, known)}")
+        raise ValueError(f"{unknown!r} is no option{suggest(unknown, option_names)}")
 
 
 def _several(messages: object) -> bool:
@@ -801,9 +803,9 @@ def _shown(requests: list[Request], wanted: bool) -> Iterator[None]:
     def line() -> Table:
         done = sum(request.row.finish_reason is not None for request in requests)
         tokens = sum(request.row.generated for request in requests)
-        made = Table.grid(padding=(0, 1))
-        made.add_row(ProgressBar(len(requests), done, width=30), f"{done}/{len(requests)}", f"{tokens:,} tokens")
-        return made
+        table = Table.grid(padding=(0, 1))
+        table.add_row(ProgressBar(len(requests), done, width=30), f"{done}/{len(requests)}", f"{tokens:,} tokens")
+        return table
 
     # Do not redirect what the program prints meanwhile.
     live = Live(get_renderable=line, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
@@ -823,8 +825,10 @@ def _shown(requests: list[Request], wanted: bool) -> Iterator[None]:
 
 def _sign(kind: type[LLM]) -> None:
     """Show the declared options in a class's signature and documentation, as if each stood there."""
-    written = signature(kind.__init__)
-    parameters = [each for each in written.parameters.values() if each.name != "self" and each.kind != each.VAR_KEYWORD]
+    init_signature = signature(kind.__init__)
+    parameters = [
+        each for each in init_signature.parameters.values() if each.name != "self" and each.kind != each.VAR_KEYWORD
+    ]
     lines = ["", "Options:"]
     for name, option in declared().items():
         parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=option.default, annotation=option.annotation))

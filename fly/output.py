@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fly.errors import short
+from fly.errors import shorten
 from fly.models.thinking import Kind, Splitter, Thinking
 from fly.models.tokenizer import TextStream
 from fly.policies import AcceptancePolicy, Bound
@@ -79,18 +79,18 @@ class Reader:
             return []
         text = self._text.fresh()
         splitter = Splitter(self._thinking)
-        found = list[Piece]()
-        held: tuple[Token, ...] = ()
+        pieces = list[Piece]()
+        piece_tokens: tuple[Token, ...] = ()
         for number, token in enumerate(output.provenance, start=1):
-            held += (token,)
+            piece_tokens += (token,)
             for kind, piece in splitter.push(text.push(token.id, stoppable=number >= self._min_tokens)):
-                found.append(Piece(piece, held, kind))
-                held = ()
+                pieces.append(Piece(piece, piece_tokens, kind))
+                piece_tokens = ()
         rest = splitter.finish(text.finish())
-        for kind, piece in rest or ([("text", "")] if held else []):
-            found.append(Piece(piece, held, kind))
-            held = ()
-        return found
+        for kind, piece in rest or ([("text", "")] if piece_tokens else []):
+            pieces.append(Piece(piece, piece_tokens, kind))
+            piece_tokens = ()
+        return pieces
 
 
 @dataclass(frozen=True, repr=False)
@@ -156,8 +156,8 @@ class Output:
         }
 
     def __repr__(self) -> str:
-        shown = short(self.text) if self.text or not self.token_ids else f"token_ids={short(self.token_ids)}"
-        parts = [shown, f"{len(self.token_ids)} tokens", self.finish_reason, f"{self.policy} ({self.guarantee.value})"]
+        text = shorten(self.text) if self.text or not self.token_ids else f"token_ids={shorten(self.token_ids)}"
+        parts = [text, f"{len(self.token_ids)} tokens", self.finish_reason, f"{self.policy} ({self.guarantee.value})"]
         if self.stats.drafted:
             parts.append(f"tau={self.stats.tau:.2f}")
         if self.others:
@@ -166,13 +166,13 @@ class Output:
 
     def _repr_html_(self) -> str:
         """Return the tokens as HTML, coloured by why each was kept, with a legend and the counts."""
-        every = (self, *self.others)
-        texts = [f'<div style="{_BOX};margin:.4em 0">{output._coloured()}</div>' for output in every]
-        counts = Counter(token.why for output in every for token in output.provenance)
+        outputs = (self, *self.others)
+        texts = [f'<div style="{_BOX};margin:.4em 0">{output._coloured()}</div>' for output in outputs]
+        counts = Counter(token.why for output in outputs for token in output.provenance)
         legend = [_span(why.name.lower(), why, f"{means}: {counts[why]}") for why, (_, means) in _STYLES.items()]
-        seen = [f"{mark} {counts[why]}" for why, mark in zip(_STYLES, legend) if counts[why]]
-        small = '<div style="font-size:85%;opacity:.8">'
-        return f"<div>{''.join(texts)}{small}{' · '.join([*seen, *map(html.escape, self._summary())])}</div></div>"
+        marks = [f"{mark} {counts[why]}" for why, mark in zip(_STYLES, legend) if counts[why]]
+        footer = '<div style="font-size:85%;opacity:.8">'
+        return f"<div>{''.join(texts)}{footer}{' · '.join([*marks, *map(html.escape, self._summary())])}</div></div>"
 
     def _summary(self) -> list[str]:
         parts = [self.finish_reason, f"{self.policy}: {self.guarantee.value}"]
@@ -190,9 +190,9 @@ def _reasons(piece: Piece) -> str:
     """Return the tooltip of a piece: for each token its id, why it was kept, and the target's choice."""
     lines = []
     for token in piece.tokens:
-        wanted = token.target_choice not in (None, token.id)
+        differs = token.target_choice not in (None, token.id)
         parts = [f"token {token.id}: {token.why.name.lower()}", token.clause or ""]
-        parts += [f"target's choice {token.target_choice}" if wanted else ""]
+        parts += [f"target's choice {token.target_choice}" if differs else ""]
         parts += [f"probability {token.prob:.3g}" if token.prob is not None else ""]
         lines.append(", ".join(filter(None, parts)))
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from fly.errors import instead, short
+from fly.errors import shorten, suggest
 
 __all__ = ["Sampling", "SamplingParams", "StructuredOutput"]
 
@@ -49,15 +49,17 @@ class _Params(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
-        plain = {name: field.get_default(call_default_factory=True) for name, field in type(self).model_fields.items()}
-        return [(name, value) for name, value in super().__repr_args__() if name is None or value != plain[name]]
+        defaults = {
+            name: field.get_default(call_default_factory=True) for name, field in type(self).model_fields.items()
+        }
+        return [(name, value) for name, value in super().__repr_args__() if name is None or value != defaults[name]]
 
     @model_validator(mode="before")
     @classmethod
     def _fields_exist(cls, given: object) -> object:
-        known = list(cls.model_fields)
-        if isinstance(given, dict) and (unknown := next((str(name) for name in given if name not in known), None)):
-            raise ValueError(f"{unknown!r} is no field of {cls.__name__}{instead(unknown, known)}")
+        fields = list(cls.model_fields)
+        if isinstance(given, dict) and (unknown := next((str(name) for name in given if name not in fields), None)):
+            raise ValueError(f"{unknown!r} is no field of {cls.__name__}{suggest(unknown, fields)}")
         return given
 
 
@@ -101,13 +103,13 @@ class StructuredOutput(_Params):
             if isinstance(schema, dict):
                 return value if isinstance(value, str) else json.dumps(schema, ensure_ascii=False)
         except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"{short(value)} is no JSON: {error}") from None
-        raise ValueError(f"a schema is an object, or the JSON text of one, not {short(value)}")
+            raise ValueError(f"{shorten(value)} is no JSON: {error}") from None
+        raise ValueError(f"a schema is an object, or the JSON text of one, not {shorten(value)}")
 
     @model_validator(mode="after")
     def _one_form(self) -> StructuredOutput:
-        if len(given := self._given()) != 1:
-            raise ValueError(f"give exactly one of {list(type(self).model_fields)}, not {given}")
+        if len(forms := self._given()) != 1:
+            raise ValueError(f"give exactly one of {list(type(self).model_fields)}, not {forms}")
         return self
 
 
@@ -192,8 +194,8 @@ class SamplingParams(_Params):
     def check_ids(self, vocab_size: int) -> None:
         """Raise ``ValueError`` for token ids outside a vocabulary of ``vocab_size`` tokens."""
         bad_words_ids = (token for ids in self.bad_words_ids for token in ids)
-        named = {"stop_token_ids": self.stop_token_ids, "logit_bias": self.logit_bias, "bad_words_ids": bad_words_ids}
-        for name, ids in named.items():
+        fields = {"stop_token_ids": self.stop_token_ids, "logit_bias": self.logit_bias, "bad_words_ids": bad_words_ids}
+        for name, ids in fields.items():
             if outside := [token for token in ids if not 0 <= token < vocab_size]:
                 raise ValueError(f"{name} {outside[:5]} are outside the vocabulary of {vocab_size}")
 

@@ -114,7 +114,7 @@ class Draft:
         parts = (None if other is None else other[index_B] for other in self._others)
         rows = Draft(self.tokens_BK[index_B], self.lengths_B[index_B], *parts)
         if numbers is not None:
-            rows.__dict__.update({name: [known[b] for b in numbers] for name, known in self._known().items()})
+            rows.__dict__.update({name: [values[b] for b in numbers] for name, values in self._known().items()})
         return rows
 
     @property
@@ -277,8 +277,8 @@ class Target:
     @cached_property
     def choices(self) -> list[list[int]]:
         """``argmax_BK`` as lists. Copied to the host once."""
-        found: list[list[int]] = self.argmax_BK.tolist()
-        return found
+        tokens: list[list[int]] = self.argmax_BK.tolist()
+        return tokens
 
     @property
     def probs_BKV(self) -> Tensor:
@@ -321,8 +321,8 @@ class Target:
     def nats_of(self, tokens: list[tuple[int, int, int]]) -> list[float]:
         """Return -ln target(token) in the raw distribution for tokens given as (row, position, id). Copies to the
         host."""
-        b_N, at_N, token_N = torch.tensor(tokens, device=self.logits_BKV.device).unbind(1)
-        log_NV = self.logits_BKV[b_N, at_N].log_softmax(-1)
+        b_N, positions_N, token_N = torch.tensor(tokens, device=self.logits_BKV.device).unbind(1)
+        log_NV = self.logits_BKV[b_N, positions_N].log_softmax(-1)
         nats: list[float] = (-pick(log_NV, token_N)).tolist()
         return nats
 

@@ -89,19 +89,19 @@ class Vocabulary:
         return self._masks(predicate)
 
     def _mask(self, function: Callable[..., bool], *owner: Any) -> Tensor:
-        plain = ((i not in self.control_ids and bool(text), text) for i, text in enumerate(self.texts))
-        return torch.tensor([asked and bool(function(*owner, text)) for asked, text in plain], device=self.device)
+        pairs = ((i not in self.control_ids and bool(text), text) for i, text in enumerate(self.texts))
+        return torch.tensor([is_plain and bool(function(*owner, text)) for is_plain, text in pairs], device=self.device)
 
     def _longest(self, text: str) -> list[int]:
         by_text = {data: i for i, data in enumerate(self.bytes) if data}
-        found = []
+        tokens = []
         data = text.encode()
         while data:
             if (size := next((n for n in range(len(data), 0, -1) if data[:n] in by_text), 0)) == 0:
                 raise ValueError(f"{text!r} cannot be written in this vocabulary")
-            found.append(by_text[data[:size]])
+            tokens.append(by_text[data[:size]])
             data = data[size:]
-        return found
+        return tokens
 
     def _find(self, text: str) -> int:
         if self._spelled is None:

@@ -18,7 +18,7 @@ from fly.backends.int8 import INT8, wants_int8, with_int8_weights
 from fly.backends.torch import Model, TorchExecutor
 from fly.bundled import open_model
 from fly.drafts.base import Loaded
-from fly.errors import short
+from fly.errors import shorten
 from fly.late import Places
 from fly.models import Llama
 from fly.models.checkpoint import Checkpoint
@@ -166,8 +166,8 @@ def load_executor(
 ) -> Executor:
     """Load a checkpoint. Arguments and errors are those of ``fly.models.load_model`` and ``executor_of``. ``kept`` are
     the tokens that its head keeps (``fly.models.trimmed``); None: all."""
-    where = resolve_device(device)
-    if not wants_int4(kernels, where) and not wants_int8(kernels, where):
+    loading_device = resolve_device(device)
+    if not wants_int4(kernels, loading_device) and not wants_int8(kernels, loading_device):
         chosen(kernels)  # raise an error for bad kernels before anything is read
     part = None if kept is None else partial(TrimmedHead, kept=kept)
     return executor_of(Loading(checkpoint, dtype, device, part=part), kernels)
@@ -204,7 +204,7 @@ def load(
         return Loaded(model)
     if not isinstance(model, (str, Path, Checkpoint)):
         if not isinstance(model, Model):
-            raise ValueError(f"model {short(model)} is no name, path, open checkpoint or loaded model")
+            raise ValueError(f"model {shorten(model)} is no name, path, open checkpoint or loaded model")
         return Loaded(executor_of(model, TORCH))
     checkpoint = open_model(model)
     if like is not None:
@@ -213,17 +213,17 @@ def load(
     if (kind := head_kind(checkpoint.path)) is not None:
         if vocabulary is not None:
             raise ValueError(f"vocabulary trims a model; {checkpoint.path} is a draft head, which has one of its own")
-        where, own = resolve_device(device), None if dtype == "auto" else resolve_dtype(dtype, {})
-        full = chosen(kernels) if where.type == "cpu" else TORCH
-        return Loaded(_HEADS[kind](checkpoint.path, own, where, full))
+        head_device, head_dtype = resolve_device(device), None if dtype == "auto" else resolve_dtype(dtype, {})
+        head_kernels = chosen(kernels) if head_device.type == "cpu" else TORCH
+        return Loaded(_HEADS[kind](checkpoint.path, head_dtype, head_device, head_kernels))
     checkpoint.limit(context)
     tokenizer, size = Tokenizer.load(checkpoint), checkpoint.config.vocab_size
     control_ids = read_eos_ids(checkpoint, size) | (tokenizer.control_ids if tokenizer else frozenset())
-    kept: dict[str, Any] = {}
+    trim_options: dict[str, Any] = {}
     if vocabulary is not None:
-        kept["kept"] = kept_tokens(vocabulary, size, control_ids)
+        trim_options["kept"] = kept_tokens(vocabulary, size, control_ids)
     with _room_for(checkpoint, resolve_dtype(dtype, checkpoint.raw), resolve_device(device), kernels):
-        executor = by(checkpoint, dtype, device, kernels=kernels, **kept)
+        executor = by(checkpoint, dtype, device, kernels=kernels, **trim_options)
     return Loaded(executor, tokenizer, control_ids, checkpoint)
 
 

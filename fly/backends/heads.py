@@ -56,18 +56,18 @@ class TorchPEagleHead(BlockHead):
         kv = batch.kv
         mask = self.head.config.mask_token_id
         assert mask is not None
-        at = 0
+        offset = 0
         counts = [count + n - 1 for count, n in zip(kv.counts, max_len)]
         tokens, numbers = list[int](), list[int]()  # the number of each token's hidden states; -1: ``mask_hidden``
         for count, n in zip(kv.counts, max_len):
-            tokens += [*batch.tokens[at : at + count], *[mask] * (n - 1)]
-            numbers += [*range(at, at + count), *[-1] * (n - 1)]
-            at += count
-        longer = Batch.of(_split(tokens, counts), kv.cache.batch(kv.seqs, kv.starts, counts))
+            tokens += [*batch.tokens[offset : offset + count], *[mask] * (n - 1)]
+            numbers += [*range(offset, offset + count), *[-1] * (n - 1)]
+            offset += count
+        block_batch = Batch.of(_split(tokens, counts), kv.cache.batch(kv.seqs, kv.starts, counts))
         states_TF = torch.cat([states_TF.to(self.device, self.dtype), self.head.mask_hidden.flatten(0, 1)])
-        uploaded = upload([*longer.tokens, *longer.positions, *numbers], self.device)
+        uploaded = upload([*block_batch.tokens, *block_batch.positions, *numbers], self.device)
         tokens_T, positions_T, numbers_T = uploaded.chunk(3)
-        x_TC = self.head(tokens_T, self.head.fuse(states_TF[numbers_T]), positions_T, longer.kv)
+        x_TC = self.head(tokens_T, self.head.fuse(states_TF[numbers_T]), positions_T, block_batch.kv)
         # Places of each row: its last token that was read, then its mask tokens. A shorter row repeats its last place.
         ends = itertools.accumulate(counts)
         places = [min(end - n + j, end - 1) for end, n in zip(ends, max_len) for j in range(max(max_len))]
@@ -96,9 +96,11 @@ class TorchDFlashHead(BlockHead):
     def share(self, target: Executor) -> None:
         super().share(target)
         if self.head.lm_head is None:
-            own, theirs = self.config.hidden_size, target.config.hidden_size
-            if own != theirs:
-                raise ValueError(f"the head has no output matrix, and the target's is {theirs} wide, not {own}")
+            head_width, target_width = self.config.hidden_size, target.config.hidden_size
+            if head_width != target_width:
+                raise ValueError(
+                    f"the head has no output matrix, and the target's is {target_width} wide, not {head_width}"
+                )
             self._logits = lambda hidden_TC: target.logits(hidden_TC).to(self.device)[:, self.to_target_U]
 
     def room(self, drafts: int, spec: DraftSpec) -> int:
@@ -127,8 +129,8 @@ class TorchDFlashHead(BlockHead):
         packed = Batch.of(blocks, view.batches[0])
         tokens_T, positions_T = upload([*packed.tokens, *packed.positions], self.device).chunk(2)
         hidden_BKC = self.head(tokens_T, positions_T, view).unflatten(0, (len(anchors), -1))
-        first = 0 if config.anchor_first else 1
-        used_BKC = hidden_BKC[:, first : first + count]
+        first_place = 0 if config.anchor_first else 1
+        used_BKC = hidden_BKC[:, first_place : first_place + count]
         return hidden_BKC, self.logits(used_BKC.flatten(0, 1)).unflatten(0, used_BKC.shape[:2])
 
     def logits(self, hidden_NC: Tensor) -> Tensor:

@@ -37,13 +37,13 @@ def with_int8_weights(model: Llama | Loading) -> Llama:
     not rounded. A loaded model is copied.
     """
     if isinstance(model, Loading):
-        made = model.load_all(_round)
+        int8_model = model.load_all(_round)
     else:
-        made = deepcopy(model)
-        for module in (*made.layers, *([] if made.config.tie_word_embeddings else [made.lm_head])):
+        int8_model = deepcopy(model)
+        for module in (*int8_model.layers, *([] if int8_model.config.tie_word_embeddings else [int8_model.lm_head])):
             _round(module)
-    made.rounded = True
-    return made
+    int8_model.rounded = True
+    return int8_model
 
 
 def _round(module: nn.Module) -> None:

@@ -65,10 +65,10 @@ class TorchExecutor(Executor):
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         tokens_T, positions_T = upload([*batch.tokens, *batch.positions], self.device).chunk(2)
-        taken: dict[int, Tensor] = dict.fromkeys(states, positions_T)
-        options: dict[str, Any] = {"through": record_states(taken)} if states else {}
+        recorded_states: dict[int, Tensor] = dict.fromkeys(states, positions_T)
+        options: dict[str, Any] = {"through": record_states(recorded_states)} if states else {}
         hidden_TC = self.model(tokens_T, positions_T, batch.kv, **options)
-        states_TF = torch.cat([taken[number] for number in states], -1) if states else None
+        states_TF = torch.cat([recorded_states[number] for number in states], -1) if states else None
         if places is not None:
             if not len(places):
                 return Scores(torch.zeros(0, self.config.vocab_size, device=self.device), None, states_TF)

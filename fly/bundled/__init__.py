@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fly.errors import meant
+from fly.errors import did_you_mean
 from fly.models.checkpoint import Checkpoint
 from fly.models.config import CheckpointError
 from fly.models.hub import HubName, fetch, hub_name
@@ -39,7 +39,7 @@ def find_checkpoint(name: str | Path) -> Path | HubName:
         return Path(name)
     if (wanted := hub_name(str(name))) is not None:
         return wanted
-    hint = meant(str(name), (*BUNDLED, *HEADS))
+    hint = did_you_mean(str(name), (*BUNDLED, *HEADS))
     raise CheckpointError(
         f"{str(name)!r} is neither a bundled checkpoint{hint}, nor a directory or .gguf file that exists, nor a name "
         f"on the Hugging Face hub (owner/name); bundled: {[*BUNDLED, *HEADS]}"

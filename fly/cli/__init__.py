@@ -125,13 +125,13 @@ def load_command(name: str) -> Any:
     if isinstance(function, typer.Typer):
         function.info.name = name
         return typer.main.get_group(function)
-    alone = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+    command_app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
     # Every argument after the name of a command that passes them on is its own, --help too.
     settings = (
         {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []} if passes_on else None
     )
-    alone.command(name, context_settings=settings)(function)
-    return typer.main.get_command(alone)
+    command_app.command(name, context_settings=settings)(function)
+    return typer.main.get_command(command_app)
 
 
 app = typer.Typer(

@@ -23,7 +23,7 @@ from fly.cli.run import alone, compute_in_words, options_of, sampling_of, setup_
 from fly.cli.show import console, errors, fail
 from fly.cli.terminal import read_bytes
 from fly.config import Config
-from fly.errors import meant, said, short
+from fly.errors import describe_error, did_you_mean, shorten
 from fly.llm import LLM, Piece, Stream
 from fly.policies import parse_policy
 from fly.types import SamplingParams
@@ -64,8 +64,8 @@ def chat(
         context.set_parameter_source("model", context.get_parameter_source("named"))  # type: ignore[arg-type]
     if config is None:  # a configuration file names its own model
         context.params["model"] = context.params["model"] or BUNDLED[0]
-    given = options_of(context, _SAMPLING)
-    sampling_of(given, SamplingParams())  # report errors before anything is loaded
+    sampling_options = options_of(context, _SAMPLING)
+    sampling_of(sampling_options, SamplingParams())  # report errors before anything is loaded
     variables = _variables(chat_template_kwargs)
     setup = setup_of(context, config)
     loading = console.status(f"loading {escape(setup.model)}", spinner="line")
@@ -76,7 +76,7 @@ def chat(
     default = llm.default_params
     if "max_tokens" not in default.model_fields_set:
         default = default.model_copy(update={"max_tokens": MOST})
-    conversation = Conversation(llm, setup, sampling_of(given, default), system, variables)
+    conversation = Conversation(llm, setup, sampling_of(sampling_options, default), system, variables)
     try:
         conversation.run()
     finally:
@@ -85,12 +85,12 @@ def chat(
 
 def _variables(text: str | None) -> dict[str, Any]:
     try:
-        found = {} if text is None else json.loads(text)
+        variables = {} if text is None else json.loads(text)
     except ValueError as error:
         raise ValueError(f"--chat-template-kwargs {text!r} is no JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(variables, dict):
         raise ValueError(f"--chat-template-kwargs {text!r} must be a JSON object")
-    return found
+    return variables
 
 
 class Conversation:
@@ -107,7 +107,11 @@ class Conversation:
     def __init__(
         self, llm: LLM, setup: Config, params: SamplingParams, system: str | None, variables: dict[str, Any]
     ) -> None:
-        self.llm, self.setup, self.params, self.system, self.variables = llm, setup, params, system, variables
+        self.llm = llm
+        self.setup = setup
+        self.params = params
+        self.system = system
+        self.variables = variables
         self.policy, self.k = llm.policy, llm.k
         self.turns: list[dict[str, str]] = []  # messages of user and assistant, alternately
         self._saved: set[Path] = set()
@@ -145,7 +149,7 @@ class Conversation:
                 self._tell("stopped")
             except Exception as error:  # a wrong command, or a faulty plug-in: the conversation goes on
                 kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
-                fail(kind + said(error))
+                fail(kind + describe_error(error))
 
     def messages(self) -> list[dict[str, str]]:
         """Return all messages so far, the system prompt included."""
@@ -154,10 +158,10 @@ class Conversation:
     def _answer(self, text: str) -> None:
         """Answer a message. A message without any answer is not kept."""
         talk = [*self.messages(), {"role": "user", "content": text}]
-        prompt, most = self.llm.chat_prompt(talk, **self.variables), self.llm.engine.context
-        if len(prompt) >= most:
+        prompt, context = self.llm.chat_prompt(talk, **self.variables), self.llm.engine.context
+        if len(prompt) >= context:
             raise ValueError(
-                f"the conversation takes {len(prompt)} tokens, and the context holds {most}: nothing was sent. "
+                f"the conversation takes {len(prompt)} tokens, and the context holds {context}: nothing was sent. "
                 f"/drop N forgets its oldest N turns (of {len(self.turns) // 2}), /reset all of it"
             )
         # Show the answer while it is generated; Ctrl+C stops it.
@@ -171,8 +175,8 @@ class Conversation:
             stream.close()
         console.print()
         # Keep the answer, or the part that came before it was stopped.
-        kept = not stopped or bool(answer.text or answer.reasoning)
-        if kept:
+        is_kept = not stopped or bool(answer.text or answer.reasoning)
+        if is_kept:
             message = {"role": "assistant", "content": answer.text}
             if answer.reasoning:
                 message["reasoning_content"] = answer.reasoning
@@ -180,12 +184,14 @@ class Conversation:
         # Say how the answer ended.
         ending = []
         if stopped:
-            ending.append("stopped" if kept else "stopped before the answer began, so the question is not kept")
+            ending.append("stopped" if is_kept else "stopped before the answer began, so the question is not kept")
         elif stream.finish_reason == "length":
-            full = len(prompt) + stream.stats.generated >= most
+            is_full = len(prompt) + stream.stats.generated >= context
             limit = f"--max-tokens {self.params.max_tokens}"
-            ending.append(f"the context of {most} tokens is full: /drop N or /reset" if full else f"cut by {limit}")
-        if kept and answer.reasoning and not answer.text:
+            ending.append(
+                f"the context of {context} tokens is full: /drop N or /reset" if is_full else f"cut by {limit}"
+            )
+        if is_kept and answer.reasoning and not answer.text:
             ending.append("it was still thinking")
         self._tell(" · ".join([*answer.figures(), *ending]))
 
@@ -193,7 +199,7 @@ class Conversation:
         """Run a command, a line that begins with a slash. An error (``ValueError``, ``OSError``) changes nothing."""
         name, *rest = line.split(maxsplit=1)
         if (run := self.commands.get(name)) is None:
-            hint = meant(name, self.commands)
+            hint = did_you_mean(name, self.commands)
             raise ValueError(
                 f"{name} is no command{hint}; choices: {' '.join(self.commands)} (// begins a text with /)"
             )
@@ -286,8 +292,8 @@ class Conversation:
         """list the commands, and what the colours mean."""
         _refuse_text("/help", text)
         for name, run in self.commands.items():
-            told = " ".join((inspect.getdoc(run) or "").split())
-            self._tell(textwrap.fill(f"  {name:13}{told}", 80, subsequent_indent=" " * 15))
+            help_text = " ".join((inspect.getdoc(run) or "").split())
+            self._tell(textwrap.fill(f"  {name:13}{help_text}", 80, subsequent_indent=" " * 15))
         self._tell("  a line that ends with \\ goes on in the next; // begins a text with /")
         self._tell("  Ctrl+C stops an answer and keeps its beginning; Ctrl+D ends")
         if console.is_terminal:
@@ -315,14 +321,14 @@ def _messages(system: str | None, turns: list[dict[str, str]]) -> list[dict[str,
 def _integer(command: str, text: str, least: int, most: int, limit: str) -> int:
     """Read the number that a command takes. Raises ``ValueError``, which says that ``most`` is the ``limit``."""
     if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
-        raise ValueError(f"{command} {short(text)} must be an integer in {least}..{most}, {limit}")
+        raise ValueError(f"{command} {shorten(text)} must be an integer in {least}..{most}, {limit}")
     return int(text)
 
 
 def _refuse_text(command: str, text: str) -> None:
     """Raise ``ValueError`` if there is text after a command that takes none."""
     if text:
-        raise ValueError(f"{command} takes nothing, got {short(text)}")
+        raise ValueError(f"{command} takes nothing, got {shorten(text)}")
 
 
 class _Answer:
@@ -342,13 +348,13 @@ class _Answer:
     def figures(self) -> list[str]:
         """Return the figures of the answer so far."""
         elapsed, stats = time.perf_counter() - self._started, self._stream.stats
-        found = [
+        figures = [
             f"τ {stats.tau:.2f}",
             f"{stats.generated / max(elapsed, 1e-9):,.1f} tokens/s",
             f"{stats.relaxed / max(stats.generated, 1):.0%} relaxed",
             f"cached {stats.cached} of {stats.prompt_tokens} prompt tokens",
         ]
-        return found if self._first is None else [*found, f"first after {self._first - self._started:.2f} s"]
+        return figures if self._first is None else [*figures, f"first after {self._first - self._started:.2f} s"]
 
 
 def _read(prompt: str) -> str:

@@ -76,15 +76,15 @@ def generate(
     Options of sampling that are left out have the checkpoint's values.
     """
     with ranks_of(context, config) as ranks:
-        given = _sampling_given(context)
-        sampling_of(given, SamplingParams())  # report errors before anything is loaded
+        sampling_options = _sampling_given(context)
+        sampling_of(sampling_options, SamplingParams())  # report errors before anything is loaded
         text = str(prompt)
         if prompt in (None, "-"):
             text = _read_input() if ranks is None else ranks.share(_read_input() if ranks.leads else None)
         llm = LLM.from_config(setup_of(context, config), ranks)
         if ranks is not None:
             memory_of(ranks, quiet=not console.is_terminal)
-        params = sampling_of(given, llm.default_params)
+        params = sampling_of(sampling_options, llm.default_params)
         templated = not raw and llm.tokenizer is not None and llm.tokenizer.template is not None
         ids: Any = llm.chat_prompt(text) if templated else text
         if as_json:
@@ -127,17 +127,17 @@ def _text_of(name: str, given: str | None, pattern: str, what: str) -> str | Non
 
 def _biases(given: list[str]) -> dict[int, float]:
     """Read ``--logit-bias``: the bias by token id."""
-    found: dict[int, float] = {}
+    biases: dict[int, float] = {}
     for text in given:
         token, _, bias = text.partition("=")
         try:
             number, value = int(token), float(bias)
         except ValueError:
             raise ValueError(f"--logit-bias {text!r} must be TOKEN_ID=BIAS, as 42=-100") from None
-        if number in found:
-            raise ValueError(f"--logit-bias {text!r}: token {number} has a bias already, {found[number]:g}")
-        found[number] = value
-    return found
+        if number in biases:
+            raise ValueError(f"--logit-bias {text!r}: token {number} has a bias already, {biases[number]:g}")
+        biases[number] = value
+    return biases
 
 
 def show_stream(
@@ -159,31 +159,31 @@ def _show_all(llm: LLM, prompt: Any, params: SamplingParams) -> tuple[Stats, flo
     start = time.perf_counter()
     first = llm.generate([prompt], params)[0]
     elapsed = time.perf_counter() - start
-    for number, output in enumerate(every := (first, *first.others), start=1):
-        note(f"--- {number} of {len(every)} ---")
+    for number, output in enumerate(outputs := (first, *first.others), start=1):
+        note(f"--- {number} of {len(outputs)} ---")
         show(output.pieces)
         console.print()
-    return sum((output.stats for output in every), Stats()), elapsed
+    return sum((output.stats for output in outputs), Stats()), elapsed
 
 
 def show(texts: Iterable[Piece]) -> None:
     """Print pieces of text as they come. On a terminal the colour says why each was kept, and reasoning is dimmed.
     Elsewhere only the text of the answer is printed, unchanged."""
-    thought = ""
+    thinking = ""
     for piece in texts:
         if piece.kind == "reasoning":
-            thought += piece
-        elif thought and console.is_terminal:
+            thinking += piece
+        elif thinking and console.is_terminal:
             console.print("\n")
-            thought = ""
+            thinking = ""
         if console.is_terminal:
             style = STYLES[piece.why.name.lower()][0] + (" dim" if piece.kind == "reasoning" else "")
             console.print(Text(str(piece), style), end="", soft_wrap=True)
         elif piece.kind == "text":
             console.file.write(str(piece))
             console.file.flush()
-    if thought and not console.is_terminal:
-        errors.print(f"[dim]({len(thought)} characters of thinking are not shown here)[/]", highlight=False)
+    if thinking and not console.is_terminal:
+        errors.print(f"[dim]({len(thinking)} characters of thinking are not shown here)[/]", highlight=False)
 
 
 def show_colours() -> None:

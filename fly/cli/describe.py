@@ -33,8 +33,8 @@ def summarize(thing: Any) -> str:
 
 def describe_call(name: str, make: Any) -> str:
     """Return a rule or strategy as text, with its parameters and their defaults."""
-    shown = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in _parameters(make)]
-    return f"{name}({', '.join(shown)})" if shown else name
+    parameters = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in _parameters(make)]
+    return f"{name}({', '.join(parameters)})" if parameters else name
 
 
 def show_policy(name: str) -> None:
@@ -151,8 +151,8 @@ def _meaning(make: Any, name: str) -> str:
         _, entries = _split(text)
         if entry := re.search(rf"^    (?:\w+, )*{name}(?:, \w+)*: (.*\n?(?:     .*\n?)*)", entries, re.MULTILINE):
             return _in_one_line(entry[1])
-        if named := _sentences_with(f"``{name}``", text):
-            return named
+        if sentences := _sentences_with(f"``{name}``", text):
+            return sentences
     return next(filter(None, (_sentences_with(name, text) for text in texts)), "")
 
 

@@ -52,10 +52,10 @@ def doctor(json: Json = None) -> None:
     Paste the output into a bug report. It holds no names of files, users or hosts.
     """
     findings = [*examine()]
-    used = ((escape(subject), escape(found)) for subject, found, unused in findings if not unused)
-    print_list(used, "", "found", title="Used")
-    others = ((escape(subject), escape(found), escape(unused)) for subject, found, unused in findings if unused)
-    print_list(others, "", "found", "why", title="Not used")
+    used_rows = ((escape(subject), escape(found)) for subject, found, unused in findings if not unused)
+    print_list(used_rows, "", "found", title="Used")
+    unused_rows = ((escape(subject), escape(found), escape(unused)) for subject, found, unused in findings if unused)
+    print_list(unused_rows, "", "found", "why", title="Not used")
     console.print(
         "[dim]'fly bench speed' measures this machine; docs/how-to/install.md says how to get what is missing[/]"
     )
@@ -68,7 +68,7 @@ def examine() -> Iterator[Finding]:
     yield Finding("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield from _find_packages()
     yield from _find_processor()
-    yield from (Finding(*found) for found in survey())
+    yield from (Finding(*finding) for finding in survey())
     yield from _find_memory()
 
 
@@ -76,8 +76,8 @@ def _find_packages() -> Iterator[Finding]:
     installed = {name: _version_of(name) for name in (*_NEEDED, *_OPTIONAL)}
     yield Finding("packages", ", ".join(f"{name} {installed[name]}" for name in _NEEDED))
     for name, purpose in _OPTIONAL.items():
-        found = installed[name]
-        yield Finding(name, found or "not installed", "" if found else f"only for {purpose}")
+        installed_version = installed[name]
+        yield Finding(name, installed_version or "not installed", "" if installed_version else f"only for {purpose}")
 
 
 def _version_of(package: str) -> str:

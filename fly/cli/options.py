@@ -22,16 +22,16 @@ _OF_MODEL: dict[str, Any] = {"rich_help_panel": "Model and decoding"}
 def takes(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[_Run], _Run]:
     """Decorate a command: it also takes the options in ``groups``, after its own, as keyword arguments. A group gives
     the annotation and the default of each option by its name."""
-    given = {name: option for group in groups for name, option in group.items()}
+    options = {name: option for group in groups for name, option in group.items()}
 
     def decorate(run: _Run) -> _Run:
         parameters = inspect.signature(run, eval_str=True).parameters.values()
-        own = [each for each in parameters if each.name not in given and each.kind != each.VAR_KEYWORD]
-        more = [
+        run_parameters = [each for each in parameters if each.name not in options and each.kind != each.VAR_KEYWORD]
+        option_parameters = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-            for name, (annotation, default) in given.items()
+            for name, (annotation, default) in options.items()
         ]
-        run.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]  # typer reads it
+        run.__signature__ = inspect.Signature([*run_parameters, *option_parameters])  # type: ignore[attr-defined]  # typer reads it
         return run
 
     return decorate
@@ -52,8 +52,8 @@ def number(least: float, most: float = math.inf, *, help: str, **look: Any) -> A
             raise typer.BadParameter(f"{value:g} must be a finite number {within}")
         return value
 
-    shown = f"x>={least:g}" if most == math.inf else f"{least:g}<=x<={most:g}"
-    return typer.Option(callback=check, metavar=f"<float range> [{shown}]", help=help, **look)
+    range_text = f"x>={least:g}" if most == math.inf else f"{least:g}<=x<={most:g}"
+    return typer.Option(callback=check, metavar=f"<float range> [{range_text}]", help=help, **look)
 
 
 def declared_options(

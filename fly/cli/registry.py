@@ -62,17 +62,17 @@ def show_model(name: str) -> None:
         Tokenizer.load(checkpoint)
     config, dtype = checkpoint.config, resolve_dtype("auto", checkpoint.raw)
     count, itemsize = weight_bytes(config, 1), dtype.itemsize
-    plain = str(dtype).removeprefix("torch.")
-    held = {plain: count * itemsize, "int8 or w8a8": weight_bytes(config, itemsize, True)}
+    dtype_name = str(dtype).removeprefix("torch.")
+    sizes = {dtype_name: count * itemsize, "int8 or w8a8": weight_bytes(config, itemsize, True)}
     stored, blocks = _storage(checkpoint)
-    computed = plain
+    computed = dtype_name
     if blocks:
-        held = {"the file's blocks, at most": max_stored_bytes(checkpoint)} | held
+        sizes = {"the file's blocks, at most": max_stored_bytes(checkpoint)} | sizes
         computed = (
-            f"{', '.join(blocks)} as stored, times inputs rounded to 8 bits; decoded to {plain} on a GPU, by several "
-            "processes, or if --kernels names kernels"
+            f"{', '.join(blocks)} as stored, times inputs rounded to 8 bits; decoded to {dtype_name} on a GPU, by "
+            "several processes, or if --kernels names kernels"
         )
-    each = PagedKVCache.bytes_per_token(config, dtype)
+    token_bytes = PagedKVCache.bytes_per_token(config, dtype)
     context = config.max_position_embeddings
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     window = f"; {len([w for w in config.windows if w])} of the layers see the last {config.sliding_window} tokens"
@@ -86,8 +86,8 @@ def show_model(name: str) -> None:
         "computed in": computed,
         "vocabulary": f"{config.vocab_size} tokens" + ("" if checkpoint.has_tokenizer else ", no tokenizer"),
         "context": f"{context} tokens{window if any(config.windows) else ''}",
-        "memory": "; ".join(f"{size / 1e9:.2f} GB in {kind}" for kind, size in held.items()),
-        "cache": f"{each / 1024:.1f} KiB a token, {each * context / 1e9:.2f} GB a full context",
+        "memory": "; ".join(f"{size / 1e9:.2f} GB in {kind}" for kind, size in sizes.items()),
+        "cache": f"{token_bytes / 1024:.1f} KiB a token, {token_bytes * context / 1e9:.2f} GB a full context",
     }
     print_list(((key, escape(value)) for key, value in facts.items()), "", "", title=name, show_header=False)
 
@@ -100,9 +100,9 @@ def _storage(checkpoint: Checkpoint) -> tuple[str, list[str]]:
     except CheckpointError as error:  # the checkpoint is on the hub, and its weights were not downloaded
         return f"– ({error})" if checkpoint.path.suffix == ".gguf" else "– (the weights are not here)", []
     kinds = dict.fromkeys(stored.kind for stored in tensors)
-    kept = uses_blocks(checkpoint, resolve_device("auto"))
-    said = f"{', '.join(kinds)}; {checkpoint.nbytes / 1e9:.2f} GB"
-    return said, [kind for kind in kinds if kept and kind in KINDS]
+    keeps_blocks = uses_blocks(checkpoint, resolve_device("auto"))
+    description = f"{', '.join(kinds)}; {checkpoint.nbytes / 1e9:.2f} GB"
+    return description, [kind for kind in kinds if keeps_blocks and kind in KINDS]
 
 
 @command
@@ -121,10 +121,10 @@ def policies(
         instance = rule()
         promise = f"{instance.guarantee.value}\n{instance.bound}" if instance.bound else instance.guarantee.value
         rows.append((describe_call(name, rule), promise, _mark(instance), escape(summarize(rule))))
-        for preset, made in presets.items():
-            if isinstance(made, rule):
-                about = f"{made}: {summarize(PRESETS[preset])}"
-                rows.append((preset, made.guarantee.value, _mark(made), about))
+        for preset, policy in presets.items():
+            if isinstance(policy, rule):
+                description = f"{policy}: {summarize(PRESETS[preset])}"
+                rows.append((preset, policy.guarantee.value, _mark(policy), description))
     print_list(rows, "policy", "guarantee", "compiled", "what it is", title="Policies", show_lines=True)
     conditions = (
         (describe_call(name, kind), "yes" if kind.compiles() else "–", escape(summarize(kind)))
@@ -150,8 +150,10 @@ def drafts(
     rows = ((describe_call(name, kind), escape(summarize(kind))) for name, kind in draft_types().items())
     print_list(rows, "strategy", "what it does", title="Draft strategies", show_lines=True)
     names = (*BUNDLED[1:], *HEADS)
-    made = (f"a draft head of {BUNDLED[0]} (eagle3)" if name in HEADS else "a draft model (model)" for name in names)
-    print_list(zip(names, made), "checkpoint", "what it is", title="Bundled drafts")
+    descriptions = (
+        f"a draft head of {BUNDLED[0]} (eagle3)" if name in HEADS else "a draft model (model)" for name in names
+    )
+    print_list(zip(names, descriptions), "checkpoint", "what it is", title="Bundled drafts")
     note(
         "a checkpoint's name or directory is ngram+model(NAME, reach=None), or eagle3(NAME, reach=None) or "
         "block(NAME, reach=None) of a head; "
@@ -196,9 +198,9 @@ def check(
     torch.set_num_threads(threads)
     promise = f": declared {report.promise}" if report.promise else ""
     marks = {True: "[green]ok[/]", False: "[bold red]FAIL[/]"}
-    found = ((marks[finding.passed], finding.check, escape(finding.detail)) for finding in report.findings)
+    rows = ((marks[finding.passed], finding.check, escape(finding.detail)) for finding in report.findings)
     title = f"{report.subject}{promise}"
-    print_list(found, "", "check", "what was found", title=title)
+    print_list(rows, "", "check", "what was found", title=title)
     if problems:
         _measured(report.passed, rule, str(draft), problems, k)
     if not report.passed:

@@ -20,7 +20,7 @@ from fly.cache.allocator import OutOfBlocks
 from fly.cli.show import errors, fail, tell
 from fly.cli.terminal import read_bytes
 from fly.config import Config, check_sharing
-from fly.errors import fault_place, origin, said
+from fly.errors import describe_error, fault_place, origin
 from fly.expressions import grid
 from fly.llm import LLM
 from fly.policies import AcceptancePolicy, Exact, parse_policy
@@ -55,7 +55,7 @@ def command(run: _Command, alone: bool = False) -> _Command:
             errors.print("interrupted")
             raise typer.Exit(130) from None
         except (ValueError, OSError, OutOfBlocks, MemoryError) as error:
-            message = said(error)
+            message = describe_error(error)
             if place := fault_place(error):
                 message = f"{type(error).__name__}: {message} ({place})"
         except Exception as error:
@@ -137,8 +137,8 @@ def grid_of(ray: str | None, actors: int | None, ranks: Any = None) -> Any:
 def setup_of(context: typer.Context, path: Path | None) -> Config:
     """Return the setup of a configuration file, with the options of the command line in place of the file's; or of the
     options alone."""
-    known = Config.model_fields
-    options = options_of(context, known) if path is None else {name: context.params.get(name) for name in known}
+    fields = Config.model_fields
+    options = options_of(context, fields) if path is None else {name: context.params.get(name) for name in fields}
     if path is None and options["draft"] is None:
         options["draft"] = usual_draft(options["model"])
     return Config.model_validate(_given(context, path, options), context={"trusted": True})
@@ -156,7 +156,7 @@ def sampling_of(given: Mapping[str, Any], default: SamplingParams) -> SamplingPa
 
 def rules_of(given: list[str] | None) -> list[AcceptancePolicy]:
     """Return the rules of a comparison: exact speculation, then the rules of the command line, each once."""
-    texts = [text for several in given or () for text in grid(several)]
+    texts = [text for pattern in given or () for text in grid(pattern)]
     return list(dict.fromkeys([Exact(), *(parse_policy(text, trusted=True) for text in texts)]))
 
 
@@ -177,8 +177,8 @@ def _given(context: typer.Context, path: Path | None, options: dict[str, Any]) -
     """Return the options, with the values of the file (if there is one) for those that are not on the command line."""
     if path is None:
         return options
-    read = Config.read(path)
-    return {name: value if typed_in(context, name) else getattr(read, name) for name, value in options.items()}
+    file_config = Config.read(path)
+    return {name: value if typed_in(context, name) else getattr(file_config, name) for name, value in options.items()}
 
 
 def memory_of(ranks: Any, quiet: bool = False) -> list[dict[str, int]]:
@@ -195,11 +195,11 @@ def memory_of(ranks: Any, quiet: bool = False) -> list[dict[str, int]]:
 def memory_in_words(memory: list[dict[str, int]]) -> str:
     """Return the result of ``loaded`` as a sentence."""
 
-    def each(name: str) -> str:
+    def megabytes(name: str) -> str:
         return ", ".join(f"{of_rank[name] / 1e6:,.0f}" for of_rank in memory)
 
-    device = f", of their devices {each('device')} MB" if any(of_rank["device"] for of_rank in memory) else ""
-    return f"memory by rank, loaded: at most {each('peak')} MB{device}; of their own {each('own')} MB"
+    device = f", of their devices {megabytes('device')} MB" if any(of_rank["device"] for of_rank in memory) else ""
+    return f"memory by rank, loaded: at most {megabytes('peak')} MB{device}; of their own {megabytes('own')} MB"
 
 
 def kernels_of(llm: LLM) -> str:
@@ -212,5 +212,5 @@ def kernels_of(llm: LLM) -> str:
 def compute_in_words(llm: LLM) -> str:
     """Return the kernels and dtypes of the target and of the draft, as a phrase."""
     (_, dtype), *drafts = llm.computed
-    others = "".join(f", draft {kernels} in {own}" for kernels, own in dict.fromkeys(drafts))
-    return f"kernels {kernels_of(llm)} in {dtype}{others}"
+    drafts_text = "".join(f", draft {kernels} in {draft_dtype}" for kernels, draft_dtype in dict.fromkeys(drafts))
+    return f"kernels {kernels_of(llm)} in {dtype}{drafts_text}"

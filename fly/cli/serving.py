@@ -68,13 +68,15 @@ def serve(context: typer.Context, config: Path | None, ray: bool, **_: Any) -> N
     if not ray:
         refuse_idle(context, _RAY, "without --ray")
     _die_at_once()
-    given = {name: value for name, value in options_of(context, Settings.model_fields).items() if value is not None}
-    if "api_keys_file" in given:
+    setting_values = {
+        name: value for name, value in options_of(context, Settings.model_fields).items() if value is not None
+    }
+    if "api_keys_file" in setting_values:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the model is loaded; the file is read after that anyway
-    given["api_keys"] = _keys(given.get("api_keys"), given.get("api_keys_file"))
+    setting_values["api_keys"] = _keys(setting_values.get("api_keys"), setting_values.get("api_keys_file"))
     if not ray and os.environ.get("RANK", "0") == "0":  # of several ranks, the first listens
-        wanted = Settings(**given)
-        require_free(wanted.host, wanted.port)  # now, since loading may take minutes
+        early_settings = Settings(**setting_values)
+        require_free(early_settings.host, early_settings.port)  # now, since loading may take minutes
 
     def report(message: str) -> None:
         """A rank is lost: open requests get an error before this process ends."""
@@ -85,8 +87,8 @@ def serve(context: typer.Context, config: Path | None, ray: bool, **_: Any) -> N
     with ranks_of(context, config, report) as ranks:
         if ranks is not None and os.environ["TORCHELASTIC_RUN_ID"] != RUN_ID:
             # torchrun kills its processes 30 seconds after it asked them to end.
-            given["drain_timeout"] = min(given["drain_timeout"], 22.0)
-        settings, setup = Settings(**given), setup_of(context, config)
+            setting_values["drain_timeout"] = min(setting_values["drain_timeout"], 22.0)
+        settings, setup = Settings(**setting_values), setup_of(context, config)
         if ray:
             of_ray = {name: context.params[name] for name in (*_RAY, "ranks_") if name != "ray"}
             _serve_on_ray(setup, settings, **of_ray)
@@ -157,9 +159,9 @@ def _die_at_once() -> None:
     with suppress(ImportError, ValueError, OSError):
         import resource  # exists only on Unix
 
-        hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+        hard_limit = resource.getrlimit(resource.RLIMIT_CORE)[1]
         # A limit of 1 byte prevents the file. With a limit of 0, Linux may still pipe the memory to another program.
-        resource.setrlimit(resource.RLIMIT_CORE, (0 if hard == 0 else 1, hard))
+        resource.setrlimit(resource.RLIMIT_CORE, (0 if hard_limit == 0 else 1, hard_limit))
 
 
 def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
@@ -174,8 +176,8 @@ def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
     if not keys and variable is not None:
         source, keys = "the environment variable FLY_API_KEY", (variable,)
     for key in keys:
-        if wrong := wrong_with_key(key):
+        if problem := wrong_with_key(key):
             raise ValueError(
-                f"{source} {wrong}; to serve without keys, leave it out; for several keys, use --api-keys-file"
+                f"{source} {problem}; to serve without keys, leave it out; for several keys, use --api-keys-file"
             )
     return keys

@@ -81,9 +81,9 @@ def table(
         Column(heading) if heading in text else Column(heading, justify="right", no_wrap=True) for heading in columns
     ]
     cells = [[cell(row) for cell in columns.values()] for row in rows]
-    made = Table(headings, cells, title, **{"box": box.SIMPLE_HEAD, "padding": 0, **look})
-    made.sections |= {number for number, row in enumerate(rows) if ends(row)}
-    return made
+    new_table = Table(headings, cells, title, **{"box": box.SIMPLE_HEAD, "padding": 0, **look})
+    new_table.sections |= {number for number, row in enumerate(rows) if ends(row)}
+    return new_table
 
 
 def narrow(columns: Mapping[str, Callable[[_Row], str]]) -> dict[str, Callable[[_Row], str]]:
@@ -93,10 +93,10 @@ def narrow(columns: Mapping[str, Callable[[_Row], str]]) -> dict[str, Callable[[
     def two_lines(cell: Callable[[_Row], str]) -> Callable[[_Row], str]:
         return lambda row: cell(row).replace(" (", "\n").removesuffix(")")
 
-    (first, name), *others = columns.items()
+    (first, name), *other_columns = columns.items()
     return {
         first: lambda row: escape(name(row)),
-        **{heading.replace(" ", "\n"): two_lines(cell) for heading, cell in others},
+        **{heading.replace(" ", "\n"): two_lines(cell) for heading, cell in other_columns},
     }
 
 
@@ -128,21 +128,24 @@ class _Lines:
     """``progress`` where there is no terminal."""
 
     def __init__(self, total: int, what: str, done: int) -> None:
-        self.total, self.what, self.done, self.before = total, what, done, done
+        self.total = total
+        self.what = what
+        self.done = done
+        self.before = done
         self.start = time.monotonic()
         self.due = self.start + 5  # seconds; shorter work prints nothing
 
     def __call__(self, text: str = "", n: int = 1) -> None:
         self.done, now = self.done + n, time.monotonic()
-        if (spent := now - self.start) < 1:
+        if (seconds_spent := now - self.start) < 1:
             self.before = self.done  # not counted in the speed: done before, or done in no time
         if now < self.due:
             return
         self.due = now + 60
-        left = spent / max(self.done - self.before, 1) * (self.total - self.done)
-        took, rest = (timedelta(seconds=round(seconds)) for seconds in (spent, left))
-        about = f" · {text}" if text else ""
-        tell(f"{self.what}: {self.done} of {self.total} after {took}, about {rest} left{about}")
+        seconds_left = seconds_spent / max(self.done - self.before, 1) * (self.total - self.done)
+        took, rest = (timedelta(seconds=round(seconds)) for seconds in (seconds_spent, seconds_left))
+        suffix = f" · {text}" if text else ""
+        tell(f"{self.what}: {self.done} of {self.total} after {took}, about {rest} left{suffix}")
 
 
 def write_json(path: Path | None, record: Any, ranks: Any = None) -> None:

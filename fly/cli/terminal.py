@@ -20,7 +20,7 @@ from rich.table import Column
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from fly.errors import short
+from fly.errors import shorten
 
 __all__ = ["WIDEST", "Table", "Terminal", "prepare_streams", "read_bytes"]
 
@@ -72,7 +72,7 @@ def read_bytes(text: str, source: str) -> str:
     try:
         return encoded.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is no text in UTF-8: {short(encoded)} ({error.reason})") from None
+        raise ValueError(f"{source} is no text in UTF-8: {shorten(encoded)} ({error.reason})") from None
 
 
 class Terminal(Console):
@@ -121,18 +121,19 @@ class Table:
         if self.title:
             yield console.render_str(self.title, style="table.title", markup=False, highlight=False)
         # Measure what each column needs, and what stands between them.
-        wide = options.update_width(sys.maxsize)
+        wide_options = options.update_width(sys.maxsize)
         figures = sum(column.no_wrap for column in self.columns)
         longest = _BESIDE_FIGURES if 2 * figures > len(self.columns) else _LONG_WORD
         least, most = [], []
         for number, column in enumerate(self.columns):
             spans = [
-                Measurement.get(console, wide, cell) for cell in (column.header, *(row[number] for row in self.rows))
+                Measurement.get(console, wide_options, cell)
+                for cell in (column.header, *(row[number] for row in self.rows))
             ]
             most.append(max(span.maximum for span in spans))
             words = max(max(span.minimum for span in spans), min(most[-1], _SENTENCE))
             least.append(most[-1] if column.no_wrap else min(words, longest))
-        frame = Measurement.get(console, wide, self._lay_out([1] * len(most))).maximum - len(most)
+        frame = Measurement.get(console, wide_options, self._lay_out([1] * len(most))).maximum - len(most)
         if sum(least) + frame <= options.size.width:
             table = self._lay_out(_divide(options.max_width - frame, least, most))
             yield from console.render(table, options.update(max_width=options.size.width))
@@ -154,13 +155,13 @@ class Table:
         headings = [" ".join(str(column.header).split()) for column in self.columns]
         rows = [[" ".join(cell.split()) for cell in row] for row in self.rows]
         if len(headings) == 2:
-            shown = [headings] if all(headings) else []
-            for first, second in (*shown, *rows):
+            heading_rows = [headings] if all(headings) else []
+            for first, second in (*heading_rows, *rows):
                 yield from _indented(console, f"[bold]{first}:[/] {second}", width, 0)
             return
-        for first, *others in rows:
+        for first, *other_cells in rows:
             yield from _indented(console, f"[bold]{first}[/]", width, 0)
-            for heading, cell in zip(headings[1:], others):
+            for heading, cell in zip(headings[1:], other_cells):
                 if cell:
                     yield from _indented(console, f"{heading}: {cell}" if heading else cell, width, 2)
 

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 import jinja2.meta
 
-from fly.errors import short
+from fly.errors import shorten
 from fly.models.sandbox import Content, PartsWanted, Refusal, Sandbox
 from fly.models.thinking import TAGS, Tags
 from fly.models.traced import (
@@ -92,7 +92,7 @@ class ChatTemplate:
                 lost = self._find_lost(attempt, messages, text, set(lost))
         for role, number in lost.items():
             raise self.refusal(
-                f"it shows nothing of message {number} (role {role!r}), {short(_text_of(messages[number]))}; "
+                f"it shows nothing of message {number} (role {role!r}), {shorten(_text_of(messages[number]))}; "
                 "leave the message out if that is what you want"
             )
         if absent := self._list_absent(messages, text):
@@ -287,7 +287,7 @@ def conversation(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             message["role"] in _SPEAKERS and message.get("content") is None
         ):
             lacks = "content" if isinstance(message.get("role"), str) else "role"
-            raise ValueError(f"message {number} has no {lacks}: {short(dict(message))}")
+            raise ValueError(f"message {number} has no {lacks}: {shorten(dict(message))}")
         fields = {name: value for name, value in message.items() if value is not None}
         if isinstance(content := fields.get("content"), (list, tuple)):
             fields["content"] = _check_parts(number, content)
@@ -300,5 +300,5 @@ def _check_parts(number: int, parts: Sequence[Any]) -> list[Any]:
     for part in parts:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             form = "{'type': 'text', 'text': ...}"
-            raise ValueError(f"message {number} has a part that is not text: {short(part)}; only {form} is supported")
+            raise ValueError(f"message {number} has a part that is not text: {shorten(part)}; only {form} is supported")
     return list(parts)

@@ -20,7 +20,7 @@ import torch
 from tokenizers import Tokenizer as RawTokenizer
 from torch import Tensor
 
-from fly.errors import short
+from fly.errors import shorten
 from fly.models.checkpoint import Checkpoint, Cut, Stored
 from fly.models.config import CheckpointError
 from fly.models.families import FULL, SLIDING, family_of
@@ -274,7 +274,7 @@ class GGUF(Checkpoint):
             raise CheckpointError(f"{self.path}: {self.architecture}.{key} is missing")
         if type(value) not in (int, float) or not math.isfinite(value):
             raise CheckpointError(
-                f"{self.path}: {self.architecture}.{key} is {short(value)}; it must be one number for all layers"
+                f"{self.path}: {self.architecture}.{key} is {shorten(value)}; it must be one number for all layers"
             )
         return _short(value) if isinstance(value, float) else int(value)
 
@@ -347,7 +347,7 @@ class GGUF(Checkpoint):
             value = [True] * layers
         if not isinstance(value, list) or len(value) != layers or any(mark not in (0, 1) for mark in value):
             must = f"it must be a whole number, or true or false for each of {layers} layers"
-            raise CheckpointError(f"{self.path}: gemma3.{_PATTERN} is {short(value)}; {must}")
+            raise CheckpointError(f"{self.path}: gemma3.{_PATTERN} is {shorten(value)}; {must}")
         return {"layer_types": [SLIDING if mark else FULL for mark in value]}
 
     def _rope(self) -> dict[str, Any] | None:
@@ -392,10 +392,10 @@ class GGUF(Checkpoint):
             if not name.startswith((f"{architecture}.", *_COMPUTING)) or key in read_keys:
                 continue
             if key not in neutral and any(value if isinstance(value, list) else [value]):
-                raise CheckpointError(f"{path}: {name} {short(value)} is not supported")
+                raise CheckpointError(f"{path}: {name} {shorten(value)} is not supported")
             if key in neutral and not any(_equal(value, other) for other in neutral[key]):
                 raise CheckpointError(
-                    f"{path}: {name} {short(value)} is not supported; choices: {short([*neutral[key]])}"
+                    f"{path}: {name} {shorten(value)} is not supported; choices: {shorten([*neutral[key]])}"
                 )
 
     def _neutral(self, config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:

@@ -37,8 +37,8 @@ class CompiledPart(PackedLlama):
         self.ranks = ranks
         self._error: BaseException | None = None
         self._sum = _Sum(self._sum_over_ranks)  # must live as long as the model
-        first = part.slots("vocab_size").start
-        self.library.fly_share(self.handle, self._sum, part.config.vocab_size, first)
+        first_token = part.slots("vocab_size").start
+        self.library.fly_share(self.handle, self._sum, part.config.vocab_size, first_token)
 
     def _sum_over_ranks(self, address: int, count: int) -> None:
         """Sum over ranks; the C++ forward calls this. An error cannot pass through C++, so it is raised after the

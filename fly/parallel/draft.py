@@ -55,9 +55,9 @@ def place_draft(
     if placement not in get_args(Placement):
         raise ValueError(f"draft_placement {placement!r} is unknown; choices: {list(get_args(Placement))}")
     if placement == "first" and ranks.size > 1:
-        first = FirstDraft(ranks, make)
-        setup.attach(first)
-        return first if first.drafts else None
+        first_draft = FirstDraft(ranks, make)
+        setup.attach(first_draft)
+        return first_draft if first_draft.drafts else None
     strategy = ranks.together(make, "the draft")
     if strategy is None:
         return None
@@ -149,8 +149,10 @@ class FirstDraft(DraftStrategy):
         self.mirrors: list[_Mirror] = []
 
     def attach(self, setup: DraftSetup) -> None:
-        self._device, own = setup.target.executor.device, setup.alone()  # a setup of this rank alone
-        self.strategy = self.ranks.together(lambda: self._attached(own) if self.ranks.leads else None, "the draft")
+        self._device, private_setup = setup.target.executor.device, setup.alone()  # a setup of this rank alone
+        self.strategy = self.ranks.together(
+            lambda: self._attached(private_setup) if self.ranks.leads else None, "the draft"
+        )
         facts: _Facts | None = self.ranks.share(None if self.strategy is None else _Facts.of(self.strategy))
         if facts is not None:
             self.drafts = True
@@ -161,9 +163,13 @@ class FirstDraft(DraftStrategy):
             self.names = facts.names
             self.observes = facts.observes
             self.gives_logits = facts.gives_logits
-        caches: list[Any] = [(each.bytes_per_token, each.context, tokens, size) for each, tokens, size in own.caches]
-        for drafter, (each, context, tokens, block_size) in zip_longest(own.drafters, self.ranks.share(caches)):
-            self.mirrors.append(_Mirror(self.ranks, drafter, each, context))
+        caches: list[Any] = [
+            (each.bytes_per_token, each.context, tokens, size) for each, tokens, size in private_setup.caches
+        ]
+        for drafter, (token_bytes, context, tokens, block_size) in zip_longest(
+            private_setup.drafters, self.ranks.share(caches)
+        ):
+            self.mirrors.append(_Mirror(self.ranks, drafter, token_bytes, context))
             setup.add(self.mirrors[-1], tokens, block_size)
 
     def _attached(self, own: DraftSetup) -> DraftStrategy | None:
@@ -180,12 +186,12 @@ class FirstDraft(DraftStrategy):
     def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         self._resize((row, len(row.tokens) + most + self.spare) for row, most in zip(rows, max_len) if most)
         sent: Any = None
-        own: list[torch.Tensor | None] = [None, None]
+        parts: list[torch.Tensor | None] = [None, None]
         if self.strategy is not None:
             try:
                 draft = self.strategy.propose(rows, max_len)
-                own = [draft.probs_BKV, draft.logits_BKV]
-                kinds = [None if own_BKV is None else (own_BKV.shape, own_BKV.dtype) for own_BKV in own]
+                parts = [draft.probs_BKV, draft.logits_BKV]
+                kinds = [None if part_BKV is None else (part_BKV.shape, part_BKV.dtype) for part_BKV in parts]
                 sent = replace(draft, probs_BKV=None, logits_BKV=None).to(torch.device("cpu")), kinds
             except Exception as error:  # sent as well, so that all ranks raise it
                 sent = error
@@ -194,10 +200,10 @@ class FirstDraft(DraftStrategy):
             raise sent
         draft, kinds = sent[0].to(self._device), sent[1]
         # The distributions that tokens were drawn from, and logits, are large, so they go from device to device.
-        for name, own_BKV, kind in zip(("probs_BKV", "logits_BKV"), own, kinds):
+        for name, part_BKV, kind in zip(("probs_BKV", "logits_BKV"), parts, kinds):
             if kind is not None:
                 shape, dtype = kind
-                values_BKV = torch.empty(shape, dtype=dtype, device=self._device) if own_BKV is None else own_BKV
+                values_BKV = torch.empty(shape, dtype=dtype, device=self._device) if part_BKV is None else part_BKV
                 draft = replace(draft, **{name: self.ranks.spread(values_BKV.to(self._device))})
         return draft
 

@@ -38,11 +38,11 @@ class VocabularyShards(Tensor):
     @staticmethod
     def __new__(cls, shard: Tensor, ranks: Ranks) -> VocabularyShards:
         shape = (*shard.shape[:-1], shard.shape[-1] * ranks.size)
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=shard.dtype, device=shard.device)
-        made.shard = shard
-        made.ranks = ranks
-        made.whole = None
-        return made
+        tensor = Tensor._make_wrapper_subclass(cls, shape, dtype=shard.dtype, device=shard.device)
+        tensor.shard = shard
+        tensor.ranks = ranks
+        tensor.whole = None
+        return tensor
 
     def gathered(self) -> Tensor:
         """Gather all ranks' parts: a plain tensor [..., V]. A collective."""
@@ -68,9 +68,9 @@ class VocabularyShards(Tensor):
                 return function(*args, **kwargs or {})
         on_shards = _ON_SHARDS.get(function)
         if on_shards is not None and isinstance(args[0], VocabularyShards) and args[0].whole is None:
-            found = on_shards(*args, **kwargs or {})
-            if found is not NotImplemented:
-                return found
+            result = on_shards(*args, **kwargs or {})
+            if result is not NotImplemented:
+                return result
         return cls.__torch_dispatch__(function, types, args, kwargs)
 
     @classmethod
@@ -132,25 +132,25 @@ def _top(x: VocabularyShards, n: int) -> Top:
     among equal values. Values and indices are gathered as one tensor of float64, which holds both exactly.
     """
     if n == 1:  # topk does not say which of equal values comes first; argmax does
-        at = vocabulary.argmax(x.shard).unsqueeze(-1)
-        values = x.shard.gather(-1, at)
+        indices = vocabulary.argmax(x.shard).unsqueeze(-1)
+        values = x.shard.gather(-1, indices)
     else:
-        values, at = vocabulary.top(x.shard, n)
-    pairs = x.ranks.gather(torch.stack([values.double(), (at + x.start).double()]))
-    values_NM, at_NM = (torch.cat(pairs[:, i].unbind(0), dim=-1) for i in (0, 1))
+        values, indices = vocabulary.top(x.shard, n)
+    pairs = x.ranks.gather(torch.stack([values.double(), (indices + x.start).double()]))
+    values_NM, indices_NM = (torch.cat(pairs[:, i].unbind(0), dim=-1) for i in (0, 1))
     if n == 1:
         place = (values_NM == values_NM.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1, keepdim=True)
     else:
         place = values_NM.topk(min(n, values_NM.shape[-1]), dim=-1).indices
-    return Top(values_NM.gather(-1, place).to(x.dtype), at_NM.gather(-1, place).long())
+    return Top(values_NM.gather(-1, place).to(x.dtype), indices_NM.gather(-1, place).long())
 
 
 def _pick(x: VocabularyShards, index: Tensor) -> Tensor:
     """Sum over ranks: the rank that holds the token adds its logit, the others add 0. So the sum is exact."""
     local = index - x.start
-    there = (local >= 0) & (local < x.shard.shape[-1])
-    own = vocabulary.pick(x.shard, local.masked_fill(~there, 0))
-    return x.ranks.sum_(own.masked_fill_(~there, 0.0))
+    is_local = (local >= 0) & (local < x.shard.shape[-1])
+    values = vocabulary.pick(x.shard, local.masked_fill(~is_local, 0))
+    return x.ranks.sum_(values.masked_fill_(~is_local, 0.0))
 
 
 def _log_mass(

@@ -76,7 +76,7 @@ def load(
 
     model = ranks.together(read, f"loading {name}")
     configs = ranks.collect(str(parts[0].config))
-    if different := [rank for rank, theirs in enumerate(configs) if theirs != configs[0]]:
+    if different := [rank for rank, rank_config in enumerate(configs) if rank_config != configs[0]]:
         raise ValueError(f"{name}: ranks {different} have another config.json than rank 0")
     if not model.rounded:
         variant = ranks.together(lambda: _variant(model, kernels, plan), f"loading {name}")

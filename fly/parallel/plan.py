@@ -114,8 +114,8 @@ class Part:
     def slots(self, of: str) -> slice:
         """Return the range of heads, tokens or other units (``of``) that this rank holds."""
         total = int(getattr(self.config, of))
-        first, end = (rank * total // self.size for rank in (self.rank, self.rank + 1))
-        return slice(first, max(end, first + 1))  # with fewer heads than ranks, neighbouring ranks share one
+        start, end = (rank * total // self.size for rank in (self.rank, self.rank + 1))
+        return slice(start, max(end, start + 1))  # with fewer heads than ranks, neighbouring ranks share one
 
     def build(self) -> Llama:
         """Make this rank's module, without memory (on torch's meta device). Its ``config`` is ``sizes``."""
@@ -132,18 +132,18 @@ class Part:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each parameter of this part."""
-        found = {}
+        shapes = {}
         for name, pieces in self.pieces.items():
             rest = [piece.length(dim) for piece in pieces[:1] for dim in range(1, len(piece.shape))]
-            found[name] = (max(piece.rows.stop for piece in pieces), *rest)
-        return found
+            shapes[name] = (max(piece.rows.stop for piece in pieces), *rest)
+        return shapes
 
     def _rule(self, key: str) -> Rule:
-        found = [rule for rule in self.plan if rule.matches(key)]
-        if len(found) != 1:
-            said = f"by {len(found)} rules: {[rule.names for rule in found]}" if found else "by no rule"
-            raise PlanError(f"{key} is matched {said}; the plan's rules: {[rule.names for rule in self.plan]}")
-        return found[0]
+        rules = [rule for rule in self.plan if rule.matches(key)]
+        if len(rules) != 1:
+            matches_text = f"by {len(rules)} rules: {[rule.names for rule in rules]}" if rules else "by no rule"
+            raise PlanError(f"{key} is matched {matches_text}; the plan's rules: {[rule.names for rule in self.plan]}")
+        return rules[0]
 
     def _check_divides(self, rule: Rule) -> None:
         """Check that a size is a multiple of the number of ranks. For key/value heads the opposite is allowed too:
@@ -160,9 +160,9 @@ class Part:
             )
 
     def _cut(self, layout_pieces: Mapping[str, list[Piece]]) -> dict[str, list[Piece]]:
-        found: dict[str, list[Piece]] = {}
+        cut_pieces: dict[str, list[Piece]] = {}
         for name, pieces in layout_pieces.items():
-            found[name], start = [], 0
+            cut_pieces[name], start = [], 0
             for piece in pieces:
                 rule = self._rule(piece.key)
                 cut = [slice(0, length) for length in piece.shape]
@@ -172,15 +172,15 @@ class Part:
                     units, slots = int(getattr(self.config, rule.of)), self.slots(rule.of)
                     if piece.shape[dim] % units:
                         raise PlanError(f"{piece.key}: {piece.shape[dim]} is no multiple of {rule.of} {units}")
-                    each = piece.shape[dim] // units
-                    cut[dim] = slice(slots.start * each, slots.stop * each)
+                    slot_size = piece.shape[dim] // units
+                    cut[dim] = slice(slots.start * slot_size, slots.stop * slot_size)
                 rows, stored = slice(start, start + cut[0].stop - cut[0].start), self.rank == 0 or not once
-                found[name].append(replace(piece, rows=rows, cut=tuple(cut), stored=stored))
+                cut_pieces[name].append(replace(piece, rows=rows, cut=tuple(cut), stored=stored))
                 start = rows.stop
         keys = [piece.key for pieces in layout_pieces.values() for piece in pieces]
         if unused := [rule for rule in self.plan if not any(map(rule.matches, keys))]:
             raise PlanError(f"rule {unused[0].names!r} ({unused[0].style}) matches no tensor of this model")
-        return found
+        return cut_pieces
 
     def _check_shapes(self) -> None:
         """Check that the parts have the shapes of a Llama with ``sizes``; else a forward would fail or be wrong."""
@@ -194,10 +194,10 @@ class Part:
                 outputs //= self.size
             if "gather" in styles:
                 inputs = [width * self.size for width in inputs]
-            if shape != (wanted := (outputs, *inputs)):
+            if shape != (expected_shape := (outputs, *inputs)):
                 raise PlanError(
                     f"{name}: the plan leaves {list(shape)} to each of {self.size} ranks, where the other tensors ask "
-                    f"for {list(wanted)}"
+                    f"for {list(expected_shape)}"
                 )
 
     def bytes(self, itemsize: int) -> int:

@@ -129,9 +129,9 @@ class Ranks:
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the ``x`` of every rank, [ranks, ...]. All must have the same shape."""
-        found = x.new_empty(self.size, *x.shape)
-        self._run(_all_gather, found, x.contiguous().unsqueeze(0))
-        return found
+        gathered = x.new_empty(self.size, *x.shape)
+        self._run(_all_gather, gathered, x.contiguous().unsqueeze(0))
+        return gathered
 
     def join(self, x: Tensor) -> Tensor:
         """Concatenate the ``x`` [..., W] of all ranks along the last dimension: [..., ranks * W]."""
@@ -154,11 +154,11 @@ class Ranks:
 
     def collect(self, value: Share) -> list[Share]:
         """Return every rank's value, on every rank. No rank is blamed if it takes long."""
-        found: list[Any] = [value] * self.size
+        values: list[Any] = [value] * self.size
         if self.size > 1:
             with self.awaited(count=False):
-                dist.all_gather_object(found, value, group=self.control)
-        return found
+                dist.all_gather_object(values, value, group=self.control)
+        return values
 
     def clock(self) -> float:
         """Return the first rank's time in seconds, so that decisions that depend on time are the same on all ranks."""
@@ -185,8 +185,8 @@ class Ranks:
         if any(failures):
             if error is not None and len(set(failures)) == 1:
                 raise error
-            said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
-            raise RankError(f"{what} failed on some ranks: {said}") from error
+            summary = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
+            raise RankError(f"{what} failed on some ranks: {summary}") from error
         return result
 
     def agree_on(self, error: Exception) -> None:
@@ -240,17 +240,17 @@ class Ranks:
 
     def _compare(self) -> None:
         computed = zlib.crc32(repr([checksum.read() for checksum in self._checksums.values()]).encode(), self._agreed)
-        own = torch.tensor([self._forwards, computed])
-        found = [torch.empty_like(own) for _ in range(self.size)]
+        own_state = torch.tensor([self._forwards, computed])
+        states = [torch.empty_like(own_state) for _ in range(self.size)]
         with self.awaited():
-            dist.all_gather(found, own, group=self.control)
-        if different := [str(rank) for rank, theirs in enumerate(found) if not torch.equal(theirs, found[0])]:
+            dist.all_gather(states, own_state, group=self.control)
+        if different := [str(rank) for rank, state in enumerate(states) if not torch.equal(state, states[0])]:
             count = self._forwards
             self._forwards = 0  # report it once
             self._agreed = 0
             self._checksums = {}
-            named = ("rank " if len(different) == 1 else "ranks ") + ", ".join(different)
-            raise RankError(f"ranks diverged: up to forward {count}, {named} had other tokens than rank 0")
+            rank_names = ("rank " if len(different) == 1 else "ranks ") + ", ".join(different)
+            raise RankError(f"ranks diverged: up to forward {count}, {rank_names} had other tokens than rank 0")
 
     def _run(self, collective: Callable[..., Any], *tensors: Tensor, **options: Any) -> None:
         """Run a collective of the device's group. On CUDA this only queues it. Tensors without values are not

@@ -46,7 +46,7 @@ def start_ranks(count: int, command: Sequence[str], grace: float = 15.0) -> int:
         for rank in ranks:
             rank.terminate()  # a rank that is not ready for SIGINT would show a traceback
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    old_handlers = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         for number in range(count):
             variables = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}
@@ -62,7 +62,7 @@ def start_ranks(count: int, command: Sequence[str], grace: float = 15.0) -> int:
     finally:
         for rank in ranks:
             rank.kill()
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
     statuses = [rank.wait() for rank in ranks]
     failed = next((status for status in statuses if status), 0)

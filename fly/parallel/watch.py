@@ -128,8 +128,8 @@ class Watch:
     def declare(self, rank: int, reason: str) -> None:
         """Blame ``rank`` and end the group. Does not return."""
         with self._declared:
-            who = self._who[rank]
-            message = f"rank {rank} (process {who['pid']} on {who['host']}) {reason}; all {self.size} ranks end"
+            process = self._who[rank]
+            message = f"rank {rank} (process {process['pid']} on {process['host']}) {reason}; all {self.size} ranks end"
             with contextlib.suppress(Exception):
                 if self._store.add(_key("faults"), 1) == 1:  # only the rank that notices first prints the message
                     self._store.set(_key("fault"), message)
@@ -157,10 +157,10 @@ class Watch:
         handle shows when the process ends."""
         handles: dict[int, int] = {}
         if hasattr(os, "pidfd_open"):
-            for other, who in enumerate(self._who):
-                if other != self.rank and all(who.get(name) == value for name, value in _place().items()):
+            for other, process in enumerate(self._who):
+                if other != self.rank and all(process.get(name) == value for name, value in _place().items()):
                     with contextlib.suppress(OSError):
-                        handles[other] = os.pidfd_open(who["pid"])
+                        handles[other] = os.pidfd_open(process["pid"])
         return handles
 
     def _run(self) -> None:
@@ -195,7 +195,7 @@ class Watch:
         self._look_for_stuck(now)
         for handle, _ in self._poll.poll(self.interval * 1000):
             self._poll.unregister(handle)
-            (other,) = (other for other, theirs in self._handles.items() if theirs == handle)
+            (other,) = (other for other, other_handle in self._handles.items() if other_handle == handle)
             if not self._store.check([_key("left", other)]):
                 self.declare(other, "ended without a word (killed, perhaps for want of memory)")
             self._left.add(other)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fly.devices import on_host
-from fly.errors import short
+from fly.errors import shorten
 from fly.expressions import Amount, Checked, Count
 from fly.ops import entropy, log_mass, top, upload
 from fly.policies.binding import Bindable
@@ -388,7 +388,7 @@ class Not(Condition):
 
 def describe(value: object) -> str:
     """Describe what a rule returned, for an error."""
-    return f"a {value.dtype} tensor of {list(value.shape)}" if isinstance(value, Tensor) else short(value)
+    return f"a {value.dtype} tensor of {list(value.shape)}" if isinstance(value, Tensor) else shorten(value)
 
 
 def is_built_in(rule: object) -> bool:

@@ -20,7 +20,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from fly.cache import DEFAULT_BYTES
 from fly.cache.paged import Cacheable
 from fly.devices import kind_of
-from fly.errors import short
+from fly.errors import shorten
 
 __all__ = ["DEFAULT_SHARE", "CacheSize", "Room", "cache_size", "divide_device", "free_memory", "room_for"]
 
@@ -68,7 +68,7 @@ class CacheSize:
         if isinstance(number, float) and 0 < number <= 1:
             return CacheSize(share=number)
         raise ValueError(
-            f"cache {short(value)} must be a size ('8GiB'), a number of tokens of at least 1 (20000), or a share of "
+            f"cache {shorten(value)} must be a size ('8GiB'), a number of tokens of at least 1 (20000), or a share of "
             "memory in (0, 1] (0.5)"
         )
 

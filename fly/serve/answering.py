@@ -78,12 +78,12 @@ class Answering:
             await self.begun()
         while not self.job.queue.empty():
             self._add(self.job.queue.get_nowait())
-        found: list[News] = []
+        news_list: list[News] = []
         while self._pending and isinstance(news := self._pending[0], News) and news.error is None:
-            found.append(news)
+            news_list.append(news)
             self._pending.popleft()
-        if found:
-            return found
+        if news_list:
+            return news_list
         last = self._pending.popleft()
         error = last.error if isinstance(last, News) else last
         if isinstance(error, StructuredError):

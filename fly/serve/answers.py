@@ -46,7 +46,7 @@ class Vocabulary:
         return self._look_up(token)[1]
 
     def _look_up(self, token: int) -> tuple[str, list[int]]:
-        if (known := self._known.get(token)) is None:
+        if (spelling := self._known.get(token)) is None:
             text = self._tokenizer.decode([token], skip_special_tokens=False)
             piece = self._tokenizer.raw.id_to_token(token) or ""
             data = list(text.encode())
@@ -55,8 +55,8 @@ class Vocabulary:
                     data = [int(byte[1], 16)]
                 elif all(character in self._by_level for character in piece):
                     data = [self._by_level[character] for character in piece]
-            known = self._known[token] = text, data
-        return known
+            spelling = self._known[token] = text, data
+        return spelling
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,9 @@ class Completion:
         self._histogram.update(accepted for _, accepted in news.drafts)
         if news.output is not None:
             stats = news.output.stats
-            called = choice.reader is not None and choice.reader.calls
+            has_calls = choice.reader is not None and choice.reader.calls
             ended = news.output.finish_reason
-            choice.finish_reason = "tool_calls" if called and ended == "stop" else ended
+            choice.finish_reason = "tool_calls" if has_calls and ended == "stop" else ended
             choice.prompt, choice.prompt_logprobs = news.output.prompt_token_ids, news.output.prompt_logprobs
             choice.cached = stats.cached
             choice.generated = stats.generated
@@ -183,20 +183,20 @@ class Completion:
     def entries(self, found: Sequence[News]) -> int:
         """Estimate the number of JSON entries in this news or, without news, in the opening."""
         prompts = 0 if self._prompts is None else sum(map(len, self._prompts))
-        each = 1 + (0 if self.top is None else 1 + self.top) + 3 * self.explains
+        per_piece = 1 + (0 if self.top is None else 1 + self.top) + 3 * self.explains
         scored = sum(len(news.output.prompt_logprobs or ()) for news in found if news.output is not None)
         return (
             prompts
-            + each * sum(len(news.pieces) for news in found)
+            + per_piece * sum(len(news.pieces) for news in found)
             + (1 + max(self.top or 0, self.prompt_top or 0)) * scored
         )
 
     def events(self, found: Sequence[News]) -> Iterator[bytes]:
         """Write news as server-sent events. The last event carries the statistics of the whole request."""
-        touched = list({news.index: self.add(news) for news in found}.values())
-        for choice in touched:
+        choices = list({news.index: self.add(news) for news in found}.values())
+        for choice in choices:
             while (chunk := self.chunk(choice)) is not None:
-                last = self.ended() and choice is touched[-1] and choice.reason_sent and not self.body.with_usage
+                last = self.ended() and choice is choices[-1] and choice.reason_sent and not self.body.with_usage
                 yield self._event(chunk | self._extras() if last else chunk)
         if self.body.with_usage and self.ended():
             yield self._event(self._body([], ".chunk") | {"usage": self.usage()} | self._extras())
@@ -265,13 +265,13 @@ class Completion:
             if self.chat:
                 calls = list(map(_shown, choice.calls))
                 message = {"role": "assistant", "content": choice.text or (None if calls else ""), "refusal": None}
-                also = {"tool_calls": calls, "reasoning_content": choice.reasoning}
-                body["message"] = message | {name: value for name, value in also.items() if value}
+                extra_fields = {"tool_calls": calls, "reasoning_content": choice.reasoning}
+                body["message"] = message | {name: value for name, value in extra_fields.items() if value}
             else:
                 body["text"] = self._echo(choice) + choice.text
                 if self.prompt_top is not None:
-                    listed = zip(choice.prompt, choice.prompt_logprobs or ())
-                    body["prompt_logprobs"] = (self._prompt_entry(*entry) for entry in listed)
+                    scored_tokens = zip(choice.prompt, choice.prompt_logprobs or ())
+                    body["prompt_logprobs"] = (self._prompt_entry(*entry) for entry in scored_tokens)
             choices.append(body)
             self._add_prompt(body, choice)
         return self._body(choices, "") | {"usage": self.usage()} | self._extras()
@@ -292,8 +292,8 @@ class Completion:
             return self._body([self._empty(choice) | {"delta": delta}], ".chunk")
         # Otherwise send everything that came in, if there is anything to show.
         ends = choice.finish_reason is not None and not choice.reason_sent
-        listed = choice.tokens and (self.explains or self.top is not None or self._prompts is not None)
-        if not (delta or listed or ends):
+        lists_tokens = choice.tokens and (self.explains or self.top is not None or self._prompts is not None)
+        if not (delta or lists_tokens or ends):
             return None
         choice.reason_sent = choice.finish_reason is not None
         body = self._choice(choice)
@@ -349,11 +349,11 @@ class Completion:
             return {"token": words.text(token), "logprob": _finite(logprob), "bytes": words.bytes(token)}
 
         def content() -> Iterator[dict[str, Any]]:
-            for token, likely in listed:
+            for token, likely in scored_tokens:
                 top = [entry(other, value) for other, value in itertools.islice(likely.items(), self.top)]
                 yield entry(token, likely[token]) | {"top_logprobs": top}
 
-        listed = zip([token.id for token, _, _ in choice.tokens], choice.logprobs)
+        scored_tokens = zip([token.id for token, _, _ in choice.tokens], choice.logprobs)
         return {"content": content(), "refusal": None}
 
     def _completion_logprobs(self, choice: Choice) -> dict[str, Any]:
@@ -361,9 +361,9 @@ class Completion:
         offsets = list[int]()
         offset = choice.offset
         likely: list[dict[int, float] | None] = [*choice.logprobs]
-        for _, settled, _ in choice.tokens:
+        for _, token_text, _ in choice.tokens:
             offsets.append(offset)
-            offset += len(settled)
+            offset += len(token_text)
         if self._echoes is not None and choice.prompt_logprobs is not None:
             ids, offsets = choice.prompt + ids, (self._echoes[choice.index].offsets or []) + offsets
             likely = choice.prompt_logprobs + likely
@@ -379,10 +379,10 @@ class Completion:
         counts."""
         if likely is None:
             return None
-        named: dict[str, float] = {}
+        nats_by_text: dict[str, float] = {}
         for other, value in (*itertools.islice(likely.items(), self.top), (token, likely[token])):
-            named.setdefault(self._vocabulary.text(other), _finite(value))
-        return named
+            nats_by_text.setdefault(self._vocabulary.text(other), _finite(value))
+        return nats_by_text
 
     def _prompt_entry(self, token: int, likely: dict[int, float] | None) -> dict[str, dict[str, Any]] | None:
         """Build a prompt token's entry in vLLM's form. The rank is None if the token is not among the likeliest."""

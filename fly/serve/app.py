@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from fly.engine.job import News
-from fly.errors import short
+from fly.errors import shorten
 from fly.serve.answering import Answering
 from fly.serve.answers import Completion
 from fly.serve.errors import ApiError, ClientLeft, Plain
@@ -48,8 +48,8 @@ class Parts(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         for part in self._parts:
-            for at in range(0, len(part), _PART):
-                await send({"type": "http.response.body", "body": part[at : at + _PART], "more_body": True})
+            for start in range(0, len(part), _PART):
+                await send({"type": "http.response.body", "body": part[start : start + _PART], "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -105,29 +105,29 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
             if not await answering.begun():
                 raise ClientLeft
             return EventStream(stream_events(completion, answering), close)  # it calls close at its end
-        whole = Parts(await collect_answer(completion, answering))
+        parts = Parts(await collect_answer(completion, answering))
     except BaseException:
         close()
         raise
     close()
-    return whole
+    return parts
 
 
 async def collect_answer(completion: Completion, answering: Answering) -> list[bytes]:
     """Wait for the whole answer and write it. Raises ``ClientLeft``."""
-    found: list[News] = []
-    while sum(news.over for news in found) < len(completion.choices):
-        if (more := await answering.next()) is None:
+    news_list: list[News] = []
+    while sum(news.over for news in news_list) < len(completion.choices):
+        if (batch := await answering.next()) is None:
             raise ClientLeft
-        found += more
+        news_list += batch
 
-    def made() -> Iterator[bytes]:
-        for news in found:
+    def write_whole() -> Iterator[bytes]:
+        for news in news_list:
             completion.add(news)
             yield b""
         yield from write_json(completion.build_whole())
 
-    return await answering.write(made(), completion.entries(found))
+    return await answering.write(write_whole(), completion.entries(news_list))
 
 
 async def stream_events(completion: Completion, answering: Answering) -> AsyncIterator[bytes]:
@@ -136,9 +136,9 @@ async def stream_events(completion: Completion, answering: Answering) -> AsyncIt
         for part in await answering.write(completion.opening(), completion.entries([])):
             yield part
         while not completion.ended():
-            if (found := await answering.next()) is None:
+            if (news_list := await answering.next()) is None:
                 return
-            for part in await answering.write(completion.events(found), completion.entries(found)):
+            for part in await answering.write(completion.events(news_list), completion.entries(news_list)):
                 yield part
     except ClientLeft:
         return
@@ -190,12 +190,12 @@ def _build_route(service: Service) -> type[APIRoute]:
     class Reading(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             endpoint = self.endpoint
-            if (given := inspect.signature(endpoint, eval_str=True).parameters.get("body")) is None:
+            if (body_parameter := inspect.signature(endpoint, eval_str=True).parameters.get("body")) is None:
                 return super().get_route_handler()
 
             async def read(request: Request) -> Response:
                 try:
-                    return await endpoint(await service.read(given.annotation, request), request)
+                    return await endpoint(await service.read(body_parameter.annotation, request), request)
                 except ClientLeft:
                     return Response(status_code=499)
 
@@ -245,8 +245,8 @@ def _add_texts(app: FastAPI, service: Service) -> None:
     async def tokenizer_info() -> dict[str, Any]:
         """Return the special tokens and the chat template, as in a checkpoint's tokenizer_config.json."""
         tokenizer = service.tokenizer
-        named: dict[str, Any] = {"bos_token": None, "eos_token": None, "pad_token": None, **tokenizer.special_names}
-        return {**named, "chat_template": tokenizer.template, "model_max_length": service.context}
+        tokens: dict[str, Any] = {"bos_token": None, "eos_token": None, "pad_token": None, **tokenizer.special_names}
+        return {**tokens, "chat_template": tokenizer.template, "model_max_length": service.context}
 
     @app.post("/detokenize", responses=_ERRORS)
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
@@ -359,10 +359,10 @@ def _add_errors(app: FastAPI) -> None:
         if error.status_code == 404:
             paths = ", ".join(sorted(str(route.path) for route in app.routes if isinstance(route, APIRoute)))
             absent = _ABSENT.get(request.url.path.removeprefix("/v1/").partition("/")[0], "")
-            message = f"there is nothing at {short(request.url.path)}{absent}; paths: {paths}"
+            message = f"there is nothing at {shorten(request.url.path)}{absent}; paths: {paths}"
         elif error.status_code == 405:
             allowed = (error.headers or {}).get("Allow")
-            message = f"{short(request.url.path)} takes no {request.method}; methods: {allowed}"
+            message = f"{shorten(request.url.path)} takes no {request.method}; methods: {allowed}"
         response = ApiError(error.status_code, message).response()
         response.headers.update(error.headers or {})
         return response

@@ -58,16 +58,16 @@ class Clients:
 
         Raises ``ValueError`` if a trusted proxy names an address that is invalid."""
         try:
-            found = ip_address(address)
+            ip = ip_address(address)
         except ValueError:
             if self._settings.trusted_proxies:
                 raise ValueError(f"x-forwarded-for: {address[:60]!r} is not an address") from None
             network = address  # a Unix socket has no address
         else:
-            if isinstance(found, IPv6Address) and found.ipv4_mapped is not None:
-                found = found.ipv4_mapped
-            network = str(ip_network((found, 64), strict=False) if isinstance(found, IPv6Address) else found)
-            address = str(found)
+            if isinstance(ip, IPv6Address) and ip.ipv4_mapped is not None:
+                ip = ip.ipv4_mapped
+            network = str(ip_network((ip, 64), strict=False) if isinstance(ip, IPv6Address) else ip)
+            address = str(ip)
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         digest = hashlib.sha256(key.strip()).hexdigest()
         if scheme.lower() == b"bearer" and digest in self._digests:
@@ -82,8 +82,8 @@ def read_keys(path: Path) -> list[str]:
     for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
         if not (key := line.strip()) or key.startswith("#"):
             continue
-        if wrong := wrong_with_key(key):
-            raise ValueError(f"{path}, line {number}: the key {wrong}")
+        if problem := wrong_with_key(key):
+            raise ValueError(f"{path}, line {number}: the key {problem}")
         keys.append(key)
     if not keys:
         raise ValueError(f"{path}: has no keys, so nobody could connect")
@@ -96,16 +96,18 @@ def wrong_with_headers(method: str, version: str, headers: Iterable[tuple[bytes,
     names = Counter(name for name, _ in headers)
     if twice := [name.decode() for name in _ONCE if names[name] > 1]:
         return f"the header {twice[0]} is given {names[twice[0].encode()]} times"
-    found = dict(headers)
+    header_values = dict(headers)
     if version not in ("1.0", "1.1", "2"):
         return f"HTTP/{version} is not supported"
-    if version == "1.1" and b"host" not in found:
+    if version == "1.1" and b"host" not in header_values:
         return "the header host is missing"
-    if b"content-length" in found and b"transfer-encoding" in found:
+    if b"content-length" in header_values and b"transfer-encoding" in header_values:
         return "content-length and transfer-encoding are both given"
-    if found.get(b"transfer-encoding", b"chunked").strip().lower() != b"chunked":
+    if header_values.get(b"transfer-encoding", b"chunked").strip().lower() != b"chunked":
         return "transfer-encoding: only chunked is read"
-    if method in _BODILESS and (found.get(b"content-length", b"0").strip() != b"0" or b"transfer-encoding" in found):
+    if method in _BODILESS and (
+        header_values.get(b"content-length", b"0").strip() != b"0" or b"transfer-encoding" in header_values
+    ):
         return f"{method} requests have no body"
     return None
 
@@ -125,8 +127,8 @@ class Shares:
     def has_room(self, client: str, amount: int) -> bool:
         """Whether a client may use ``amount`` more."""
         part = self.total // (len(self.held) + 1 + (client not in self.held))
-        mine = self.held[client] + amount
-        return self.sum + amount <= (self.total if mine <= part else 3 * self.total // 4)
+        client_sum = self.held[client] + amount
+        return self.sum + amount <= (self.total if client_sum <= part else 3 * self.total // 4)
 
     def take(self, client: str, amount: int) -> None:
         """Record that a client uses ``amount`` more, or less if it is negative."""

@@ -41,15 +41,17 @@ def room_for(wanted: int) -> tuple[int, int]:
         import resource
     except ImportError:  # a system without such limits
         return wanted, 2048
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if most == resource.RLIM_INFINITY:
+    file_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if file_limit == resource.RLIM_INFINITY:
         return wanted, 2048
-    taken = len(os.listdir("/dev/fd"))
-    at_a_time = min(2048, max(4, most // 16))
+    open_files = len(os.listdir("/dev/fd"))
+    at_a_time = min(2048, max(4, file_limit // 16))
     # Connections that give way are closed a few turns of the event loop later, and meanwhile others are accepted.
-    room = most - taken - 4 * at_a_time - 16
+    room = file_limit - open_files - 4 * at_a_time - 16
     if room < 2 * _SPARE:
-        raise ValueError(f"{most} file descriptors, {taken} of them taken, are too few for a server; raise 'ulimit -n'")
+        raise ValueError(
+            f"{file_limit} file descriptors, {open_files} of them taken, are too few for a server; raise 'ulimit -n'"
+        )
     return min(wanted, room), at_a_time
 
 
@@ -183,8 +185,8 @@ class Connection(HttpToolsProtocol):
             self._refused = True
             self._stop_clock()
             self._notify_application()
-            what = "Request Header Fields Too Large", "too many headers, or too small chunks"
-            self.loop.call_later(HOLD, self._refuse, 431, *what, _AFTER)
+            refusal = "Request Header Fields Too Large", "too many headers, or too small chunks"
+            self.loop.call_later(HOLD, self._refuse, 431, *refusal, _AFTER)
         elif self._complete:
             self._crowd.waiting.pop(self, None)
             self._stop_clock()

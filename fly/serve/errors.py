@@ -35,8 +35,8 @@ class ApiError(Exception):
     @property
     def kind(self) -> str:
         """OpenAI's name for this kind of error."""
-        named = {408: "timeout", 429: "rate_limit", 503: "service_unavailable", 504: "timeout"}
-        return f"{named.get(self.status, 'invalid_request' if self.status < 500 else 'server')}_error"
+        kinds = {408: "timeout", 429: "rate_limit", 503: "service_unavailable", 504: "timeout"}
+        return f"{kinds.get(self.status, 'invalid_request' if self.status < 500 else 'server')}_error"
 
     def body(self) -> dict[str, Any]:
         return error_body(str(self), self.kind, self.param, self.code)

@@ -77,8 +77,8 @@ class Guard:
         async def answer(message: Message) -> None:
             nonlocal status, complete
             if message["type"] == "http.response.start":
-                more = ((b"x-request-id", name.encode()), (b"x-content-type-options", b"nosniff"))
-                message = {**message, "headers": [*message.get("headers", ()), *more]}
+                extra_headers = ((b"x-request-id", name.encode()), (b"x-content-type-options", b"nosniff"))
+                message = {**message, "headers": [*message.get("headers", ()), *extra_headers]}
                 if (status := message["status"]) >= 400:
                     self.refused(status)
             elif head:
@@ -109,8 +109,8 @@ class Guard:
 
     def _client(self, scope: Scope, address: str) -> Client:
         """Check the headers and return the client. Raises ``ApiError``."""
-        if wrong := wrong_with_headers(scope["method"], scope["http_version"], scope["headers"]):
-            raise ApiError(400, wrong, code="invalid_headers")
+        if problem := wrong_with_headers(scope["method"], scope["http_version"], scope["headers"]):
+            raise ApiError(400, problem, code="invalid_headers")
         headers = dict(scope["headers"])
         if (reason := self._origins.refuse(scope["method"], headers)) is not None:
             raise ApiError(403, reason, code="not_allowed")
@@ -126,7 +126,7 @@ class Guard:
         """Read the body and call the application. Raises ``ApiError`` only before the application is called."""
         state = scope.setdefault("state", {})
         state["client"] = client
-        counted, held = int(scope["path"] not in OPEN), [0]
+        counted, held_bytes = int(scope["path"] not in OPEN), [0]
         if counted:
             if state.get("full", bool)():
                 raise _full()
@@ -135,7 +135,7 @@ class Guard:
                 raise ApiError(429, message, code="client_limit", retry_after=1)
         self.requests.take(client.name, counted)
         try:
-            messages = [await self._body(scope, client, held, receive)]
+            messages = [await self._body(scope, client, held_bytes, receive)]
             if messages[0]["type"] == "http.disconnect":
                 return
 
@@ -145,7 +145,7 @@ class Guard:
             await self.app(scope, replay, answer)
         finally:
             self.requests.take(client.name, -counted)
-            self.bodies.take(client.name, -held[0])
+            self.bodies.take(client.name, -held_bytes[0])
 
     async def _body(self, scope: Scope, client: Client, held: list[int], receive: Receive) -> Message:
         """Return the whole body as one message, or a disconnect. ``held`` counts its bytes. Raises ``ApiError``."""
@@ -169,27 +169,27 @@ class Guard:
                     if not message.get("more_body"):
                         return {"type": "http.request", "body": b"".join(parts), "more_body": False}
         except TimeoutError:
-            late = f"the body did not come in within {self.read_timeout:g} s"
-            raise ApiError(408, late, code="timeout") from None
+            timeout_message = f"the body did not come in within {self.read_timeout:g} s"
+            raise ApiError(408, timeout_message, code="timeout") from None
 
     async def _refuse(self, error: ApiError, scope: Scope, coming: Receive, send: Send) -> None:
         """Answer with an error. Then read the rest of the body for a moment and drop it: to close a connection with
         unread data resets it, and the client might lose the answer."""
         response = error.response()
-        unread = error.status != 408 and (_length(scope) > 0 or _chunked(scope))
-        if unread and _chunked(scope):
+        has_unread = error.status != 408 and (_length(scope) > 0 or _chunked(scope))
+        if has_unread and _chunked(scope):
             await asyncio.sleep(HOLD)
-        if unread or error.status in (400, 408):  # it may be unclear where the next request begins
+        if has_unread or error.status in (400, 408):  # it may be unclear where the next request begins
             response.headers["connection"] = "close"
         await send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
-        await send({"type": "http.response.body", "body": response.body, "more_body": unread})
-        if not unread:
+        await send({"type": "http.response.body", "body": response.body, "more_body": has_unread})
+        if not has_unread:
             return
-        left = _UNWANTED
+        bytes_left = _UNWANTED
         with suppress(TimeoutError):
             async with asyncio.timeout(_LINGER):
-                while (message := await coming()).get("more_body") and left > 0:
-                    left -= len(message.get("body", b""))
+                while (message := await coming()).get("more_body") and bytes_left > 0:
+                    bytes_left -= len(message.get("body", b""))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -200,8 +200,8 @@ def _full() -> ApiError:
 
 def _length(scope: Scope) -> int:
     """Return the length of the body, from the headers."""
-    given = next((value.strip() for name, value in scope["headers"] if name == b"content-length"), b"0")
-    return int(given[:20]) if given.isdigit() else 0
+    length = next((value.strip() for name, value in scope["headers"] if name == b"content-length"), b"0")
+    return int(length[:20]) if length.isdigit() else 0
 
 
 def _chunked(scope: Scope) -> bool:

@@ -56,18 +56,18 @@ def write_json(value: Any) -> Iterator[bytes]:
     """Write ``value`` as JSON in small pieces. An iterator in an object is written as a list; its entries are built
     when they are written."""
     if isinstance(value, dict):
-        before = b"{"
+        prefix = b"{"
         for name, each in value.items():
-            yield before + _json(name) + b":"
+            yield prefix + _json(name) + b":"
             yield from write_json(each)
-            before = b","
-        yield b"}" if before == b"," else b"{}"
+            prefix = b","
+        yield b"}" if prefix == b"," else b"{}"
     elif isinstance(value, Iterator):
-        before = b"["
-        while some := list(islice(value, _TOGETHER)):
-            yield before + _json(some)[1:-1]
-            before = b","
-        yield b"]" if before == b"," else b"[]"
+        prefix = b"["
+        while items := list(islice(value, _TOGETHER)):
+            yield prefix + _json(items)[1:-1]
+            prefix = b","
+        yield b"]" if prefix == b"," else b"[]"
     elif isinstance(value, list) and value and isinstance(value[0], dict):
         for number, each in enumerate(value):
             yield b"," if number else b"["
@@ -75,8 +75,8 @@ def write_json(value: Any) -> Iterator[bytes]:
         yield b"]"
     elif isinstance(value, str) and len(value) > _LONG:
         yield b'"'
-        for at in range(0, len(value), _LONG):
-            yield _json(value[at : at + _LONG])[1:-1]
+        for start in range(0, len(value), _LONG):
+            yield _json(value[start : start + _LONG])[1:-1]
         yield b'"'
     else:
         yield _json(value)
@@ -88,10 +88,10 @@ def _json(value: Any) -> bytes:
 
 
 def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         raise Twice(Counter(name for name, _ in pairs).most_common(1)[0][0])
-    return found
+    return members
 
 
 def _refuse_constant(name: str) -> None:
@@ -108,13 +108,13 @@ def _counted(data: str) -> tuple[int, int]:
     entries, members = punctuation()
     if entries <= ENTRIES and members <= MEMBERS:
         return entries, members
-    entries = members = at = 0
+    entries = members = position = 0
     for texts, text in enumerate(_TEXT.finditer(data), start=1):
-        more = punctuation(at, text.start())
-        entries += more[0]
-        members += more[1]
-        at = text.end()
+        counts = punctuation(position, text.start())
+        entries += counts[0]
+        members += counts[1]
+        position = text.end()
         if max(entries, texts) > ENTRIES + MEMBERS or members > MEMBERS:
             return ENTRIES + 1, members
-    more = punctuation(at)
-    return entries + more[0], members + more[1]
+    counts = punctuation(position)
+    return entries + counts[0], members + counts[1]

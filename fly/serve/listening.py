@@ -19,10 +19,10 @@ def require_free(host: str, port: int) -> None:
     """Raise ``ValueError``, which says what to do, if no server can listen on ``port`` of ``host``. Nothing stays
     open, so that clients are refused until the server is there. Port 0 takes any that is free."""
     try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise ValueError(f"--host {host!r} is not an address of this machine: {error.strerror}") from None
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         if family == socket.AF_INET6 and not socket.has_dualstack_ipv6():
             continue
         with socket.socket(family, kind, protocol) as attempt:
@@ -32,7 +32,7 @@ def require_free(host: str, port: int) -> None:
             try:
                 attempt.bind(address)
             except OSError as error:
-                if error.errno == errno.EADDRNOTAVAIL and len(found) > 1:
+                if error.errno == errno.EADDRNOTAVAIL and len(addresses) > 1:
                     continue  # such as ::1 of localhost where there is no IPv6
                 code = error.errno or 0
                 raise ValueError(f"port {port} of {host!r}: {_REASONS.get(code, os.strerror(code))}") from None

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from fly.errors import meant, short
+from fly.errors import did_you_mean, shorten
 from fly.serve.jsons import TooMuch, loads
 
 __all__ = [
@@ -42,17 +42,17 @@ class Body(BaseModel):
     @classmethod
     def _only_known_fields(cls, data: Any) -> Any:
         """Refuse unknown fields, all in one error, before anything else is checked."""
-        known = known_fields(cls)
-        if isinstance(data, dict) and not data.keys() <= known.keys():  # must be quick: there may be 100,000 messages
-            unknown = [name for name in data if name not in known]
-            shown = ", ".join(map(short, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
+        fields = known_fields(cls)
+        if isinstance(data, dict) and not data.keys() <= fields.keys():  # must be quick: there may be 100,000 messages
+            unknown = [name for name in data if name not in fields]
+            unknown_text = ", ".join(map(shorten, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
             hint = cls._place({name: data[name] for name in unknown}) if len(unknown) < 6 else ""
             if not hint and len(unknown) == 1 and len(unknown[0]) < 100:
-                hint = meant(unknown[0], known)
+                hint = did_you_mean(unknown[0], fields)
             raise PydanticCustomError(
                 "unknown_parameter",
                 "unknown or unsupported: {shown}; known: {known}",
-                {"shown": shown + hint, "known": ", ".join(known), "name": str(unknown[0])[:100]},
+                {"shown": unknown_text + hint, "known": ", ".join(fields), "name": str(unknown[0])[:100]},
             )
         return data
 

@@ -43,8 +43,8 @@ class Origins:
     def __init__(self, bound: str, allowed_hosts: tuple[str, ...], cors_origins: tuple[str, ...], keys: bool) -> None:
         self._local = is_loopback(bound)
         self._any = "*" in allowed_hosts or (not self._local and keys and not allowed_hosts)
-        own = {"localhost", bound} if self._local else {"localhost", bound, socket.gethostname()}
-        self._names = {name.lower() for name in (*own, *allowed_hosts)}
+        local_names = {"localhost", bound} if self._local else {"localhost", bound, socket.gethostname()}
+        self._names = {name.lower() for name in (*local_names, *allowed_hosts)}
         self._cors = {origin.lower() for origin in cors_origins}
 
     def refuse(self, method: str, headers: dict[bytes, bytes]) -> str | None:
@@ -61,9 +61,9 @@ class Origins:
         return f"pages of {_short(origin)} may not send requests here; the operator may allow them (--cors-origin)"
 
     def _known(self, host: str) -> bool:
-        if (found := _HOST.fullmatch(host)) is None:
+        if (match := _HOST.fullmatch(host)) is None:
             return False
-        name = found["name"].rstrip(".")
+        name = match["name"].rstrip(".")
         if (address := _address(name)) is not None:
             return not self._local or address.is_loopback or name in self._names  # DNS rebinding needs a name
         parents = (f"*.{name.split('.', n)[-1]}" for n in range(1, name.count(".") + 1))

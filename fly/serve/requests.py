@@ -182,8 +182,8 @@ class Generation(Body):
 
     @model_validator(mode="after")
     def _one_form(self) -> Generation:
-        if len(given := list(self._forms())) > 1:
-            raise ValueError(f"{given[1]}: the answer has one form; {given[0]} is given too")
+        if len(forms := list(self._forms())) > 1:
+            raise ValueError(f"{forms[1]}: the answer has one form; {forms[0]} is given too")
         return self
 
     def _forms(self) -> Iterator[str]:
@@ -210,12 +210,12 @@ class Generation(Body):
             return {"json_object": True} if schema is None else {"json_schema": schema.schema_}
         if name == "structured_outputs":
             assert self.structured_outputs is not None
-            asked = self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
-            asked = {key: value for key, value in asked.items() if value is not False}
-            if len(asked) != 1:
-                known = list(known_fields(StructuredOutputs))
-                raise ValueError(f"structured_outputs: give exactly one of {known}, not {list(asked)}")
-            [(kind, value)] = asked.items()
+            form_fields = self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+            form_fields = {key: value for key, value in form_fields.items() if value is not False}
+            if len(form_fields) != 1:
+                form_names = list(known_fields(StructuredOutputs))
+                raise ValueError(f"structured_outputs: give exactly one of {form_names}, not {list(form_fields)}")
+            [(kind, value)] = form_fields.items()
         else:
             kind, value = name.removeprefix("guided_"), getattr(self, name)
         if kind == "choice":
@@ -278,15 +278,15 @@ class Generation(Body):
 
     def params(self, default: SamplingParams, seed: int, max_tokens: int, salt: str = "") -> SamplingParams:
         """Build the sampling parameters. Raises ``ValueError``; its message starts with the field's name."""
-        given = {name: value for name in _SAMPLED if (value := getattr(self, name)) is not None}
+        fields = {name: value for name in _SAMPLED if (value := getattr(self, name)) is not None}
         if self.logit_bias is not None:
-            if bad := [key for key in self.logit_bias if not (key.isascii() and key.isdigit() and len(key) < 10)]:
-                raise ValueError(f"logit_bias: {bad[0]!r} is not a token id")
-            given["logit_bias"] = {int(key): value for key, value in self.logit_bias.items()}
+            if bad_keys := [key for key in self.logit_bias if not (key.isascii() and key.isdigit() and len(key) < 10)]:
+                raise ValueError(f"logit_bias: {bad_keys[0]!r} is not a token id")
+            fields["logit_bias"] = {int(key): value for key, value in self.logit_bias.items()}
         if (form := self.structured()) is not None:
-            given["structured"] = form
-        given |= {"seed": seed, "max_tokens": max_tokens, "logprobs": self.top(), "explain": self.explains}
-        return default.changed({**given, "cache_salt": salt, "prompt_logprobs": self.prompt_top()})
+            fields["structured"] = form
+        fields |= {"seed": seed, "max_tokens": max_tokens, "logprobs": self.top(), "explain": self.explains}
+        return default.changed({**fields, "cache_salt": salt, "prompt_logprobs": self.prompt_top()})
 
 
 _SAMPLED = Generation.model_fields.keys() & SamplingParams.model_fields.keys()
@@ -325,8 +325,8 @@ class CompletionRequest(Generation):
         return self.logprobs
 
     def prompt_top(self) -> int | None:
-        asked = self.prompt_logprobs, self.logprobs if self.echo else None
-        return max((most for most in asked if most is not None), default=None)
+        counts = self.prompt_logprobs, self.logprobs if self.echo else None
+        return max((most for most in counts if most is not None), default=None)
 
 
 class ChatRequest(Conversation, Generation):

@@ -112,26 +112,26 @@ class Rules:
         if k and "none" in (draft, self.draft):
             raise ValueError(f"k: {k} tokens cannot be drafted without a draft")
         if off:
-            if given := [n for n, v in (("policy", policy), ("k", k), ("draft", draft)) if v is not None]:
-                raise ValueError(f"off: true leaves nothing that {', '.join(given)} could change")
+            if options := [n for n, v in (("policy", policy), ("k", k), ("draft", draft)) if v is not None]:
+                raise ValueError(f"off: true leaves nothing that {', '.join(options)} could change")
             return Speculation(Exact(), 0, "none", self.promise(Exact()))
         rule = self.policy if policy is None else self._read(policy)
         chosen = (self.k if k is None else k) if (draft or self.draft) != "none" else 0
         return Speculation(rule, chosen, (draft or self.draft) if chosen else "none", self.promise(rule))
 
     def _read(self, given: str | Mapping[str, Any]) -> AcceptancePolicy:
-        if isinstance(given, str) and (whole := self._by_text.get(_squeeze(given))) is not None:
-            return self._check_promise(whole)
+        if isinstance(given, str) and (known_policy := self._by_text.get(_squeeze(given))) is not None:
+            return self._check_promise(known_policy)
         size = len(given if isinstance(given, str) else json.dumps(given))
         if size > _LONGEST:
             raise ValueError(f"policy: {size} characters; at most {_LONGEST} are read")
         try:
-            rule, named = read_policy(given)
+            rule, rule_names = read_policy(given)
         except (RecursionError, MemoryError, TypeError, OverflowError) as error:
             raise ValueError(f"policy: cannot be read: {error}") from None
         except ValueError as error:
             raise ValueError(f"policy: {error}") from None
-        if refused := sorted(named - {*self.names, *self._by_text}):
+        if refused := sorted(rule_names - {*self.names, *self._by_text}):
             raise ValueError(f"policy: {', '.join(refused)} not enabled here; choices: {self.choices}")
         return self._check_promise(rule)
 

@@ -21,7 +21,7 @@ from starlette.requests import Request as HttpRequest
 from fly import __version__
 from fly.drafts import draft_types
 from fly.engine.worker import Stopped
-from fly.errors import explain, short
+from fly.errors import explain, shorten
 from fly.llm import LLM
 from fly.models.chat import pick
 from fly.models.thinking import ChatPrompt, Thinking
@@ -118,7 +118,7 @@ class Service:
     def check_model(self, model: str | None) -> None:
         """Raise ``ApiError`` if a request asks for another model."""
         if model is not None and model != self.name:
-            message = f"model {short(model)} is not served here; choose {self.name!r}"
+            message = f"model {shorten(model)} is not served here; choose {self.name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
     async def read(self, kind: type[Model], request: HttpRequest) -> Model:
@@ -194,17 +194,17 @@ class Service:
             raise ApiError(400, message, param, "invalid_value") from None
         echoes = None
         if isinstance(body, CompletionRequest) and body.echo:
-            found = [self.build_echo(prompt, body.logprobs is not None) for prompt in body.prompts]
-            echoes = [echo for echo in found for _ in range(body.n or 1)]
+            prompt_echoes = [self.build_echo(prompt, body.logprobs is not None) for prompt in body.prompts]
+            echoes = [echo for echo in prompt_echoes for _ in range(body.n or 1)]
         return Prepared(body, requests, sum(map(len, prompts)), chosen, echoes, client, form, calls)
 
     def _check_count(self, body: Generation) -> None:
         """Refuse a request for more completions than may run at once. To try again would not help, so this is final."""
-        each = body.n or 1
-        count = each * (len(body.prompts) if isinstance(body, CompletionRequest) else 1)
+        per_prompt = body.n or 1
+        count = per_prompt * (len(body.prompts) if isinstance(body, CompletionRequest) else 1)
         at_once = min(self.settings.max_n, self.settings.max_open or self.settings.max_n)
         if count > at_once:
-            raise invalid("prompt" if each == 1 else "n", f"{count} completions; at most {at_once} at once")
+            raise invalid("prompt" if per_prompt == 1 else "n", f"{count} completions; at most {at_once} at once")
 
     def _check_prompts(self, prompts: list[list[int]], name: str, body: Generation) -> None:
         """Raise ``ApiError`` if a prompt is empty or leaves no room for an answer, or if too many log-probabilities are
@@ -234,8 +234,8 @@ class Service:
         draw one here, so that the engine need not."""
         seed = secrets.randbits(63) if body.seed is None else body.seed
         try:
-            most = self.limit_tokens(body, prompts)
-            params = body.params(self.llm.default_params, seed, most, self._salt(body, client))
+            max_tokens = self.limit_tokens(body, prompts)
+            params = body.params(self.llm.default_params, seed, max_tokens, self._salt(body, client))
             if isinstance(body, ChatRequest) and calls is not None and body.calls_by_form:
                 form = self._form_of_calls(body, calls, params.structured, thinking)
                 params = params.model_copy(update={"structured": form})
@@ -249,9 +249,9 @@ class Service:
 
     def choose_speculation(self, body: Generation) -> Speculation:
         """Return the speculation of a request. Raises ``ApiError``."""
-        asked = body.speculation or SpeculationRequest()
+        request = body.speculation or SpeculationRequest()
         try:
-            chosen = self.rules.choose(asked.policy, asked.k, asked.draft, asked.off)
+            chosen = self.rules.choose(request.policy, request.k, request.draft, request.off)
         except ValueError as error:
             field, _, problem = str(error).partition(": ")
             raise invalid(f"speculation.{field}", problem) from None
@@ -263,11 +263,13 @@ class Service:
 
     def find_call_format(self) -> CallFormat:
         """Return the format in which the model writes calls. Raises ``ApiError`` if it is none of the known ones."""
-        if (found := format_of(pick(self.tokenizer.templates, None, tools=True).source)) is None:
-            known = f"is not known here (known: {', '.join(FORMATS)}); with tool_choice 'none' it answers without any"
-            problem = f"the way in which this model's chat template writes calls {known}"
+        if (call_format := format_of(pick(self.tokenizer.templates, None, tools=True).source)) is None:
+            known_text = (
+                f"is not known here (known: {', '.join(FORMATS)}); with tool_choice 'none' it answers without any"
+            )
+            problem = f"the way in which this model's chat template writes calls {known_text}"
             raise invalid("tools", problem, "unsupported_parameter")
-        return found
+        return call_format
 
     def _form_of_calls(
         self, body: ChatRequest, calls: CallFormat, answer: StructuredOutput | None, thinking: Thinking | None
@@ -287,8 +289,8 @@ class Service:
 
     def _salt(self, body: Generation, client: str) -> str:
         """Return the salt: requests share cached prefixes only if their salts are equal."""
-        own = body.cache_salt or ""
-        return f"{client} {own}" if self.clients.keyed and self.settings.share_prefixes == "key" else own
+        body_salt = body.cache_salt or ""
+        return f"{client} {body_salt}" if self.clients.keyed and self.settings.share_prefixes == "key" else body_salt
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         """Encode a prompt that leaves room for an answer. Raises ``ApiError``."""
@@ -328,8 +330,8 @@ class Service:
     def decode(self, tokens: list[int]) -> str:
         """Decode token ids to text, special tokens included. Raises ``ApiError``."""
         size = self.llm.engine.runner.executor.config.vocab_size
-        if (bad := next((token for token in tokens if token >= size), None)) is not None:
-            raise invalid("tokens", f"{bad} is outside the vocabulary of {size}")
+        if (bad_token := next((token for token in tokens if token >= size), None)) is not None:
+            raise invalid("tokens", f"{bad_token} is outside the vocabulary of {size}")
         return self.tokenizer.decode(tokens, False)
 
     def encode_conversation(self, body: ChatRequest | TokenizeRequest) -> ChatPrompt:
@@ -346,52 +348,52 @@ class Service:
     def collect_variables(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
         """Collect the chat template's variables, except the messages. Tools are left out if none may be called. Raises
         ``ApiError`` for a variable that the template does not read."""
-        given = body.chat_template_kwargs or {}
-        if body.tools is None and not given:
+        variables = body.chat_template_kwargs or {}
+        if body.tools is None and not variables:
             return {}
-        read = self.tokenizer.template_variables
-        if body.tools is not None and "tools" not in read:
+        template_variables = self.tokenizer.template_variables
+        if body.tools is not None and "tools" not in template_variables:
             raise invalid("tools", "the chat template of this model has none", "unsupported_parameter")
-        if unread := sorted(given.keys() - (read - _OWN)):
-            problem = f"this model's chat template does not read {unread}; it reads {sorted(read - _OWN)}"
+        if unread := sorted(variables.keys() - (template_variables - _OWN)):
+            problem = f"this model's chat template does not read {unread}; it reads {sorted(template_variables - _OWN)}"
             raise invalid("chat_template_kwargs", problem)
         if body.tools is None or (isinstance(body, ChatRequest) and not body.usable):
-            return given
-        return given | {"tools": [tool.for_template() for tool in body.tools]}
+            return variables
+        return variables | {"tools": [tool.for_template() for tool in body.tools]}
 
     def limit_tokens(self, body: Generation, prompts: Sequence[list[int]]) -> int:
         """Return the limit of new tokens: the request's, or else the checkpoint's. If neither has one, it is OpenAI's
         default: 16 for completions, the rest of the context for chats."""
-        most, wanted = self.settings.max_tokens, body.wanted_tokens
-        if wanted is not None and most is not None and wanted > most:
+        most, wanted_tokens = self.settings.max_tokens, body.wanted_tokens
+        if wanted_tokens is not None and most is not None and wanted_tokens > most:
             name = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
-            raise invalid(name, f"{wanted} exceeds this server's limit of {most}")
+            raise invalid(name, f"{wanted_tokens} exceeds this server's limit of {most}")
         room, default = self.context - min(map(len, prompts)), self.llm.default_params  # longer ones have less
-        if wanted is None:
+        if wanted_tokens is None:
             if "max_tokens" in default.model_fields_set:
-                wanted = max(default.max_tokens, body.min_tokens or 0)
+                wanted_tokens = max(default.max_tokens, body.min_tokens or 0)
             else:
-                wanted = room if isinstance(body, ChatRequest) else max(16, body.min_tokens or 0)
-        left = room if most is None else min(room, most)
-        if (body.min_tokens or 0) > left:
-            raise invalid("min_tokens", f"{body.min_tokens} exceeds the {left} tokens that an answer may have here")
-        return min(wanted, left)
+                wanted_tokens = room if isinstance(body, ChatRequest) else max(16, body.min_tokens or 0)
+        limit = room if most is None else min(room, most)
+        if (body.min_tokens or 0) > limit:
+            raise invalid("min_tokens", f"{body.min_tokens} exceeds the {limit} tokens that an answer may have here")
+        return min(wanted_tokens, limit)
 
     def submit(self, prepared: Prepared, streamed: bool) -> Measured:
         """Submit a prepared request to the engine. Raises ``ApiError`` if the queue is full or the engine stopped."""
         worker = self.llm.worker
         load = worker.load
         count = len(prepared.requests)
-        own = self.held[prepared.client] + count
-        if (most := self.settings.max_open) is not None and own > most:
-            message = f"{own} completions of one client; at most {most} at once"
+        client_count = self.held[prepared.client] + count
+        if (limit := self.settings.max_open) is not None and client_count > limit:
+            message = f"{client_count} completions of one client; at most {limit} at once"
             raise ApiError(429, message, code="client_limit", retry_after=max(1, min(60, round(self.metrics.seconds))))
         free = max(0, self.llm.scheduler.max_rows - load.running)
         coming = worker.submitted - load.taken + count  # submitted, but not yet seen by the engine
         waiting = load.waiting + max(0, coming - free)
         # The queue is divided equally among clients. A client within its part is admitted even if the queue is full.
         part = self.settings.max_waiting // len({*self.held, prepared.client})
-        if waiting > self.settings.max_waiting and own > part:
+        if waiting > self.settings.max_waiting and client_count > part:
             retry_after = max(1, min(60, round(self.metrics.seconds * waiting / max(1, load.running))))
             message = f"the server is at its limit of waiting requests; try again in {retry_after} s"
             raise ApiError(429, message, code="queue_full", retry_after=retry_after)
@@ -416,5 +418,5 @@ _OF_ENGINE = {name: name for name in Generation.model_fields} | {"prompt": "prom
 
 def _param_of(message: str) -> str | None:
     """Return the field that begins an error message of the engine or of ``SamplingParams``; None if no field does."""
-    found = re.match(r"(\w+)\b(?! \d+:)", message)  # "prompt 0: ..." may be about its parameters
-    return _OF_ENGINE.get(found[1]) if found else None
+    match = re.match(r"(\w+)\b(?! \d+:)", message)  # "prompt 0: ..." may be about its parameters
+    return _OF_ENGINE.get(match[1]) if match else None

@@ -92,8 +92,8 @@ class Settings(BaseModel):
     @classmethod
     def _keys_are_words(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for number, key in enumerate(value):
-            if wrong := wrong_with_key(key):
-                raise ValueError(f"api_keys {number} {wrong}")
+            if problem := wrong_with_key(key):
+                raise ValueError(f"api_keys {number} {problem}")
         return value
 
     @field_validator("trusted_proxies")

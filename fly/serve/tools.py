@@ -152,9 +152,9 @@ class CallReader:
         return self._take()
 
     def _take(self) -> list[str | Call]:
-        said, self._said = self._said, []
+        items, self._said = self._said, []
         pieces: list[str | Call] = []
-        for kind, run in groupby(said, type):
+        for kind, run in groupby(items, type):
             together = list(run)
             pieces += ["".join(map(str, together))] if kind is str else together
         return pieces
@@ -269,16 +269,16 @@ class CallReader:
         """Read blanks, and then a value. Return its text."""
         yield from self._run_of(_BLANKS)
         start = len(self._read)
-        first = yield from self._character()
-        if first == '"':
+        first_character = yield from self._character()
+        if first_character == '"':
             yield from self._string()
-        elif first == "{" and depth <= DEEPEST:
+        elif first_character == "{" and depth <= DEEPEST:
             yield from self._object(depth)
-        elif first == "[" and depth <= DEEPEST:
+        elif first_character == "[" and depth <= DEEPEST:
             yield from self._list(depth)
         else:
-            rest = yield from self._run_of(_SCALAR)
-            if not _SCALARS.fullmatch(first + rest):
+            other_characters = yield from self._run_of(_SCALAR)
+            if not _SCALARS.fullmatch(first_character + other_characters):
                 raise _Mismatch
         return "".join(self._read[start:])
 
@@ -322,12 +322,12 @@ class CallReader:
 def _as_call(members: Sequence[tuple[str, str]], marked: bool) -> tuple[str, str] | None:
     """Return the name and the arguments of the call that an object is; None if it is not a call. ``members`` are its
     keys and the texts of its values."""
-    found = dict(members)
-    name = _load(found.get("name", "null"))
-    if not isinstance(name, str) or not name or len(found) < len(members):
+    fields = dict(members)
+    name = _load(fields.get("name", "null"))
+    if not isinstance(name, str) or not name or len(fields) < len(members):
         return None
-    match [found[key] for key in _ARGUMENTS if key in found]:
-        case [] if marked and found.keys() <= _KEYS:
+    match [fields[key] for key in _ARGUMENTS if key in fields]:
+        case [] if marked and fields.keys() <= _KEYS:
             return name, "{}"
         case [text]:
             arguments = _as_arguments(text)
@@ -384,21 +384,21 @@ def grammar(
         rules.append(f'f{number}: {_quoted(head)} {schemas[number]} "}}"')
     rules.append("function: " + " | ".join(f"f{number}" for number in range(len(functions))))
     # A call between its markers, and several of them.
-    more, several = f"{{0,{_MOST - 1}}}", parallel and bool(form.closer)
+    repetition, allows_several = f"{{0,{_MOST - 1}}}", parallel and bool(form.closer)
     if form.listed:
-        others = f"({_quoted(form.separator)} function){more}" if parallel else ""
-        rules.append(f'call: / ?/ "[" function {others} "]"')
+        further_calls = f"({_quoted(form.separator)} function){repetition}" if parallel else ""
+        rules.append(f'call: / ?/ "[" function {further_calls} "]"')
     else:
         rules.append(f'call: "\\n" function "\\n" {closer}' if form.closer else "call: function")
     calls = f"{opener} call" if form.closer or form.listed else "call"
-    calls += f" ({_quoted(form.separator)} {opener} call){more}" if several else ""
+    calls += f" ({_quoted(form.separator)} {opener} call){repetition}" if allows_several else ""
     # What an answer may be: calls only; calls or an answer with a schema; or text with calls in it.
     if required:
         rules.append(f"said: {calls}")
     elif answer is not None:
         rules += [f"answer: {_json_rule(answer)}", f"said: {calls} | answer"]
     else:
-        rules += _text_rules(form, list(functions), schemas, opener, several)
+        rules += _text_rules(form, list(functions), schemas, opener, allows_several)
     rules += _thinking_rules(tokenizer, thinking)
     return "\n".join(rules)
 
@@ -411,10 +411,10 @@ def _text_rules(
     no_call, choices = "", f"(begun call){{0,{_MOST}}} TEXT" if several else "begun call | TEXT"
     # An answer may begin with a call that has no marker, so text must not begin as ``CallReader`` lets these begin.
     if not form.listed:
-        blanks, known = "[ \\t\\n\\r]*", "|".join(map(re.escape, functions))
+        blanks, known_names = "[ \\t\\n\\r]*", "|".join(map(re.escape, functions))
         keys, escaped = "|".join(sorted(_KEYS - {"name"})), r'[^"\\]*\\'
-        named = rf'name"{blanks}:{blanks}"(({known})"|{escaped})'
-        no_call = rf' & ~/{blanks}(```json{blanks})?\{{{blanks}"(({keys})"|{escaped}|{named})(.|\n)*/'
+        name_member = rf'name"{blanks}:{blanks}"(({known_names})"|{escaped})'
+        no_call = rf' & ~/{blanks}(```json{blanks})?\{{{blanks}"(({keys})"|{escaped}|{name_member})(.|\n)*/'
         bare = rf'{_SPACE}(```json{_SPACE})?\{{{_SPACE}"name"'
         for number, name in enumerate(functions):
             head = rf'{bare}:{_SPACE}"{re.escape(name)}",{_SPACE}"{form.arguments}":{_SPACE}'
@@ -422,32 +422,34 @@ def _text_rules(
         rules.append(rf"BARE_END: /{_SPACE}\}}({_SPACE}```)?/")
         choices += "".join(f" | b{number}" for number in range(len(functions)))
     rules.append(f"TEXT: /(.|\\n)*/ & ~{anything}(.|\\n)*/{no_call}")
-    begun = f"begun: TEXT {opener}" if opener.startswith("<") else f"begun[lazy]: BEGUN\nBEGUN: {anything}/{no_call}"
-    return [*rules, begun, f"said: {choices}"]
+    begun_rule = (
+        f"begun: TEXT {opener}" if opener.startswith("<") else f"begun[lazy]: BEGUN\nBEGUN: {anything}/{no_call}"
+    )
+    return [*rules, begun_rule, f"said: {choices}"]
 
 
 def _thinking_rules(tokenizer: Tokenizer, thinking: Thinking | None) -> list[str]:
     """Return the grammar's rules of an answer that may begin with thinking, between its tags."""
     if thinking is None:
         return ["start: said"]
-    before, after = (_marker(tokenizer, tag) for tag in thinking.tags)
-    close = re.escape(thinking.tags.close).replace("/", r"\/")
-    thought = f"thought: close BLANKS\nclose[lazy]: /(.|\\n)*{close}/"
-    if after.startswith("<"):  # a single token
-        thought = f"thought: THOUGHT {after} BLANKS\nTHOUGHT: /(.|\\n)*/ & ~/(.|\\n)*{close}(.|\\n)*/"
-    start = "start: thought said" if thinking.begun else f"start: ({before} thought)? said"
-    return [thought, "BLANKS: /[ \\n]*/", start]
+    opener, closer = (_marker(tokenizer, tag) for tag in thinking.tags)
+    closing_pattern = re.escape(thinking.tags.close).replace("/", r"\/")
+    thought_rule = f"thought: close BLANKS\nclose[lazy]: /(.|\\n)*{closing_pattern}/"
+    if closer.startswith("<"):  # a single token
+        thought_rule = f"thought: THOUGHT {closer} BLANKS\nTHOUGHT: /(.|\\n)*/ & ~/(.|\\n)*{closing_pattern}(.|\\n)*/"
+    start = "start: thought said" if thinking.begun else f"start: ({opener} thought)? said"
+    return [thought_rule, "BLANKS: /[ \\n]*/", start]
 
 
 def wrong_with_tools(message: str, names: Sequence[str]) -> str:
     """Rewrite the library's error about the grammar of calls, because clients do not know this grammar. It has one line
     per function, in order, so the line number in the error shows which function is meant."""
     reason = message.partition(" cannot be used: ")[2]
-    found = re.match(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*?)(?: \d+ \| |$)", reason)
-    if found is None:
+    match = re.match(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*?)(?: \d+ \| |$)", reason)
+    if match is None:
         return f"tools: calls cannot be held to these functions: {reason or message}"
-    whose = f"parameters of {names[int(found[1]) - 1]!r}: " if int(found[1]) <= len(names) else ""
-    return f"tools: {whose}{found[2]}"
+    subject = f"parameters of {names[int(match[1]) - 1]!r}: " if int(match[1]) <= len(names) else ""
+    return f"tools: {subject}{match[2]}"
 
 
 def _marker(tokenizer: Tokenizer, text: str) -> str:

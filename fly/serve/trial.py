@@ -83,8 +83,8 @@ class Trial:
             self._process.stdin.flush()
         except OSError:
             return None
-        ready, _, _ = select.select([self._process.stdout], [], [], _PATIENCE)
-        return (self._process.stdout.readline() or None) if ready else None
+        ready_streams, _, _ = select.select([self._process.stdout], [], [], _PATIENCE)
+        return (self._process.stdout.readline() or None) if ready_streams else None
 
     def _end(self) -> None:
         if (process := self._process) is not None:
@@ -143,8 +143,8 @@ def _limit_memory() -> None:
         import resource  # of Unix alone
 
         with open("/proc/self/statm", encoding="ascii") as sizes:
-            now = int(sizes.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (now + BYTES, now + BYTES))
+            used_bytes = int(sizes.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used_bytes + BYTES, used_bytes + BYTES))
 
 
 if __name__ == "__main__":

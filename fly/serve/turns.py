@@ -66,18 +66,18 @@ class Turns:
         """Collect what ``made`` yields, for one slice of time per turn. Stop early once ``left()`` is true."""
         parts: list[bytes] = []
 
-        def some() -> bool:
+        def collect_slice() -> bool:
             end = time.perf_counter() + _SLICE
-            found = []
+            batch = []
             goes_on = False
             for part in made:
-                found.append(part)
+                batch.append(part)
                 if goes_on := time.perf_counter() > end:
                     break
-            parts.append(b"".join(found))
+            parts.append(b"".join(batch))
             return goes_on
 
-        while not left() and await self.run(client, some, limited=False):
+        while not left() and await self.run(client, collect_slice, limited=False):
             pass
         return parts
 
@@ -87,10 +87,12 @@ class Turns:
 
     def _begin(self) -> None:
         while self._free:
-            ready = [client for client, queue in self._waiting.items() if queue and self._working[client] < self._each]
-            if not ready:
+            clients = [
+                client for client, queue in self._waiting.items() if queue and self._working[client] < self._each
+            ]
+            if not clients:
                 return
-            client = min(ready, key=lambda each: (self._working[each], self._used[each]))
+            client = min(clients, key=lambda each: (self._working[each], self._used[each]))
             work, future = self._waiting[client].popleft()
             self._waiting[client] = self._waiting.pop(client)  # this client is the last among equals next time
             self._free -= 1

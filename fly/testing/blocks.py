@@ -65,24 +65,24 @@ def toy_vocabulary(size: int, markers: tuple[str, ...] = ()) -> Vocabulary:
 def markers_of(rule: object) -> tuple[str, ...]:
     """Find texts that a rule may look for, so that blocks can hold them: text parameters of the rule and its parts, and
     texts in the methods of a user's own class."""
-    found: list[str] = []
+    texts: list[str] = []
     pending: list[Any] = [rule]
     kinds: dict[type, None] = {}
     while pending:
-        one = pending.pop(0)
-        if isinstance(one, tuple):
-            pending += one
-        if not isinstance(one, Bindable):
+        node = pending.pop(0)
+        if isinstance(node, tuple):
+            pending += node
+        if not isinstance(node, Bindable):
             continue
-        hints = hints_of(type(one))
-        parameters: Any = fields(one) if is_dataclass(one) else ()
+        hints = hints_of(type(node))
+        parameters: Any = fields(node) if is_dataclass(node) else ()
         for parameter in parameters:
-            pending.append(value := getattr(one, parameter.name))
+            pending.append(value := getattr(node, parameter.name))
             if isinstance(value, str) and get_origin(hints.get(parameter.name)) is not Literal:
-                found.append(value)
-        kinds |= dict.fromkeys(k for k in type(one).__mro__ if not k.__module__.startswith(("fly.", "builtins")))
-    found += [text for kind in kinds for method in vars(kind).values() for text in _written(method)]
-    return tuple(text for text in dict.fromkeys(found) if 0 < len(text) <= 20)[:_MARKERS]
+                texts.append(value)
+        kinds |= dict.fromkeys(k for k in type(node).__mro__ if not k.__module__.startswith(("fly.", "builtins")))
+    texts += [text for kind in kinds for method in vars(kind).values() for text in _written(method)]
+    return tuple(text for text in dict.fromkeys(texts) if 0 < len(text) <= 20)[:_MARKERS]
 
 
 def _written(method: object) -> Iterator[str]:
@@ -94,8 +94,8 @@ def _written(method: object) -> Iterator[str]:
     while pending:
         part = pending.pop(0)
         if isinstance(part, CodeType):
-            named = [function.__globals__.get(name) for name in part.co_names if not name.startswith("__")]
-            pending += [*part.co_consts, *(value for value in named if isinstance(value, str))]
+            global_values = [function.__globals__.get(name) for name in part.co_names if not name.startswith("__")]
+            pending += [*part.co_consts, *(value for value in global_values if isinstance(value, str))]
         elif isinstance(part, frozenset):
             pending += part
         elif isinstance(part, str) and part != function.__doc__:
@@ -155,13 +155,13 @@ class Case:
         index_B, n = torch.tensor([b]), int(self.draft.lengths_B[b])
         row = Case(self.target.rows(index_B), self.draft.rows(index_B), self.noise.rows(index_B))
         columns = torch.arange(n + padding).clamp_max(max(n - 1, 0))
-        found = row._select(columns, torch.arange(n + padding + 1).clamp_max(n), row.draft.lengths_B)
-        found.target.logits_BKV[:, n + 1 :] *= -1
-        found.draft.tokens_BK[:, n:] = (found.draft.tokens_BK[:, n:] + 1) % found.target.logits_BKV.shape[-1]
-        if found.draft.logits_BKV is not None:
-            found.draft.logits_BKV[:, n:] *= -1
-        found.noise.accept_BK[:, n:] = 0.0
-        return found
+        case = row._select(columns, torch.arange(n + padding + 1).clamp_max(n), row.draft.lengths_B)
+        case.target.logits_BKV[:, n + 1 :] *= -1
+        case.draft.tokens_BK[:, n:] = (case.draft.tokens_BK[:, n:] + 1) % case.target.logits_BKV.shape[-1]
+        if case.draft.logits_BKV is not None:
+            case.draft.logits_BKV[:, n:] *= -1
+        case.noise.accept_BK[:, n:] = 0.0
+        return case
 
     def cut(self, first: int, last: int) -> Case:
         """Take the tokens ``first`` to ``last`` of every draft, as if nothing else was drafted. The place after them

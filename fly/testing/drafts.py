@@ -83,11 +83,11 @@ def _undeclared(kit: DraftKit) -> str:
             unseen = sorted({token for row, ids in zip(rows, draft.chains) for token in {*ids} - {*row.tokens}})
         except Exception:  # the checks will report it
             return ""
-        wide = width != kit.vocab
-        found = f"claims distributions over {width} tokens" if wide else f"drafted {unseen[:5]}"
-        if wide or unseen:
+        is_wide = width != kit.vocab
+        fault = f"claims distributions over {width} tokens" if is_wide else f"drafted {unseen[:5]}"
+        if is_wide or unseen:
             return (
-                f"{kit.name} states no vocab_size, so it may draft tokens of the row only, and it {found}: set "
+                f"{kit.name} states no vocab_size, so it may draft tokens of the row only, and it {fault}: set "
                 "vocab_size to the number of ids it knows, as a class attribute or in attach, from setup.vocabulary"
             )
     return ""
@@ -96,9 +96,9 @@ def _undeclared(kit: DraftKit) -> str:
 def check_shapes_and_ranges(kit: DraftKit) -> str:
     """Drafts are no longer than asked, have the shapes and dtypes of ``Draft``, and hold only ids of the vocabulary,
     padding included."""
-    found = [p for rows, max_len in kit.batches() for p in _valid(kit, kit.stage(), rows, max_len)]
-    drafted = sum(len(p.tokens) for p in found)
-    return f"{drafted} tokens drafted for {len(found)} rows" if drafted else "note: nothing was drafted for any row"
+    proposals = [p for rows, max_len in kit.batches() for p in _valid(kit, kit.stage(), rows, max_len)]
+    drafted = sum(len(p.tokens) for p in proposals)
+    return f"{drafted} tokens drafted for {len(proposals)} rows" if drafted else "note: nothing was drafted for any row"
 
 
 def _valid(kit: DraftKit, stage: Stage, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> list[Proposal]:
@@ -108,7 +108,7 @@ def _valid(kit: DraftKit, stage: Stage, rows: abc.Sequence[Row], max_len: abc.Se
     lengths = draft.lengths_B
     probs = draft.probs_BKV
     longest = tokens.shape[-1]
-    asked = "; ".join(Proposal(row, most, [], None, None).asked for row, most in zip(rows, max_len))
+    rows_text = "; ".join(Proposal(row, most, [], None, None).asked for row, most in zip(rows, max_len))
     # Check shapes, dtypes and ranges of the tensors.
     columns: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
         ("lengths_B", lengths, (len(rows),)),
@@ -118,29 +118,33 @@ def _valid(kit: DraftKit, stage: Stage, rows: abc.Sequence[Row], max_len: abc.Se
     ]
     for name, tensor, shape in columns:
         if tensor is not None:
-            found, floating = tuple(tensor.shape), tensor is probs
-            require(found == shape, f"{name} has shape {found}, expected {shape}, for {asked}")
-            right = tensor.is_floating_point() if floating else tensor.dtype == torch.int64
-            wanted = "a floating one" if floating else "torch.int64"
-            require(right, f"{name} has dtype {tensor.dtype}, expected {wanted}, for {asked}")
+            actual_shape, is_floating = tuple(tensor.shape), tensor is probs
+            require(actual_shape == shape, f"{name} has shape {actual_shape}, expected {shape}, for {rows_text}")
+            has_dtype = tensor.is_floating_point() if is_floating else tensor.dtype == torch.int64
+            dtype_name = "a floating one" if is_floating else "torch.int64"
+            require(has_dtype, f"{name} has dtype {tensor.dtype}, expected {dtype_name}, for {rows_text}")
     for name, tensor, most in (("lengths_B", lengths, longest), ("tokens_BK", tokens, kit.vocab - 1)):
-        inside = bool(((tensor >= 0) & (tensor <= most)).all())
-        require(inside, f"{name} {tensor.tolist()} (padding included) are not all in 0..{most}, for {asked}")
-    finite = probs is None or bool(torch.isfinite(probs).all())
-    require(finite, f"probs_BKV (padding included) is not finite, for {asked}")
+        is_inside = bool(((tensor >= 0) & (tensor <= most)).all())
+        require(is_inside, f"{name} {tensor.tolist()} (padding included) are not all in 0..{most}, for {rows_text}")
+    is_finite = probs is None or bool(torch.isfinite(probs).all())
+    require(is_finite, f"probs_BKV (padding included) is not finite, for {rows_text}")
     # Check the proposal for each row.
     proposals = split(draft, rows, max_len)
     for p in proposals:
-        what = f"{p.tokens} for {p.asked}"
+        proposal_text = f"{p.tokens} for {p.asked}"
         for node, parent in enumerate(p.follows):
-            require(-1 <= parent < node, f"token {node} has parent {parent}, not one in -1..{node - 1}: {what}")
-        deepest = 1 + max(depths(p.follows), default=-1)
-        require(deepest <= p.most, f"drafted {deepest} tokens where at most {p.most} were asked: {what}")
-        different = probs is not None or len(set(zip(p.follows, p.tokens))) == len(p.tokens)
-        require(different, f"two siblings of a deterministic tree are the same, parents {p.parents}: {what}")
+            require(
+                -1 <= parent < node, f"token {node} has parent {parent}, not one in -1..{node - 1}: {proposal_text}"
+            )
+        depth = 1 + max(depths(p.follows), default=-1)
+        require(depth <= p.most, f"drafted {depth} tokens where at most {p.most} were asked: {proposal_text}")
+        are_different = probs is not None or len(set(zip(p.follows, p.tokens))) == len(p.tokens)
+        require(
+            are_different, f"two siblings of a deterministic tree are the same, parents {p.parents}: {proposal_text}"
+        )
         unseen = sorted(set(p.tokens) - set(p.row.tokens))
-        known = stage.strategy.vocab_size is not None or kit.learns or not unseen
-        require(known, f"drafted {unseen}, not seen in the row, and states no vocab_size: {what}")
+        is_allowed = stage.strategy.vocab_size is not None or kit.learns or not unseen
+        require(is_allowed, f"drafted {unseen}, not seen in the row, and states no vocab_size: {proposal_text}")
     return proposals
 
 
@@ -158,12 +162,16 @@ def check_nothing_after_an_end(kit: DraftKit) -> str:
         firsts = kit.fresh(rows, max_len)
         for others in ((), range(2, kit.vocab, 2)):  # the first drafted token is the only end, or one of many
             ends = [{"stop_token_ids": tuple(sorted({*p.tokens[:1], *others}))} for p in firsts]
-            again = [kit.row(row.tokens, row.params.model_copy(update=end), row.seed) for row, end in zip(rows, ends)]
-            for p in kit.fresh(again, max_len):
+            ending_rows = [
+                kit.row(row.tokens, row.params.model_copy(update=end), row.seed) for row, end in zip(rows, ends)
+            ]
+            for p in kit.fresh(ending_rows, max_len):
                 ended += bool(p.row.stop_ids & set(p.tokens))
-                for token, before in ((p.tokens[n], p.tokens[at]) for n, at in enumerate(p.follows) if at >= 0):
-                    what = f"drafted {token} after {before}, which ends the row: {p.tokens} for {p.asked}"
-                    require(before not in p.row.stop_ids, what)
+                for token, parent_token in (
+                    (p.tokens[n], p.tokens[parent]) for n, parent in enumerate(p.follows) if parent >= 0
+                ):
+                    fault = f"drafted {token} after {parent_token}, which ends the row: {p.tokens} for {p.asked}"
+                    require(parent_token not in p.row.stop_ids, fault)
     return f"{ended} drafts with an end"
 
 
@@ -171,7 +179,7 @@ def check_rows_untouched(kit: DraftKit) -> None:
     """No call changes a row, or any field of one."""
     for rows, max_len in kit.batches():
         stage, limits = kit.stage(), list(max_len)
-        before = [copy.deepcopy(vars(row)) for row in rows]
+        row_fields = [copy.deepcopy(vars(row)) for row in rows]
         draft = stage.draft(rows, limits)
         calls: list[tuple[str, Callable[[], None]]] = [
             ("propose", lambda: None),
@@ -181,9 +189,9 @@ def check_rows_untouched(kit: DraftKit) -> None:
         ]
         for call, run in calls:
             run()
-            for p, old, now in zip(split(draft, rows, max_len), before, map(vars, rows)):
-                names = [name for name in {**old, **now} if name not in old or old[name] != now.get(name)]
-                changes = [f"{name} from {old.get(name)!r} to {now.get(name)!r}" for name in names]
+            for p, old, new in zip(split(draft, rows, max_len), row_fields, map(vars, rows)):
+                names = [name for name in {**old, **new} if name not in old or old[name] != new.get(name)]
+                changes = [f"{name} from {old.get(name)!r} to {new.get(name)!r}" for name in names]
                 require(not names, f"{call} changed {', '.join(changes)}, for {p.asked}")
             require(limits == max_len, f"propose changed max_len from {max_len} to {limits}")
 
@@ -200,7 +208,7 @@ def check_no_hidden_randomness(kit: DraftKit) -> None:
         first, second = seeded(1, lambda: [stage.propose(rows, max_len) for _ in range(2)])  # noqa: B023
         lengths = [min(len(one.tokens), len(other.tokens)) for one, other in zip(first, second)]
         if kit.learns:  # it may change the length of a draft, but not its tokens
-            first, second = ([p.cut(n) for p, n in zip(found, lengths)] for found in (first, second))
+            first, second = ([p.cut(n) for p, n in zip(proposals, lengths)] for proposals in (first, second))
         compare(second, first, "asked again it")
         copies = [kit.row(row.tokens, row.params, row.seed + 99 * row.greedy) for row in rows]
         again = seeded(2, lambda: kit.fresh(copies, max_len))  # noqa: B023
@@ -213,9 +221,9 @@ def check_row_alone_equals_row_in_batch(kit: DraftKit) -> str:
     if kit.learns:
         return "not asked of a strategy that learns"
     for rows, max_len in kit.batches():
-        alone = [kit.fresh([row], [most])[0] for row, most in zip(rows, max_len)]
-        compare(kit.fresh(rows, max_len), alone, "a batch")
-        compare(kit.fresh(rows[::-1], max_len[::-1]), alone[::-1], "a reversed batch")
+        lone_proposals = [kit.fresh([row], [most])[0] for row, most in zip(rows, max_len)]
+        compare(kit.fresh(rows, max_len), lone_proposals, "a batch")
+        compare(kit.fresh(rows[::-1], max_len[::-1]), lone_proposals[::-1], "a reversed batch")
     return ""
 
 
@@ -253,25 +261,27 @@ def _play(kit: DraftKit, stage: Stage, event: str, rows: list[Row], max_len: lis
 def check_release_frees_all(kit: DraftKit) -> str:
     """A released row leaves nothing: its blocks are free, and no attribute holds its id. The other rows go on."""
     rows = [kit.row(text, (0.0, 1.0)[b % 2], b) for b, text in enumerate(kit.texts(6))]
-    gone = rows[:3]
-    left = rows[3:]
+    released = rows[:3]
+    remaining = rows[3:]
     max_len = [4] * len(rows)
     stage = kit.stage()
     stage.release(rows[:1])  # it has not seen this row yet
     stage.round(rows, max_len, 2, 0)
     stage.draft(rows, max_len)
-    stage.release(gone)
-    stage.commit(left)
-    kit.compare_to_fresh(stage.propose(left, max_len[3:]), "after the release of others it")
-    stage.release(left)
+    stage.release(released)
+    stage.commit(remaining)
+    kit.compare_to_fresh(stage.propose(remaining, max_len[3:]), "after the release of others it")
+    stage.release(remaining)
     for number, allocator in enumerate(stage.allocators):
-        held, sequences = allocator.num_blocks - allocator.num_free, len(allocator.sequences())
-        what = f"{held} of {allocator.num_blocks} blocks and {sequences} sequences"
-        require(not held and not sequences, f"allocator {number} still holds {what} after all rows were released")
+        held_blocks, sequences = allocator.num_blocks - allocator.num_free, len(allocator.sequences())
+        usage = f"{held_blocks} of {allocator.num_blocks} blocks and {sequences} sequences"
+        require(
+            not held_blocks and not sequences, f"allocator {number} still holds {usage} after all rows were released"
+        )
     ids = {row.id for row in rows}
-    for where, found in reachable(stage.strategy):
-        kind = "object" if isinstance(found, Row) else "id" if type(found) is int and found in ids else ""
-        require(not kind, f"{where} still holds the {kind} of a row after it was released")
+    for path, reached in reachable(stage.strategy):
+        kind = "object" if isinstance(reached, Row) else "id" if type(reached) is int and reached in ids else ""
+        require(not kind, f"{path} still holds the {kind} of a row after it was released")
     return f"{len(rows)} rows"
 
 
@@ -286,10 +296,10 @@ def check_context_limit(kit: DraftKit) -> str:
         stage, where = kit.stage(), f"in a context of {context}"
         rows = [kit.row((motif * n)[:n], temperature) for n in near if n > 0]
         try:
-            found = stage.propose(rows, [4] * len(rows))
+            proposals = stage.propose(rows, [4] * len(rows))
         except Exception as error:
             raise ConformanceError(f"rows of {near} tokens {where}: {type(error).__name__}: {error}") from error
-        for p in found:
+        for p in proposals:
             length = len(p.row.tokens)
             require(length < context or not p.tokens, f"drafted {len(p.tokens)} tokens for a row of {length} {where}")
         stage.commit(rows)
@@ -306,20 +316,20 @@ def check_full_caches(kit: DraftKit) -> str:
         stage, where = kit.stage(), f"with {free} free blocks in allocator {number}"
         rows = [kit.row(text) for text in kit.texts(9)[-2:]]
         stage.prime(rows)
-        full = stage.allocators[number]
-        full.resize("others", max(0, full.num_free - free) * full.block_size)
-        before = [(a.num_free, set(a.sequences())) for a in stage.allocators]
+        full_allocator = stage.allocators[number]
+        full_allocator.resize("others", max(0, full_allocator.num_free - free) * full_allocator.block_size)
+        old_states = [(a.num_free, set(a.sequences())) for a in stage.allocators]
         try:
             stage.strategy.propose(rows, [20, 20])
         except OutOfBlocks:
             refused += 1
             stage.commit(rows)
-            for (was, old), now in zip(before, stage.allocators):
-                new, taken = set(now.sequences()), was - now.num_free
-                whole = new <= old | {row.id for row in rows} and (not taken or new != old)
-                require(whole, f"{where} a refused draft left {taken} more blocks taken")
+            for (free_before, old_ids), current in zip(old_states, stage.allocators):
+                new_ids, taken_blocks = set(current.sequences()), free_before - current.num_free
+                is_whole = new_ids <= old_ids | {row.id for row in rows} and (not taken_blocks or new_ids != old_ids)
+                require(is_whole, f"{where} a refused draft left {taken_blocks} more blocks taken")
         stage.commit(rows)
-        full.release("others")
+        full_allocator.release("others")
         kit.compare_to_fresh(stage.propose(rows, [5, 5]), f"after it had to draft {where} it")
         stage.release(rows)
         free_again = all(a.num_free >= a.num_blocks for a in stage.allocators)
@@ -332,20 +342,25 @@ def check_speculation_equals_autoregression(kit: DraftKit) -> str:
     prompts = kit.texts(6)
     llm, ks = make_llm(kit.model, kit.make()), [1 + number % 6 for number in range(len(prompts))]
     # At temperature 0 the texts equal those of autoregressive decoding, also where they end early.
-    plain = SamplingParams(temperature=0.0, max_tokens=24)
-    lasts = [out.token_ids[-1] for out in llm.generate(prompts, plain, k=0)]
-    for params in (plain, [plain.model_copy(update={"stop_token_ids": (last,)}) for last in lasts]):
-        wanted, found = llm.generate(prompts, params, k=0), llm.generate(prompts, params, k=ks)
-        for prompt, k, one, other in zip(prompts, ks, found, wanted):
-            what = f"prompt {prompt}, k {k}: emits {one.token_ids}, the target {other.token_ids}"
-            require(one.token_ids == other.token_ids, what)
-    drafted, accepted = sum(out.stats.drafted for out in found), sum(out.stats.accepted for out in found)
+    greedy_params = SamplingParams(temperature=0.0, max_tokens=24)
+    lasts = [out.token_ids[-1] for out in llm.generate(prompts, greedy_params, k=0)]
+    for params in (greedy_params, [greedy_params.model_copy(update={"stop_token_ids": (last,)}) for last in lasts]):
+        plain_outputs, outputs = llm.generate(prompts, params, k=0), llm.generate(prompts, params, k=ks)
+        for prompt, k, output, plain_output in zip(prompts, ks, outputs, plain_outputs):
+            fault = f"prompt {prompt}, k {k}: emits {output.token_ids}, the target {plain_output.token_ids}"
+            require(output.token_ids == plain_output.token_ids, fault)
+    drafted, accepted = sum(out.stats.drafted for out in outputs), sum(out.stats.accepted for out in outputs)
     # Above temperature 0, rows emit the same tokens alone and in a batch.
     sampled = [SamplingParams(max_tokens=16, seed=seed) for seed in range(len(prompts))]
-    for prompt, own, k, one in zip(prompts, sampled, ks, [] if kit.learns else llm.generate(prompts, sampled, k=ks)):
-        (alone,) = make_llm(kit.model, kit.make()).generate([prompt], own, k=k)
-        what = f"prompt {prompt}, seed {own.seed}, k {k}: emits {alone.token_ids} alone, {one.token_ids} in a batch"
-        require(one.token_ids == alone.token_ids, what)
+    for prompt, row_params, k, output in zip(
+        prompts, sampled, ks, [] if kit.learns else llm.generate(prompts, sampled, k=ks)
+    ):
+        (lone_output,) = make_llm(kit.model, kit.make()).generate([prompt], row_params, k=k)
+        fault = (
+            f"prompt {prompt}, seed {row_params.seed}, k {k}: emits {lone_output.token_ids} alone, "
+            f"{output.token_ids} in a batch"
+        )
+        require(output.token_ids == lone_output.token_ids, fault)
     return f"{accepted} of {drafted} drafted tokens stood before a random target"
 
 

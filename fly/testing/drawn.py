@@ -44,41 +44,47 @@ def check_claimed_distribution(kit: DraftKit) -> str:
     chances = []
     for number, params in enumerate(PARAMS):
         proposals = kit.drawn(number)
-        asked = proposals[0].asked
+        request_text = proposals[0].asked
         certain = sorted({tuple(p.tokens) for p in proposals if p.probs_KV is None})
         lengths = sorted({len(p.tokens) for p in proposals if p.parents is None})
         require(
             kit.learns or len(certain) < 2,
             f"the seed decides what is drafted, {[list(tokens) for tokens in certain[:2]]}, but the draft claims no "
-            f"distribution (probs_BKV), for {asked}",
+            f"distribution (probs_BKV), for {request_text}",
         )
-        require(kit.learns or len(lengths) < 2, f"the seed decides how much is drafted, {lengths} tokens: {asked}")
+        require(
+            kit.learns or len(lengths) < 2, f"the seed decides how much is drafted, {lengths} tokens: {request_text}"
+        )
         for j, drawn in enumerate(_drawn_at(proposals, j) for j in range(3)):
             if drawn:
                 counts_NV = torch.zeros_like(drawn.probs_NV).scatter_(1, drawn.tokens_N.unsqueeze(1), 1.0)
                 observed_V, expected_V = counts_NV.sum(0), drawn.probs_NV.sum(0)
-                worst = int((observed_V - expected_V).abs().argmax())
-                share, claimed = (float(mass_V[worst]) / len(counts_NV) for mass_V in (observed_V, expected_V))
-                how = f"{len(proposals)} seeds at temperature {params.temperature}, top_k {params.top_k}"
-                what = f"token {j} of the draft is {worst} in {share:.3f} of {how}; it claims {claimed:.3f}"
-                chances.append(_likely(p_value(observed_V, expected_V), what, f", for {asked}"))
+                worst_token = int((observed_V - expected_V).abs().argmax())
+                share, claimed = (float(mass_V[worst_token]) / len(counts_NV) for mass_V in (observed_V, expected_V))
+                conditions = f"{len(proposals)} seeds at temperature {params.temperature}, top_k {params.top_k}"
+                finding = (
+                    f"token {j} of the draft is {worst_token} in {share:.3f} of {conditions}; it claims {claimed:.3f}"
+                )
+                chances.append(_likely(p_value(observed_V, expected_V), finding, f", for {request_text}"))
     return _least(chances, "of what was drawn ", "nothing is drawn: all drafts are certain")
 
 
 def check_rounds_are_independent(kit: DraftKit) -> str:
     """Tokens drawn with one seed at two positions are independent: no round repeats the randomness of another."""
-    here, there = kit.drawn(0), kit.drawn(0, more=2)
+    first_rounds, later_rounds = kit.drawn(0), kit.drawn(0, more=2)
     chances = []
-    for which, proposals, j in (
-        ("one round and the first of a later round", there, 0),
-        ("a round and the second of the same round", here, 1),
+    for pair_name, proposals, j in (
+        ("one round and the first of a later round", later_rounds, 0),
+        ("a round and the second of the same round", first_rounds, 1),
     ):
-        both = [i for i in range(len(here)) if here[i].drew(0) and proposals[i].drew(j)]
-        first, other = _drawn_at([here[i] for i in both], 0), _drawn_at([proposals[i] for i in both], j)
+        seeds = [i for i in range(len(first_rounds)) if first_rounds[i].drew(0) and proposals[i].drew(j)]
+        first, other = _drawn_at([first_rounds[i] for i in seeds], 0), _drawn_at([proposals[i] for i in seeds], j)
         if first and other:
             bins_N = _groups(first.probs_NV.sum(0))[first.tokens_N]
-            what = f"over {len(both)} seeds the first token of {which} depend on each other more than they claim"
-            chances.append(_likely(_dependence(bins_N, other), what, ": the same randomness is used twice"))
+            finding = (
+                f"over {len(seeds)} seeds the first token of {pair_name} depend on each other more than they claim"
+            )
+            chances.append(_likely(_dependence(bins_N, other), finding, ": the same randomness is used twice"))
     return _least(chances)
 
 
@@ -87,16 +93,16 @@ def check_independent_of_the_verdict(kit: DraftKit) -> str:
     proposals = kit.drawn(0)
     seeds_N, positions_N = torch.tensor([(p.row.seed, len(p.row.tokens)) for p in proposals]).unbind(1)
     chances = []
-    for which, stream, j in (
+    for stream_name, stream, j in (
         ("coin 0", Stream.ACCEPT, 0),
         ("coin 1", Stream.ACCEPT, 1),
         ("the draw", Stream.SAMPLE, 0),
     ):
         if drawn := _drawn_at(proposals, j):
             noise_N = uniforms(seeds_N, positions_N, stream, j + 1)[drawn.at_N, j]
-            what = f"token {j} of the draft depends on {which} of its own verdict"
+            finding = f"token {j} of the draft depends on {stream_name} of its own verdict"
             advice = ": draw with a seed of your own, fly.ops.derive(row.seed, len(row.tokens))"
-            chances.append(_likely(_dependence((noise_N * _GROUPS).long(), drawn), what, advice))
+            chances.append(_likely(_dependence((noise_N * _GROUPS).long(), drawn), finding, advice))
     return _least(chances)
 
 
@@ -110,12 +116,12 @@ class _Drawn(NamedTuple):
 
 def _drawn_at(proposals: abc.Sequence[Proposal], j: int) -> _Drawn | None:
     """Return the tokens drawn at position ``j``; None if there are none."""
-    at = [i for i, p in enumerate(proposals) if p.drew(j)]
-    if not at:
+    numbers = [i for i, p in enumerate(proposals) if p.drew(j)]
+    if not numbers:
         return None
-    probs_NV = torch.stack([probs_KV[j] for i in at if (probs_KV := proposals[i].probs_KV) is not None]).double()
-    tokens_N = torch.tensor([proposals[i].tokens[j] for i in at])
-    return _Drawn(tokens_N, probs_NV / probs_NV.sum(-1, keepdim=True), torch.tensor(at))
+    probs_NV = torch.stack([probs_KV[j] for i in numbers if (probs_KV := proposals[i].probs_KV) is not None]).double()
+    tokens_N = torch.tensor([proposals[i].tokens[j] for i in numbers])
+    return _Drawn(tokens_N, probs_NV / probs_NV.sum(-1, keepdim=True), torch.tensor(numbers))
 
 
 def _likely(found: float, what: str, rest: str) -> float:
@@ -157,8 +163,10 @@ def p_value(observed_G: Tensor, expected_G: Tensor) -> float:
     rare = expected < 25
     together = -1 - (torch.where(rare, expected, 0.0).cumsum(0) / 25).long()
     cells, cell = torch.where(rare, together, torch.arange(len(expected))).unique(return_inverse=True)
-    found, wanted = (torch.zeros(len(cells)).double().index_add_(0, cell, x) for x in (observed, expected))
-    enough = wanted >= 5
-    square = ((found - wanted)[enough] ** 2 / wanted[enough]).sum()
+    observed_sums, expected_sums = (
+        torch.zeros(len(cells)).double().index_add_(0, cell, x) for x in (observed, expected)
+    )
+    enough = expected_sums >= 5
+    square = ((observed_sums - expected_sums)[enough] ** 2 / expected_sums[enough]).sum()
     freedom = int(enough.sum()) - 1
     return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), square / 2)) if freedom > 0 else 1.0

@@ -107,22 +107,22 @@ def check_trees(policy: AcceptancePolicy) -> str:
         require_same(case, "as a chain", case.outcomes(policy), "as a tree", tree.outcomes(policy))
     if policy.guarantee is not Guarantee.LOSSLESS:
         return "chains written as trees are judged like the chains"
-    worst = 0.0
+    largest_gap = 0.0
     for parents, vocab in (([-1, -1], 3), ([-1, -1, 0], 3), ([-1, -1, 1], 2), ([-1, 0, 0], 2)):
         for divergence in _sampled(policy, parents, vocab, [len(parents)], tree=True):
             gap, story = divergence.gap, divergence.story
             require(gap <= TOLERANCE, f"declared lossless, but a tree of parents {parents}, {story}")
-            worst = max(worst, gap)
-    return f"lossless: exact sum over trees of up to 3 tokens (largest gap {worst:.1e})"
+            largest_gap = max(largest_gap, gap)
+    return f"lossless: exact sum over trees of up to 3 tokens (largest gap {largest_gap:.1e})"
 
 
 def _suspicions(policy: AcceptancePolicy) -> list[str]:
     """Find likely faults of a rule that is not lossless, each by an experiment on random blocks."""
-    found: list[str] = []
+    faults: list[str] = []
 
     def suspect(fault: str, seen: bool) -> None:
-        if seen and fault not in found:
-            found.append(fault)
+        if seen and fault not in faults:
+            faults.append(fault)
 
     for seed in range(24):
         case = make_block(seed, 4, 5, 4, 1.0)
@@ -155,11 +155,13 @@ def _suspicions(policy: AcceptancePolicy) -> list[str]:
             "its correction is not drawn from max(target - draft, 0)",
             exactly and _corrects_otherwise(rule, target, draft),
         )
-        if not exactly and not any(fault.startswith("its chances") for fault in found):
+        if not exactly and not any(fault.startswith("its chances") for fault in faults):
             b, j = divmod(int(((exact_BK - chances_BK).abs() * mask_BK).argmax()), mask_BK.shape[1])
-            own, exact = float(chances_BK[b, j]), float(exact_BK[b, j])
-            suspect(f"its chances are not min(1, target/draft): {own:.4f} where that is {exact:.4f}", True)
-    return found
+            own_chance, exact_chance = float(chances_BK[b, j]), float(exact_BK[b, j])
+            suspect(
+                f"its chances are not min(1, target/draft): {own_chance:.4f} where that is {exact_chance:.4f}", True
+            )
+    return faults
 
 
 def _keeps_the_excluded(policy: AcceptancePolicy, case: Case) -> bool:
@@ -174,10 +176,10 @@ def _corrects_otherwise(policy: AcceptancePolicy, target: Target, draft: Draft) 
     a token can be rejected."""
     rows, longest = draft.shape
     for j in range(longest):
-        own_BV, exact_BV = (rule.correction(target, draft, torch.full((rows,), j)) for rule in (policy, Exact()))
-        apart_BV = own_BV / own_BV.sum(-1, keepdim=True) - exact_BV / exact_BV.sum(-1, keepdim=True)
-        asked_B = draft.mask_BK()[:, j] & (exact_BV.sum(-1) > 1e-3)
-        if bool((apart_BV.abs().amax(-1)[asked_B] > 1e-3).any()):
+        policy_BV, exact_BV = (rule.correction(target, draft, torch.full((rows,), j)) for rule in (policy, Exact()))
+        apart_BV = policy_BV / policy_BV.sum(-1, keepdim=True) - exact_BV / exact_BV.sum(-1, keepdim=True)
+        drafted_B = draft.mask_BK()[:, j] & (exact_BV.sum(-1) > 1e-3)
+        if bool((apart_BV.abs().amax(-1)[drafted_B] > 1e-3).any()):
             return True
     return False
 
@@ -233,11 +235,11 @@ def _greedy(policy: AcceptancePolicy, longest: int, vocab: int, last: int) -> It
         case = Case(target, draft, Noise(torch.full((rows, longest), coin), torch.full((rows,), coin)))
         emitted = ([*text[:n], token] for text, (n, token, _) in zip(texts, case.outcomes(policy)))
         pairs = [(text, out, path[: len(out)]) for text, out, path in zip(texts, emitted, target.argmax_BK.tolist())]
-        if wrong := [pair for pair in pairs if pair[1] != pair[2]]:
-            text, out, own = wrong[0]
-            shown = [token if token >= 0 else "NaN" for token in out]
-            story = f"at temperature 0 draft {text} emits {shown}, the target {own}"
-            yield _Divergence(1.0, len(wrong) / rows, None, story)
+        if wrong_pairs := [pair for pair in pairs if pair[1] != pair[2]]:
+            text, out, target_tokens = wrong_pairs[0]
+            emitted_tokens = [token if token >= 0 else "NaN" for token in out]
+            story = f"at temperature 0 draft {text} emits {emitted_tokens}, the target {target_tokens}"
+            yield _Divergence(1.0, len(wrong_pairs) / rows, None, story)
 
 
 def _sampled(
@@ -247,7 +249,9 @@ def _sampled(
     ``last``. Do this for a drawn draft (whose siblings are drawn independently from one distribution), and for every
     deterministic draft without equal siblings. All tables are judged together, as rows of one batch."""
     drafts = _Drafts(parents, vocab)
-    tokens_NK, longest, size = drafts.tokens_NK, max(drafts.depths), len(drafts.tokens_NK)
+    tokens_NK = drafts.tokens_NK
+    longest = max(drafts.depths)
+    size = len(tokens_NK)
     tables = [_tables(longest, vocab, seed) for seed in seeds]
     logits_RMV, targets_RMV, claims_RMV = (torch.cat([drafts.look_up(part) for part in each]) for each in zip(*tables))
     target = Target(logits_RMV, targets_RMV, history=[[last]] * len(logits_RMV))
@@ -257,25 +261,25 @@ def _sampled(
     drawn = Draft(tokens_RK, lengths_R, probs_RKV, parents_RK if tree else None)
     drawn = replace(drawn, logits_BKV=make_draft_logits(drawn, vocab))
     chance_R = pick(probs_RKV, tokens_RK).double().prod(-1)
-    wanted = [_continuations(targets, 0, 0) for _, targets, _ in tables]
+    expected = [_continuations(targets, 0, 0) for _, targets, _ in tables]
 
     def emitted(draft: Draft, rows_P: Tensor) -> dict[int, Tensor]:
         """Return the distribution of D + 1 tokens for each of some rows, [V^(D+1)]. The target continues the emitted
         tokens. The sum over all noise is exact."""
         rows = rows_P.tolist()
-        sums = torch.zeros(len(rows), len(wanted[0]), dtype=torch.float64)
+        sums = torch.zeros(len(rows), len(expected[0]), dtype=torch.float64)
         for b, volume, place, token in _cells(policy, target.rows(rows_P), draft.rows(rows_P)):
             table, n = divmod(rows[b], size)
             prefix = int(drafts.numbers[place][n]) * vocab + token
-            rest = _continuations(tables[table][1], drafts.depths[place] + 1, prefix)
-            sums[b, prefix * len(rest) : (prefix + 1) * len(rest)] += volume * rest
+            continuations = _continuations(tables[table][1], drafts.depths[place] + 1, prefix)
+            sums[b, prefix * len(continuations) : (prefix + 1) * len(continuations)] += volume * continuations
         return dict(zip(rows, sums))
 
     def compare(emitted: Tensor, table: int, draft: str) -> _Divergence:
-        apart = (emitted - wanted[table]).abs()
-        worst = int(apart.argmax())
-        string = [worst // vocab**i % vocab for i in range(longest, -1, -1)]
-        first, first_wanted = (distribution.view(vocab, -1).sum(1) for distribution in (emitted, wanted[table]))
+        apart = (emitted - expected[table]).abs()
+        worst_text = int(apart.argmax())
+        string = [worst_text // vocab**i % vocab for i in range(longest, -1, -1)]
+        first, first_wanted = (distribution.view(vocab, -1).sum(1) for distribution in (emitted, expected[table]))
         ratio = first.clamp_min(1e-12) / first_wanted.clamp_min(1e-300)
         kl, tv = float((first * ratio.log()).sum()), float((first - first_wanted).abs().sum() / 2)
         return _Divergence(
@@ -283,22 +287,22 @@ def _sampled(
             float(apart.sum() / 2),
             (kl, tv),
             f"K={longest}, {draft}, target distribution at the first place {rounded(tables[table][1][0])}: "
-            f"emits {string} with probability {float(emitted[worst]):.5f}, "
-            f"the target {float(wanted[table][worst]):.5f}",
+            f"emits {string} with probability {float(emitted[worst_text]):.5f}, "
+            f"the target {float(expected[table][worst_text]):.5f}",
         )
 
     texts = tokens_NK.tolist()
-    different = [n for n, tokens in enumerate(texts) if len(set(zip(parents, tokens))) == len(parents)]  # siblings
-    certain_R = torch.tensor([table * size + n for table in range(len(tables)) for n in different])
+    distinct = [n for n, tokens in enumerate(texts) if len(set(zip(parents, tokens))) == len(parents)]  # siblings
+    certain_R = torch.tensor([table * size + n for table in range(len(tables)) for n in distinct])
     of_drawn = emitted(drawn, chance_R.nonzero().squeeze(1))
     certain = replace(drawn, probs_BKV=None)
     of_certain = emitted(replace(certain, logits_BKV=make_draft_logits(certain, vocab)), certain_R)
     for table, (_, _, claims) in enumerate(tables):
         rows = range(table * size, (table + 1) * size)
         mean = torch.stack([of_drawn[row] * chance_R[row] for row in rows if row in of_drawn]).sum(0)
-        how = "siblings drawn from one" if tree else "draft"
-        yield compare(mean, table, f"{how} distribution {rounded(claims[0])}")
-        for n in different:
+        draft_kind = "siblings drawn from one" if tree else "draft"
+        yield compare(mean, table, f"{draft_kind} distribution {rounded(claims[0])}")
+        for n in distinct:
             yield compare(of_certain[rows[n]], table, f"certain {'tokens' if tree else 'draft'} {texts[n]}")
 
 
@@ -308,7 +312,7 @@ def _tables(longest: int, vocab: int, seed: int) -> tuple[list[Tensor], list[Ten
     generator = torch.Generator().manual_seed(1000 * longest + 100 * vocab + seed)
     simple = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.25, 0.75], [0.0, 1.0], [0.75, 0.25]])
     processed = BatchSampling.of([SamplingParams(temperature=0.6, top_k=vocab - 1 if vocab > 2 else 0)])
-    found = []
+    tables = []
     for j in range(longest + 1):
         if longest == 1 and vocab == 2 and seed < 20:
             target, draft = (simple[at % 5].expand(vocab**j, -1) for at in (seed, seed // 5 + 2 * j + 2))
@@ -317,8 +321,8 @@ def _tables(longest: int, vocab: int, seed: int) -> tuple[list[Tensor], list[Ten
             raw, noise = (torch.randn(vocab**j, vocab, generator=generator) for _ in range(2))
             raw *= 1.5
             target, draft = (processed.probs(logits.unsqueeze(0))[0] for logits in (raw, raw + noise))
-        found.append((raw, target, draft))
-    logits, targets, drafts = map(list, zip(*found))
+        tables.append((raw, target, draft))
+    logits, targets, drafts = map(list, zip(*tables))
     return logits, targets, drafts
 
 
@@ -398,7 +402,7 @@ def _steps(policy: AcceptancePolicy, target: Target, draft: Draft) -> set[tuple[
     right_P = codes[line_P, at_P + 1]
     # Keep the quarter with the first step, ten times; where another step remains behind it, search the rest again.
     parts = torch.arange(1, 4, dtype=torch.float64) / 4
-    found: set[tuple[int, int, float]] = set()
+    step_places: set[tuple[int, int, float]] = set()
     while len(line_P):
         high_P = end_P
         for _ in range(10):
@@ -408,8 +412,8 @@ def _steps(policy: AcceptancePolicy, target: Target, draft: Draft) -> set[tuple[
             low_P = low_P + same_PI.cumprod(1).sum(1) / 4 * size_P1.squeeze(1)
             high_P = low_P + size_P1.squeeze(1) / 4
         steps = ((high_P * 2**22).round() / 2**22).tolist()
-        found.update(zip(row_L[line_P].tolist(), axis_L[line_P].tolist(), steps))
+        step_places.update(zip(row_L[line_P].tolist(), axis_L[line_P].tolist(), steps))
         after_P = outcomes(line_P, high_P)
         again_P = (after_P != right_P) & (end_P - high_P > 2 * TICK)  # another step before the end of the interval
         line_P, low_P, end_P, left_P, right_P = (part[again_P] for part in (line_P, high_P, end_P, after_P, right_P))
-    return found
+    return step_places

@@ -106,17 +106,17 @@ def check_shapes_and_ranges(policy: AcceptancePolicy) -> str:
         shape, vocab = case.draft.shape, case.target.logits_BKV.shape[-1]
         probs = case.chances(policy)
         require(probs.shape == shape, f"accept_probs has shape {tuple(probs.shape)}, expected {shape}")
-        inside, shown = probs[case.draft.mask_BK()].float(), f"{rounded(probs.float())} for {case.show()}"
-        require(not inside.isnan().any(), f"accept_probs is NaN: {shown}")
-        require(bool(((inside >= 0) & (inside <= 1)).all()), f"accept_probs outside [0, 1]: {shown}")
+        drafted_probs, probs_text = probs[case.draft.mask_BK()].float(), f"{rounded(probs.float())} for {case.show()}"
+        require(not drafted_probs.isnan().any(), f"accept_probs is NaN: {probs_text}")
+        require(bool(((drafted_probs >= 0) & (drafted_probs <= 1)).all()), f"accept_probs outside [0, 1]: {probs_text}")
         verdict = case.verdict(policy)
         shapes = [tuple(t.shape) for t in (verdict.accepted_B, verdict.next_token_B, verdict.why_BK)]
         require(shapes == [shape[:1], shape[:1], shape], f"verdict shapes {', '.join(map(str, shapes))}")
         for b, (n, following, codes) in enumerate(case.outcomes(policy)):
-            kept = all(code in (Why.MATCH, Why.RELAXED) for code in codes[:n])
-            right = kept and all(code == Why.REJECTED for code in codes[n:]) and 0 <= n <= len(codes)
-            what = f"accepted {n} of {len(codes)}, codes {codes}, next token {following}, for {case.show(b)}"
-            require(right and 0 <= following < vocab, what)
+            all_accepted = all(code in (Why.MATCH, Why.RELAXED) for code in codes[:n])
+            is_consistent = all_accepted and all(code == Why.REJECTED for code in codes[n:]) and 0 <= n <= len(codes)
+            outcome_text = f"accepted {n} of {len(codes)}, codes {codes}, next token {following}, for {case.show(b)}"
+            require(is_consistent and 0 <= following < vocab, outcome_text)
     return f"hold on {len(make_cases())} random blocks"
 
 
@@ -125,26 +125,28 @@ def check_inputs_untouched(policy: AcceptancePolicy) -> None:
     for case in make_cases():
         parts = {"target": {"logits_BKV": case.target.logits_BKV, "probs_BKV": case.target.probs_BKV}}
         parts |= {"draft": vars(case.draft), "noise": vars(case.noise)}
-        tensors = ((f"{part}.{name}", tensor) for part, named in parts.items() for name, tensor in named.items())
+        tensors = (
+            (f"{part}.{name}", tensor) for part, part_tensors in parts.items() for name, tensor in part_tensors.items()
+        )
         copies = [(name, tensor, tensor.clone()) for name, tensor in tensors if isinstance(tensor, torch.Tensor)]
         case.verdict(policy)
-        for name, tensor, before in copies:
-            require(torch.equal(before, tensor), f"{name} changed in place, for {case.show()}")
+        for name, tensor, original in copies:
+            require(torch.equal(original, tensor), f"{name} changed in place, for {case.show()}")
 
 
 def check_row_alone_equals_row_in_batch(policy: AcceptancePolicy) -> None:
     """A row's verdict depends on that row alone: not on its neighbours, their number, or their order."""
     for case in make_cases(18):
-        alone = [case.alone(b).outcomes(policy)[0] for b in case.numbers]
-        require_same(case, "alone", alone, "in a batch", case.outcomes(policy))
-        require_same(case, "alone", alone, "in a reversed batch", case.reversed().outcomes(policy)[::-1])
+        lone_outcomes = [case.alone(b).outcomes(policy)[0] for b in case.numbers]
+        require_same(case, "alone", lone_outcomes, "in a batch", case.outcomes(policy))
+        require_same(case, "alone", lone_outcomes, "in a reversed batch", case.reversed().outcomes(policy)[::-1])
 
 
 def check_padding_is_ignored(policy: AcceptancePolicy) -> None:
     """Padding after a row's draft never matters."""
     for case in make_cases(18):
-        short, long = ([case.alone(b, padding).outcomes(policy)[0] for b in case.numbers] for padding in (0, 3))
-        require_same(case, "without padding", short, "with padding", long)
+        unpadded, padded = ([case.alone(b, padding).outcomes(policy)[0] for b in case.numbers] for padding in (0, 3))
+        require_same(case, "without padding", unpadded, "with padding", padded)
 
 
 def check_empty_and_full_drafts(policy: AcceptancePolicy) -> None:
@@ -153,35 +155,35 @@ def check_empty_and_full_drafts(policy: AcceptancePolicy) -> None:
         case = make_block(1, 3, 4, 5, temperature)
         probs = case.target.probs_BKV[:, :1] if temperature else None
         target = case.target.about(torch.arange(3), case.target.logits_BKV[:, :1], probs)
-        nothing = dataclasses.replace(Draft.empty(3), logits_BKV=torch.zeros(3, 0, 5))
-        empty = Case(target, nothing, Noise(torch.zeros(3, 0), case.noise.sample_B))
-        for b, (accepted, token, _) in enumerate(empty.outcomes(policy)):
+        empty_draft = dataclasses.replace(Draft.empty(3), logits_BKV=torch.zeros(3, 0, 5))
+        empty_case = Case(target, empty_draft, Noise(torch.zeros(3, 0), case.noise.sample_B))
+        for b, (accepted, token, _) in enumerate(empty_case.outcomes(policy)):
             require(not accepted, "accepted tokens of an empty draft")
-            possible = float(target.probs_BKV[b, 0, token]) > 0
-            require(possible, f"an empty draft emitted token {token}, which the target's distribution excludes")
+            is_possible = float(target.probs_BKV[b, 0, token]) > 0
+            require(is_possible, f"an empty draft emitted token {token}, which the target's distribution excludes")
     tokens = torch.tensor([[0, 1, 2, 3], [3, 3, 0, 1]])
     logits = one_hot(torch.zeros(2, 5, 4), torch.cat([tokens, tokens[:, :1]], 1)) * 40 - 20
     for probs in (None, logits.softmax(-1)):
         draft = Draft(tokens, torch.tensor([4, 4]), None if probs is None else probs[:, :-1], None, logits[:, :-1])
         noise = Noise(torch.full((2, 4), 1 - TICK), torch.full((2,), 0.5))
         outcomes = Case(Target(logits, probs, history=[[0], [1]]), draft, noise).outcomes(policy)
-        kept = [n for n, _, _ in outcomes]
-        whole = kept == [4, 4] and [token for _, token, _ in outcomes] == [0, 3]
-        require(whole, f"{kept} of 4 tokens are kept of drafts that the target is sure of")
+        accepted_counts = [n for n, _, _ in outcomes]
+        all_kept = accepted_counts == [4, 4] and [token for _, token, _ in outcomes] == [0, 3]
+        require(all_kept, f"{accepted_counts} of 4 tokens are kept of drafts that the target is sure of")
 
 
 def check_control_tokens_inside(policy: AcceptancePolicy) -> str:
     """A drafted end-of-sequence is judged like any other token. The report says whether one is ever excused."""
-    relaxed = asked = 0
+    relaxed = asked_count = 0
     for case, verdict in _judged(policy, 10, 4):
         assert case.target.control_V is not None
         control_BK = case.target.control_V[case.draft.tokens_BK] & case.draft.mask_BK()
-        asked += int((control_BK & verdict.asked_BK).sum())
+        asked_count += int((control_BK & verdict.asked_BK).sum())
         relaxed += int((control_BK & (verdict.why_BK == Why.RELAXED)).sum())
     if relaxed:
         advice = "" if policy.relaxation is None else "; '& ~control' protects them"
-        return f"note: excused {relaxed} of {asked} drafted control tokens{advice}"
-    return f"none of {asked} excused"
+        return f"note: excused {relaxed} of {asked_count} drafted control tokens{advice}"
+    return f"none of {asked_count} excused"
 
 
 def _judged(policy: AcceptancePolicy, longest: int, vocab: int) -> Iterator[tuple[Case, Verdict]]:
@@ -201,8 +203,8 @@ def check_correction_is_a_distribution(policy: AcceptancePolicy) -> None:
             row = case.correction(policy, j)[b]
             # A rejection that only rounding makes possible needs no correction.
             mass = float(row.sum()) > 0 or float(chances[b, j]) > 1 - TOLERANCE
-            right = mass and bool((torch.isfinite(row) & (row >= 0)).all())
-            require(right, f"correction {rounded(row)} at position {j}: {case.show(b)}")
+            is_distribution = mass and bool((torch.isfinite(row) & (row >= 0)).all())
+            require(is_distribution, f"correction {rounded(row)} at position {j}: {case.show(b)}")
 
 
 def check_no_hidden_randomness(policy: AcceptancePolicy) -> None:
@@ -217,9 +219,9 @@ def check_no_hidden_randomness(policy: AcceptancePolicy) -> None:
 
 def _require_function(policy: AcceptancePolicy) -> None:
     for case in make_cases():
-        one, again, other = (seeded(seed, lambda: case.outcomes(policy)) for seed in (1, 1, 2))  # noqa: B023
-        require_same(case, "asked once", one, "asked again (a rule keeps no state)", again)
-        require_same(case, "on one of two ranks", one, "on the other", other)
+        first, again, other = (seeded(seed, lambda: case.outcomes(policy)) for seed in (1, 1, 2))  # noqa: B023
+        require_same(case, "asked once", first, "asked again (a rule keeps no state)", again)
+        require_same(case, "on one of two ranks", first, "on the other", other)
 
 
 def check_written_and_read(policy: AcceptancePolicy) -> str:
@@ -228,12 +230,12 @@ def check_written_and_read(policy: AcceptancePolicy) -> str:
     require(params is not None and params.frozen, f"{type(policy).__name__} is no frozen dataclass")
     hash(policy)
     data = dump_policy(policy)
-    again = load_policy(data, trusted=True)
-    require(again == policy, f"{data} reads as {again!r}")
-    named = _has_names(data)
-    again = parse_policy(str(policy)) if named else policy
-    require(again == policy, f"'{policy}' reads as {again!r}")
-    return f"{policy}, read from its {'text and its ' if named else ''}mapping, is the same rule"
+    read_policy = load_policy(data, trusted=True)
+    require(read_policy == policy, f"{data} reads as {read_policy!r}")
+    has_name = _has_names(data)
+    read_policy = parse_policy(str(policy)) if has_name else policy
+    require(read_policy == policy, f"'{policy}' reads as {read_policy!r}")
+    return f"{policy}, read from its {'text and its ' if has_name else ''}mapping, is the same rule"
 
 
 def _has_names(data: Any) -> bool:
@@ -248,8 +250,8 @@ def check_monotone(policy: AcceptancePolicy) -> str:
     parameter is listed with -1), and its conditions hold for no fewer mismatches where they list one."""
     claims = _check_steps(policy, lambda case, rule: case.verdict(rule).accepted_B, "accepts")
     for condition in _conditions_of(policy):
-        found = _check_steps(condition, _count_held, "holds for")
-        claims += [f"{claim} (of {condition})" for claim in found]
+        condition_claims = _check_steps(condition, _count_held, "holds for")
+        claims += [f"{claim} (of {condition})" for claim in condition_claims]
     return ", ".join(claims) or "declares no parameter that accepts ever more, or ever less, as it grows ('monotone')"
 
 
@@ -280,10 +282,10 @@ def _check_steps(rule: R, measure: Callable[[Case, R], torch.Tensor], does: str)
                 variants.append((value, dataclasses.replace(rule, **{name: value})))  # type: ignore[type-var]
         for seed in range(40):
             case = make_block(seed, 4, 8, 5, (0.0, 1.0, None)[seed % 3])
-            found = [(value, measure(case, variant)) for value, variant in variants]
-            for (_, less), (value, more) in itertools.pairwise(found):
-                what = f"{rule}: {name}={value} {does} {more.tolist()}, a smaller one {less.tolist()}"
-                require(bool(((more - less) * direction >= 0).all()), what)
+            measured = [(value, measure(case, variant)) for value, variant in variants]
+            for (_, less), (value, more) in itertools.pairwise(measured):
+                detail = f"{rule}: {name}={value} {does} {more.tolist()}, a smaller one {less.tolist()}"
+                require(bool(((more - less) * direction >= 0).all()), detail)
         claims.append(f"a larger {name} never {does} {'less' if direction > 0 else 'more'}")
     return claims
 
@@ -298,15 +300,15 @@ def _around(value: float | int) -> list[float | int]:
 def check_gates(policy: AcceptancePolicy) -> str:
     """Count how often each clause of a relaxation is asked and holds on random blocks, and name the clauses that never
     hold."""
-    asked = relaxed = 0
+    asked_count = relaxed = 0
     stats, relaxation = Stats(), policy.relaxation
     for _, verdict in _judged(policy, 15, 6):
-        asked += int(verdict.asked_BK.sum())
+        asked_count += int(verdict.asked_BK.sum())
         relaxed += int((verdict.why_BK == Why.RELAXED).sum())
         if relaxation is not None and verdict.clauses:
             for b, j in verdict.asked_BK.nonzero().tolist():
-                held = {name: bool(clause[b, j]) for name, clause in verdict.clauses.items()}
-                stats.count_gates(held, *relaxation.deciding(held))
+                holds = {name: bool(clause[b, j]) for name, clause in verdict.clauses.items()}
+                stats.count_gates(holds, *relaxation.deciding(holds))
     if not stats.gates and not relaxed:
         return "no mismatch is excused, so there is no condition (gate) to count"
     shares = "; ".join(
@@ -314,7 +316,10 @@ def check_gates(policy: AcceptancePolicy) -> str:
         for name, gate in stats.gates.items()
     )
     never = f"; NEVER OPENS: {', '.join(stats.silent_gates)}" if stats.silent_gates else ""
-    return f"excuses {relaxed} of {asked} mismatches{f'; of its conditions (gates), {shares}' if shares else ''}{never}"
+    return (
+        f"excuses {relaxed} of {asked_count} mismatches"
+        f"{f'; of its conditions (gates), {shares}' if shares else ''}{never}"
+    )
 
 
 def check_what_it_reads(policy: AcceptancePolicy) -> str:
@@ -322,45 +327,47 @@ def check_what_it_reads(policy: AcceptancePolicy) -> str:
     whether to supply them."""
     reads = frozenset[str]()
     for case in make_cases():
-        rule, noted = bind_to(policy, case.target), set[str]()
+        rule, noted_parts = bind_to(policy, case.target), set[str]()
         reads |= rule.reads
-        verify(rule, case.target, NotingDraft(noted, case.draft), case.noise)
+        verify(rule, case.target, NotingDraft(noted_parts, case.draft), case.noise)
         require(
-            noted <= rule.reads,
+            noted_parts <= rule.reads,
             f"it reads draft.logits_BKV in some blocks only: write 'also_reads = ({DRAFT_LOGITS!r},)' into its class, "
             f"or it gets none from the engine: {case.show()}",
         )
-    named = [name for name in PARTS if name in reads]
-    return f"reads {', '.join(named) or 'nothing'} besides the target's output and the drafted tokens"
+    part_names = [name for name in PARTS if name in reads]
+    return f"reads {', '.join(part_names) or 'nothing'} besides the target's output and the drafted tokens"
 
 
 def check_in_a_graph(policy: AcceptancePolicy) -> str:
     """On a CUDA device the rule decides as elsewhere, in a graph or outside of it."""
-    inside = 0
+    graph_count = 0
     for case in make_cases():
-        rule, drawn = bind_to(policy, case.target), not case.target.all_greedy
-        if case.target.some_greedy and drawn:
+        rule, is_drawn = bind_to(policy, case.target), not case.target.all_greedy
+        if case.target.some_greedy and is_drawn:
             continue  # a graph decides greedy rows and others apart
-        waits = find_wait(rule, drawn, case.draft.probs_BKV is not None) is not None
-        inside += not waits
-        there = dataclasses.replace(case, target=see_on_device(case.target, not waits))
-        require_same(case, "elsewhere", case.outcomes(policy), "on a CUDA device", there.outcomes(policy))
-    return f"holds on random blocks, {inside} of them inside a graph"
+        waits = find_wait(rule, is_drawn, case.draft.probs_BKV is not None) is not None
+        graph_count += not waits
+        device_case = dataclasses.replace(case, target=see_on_device(case.target, not waits))
+        require_same(case, "elsewhere", case.outcomes(policy), "on a CUDA device", device_case.outcomes(policy))
+    return f"holds on random blocks, {graph_count} of them inside a graph"
 
 
 def check_cuda_graph(policy: AcceptancePolicy) -> str:
     """Report whether the decision can be captured in a CUDA graph, for drawn drafts and for others."""
     kinds = {"at temperature 0": (False, False), "above it": (True, True), "above it, of copied drafts": (True, False)}
-    found = {kind: find_wait(bind_to(policy, Target(torch.zeros(1, 2, 32))), *how) for kind, how in kinds.items()}
+    waits = {
+        kind: find_wait(bind_to(policy, Target(torch.zeros(1, 2, 32))), *settings) for kind, settings in kinds.items()
+    }
     reasons: dict[str, list[str]] = {}
-    for kind, reason in found.items():
+    for kind, reason in waits.items():
         if reason is not None:
             reasons.setdefault(reason, []).append(kind)
     if not reasons:
         return "runs inside the graph"
-    where = "" if len(reasons) == 1 and None not in found.values() else "{}: "
-    listed = "; ".join(where.format(", ".join(kinds)) + reason for reason, kinds in reasons.items())
-    return f"runs outside of the graph: {listed}"
+    prefix = "" if len(reasons) == 1 and None not in waits.values() else "{}: "
+    reasons_text = "; ".join(prefix.format(", ".join(kinds)) + reason for reason, kinds in reasons.items())
+    return f"runs outside of the graph: {reasons_text}"
 
 
 @functools.cache
@@ -377,7 +384,7 @@ def check_cost(policy: AcceptancePolicy) -> str:
     of 15 drafted tokens, at temperature 0 and at 0.8 with top-p 0.95."""
     generator = torch.Generator().manual_seed(0)
     nucleus = BatchSampling.of([SamplingParams(temperature=0.8, top_p=0.95)])
-    found = []
+    cost_texts = []
     for vocab in (32_000, 128_256):
         executor = make_executor(toy_target(vocab))
         # Normal logits with a standard deviation above sqrt(2 ln V) are about as uncertain as a trained model's.
@@ -397,8 +404,8 @@ def check_cost(policy: AcceptancePolicy) -> str:
         for kind in ("greedy", "sampled"):
             cost = min(timeit.repeat(functools.partial(decide, kind), number=1, repeat=7))
             costs.append(f"{cost * 1e6:,.0f} µs {kind} ({cost / _projection() / vocab:.1%})")
-        found.append(f"{', '.join(costs)} for a vocabulary of {vocab:,}")
-    return f"{'; '.join(found)}; in brackets, relative to the output projection of a model of width 1,024"
+        cost_texts.append(f"{', '.join(costs)} for a vocabulary of {vocab:,}")
+    return f"{'; '.join(cost_texts)}; in brackets, relative to the output projection of a model of width 1,024"
 
 
 def _if_a_function(check: Callable[[AcceptancePolicy], str | None]) -> Callable[[AcceptancePolicy], str | None]:

@@ -66,7 +66,7 @@ def run_checks(
     ``ConformanceError`` with a counterexample, or whatever the subject raises. The finding of a fault that was found
     before refers to the earlier check. If the subject raises an error in the first check, the others are not run.
     """
-    seen: dict[str, str] = {}  # each fault, with the check that found it first
+    first_checks: dict[str, str] = {}  # each fault, with the check that found it first
     for check in checks:
         name = title(check)
         start = time.perf_counter()
@@ -77,8 +77,8 @@ def run_checks(
             passed, detail = False, str(error)
             if not isinstance(error, ConformanceError):
                 detail, raised = f"raised {type(error).__name__}: {error}", f" ({origin(error)})"
-            first = seen.setdefault(detail, name)
-            detail = f"{detail}{raised}" if first == name else f"the same as in '{first}'"
+            first_check = first_checks.setdefault(detail, name)
+            detail = f"{detail}{raised}" if first_check == name else f"the same as in '{first_check}'"
         last = bool(raised) and not report.findings
         if last:
             detail += "; nothing else was checked"
@@ -95,8 +95,8 @@ def title(check: Callable[..., Any]) -> str:
 
 def _promise(check: Callable[..., Any]) -> str:
     """Return the first sentence of a check's docstring, up to a colon."""
-    first = " ".join((check.__doc__ or "").split()).partition(". ")[0].partition(":")[0].rstrip(".")
-    return first[:1].lower() + first[1:]
+    sentence = " ".join((check.__doc__ or "").split()).partition(". ")[0].partition(":")[0].rstrip(".")
+    return sentence[:1].lower() + sentence[1:]
 
 
 def require(condition: bool, message: str) -> None:

@@ -31,8 +31,8 @@ class LoadOnce:
         self._known: dict[str, Loaded] = {}
 
     def __call__(self, model: object, **options: Any) -> Loaded:
-        named = isinstance(model, (str, Path))
-        key = f"{model} {sorted(options.items(), key=itemgetter(0))}" if named else f"{id(model)}"
+        is_name = isinstance(model, (str, Path))
+        key = f"{model} {sorted(options.items(), key=itemgetter(0))}" if is_name else f"{id(model)}"
         if key not in self._known:
             self._known[key] = load(model, **options)
             self.loaded.append(self._known[key])

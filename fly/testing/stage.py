@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fly.cache import BlockAllocator
 from fly.drafts.base import DraftSetup, DraftStrategy, LoadModel
-from fly.errors import short
+from fly.errors import shorten
 from fly.models import Llama
 from fly.ops import first_branch, one_hot
 from fly.policies import Exact
@@ -101,15 +101,17 @@ class Stage:
     def prime(self, rows: abc.Sequence[Row]) -> None:
         """Let the target read all but the last token of each row, as the engine does before it asks for a draft."""
         self.runner.commit(rows)
-        seen = (dataclasses.replace(row, tokens=row.tokens[:-1]) for row in rows if len(row.tokens) <= self.positions)
-        if new := [row for row in seen if self.runner.pending(row)]:
-            self.runner.feed(new, [[]] * len(new))
+        seen_rows = (
+            dataclasses.replace(row, tokens=row.tokens[:-1]) for row in rows if len(row.tokens) <= self.positions
+        )
+        if new_rows := [row for row in seen_rows if self.runner.pending(row)]:
+            self.runner.feed(new_rows, [[]] * len(new_rows))
 
     def draft(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         self.prime(rows)
         draft: object = self.strategy.propose(rows, max_len)
         if not isinstance(draft, Draft):
-            raise ValueError(f"{type(self.strategy).__name__} proposed {short(draft)}, not a Draft")
+            raise ValueError(f"{type(self.strategy).__name__} proposed {shorten(draft)}, not a Draft")
         return draft
 
     def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> list[Proposal]:
@@ -154,14 +156,14 @@ class DraftKit:
     ) -> DraftKit:
         """Make the kit from the arguments of ``check_draft``."""
         if isinstance(strategy, DraftStrategy):
-            given = _copier(strategy)
+            make = _copier(strategy)
         else:
-            given = strategy
-            if not isinstance(given(), DraftStrategy):
-                raise ValueError(f"{strategy!r} makes {given()!r}, which is not a DraftStrategy")
-        first, load = given(), LoadOnce()
-        model = make_executor(_target_for(first, load) if target is None else target)
-        return DraftKit(given, type(first).__name__, first.learns if learns is None else learns, model, load)
+            make = strategy
+            if not isinstance(make(), DraftStrategy):
+                raise ValueError(f"{strategy!r} makes {make()!r}, which is not a DraftStrategy")
+        example, load = make(), LoadOnce()
+        model = make_executor(_target_for(example, load) if target is None else target)
+        return DraftKit(make, type(example).__name__, example.learns if learns is None else learns, model, load)
 
     @property
     def vocab(self) -> int:
@@ -206,15 +208,15 @@ class DraftKit:
         if (params, more) not in self.samples:
             text = [*self.texts(9)[5], *(token % self.vocab for token in range(3, 3 + more))]
             stage = self.stage(TOGETHER * (len(text) + 32))
-            found: list[Proposal] = []
+            proposals: list[Proposal] = []
             # Draft for as many rows at once as all caches hold: a strategy may have set the size of its own.
             room = [a.num_blocks // a.blocks_for(len(text) + 4 + stage.strategy.spare) for a in stage.allocators]
             size = max(1, min([TOGETHER, *room]))
             for start in range(0, SEEDS, size):
                 rows = [self.row(text, PARAMS[params], seed) for seed in range(start, min(start + size, SEEDS))]
-                found += stage.propose(rows, [3] * len(rows))
+                proposals += stage.propose(rows, [3] * len(rows))
                 stage.release(rows)
-            self.samples[params, more] = found
+            self.samples[params, more] = proposals
         return self.samples[params, more]
 
 
@@ -240,33 +242,33 @@ def _target_for(strategy: DraftStrategy, load: LoadOnce) -> Llama:
 
 def _copier(strategy: DraftStrategy) -> Callable[[], DraftStrategy]:
     """Return a function that copies ``strategy`` with everything in it except the models, which are shared."""
-    shared = {id(found): found for _, found in reachable(strategy) if isinstance(found, (torch.nn.Module, Executor))}
+    shared = {id(part): part for _, part in reachable(strategy) if isinstance(part, (torch.nn.Module, Executor))}
     return lambda: copy.deepcopy(strategy, dict(shared))
 
 
 def reachable(start: object) -> Iterator[tuple[str, object]]:
     """Yield everything that ``start`` holds in attributes and containers, keys included, with its path."""
     pending: list[tuple[str, object]] = [("self", start)]
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     while pending:
-        where, found = pending.pop()
-        yield where, found
-        if isinstance(found, (torch.nn.Module, Executor, Tensor, str, int, float, type)) or id(found) in seen:
+        path, value = pending.pop()
+        yield path, value
+        if isinstance(value, (torch.nn.Module, Executor, Tensor, str, int, float, type)) or id(value) in seen_ids:
             continue
-        seen.add(id(found))
-        if isinstance(found, dict):
-            pending += [(where, part) for pair in found.items() for part in pair]
-        elif isinstance(found, (list, tuple, set, frozenset, deque)):
-            pending += [(where, part) for part in found]
+        seen_ids.add(id(value))
+        if isinstance(value, dict):
+            pending += [(path, part) for pair in value.items() for part in pair]
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
+            pending += [(path, part) for part in value]
         else:
-            pending += [(f"{where}.{name}", part) for name, part in getattr(found, "__dict__", {}).items()]
+            pending += [(f"{path}.{name}", part) for name, part in getattr(value, "__dict__", {}).items()]
 
 
 def compare(found: abc.Iterable[Proposal], expected: abc.Iterable[Proposal], how: str) -> None:
     """Raise ``ConformanceError`` for the first proposal that differs from the expected one; ``how`` names the case."""
     for one, other in zip(found, expected):
-        what = "the same tokens by other distributions" if one.tokens == other.tokens else one.tokens
-        require(_same(one, other), f"{how} drafts {what}, not {other.tokens}, for {one.asked}")
+        drafted = "the same tokens by other distributions" if one.tokens == other.tokens else one.tokens
+        require(_same(one, other), f"{how} drafts {drafted}, not {other.tokens}, for {one.asked}")
 
 
 def _same(one: Proposal, other: Proposal) -> bool:
@@ -274,7 +276,7 @@ def _same(one: Proposal, other: Proposal) -> bool:
     if (one.tokens, one.parents) != (other.tokens, other.parents):
         return False
     a, b = one.probs_KV, other.probs_KV
-    if one.row.greedy or not one.tokens or (like := b if a is None else a) is None:
+    if one.row.greedy or not one.tokens or (claims := b if a is None else a) is None:
         return True
-    certain = one_hot(like, torch.tensor(one.tokens))  # a deterministic draft counts as one-hot
+    certain = one_hot(claims, torch.tensor(one.tokens))  # a deterministic draft counts as one-hot
     return torch.allclose(certain if a is None else a, certain if b is None else b, atol=APART)

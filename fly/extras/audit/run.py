@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
-from fly.errors import meant
+from fly.errors import did_you_mean
 from fly.extras.audit import ends, greedy, repeats, sampling, speculation  # noqa: F401  (they add their checks)
 from fly.extras.audit.client import Budget, Failed, OutOfBudget, Refused, Server, Unreachable
 from fly.extras.audit.context import CHECKS, Check, Context
@@ -98,7 +98,7 @@ def _chosen(only: Iterable[str], skip: Iterable[str], beside: bool) -> list[Chec
     for name in (only := [*only], skip := [*skip]):
         for each in name:
             if each not in all_names:
-                raise ValueError(f"{each!r} is no check{meant(each, all_names)}; choices: {all_names}")
+                raise ValueError(f"{each!r} is no check{did_you_mean(each, all_names)}; choices: {all_names}")
     if not beside and (lacking := [each for each in only if each in _BESIDE]):
         raise ValueError(f"{lacking[0]!r} needs a reference: a second server, or a model for fly to run")
     checks = [CHECKS[each] for each in all_names if (not only or each in only) and each not in skip]

@@ -16,7 +16,7 @@ from fly.bundled import BUNDLED
 from fly.cli.options import GRID, LOADING, RANKS, Json, Rules, option, output, takes
 from fly.cli.run import alone, command, grid_of, memory_of, options_of, ranks_of, refuse_idle, typed_in
 from fly.cli.show import console, narrow, note, print_list, progress, table, tell, write_json
-from fly.errors import instead
+from fly.errors import suggest
 from fly.extras.eval.costs import Costs
 from fly.extras.eval.plan import Plan
 from fly.extras.eval.records import read_records
@@ -208,7 +208,7 @@ def _limited(plan: Plan, limits: dict[str, int], where: Callable[[tuple[str | in
             place = "tasks", number, *getattr(error, "place", ())
             raise ValueError(f"{where(place)}{error}") from error
     if unknown := next((name for name in limits if name not in names), None):
-        raise ValueError(f"--problems {unknown}={limits[unknown]}: there is no such task{instead(unknown, names)}")
+        raise ValueError(f"--problems {unknown}={limits[unknown]}: there is no such task{suggest(unknown, names)}")
     named_tasks = zip(names, plan.tasks)
     tasks = [planned.model_copy(update={"limit": limits.get(name, planned.limit)}) for name, planned in named_tasks]
     return plan.model_copy(update={"tasks": tuple(tasks)})

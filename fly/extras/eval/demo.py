@@ -15,7 +15,7 @@ from fly.cli.completion import show_legend, show_stream
 from fly.cli.options import RUNNING, DraftLength, Policy, Split, takes
 from fly.cli.run import alone
 from fly.cli.show import console
-from fly.errors import instead
+from fly.errors import suggest
 from fly.extras.eval.command import run_plan, show_report
 from fly.extras.eval.plan import Plan
 from fly.llm import LLM
@@ -52,7 +52,7 @@ def demo(
 def bundled_plan(rule: str, count: int, k: int, split: str = "heldout", **options: Any) -> Plan:
     """Return a plan of the first ``count`` bundled problems of a split, on the bundled models."""
     if split not in (test_splits := SPLITS[1:]):  # the models were trained on the first split
-        raise ValueError(f"unknown split {split!r}{instead(split, test_splits)}")
+        raise ValueError(f"unknown split {split!r}{suggest(split, test_splits)}")
     return Plan.of({"k": k, "policies": [rule], "tasks": [f"bundled-{split}"], "limit": count, **options})
 
 

@@ -16,7 +16,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from fly.bundled.tasks import Problem
-from fly.errors import instead, meant
+from fly.errors import did_you_mean, suggest
 from fly.expressions import CLASS_PATH
 from fly.extras.eval.reading import extract_answer, extract_code, read_choice, read_number
 from fly.extras.eval.sandbox import Language, Sandbox
@@ -305,14 +305,14 @@ def _spelled_out(value: object) -> object:
     fields = _CLASSES[_known_kind(value["kind"])].model_fields
     for name in value:
         if name not in fields:
-            raise ValueError(f"scorer {value['kind']!r} has no field {name!r}{instead(str(name), fields, 'fields')}")
+            raise ValueError(f"scorer {value['kind']!r} has no field {name!r}{suggest(str(name), fields, 'fields')}")
     return value
 
 
 def _known_kind(kind: object) -> str:
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(
-            f"scorer {kind!r} is none of {', '.join(KINDS)} and no module:function{meant(str(kind), KINDS)}"
+            f"scorer {kind!r} is none of {', '.join(KINDS)} and no module:function{did_you_mean(str(kind), KINDS)}"
         )
     return kind
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from fly.bundled.tasks import problems as bundled_problems
 from fly.config import Fields
-from fly.errors import PlacedError, explain, instead
+from fly.errors import PlacedError, explain, suggest
 from fly.extras.eval.scorers import Nothing, Programs, Score, ScorerField, render
 from fly.llm import LLM
 
@@ -251,7 +251,7 @@ def load_task(text: str, **changes: Any) -> Task:
         source = Fields.parse(content, name, "task", Task.model_fields)
         usual_name = name
     else:
-        raise ValueError(f"unknown task {name!r}{instead(name, task_names())}; a task of your own is a .yaml file")
+        raise ValueError(f"unknown task {name!r}{suggest(name, task_names())}; a task of your own is a .yaml file")
     fields = dict(source)
     for field in ("data", "examples"):
         if folder is not None and isinstance(fields.get(field), str):
