@@ -73,7 +73,8 @@ def _read_places(package: str) -> Places:
 
 
 def _import_inside(package: str, name: str) -> Any:
-    """Import the module of a package that has this name. Raises ``AttributeError`` if there is none."""
+    """Import the module of a package that has this name. Raises ``AttributeError`` if there is none, with the new place
+    of one that has moved (``fly.moved``)."""
     path = f"{package}.{name}"
     missing = f"module {package!r} has no attribute {name!r}"
     if name.startswith("_"):
@@ -83,4 +84,4 @@ def _import_inside(package: str, name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != path:  # the module is there, and lacks something itself
             raise
-        raise AttributeError(missing) from error
+        raise AttributeError(f"{missing} ({error})") from error

@@ -303,6 +303,19 @@ def test_where_a_draft_stops_is_told_to_it_in_each_round(text: list[int], k: int
     assert level.spec([row]) == ready(Told(run(SMALL))).spec([row]) and told == [0.0, 0.0]
 
 
+def test_a_class_of_ones_own_may_propose_without_worth() -> None:
+    """It is not told where to stop."""
+
+    class Mine(SingleDraft):
+        def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:  # type: ignore[override]
+            return super().propose(rows, max_len)
+
+    llm = LLM(run(LARGE), AdaptiveDraft(Mine(run(SMALL))), k=3)
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    [output], [expected] = (each.generate([[1, 2, 3]], params) for each in (llm, LLM(run(LARGE))))
+    assert output.token_ids == expected.token_ids
+
+
 @pytest.mark.parametrize("step", [0.03, 0.3])
 def test_a_draft_that_knows_its_chances_beats_every_fixed_length(step: float) -> None:
     times = {}

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import fly
 from fly.backends import choice
 from fly.drafts.registry import STRATEGIES
 from fly.models.opening import FORMATS
@@ -156,6 +157,8 @@ def test_an_old_place_names_the_new_one() -> None:
         importlib.import_module("fly.eval.scorers")
     with pytest.raises(ImportError, match=r"fly\.extras\.engines\.vllm"):
         importlib.import_module("fly.vllm")
+    with pytest.raises(AttributeError, match=r"fly\.extras\.audit"):
+        fly.audit  # noqa: B018
 
 
 def test_few_modules_stand_at_the_top() -> None:

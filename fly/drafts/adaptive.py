@@ -382,11 +382,13 @@ class AdaptiveDraft(Wrapper):
     @property
     def _stops(self) -> bool:
         """Whether the strategy stops drafting by itself, where the next token is not worth it."""
-        return isinstance(self.strategy, StopsByChance) and self.strategy.stops
+        return isinstance(self.strategy, StopsByChance) and bool(self.strategy.limits(0.0))
 
     def _limits(self, this: _Round) -> dict[str, float]:
         """Return where a strategy that stops by itself is to stop, as keyword arguments."""
-        return {"worth": this.worth and min(max(this.worth, _MIN_WORTH), _MAX_WORTH)} if self._stops else {}
+        if not isinstance(self.strategy, StopsByChance):
+            return {}
+        return self.strategy.limits(this.worth and min(max(this.worth, _MIN_WORTH), _MAX_WORTH))
 
     def _learn(self, this: _Round, rows: abc.Sequence[Row], now: float) -> None:
         """Learn from a round, or from several, that ended at ``now``."""

@@ -5,11 +5,13 @@ Shape legend: B rows, A rows that draft, K longest draft, N tokens of a row, V v
 
 from __future__ import annotations
 
+import inspect
 import time
 from abc import ABC, abstractmethod
 from collections import abc
 from collections.abc import Callable
 from copy import copy
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -295,7 +297,8 @@ class StopsByChance(DraftStrategy):
     """A strategy that estimates how likely its tokens are to be kept, and stops drafting when that is too unlikely.
 
     If it ``stops``, its caller may say where: ``worth`` is the least chance to be kept at which it drafts a token. 0
-    means that this is unknown, so that the strategy's own limits hold.
+    means that this is unknown, so that the strategy's own limits hold. A subclass may define ``propose`` and
+    ``continuation`` without ``worth``, as those of any strategy: then it is not told.
     """
 
     stops = True  # whether it regards ``worth``; trees do not
@@ -306,6 +309,15 @@ class StopsByChance(DraftStrategy):
 
     def continuation(self, rows: abc.Sequence[Row], worth: float = 0.0) -> Continuation | None:
         return None
+
+    def limits(self, worth: float) -> dict[str, float]:
+        """Return ``worth`` as a keyword argument of ``propose`` and ``continuation``, if the strategy regards it."""
+        return {"worth": worth} if self.stops and _takes_worth(type(self)) else {}
+
+
+@cache
+def _takes_worth(kind: type[StopsByChance]) -> bool:
+    return all("worth" in inspect.signature(method).parameters for method in (kind.propose, kind.continuation))
 
 
 def word_of(head: Head) -> str:

@@ -144,6 +144,11 @@ def report(folders: Sequence[Path], by_group: bool = False, cases: int = 6, cost
         tables += run_tables
         environments += [{**each, "drafts": _drafts(run, name)} for name, each in run.records.environments.items()]
         notes += _notes(folder, run_tables, run.records)
+    if costs is not None:
+        notes.append(
+            f"The column 'at no cost' is for another pair, not of this run: every draft costs {costs.c:g} forwards of the "
+            f"target a token, and a verification {costs.v:g}."
+        )
     return Report(tables, environments, notes)
 
 
