@@ -473,7 +473,9 @@ def test_a_run_with_an_unused_setting_that_is_gone_can_be_read(tmp_path: Path) -
 def test_a_report_at_other_costs_shows_the_speed_at_these(whole: Path) -> None:
     """70B:8B, whose step costs 0.114 forwards of the target: τ / (K̄·c + v)."""
     records = read_records(whole).completions
-    for table in report([whole], costs=Costs(0.114, 1.1)).tables:
+    compared = report([whole], costs=Costs(0.114, 1.1))
+    assert any("0.114" in note and "another pair" in note for note in compared.notes)
+    for table in compared.tables:
         for row in table.rows:
             own = [
                 r

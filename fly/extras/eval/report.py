@@ -146,8 +146,8 @@ def report(folders: Sequence[Path], by_group: bool = False, cases: int = 6, cost
         notes += _notes(folder, run_tables, run.records)
     if costs is not None:
         notes.append(
-            f"The column 'at no cost' is for another pair, not of this run: every draft costs {costs.c:g} forwards of the "
-            f"target a token, and a verification {costs.v:g}."
+            f"The column 'at no cost' is for another pair, not of this run: every draft costs {costs.c:g} forwards of "
+            f"the target a token, and a verification {costs.v:g}."
         )
     return Report(tables, environments, notes)
 
