@@ -313,3 +313,12 @@ def test_what_cannot_be_trimmed_is_named() -> None:
         LLM(target_on("torch"), BlockDraft(runs("p-eagle"), vocabulary=4))
     with pytest.raises(ValueError, match="drafts none of the 2 tokens to keep"):
         LLM(target_on("torch"), BlockDraft(runs("anchor-first"), vocabulary=[1, 3]))
+
+
+def test_a_head_drafts_for_one_target_and_for_it_again() -> None:
+    head, target = CpuDFlashHead(make_block_head("dspark"), COMPILED), target_on(COMPILED)
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    first, second = (LLM(target, BlockDraft(head), k=3).generate([[1, 2, 3]], params)[0] for _ in range(2))
+    assert first.token_ids == second.token_ids
+    with pytest.raises(ValueError, match="drafts for another target already"):
+        LLM(target_on(COMPILED), BlockDraft(head))

@@ -19,12 +19,13 @@ from fly import SamplingParams
 from fly.backends import executor_of
 from fly.backends.cpu import CpuExecutor, available, library, packed, why_not
 from fly.backends.cpu.blocks import KINDS, eight_bits
+from fly.backends.cpu.dflash import CpuDFlashHead
 from fly.backends.cpu.head import CpuHead
 from fly.backends.cpu.host import Blocks, lay_rules
 from fly.backends.cpu.library import CRounds, Sampling, fast_call, load
 from fly.backends.cpu.packed import PackedLlama
 from fly.cache import PagedKVCache
-from fly.drafts import DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft
+from fly.drafts import BlockDraft, DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft
 from fly.engine import Engine
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.runner.executor import Batch, DraftSpec, Executor, Lookup, RoundRow
@@ -32,7 +33,7 @@ from fly.runner.request import Row
 from fly.runner.runner import Runner
 from fly.runner.sampling import BatchSampling
 from fly.testing.blocks import toy_vocabulary
-from tests import test_eagle, test_rounds
+from tests import test_block, test_eagle, test_rounds
 from tests.test_same_rule import Sure
 from tests.toys import random_llama
 
@@ -41,6 +42,7 @@ pytestmark = pytest.mark.skipif(not VARIANTS, reason=why_not() or "compiled kern
 if VARIANTS:
     TARGET, DRAFT, HEADED = test_rounds.TARGET, test_rounds.DRAFTS[1], test_eagle.target_on(VARIANTS[0])
     HEAD = CpuHead(test_eagle.make_head(12), VARIANTS[0])
+    BLOCK_HEAD = CpuDFlashHead(test_block.make_block_head("dspark"), VARIANTS[0])
 SOURCES = Path(library.__file__).with_name("src")
 
 
@@ -56,6 +58,8 @@ def packing() -> None:
         patched.setattr(packed, "_SKETCHED", 1)
         PackedLlama(family, f"{VARIANTS[0]}-w4")
     CpuHead(test_eagle.make_head(12), VARIANTS[0]).packed  # noqa: B018
+    block_head = CpuDFlashHead(test_block.make_block_head("dspark"), VARIANTS[0])
+    block_head.share(HEADED)
 
 
 def stored(executor: CpuExecutor) -> tuple[PagedKVCache, Row]:
@@ -133,6 +137,7 @@ CALLS: dict[str, Callable[[], None]] = {
     ),
     "a rule that reads the draft": lambda: rounds(TARGET, SingleDraft(DRAFT), 0, Exact() | Sure()),
     "heads": lambda: rounds(HEADED, Eagle3Draft(HEAD), 0),
+    "block heads": lambda: rounds(HEADED, BlockDraft(BLOCK_HEAD), 1.0),
 }
 WILL_DO = {
     "", "start", "count", "control", "stops", "draft_logits",  # there is none, or this call does not use it
@@ -140,6 +145,12 @@ WILL_DO = {
     "score", "_step", "uniforms", "mismatch", "_decide", "decisions",
 }  # fmt: skip
 NAME = re.compile(r"compiled code was given \d+ bytes of '([^']+)', and needs \d+")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _with_targets_matrices() -> None:
+    """A block head copies matrices of its target when it first drafts for it, and not again."""
+    CALLS["block heads"]()
 
 
 def tried(call: Callable[[], None]) -> tuple[set[str], set[str]]:

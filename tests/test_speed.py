@@ -317,7 +317,7 @@ def test_the_prediction_is_the_formula() -> None:
 @pytest.fixture
 def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits_module, "_SIZES", (2**20, 2**24))
-    monkeypatch.setattr(limits_module, "_SIDES", {"cpu": 64})
+    monkeypatch.setattr(limits_module, "_SIDES", (64, 64))
 
 
 def run(*arguments: Any) -> str:

@@ -124,6 +124,7 @@ class CpuDFlashHead(TorchDFlashHead):
         super().__init__(head)
         self.kernels = chosen(variant)
         self._packed: PackedDFlash | None = None
+        self._target: Executor | None = None  # whose matrices it has
 
     @property
     def packed(self) -> PackedDFlash:
@@ -137,8 +138,11 @@ class CpuDFlashHead(TorchDFlashHead):
         return self.dtype.itemsize if self._packed is None else self._packed.weight_bytes
 
     def share(self, target: Executor) -> None:
+        if target is self._target:
+            return
         if self._packed is not None:
             raise ValueError("the head drafts for another target already; load it again")
+        self._target = target
         super().share(target)
         own = self.head.lm_head
         output_UC = target.output() if own is None else own.weight.detach()

@@ -52,9 +52,10 @@ def train_head_command(
     temperature: Annotated[float, typer.Option(min=0, help="Temperature of the target's answers; 0 is greedy.")] = 0.0,
     **options: Any,
 ) -> None:
-    """Train a draft head for a target on its own answers, and write it in a published layout.
+    """Train a draft head for a target on its own answers: EAGLE-3, or the block drafters DFlash and DSpark.
 
-    If it is killed, the same command continues: answers and checkpoints are in the directory.
+    The head is written in a published layout. If the command is killed, the same one continues: answers and checkpoints
+    are in the directory.
     """
     plan = Plan(**{**options_of(context, _HEAD), "states": numbers_of("--states", states)})
     grid = grid_of(**options_of(context, GRID))
