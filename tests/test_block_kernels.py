@@ -278,7 +278,7 @@ def test_a_head_by_its_path_runs_as_its_target_does(ending: str, tmp_path: Path)
     assert isinstance(head, CpuDFlashHead) and head.kernels == f"{COMPILED}-{ending}".removesuffix("-")
     assert {*head.head._modules} == {"markov_head", "confidence_head"}  # the rest is packed alone
     with pytest.raises(ValueError, match="drafts for another target already"):
-        head.share(target)
+        head.share(target_on(kernels))
     assert isinstance(load(tmp_path, kernels="torch").executor, TorchDFlashHead)
     with pytest.raises(ValueError, match="no target yet"):
         _ = load(tmp_path).executor.packed  # type: ignore[attr-defined]
