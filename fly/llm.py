@@ -295,7 +295,7 @@ class LLM:
     @property
     def draft_names(self) -> list[str]:
         """The names that a request may choose its draft from (``ChooseDraft``)."""
-        return getattr(self.draft, "names", [])
+        return [] if self.draft is None else list(self.draft.names)
 
     def __repr__(self) -> str:
         target, *drafts = (f"{kernels} in {dtype}" for kernels, dtype in self.computed)

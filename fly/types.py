@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ __all__ = [
     "Draft",
     "Guarantee",
     "LazyDistribution",
+    "LazyDraft",
     "Mismatch",
     "Noise",
     "SamplingParams",
@@ -111,16 +112,19 @@ class Draft:
 
     def rows(self, index_B: Tensor, numbers: list[int] | None = None) -> Draft:
         """Select rows by their numbers, ``index_B`` (int64), or also as a list ``numbers`` if the caller has it."""
-        parts = (None if other is None else other[index_B] for other in self._others)
-        rows = Draft(self.tokens_BK[index_B], self.lengths_B[index_B], *parts)
+        rows = self._each(lambda column: column[index_B])
         if numbers is not None:
             rows.__dict__.update({name: [values[b] for b in numbers] for name, values in self._known().items()})
         return rows
 
-    @property
-    def _others(self) -> tuple[Tensor | None, ...]:
-        """The columns that a draft may lack."""
-        return self.probs_BKV, self.parents_BK, vars(self).get("logits_BKV")
+    def lend_logits(self, part: Draft, change: Callable[[Tensor], Tensor]) -> Draft:
+        """Return ``part``, tokens of this draft, with their logits, if it has any: ``change`` selects them."""
+        return part if self.logits_BKV is None else replace(part, logits_BKV=change(self.logits_BKV))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Draft:
+        """Return a draft of changed columns."""
+        parts = (None if part is None else change(part) for part in (self.probs_BKV, self.parents_BK))
+        return self.lend_logits(Draft(change(self.tokens_BK), change(self.lengths_B), *parts), change)
 
     def _known(self) -> dict[str, list[list[int]]]:
         """Return the columns that exist as lists."""
@@ -130,8 +134,7 @@ class Draft:
         """Copy to ``device``: a strategy and the target may be on different devices."""
         if self.tokens_BK.device == torch.device(device):
             return self
-        parts = (None if other is None else sent(other, device) for other in self._others)
-        moved = Draft(sent(self.tokens_BK, device), sent(self.lengths_B, device), *parts)
+        moved = self._each(lambda column: sent(column, device))
         moved.__dict__.update(self._known())
         return moved
 
@@ -177,6 +180,44 @@ class ListedDraft(Draft):
         return self if on_host(device) else super().to(device)
 
 
+class _ReadLogits:
+    def __get__(self, draft: Any, kind: type) -> Tensor | None:
+        return None if draft is None else draft.read_logits()
+
+
+@dataclass(frozen=True, eq=False)
+class LazyDraft(Draft):
+    """A draft whose logits ``read_logits`` returns, whenever they are read.
+
+    They are no field, so that ``dataclasses.replace`` does not read them. What is made of the draft without them (a
+    copy with other columns, selected rows, a draft on another device) is lazy too. A copy with logits of its own is a
+    plain ``Draft``.
+    """
+
+    logits_BKV: ClassVar[Any] = _ReadLogits()  # type: ignore[misc]
+    read_logits: Callable[[], Tensor | None] = field(default=lambda: None, kw_only=True)
+
+    def __new__(cls, *columns: Any, **named: Any) -> Any:
+        if "logits_BKV" not in named and len(columns) < 5:
+            return object.__new__(cls)
+        named.pop("read_logits", None)
+        return Draft(*columns, **named)
+
+    @staticmethod
+    def of_columns(draft: Draft, read_logits: Callable[[], Tensor | None]) -> LazyDraft:
+        """Make a lazy draft of the other columns of ``draft``."""
+        lazy = LazyDraft(draft.tokens_BK, draft.lengths_B, draft.probs_BKV, draft.parents_BK, read_logits=read_logits)
+        lazy.__dict__.update(draft._known())
+        return lazy
+
+    def lend_logits(self, part: Draft, change: Callable[[Tensor], Tensor]) -> Draft:
+        def read() -> Tensor | None:
+            logits_BKV = self.read_logits()
+            return None if logits_BKV is None else change(logits_BKV)
+
+        return LazyDraft.of_columns(part, read)
+
+
 class LazyDistribution(Protocol):
     """A processed distribution [B, K+1, V] that is computed only where it is read
     (``fly.runner.sampling.ProcessedDistribution``)."""
@@ -217,7 +258,8 @@ class Target:
             of each row have cost so far; None for zero.
         relaxed_at: for each row, the positions of its relaxed tokens in its text (``history``), ascending; or a
             function that returns them; None for no relaxed tokens.
-        history: the tokens of each row before this block, its prompt included; None if unknown.
+        history: the tokens of each row before this block, its prompt included; or a function that returns them; None
+            if unknown.
         choices: ``argmax_BK`` as lists, if the caller has it. The backend has then checked that no logit is NaN.
     """
 
@@ -233,14 +275,15 @@ class Target:
         nats_B: Tensor | Callable[[], Tensor] | None = None,
         spent: Callable[[str], Tensor] | None = None,
         relaxed_at: list[list[int]] | Callable[[], list[list[int]]] | None = None,
-        history: list[list[int]] | None = None,
+        history: list[list[int]] | Callable[[], list[list[int]] | None] | None = None,
         choices: list[list[int]] | None = None,
     ) -> None:
         self.logits_BKV = logits_BKV
         self._probs = probs
         self._greedy = greedy_B
         self.all_greedy, self.some_greedy = probs is None, probs is None or greedy_B is not None
-        self.control_V, self.history = control_V, history
+        self.control_V = control_V
+        self._history = history
         self._generated = generated_B
         self._relaxed = relaxed_B
         self._nats = nats_B
@@ -342,6 +385,11 @@ class Target:
         return self._column(self._nats, torch.float32)
 
     @cached_property
+    def history(self) -> list[list[int]] | None:
+        """The tokens of each row before this block, its prompt included; None if unknown."""
+        return self._history() if callable(self._history) else self._history
+
+    @cached_property
     def relaxed_at(self) -> list[list[int]]:
         """For each row, the positions of its relaxed tokens in its text, ascending. They count from 0 at the prompt's
         first token, so ``history[b][position]`` is the token."""
@@ -394,7 +442,7 @@ class Target:
             nats_B=lambda: self.nats_B[rows_N],
             spent=lambda label: self.spent(label)[rows_N],
             relaxed_at=lambda: of_rows(self.relaxed_at),
-            history=None if self.history is None else of_rows(self.history),
+            history=lambda: None if self.history is None else of_rows(self.history),
         )
 
 

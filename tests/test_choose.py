@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections import abc
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
 import fly
-from fly.drafts import ChooseDraft, DraftStrategy, NGramDraft, SingleDraft, TranslatedDraft, TreeDraft, parse_draft
+from fly.drafts import (
+    AdaptiveDraft,
+    ChooseDraft,
+    DraftStrategy,
+    NGramDraft,
+    SingleDraft,
+    TranslatedDraft,
+    TreeDraft,
+    parse_draft,
+)
+from fly.drafts.base import Wrapper
+from fly.policies import Block, Condition, Exact, draft_log_probs
 from fly.runner.request import Row
 from fly.testing import check_draft
 from fly.types import Draft, Target
@@ -43,6 +59,60 @@ def test_a_choice_within_a_choice_gives_its_first() -> None:
     first, other = llm.generate([TEXTS[0]] * 2, temperature=0, max_tokens=24, draft=["a", "b"])
     [alone] = fly.LLM(random_llama(0), "ngram", k=4).generate([TEXTS[0]], temperature=0, max_tokens=24)
     assert first.token_ids == other.token_ids == alone.token_ids and first.stats.drafted == alone.stats.drafted
+
+
+@dataclass(frozen=True)
+class Sure(Condition):
+    """The draft was sure of the token."""
+
+    def evaluate(self, block: Block) -> Tensor:
+        return draft_log_probs(block.draft)[1] > -1
+
+
+class Around(Wrapper):
+    """Passes a strategy's drafts on."""
+
+    def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
+        return self.members[0].propose(rows, max_len)
+
+
+WRAPPERS: dict[str, Callable[[DraftStrategy], DraftStrategy]] = {
+    "itself": lambda choice: choice,
+    "adaptive": AdaptiveDraft,
+    "adaptive with a lookup": lambda choice: AdaptiveDraft(choice, NGramDraft(k=1)),
+    "a user's": lambda choice: Around([choice]),
+    "two": lambda choice: AdaptiveDraft(Around([choice])),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@given(st.permutations(["small", "copy", "tree"]))
+@settings(max_examples=3)
+def test_a_choice_within_another_strategy_is_made_and_answered_for(
+    wrap: Callable[[DraftStrategy], DraftStrategy], order: list[str]
+) -> None:
+    """Requests choose by the names of the ``choose`` within. A rule that reads logits is refused or not by the limits
+    of the member that its request chose."""
+    members = made()
+    choice = ChooseDraft(**{name: members[name] for name in order})
+    llm = fly.LLM(random_llama(0), wrap(choice), k=4)
+    assert llm.draft_names == order
+    rule, few = Exact() | Sure(), fly.SamplingParams(temperature=0.0, max_tokens=12)
+    for name in ("", *order):
+        if (name or order[0]) == "small":
+            assert len(llm.generate([[1, 2, 3]], few, policy=rule, draft=name)[0].token_ids) == 12
+        else:
+            with pytest.raises(ValueError, match=r"reads the draft's logits .* has none"):
+                llm.generate([[1, 2, 3]], few, policy=rule, draft=name)
+    both = llm.generate(TEXTS[:2], few, policy=[rule, Exact()], draft=["small", "copy"])
+    assert [len(out.token_ids) for out in both] == [12, 12]
+    with pytest.raises(ValueError, match=r"draft 'nope' is not loaded; choices: \['"):
+        llm.generate([[1, 2]], draft="nope")
+
+
+def test_a_strategy_without_a_choice_drafts_for_every_name() -> None:
+    strategy = AdaptiveDraft(NGramDraft())
+    assert strategy.drafter_of("small") is strategy and list(strategy.names) == []
 
 
 class Heard(NGramDraft):

@@ -41,6 +41,7 @@ from fly.parallel import (
     load,
     place_draft,
 )
+from fly.parallel.draft import FirstDraft
 from fly.parallel.logits import VocabularyShards
 from fly.policies import parse_policy, policy_types
 from fly.runner.executor import Batch, Executor
@@ -390,6 +391,22 @@ def test_drafts_are_placed_where_they_are_asked_to(pool: Pool, tmp_path: Path) -
     ):
         for success, error in pool.outcomes(2, place, *work):
             assert not success and said in error[1]
+
+
+def choose_first(ranks: Ranks, draft: str) -> list[Any]:
+    """What each rank knows of the names and of the logits of a draft on the first rank."""
+    setup = TranslatingSetup(Runner(load_whole("fly-target").executor, None), load=load_whole)
+    first = place_draft(partial(parse_draft, draft), setup, Ranks(ranks.group, draft_placement="first"), load_whole)
+    assert isinstance(first, FirstDraft)
+    gives = [first.drafter_of(name).gives_logits for name in ("", *first.names)]
+    return ranks.collect([first.names, first.gives_logits, gives])
+
+
+@pytest.mark.parametrize("wrap", ["{}", "adaptive({})"])
+def test_all_ranks_answer_for_the_draft_that_a_request_chose(pool: Pool, wrap: str) -> None:
+    """``ngram`` gives no logits, and a model does. Each rank refuses the same requests as the first."""
+    choice = "choose(a=ngram, b=model(fly-draft))"
+    assert pool.run(2, choose_first, wrap.format(choice)) == [[["a", "b"], False, [False, False, True]]] * 2
 
 
 def compiled(ranks: Ranks, target: str, plan: tuple[Rule, ...]) -> list[list[float]]:

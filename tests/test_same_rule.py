@@ -6,6 +6,7 @@ Shape legend: B rows, K longest draft.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -46,12 +47,13 @@ from fly.policies import (
     parse_policy,
     policy_types,
 )
-from fly.policies.reads import PARTS
+from fly.policies.reads import PARTS, supply_logits
+from fly.policies.verification import verify
 from fly.runner.executor import Executor
 from fly.runner.request import Row
 from fly.runner.runner import Runner
 from fly.testing.policies import check_in_a_graph, check_monotone, check_what_it_reads
-from fly.types import Draft, SamplingParams, Target, Why
+from fly.types import Draft, Noise, SamplingParams, Target, Why
 from tests.kernels import VARIANTS, built
 from tests.test_cuda import device, on_gpu
 from tests.test_drafts import perturbed
@@ -258,6 +260,86 @@ def test_what_rules_read_is_found() -> None:
     catalogue = [kind() for kind in policy_types().values()]
     catalogue += [parse_policy(f"exact | {name}") for name in condition_types() if name not in ("phase", "token")]
     assert not any("draft.logits" in rule.reads for rule in catalogue)
+
+
+COPIES: dict[str, Callable[[Draft], Draft]] = {
+    "the draft": lambda draft: draft,
+    "rows": lambda draft: draft.rows(torch.arange(draft.shape[0])),
+    "moved": lambda draft: draft.to(torch.device("meta")),
+    "replaced": lambda draft: replace(draft, probs_BKV=None),
+    "replaced tokens": lambda draft: replace(draft, tokens_BK=draft.tokens_BK.clone(), parents_BK=None),
+    "copied": copy.copy,
+    "copied deeply": copy.deepcopy,
+    "copied twice": lambda draft: replace(copy.copy(draft).rows(torch.arange(draft.shape[0])), probs_BKV=None),
+}
+
+
+@dataclass(frozen=True)
+class Copying(Condition):
+    """Copies the draft, and reads the copy's logits or only its tokens."""
+
+    way: str
+    logits: bool
+
+    def evaluate(self, block: Block) -> Tensor:
+        draft = COPIES[self.way](replace(block, agree_BK=block.agree_BK).draft)
+        if draft.tokens_BK.device.type == "meta":
+            return block.agree_BK | (self.logits and draft.logits_BKV is None)
+        return draft_log_probs(draft)[1] > -0.5 if self.logits else draft.tokens_BK % 2 == 0
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_of_a_draft_reads_its_logits_only_where_the_rule_does(way: str) -> None:
+    """Whatever a rule makes of its draft asks for the logits when they are read, and not before."""
+    reads, other = Exact() | Copying(way, True), Exact() | Copying(way, False)
+    assert (reads.reads, other.reads) == ({"draft.logits"}, frozenset())
+    prompt = [1, 2, 3, 1, 2, 3, 1, 2]
+    copying = fly.LLM(TARGET, NGramDraft(), k=4)
+    with pytest.raises(ValueError, match=r"Copying.* reads the draft's logits .*, and NGramDraft has none"):
+        copying.generate([prompt], policy=reads)
+    assert copying.generate([prompt], policy=other, max_tokens=8)[0].token_ids
+    drafting = fly.LLM(TARGET, SingleDraft(NEAR), k=4)
+    assert drafting.generate([prompt], policy=reads, max_tokens=8)[0].token_ids
+    noise = Noise(torch.full((1, 2), 0.5), torch.full((1,), 0.5))
+    draft = supply_logits(other, Draft.of([[1, 2]]), 4)
+    with pytest.raises(ValueError, match=r"Copying.* reads draft\.logits_BKV at this block"):
+        verify(reads, Target(torch.eye(4)[:3].unsqueeze(0)), draft, noise)
+
+
+def test_a_row_by_row_reader_says_the_same_as_a_reader_of_all_rows() -> None:
+    """A rule may read each row's logits by ``Draft.rows``, and give a copy logits that it made."""
+
+    @dataclass(frozen=True)
+    class EachRow(Condition):
+        def evaluate(self, block: Block) -> Tensor:
+            rows = [block.draft.rows(torch.tensor([b])) for b in range(len(block.agree_BK))]
+            rows = [replace(row, logits_BKV=1 * row.logits_BKV) for row in rows]
+            return torch.cat([draft_log_probs(row)[1] for row in rows]).exp() >= 0.3
+
+    rule, prompts = Exact() | EachRow(), [[1, 2, 3], [4, 5]]
+    assert rule.reads == {"draft.logits"}
+    llm = fly.LLM(TARGET, SingleDraft(NEAR), k=4)
+    each, together = (llm.generate(prompts, temperature=0, max_tokens=24, policy=r) for r in (rule, Exact() | Sure()))
+    assert [out.token_ids for out in each] == [out.token_ids for out in together]
+    assert sum(out.stats.relaxed for out in each)
+
+
+@dataclass(frozen=True)
+class Past(Condition):
+    """Copies the target's output, and reads a part of the past from the copy, or none."""
+
+    way: Callable[[Target], Target]
+    part: str
+
+    def evaluate(self, block: Block) -> Tensor:
+        target = self.way(replace(block, draft=block.draft).target)
+        return block.agree_BK | (bool(self.part) and getattr(target, self.part) is None)
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda target: target.rows(torch.arange(2))])
+@pytest.mark.parametrize("part", ["", "history", "relaxed_at", "nats_B"])
+def test_a_copy_of_the_target_reads_of_the_past_only_what_the_rule_does(way: Any, part: str) -> None:
+    assert (Exact() | Past(way, part)).reads == {part.removesuffix("_B")} - {""}
 
 
 @dataclass(frozen=True)

@@ -248,6 +248,7 @@ class DraftStrategy(ABC):
     gives_logits: bool = False
     learns: bool = False  # whether its proposals depend, on purpose, on past texts or other rows
     spare: int = 0  # cache slots that its trees need beyond a row's longest path
+    names: abc.Sequence[str] = ()  # what requests may choose among (``fly.drafts.ChooseDraft``)
 
     @abstractmethod
     def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
@@ -261,8 +262,8 @@ class DraftStrategy(ABC):
         """
 
     def drafter_of(self, name: str) -> DraftStrategy:
-        """Return the strategy that drafts for requests that choose ``name``: itself, unless it holds several to choose
-        from (``fly.drafts.ChooseDraft``)."""
+        """Return the strategy that drafts for requests that choose ``name``, to ask for its limits: itself, unless it
+        holds several to choose from (``fly.drafts.ChooseDraft``)."""
         return self
 
     def attach(self, setup: DraftSetup) -> None:
@@ -352,6 +353,17 @@ class Wrapper(DraftStrategy):
         self.context = max(contexts) if len(contexts) == len(self.members) else None
         self.spare = max(each.spare for each in self.members)
         self.gives_logits = all(each.gives_logits for each in self.members)
+        self.names = list(dict.fromkeys(name for each in self.members for name in each.names))
+
+    def drafter_of(self, name: str) -> DraftStrategy:
+        """Return this strategy with the limits of the members' drafters for requests that choose ``name``."""
+        drafters = [member.drafter_of(name) for member in self.members]
+        if all(drafter is member for drafter, member in zip(drafters, self.members)):
+            return self
+        chosen = copy(self)
+        chosen.members = drafters
+        chosen._follow_members()
+        return chosen
 
     def attach(self, setup: DraftSetup) -> None:
         self.members = [setup.attach(member) for member in self.members]

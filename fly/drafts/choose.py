@@ -30,16 +30,17 @@ class ChooseDraft(Wrapper):
             raise ValueError("choose needs at least one strategy, as in choose(small=fly-tiny, copy=ngram)")
         if "none" in members:
             raise ValueError("'none' cannot name a strategy: requests that draft nothing have k 0")
-        self.names = list(members)
+        self._numbers = {name: number for number, name in enumerate(members)}
         super().__init__(list(members.values()))
 
     def _follow_members(self) -> None:
         super()._follow_members()
         self.learns = any(member.learns for member in self.members)
+        self.names = list(self._numbers)
 
     def _member(self, name: str) -> DraftStrategy:
         # A name that is not here is an outer choose's.
-        return self.members[self.names.index(name) if name in self.names else 0]
+        return self.members[self._numbers.get(name, 0)]
 
     def _member_of(self, row: Row) -> DraftStrategy:
         return self._member(row.draft)

@@ -60,7 +60,7 @@ class HeadDraft(StopsByChance):
         self.k = k
         self.confidence = confidence
         self.reach = reach
-        self.with_logits = False  # whether greedy drafts carry their logits
+        self.with_logits = False  # whether drafts carry their logits, at every temperature
         self.model = describe(head, dtype, device)
         self._options = {"dtype": dtype, "device": device, "kernels": kernels}
         self._cache_tokens, self._block_size = cache_tokens, block_size

@@ -12,6 +12,7 @@ import time
 from collections import abc
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, NamedTuple, get_args
@@ -122,15 +123,16 @@ class _Facts(NamedTuple):
     context: int | None
     learns: bool
     spare: int
-    names: list[str]  # of the strategies that requests choose among
     observes: bool  # whether it reads the target's output
-    gives_logits: bool
+    gives_logits: dict[str, bool]  # by the name that a request chooses, "" for none
 
     @staticmethod
     def of(strategy: DraftStrategy) -> _Facts:
         observes = type(strategy).observe is not DraftStrategy.observe
         limits = strategy.vocab_size, strategy.context, strategy.learns, strategy.spare
-        return _Facts(*limits, getattr(strategy, "names", []), observes, strategy.gives_logits)
+        return _Facts(
+            *limits, observes, {name: strategy.drafter_of(name).gives_logits for name in ("", *strategy.names)}
+        )
 
 
 class FirstDraft(DraftStrategy):
@@ -145,7 +147,6 @@ class FirstDraft(DraftStrategy):
     def __init__(self, ranks: Ranks, make: Callable[[], DraftStrategy | None]) -> None:
         self.ranks, self.make = ranks, make
         self.strategy: DraftStrategy | None = None  # on the first rank
-        self.names: list[str] = []
         self.mirrors: list[_Mirror] = []
 
     def attach(self, setup: DraftSetup) -> None:
@@ -160,9 +161,10 @@ class FirstDraft(DraftStrategy):
             self.context = facts.context
             self.learns = facts.learns
             self.spare = facts.spare
-            self.names = facts.names
             self.observes = facts.observes
-            self.gives_logits = facts.gives_logits
+            self._gives_logits = facts.gives_logits
+            self.gives_logits = self._gives_logits[""]
+            self.names = [name for name in self._gives_logits if name]
         caches: list[Any] = [
             (each.bytes_per_token, each.context, tokens, size) for each, tokens, size in private_setup.caches
         ]
@@ -171,6 +173,12 @@ class FirstDraft(DraftStrategy):
         ):
             self.mirrors.append(_Mirror(self.ranks, drafter, token_bytes, context))
             setup.add(self.mirrors[-1], tokens, block_size)
+
+    def drafter_of(self, name: str) -> DraftStrategy:
+        """Return this strategy with the limits of the one that drafts on the first rank. All ranks know them."""
+        drafter = copy(self)
+        drafter.gives_logits = self._gives_logits.get(name, self.gives_logits)
+        return drafter
 
     def _attached(self, own: DraftSetup) -> DraftStrategy | None:
         if (strategy := self.make()) is None:

@@ -9,16 +9,15 @@ Shape legend: B rows, K longest draft, J = K + 1 places, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fly.policies.binding import Bindable, parts_of
-from fly.types import Draft, Noise, Target
+from fly.types import Draft, LazyDraft, Noise, Target
 
-__all__ = ["DRAFT_LOGITS", "PARTS", "NotingDraft", "carry_logits", "find_reads", "supply_logits"]
+__all__ = ["DRAFT_LOGITS", "PARTS", "carry_logits", "find_reads", "note_logits", "supply_logits"]
 
 DRAFT_LOGITS = "draft.logits"
 _PAST = ("history", "generated", "relaxed", "relaxed_at", "nats", "spent")
@@ -77,7 +76,8 @@ def _blocks(size: int, device: torch.device, noted: set[str]) -> Iterator[tuple[
         probs_BJV = logits_BJV.softmax(-1) if drawn or greedy_B is not None else None
         target = _NotingTarget(noted, logits_BJV, probs_BJV, greedy_B, logits_BJV.new_zeros(size, dtype=torch.bool))
         probs_BKV = draft_BKV.softmax(-1) if drawn else None
-        yield target, NotingDraft(noted, Draft(tokens_BK, lengths_B, probs_BKV, logits_BKV=draft_BKV)), noise
+        draft = Draft(tokens_BK, lengths_B, probs_BKV, logits_BKV=draft_BKV)
+        yield target, note_logits(draft, noted), noise
 
 
 class _NotingTarget(Target):
@@ -86,16 +86,15 @@ class _NotingTarget(Target):
     def __init__(
         self, noted: set[str], logits_BJV: Tensor, probs_BJV: Tensor | None, greedy_B: Tensor | None, control_V: Tensor
     ) -> None:
-        self._noted = noted
         rows, device = logits_BJV.shape[0], logits_BJV.device
 
         def column(part: str, dtype: torch.dtype) -> Tensor:
             noted.add(part)
             return torch.ones(rows, dtype=dtype, device=device)
 
-        def places() -> list[list[int]]:
-            noted.add("relaxed_at")
-            return [[1]] * rows
+        def lists(part: str, values: list[int]) -> list[list[int]]:
+            noted.add(part)
+            return [list(values) for _ in range(rows)]
 
         super().__init__(
             logits_BJV,
@@ -106,55 +105,32 @@ class _NotingTarget(Target):
             relaxed_B=lambda: column("relaxed", torch.int64),
             nats_B=lambda: column("nats", torch.float32),
             spent=lambda label: column("spent", torch.float32),
-            relaxed_at=places,
+            relaxed_at=lambda: lists("relaxed_at", [1]),
+            history=lambda: lists("history", [0, 0]),
         )
 
-    @property
-    def history(self) -> list[list[int]]:
-        self._noted.add("history")
-        return [[0, 0] for _ in range(self.logits_BKV.shape[0])]
 
-    @history.setter
-    def history(self, value: object) -> None:
-        """Ignore what the constructor sets."""
+def note_logits(draft: Draft, noted: set[str]) -> Draft:
+    """Return a draft that adds ``DRAFT_LOGITS`` to ``noted`` when its logits are read, or those of what is made of
+    it."""
 
+    def read() -> Tensor | None:
+        noted.add(DRAFT_LOGITS)
+        return draft.logits_BKV
 
-class NotingDraft(Draft):
-    """A ``draft`` that adds to ``noted`` when its logits are asked for."""
-
-    _noted: set[str]
-    _logits: Tensor | None
-
-    def __init__(self, noted: set[str], draft: Draft) -> None:
-        vars(self).update(tokens_BK=draft.tokens_BK, lengths_B=draft.lengths_B, probs_BKV=draft.probs_BKV)
-        vars(self).update(parents_BK=draft.parents_BK, _noted=noted, _logits=draft.logits_BKV)
-
-    @property
-    def logits_BKV(self) -> Tensor | None:
-        self._noted.add(DRAFT_LOGITS)
-        return self._logits
+    return LazyDraft.of_columns(draft, read)
 
 
-class _Missing:
-    """Raises an error where a rule reads the logits that were not supplied to it."""
+def _withhold_logits(draft: Draft, rule: str) -> Draft:
+    """Return a draft that raises ``ValueError`` where the ``rule``, to which no logits were supplied, reads them."""
 
-    def __get__(self, draft: Any, kind: type) -> None:
-        if draft is not None:
-            raise ValueError(
-                f"{draft._rule} reads draft.logits_BKV at this block, and at none of those that find out what a rule "
-                f"reads: write 'also_reads = ({DRAFT_LOGITS!r},)' into its class"
-            )
+    def refuse() -> Tensor:
+        raise ValueError(
+            f"{rule} reads draft.logits_BKV at this block, and at none of those that find out what a rule reads: write "
+            f"'also_reads = ({DRAFT_LOGITS!r},)' into its class"
+        )
 
-
-class _WithoutLogits(Draft):
-    """A draft for a rule that reads no logits."""
-
-    logits_BKV: Any = _Missing()
-    _rule: str
-
-    def __init__(self, draft: Draft, rule: str) -> None:
-        vars(self).update(vars(draft), tokens_BK=draft.tokens_BK, lengths_B=draft.lengths_B, _rule=rule)
-        vars(self).pop("logits_BKV", None)
+    return LazyDraft.of_columns(draft, refuse)
 
 
 def supply_logits(rule: Any, draft: Draft, size: int) -> Draft:
@@ -164,7 +140,7 @@ def supply_logits(rule: Any, draft: Draft, size: int) -> Draft:
     Raises ``ValueError`` if the draft has none where the rule reads them.
     """
     if not rule.reads_logits:
-        return draft if isinstance(draft, _WithoutLogits) else _WithoutLogits(draft, str(rule))
+        return draft if isinstance(draft, LazyDraft) else _withhold_logits(draft, str(rule))
     if draft.logits_BKV is not None:
         return draft
     if draft.shape[1] and any(draft.chains):
@@ -175,8 +151,4 @@ def supply_logits(rule: Any, draft: Draft, size: int) -> Draft:
 
 def carry_logits(draft: Draft, part: Draft, *index: Tensor) -> Draft:
     """Return ``part``, whose tokens are those of ``draft`` at ``index``, with their logits, if the rule sees them."""
-    if isinstance(draft, _WithoutLogits):
-        return _WithoutLogits(part, draft._rule)
-    if draft.logits_BKV is None:
-        return part
-    return replace(part, logits_BKV=draft.logits_BKV[index].view(*part.shape, -1))
+    return draft.lend_logits(part, lambda logits_BKV: logits_BKV[index].view(*part.shape, -1))

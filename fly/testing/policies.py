@@ -41,7 +41,7 @@ from fly.policies import (
     verify,
 )
 from fly.policies.binding import parts_of
-from fly.policies.reads import DRAFT_LOGITS, PARTS, NotingDraft
+from fly.policies.reads import DRAFT_LOGITS, PARTS, note_logits
 from fly.policies.waits import find_wait, see_on_device
 from fly.runner.request import Stats
 from fly.runner.sampling import BatchSampling
@@ -329,7 +329,7 @@ def check_what_it_reads(policy: AcceptancePolicy) -> str:
     for case in make_cases():
         rule, noted_parts = bind_to(policy, case.target), set[str]()
         reads |= rule.reads
-        verify(rule, case.target, NotingDraft(noted_parts, case.draft), case.noise)
+        verify(rule, case.target, note_logits(case.draft, noted_parts), case.noise)
         require(
             noted_parts <= rule.reads,
             f"it reads draft.logits_BKV in some blocks only: write 'also_reads = ({DRAFT_LOGITS!r},)' into its class, "
