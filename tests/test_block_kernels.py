@@ -175,12 +175,14 @@ def test_a_draft_is_that_of_pytorch(
 @pytest.mark.parametrize("kernels", [VARIANTS[0], *(name for name in NARROW if name.startswith(VARIANTS[0]))])
 @pytest.mark.parametrize("kind", ["rnn", "sliding"])
 def test_a_block_depends_on_its_row_alone(kind: str, kernels: str) -> None:
-    """To the last bit, also where there are more blocks than fit into a tile of 256 tokens."""
+    """To the last bit, also where there are more blocks than fit into a tile of 256 tokens, and where rows between them
+    are biased."""
     compiled = prepared(make_head(1, torch.float32, **ALL_KINDS[kind]), kernels)
     lengths = [1 + 7 * b % 11 for b in range(60)]
     texts = Texts([compiled], lengths, [], 0)
     spec = DraftSpec(with_logits=True)
-    rows = [Row(tokens, 1, SamplingParams(temperature=0.0), Exact(), 0, 15) for tokens in texts.tokens]
+    params = [SamplingParams(temperature=0.0, logit_bias={3: 0.5} if b % 3 else {}) for b in range(60)]
+    rows = [Row(tokens, 1, own, Exact(), 0, 15) for tokens, own in zip(texts.tokens, params)]
     (last,) = texts.last
     together = compiled.draft(*last, spec, rows, [4] * 60)
     for b in range(0, 60, 7):

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from fly.backends.cpu import available
 from fly.backends.heads import TorchDFlashHead
+from fly.backends.torch import TorchExecutor
 from fly.cli import app
 from fly.drafts import BlockDraft
 from fly.extras.train import Answer, Plan, Training, card, train_head
@@ -27,8 +28,10 @@ from fly.extras.train.lessons import Lessons, Reader
 from fly.llm import LLM
 from fly.models.dflash import DFlashHead, load_dflash_head
 from fly.params import SamplingParams
+from fly.runner.executor import Executor, Wrapped
+from fly.testing.toys import toy_target
 from tests.test_dflash import KINDS, VOCABULARY, blocks, make_head, naive_block, naive_logits
-from tests.test_eagle import Killed, answers_of, target_on
+from tests.test_eagle import TARGET, Killed, answers_of, target_on
 
 COMPILED = available()[0]
 PLAN = Plan(
@@ -109,6 +112,30 @@ def course_of(kind: str, answers: list[Answer], size: int = 24, **options: Any) 
     course.head.to_target_U.copy_(ids_U)
     reader = Reader(executor, course.states, course.head.config.layer.max_position_embeddings)
     return course, reader.lessons(answers, ids_U)
+
+
+class Strict(Wrapped):
+    """An executor that shows its output matrix by its logits alone, and takes hidden states of its own type only, as
+    products on an accelerator do."""
+
+    def logits(self, hidden_NC: torch.Tensor) -> torch.Tensor:
+        assert (hidden_NC.dtype, hidden_NC.device) == (self.dtype, self.device)
+        return super().logits(hidden_NC)
+
+    def output(self) -> torch.Tensor:
+        return Executor.output(self)
+
+
+@pytest.mark.parametrize("size", [24, 12])
+def test_the_output_matrix_is_taken_as_the_executor_gives_it(size: int) -> None:
+    """Of a target in bfloat16: the values are those of its weights, and the head computes with them in float32."""
+    model = toy_target(24, TARGET).to(torch.bfloat16)
+    ids_U, plan = torch.arange(24)[:: 24 // size], replace(PLAN, width=None)
+    course = BlockCourse(Strict(TorchExecutor(model)), plan, ids_U, [Answer([1, 2], [3, 4])])
+    head = course.head.lm_head
+    matrix_UC = course.matrix_UC if head is None else head.weight
+    assert matrix_UC is not None and matrix_UC.dtype == torch.float32
+    assert torch.equal(matrix_UC, model.lm_head.weight[ids_U].float())
 
 
 @settings(max_examples=8, deadline=None)

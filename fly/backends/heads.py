@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fly.cache import PagedBatch
-from fly.models.dflash import DFlashConfig, DFlashHead
+from fly.models.dflash import Corrected, DFlashConfig, DFlashHead
 from fly.models.eagle import Eagle3Head
 from fly.ops import upload
 from fly.runner.drafting import Follow, Marginals, Place
@@ -137,6 +137,10 @@ class TorchDFlashHead(BlockHead):
         """Return the logits [N, U] over the draft vocabulary, before any correction."""
         return self._logits(hidden_NC)
 
+    def correct(self, logits_BU: Tensor, hidden_BC: Tensor, before_B: Tensor, state_BR: Tensor | None) -> Corrected:
+        """Correct the logits of one place of each block (``DFlashHead.correct``)."""
+        return self.head.correct(logits_BU, hidden_BC, before_B, state_BR)
+
     def spread(self, logits_NU: Tensor) -> Tensor:
         return logits_NU if self._whole else super().spread(logits_NU)
 
@@ -180,9 +184,9 @@ class _Walk:
     """Walks over the places of a DSpark head's block (``Follow``), and corrects each by the token before it."""
 
     def __init__(self, runs: TorchDFlashHead, hidden_BKC: Tensor, logits_BKU: Tensor) -> None:
-        self.runs, self.head = runs, runs.head
+        self.runs = runs
         self.hidden_BKC, self.logits_BKU = hidden_BKC, logits_BKU
-        self.first = 0 if self.head.config.anchor_first else 1
+        self.first = 0 if runs.head.config.anchor_first else 1
         self.place = -1
         self.state_BR: Tensor | None = None
 
@@ -191,10 +195,10 @@ class _Walk:
         before_A, logits_AU = upload(tokens, self.logits_BKU.device), self.logits_BKU[active, self.place]
         if self.place == 0 and self.first:
             # The anchor's place predicts nothing here, but a recurrent Markov head begins there.
-            self.state_BR = self.head.correct(logits_AU, self.hidden_BKC[:, 0], before_A, None).state_BR
+            self.state_BR = self.runs.correct(logits_AU, self.hidden_BKC[:, 0], before_A, None).state_BR
         state_AR = None if self.state_BR is None else self.state_BR[active]
         hidden_AC = self.hidden_BKC[active, self.first + self.place]
-        corrected = self.head.correct(logits_AU, hidden_AC, before_A, state_AR)
+        corrected = self.runs.correct(logits_AU, hidden_AC, before_A, state_AR)
         if self.state_BR is None:
             self.state_BR = corrected.state_BR
         elif corrected.state_BR is not None:

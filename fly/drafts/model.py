@@ -31,7 +31,7 @@ from fly.drafts.ngram import NGramDraft
 from fly.drafts.stops import check_limits, reach_of
 from fly.ops import derive, nothing_left, sent
 from fly.policies import AcceptancePolicy, Exact
-from fly.runner.drafting import Certainty, Drafted, draw_tokens, pad_rows
+from fly.runner.drafting import Certainty, Drafted, draft_apart, draw_tokens, pad_rows
 from fly.runner.executor import DraftSpec, Executor
 from fly.runner.request import Row, any_reads_logits, common_prefix
 from fly.runner.runner import Runner
@@ -155,9 +155,14 @@ class SingleDraft(StopsByChance):
         going, lengths = [rows[b] for b in active], [most[b] for b in active]
         spec = self.spec(going, worth)
         self.runner.commit(rows)  # drop an earlier draft that is still cached, perhaps of a fork with other tokens
-        if self.draft is None or (spec.lookup is not None and self.executor.looks_up(going)):
-            return drafted_of(len(rows), active, self._draft_alone(going, lengths, spec))
-        return drafted_of(len(rows), active, self._draft_in_rounds(going, lengths, spec))
+        looks_up = spec.lookup is not None
+        is_alone = [self.draft is None or (looks_up and self.executor.looks_up([row])) for row in going]
+        sampling = None
+        if spec.tree is None and not all(row.greedy for row in going):
+            sampling = BatchSampling.of([row.params for row in going])
+        seeds = [seed_of(row) for row in going]
+        drafted = draft_apart(is_alone, self._draft_alone, self._draft_in_rounds, spec, going, lengths, sampling, seeds)
+        return drafted_of(len(rows), active, drafted)
 
     def continuation(self, rows: abc.Sequence[Row], worth: float = 0.0) -> Continuation | None:
         spec = self.spec(rows, worth)
@@ -177,20 +182,31 @@ class SingleDraft(StopsByChance):
         if self.draft is not None:
             self.draft.release(row)
 
-    def _draft_alone(self, rows: list[Row], max_len: list[int], spec: DraftSpec) -> Drafted:
+    def _draft_alone(
+        self,
+        numbers: list[int],
+        spec: DraftSpec,
+        rows: abc.Sequence[Row],
+        max_len: abc.Sequence[int],
+        sampling: BatchSampling | None,
+        seeds: abc.Sequence[int],
+    ) -> Drafted:
         """Draft with the model alone, in one call of the executor."""
-        seeds = [seed_of(row) for row in rows]
-        sampling = None
-        if spec.tree is None and not all(row.greedy for row in rows):
-            sampling = BatchSampling.of([row.params for row in rows])
         return self.runner.extend(rows, spec, max_len, sampling, seeds)
 
-    def _draft_in_rounds(self, rows: list[Row], max_len: list[int], spec: DraftSpec) -> Drafted:
+    def _draft_in_rounds(
+        self,
+        numbers: list[int],
+        spec: DraftSpec,
+        rows: abc.Sequence[Row],
+        max_len: abc.Sequence[int],
+        sampling: BatchSampling | None,
+        seeds: abc.Sequence[int],
+    ) -> Drafted:
         """Run rounds until each row has enough tokens. In each round the strategy below proposes, and this model
         verifies."""
-        scratch = [row.fork(self.policy, seed_of(row)) for row in rows]
+        scratch = [row.fork(self.policy, seed) for row, seed in zip(rows, seeds)]
         ends = [len(row.tokens) + n for row, n in zip(rows, max_len)]
-        greedy = all(row.greedy for row in rows)
         probs: list[list[Tensor]] = [[] for _ in rows]  # the distribution of each token
         logits: list[list[Tensor]] = [[] for _ in rows]
         certainty = [Certainty(spec, reach) for reach in spec.reach]
@@ -219,7 +235,7 @@ class SingleDraft(StopsByChance):
                     certain = certainty[b].goes_on(probs_NV.amax(-1))
                     sure = all(certain)
                     ids = ids if sure else ids[: certain.index(False) + 1]
-                if not greedy:
+                if sampling is not None:
                     probs[b] += list(target.probs_at(*at_N))[: len(ids)]
                 if spec.with_logits:
                     logits[b] += list(target.logits_BKV[at_N])[: len(ids)]

@@ -16,7 +16,7 @@ import heapq
 import itertools
 from collections import abc
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -41,6 +41,7 @@ __all__ = [
     "Place",
     "Scores",
     "Step",
+    "draft_apart",
     "draft_at_once",
     "draft_by_forwards",
     "draft_chains",
@@ -66,6 +67,22 @@ class Batch:
             return Batch(new[0], list(range(kv.starts[0], kv.starts[0] + len(new[0]))), kv)
         positions = [at for start, tokens in zip(kv.starts, new) for at in range(start, start + len(tokens))]
         return Batch([token for tokens in new for token in tokens], positions, kv)
+
+    def rows(self, numbers: abc.Sequence[int]) -> Batch:
+        """Return the batch of some rows only, given by their numbers in ascending order."""
+        if len(numbers) == len(self.kv.counts):
+            return self
+        places, kv = self.places(numbers), self.kv
+        masks = None if kv.masks is None else [kv.masks[b] for b in numbers]
+        seqs = [kv.seqs[b] for b in numbers]
+        starts, counts = ([column[b] for b in numbers] for column in (kv.starts, kv.counts))
+        tokens, positions = ([column[t] for t in places] for column in (self.tokens, self.positions))
+        return Batch(tokens, positions, kv.cache.batch(seqs, starts, counts, masks))
+
+    def places(self, numbers: abc.Sequence[int]) -> list[int]:
+        """Return the indices of some rows' tokens among the packed ones."""
+        ends = list(itertools.accumulate(self.kv.counts))
+        return [t for b in numbers for t in range(ends[b] - self.kv.counts[b], ends[b])]
 
 
 class Scores(NamedTuple):
@@ -136,6 +153,10 @@ class DraftSpec:
     def stops(self) -> bool:
         """Whether a draft may stop before it has its full length."""
         return self.confidence > 0 or any(self.reach)
+
+    def rows(self, numbers: abc.Sequence[int]) -> DraftSpec:
+        """Return what is asked for some rows only."""
+        return replace(self, reach=tuple(self.reach[b] for b in numbers)) if self.reach else self
 
 
 class Drafted(NamedTuple):
@@ -345,6 +366,48 @@ def pad_rows(rows: abc.Sequence[list[Tensor]]) -> Tensor | None:
         if values:
             stacked_BKV[b, : len(values)] = torch.stack(values)
     return stacked_BKV
+
+
+# Drafts chains for some rows: takes their numbers, and of these rows what ``Executor.extend`` takes from ``spec`` on.
+Way = Callable[
+    [list[int], DraftSpec, abc.Sequence[Row], abc.Sequence[int], BatchSampling | None, abc.Sequence[int]], Drafted
+]
+
+
+def draft_apart(
+    is_first: abc.Sequence[bool],
+    first: Way,
+    second: Way,
+    spec: DraftSpec,
+    rows: abc.Sequence[Row],
+    max_len: abc.Sequence[int],
+    sampling: BatchSampling | None,
+    seeds: abc.Sequence[int],
+) -> Drafted:
+    """Draft chains in the ``first`` way for the rows where ``is_first``, and in the ``second`` way for the others. So a
+    row's way does not depend on the rows beside it. Return the drafts in the order of the rows."""
+    numbers_of = {kind: [b for b, each in enumerate(is_first) if each is kind] for kind in (True, False)}
+    if not numbers_of[True]:
+        return second(numbers_of[False], spec, rows, max_len, sampling, seeds)
+    if not numbers_of[False]:
+        return first(numbers_of[True], spec, rows, max_len, sampling, seeds)
+    part_of = dict[int, tuple[Drafted, int]]()  # for each row, the draft that it is in, and its number there
+    for kind, way in ((True, first), (False, second)):
+        numbers = numbers_of[kind]
+        some_rows, lengths = [rows[b] for b in numbers], [max_len[b] for b in numbers]
+        some_seeds = [seeds[b] for b in numbers] if seeds else ()
+        some_sampling = None if sampling is None else BatchSampling.of([row.params for row in some_rows])
+        part = way(numbers, spec.rows(numbers), some_rows, lengths, some_sampling, some_seeds)
+        part_of |= {b: (part, at) for at, b in enumerate(numbers)}
+    chains = list[list[int]]()
+    probs, logits = list[list[Tensor]](), list[list[Tensor]]()
+    for b in range(len(rows)):
+        part, at = part_of[b]
+        chain = part.tokens[at]
+        chains.append(chain)
+        for joined, values_BKV in ((probs, part.probs_BKV), (logits, part.logits_BKV)):
+            joined.append([] if values_BKV is None else list(values_BKV[at, : len(chain)]))
+    return Drafted(chains, pad_rows(probs), pad_rows(logits))
 
 
 def draft_at_once(

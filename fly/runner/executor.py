@@ -37,6 +37,7 @@ from fly.runner.drafting import (
     Lookup,
     Marginals,
     Scores,
+    draft_apart,
     draft_at_once,
     draft_by_forwards,
     draft_chains,
@@ -543,9 +544,19 @@ class BlockHead(Head):
         seeds: abc.Sequence[int] = (),
     ) -> Drafted:
         follow = self.block(batch, states_TF, [row.tokens[-1] for row in rows], max_len)
-        if isinstance(follow, Marginals) and not any(map(constrains, rows)):
-            return draft_at_once(self, follow.logits_BKV, spec, rows, max_len, sampling, seeds)
-        return draft_chains(self, follow, spec, rows, max_len, sampling, seeds)
+        if not isinstance(follow, Marginals):
+            return draft_chains(self, follow, spec, rows, max_len, sampling, seeds)
+        logits_BKV = follow.logits_BKV
+
+        def places_of(numbers: list[int]) -> Tensor:
+            return logits_BKV if len(numbers) == len(rows) else logits_BKV[self.numbers(numbers)]
+
+        return draft_apart(
+            list(map(constrains, rows)),
+            lambda numbers, *columns: draft_chains(self, Marginals(places_of(numbers)), *columns),
+            lambda numbers, *columns: draft_at_once(self, places_of(numbers), *columns),
+            spec, rows, max_len, sampling, seeds,
+        )  # fmt: skip
 
 
 class Wrapped(Executor):

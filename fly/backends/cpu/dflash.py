@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fly.backends.cpu.drafting import draft_in_one_call
+from fly.backends.cpu.drafting import draft_compiled
 from fly.backends.cpu.library import CBatch, chosen, load, split
 from fly.backends.cpu.packed import (
     CORRECT,
@@ -31,9 +31,8 @@ from fly.backends.cpu.packed import (
     shape_of,
 )
 from fly.backends.heads import TorchDFlashHead
-from fly.models.dflash import DFlashHead
+from fly.models.dflash import Corrected, DFlashHead
 from fly.models.llama import rotary_tables
-from fly.runner.constraints import constrains
 from fly.runner.executor import Batch, Drafted, DraftSpec, Executor
 from fly.runner.request import Row
 from fly.runner.sampling import BatchSampling
@@ -168,6 +167,18 @@ class CpuDFlashHead(TorchDFlashHead):
         packed.library.fly_block(packed.handle, ctypes.byref(call), count, states_TF, hidden_BKC, logits_BKU)
         return hidden_BKC, logits_BKU
 
+    def correct(self, logits_BU: Tensor, hidden_BC: Tensor, before_B: Tensor, state_BR: Tensor | None) -> Corrected:
+        # One block after another: PyTorch adds up a product in an order that depends on the number of rows.
+        columns = (logits_BU, hidden_BC, before_B), () if state_BR is None else (state_BR,)
+        blocks = zip(*(column.split(1) for part in columns for column in part))
+        each = [self.head.correct(*block, *([None] if state_BR is None else [])) for block in blocks]
+        logits, chances, states = zip(*each)
+        return Corrected(
+            torch.cat(logits),
+            None if chances[0] is None else torch.cat(chances),
+            None if states[0] is None else torch.cat(states),
+        )
+
     def draft(
         self,
         batch: Batch,
@@ -178,10 +189,10 @@ class CpuDFlashHead(TorchDFlashHead):
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
     ) -> Drafted:
-        if any(map(constrains, rows)):
-            return super().draft(batch, states_TF, spec, rows, max_len, sampling, seeds)
         states_TF = states_TF.to(self.dtype).contiguous()
-        return draft_in_one_call(self.packed, batch, spec, rows, max_len, sampling, seeds, states_TF=states_TF)
+        return draft_compiled(
+            self.packed, super().draft, batch, spec, rows, max_len, sampling, seeds, states_TF=states_TF
+        )
 
     def _call(self, batch: Batch) -> CBatch:
         return self.packed.batch(array("q", batch.tokens), array("q", batch.positions), batch.kv)

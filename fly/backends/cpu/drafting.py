@@ -1,4 +1,4 @@
-"""A whole draft in one call of the library (src/calls.cpp: fly_draft): its arguments and its result.
+"""Drafts by compiled code. Most take one call of the library (src/calls.cpp: fly_draft): its arguments and its result.
 
 Shape legend: T packed tokens, B rows, K longest draft, F hidden states side by side, V vocabulary.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections import abc
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,15 +18,18 @@ from fly.backends.cpu.host import c_sampling, uniforms
 from fly.backends.cpu.library import CLookup, CStops, spans
 from fly.backends.cpu.packed import PackedLlama
 from fly.ops import Stream
+from fly.runner.constraints import constrains
+from fly.runner.drafting import draft_apart
 from fly.runner.executor import Batch, Drafted, DraftSpec
 from fly.runner.request import Row
 from fly.runner.sampling import BatchSampling
 
-__all__ = ["draft_in_one_call"]
+__all__ = ["draft_compiled"]
 
 
-def draft_in_one_call(
+def draft_compiled(
     packed: PackedLlama,
+    step_by_step: Callable[..., Drafted],
     batch: Batch,
     spec: DraftSpec,
     rows: abc.Sequence[Row],
@@ -35,8 +39,44 @@ def draft_in_one_call(
     lookup: CLookup | None = None,
     states_TF: Tensor | None = None,
 ) -> Drafted:
-    """Implement ``Executor.extend``, and ``Head.draft`` for a draft head, which reads the target's hidden
-    states (``states_TF``)."""
+    """Implement ``Executor.extend``, and ``Head.draft`` for a draft head, which reads the target's hidden states
+    (``states_TF``).
+
+    Rows draft in one call. Penalties, bans and forms change the logits of a place in Python: rows with these draft
+    ``step_by_step``, which takes what the implemented method takes, and so do trees.
+    """
+
+    def part_of(numbers: list[int]) -> tuple[Batch, Tensor | None]:
+        """Return the batch of some rows, and the hidden states of their tokens."""
+        part = batch.rows(numbers)
+        return part, states_TF if part is batch or states_TF is None else states_TF[batch.places(numbers)]
+
+    def draft_in_steps(numbers: list[int], *columns: Any) -> Drafted:
+        part, part_TF = part_of(numbers)
+        return step_by_step(part, *([] if part_TF is None else [part_TF]), *columns)
+
+    def draft_in_one_call(numbers: list[int], *columns: Any) -> Drafted:
+        part, part_TF = part_of(numbers)
+        return _call_library(packed, lookup, part, part_TF, *columns)
+
+    if spec.tree is not None:
+        return draft_in_steps([*range(len(rows))], spec, rows, max_len, sampling, seeds)
+    is_constrained = list(map(constrains, rows))
+    return draft_apart(is_constrained, draft_in_steps, draft_in_one_call, spec, rows, max_len, sampling, seeds)
+
+
+def _call_library(
+    packed: PackedLlama,
+    lookup: CLookup | None,
+    batch: Batch,
+    states_TF: Tensor | None,
+    spec: DraftSpec,
+    rows: abc.Sequence[Row],
+    max_len: abc.Sequence[int],
+    sampling: BatchSampling | None,
+    seeds: abc.Sequence[int],
+) -> Drafted:
+    """Draft for all rows in one call."""
     call = packed.batch(array("q", batch.tokens), array("q", batch.positions), batch.kv)
     longest, count = max(max_len, default=0), len(max_len)
     stops = [array("q", row.stop_ids) for row in rows]

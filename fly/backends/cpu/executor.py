@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fly.backends.cpu.dflash import CpuDFlashHead
-from fly.backends.cpu.drafting import draft_in_one_call
+from fly.backends.cpu.drafting import draft_compiled
 from fly.backends.cpu.head import CpuHead
 from fly.backends.cpu.host import HostDecisions
 from fly.backends.cpu.library import CLookup
@@ -98,10 +98,8 @@ class CpuExecutor(HostDecisions):
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
     ) -> Drafted:
-        if spec.tree is not None or any(map(constrains, rows)):
-            return super().extend(batch, spec, rows, max_len, sampling, seeds)
         lookup = None if spec.lookup is None else self._c_lookup(spec.lookup)
-        return draft_in_one_call(self.packed, batch, spec, rows, max_len, sampling, seeds, lookup)
+        return draft_compiled(self.packed, super().extend, batch, spec, rows, max_len, sampling, seeds, lookup)
 
     def looks_up(self, rows: abc.Sequence[Row]) -> bool:
         return not any(map(constrains, rows))

@@ -15,13 +15,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fly.backends.cpu.drafting import draft_in_one_call
+from fly.backends.cpu.drafting import draft_compiled
 from fly.backends.cpu.library import chosen, load
 from fly.backends.cpu.packed import FUSE, HEAD, TYPES, PackedLlama, float_weights, layer_refusal, new_model, shape_of
 from fly.models.dflash import DFlashConfig, DFlashHead
 from fly.models.eagle import Eagle3Head, HeadLayer
 from fly.models.llama import rotary_tables
-from fly.runner.constraints import constrains
 from fly.runner.executor import Batch, Drafted, DraftSpec, Executor, SerialHead
 from fly.runner.request import Row
 from fly.runner.sampling import BatchSampling
@@ -145,7 +144,7 @@ class CpuHead(SerialHead):
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
     ) -> Drafted:
-        if spec.tree is not None or any(map(constrains, rows)):
-            return super().draft(batch, states_TF, spec, rows, max_len, sampling, seeds)
         states_TF = states_TF.to(self.dtype).contiguous()
-        return draft_in_one_call(self.packed, batch, spec, rows, max_len, sampling, seeds, states_TF=states_TF)
+        return draft_compiled(
+            self.packed, super().draft, batch, spec, rows, max_len, sampling, seeds, states_TF=states_TF
+        )

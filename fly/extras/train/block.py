@@ -178,7 +178,7 @@ class BlockCourse(Course):
         self.number_V = torch.full((target.vocab_size,), -1).scatter(0, ids_U, torch.arange(len(ids_U)))
         if shares:
             with torch.no_grad():
-                matrix_UC = executor.logits(torch.eye(target.hidden_size)).float().cpu().T[ids_U].contiguous()
+                matrix_UC = executor.output().cpu()[ids_U].float()
             if self.head.lm_head is None:
                 self.matrix_UC = matrix_UC
             else:
