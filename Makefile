@@ -14,7 +14,7 @@ check: $(VENV)/.installed-dev lint types
 
 # The same examples every time, on every machine.
 test: $(VENV)/.installed-dev lint types
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto --dist worksteal
 
 # Other random examples of each property in every round, some minutes a round: make explore ROUNDS=20 takes hours.
 .PHONY: explore
