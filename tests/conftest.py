@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+
+# Tiny tensors: a second thread only waits for the first, also in an engine's own thread and in processes of a test. Two
+# test processes run side by side instead. OpenMP reads this once, when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -53,9 +58,6 @@ if SANITIZER:
     if SANITIZER == "tiles":  # no sanitizer, but emulated tiles; ``make sanitize`` builds the others
         build(SANITIZER)
     library._file = lambda: BUILT / SANITIZER / "library.so"
-
-# Tiny tensors: a second thread only waits for the first. Two test processes run side by side instead.
-torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -241,7 +241,8 @@ class AdaptiveDraft(Wrapper):
         if this_round.way == _LOOKUP:
             draft = pad([tokens[:n] for tokens, n in zip(this_round.looked, most)])
         else:
-            draft = self.strategy.propose(rows, most, **self._limits(this_round))
+            propose = self.strategy.propose
+            draft = propose(rows, most, **self._limits(propose, this_round))
         this_round.verified = list(map(len, draft.chains))
         this_round.steps = list(map(min, this_round.verified, most))
         this_round.drafting = self.clock() - begin if this_round.way == _DRAFTING else 0.0
@@ -258,7 +259,11 @@ class AdaptiveDraft(Wrapper):
         if this_round.way == _PLAIN:
             return Continuation(None, none, rounds=this_round.rounds, report=this_round.spent.extend)
         lengths = self._lengths(this_round, rows)
-        if this_round.way == _LOOKUP or (inner := self.strategy.continuation(rows, **self._limits(this_round))) is None:
+        if this_round.way == _LOOKUP:
+            return None
+        continue_rows = self.strategy.continuation
+        inner = continue_rows(rows, **self._limits(continue_rows, this_round))
+        if inner is None:
             return None
         if not any(lengths):
             return Continuation(None, none, rounds=1, report=this_round.spent.extend)
@@ -382,13 +387,14 @@ class AdaptiveDraft(Wrapper):
     @property
     def _stops(self) -> bool:
         """Whether the strategy stops drafting by itself, where the next token is not worth it."""
-        return isinstance(self.strategy, StopsByChance) and bool(self.strategy.limits(0.0))
+        strategy = self.strategy
+        return isinstance(strategy, StopsByChance) and bool(strategy.limits(strategy.propose, 0.0))
 
-    def _limits(self, this: _Round) -> dict[str, float]:
-        """Return where a strategy that stops by itself is to stop, as keyword arguments."""
+    def _limits(self, method: Callable[..., object], this: _Round) -> dict[str, float]:
+        """Return where a strategy that stops by itself is to stop, as keyword arguments of one of its methods."""
         if not isinstance(self.strategy, StopsByChance):
             return {}
-        return self.strategy.limits(this.worth and min(max(this.worth, _MIN_WORTH), _MAX_WORTH))
+        return self.strategy.limits(method, this.worth and min(max(this.worth, _MIN_WORTH), _MAX_WORTH))
 
     def _learn(self, this: _Round, rows: abc.Sequence[Row], now: float) -> None:
         """Learn from a round, or from several, that ended at ``now``."""

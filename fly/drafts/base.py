@@ -311,14 +311,15 @@ class StopsByChance(DraftStrategy):
     def continuation(self, rows: abc.Sequence[Row], worth: float = 0.0) -> Continuation | None:
         return None
 
-    def limits(self, worth: float) -> dict[str, float]:
-        """Return ``worth`` as a keyword argument of ``propose`` and ``continuation``, if the strategy regards it."""
-        return {"worth": worth} if self.stops and _takes_worth(type(self)) else {}
+    def limits(self, method: Callable[..., object], worth: float) -> dict[str, float]:
+        """Return ``worth`` as a keyword argument of ``method`` (``propose`` or ``continuation``), if that takes it and
+        the strategy regards it."""
+        return {"worth": worth} if self.stops and _takes_worth(method.__func__) else {}  # type: ignore[attr-defined]
 
 
 @cache
-def _takes_worth(kind: type[StopsByChance]) -> bool:
-    return all("worth" in inspect.signature(method).parameters for method in (kind.propose, kind.continuation))
+def _takes_worth(method: Callable[..., object]) -> bool:
+    return "worth" in inspect.signature(method).parameters
 
 
 def word_of(head: Head) -> str:

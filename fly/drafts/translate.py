@@ -250,7 +250,7 @@ class TranslatedDraft(StopsByChance):
                 f"{type(draft).__name__} drafts {own_size} ids for a target of {vocab_size}; attach it by a "
                 "TranslatingSetup, which leaves out the ids that the target lacks"
             )
-        self.stops = bool(draft.limits(0.0))
+        self.stops = bool(draft.limits(draft.propose, 0.0))
         self.draft = draft
         self.spare = draft.spare
         self.gives_logits = draft.gives_logits and self.mode == "padded"  # another vocabulary's logits say nothing here
@@ -264,8 +264,9 @@ class TranslatedDraft(StopsByChance):
             n if self._may_draft(row, translated_row) else 0
             for row, translated_row, n in zip(rows, translated_rows, max_len)
         ]
+        propose = self.draft.propose
         try:
-            draft = self.draft.propose(translated_rows, most, **self.draft.limits(worth))
+            draft = propose(translated_rows, most, **self.draft.limits(propose, worth))
         except OutOfBlocks:
             self._commit(translated_rows)
             return Draft.empty(len(rows))
