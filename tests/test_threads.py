@@ -11,11 +11,14 @@ import torch
 
 from fly import LLM, SamplingParams
 from fly.backends import executor_of
-from fly.backends.cpu import CpuExecutor, available, why_not
+from fly.backends.cpu import CpuDFlashHead, CpuExecutor, available, why_not
 from fly.cache import PagedKVCache
+from fly.drafts import BlockDraft
 from fly.policies import Exact
 from fly.runner.executor import Batch, DraftSpec, Lookup
 from fly.runner.request import Row
+from tests.test_block import make_block_head
+from tests.test_eagle import target_on
 from tests.toys import random_llama
 
 VARIANTS = [name for name in available() if name != "torch"]
@@ -107,4 +110,24 @@ def test_threads_share_an_llm(draft: str, workers: None) -> None:
 
     one, other, _ = at_once(short, short, many)
     assert all(tokens == alone for found in (one, other) for tokens in found)
+    llm.close()
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "rnn"])
+def test_threads_of_a_block_head_take_the_same_way(kind: str, workers: None) -> None:
+    """One that saw the tokens of the next stage or tile, before it had left the last, waited for ever."""
+    head = CpuDFlashHead(make_block_head(kind), f"{VARIANTS[0]}-w8a8")
+    llm = LLM(target_on(f"{VARIANTS[0]}-w8a8"), BlockDraft(head), k=5)
+    texts: list[list[int]] = []
+
+    def run() -> None:
+        for seed in range(12):
+            params = SamplingParams(temperature=1.0, seed=seed, max_tokens=20, ignore_eos=True)
+            prompts = [[(5 * seed + 3 * at + row) % 20 for at in range(30)] for row in range(1 + 9 * (seed % 3 == 0))]
+            texts.append([token for output in llm.generate(prompts, params) for token in output.token_ids])
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(120)
+    assert not thread.is_alive() and len(texts) == 12
     llm.close()

@@ -44,6 +44,7 @@ void read_context(Call* call, int thread) {
             mine = next;
         }
         if (call->tile_at + call->tile_tokens == call->tokens) return;
+        wait(call);  // all have seen that a tile is left
         if (!thread) next_tile(call);
         wait(call);
     }
@@ -217,6 +218,7 @@ void draft_block(Call* call, int thread) {
     const Shape& shape = model->shape;
     typename Wt::Act* last = (typename Wt::Act*)model->work.last;
     read_context<Wt, K, H>(call, thread);
+    wait(call);  // all have seen that no tile is left
     if (!thread) lay_blocks(call);
     wait(call, false);
     tiles<Wt, K, H>(call, thread, call->job == DRAFT ? last : nullptr);
