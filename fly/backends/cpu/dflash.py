@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fly.backends.cpu.drafting import draft_compiled
+from fly.backends.cpu.drafting import CompiledHead
 from fly.backends.cpu.library import CBatch, chosen, load, split
 from fly.backends.cpu.packed import (
     CORRECT,
@@ -33,9 +33,7 @@ from fly.backends.cpu.packed import (
 from fly.backends.heads import TorchDFlashHead
 from fly.models.dflash import Corrected, DFlashHead
 from fly.models.llama import rotary_tables
-from fly.runner.executor import Batch, Drafted, DraftSpec, Executor
-from fly.runner.request import Row
-from fly.runner.sampling import BatchSampling
+from fly.runner.executor import Batch, Executor
 
 __all__ = ["CpuDFlashHead", "PackedDFlash"]
 
@@ -55,7 +53,9 @@ class PackedDFlash(PackedLlama):
 
     def __init__(self, head: DFlashHead, output_UC: Tensor, variant: str) -> None:
         config, options = head.config.layer, head.config
-        self.config, self.dtype, self.device = config, head.dtype, torch.device("cpu")
+        self.config = config
+        self.dtype = head.dtype
+        self.device = torch.device("cpu")
         self.kernels, self.library = chosen(variant), load()
         variant, self._narrow = split(self.kernels)
         self.vocab = len(output_UC)
@@ -91,8 +91,8 @@ class PackedDFlash(PackedLlama):
                 others[JOINT] = joint
         if markov is not None or confidence is not None:
             proj = None if confidence is None else confidence.proj
-            said = None if proj is None else torch.cat([proj.weight.flatten(), proj.bias]).detach().float()
-            self.library.fly_set_markov(self.handle, self._before, said)
+            weights = None if proj is None else torch.cat([proj.weight.flatten(), proj.bias]).detach().float()
+            self.library.fly_set_markov(self.handle, self._before, weights)
         layers: Any = head.layers
         self._pack_all(others, layers)
         for number, (layer, causal) in enumerate(zip(layers, options.causal)):
@@ -113,11 +113,9 @@ def _linear(weight_UC: Tensor) -> nn.Linear:
     return linear
 
 
-class CpuDFlashHead(TorchDFlashHead):
+class CpuDFlashHead(CompiledHead, TorchDFlashHead):
     """Runs a DFlash or DSpark head. Its weights are packed, and rounded as its kernels say, when it shares the
     target's. It copies those, and keeps no other copy of its own."""
-
-    own_threads = True
 
     def __init__(self, head: DFlashHead, variant: str) -> None:
         super().__init__(head)
@@ -143,9 +141,9 @@ class CpuDFlashHead(TorchDFlashHead):
             raise ValueError("the head drafts for another target already; load it again")
         self._target = target
         super().share(target)
-        own = self.head.lm_head
-        output_UC = target.output() if own is None else own.weight.detach()
-        if own is None and not self._whole:
+        lm_head = self.head.lm_head
+        output_UC = target.output() if lm_head is None else lm_head.weight.detach()
+        if lm_head is None and not self._whole:
             output_UC = output_UC[self.to_target_U]
         self._packed = PackedDFlash(self.head, output_UC.to(self.dtype), self.kernels)
         self.head = self.head.without_layers()
@@ -177,21 +175,6 @@ class CpuDFlashHead(TorchDFlashHead):
             torch.cat(logits),
             None if chances[0] is None else torch.cat(chances),
             None if states[0] is None else torch.cat(states),
-        )
-
-    def draft(
-        self,
-        batch: Batch,
-        states_TF: Tensor,
-        spec: DraftSpec,
-        rows: abc.Sequence[Row],
-        max_len: abc.Sequence[int],
-        sampling: BatchSampling | None = None,
-        seeds: abc.Sequence[int] = (),
-    ) -> Drafted:
-        states_TF = states_TF.to(self.dtype).contiguous()
-        return draft_compiled(
-            self.packed, super().draft, batch, spec, rows, max_len, sampling, seeds, states_TF=states_TF
         )
 
     def _call(self, batch: Batch) -> CBatch:

@@ -6,6 +6,7 @@ Shape legend: T packed tokens, B rows, K longest draft, F hidden states side by 
 from __future__ import annotations
 
 import ctypes
+from abc import abstractmethod
 from array import array
 from collections import abc
 from collections.abc import Callable
@@ -20,11 +21,39 @@ from fly.backends.cpu.packed import PackedLlama
 from fly.ops import Stream
 from fly.runner.constraints import constrains
 from fly.runner.drafting import draft_apart
-from fly.runner.executor import Batch, Drafted, DraftSpec
+from fly.runner.executor import Batch, Drafted, DraftSpec, Head
 from fly.runner.request import Row
 from fly.runner.sampling import BatchSampling
 
-__all__ = ["draft_compiled"]
+__all__ = ["CompiledHead", "draft_compiled"]
+
+
+class CompiledHead(Head):
+    """A trained head on compiled kernels. The class after it among the bases drafts step by step, for the rows that
+    compiled code does not draft for."""
+
+    own_threads = True
+
+    @property
+    @abstractmethod
+    def packed(self) -> PackedLlama:
+        """The packed weights."""
+
+    def draft(
+        self,
+        batch: Batch,
+        states_TF: Tensor,
+        spec: DraftSpec,
+        rows: abc.Sequence[Row],
+        max_len: abc.Sequence[int],
+        sampling: BatchSampling | None = None,
+        seeds: abc.Sequence[int] = (),
+    ) -> Drafted:
+        states_TF = states_TF.to(self.dtype).contiguous()
+        step_by_step = super().draft  # type: ignore[safe-super]
+        return draft_compiled(
+            self.packed, step_by_step, batch, spec, rows, max_len, sampling, seeds, states_TF=states_TF
+        )
 
 
 def draft_compiled(
@@ -39,11 +68,11 @@ def draft_compiled(
     lookup: CLookup | None = None,
     states_TF: Tensor | None = None,
 ) -> Drafted:
-    """Implement ``Executor.extend``, and ``Head.draft`` for a draft head, which reads the target's hidden states
-    (``states_TF``).
+    """Draft as ``Executor.extend`` does, or as ``Head.draft`` does if the target's hidden states ``states_TF`` are
+    given.
 
-    Rows draft in one call. Penalties, bans and forms change the logits of a place in Python: rows with these draft
-    ``step_by_step``, which takes what the implemented method takes, and so do trees.
+    Rows draft in one call of the library. Two kinds draft by ``step_by_step`` instead, which takes the arguments of the
+    method in question: trees, and rows with penalties, bans or forms, which change logits in Python.
     """
 
     def part_of(numbers: list[int]) -> tuple[Batch, Tensor | None]:

@@ -15,15 +15,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fly.backends.cpu.drafting import draft_compiled
+from fly.backends.cpu.drafting import CompiledHead
 from fly.backends.cpu.library import chosen, load
 from fly.backends.cpu.packed import FUSE, HEAD, TYPES, PackedLlama, float_weights, layer_refusal, new_model, shape_of
 from fly.models.dflash import DFlashConfig, DFlashHead
 from fly.models.eagle import Eagle3Head, HeadLayer
 from fly.models.llama import rotary_tables
-from fly.runner.executor import Batch, Drafted, DraftSpec, Executor, SerialHead
-from fly.runner.request import Row
-from fly.runner.sampling import BatchSampling
+from fly.runner.executor import Batch, Executor, SerialHead
 
 __all__ = ["CpuHead", "PackedHead", "head_refusal"]
 
@@ -92,10 +90,8 @@ class PackedHead(PackedLlama):
         self._prepare_calls()
 
 
-class CpuHead(SerialHead):
+class CpuHead(CompiledHead, SerialHead):
     """Runs an EAGLE-3 head. Its weights are packed once its embedding is known."""
-
-    own_threads = True
 
     head: Eagle3Head
 
@@ -133,18 +129,3 @@ class CpuHead(SerialHead):
         after_TC = torch.empty(count, self.config.hidden_size)  # float32, as a draft in one call carries them
         packed.library.fly_step(packed.handle, ctypes.byref(call), states_TF, x_TC, kept, logits_NU, after_TC)
         return logits_NU, after_TC if len(kept) == count else after_TC[list(places)]
-
-    def draft(
-        self,
-        batch: Batch,
-        states_TF: Tensor,
-        spec: DraftSpec,
-        rows: abc.Sequence[Row],
-        max_len: abc.Sequence[int],
-        sampling: BatchSampling | None = None,
-        seeds: abc.Sequence[int] = (),
-    ) -> Drafted:
-        states_TF = states_TF.to(self.dtype).contiguous()
-        return draft_compiled(
-            self.packed, super().draft, batch, spec, rows, max_len, sampling, seeds, states_TF=states_TF
-        )
