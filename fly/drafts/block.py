@@ -13,13 +13,13 @@ import torch
 
 from fly.drafts.base import DraftSetup, DraftStrategy, RowDraft, Wrapper, join_rows, split_rows
 from fly.drafts.ngram import NGramDraft
-from fly.drafts.stops import REACH_BLOCK, reach_of
+from fly.drafts.stops import REACH_BLOCK
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.trained import HeadDraft
 from fly.models.trimmed import kept_tokens
 from fly.ops import common_prefix
 from fly.runner.executor import BlockHead, DraftSpec, Head
-from fly.runner.request import Row, any_reads_logits
+from fly.runner.request import Row
 from fly.types import Draft
 
 __all__ = ["BlockDraft", "LookupDraft"]
@@ -89,10 +89,6 @@ class BlockDraft(HeadDraft):
         # Every place of a block, which begins at the row's last token, needs a position.
         fits = len(row.tokens) - 1 + self.head.room(1, DraftSpec()) <= self.head.config.max_position_embeddings
         return n if fits else 0
-
-    def _spec(self, rows: abc.Sequence[Row], worth: float) -> DraftSpec:
-        reach = reach_of(rows, self.reach, worth)
-        return DraftSpec(self.confidence, reach, with_logits=any_reads_logits(rows))
 
 
 class LookupDraft(Wrapper):

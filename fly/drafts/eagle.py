@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 
-from fly.drafts.stops import reach_of
 from fly.drafts.trained import HeadDraft
 from fly.runner.executor import DraftSpec, Growth, Head, SerialHead
-from fly.runner.request import Row, any_reads_logits
+from fly.runner.request import Row
 
 __all__ = ["Eagle3Draft"]
 
@@ -69,7 +68,6 @@ class Eagle3Draft(HeadDraft):
         return min(super()._longest, self.depth)
 
     def _spec(self, rows: abc.Sequence[Row], worth: float) -> DraftSpec:
-        if self.growth is not None:
-            return DraftSpec(tree=self.growth)
-        reach = reach_of(rows, self.reach, worth)
-        return DraftSpec(self.confidence, reach, with_logits=any_reads_logits(rows))
+        if self.growth is None:
+            return super()._spec(rows, worth)
+        return DraftSpec(tree=self.growth, with_logits=self.with_logits)

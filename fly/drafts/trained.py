@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from abc import abstractmethod
 from collections import abc
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,9 +13,9 @@ from fly.cache import OutOfBlocks
 from fly.drafts.base import Continuation, DraftSetup, StopsByChance, describe, drafted_of, word_of
 from fly.drafts.heads import HeadRunner
 from fly.drafts.model import seed_of
-from fly.drafts.stops import check_limits
+from fly.drafts.stops import check_limits, reach_of
 from fly.runner.executor import DraftSpec, Head
-from fly.runner.request import Row
+from fly.runner.request import Row, any_reads_logits
 from fly.runner.sampling import BatchSampling
 from fly.types import Draft
 
@@ -60,7 +58,7 @@ class HeadDraft(StopsByChance):
         self.k = k
         self.confidence = confidence
         self.reach = reach
-        self.with_logits = False  # whether drafts carry their logits, at every temperature
+        self.with_logits = False  # whether all drafts carry their logits; if so, each round is a call of its own
         self.model = describe(head, dtype, device)
         self._options = {"dtype": dtype, "device": device, "kernels": kernels}
         self._cache_tokens, self._block_size = cache_tokens, block_size
@@ -108,7 +106,7 @@ class HeadDraft(StopsByChance):
         """Change a loaded head before it shares what the target has."""
 
     def continuation(self, rows: abc.Sequence[Row], worth: float = 0.0) -> Continuation | None:
-        if not all(map(self.runner.may_draft, rows)):
+        if self.with_logits or not all(map(self.runner.may_draft, rows)):
             return None
         return Continuation(self.runner, [self._longest] * len(rows), self._spec(rows, worth))
 
@@ -122,8 +120,6 @@ class HeadDraft(StopsByChance):
             return Draft.empty(len(rows), self.head.device)
         going, sampling = [rows[b] for b in active], None
         spec = self._spec(going, worth)
-        if self.with_logits:
-            spec = replace(spec, with_logits=True)
         if spec.tree is None and not all(row.greedy for row in going):
             sampling = BatchSampling.of([row.params for row in going])
         seeds = [seed_of(row) for row in going]
@@ -139,9 +135,10 @@ class HeadDraft(StopsByChance):
         """The most tokens along a path."""
         return sys.maxsize if self.k is None else self.k
 
-    @abstractmethod
     def _spec(self, rows: abc.Sequence[Row], worth: float) -> DraftSpec:
-        """Return how the head drafts for ``rows`` (``worth`` as for ``propose``)."""
+        """Return how the head drafts chains for ``rows`` (``worth`` as for ``propose``)."""
+        reach = reach_of(rows, self.reach, worth)
+        return DraftSpec(self.confidence, reach, with_logits=self.with_logits or any_reads_logits(rows))
 
     def prefill(self, parts: abc.Sequence[tuple[Row, int]]) -> None:
         """Read the earlier chunks of the prompts. The target has computed their hidden states, but not this chunk's."""
