@@ -121,7 +121,7 @@ def note_logits(draft: Draft, noted: set[str]) -> Draft:
     return LazyDraft.of_columns(draft, read)
 
 
-def _withhold_logits(draft: Draft, rule: str) -> Draft:
+def _withhold_logits(draft: Draft, rule: Any) -> Draft:
     """Return a draft that raises ``ValueError`` where the ``rule``, to which no logits were supplied, reads them."""
 
     def refuse() -> Tensor:
@@ -140,7 +140,7 @@ def supply_logits(rule: Any, draft: Draft, size: int) -> Draft:
     Raises ``ValueError`` if the draft has none where the rule reads them.
     """
     if not rule.reads_logits:
-        return draft if isinstance(draft, LazyDraft) else _withhold_logits(draft, str(rule))
+        return draft if isinstance(draft, LazyDraft) else _withhold_logits(draft, rule)
     if draft.logits_BKV is not None:
         return draft
     if draft.shape[1] and any(draft.chains):

@@ -66,7 +66,7 @@ def read_rule(given: Any, size: int) -> AcceptancePolicy | None:
         raise ValueError(f"fly: the policy must be a text of at most {_LONGEST} characters, as in 'exact | regret(2)'")
     try:
         rule = load_policy(given).bind(Vocabulary(size))
-        if lacking := sorted(rule.reads & _LACKING):
+        if lacking := sorted(find_past(rule, str(rule), size) & _LACKING):
             raise ValueError(f"'{rule}' reads {lacking}, which an engine's sampler lacks")
         return rule
     except (ValueError, TypeError, RecursionError, MemoryError, OverflowError) as error:
