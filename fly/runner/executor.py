@@ -356,9 +356,9 @@ class Executor(ABC):
         ``ValueError`` if this executor does not expose it. The default takes it from the logits of unit vectors."""
         width = self.config.hidden_size
         output_VC = torch.empty(self.config.vocab_size, width, dtype=self.dtype, device=self.device)
-        for first in range(0, width, _UNITS):
-            units_NC = torch.eye(width, dtype=self.dtype, device=self.device)[first : first + _UNITS]
-            output_VC[:, first : first + _UNITS] = self.logits(units_NC).T
+        units = torch.eye(width, dtype=self.dtype, device=self.device).split(_UNITS)
+        for units_NC, output_VN in zip(units, output_VC.split(_UNITS, 1)):
+            output_VN.copy_(self.logits(units_NC).T)
         return output_VC
 
     @property
@@ -417,7 +417,7 @@ class Head(Executor):
     to_target_U: Tensor  # for each token of the draft vocabulary, its id in the target's
 
     def __init__(self, head: Any) -> None:
-        """``head`` is a ``fly.models.heads.TrainedHead`` with its ``config``."""
+        """Run ``head``, a ``fly.models.heads.TrainedHead`` that has a ``config``."""
         self.head = head
         self.options = head.config
         self.config = head.config.layer
