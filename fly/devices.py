@@ -24,7 +24,7 @@ class Memory(NamedTuple):
 
 
 class DeviceKind:
-    """A kind of device. These are the answers for a device that PyTorch knows and fly has no code for."""
+    """A kind of device. This class answers for devices that PyTorch knows but fly has no code for."""
 
     page_tokens = 256  # tokens in a page of a cache
     pins = False  # whether a copy from pinned memory runs while the host goes on

@@ -345,7 +345,7 @@ def test_the_blocks_of_a_block_drafter_are_recorded_and_replayed(kind: str, tmp_
     assert exact.rounds == sum(record["rounds"] for record in named(folder).values()) and exact.tau.value == exact.exact
     everything = known.replay(Exact() | LogMargin(1000.0))
     assert everything.tau.value > longest and known.replay(Exact(), k=2).drafted <= 2
-    # What its stops depend on is the head's own estimate, if it has one.
+    # A head with an estimate of its own stops by that, which is not recorded.
     if kind == "dspark":
         with pytest.raises(Unknown, match="its own estimates, which are not recorded"):
             known.replay(Exact(), reach=0.5)
@@ -764,8 +764,8 @@ class SureDraft(Condition):
 
 
 def test_what_a_rule_reads_of_the_draft_is_predicted_as_measured(blocks: Blocks) -> None:
-    """Tokens per round of live runs at temperature 0 fall as the chance grows, and replay predicts each (the mean error
-    of relaxed rules is 3 %, docs/how-to/replay.md; four texts of 90 tokens are given 10 %)."""
+    """Tokens per round of live runs at temperature 0 fall as the chance grows, and replay predicts each. On many
+    texts the mean error is 3 % (docs/how-to/replay.md); on these four, of 90 tokens, 10 % are allowed."""
     llm = LLM("fly-target", draft="model(fly-draft)", k=7)
     prompts = [each.text[: each.prompt].tolist() for each in blocks.recordings]
     measured, predicted = [], []

@@ -23,7 +23,7 @@ __all__ = ["TorchDFlashHead", "TorchHead", "TorchPEagleHead"]
 
 
 class TorchHead(SerialHead):
-    """Runs an EAGLE-3 head operation by operation."""
+    """Runs an EAGLE-3 head on PyTorch."""
 
     head: Eagle3Head
 
@@ -39,7 +39,7 @@ class TorchHead(SerialHead):
 
 
 class TorchPEagleHead(BlockHead):
-    """Runs a P-EAGLE head (arXiv 2602.01469) operation by operation: one causal forward over the tokens that the target
+    """Runs a P-EAGLE head (arXiv 2602.01469) on PyTorch: one causal forward over the tokens that the target
     has read, and mask tokens after them. The last token read gives the first draft, each mask token one more."""
 
     head: Eagle3Head
@@ -76,7 +76,7 @@ class TorchPEagleHead(BlockHead):
 
 
 class TorchDFlashHead(BlockHead):
-    """Runs a DFlash or DSpark head operation by operation."""
+    """Runs a DFlash or DSpark head on PyTorch."""
 
     head: DFlashHead
 
@@ -120,7 +120,7 @@ class TorchDFlashHead(BlockHead):
 
     def places(self, batch: Batch, states_TF: Tensor, anchors: abc.Sequence[int], count: int) -> tuple[Tensor, Tensor]:
         """Read the batch, and run one forward over the rows' blocks. Return the hidden states of all places, and the
-        logits of the first ``count`` places that draft, before any correction."""
+        logits of the first ``count`` drafts, which no Markov head has corrected yet."""
         self.read(batch, states_TF)
         kv, config = batch.kv, self.head.config
         starts = [start + count for start, count in zip(kv.starts, kv.counts)]

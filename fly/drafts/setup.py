@@ -26,7 +26,8 @@ class TranslatingSetup(DraftSetup):
 
 
 def translated(draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: int) -> DraftStrategy:
-    """Return an attached ``draft`` if its vocabulary is the target's, otherwise a ``TranslatedDraft`` around it.
+    """Return an attached ``draft`` as it is if it has the target's vocabulary. Otherwise wrap it in a
+    ``TranslatedDraft``.
 
     Two vocabularies of the same size count as the same, unless both models have a tokenizer and the tokenizers differ.
 

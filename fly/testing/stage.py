@@ -84,8 +84,8 @@ def split(draft: Draft, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> 
 
 
 class Stage:
-    """A fresh strategy with its own target, called in the engine's order. Caches whose size the strategy leaves open
-    have room for ``tokens`` tokens, or for one context."""
+    """A fresh strategy with its own target, called in the engine's order. A cache whose size the strategy does not
+    set holds ``tokens`` tokens; None: one context."""
 
     def __init__(self, strategy: DraftStrategy, model: Executor, load: LoadModel, tokens: int | None = None) -> None:
         self.setup = make_setup(model, load)

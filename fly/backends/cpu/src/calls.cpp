@@ -16,7 +16,7 @@ int ahead_of(const Model* model, Job job, const int32_t* limit, int b) {
 }
 
 // Checks that a batch's tokens are in the vocabulary, its positions in the context, and its pages in the cache. The
-// pages must have room for the new tokens, and for ``ahead_of`` ones after them. An error or OK.
+// pages must have room for the new tokens, and for ``ahead_of`` ones after them. Returns an error or OK.
 int check(const Model* model, Job job, const Batch* batch, const int32_t* limit) {
     const Shape& shape = model->shape;
     const int rows = batch->rows, page = batch->page;
@@ -56,7 +56,7 @@ int check(const Model* model, Job job, const Batch* batch, const int32_t* limit)
 }
 
 // Prepares a call whose forwards have at most ``tokens`` tokens. ``deal`` takes the memory that only this job needs.
-// ``limit`` is as in ``check``. An error or OK.
+// ``limit`` is as in ``check``. Returns an error or OK.
 template <class Deal>
 int prepare(Call* call, Job job, Model* model, const Batch* batch, Arena* arena, int64_t tokens, int64_t last_rows,
             const int32_t* limit, Deal deal) {
@@ -107,7 +107,7 @@ void start(Call* call, int threads, double tokens, double forwards, int share = 
 // Bytes of a value of the hidden states that go in and out.
 int value_bytes(const Model* model) { return bytes_of_type(model->shape.hidden); }
 
-// Writes a table [V, C], in the type of hidden states. An error or OK.
+// Writes a table [V, C], in the type of hidden states. Returns an error or OK.
 int table(Model* model, Job job, Span<char> rows, int threads) {
     const Shape& shape = model->shape;
     if (const int error = holds("a table", rows, shape.vocab, shape.width, value_bytes(model))) return error;
@@ -118,12 +118,12 @@ int table(Model* model, Job job, Span<char> rows, int threads) {
     return OK;
 }
 
-// Checks what a draft head is ``given``. An error or OK.
+// Checks what a draft head is ``given``. Returns an error or OK.
 int check_given(const Model* model, const Batch* batch, Span<const char> given) {
     return holds("given", given, batch->tokens, model->shape.features, value_bytes(model));
 }
 
-// Checks that each row's block is within the context. An error or OK.
+// Checks that no row's block goes beyond the context. Returns an error or OK.
 int check_blocks(const Model* model, const Batch* batch) {
     for (int b = 0; b < batch->rows; b++) {
         const int64_t end = (int64_t)batch->start[b] + batch->count[b] + model->shape.block;
@@ -247,9 +247,9 @@ EXPORT int fly_read(Model* model, const Batch* batch, Span<const char> given) {
     return OK;
 }
 
-// The same, and then runs a forward over each row's block, whose anchor is the row's last token of the batch. Writes the
-// ``hidden`` states of all places [B, block, C], and the uncorrected ``logits`` [B, most, U] of the first ``most`` places
-// that draft, float32.
+// Reads the context as fly_read does, and then runs a forward over a block of each row. A block begins at its anchor, the
+// row's last token in the batch. Writes the ``hidden`` states of all places [B, block, C], and the uncorrected ``logits``
+// [B, most, U] of the first ``most`` drafts, float32.
 EXPORT int fly_block(Model* model, const Batch* batch, int most, Span<const char> given, Span<char> hidden, Span<float> logits) {
     const Shape& shape = model->shape;
     const int rows = batch->rows, block = shape.block;
@@ -282,8 +282,8 @@ EXPORT int fly_block(Model* model, const Batch* batch, int most, Span<const char
 //
 // Without ``sampling``, tokens are the most likely ones. Otherwise they are drawn by ``uniform`` [B, most] from the
 // processed distributions, which are written to ``distributions`` [B, most, V], with zeros after a row's last token.
-// ``raw`` gets the logits at each token of the rows that have a span there, [most, V], with zeros in the same places. A
-// ``lookup`` (or null) changes no token; it copies from ``texts``, which hold the start[b] stored tokens of each row.
+// ``raw`` has a span [most, V] or none for each row. A span gets the logits at each token, and zeros after the row's last.
+// A ``lookup`` (or null) changes no token; it copies from ``texts``, which hold the start[b] stored tokens of each row.
 //
 // A draft head is ``given`` the target's hidden states [T, F] before each token of the batch, in the type of the head's
 // hidden states. It has no lookup. Its distributions and logits are over the target's vocabulary.

@@ -35,7 +35,7 @@ class Decider {
 public:
     Decider(const Rules* of, Blocks* in) : rules(*of), blocks(*in) {}
 
-    // Checks the arguments, and makes room for a block of each of ``rows``. An error or OK.
+    // Checks the arguments, and makes room for a block of each of ``rows``. Returns an error or OK.
     int begin(int rows);
 
     // Decides the block of row ``b`` in a ``round``. ``logits`` [1 + its tokens, V] follow the row's last token, which

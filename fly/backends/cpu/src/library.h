@@ -46,7 +46,7 @@ inline void copy(T* to, const T* from, int64_t count) {
 void* allocate(int64_t bytes, bool zero = true);
 
 // Replaces a block's memory. ``deal`` takes the fields from a dealer twice: first to count their bytes, then from
-// memory of that size. An error or OK.
+// memory of that size. Returns an error or OK.
 template <class Deal>
 int lay_out(Block* block, const char* what, bool zero, Deal deal) {
     Dealer sizes = {nullptr, BEYOND, 0, false};
@@ -80,10 +80,10 @@ void run(Call* call, void (*work)(Call*, int), int threads, int64_t patience);
 static inline int threads_for(int wanted) { return wanted < 1 ? 1 : min_of(wanted, MAX_THREADS); }
 
 // Makes the workspace large enough for ``tokens`` in a forward, ``last_rows`` logits of a drafter's step, and rows of ``longest``
-// stored tokens. An error or OK.
+// stored tokens. Returns an error or OK.
 int make_room(Model* model, int tokens, int last_rows, int longest, int threads);
 
-// A matrix of a model by its number (models.cpp: fly_set_matrix), its outputs and its inputs. An error or OK.
+// A matrix of a model by its number (models.cpp: fly_set_matrix), its outputs and its inputs. Returns an error or OK.
 struct MatrixPlace {
     Matrix* matrix;
     int n, k;

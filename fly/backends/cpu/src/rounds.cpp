@@ -47,7 +47,7 @@ void Series::choose_drafts() {
     }
 }
 
-// Proposes tokens for all rows, and writes them after the rows' texts. An error or OK.
+// Proposes tokens for all rows, and writes them after the rows' texts. Returns an error or OK.
 int Series::propose() {
     choose_drafts();
     const int asked = draft.batch.rows;
@@ -80,7 +80,7 @@ int Series::propose() {
 }
 
 // Feeds the target each row's last token and its draft. Writes logits, the most likely tokens, and hidden states if
-// they are asked for. An error or OK.
+// they are asked for. Returns an error or OK.
 int Series::score() {
     scored.clear(*batch);
     for (int b = 0; b < rows; b++) {

@@ -67,7 +67,7 @@ struct Series {
           draft_batch(draft_of), lookup(looks), rows(of->rows), vocab(whole->shape.vocab), k(rounds->blocks->k),
           heads(small && small->shape.features) {}
 
-    // Checks that every span holds what rounds read, and has room for what they write. An error or OK.
+    // Checks that every span holds what rounds read, and has room for what they write. Returns an error or OK.
     int check() const {
         const Shape& shape = target->shape;
         const int64_t wide = k + 1L, places = (int64_t)rows * blocks->most, features = args->state.count() * shape.width;
@@ -104,7 +104,7 @@ struct Series {
                (drafter ? within("draft_start", row.draft_start, row.first, row.length - 1) : OK);
     }
 
-    // Checks the arguments, sets results to their beginnings, and takes memory. An error or OK.
+    // Checks the arguments, sets results to their beginnings, and takes memory. Returns an error or OK.
     int begin() {
         if (const int bad = decider.begin(rows) ?: check()) return bad;
         args->rounds = args->read_before = 0;
