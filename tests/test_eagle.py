@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -426,10 +427,11 @@ class Killed(Exception):
     pass
 
 
-def test_a_training_that_was_killed_goes_on_as_if_it_was_not(tmp_path: Path) -> None:
+def check_goes_on(plan: Plan, other: Plan, differences: str, folder: Path) -> list[float]:
+    """A training that was killed goes on as if it was not, but not with an ``other`` plan. Return its losses."""
     executor = target_on(COMPILED)
     answers = answers_of(executor)
-    whole, first = train_head(executor, answers, PLAN, tmp_path / "whole")
+    whole, first = train_head(executor, answers, plan, folder / "whole")
 
     def kill_after_seven(count: int, said: str, taken: list[int] = []) -> None:  # noqa: B006
         taken.append(count)
@@ -437,17 +439,23 @@ def test_a_training_that_was_killed_goes_on_as_if_it_was_not(tmp_path: Path) -> 
             raise Killed
 
     with pytest.raises(Killed):
-        train_head(executor, answers, PLAN, tmp_path / "killed", kill_after_seven)
+        train_head(executor, answers, plan, folder / "killed", kill_after_seven)
     seen: list[int] = []
-    again, second = train_head(executor, answers, PLAN, tmp_path / "killed", lambda count, said: seen.append(count))
+    again, second = train_head(executor, answers, plan, folder / "killed", lambda count, said: seen.append(count))
     assert seen[0] == 4 and len(seen) == 9  # from the checkpoint on
     assert second.losses == first.losses and second.held_out == first.held_out
     for name, parameter in again.named_parameters():
         assert torch.equal(parameter, dict(whole.named_parameters())[name])
-    with pytest.raises(ValueError, match=r"belongs to another training \(its \['batch'\] differ\)"):
-        train_head(executor, answers, replace(PLAN, batch=3), tmp_path / "killed")
-    _, longer = train_head(executor, answers, replace(PLAN, steps=13), tmp_path / "killed")
-    assert longer.losses[:12] == first.losses and longer.step == 13
+    with pytest.raises(ValueError, match=rf"belongs to another training \(its {re.escape(differences)} differ\)"):
+        train_head(executor, answers, other, folder / "killed")
+    return first.losses
+
+
+def test_a_training_that_was_killed_goes_on_as_if_it_was_not(tmp_path: Path) -> None:
+    losses = check_goes_on(PLAN, replace(PLAN, batch=3), "['batch']", tmp_path)
+    executor = target_on(COMPILED)
+    _, longer = train_head(executor, answers_of(executor), replace(PLAN, steps=13), tmp_path / "killed")
+    assert longer.losses[:12] == losses and longer.step == 13
 
 
 def test_what_is_trained_drafts_better(tmp_path: Path) -> None:

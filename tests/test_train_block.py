@@ -31,7 +31,7 @@ from fly.params import SamplingParams
 from fly.runner.executor import Executor, Wrapped
 from fly.testing.toys import toy_target
 from tests.test_dflash import KINDS, VOCABULARY, blocks, make_head, naive_block, naive_logits
-from tests.test_eagle import TARGET, Killed, answers_of, target_on
+from tests.test_eagle import TARGET, answers_of, check_goes_on, target_on
 
 COMPILED = available()[0]
 PLAN = Plan(
@@ -246,26 +246,8 @@ def test_the_targets_distribution_is_that_of_the_token_before_a_draft() -> None:
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_a_training_that_was_killed_goes_on_as_if_it_was_not(kind: str, tmp_path: Path) -> None:
-    executor = target_on(COMPILED)
-    answers = answers_of(executor)
     plan = replace(PLAN, kind=kind, markov_rank=8 if kind == "dspark" else None)
-    whole, first = train_head(executor, answers, plan, tmp_path / "whole")
-
-    def kill_after_seven(count: int, said: str, taken: list[int] = []) -> None:  # noqa: B006
-        taken.append(count)
-        if len(taken) == 7:
-            raise Killed
-
-    with pytest.raises(Killed):
-        train_head(executor, answers, plan, tmp_path / "killed", kill_after_seven)
-    seen: list[int] = []
-    again, second = train_head(executor, answers, plan, tmp_path / "killed", lambda count, said: seen.append(count))
-    assert seen[0] == 4 and len(seen) == 9  # from the checkpoint on
-    assert second.losses == first.losses and second.held_out == first.held_out
-    for name, parameter in again.named_parameters():
-        assert torch.equal(parameter, dict(whole.named_parameters())[name])
-    with pytest.raises(ValueError, match=r"belongs to another training \(its \['anchors'\] differ\)"):
-        train_head(executor, answers, replace(plan, anchors=4), tmp_path / "killed")
+    check_goes_on(plan, replace(plan, anchors=4), "['anchors']", tmp_path)
 
 
 @pytest.mark.parametrize(
