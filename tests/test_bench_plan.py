@@ -93,10 +93,10 @@ def test_costs_of_a_block_drafter_are_measured() -> None:
 
 
 def test_the_plan_of_a_block_drafter_is_marked_as_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = dict[str, Any]()
+    measure_options = dict[str, Any]()
 
     def measured(**options: Any) -> BlockCosts:
-        asked.update(options)
+        measure_options.update(options)
         return BlockCosts(0.4, 0.45, 0.08, ("avx2-w8a8", "torch"))
 
     def plan(*arguments: str) -> str:
@@ -104,11 +104,11 @@ def test_the_plan_of_a_block_drafter_is_marked_as_a_plan(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(plan_command, "measure_costs", measured)
     shown = plan("--draft", "dflash")
-    assert asked["kernels"] == "w8a8" and "a plan, not a measurement" in shown and "a plan: Qwen3-8B" in shown
+    assert measure_options["kernels"] == "w8a8" and "a plan, not a measurement" in shown and "a plan: Qwen3-8B" in shown
     for task, tau in TAUS.items():
         assert task in shown and f"{tau * 0.4 / 0.53:.2f}×" in shown
     mine = plan("--draft", "dflash", "--tau", "5", "--kernels", "w4a8")
-    assert f"{5 * 0.4 / 0.53:.2f}×" in mine and "GSM8K" not in mine and asked["kernels"] == "w4a8"
+    assert f"{5 * 0.4 / 0.53:.2f}×" in mine and "GSM8K" not in mine and measure_options["kernels"] == "w4a8"
     for option in (["--device", "h100"], ["--k", "7"], ["--target", "llama-3.1-8b"], ["--recorded", "."]):
         assert f"{option[0]} does nothing with --draft dflash" in plan("--draft", "dflash", *option)
     assert "--kernels does nothing without --draft dflash" in plan("--kernels", "w8a8")

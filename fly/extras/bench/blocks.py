@@ -97,10 +97,11 @@ def measure_costs(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
     turns: int = 7,
+    head_kernels: str = "auto",
     advance: Callable[[], None] = lambda: None,
 ) -> BlockCosts:
     """Measure the costs of drafting blocks with ``head`` for ``target``, both with random weights, one row at a time.
-    ``advance`` is called ``turns + 1`` times.
+    ``kernels`` and ``head_kernels`` are those of the two, as for ``LLM``. ``advance`` is called ``turns + 1`` times.
 
     Raises ``ValueError`` for kernels that are unknown or cannot run such a target.
     """
@@ -114,7 +115,7 @@ def measure_costs(
     # Load the drafter as a user would, so that it runs on the kernels that it gets.
     with tempfile.TemporaryDirectory(prefix="fly-bench-") as folder:
         save_dflash_head(_random_head(head, dtype), folder, dtype)
-        drafter = load(folder, like=models[-1]).executor
+        drafter = load(folder, kernels=head_kernels, like=models[-1]).executor
     assert isinstance(drafter, BlockHead)
     drafter.share(models[-1])
     timings = take_turns([*runs, _drafting(drafter, head)], turns, models[-1].device, advance)
