@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 import fly
 from tests import emulated_flash
@@ -75,6 +75,20 @@ def value_of(x: Any) -> Any:
     return x.value if isinstance(x, OnGpu) else CPU if isinstance(x, torch.device) and x.type == "cuda" else x
 
 
+def mapped(change: Callable[[Any], Any], x: Any) -> Any:
+    """Arguments with ``change`` of each, also of those in lists. (``tree_map`` takes as long as the operations.)"""
+    if type(x) in (tuple, list):
+        return type(x)([mapped(change, each) for each in x])
+    return {name: mapped(change, each) for name, each in x.items()} if type(x) is dict else change(x)
+
+
+def leaves_of(*arguments: Any) -> list[Any]:
+    """All arguments, also those in lists."""
+    leaves: list[Any] = []
+    mapped(leaves.append, arguments)
+    return leaves
+
+
 class Address:
     """A tensor as a graph knows it: where it is. The graph does not keep it."""
 
@@ -87,6 +101,10 @@ class Address:
         if storage is None:
             raise RuntimeError(f"a graph reads memory that was freed: {self.dtype}, {tuple(self.look[1])}")
         return torch.empty(0, dtype=self.dtype).set_(storage, *self.look)
+
+
+def tensor_at(x: Any) -> Any:
+    return x.tensor() if isinstance(x, Address) else x
 
 
 class Graph:
@@ -107,7 +125,7 @@ class Graph:
             return Address(x) if isinstance(x, Tensor) and x.untyped_storage()._cdata not in own else x
 
         self.steps = [
-            (func, tree_map(address, args), tree_map(address, kwargs), list(map(address, made)))
+            (func, mapped(address, args), mapped(address, kwargs), list(map(address, made)))
             for func, args, kwargs, made in self.steps
         ]
 
@@ -123,10 +141,8 @@ class Graph:
         self.gpu.launches["graph"] += 1
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             for func, args, kwargs, made in self.steps:
-                args, kwargs = (
-                    tree_map(lambda x: x.tensor() if isinstance(x, Address) else x, given) for given in (args, kwargs)
-                )
-                for old, new in zip(made, results(func(*args, **kwargs)), strict=True):
+                new_results = results(func(*mapped(tensor_at, args), **mapped(tensor_at, kwargs)))
+                for old, new in zip(made, new_results, strict=True):
                     if (
                         isinstance(old, Tensor) and old.data_ptr() != new.data_ptr()
                     ):  # else it is a look at what is there
@@ -136,7 +152,7 @@ class Graph:
 def results(made: Any) -> list[Tensor]:
     if isinstance(made, Tensor):
         return [made]
-    return [x for x in tree_leaves(made) if isinstance(x, Tensor)]
+    return [x for x in leaves_of(made) if isinstance(x, Tensor)]
 
 
 class Gpu(TorchDispatchMode):
@@ -189,7 +205,7 @@ class Gpu(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if any(kind not in (Tensor, torch.nn.Parameter, OnGpu) for kind in kinds):
             return NotImplemented  # made of other tensors, which come here one by one
-        leaves = tree_leaves((args, kwargs))
+        leaves = leaves_of(args, kwargs)
         here = [x for x in leaves if isinstance(x, OnGpu)]
         given = [self.place(x) for x in leaves if isinstance(x, torch.device) and x.type == "cuda"]
         to_gpu = bool(given)
@@ -249,7 +265,7 @@ class Gpu(TorchDispatchMode):
         elif self.stream is not None and not looks:
             raise RuntimeError(f"{name} is launched on the stream of a capture that is over")
         self.last = self.last if looks else device
-        values = tree_map(value_of, args), tree_map(value_of, {k: v for k, v in kwargs.items() if k != "pin_memory"})
+        values = mapped(value_of, args), mapped(value_of, {k: v for k, v in kwargs.items() if k != "pin_memory"})
         written = list(func.written) if isinstance(func, _Step) else self.written(func, args, kwargs)
         if self.capturing is not None:
             for x in written:
@@ -279,7 +295,7 @@ class Gpu(TorchDispatchMode):
         for number, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = kwargs.get(argument.name, args[number] if number < len(args) else None)
-                found += [x for x in tree_leaves(given) if isinstance(x, OnGpu)]
+                found += [x for x in leaves_of(given) if isinstance(x, OnGpu)]
         return found
 
     def cross(self, func: Any, name: str, args: Any, kwargs: Any, source: Tensor, up: bool) -> Any:
@@ -295,7 +311,7 @@ class Gpu(TorchDispatchMode):
             self.capturing.steps.append((self.come, (args[0], args[1].value), {}, []))
             return args[0]
         self.launches[name] += 1
-        values, named = tree_map(value_of, args), tree_map(value_of, kwargs)
+        values, named = mapped(value_of, args), mapped(value_of, kwargs)
         if up:
             source = source.clone()  # it may be used again
             if name == "copy_":
