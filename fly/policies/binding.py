@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from copy import copy
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar, TypeVar
 
 from fly.vocabulary import Vocabulary
@@ -52,9 +52,8 @@ class Bindable:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the parameters, without the vocabulary and cached values."""
-        kinds = type(self).__mro__
-        cached = {name for kind in kinds for name, part in vars(kind).items() if isinstance(part, cached_property)}
-        return {name: value for name, value in vars(self).items() if name not in {"_vocabulary", *cached}}
+        left_out = _cached_names(type(self))
+        return {name: value for name, value in vars(self).items() if name != "_vocabulary" and name not in left_out}
 
 
 def parts_of(rule: Bindable) -> Iterator[Bindable]:
@@ -64,6 +63,13 @@ def parts_of(rule: Bindable) -> Iterator[Bindable]:
         for part in value if type(value) is tuple else (value,):
             if isinstance(part, Bindable):
                 yield from parts_of(part)
+
+
+@cache
+def _cached_names(kind: type) -> frozenset[str]:
+    """Return the names of a class's cached properties."""
+    parts = ((name, part) for each in kind.__mro__ for name, part in vars(each).items())
+    return frozenset(name for name, part in parts if isinstance(part, cached_property))
 
 
 def _bound(value: Any, vocabulary: Vocabulary) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache, partial
 from types import CodeType
@@ -196,8 +197,14 @@ def make_block(seed: int, rows: int = 4, longest: int = 9, vocab: int = 6, tempe
     """Make a random ragged block. It has certain and uncertain positions, drafts that mostly agree with the target, and
     distributions with zeros.
 
-    ``temperature`` None mixes greedy and sampled rows; with 0 all are greedy.
+    ``temperature`` None mixes greedy and sampled rows; with 0 all are greedy. Tensors and lists are the caller's own: a
+    policy that changes its inputs spoils no other check.
     """
+    return deepcopy(_make_block(seed, rows, longest, vocab, temperature))
+
+
+@lru_cache(256)
+def _make_block(seed: int, rows: int, longest: int, vocab: int, temperature: float | None) -> Case:
     generator = torch.Generator().manual_seed(seed)
     rand, randn = partial(torch.rand, generator=generator), partial(torch.randn, generator=generator)
     logits = (0.3 + 6 * rand(rows, longest + 1, 1)) * randn(rows, longest + 1, vocab)

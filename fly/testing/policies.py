@@ -342,11 +342,12 @@ def check_what_it_reads(policy: AcceptancePolicy) -> str:
 def check_in_a_graph(policy: AcceptancePolicy) -> str:
     """On a CUDA device the rule decides as elsewhere, in a graph or outside of it."""
     graph_count = 0
+    find_wait_once = functools.cache(functools.partial(_find_wait, policy))
     for case in make_cases():
-        rule, is_drawn = bind_to(policy, case.target), not case.target.all_greedy
+        is_drawn = not case.target.all_greedy
         if case.target.some_greedy and is_drawn:
             continue  # a graph decides greedy rows and others apart
-        waits = find_wait(rule, is_drawn, case.draft.probs_BKV is not None) is not None
+        waits = find_wait_once(is_drawn, case.draft.probs_BKV is not None) is not None
         graph_count += not waits
         device_case = dataclasses.replace(case, target=see_on_device(case.target, not waits))
         require_same(case, "elsewhere", case.outcomes(policy), "on a CUDA device", device_case.outcomes(policy))
@@ -356,9 +357,7 @@ def check_in_a_graph(policy: AcceptancePolicy) -> str:
 def check_cuda_graph(policy: AcceptancePolicy) -> str:
     """Report whether the decision can be captured in a CUDA graph, for drawn drafts and for others."""
     kinds = {"at temperature 0": (False, False), "above it": (True, True), "above it, of copied drafts": (True, False)}
-    waits = {
-        kind: find_wait(bind_to(policy, Target(torch.zeros(1, 2, 32))), *settings) for kind, settings in kinds.items()
-    }
+    waits = {kind: _find_wait(policy, *settings) for kind, settings in kinds.items()}
     reasons: dict[str, list[str]] = {}
     for kind, reason in waits.items():
         if reason is not None:
@@ -368,6 +367,11 @@ def check_cuda_graph(policy: AcceptancePolicy) -> str:
     prefix = "" if len(reasons) == 1 and None not in waits.values() else "{}: "
     reasons_text = "; ".join(prefix.format(", ".join(kinds)) + reason for reason, kinds in reasons.items())
     return f"runs outside of the graph: {reasons_text}"
+
+
+def _find_wait(policy: AcceptancePolicy, is_drawn: bool, is_sampled: bool) -> str | None:
+    """Return why a graph cannot hold the decision (``find_wait``), by a vocabulary of the size that it tries."""
+    return find_wait(bind_to(policy, Target(torch.zeros(1, 2, 32))), is_drawn, is_sampled)
 
 
 @functools.cache
