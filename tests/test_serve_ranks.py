@@ -107,7 +107,7 @@ def test_two_ranks_say_who_is_lost_start_again_and_end_in_order() -> None:
 
 def test_ranks_that_fly_starts_end_in_order(tmp_path: Path) -> None:
     """As one process does: the request that runs is finished, the status is 0, and there is no traceback."""
-    long = {"model": "fly-tiny", "prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    long = {"model": "fly-tiny", "prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
     command = [sys.executable, "-m", "fly.serve", "--ranks", "2", "--model", "fly-tiny", "--port", "0"]
     with open(tmp_path / "log", "w+", encoding="utf-8") as log:
         process = subprocess.Popen(command, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
