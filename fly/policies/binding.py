@@ -52,7 +52,8 @@ class Bindable:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the parameters, without the vocabulary and cached values."""
-        left_out = _cached_names(type(self))
+        kind: type = type(self)
+        left_out = _cached_names(kind)
         return {name: value for name, value in vars(self).items() if name != "_vocabulary" and name not in left_out}
 
 
