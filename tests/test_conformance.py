@@ -282,6 +282,13 @@ def test_planted_faults_are_named(rule: AcceptancePolicy, fault: str, word: str)
     assert word in f"{type(caught.value).__name__}: {caught.value}"
 
 
+def test_what_a_rule_overwrites_spoils_no_other_check() -> None:
+    """Blocks are kept from check to check; each check gets them as they were made."""
+    logits_BKV = make_block(0).target.logits_BKV.clone()
+    make_block(0).verdict(Overwriting())
+    assert torch.equal(make_block(0).target.logits_BKV, logits_BKV)
+
+
 def test_a_fault_is_named_among_all_checks() -> None:
     with pytest.raises(ConformanceError) as caught:
         check_policy(BeyondOne())
