@@ -32,8 +32,8 @@ from fly.models.tokenizer import Tokenizer
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.types import Guarantee
 from tests.test_block import make_block_head
-from tests.test_eagle import randomise
 from tests.test_drafts import perturbed
+from tests.test_eagle import randomise
 from tests.test_same_rule import RULES as OWN_RULES
 from tests.toys import random_llama, save_tokenizer
 
@@ -103,7 +103,7 @@ def make_strategy(name: str, ending: str = "") -> DraftStrategy | None:
             options |= {"markov": "gated", "markov_rank": 4}
         block_head = make_block_head("dflash" if name == "gated" else name, **options)
         return BlockDraft(CpuDFlashHead(block_head.to(torch.bfloat16), kernels))
-    model = executor_of(PLAIN, kernels)
+    model, near = executor_of(PLAIN, kernels), executor_of(NEAR, kernels)
     makes: dict[str, Any] = {
         "none": lambda: None,
         "ngram": NGramDraft,
@@ -111,10 +111,12 @@ def make_strategy(name: str, ending: str = "") -> DraftStrategy | None:
         "model": lambda: SingleDraft(model),
         "lookup in a model": lambda: SingleDraft(model, NGramDraft()),
         "ngram below a model": lambda: CascadeDraft([NGramDraft(), SingleDraft(model)]),
-        "three levels": lambda: CascadeDraft([NGramDraft(), SingleDraft(executor_of(NEAR, kernels)), SingleDraft(model)]),
+        "three levels": lambda: CascadeDraft([NGramDraft(), SingleDraft(near), SingleDraft(model)]),
         "tree": lambda: TreeDraft(model, nodes=6, depth=3),
         "adaptive": lambda: AdaptiveDraft(SingleDraft(model)),
-        "choose": lambda: ChooseDraft(model=SingleDraft(model), copy=NGramDraft(), tree=TreeDraft(NEAR, nodes=6, depth=3)),
+        "choose": lambda: ChooseDraft(
+            model=SingleDraft(model), copy=NGramDraft(), tree=TreeDraft(near, nodes=6, depth=3)
+        ),
     }
     strategy: DraftStrategy | None = makes[name]()
     return strategy
@@ -126,7 +128,7 @@ def fit(rule: AcceptancePolicy, strategy: DraftStrategy | None, name: str) -> Ac
     return Exact() if lacks else rule
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(
     drafting=st.sampled_from(DRAFTS),
     names=st.tuples(st.sampled_from(["model", "copy", "tree"]), st.sampled_from(["model", "copy", "tree"])),

@@ -49,7 +49,7 @@ from fly.policies import (
     parse_policy,
     policy_types,
 )
-from fly.policies.reads import PARTS, supply_logits
+from fly.policies.reads import PARTS, _blocks, supply_logits
 from fly.policies.verification import verify
 from fly.runner.executor import Executor
 from fly.runner.request import Row
@@ -418,6 +418,8 @@ def test_a_rule_that_fails_is_refused_at_the_start_with_its_own_error(
             llm.generate([[1], [2]], temperature=temperature, policy=[Exact(), rule])
     assert llm.generate([[1, 2, 3]], policy=rule, k=0, max_tokens=3)[0].token_ids  # nothing is decided
     assert rule.reads == set()
+    with pytest.raises(AttributeError, match=r"^'Target' object has no"):  # no name that a user does not know
+        _ = next(_blocks(4, torch.device("cpu"), set()))[0].logit_BKV  # type: ignore[attr-defined]
     monkeypatch.setattr(blocks, "load_policy", lambda text: rule)
     with pytest.raises(ValueError, match=f"^fly: {told}"):
         blocks.read_rule("failing", VOCAB)

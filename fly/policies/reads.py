@@ -108,40 +108,37 @@ def _blocks(size: int, device: torch.device, noted: set[str]) -> Iterator[tuple[
     kinds += [(False, mixed_B, True), (False, mixed_B, False)]
     for all_greedy, greedy_B, drawn in kinds:
         probs_BJV = None if all_greedy else logits_BJV.softmax(-1)
-        target = _NotingTarget(noted, logits_BJV, probs_BJV, greedy_B, logits_BJV.new_zeros(size, dtype=torch.bool))
+        target = _note_past(noted, logits_BJV, probs_BJV, greedy_B)
         probs_BKV = draft_BKV.softmax(-1) if drawn else None
         draft = Draft(tokens_BK, lengths_B, probs_BKV, logits_BKV=draft_BKV)
         yield target, note_logits(draft, noted), noise
 
 
-class _NotingTarget(Target):
-    """A target that notes which parts of the past are asked for. Each row has emitted one token, which was relaxed."""
+def _note_past(noted: set[str], logits_BJV: Tensor, probs_BJV: Tensor | None, greedy_B: Tensor | None) -> Target:
+    """Return a target that notes which parts of the past are asked for. Each row has emitted one token, which was
+    relaxed."""
+    rows, _, size = logits_BJV.shape
 
-    def __init__(
-        self, noted: set[str], logits_BJV: Tensor, probs_BJV: Tensor | None, greedy_B: Tensor | None, control_V: Tensor
-    ) -> None:
-        rows, device = logits_BJV.shape[0], logits_BJV.device
+    def column(part: str, dtype: torch.dtype) -> Tensor:
+        noted.add(part)
+        return torch.ones(rows, dtype=dtype, device=logits_BJV.device)
 
-        def column(part: str, dtype: torch.dtype) -> Tensor:
-            noted.add(part)
-            return torch.ones(rows, dtype=dtype, device=device)
+    def lists(part: str, values: list[int]) -> list[list[int]]:
+        noted.add(part)
+        return [list(values) for _ in range(rows)]
 
-        def lists(part: str, values: list[int]) -> list[list[int]]:
-            noted.add(part)
-            return [list(values) for _ in range(rows)]
-
-        super().__init__(
-            logits_BJV,
-            probs_BJV,
-            greedy_B=greedy_B,
-            control_V=control_V,
-            generated_B=lambda: column("generated", torch.int64),
-            relaxed_B=lambda: column("relaxed", torch.int64),
-            nats_B=lambda: column("nats", torch.float32),
-            spent=lambda label: column("spent", torch.float32),
-            relaxed_at=lambda: lists("relaxed_at", [_TEXT - 1]),
-            history=lambda: lists("history", [0] * _TEXT),
-        )
+    return Target(
+        logits_BJV,
+        probs_BJV,
+        greedy_B=greedy_B,
+        control_V=logits_BJV.new_zeros(size, dtype=torch.bool),
+        generated_B=lambda: column("generated", torch.int64),
+        relaxed_B=lambda: column("relaxed", torch.int64),
+        nats_B=lambda: column("nats", torch.float32),
+        spent=lambda label: column("spent", torch.float32),
+        relaxed_at=lambda: lists("relaxed_at", [_TEXT - 1]),
+        history=lambda: lists("history", [0] * _TEXT),
+    )
 
 
 def note_logits(draft: Draft, noted: set[str]) -> Draft:
