@@ -417,7 +417,7 @@ def test_check_passes_a_sound_rule_and_fails_a_wrong_one(tmp_path: Path, monkeyp
     assert wrong.exit_code == 1 and "FAIL" in wrong.output and "lossless" in wrong.output
     assert "tok/s" in wrong.output and "breaks the contract" in wrong.output
     raising = run("check", "cli_planted:Raising", "--problems", "2")
-    assert raising.exit_code == 1 and "it raised KeyError: 'nothing here'" in words(raising.output)
+    assert raising.exit_code == 1 and "on a trial block: KeyError: 'nothing here'" in words(raising.output)
     marked = run("check", "exact | phase('<think>', '</think>')", "--problems", "2")
     assert marked.exit_code == 0 and "a marker must be exactly one" in words(marked.output)
     right = run("check", "exact", "--problems", "2")

@@ -104,7 +104,7 @@ def _blocks(size: int, device: torch.device, noted: set[str]) -> Iterator[tuple[
     draft_BKV = torch.zeros(rows, longest, size, device=device).scatter_(2, tokens_BK.unsqueeze(2), 2.0)
     noise = Noise(torch.full((rows, longest), 0.5, device=device), torch.full((rows,), 0.5, device=device))
     mixed_B = torch.arange(rows, device=device) == 0
-    kinds = [(True, None, False), (False, None, True), (False, None, False)]
+    kinds: list[tuple[bool, Tensor | None, bool]] = [(True, None, False), (False, None, True), (False, None, False)]
     kinds += [(False, mixed_B, True), (False, mixed_B, False)]
     for all_greedy, greedy_B, drawn in kinds:
         probs_BJV = None if all_greedy else logits_BJV.softmax(-1)
