@@ -37,7 +37,7 @@ from fly.bundled import open_model
 from fly.cache import block_size_for
 from fly.config import DEFAULT_K, Config, EngineOptions, check_options, declared
 from fly.drafts.base import DraftStrategy
-from fly.drafts.limits import check_reads
+from fly.drafts.limits import check_rule
 from fly.drafts.registry import parse_draft
 from fly.drafts.setup import TranslatingSetup
 from fly.engine import Engine
@@ -223,7 +223,7 @@ class LLM:
             strategy = setup.attach(strategy)
 
         if strategy is not None and self.k:
-            check_reads(self._bind(self.policy), strategy)
+            check_rule(self._bind(self.policy), strategy)
 
         # The caches, whose size depends on all models.
         block_size = settings["block_size"] or block_size_for(executor.device)

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from fly import LLM, SamplingParams
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft, TreeDraft
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import Continuation, StopsByChance, pad, pad_trees
 from fly.ops import first_branch
+from fly.policies import Block, Condition, Exact, draft_log_probs
 from fly.runner.executor import DraftSpec, Spent
 from fly.runner.request import Row
 from fly.types import Draft
@@ -531,3 +533,42 @@ def test_adaptive_rows_do_not_change_the_text_and_leave_nothing() -> None:
     assert [out.token_ids for out in llm.generate(prompts, params)] == wanted
     for allocator in llm.scheduler.allocators():
         assert allocator.num_free == allocator.num_blocks
+
+
+@dataclass(frozen=True)
+class Sure(Condition):
+    """The draft was sure of the token."""
+
+    def evaluate(self, block: Block) -> Tensor:
+        return draft_log_probs(block.draft)[1] > -1
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=2, max_size=12), st.booleans()), min_size=2, max_size=4),
+    st.sampled_from([0.0, 0.8]),
+    st.integers(0, 5),
+)
+def test_neighbours_of_a_rule_that_reads_logits_keep_their_lookup(
+    asked: list[tuple[list[int], bool]], temperature: float, most: int
+) -> None:
+    """Copies have no logits, so rows with such a rule get none. Every other row gets what it gets alone. Drafting by
+    the model is a hundred times as slow as a forward, so whatever can be copied is."""
+    reading = Exact() | Sure()
+    rows = [make_row(text, temperature) for text, _ in asked]
+    for row, (_, reads) in zip(rows, asked):
+        row.policy = reading if reads else row.policy
+
+    def propose(some: list[Row]) -> list[list[int]]:
+        strategy = ready(AdaptiveDraft(SingleDraft(run(SMALL)), clock=lambda: 0.0))
+        for measured in map(strategy._measured.__getitem__, (True, False)):
+            measured.costs.add_plain(len(some), 1.0)
+            measured.costs.add_step(len(some), 100.0, len(some), 1.0)
+        return proposals(strategy.propose(some, [most] * len(some)))
+
+    together = propose(rows)
+    for row, draft, (text, reads) in zip(rows, together, asked):
+        assert draft == ([] if reads else propose([row])[0])
+        event("copied" if draft else "reads" if reads else "nothing to copy")
+        if not reads and text[-4:-2] == text[-2:]:
+            assert len(draft) == most

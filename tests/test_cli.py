@@ -417,7 +417,7 @@ def test_check_passes_a_sound_rule_and_fails_a_wrong_one(tmp_path: Path, monkeyp
     assert wrong.exit_code == 1 and "FAIL" in wrong.output and "lossless" in wrong.output
     assert "tok/s" in wrong.output and "breaks the contract" in wrong.output
     raising = run("check", "cli_planted:Raising", "--problems", "2")
-    assert raising.exit_code == 1 and "it raised KeyError: 'nothing here'" in words(raising.output)
+    assert raising.exit_code == 1 and "on a trial block: KeyError: 'nothing here'" in words(raising.output)
     marked = run("check", "exact | phase('<think>', '</think>')", "--problems", "2")
     assert marked.exit_code == 0 and "a marker must be exactly one" in words(marked.output)
     right = run("check", "exact", "--problems", "2")
@@ -495,7 +495,7 @@ def test_an_error_in_a_plug_in_is_one_line_with_its_place(tmp_path: Path, monkey
         "@dataclass(frozen=True)\nclass Raises(Exact):\n"
         "    def accept_probs(self, target, draft):\n        raise KeyError('oh')\n"
         "class Unpacks(Exact):\n"
-        "    def accept_probs(self, target, draft):\n        values, ids = target.top_probs(2)[:, :1]\n"
+        "    def accept_probs(self, target, draft):\n        values, ids, rest = target.top_probs(2)[:, :1]\n"
         "class Refuses(Exact):\n"
         "    def accept_probs(self, target, draft):\n        raise ValueError('not at this time')\n"
     )
@@ -503,9 +503,9 @@ def test_an_error_in_a_plug_in_is_one_line_with_its_place(tmp_path: Path, monkey
     for rule, told in (
         ("broken_rules:X", "SyntaxError"),
         ("raising_rules:Raises", "raising_rules.py:6 in accept_probs"),
-        ("raising_rules:Unpacks", "ValueError: not enough values to unpack (expected 2, got 1)"),
+        ("raising_rules:Unpacks", "ValueError: not enough values to unpack (expected 3, got 2)"),
         ("raising_rules:Unpacks", "raising_rules.py:9 in accept_probs"),
-        ("raising_rules:Refuses", "error: not at this time"),
+        ("raising_rules:Refuses", "fails on a trial block: ValueError: not at this time"),
     ):
         result = run("generate", "hi", "--policy", rule, "--draft", "ngram", "--ignore-eos")
         assert result.exit_code == 2 and told in words(result.stderr), result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -364,7 +365,37 @@ def test_what_a_graph_cannot_hold_waits_at_most_three_times(rule: str) -> None:
         decode(engine, rows, 4)
         gpu.waits.clear(), gpu.launches.clear()
         engine.step(rows)
-        assert len(gpu.waits) <= 3 and gpu.launches["graph"] == 2
+        assert len(gpu.waits) <= 3 and gpu.launches["graph"] == 3
+
+
+@pytest.mark.parametrize(("outside", "temperature"), [("by its text", 0.0), ("by a value", 0.8)])
+def test_a_graph_decides_for_the_neighbours_of_a_rule_that_none_can_hold(outside: str, temperature: float) -> None:
+    """The rule runs operation by operation, and waits as often as alone. Its neighbours add no launch to that but the
+    joining of the lines (a view of each group and one copy), and get what they get alone."""
+    rule = POLICIES[-1] if outside == "by its text" else ByValue()
+
+    def batch(policies: list[AcceptancePolicy]) -> list[Row]:
+        return [row_of([1, 2, 3 + b], p, 4, b, temperature=temperature, max_tokens=20) for b, p in enumerate(policies)]
+
+    def count(policies: list[AcceptancePolicy]) -> tuple[list[str], Counter[str]]:
+        engine, rows = engine_of(there, "near"), batch(policies)
+        engine.stretch = 1e-9
+        decode(engine, rows, 4)
+        gpu.waits.clear(), gpu.launches.clear()
+        engine.step(rows)
+        counted = [*gpu.waits], gpu.launches.copy()
+        decode(engine, rows)
+        for row, alone in zip(rows, batch(policies)):
+            decode(engine_of(on_cpu, "near"), [alone])
+            assert told(row) == told(alone)
+        return counted
+
+    with device() as gpu:
+        waits, launches = count([rule])
+        waits_beside, launches_beside = count([rule, *IN_GRAPHS[:3]])
+        assert waits_beside == waits
+        assert launches["graph"] == launches_beside["graph"] == 3  # draft, score, and all other decisions
+        assert (launches_beside - launches).total() <= len(IN_GRAPHS[:3]) + 1
 
 
 def test_what_graphs_do_not_take_goes_the_plain_way(caplog: pytest.LogCaptureFixture) -> None:

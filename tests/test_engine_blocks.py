@@ -352,11 +352,6 @@ def test_what_a_rule_asks_about_the_past_is_known_beforehand(rule: str, past: se
     assert row.reads_text == bool(past & {"history", "generated"})
 
 
-def test_a_rule_that_cannot_be_tried_may_ask_for_anything() -> None:
-    row = Row(parse_policy("exact") | Broken(), SIZE, GREEDY)
-    assert row.reads_text and row.keeps_account
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [

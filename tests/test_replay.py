@@ -785,6 +785,18 @@ def test_what_a_rule_reads_of_the_draft_is_predicted_as_measured(blocks: Blocks)
     assert without.replay(Exact()).tau.value == blocks.replay(Exact()).tau.value
 
 
+def test_a_rule_that_fails_is_named_before_it_is_replayed(blocks: Blocks) -> None:
+    @dataclass(frozen=True)
+    class Misspelt(Condition):
+        def evaluate(self, block: Block) -> Tensor:
+            return block.target.logit_BKV > 0  # type: ignore[attr-defined, no-any-return]
+
+    with pytest.raises(
+        ValueError, match=r"^the rule 'exact \| Misspelt' fails on a trial block: AttributeError: 'Target'"
+    ):
+        blocks.replay(Exact() | Misspelt())
+
+
 def test_where_relaxed_tokens_stand_is_replayed(blocks: Blocks) -> None:
     """At most one token in each ten of the text: by the places that the replay itself reports."""
 

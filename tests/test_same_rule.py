@@ -7,6 +7,7 @@ Shape legend: B rows, K longest draft.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from fly.drafts import (
     TreeDraft,
 )
 from fly.engine import Engine
+from fly.extras.engines import blocks
 from fly.extras.eval.kit import check_in_a_recording
 from fly.models import Llama
 from fly.policies import (
@@ -47,7 +49,7 @@ from fly.policies import (
     parse_policy,
     policy_types,
 )
-from fly.policies.reads import PARTS, supply_logits
+from fly.policies.reads import PARTS, _blocks, supply_logits
 from fly.policies.verification import verify
 from fly.runner.executor import Executor
 from fly.runner.request import Row
@@ -376,6 +378,65 @@ def test_what_is_read_in_some_blocks_only_is_refused_or_declared() -> None:
     with pytest.raises(ValueError, match=r"exact \| Late reads draft\.logits_BKV at this block"):
         llm.generate([prompt], temperature=0, max_tokens=30, policy=rule)
     assert llm.generate([prompt], temperature=0, max_tokens=30, policy=Exact() | LateAndDeclared())[0].token_ids
+
+
+@dataclass(frozen=True)
+class Fails(Condition):
+    """Fails at blocks of these rows."""
+
+    when: str
+
+    def evaluate(self, block: Block) -> Tensor:
+        if self.when == "always" or (self.when == "at temperature 0") == block.target.all_greedy:
+            raise KeyError("no such\nthing")
+        return torch.zeros_like(block.agree_BK)
+
+
+@dataclass(frozen=True)
+class FailsAsCore(Exact):
+    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+        return target.probs_of(draft.tokens_BK)[:, None]
+
+
+FAILING: dict[AcceptancePolicy, str] = {
+    Exact() | Fails("always"): r"KeyError: 'no such\\nthing' \(test_same_rule.py:\d+ in evaluate\)",
+    FailsAsCore(): r"ValueError: FailsAsCore: accept_probs gave .* not a tensor \[B, K\] of \[2, 5\] \(.*\)",
+}
+
+
+@pytest.mark.parametrize(("rule", "error"), FAILING.items(), ids=map(str, FAILING))
+def test_a_rule_that_fails_is_refused_at_the_start_with_its_own_error(
+    rule: AcceptancePolicy, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it was taken to read all of a row's past, and other engines refused it with that for a reason."""
+    told = f"the rule '{re.escape(str(rule))}' fails on a trial block: {error}$"
+    with pytest.raises(ValueError, match=f"^{told}"):
+        fly.LLM(TARGET, NGramDraft(), policy=rule)
+    llm = fly.LLM(TARGET, NGramDraft(), k=4)
+    for temperature in (0.0, 0.8):
+        with pytest.raises(ValueError, match=f"^prompt 1: {told}"):
+            llm.generate([[1], [2]], temperature=temperature, policy=[Exact(), rule])
+    assert llm.generate([[1, 2, 3]], policy=rule, k=0, max_tokens=3)[0].token_ids  # nothing is decided
+    assert rule.reads == set()
+    with pytest.raises(AttributeError, match=r"^'Target' object has no"):  # no name that a user does not know
+        _ = next(_blocks(4, torch.device("cpu"), set()))[0].logit_BKV  # type: ignore[attr-defined]
+    monkeypatch.setattr(blocks, "load_policy", lambda text: rule)
+    with pytest.raises(ValueError, match=f"^fly: {told}"):
+        blocks.read_rule("failing", VOCAB)
+
+
+@pytest.mark.parametrize("when", ["at temperature 0", "above it"])
+def test_a_rule_that_fails_at_some_temperatures_serves_the_others(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a single request; an engine that decides rows of all temperatures together refuses it."""
+    rule = Exact() | Fails(when)
+    llm = fly.LLM(TARGET, NGramDraft(), policy=rule, k=4)
+    fails, decides = (0.0, 0.8) if when == "at temperature 0" else (0.8, 0.0)
+    with pytest.raises(ValueError, match="fails on a trial block: KeyError"):
+        llm.generate([[1, 2, 3]], temperature=fails)
+    assert llm.generate([[1, 2, 1, 2, 1, 2]], temperature=decides, max_tokens=8)[0].stats.drafted
+    monkeypatch.setattr(blocks, "load_policy", lambda text: rule)
+    with pytest.raises(ValueError, match="fails on a trial block: KeyError"):
+        blocks.read_rule("failing", VOCAB)
 
 
 @pytest.mark.parametrize(

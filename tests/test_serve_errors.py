@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -227,6 +228,23 @@ def test_a_connection_outlives_an_error_of_ours(here: Running, monkeypatch: pyte
         connection.request("GET", "/health")
         assert connection.getresponse().status == 200
         connection.close()
+
+
+def test_a_rule_that_fails_is_the_error_of_its_request(here: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer names the rule and what it raised, and no folder of the server."""
+
+    @dataclass(frozen=True)
+    class Odd(Exact):
+        def accept_probs(self, target: Any, draft: Any) -> Any:
+            raise KeyError("odd")
+
+    chosen = replace(here.service.rules.choose(), policy=Odd())
+    monkeypatch.setattr(here.service.rules, "choose", lambda *_: chosen)
+    got = httpx.post(f"{here.url}/v1/completions", json={"model": MODEL, "prompt": "a", "max_tokens": 2})
+    told = (
+        r"prompt 0: the rule 'Odd' fails on a trial block: KeyError: 'odd' \(test_serve_errors.py:\d+ in accept_probs\)"
+    )
+    assert got.status_code == 400 and re.fullmatch(told, got.json()["error"]["message"])
 
 
 def test_keys_limits_and_body_sizes() -> None:

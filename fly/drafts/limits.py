@@ -1,4 +1,4 @@
-"""Check what a draft strategy proposes. Knows nothing of how strategies work.
+"""Check what a draft strategy proposes, and which rules it can draft for. Knows nothing of how strategies work.
 
 Shape legend: B rows, K longest draft, V vocabulary.
 """
@@ -10,7 +10,7 @@ from fly.ops import depths
 from fly.policies import AcceptancePolicy
 from fly.types import Draft, ListedDraft
 
-__all__ = ["check_draft", "check_reads"]
+__all__ = ["check_draft", "check_rule"]
 
 
 def check_draft(draft: object, max_len: list[int], vocabulary: int, name: str) -> None:
@@ -66,9 +66,11 @@ def check_draft(draft: object, max_len: list[int], vocabulary: int, name: str) -
             raise ValueError(f"{name} proposed {longest} tokens where at most {most} were asked for")
 
 
-def check_reads(policy: AcceptancePolicy, strategy: DraftStrategy, name: str = "") -> None:
-    """Raise ``ValueError`` if ``policy`` reads the draft's logits, and the ``strategy`` gives none. ``name`` is the one
+def check_rule(policy: AcceptancePolicy, strategy: DraftStrategy, name: str = "", greedy: bool | None = None) -> None:
+    """Check that a rule can decide on drafts of ``strategy``. Raise ``ValueError`` if ``policy`` fails on a trial block
+    (``AcceptancePolicy.refuse_failing``), or reads the draft's logits and the strategy gives none. ``name`` is the one
     that a request chooses."""
+    policy.refuse_failing(greedy)
     drafter = strategy.drafter_of(name)
     if policy.reads_logits and not drafter.gives_logits:
         raise ValueError(

@@ -26,7 +26,7 @@ from fly.drafts.base import (
     is_built_in,
     until_end,
 )
-from fly.drafts.limits import check_reads
+from fly.drafts.limits import check_rule
 from fly.drafts.ngram import NGramDraft
 from fly.drafts.stops import check_limits, reach_of
 from fly.ops import derive, nothing_left, sent
@@ -108,7 +108,7 @@ class SingleDraft(StopsByChance):
         if self.draft is not None:
             self.draft = below.attach(self.draft)
             self.spare = self.draft.spare
-            check_reads(self.policy, self.draft)
+            check_rule(self.policy, self.draft)
 
     @property
     def runner(self) -> Runner:

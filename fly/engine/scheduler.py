@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fly.cache import BlockAllocator, OutOfBlocks
-from fly.drafts.limits import check_reads
+from fly.drafts.limits import check_rule
 from fly.engine import Engine
 from fly.runner.request import Row, Token, most_drafted
 
@@ -114,9 +114,9 @@ class Scheduler:
 
     def check(self, row: Row) -> None:
         """Raise ``ValueError`` if the caches cannot hold ``row`` up to its end, even if it runs alone, or if its rule
-        reads what its drafts lack."""
+        fails, or reads what its drafts lack."""
         if row.k and self.engine.strategy is not None:
-            check_reads(row.policy, self.engine.strategy, row.draft)
+            check_rule(row.policy, self.engine.strategy, row.draft, row.greedy)
         end = row.prompt_length + row.params.max_tokens + self._spare
         if any(a.blocks_for(min(end, most)) > a.num_blocks for a, most, _ in self._caches()):
             raise ValueError(

@@ -17,7 +17,7 @@ from torch import Tensor
 from fly.ops import draw, one_hot, pick
 from fly.policies.binding import Bindable, parts_of
 from fly.policies.conditions import Block, Clause, Condition, describe, expression, is_built_in
-from fly.policies.reads import DRAFT_LOGITS, find_reads
+from fly.policies.reads import DRAFT_LOGITS, Trial, try_rule
 from fly.types import UNDECIDED, Draft, Guarantee, Noise, Target, Verdict, Why
 from fly.vocabulary import Vocabulary
 
@@ -85,7 +85,7 @@ class AcceptancePolicy(Bindable, ABC):
         """The condition under which mismatches are excused; None if none are. Computed once for each policy."""
         return None
 
-    @cached_property
+    @property
     def reads(self) -> frozenset[str]:
         """What the rule reads besides the target's output and the drafted tokens: ``"draft.logits"``
         (``Draft.logits_BKV``), and of each row's past ``"history"``, ``"generated"``, ``"relaxed"``, ``"relaxed_at"``,
@@ -95,12 +95,30 @@ class AcceptancePolicy(Bindable, ABC):
         supplies what is read, at every temperature; a request whose drafts have no logits is refused if its rule reads
         them.
         """
-        return find_reads(self)
+        return self._trial.reads
 
     @cached_property
     def reads_logits(self) -> bool:
         """Whether the rule reads the draft's logits. No rule of this package does, so that is not tried."""
-        return not all(map(is_built_in, parts_of(self))) and DRAFT_LOGITS in self.reads
+        return not self._is_built_in and DRAFT_LOGITS in self.reads
+
+    def refuse_failing(self, greedy: bool | None = None) -> None:
+        """Raise ``ValueError``, with the error that the rule raises, if it fails to decide the small blocks that show
+        what it ``reads``: of rows at temperature 0 (``greedy``), or of rows above it; None means of both. Rules of this
+        package are not tried."""
+        if self._is_built_in:
+            return
+        errors = [self._trial.errors.get(kind) for kind in ((True, False) if greedy is None else (greedy,))]
+        if None not in errors:
+            raise ValueError(f"the rule '{self}' fails on a trial block: {errors[0]}")
+
+    @cached_property
+    def _trial(self) -> Trial:
+        return try_rule(self)
+
+    @cached_property
+    def _is_built_in(self) -> bool:
+        return all(map(is_built_in, parts_of(self)))
 
     @property
     def compiled_gate(self) -> list[Clause] | None:

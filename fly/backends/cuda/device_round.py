@@ -37,7 +37,7 @@ from fly.policies import AcceptancePolicy, verify
 from fly.policies.base import accepts_exactly
 from fly.policies.reads import supply_logits
 from fly.policies.waits import find_wait, see_on_device
-from fly.types import Draft, Noise, Target, Verdict, Why
+from fly.types import Draft, Noise, Target, Why
 
 __all__ = ["DecisionStage", "DeviceRound", "Group", "Scored", "find_refusal"]
 
@@ -163,8 +163,20 @@ class DeviceRound:
         return Scored(logits_RJV, argmax(logits_RJV), states_RJF)
 
 
+class _Decided(NamedTuple):
+    """What a rule decided about the rows of a group."""
+
+    accepted_B: Tensor
+    next_B: Tensor
+    relaxed_B: Tensor  # how many accepted tokens it relaxed
+    nats_B: Tensor  # what these cost, float64
+
+
 class DecisionStage:
     """The last stage of a round: the rules of its rows decide, and the table moves on to the next round.
+
+    Groups whose rule no graph can hold are decided first, operation by operation. A graph decides all others, which so
+    do what they would do without such a neighbour, and moves the table on for all rows.
 
     ``relaxes`` says for each group whether its rule excuses mismatches, and ``conditions`` names the rule's conditions.
     If ``needs_texts``, some rule runs outside of the graph, and the host sets before each round the ``texts`` of all
@@ -179,51 +191,84 @@ class DecisionStage:
         self.conditions: list[list[str]] = [[] for _ in groups]
         self.texts: list[list[int]] | None = None
         self.relaxed_at: list[list[int]] = []
-        refusals = (find_refusal(group, round_.drafter) for group in groups)
-        refusal = next((refusal for refusal in refusals if refusal is not None), None)
-        self.needs_texts = refusal is not None
-        self.part = Part(self._decide, round_.pool, round_.score, refusal)
+        # What the rules outside of the graph decided, by the group's number, at addresses that the graph reads.
+        self.outside: dict[int, _Decided | None] = {
+            number: None for number, group in enumerate(groups) if find_refusal(group, round_.drafter) is not None
+        }
+        self.needs_texts = bool(self.outside)
+        self.part = Part(self._decide, round_.pool, round_.score)
         self.download: Download | None = None
 
     def begin(self) -> None:
         """Decide, and queue the download of the result."""
-        lines_RX = self.part()
+        lines = dict(map(self._decide_outside, self.outside))
+        inside_lines = self.part()
+        if lines:
+            rest = iter(inside_lines)
+            lines_RX = _join([lines[n] if n in lines else next(rest) for n in range(len(self.groups))])
+        else:
+            (lines_RX,) = inside_lines
         if self.download is None:
             self.download = Download(lines_RX)
         self.download.begin(lines_RX)
 
-    def _decide(self) -> Tensor:
-        """Decide, and return a ``pack``ed line for each row, [R, X] int32."""
+    def _decide_outside(self, number: int) -> tuple[int, Tensor]:
+        """Decide about a group outside of the graph. Return its number and its lines."""
+        decided, line_BX = self._decide_group(number)
+        if (memory := self.outside[number]) is None:
+            self.outside[number] = _Decided(*map(torch.clone, decided))
+        else:
+            for memory_B, decided_B in zip(memory, decided):
+                memory_B.copy_(decided_B)
+        return number, line_BX
+
+    def _decide(self) -> list[Tensor]:
+        """Decide about all groups but those outside, and move the table on. Return ``pack``ed lines, [B, X] int32, of
+        each group, joined if no group is outside."""
+        decided = list[_Decided]()
+        lines = list[Tensor]()
+        for number in range(len(self.groups)):
+            if (group_decided := self.outside.get(number)) is None:
+                group_decided, line_BX = self._decide_group(number)
+                lines.append(line_BX)
+            decided.append(group_decided)
+        self._advance(*map(torch.cat, zip(*decided)))
+        return lines if self.outside else [_join(lines)]
+
+    def _decide_group(self, number: int) -> tuple[_Decided, Tensor]:
+        """Let the rule of a group decide about its rows, as on every device (``verify``). Return what it decided, and
+        ``pack``ed lines, [B, X] int32."""
         table, (tokens_RK, count_R, probs_DKV, drafter_RKV) = self.round.table, self.round.proposal
         logits_RJV, choices_RJ, _ = self.round.scored
+        policy, drawn, count = self.groups[number]
+        relaxes = self.relaxes[number]
+        # Take the group's rows of the block.
+        first = sum(group.rows for group in self.groups[:number])
+        rows = slice(first, first + count)
+        logits_BJV = logits_RJV[rows].float() if drawn or relaxes else logits_RJV[rows]
+        target = self._make_target(rows, drawn, logits_BJV, inside=number not in self.outside)
+        vars(target)["argmax_BK"] = choices_RJ[rows]
+        probs_BKV = probs_DKV[rows] if drawn and probs_DKV is not None else None
+        drafter_BKV = None if drafter_RKV is None else drafter_RKV[rows]
+        draft = Draft(tokens_RK[rows], count_R[rows], probs_BKV, logits_BKV=drafter_BKV)
+        draft = supply_logits(policy, draft, logits_RJV.shape[-1])
         # Coins are hashes of the row's seed and of the position where the round begins.
-        seed_R, length_R = table.column(Column.SEED), table.column(Column.LENGTH)
-        accept_RK = uniforms(seed_R, length_R, Stream.ACCEPT, tokens_RK.shape[1])
-        sample_R = uniforms(seed_R, length_R, Stream.SAMPLE, 1).squeeze(1)
-        verdicts = list[Verdict]()
-        costs = list[Tensor | None]()
-        lines = list[Tensor]()
-        first = 0
-        for number, (policy, drawn, count) in enumerate(self.groups):
-            # Take the group's rows of the block. ``verify`` decides on them as on every device.
-            rows = slice(first, first := first + count)
-            reads = drawn or self.relaxes[number]
-            target = self._make_target(rows, drawn, logits_RJV[rows].float() if reads else logits_RJV[rows])
-            vars(target)["argmax_BK"] = choices_RJ[rows]
-            probs_BKV = probs_DKV[rows] if drawn and probs_DKV is not None else None
-            drafter_BKV = None if drafter_RKV is None else drafter_RKV[rows]
-            draft = Draft(tokens_RK[rows], count_R[rows], probs_BKV, logits_BKV=drafter_BKV)
-            draft = supply_logits(policy, draft, logits_RJV.shape[-1])
-            verdicts.append(verify(policy, target, draft, Noise(accept_RK[rows], sample_R[rows])))
-            costs.append(_compute_cost(target, draft) if self.relaxes[number] else None)
-            lines.append(pack(draft, choices_RJ[rows], verdicts[-1], costs[-1]))
-            self.conditions[number] = list(verdicts[-1].clauses)
-        self._advance(verdicts, costs)
-        widest = max(line_BX.shape[1] for line_BX in lines)
-        return torch.cat([F.pad(line_BX, (0, widest - line_BX.shape[1])) for line_BX in lines])
+        seed_B, length_B = table.column(Column.SEED)[rows], table.column(Column.LENGTH)[rows]
+        accept_BK = uniforms(seed_B, length_B, Stream.ACCEPT, tokens_RK.shape[1])
+        sample_B = uniforms(seed_B, length_B, Stream.SAMPLE, 1).squeeze(1)
+        verdict = verify(policy, target, draft, Noise(accept_BK, sample_B))
+        self.conditions[number] = list(verdict.clauses)
+        # Count what was relaxed, and what that costs.
+        cost_BK = _compute_cost(target, draft) if relaxes else None
+        excused_BK = verdict.why_BK == int(Why.RELAXED)
+        nats_BK = torch.zeros_like(excused_BK, dtype=torch.float64)
+        if cost_BK is not None:
+            nats_BK = cost_BK.double().masked_fill(~excused_BK, 0.0)
+        decided = _Decided(verdict.accepted_B, verdict.next_token_B, excused_BK.sum(1), nats_BK.sum(1))
+        return decided, pack(draft, choices_RJ[rows], verdict, cost_BK)
 
-    def _make_target(self, rows: slice, drawn: bool, logits_BJV: Tensor) -> Target:
-        """Return the target's output about one group's block."""
+    def _make_target(self, rows: slice, drawn: bool, logits_BJV: Tensor, inside: bool) -> Target:
+        """Return the target's output about one group's block, as it is seen ``inside`` the graph or outside of it."""
         table = self.round.table
         target = Target(
             logits_BJV,
@@ -235,19 +280,11 @@ class DecisionStage:
             relaxed_at=self.relaxed_at[rows],
             history=None if self.texts is None else self.texts[rows],
         )
-        return see_on_device(target, inside=not self.needs_texts)
+        return see_on_device(target, inside)
 
-    def _advance(self, verdicts: Sequence[Verdict], costs: Sequence[Tensor | None]) -> None:
+    def _advance(self, accepted_R: Tensor, next_R: Tensor, relaxed_R: Tensor, nats_R: Tensor) -> None:
         """Update the table for the next round. Padding does not change."""
         table, drafter = self.round.table, self.round.drafter
-        accepted_R = torch.cat([verdict.accepted_B for verdict in verdicts])
-        next_R = torch.cat([verdict.next_token_B for verdict in verdicts])
-        relaxed, nats = list[Tensor](), list[Tensor]()
-        for verdict, cost_BK in zip(verdicts, costs):
-            excused_BK = verdict.why_BK == int(Why.RELAXED)
-            zeros_BK = torch.zeros_like(excused_BK, dtype=torch.float64)
-            relaxed.append(excused_BK.sum(1))
-            nats.append((zeros_BK if cost_BK is None else cost_BK.double().masked_fill(~excused_BK, 0.0)).sum(1))
         # The round emits the accepted tokens and the one after them.
         emitted_RJ = F.pad(self.round.proposal.tokens_RK, (0, 1)).scatter(
             1, accepted_R.unsqueeze(1), next_R.unsqueeze(1)
@@ -263,10 +300,16 @@ class DecisionStage:
         table.column(Column.LENGTH).add_(count_R)
         table.column(Column.LEFT).sub_(count_R)
         table.column(Column.GENERATED).add_(count_R)
-        table.column(Column.RELAXED).add_(torch.where(there_R, torch.cat(relaxed), 0))
-        table.column(Column.NATS).add_(torch.where(there_R, torch.cat(nats), 0.0))
+        table.column(Column.RELAXED).add_(torch.where(there_R, relaxed_R, 0))
+        table.column(Column.NATS).add_(torch.where(there_R, nats_R, 0.0))
         if drafter is not None:
             drafter.advance(emitted_RJ, accepted_R, self.round.scored.states_RJF)
+
+
+def _join(lines: Sequence[Tensor]) -> Tensor:
+    """Join the lines of all groups, [R, X], padded to the longest."""
+    widest = max(line_BX.shape[1] for line_BX in lines)
+    return torch.cat([F.pad(line_BX, (0, widest - line_BX.shape[1])) for line_BX in lines])
 
 
 def _compute_cost(target: Target, draft: Draft) -> Tensor:

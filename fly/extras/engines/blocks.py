@@ -53,8 +53,8 @@ def read_rule(given: Any, size: int) -> AcceptancePolicy | None:
     """Read the rule that a request gives under the name ``fly``: its text, or ``{"policy": text}``; None is no rule.
 
     ``size`` is V. A request can never import code. Raises ``ValueError`` if the text is no rule or is longer than 2000
-    characters, or if the rule needs the text of tokens, the draft's logits or where relaxed tokens stand, which an
-    engine's sampler lacks.
+    characters, if the rule needs the text of tokens, the draft's logits or where relaxed tokens stand, which an
+    engine's sampler lacks, or if it fails on a trial block (``AcceptancePolicy.refuse_failing``).
     """
     if given is None:
         return None
@@ -66,6 +66,8 @@ def read_rule(given: Any, size: int) -> AcceptancePolicy | None:
         raise ValueError(f"fly: the policy must be a text of at most {_LONGEST} characters, as in 'exact | regret(2)'")
     try:
         rule = load_policy(given).bind(Vocabulary(size))
+        for greedy in (True, False):
+            rule.refuse_failing(greedy)
         if lacking := sorted(find_past(rule, str(rule), size) & _LACKING):
             raise ValueError(f"'{rule}' reads {lacking}, which an engine's sampler lacks")
         return rule

@@ -346,7 +346,8 @@ class Blocks:
             lookup: prompt lookup below the draft model. It changes no token, but saves forwards of the draft
                 model; those that remain are counted.
 
-        Raises ``Unknown`` if the recording lacks what the rule needs, and ``ValueError`` for a longer draft.
+        Raises ``Unknown`` if the recording lacks what the rule needs, and ``ValueError`` for a longer draft or a rule
+        that fails on a trial block (``AcceptancePolicy.refuse_failing``).
         """
         k = self.k if k is None else k
         if not 1 <= k <= self.k:
@@ -354,7 +355,9 @@ class Blocks:
         for name, chance in (("confidence", confidence), ("reach", reach)):
             if not 0 <= chance <= 1:
                 raise ValueError(f"{name} {chance} must be in [0, 1]")
-        walk = _Walk(self, policy.bind(self.vocabulary), k, confidence, reach, cases, lookup)
+        rule = policy.bind(self.vocabulary)
+        rule.refuse_failing(greedy=True)
+        walk = _Walk(self, rule, k, confidence, reach, cases, lookup)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the tensors are small, and threads would only wait for one another
         try:
