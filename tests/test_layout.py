@@ -34,7 +34,7 @@ EXTRAS: dict[str, set[str]] = {
     "eval": set(), "bench": {"eval"}, "train": {"eval"}, "early_exit": {"train"}, "ray": {"eval", "train"},
     "audit": set(), "engines": set(),
 }  # fmt: skip
-SHARED = {"statistics"}  # modules of ``fly.extras`` that every extra may import
+SHARED = {"client", "statistics"}  # modules of ``fly.extras`` that every extra may import
 PACKAGE = {"__init__", "__main__"}  # may import any
 # These know no backend: what a model can is asked of its executor alone.
 BLIND = ROOMS[: ROOMS.index("backends")]

@@ -1,8 +1,7 @@
-"""Requests to an OpenAI-compatible server, and its answers as plain values. Knows nothing of what is checked."""
+"""The requests of checks, and their answers as plain values. Knows nothing of what is checked."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 import time
@@ -13,22 +12,11 @@ from typing import Any
 
 import httpx2
 
+from fly.extras.client import BUSY, Client, Failed, Refused, Unreachable
+
 __all__ = ["Answer", "Budget", "Failed", "OutOfBudget", "Place", "Refused", "Reply", "Server", "Unreachable"]
 
-_BUSY = (429, 503)
 _NONE: Mapping[str, Any] = {}
-
-
-class Unreachable(ConnectionError):
-    """No OpenAI-compatible server answers at the address, so the audit cannot run."""
-
-
-class Refused(Exception):
-    """The server refused a request (4xx), perhaps because it does not support a field."""
-
-
-class Failed(Exception):
-    """The server did not answer a request properly: 5xx, no JSON, a broken connection, or a timeout."""
 
 
 class OutOfBudget(Exception):
@@ -127,23 +115,16 @@ class Server:
     ) -> None:
         if endpoint not in (choices := ("auto", "completions", "chat")):
             raise ValueError(f"endpoint {endpoint!r}; choices: {list(choices)}")
-        if "://" not in url:
-            raise Unreachable(f"{url!r} has no scheme: write 'http://{url}'")
-        self.root = url.rstrip("/").removesuffix("/v1")
+        self._client = Client(url, key, timeout)
+        self.root = self._client.root
         self.parallel, self.budget = parallel, budget or Budget()
-        limits = httpx2.Limits(max_connections=64, max_keepalive_connections=64)
-        headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        try:
-            self._http = httpx2.Client(base_url=self.root, headers=headers, timeout=timeout, limits=limits)
-        except httpx2.InvalidURL as error:
-            raise Unreachable(f"{url!r} is no address: {error}") from None
-        self.name = name or self._first_model()
+        self.name = name or str(self._client.list_models("--name")[0]["id"])
         self.chat = endpoint == "chat"
         self.partly = ""  # how many tokens of a first answer have no log-probabilities, if some have them
         self.top = self._first_answer(endpoint == "auto")
 
     def close(self) -> None:
-        self._http.close()
+        self._client.close()
 
     def ask(
         self, prompt: str, fields: Mapping[str, Any] = _NONE, *, top: bool = True, chat: bool | None = None
@@ -179,37 +160,17 @@ class Server:
 
     def fetch(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Fetch another path of the server, as JSON or as text; None if there is no such path."""
-        try:
-            answer = self._http.get(path) if body is None else self._http.post(path, json=body)
-            if answer.status_code != 200:
-                return None
-            return answer.json() if "json" in answer.headers.get("content-type", "") else answer.text
-        except (httpx2.HTTPError, ValueError):
-            return None
+        return self._client.fetch(path, body)
 
     def alive(self) -> bool:
         """Whether the server still answers a request for one token. (It may list its models even without an engine.)"""
         question = {"messages": [{"role": "user", "content": "Hello"}]} if self.chat else {"prompt": "Hello"}
         path = "/v1/chat/completions" if self.chat else "/v1/completions"
         try:
-            answer = self._http.post(path, json={"model": self.name, "max_tokens": 1, **question}, timeout=60)
+            answer = self._client.http.post(path, json={"model": self.name, "max_tokens": 1, **question}, timeout=60)
         except httpx2.HTTPError:
             return False
-        return answer.status_code < 500 or answer.status_code in _BUSY
-
-    def _first_model(self) -> str:
-        try:
-            answer = self._http.get("/v1/models")
-        except httpx2.HTTPError as error:
-            raise Unreachable(f"{self.root} does not answer: {type(error).__name__}: {error}") from None
-        try:
-            return str(answer.json()["data"][0]["id"])
-        except (ValueError, LookupError, TypeError):
-            summary = f"{self.root}/v1/models answers {answer.status_code}"
-            if answer.status_code == 404 and answer.url.path != "/v1/models":
-                raise Unreachable(f"{summary}: is the path of the URL right?") from None
-            text = answer.text if len(answer.text) <= 80 else f"{answer.text[:80]}…"
-            raise Unreachable(f"{summary} {text!r}, which names no model; name one with --name") from None
+        return answer.status_code < 500 or answer.status_code in BUSY
 
     def _first_answer(self, either: bool) -> int:
         """Find out the endpoint, and how many of the most likely tokens the server lists (0: no log-probabilities, or
@@ -232,33 +193,17 @@ class Server:
         raise Unreachable(f"{self.root} does not answer a first request: {problem}")
 
     def _send(self, path: str, body: Mapping[str, Any]) -> Reply:
-        for attempt in itertools.count():
-            self.budget.take()
-            start = time.monotonic()
-            try:
-                answer = self._http.post(path, json=body)
-            except httpx2.HTTPError as error:
-                raise Failed(f"{type(error).__name__}: {error}") from None
-            # A full server asks clients to come back. Nothing else is tried again, so that no fault is hidden.
-            if answer.status_code in _BUSY and attempt < 5:
-                time.sleep(min(2.0**attempt, 10.0))
-                continue
-            break
-        excerpt = answer.text[:300]
-        if 400 <= answer.status_code < 500:
-            raise Refused(f"{answer.status_code} {excerpt}")
-        if answer.status_code != 200:
-            raise Failed(f"{answer.status_code} {excerpt}")
+        # Only a full server is asked again, so that no fault is hidden.
+        received = self._client.post(path, body, before=self.budget.take)
+        document = received.document
         try:
-            document = answer.json()
-            if isinstance(document, dict) and document.get("error"):
-                raise Refused(f"200 with an error: {excerpt}")
             answers = tuple(_answer(choice) for choice in document["choices"])
         except (ValueError, LookupError, TypeError, AttributeError) as error:
+            excerpt = self._client.excerpt(str(document))
             raise Failed(f"the answer cannot be read ({type(error).__name__}: {error}): {excerpt}") from None
         if not answers:
-            raise Failed(f"the answer has no choices: {excerpt}")
-        return Reply(answers, document, time.monotonic() - start)
+            raise Failed(f"the answer has no choices: {self._client.excerpt(str(document))}")
+        return Reply(answers, document, received.seconds)
 
 
 def _answer(choice: Mapping[str, Any]) -> Answer:

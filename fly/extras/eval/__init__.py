@@ -6,6 +6,7 @@ from fly.extras.eval.plan import Plan
 from fly.extras.eval.replay import Replay, replay
 from fly.extras.eval.report import Report, report
 from fly.extras.eval.run import RunWriter, check_folder, decode_run, remaining, score_run, write_run
+from fly.extras.eval.served import Served
 from fly.extras.eval.task import Task, load_task, task_names
 from fly.extras.eval.timed import Setting
 
@@ -17,6 +18,7 @@ __all__ = [
     "Report",
     "Result",
     "RunWriter",
+    "Served",
     "Setting",
     "Task",
     "check_folder",

@@ -80,4 +80,4 @@ def _ways_of(records: Records, plan: WrittenPlan) -> list[WrittenWay]:
             continue
         policy, k, draft = ("exact", "0", "none") if label is None else label.group("policy", "k", "draft")
         ways[key.way] = WrittenWay(key.way, draft or plan.drafts[0], int(k), policy, record["guarantee"])
-    return sorted(ways.values(), key=lambda way: way.k > 0)  # the target alone comes first
+    return sorted(ways.values(), key=lambda way: way.drafts)  # the target alone comes first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ class Prediction:
     predicted: Replay
     exact: Replay  # the replay of exact speculation with the same drafts
     measured: Estimate  # tokens per round in the run
-    relaxed: float  # share of relaxed tokens in the run
+    relaxed: float | None  # share of relaxed tokens in the run; None if a server did not tell it
     problems: int
 
     @property
@@ -68,12 +69,12 @@ def compare_with_run(
     """
     before, run = Archive.read(recorded), Archive.read(measured)
     ways = {way.label: way for way in run.ways}
-    sums: dict[tuple[str, str], dict[str, list[int]]] = {}
+    sums: dict[tuple[str, str], dict[str, list[float]]] = {}
     for key, record in run.records.completions.items():
-        if key.temperature == 0 and key.way in ways and ways[key.way].k:
+        if key.temperature == 0 and key.way in ways and ways[key.way].drafts:
             sum_ = sums.setdefault((key.task, key.way), {}).setdefault(key.problem, [0, 0, 0])
             for i, name in enumerate(("emitted", "rounds", "relaxed")):
-                sum_[i] += record[name]
+                sum_[i] += record.get(name, math.nan)  # which a server did not tell
     comparison = Comparison([], [], [*_other_settings(before, run), *_other_texts(before, run)])
     drafts: dict[tuple[str, str], list[str]] = {}
     for (task, label), problems in sums.items():
@@ -92,10 +93,10 @@ def compare_with_run(
 
 
 def _predict(
-    blocks: Mapping[tuple[str, str], Blocks], task: str, way: WrittenWay, run: Archive, problems: dict[str, list[int]]
+    blocks: Mapping[tuple[str, str], Blocks], task: str, way: WrittenWay, run: Archive, problems: dict[str, list[float]]
 ) -> tuple[Prediction, str]:
     """Compare a way of a measured run with the replay of its rule. ``problems`` has the tokens emitted, the rounds and
-    the relaxed tokens of each problem. Also returns the recorded draft and its k.
+    the relaxed tokens of each problem, NaN where they are unknown. Also returns the recorded draft and its k.
 
     Raises ``ValueError`` (``Unknown`` if the recording lacks what the rule needs), which says why it cannot be
     compared.
@@ -103,6 +104,8 @@ def _predict(
     of_task = [recorded_blocks for (recorded, _), recorded_blocks in blocks.items() if recorded == task]
     if not of_task:
         raise ValueError("nothing was recorded of this task")
+    if any(map(math.isnan, (value for sums in problems.values() for value in sums[:2]))):
+        raise ValueError("the server did not say how many drafted tokens it accepted")
     rule = run.rule(way)
     candidates = [
         (recorded_blocks, *limits)
@@ -119,7 +122,7 @@ def _predict(
     part = recorded_blocks.of(shared)
     emitted, rounds, relaxed = ([problems[p][i] for p in shared] for i in range(3))
     predicted, exact = (part.replay(each, k, confidence, reach) for each in (rule, Exact()))
-    share = sum(relaxed) / max(sum(emitted), 1)
+    share = None if any(map(math.isnan, relaxed)) else sum(relaxed) / max(sum(emitted), 1)
     measured = bootstrap_ratio([emitted], [rounds])
     return Prediction(task, way.label, predicted, exact, measured, share, len(shared)), _drafted(recorded_blocks)
 
@@ -134,6 +137,8 @@ def _other_settings(recorded: Archive, measured: Archive) -> list[str]:
     names = ("model", "max_tokens", "dtype", "device", "kernels", "deterministic")
     values = [(name, getattr(recorded.plan, name), getattr(measured.plan, name)) for name in names]
     lines = [f"{name}: {before!r} recorded, {now!r} measured" for name, before, now in values if before != now]
+    if measured.plan.server is not None:
+        lines.append("tokens per round: all rounds recorded, those with a draft measured, since a server counts these")
     if 0.0 not in measured.plan.temperatures:  # nothing else is recorded
         lines.append(f"temperature: 0 recorded, {', '.join(map(str, measured.plan.temperatures))} measured")
     return lines
@@ -145,7 +150,8 @@ def _other_texts(recorded: Archive, measured: Archive) -> list[str]:
     before, now = ({k: r for k, r in run.records.completions.items() if _alone(k)} for run in (recorded, measured))
     lines = []
     for task in dict.fromkeys(key.task for key in before):
-        pairs = [(before[key]["token_ids"], now[key]["token_ids"]) for key in before if key.task == task and key in now]
+        keys = [key for key in before if key.task == task and "token_ids" in now.get(key, ())]
+        pairs = [(before[key]["token_ids"], now[key]["token_ids"]) for key in keys]
         unlike = sum(a[: len(b)] != b[: len(a)] for a, b in pairs)
         if unlike:
             lines.append(f"{task}: the target alone wrote other texts for {unlike} of the {len(pairs)} prompts of both")
@@ -162,7 +168,7 @@ def _alone(key: Key) -> bool:
 def _limits(known: Blocks, way: WrittenWay, rule: AcceptancePolicy) -> tuple[int, float, float] | None:
     """Return the length, confidence and reach with which a replay makes a way's drafts; None if it cannot make them."""
     about = known.recordings[0].about
-    if way.k > about["k"]:
+    if way.k is None or way.k > about["k"]:
         return None
     recorded_drafter, drafter = _drafter(about["draft"]), _drafter(way.draft)
     lossless = rule.guarantee is Guarantee.LOSSLESS

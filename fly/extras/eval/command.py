@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,10 +14,11 @@ from rich.markup import escape
 from rich.text import Text
 
 from fly.bundled import BUNDLED
-from fly.cli.options import GRID, LOADING, RANKS, Json, Rules, option, output, takes
+from fly.cli.options import GRID, LOADING, RANKS, Json, Rules, number, option, output, takes
 from fly.cli.run import alone, command, grid_of, memory_of, options_of, ranks_of, refuse_idle, typed_in
 from fly.cli.show import console, narrow, note, print_list, progress, table, tell, write_json
 from fly.errors import suggest
+from fly.extras.client import Client
 from fly.extras.eval.costs import Costs
 from fly.extras.eval.plan import Plan
 from fly.extras.eval.records import read_records
@@ -24,6 +26,7 @@ from fly.extras.eval.render import as_html, as_json, as_markdown, columns, legen
 from fly.extras.eval.report import Report, report
 from fly.extras.eval.run import check_folder, decode_run, remaining, score_run, write_run
 from fly.extras.eval.scorers import Programs
+from fly.extras.eval.served import Served
 from fly.extras.eval.task import Task, load_task, task_names
 from fly.llm import LLM
 
@@ -120,20 +123,35 @@ _PLANNED = {
         list[str], "A task ('fly tasks'), NAME=PATH with its data, or your .yaml file; repeatable. Default: "
         "bundled-middle.", "--task",
     ),
+    "server": option(
+        str, "Ask this OpenAI-compatible server, which takes a rule by request, and load no model: "
+        "http://127.0.0.1:8000. Its key is read from $OPENAI_API_KEY.", metavar="URL",
+    ),
+    "rule_field": option(
+        str, "Where its requests name the rule: speculation.policy (fly), vllm_xargs.fly, custom_params.fly (SGLang). "
+        "Default: as the server's list of models tells.",
+    ),
     "policies": (Rules, None),
     "drafts": option(list[str], "A draft; repeatable. Default: fly-draft, or ngram for other models.", "--draft"),
     "k": option(list[int], "The most tokens drafted in a round; repeatable. Default: 15.", min=1),
     "temperatures": option(list[float], "Temperature; repeatable. Default: 0.", "--temperature", min=0),
     "seeds": option(list[int], "Seed of sampling, above temperature 0; repeatable. Default: 0.", "--seed"),
     "max_tokens": option(int, "The most tokens of an answer. Default: the task's own limit.", min=1),
-    "together": option(int, "Problems decoded at a time. Default: 1.", min=1),
+    "together": option(int, "Problems decoded at a time, by a server too. Default: 1.", min=1),
     "run_code": option(bool, "Run programs that models wrote, in the sandbox.", "--run-code"),
     "record": option(bool, "Keep the blocks of exact speculation, for 'fly replay'.", "--record"),
 }  # fmt: skip
 
 
+# Options of how a server is asked.
+_ASKED = {
+    "timeout": (Annotated[float, number(1, help="The most seconds for one answer of the server.")], 600.0),
+    "no_probe": option(bool, "Do not test that the server refuses an invalid rule.", "--no-probe", default=False),
+}
+
+
 @command
-@takes(_PLANNED, LOADING, GRID, RANKS)
+@takes(_PLANNED, _ASKED, LOADING, GRID, RANKS)
 def evaluate(
     context: typer.Context,
     plan: Annotated[
@@ -160,8 +178,7 @@ def evaluate(
     limit, limits = _limits(problems or [])
     fields = None if plan is None else Plan.read(plan)
     settings = {name: value for name, value in options_of(context, _PLANNED).items() if value}
-    of_model = options_of(context, [name for name in LOADING if plan is None or typed_in(context, name)])
-    settings |= {name: value for name, value in of_model.items() if value is not None}
+    settings |= options_of(context, [name for name in LOADING if typed_in(context, name)])
     if limit or plan is None:
         settings["limit"] = limit or 48
 
@@ -169,13 +186,20 @@ def evaluate(
         return "" if fields is None or (place and place[0] in settings) else fields.where(place)
 
     full_plan = _limited(Plan.of({**(fields or {}), **settings}, where), limits, where)
+    if full_plan.server is None:
+        refuse_idle(context, _ASKED, "without --server")
+    else:
+        refuse_idle(context, (*GRID, *RANKS), "with --server")
     # The run.
     if out is None and plan is not None and plan.is_dir():
         out = plan
     if context.params["ray"] is not None:
         refuse_idle(context, ("ranks_",), "with --ray")
-    with ranks_of(context) as ranks, _folder(out, ranks) as folder:
-        results = run_plan(full_plan, folder, ranks, grid_of(**options_of(context, GRID), ranks=ranks))
+    with ranks_of(context) as ranks, _folder(out, ranks) as folder, _server_of(context, full_plan.server) as server:
+        grid = grid_of(**options_of(context, GRID), ranks=ranks)
+        if server is not None:
+            full_plan = server.settle(full_plan)
+        results = run_plan(full_plan, folder, ranks, grid, server)
         if ranks is None or ranks.leads:
             show_report(results)
             write_json(json_, as_json(results))
@@ -201,11 +225,11 @@ def _limited(plan: Plan, limits: dict[str, int], where: Callable[[tuple[str | in
     """Return the plan with the numbers of problems for named tasks. Raises ``ValueError`` for a task that it lacks, and
     for one that cannot be loaded; ``where`` tells where the latter is named."""
     names = []
-    for number, planned in enumerate(plan.tasks):
+    for at, planned in enumerate(plan.tasks):
         try:
             names.append(planned.load().name)
         except ValueError as error:
-            place = "tasks", number, *getattr(error, "place", ())
+            place = "tasks", at, *getattr(error, "place", ())
             raise ValueError(f"{where(place)}{error}") from error
     if unknown := next((name for name in limits if name not in names), None):
         raise ValueError(f"--problems {unknown}={limits[unknown]}: there is no such task{suggest(unknown, names)}")
@@ -224,8 +248,22 @@ def _folder(out: Path | None, ranks: Any) -> Iterator[Path]:
         yield Path(folder if ranks is None else ranks.share(folder if ranks.leads else None))
 
 
-def run_plan(plan: Plan, folder: Path, ranks: Any = None, grid: Any = None) -> Report:
-    """Decode the rest of a run, score it, and make the report. ``grid``: the actors that decode; None for none."""
+@contextmanager
+def _server_of(context: typer.Context, url: str | None) -> Iterator[Served | None]:
+    """Yield the server of a run; None for a run that loads its models."""
+    if url is None:
+        yield None
+        return
+    client = Client(url, os.environ.get("OPENAI_API_KEY") or None, context.params["timeout"])
+    try:
+        yield Served(client, probe=not context.params["no_probe"])
+    finally:
+        client.close()
+
+
+def run_plan(plan: Plan, folder: Path, ranks: Any = None, grid: Any = None, server: Served | None = None) -> Report:
+    """Decode the rest of a run, score it, and make the report. ``grid``: the actors that decode, and ``server``: the
+    server that does; None for none."""
     leads = ranks is None or ranks.leads
     if leads:
         check_folder(plan, folder)
@@ -240,7 +278,8 @@ def run_plan(plan: Plan, folder: Path, ranks: Any = None, grid: Any = None) -> R
     if todo:
         if ranks is not None:
             memory_of(ranks)
-        if leads and plan.model not in BUNDLED and not console.is_terminal:  # loading may take a minute
+        loads = leads and server is None and plan.model not in BUNDLED
+        if loads and not console.is_terminal:  # loading may take a minute
             tell(f"loading {plan.model}")
         with progress(decoded + len(todo), "decoding", decoded) as step:
 
@@ -248,10 +287,10 @@ def run_plan(plan: Plan, folder: Path, ranks: Any = None, grid: Any = None) -> R
                 suffix = f" · {grid.status}" if grid else ""
                 step(f"{record['task']} {record['problem']}, {record['way']}: {record['generated']} tokens{suffix}")
 
-            if grid is None:
+            if (source := grid or server) is None:
                 decode_run(plan, folder, todo, records, advance, ranks)
             else:
-                write_run(folder, records, grid.decode(plan, todo, records.texts), advance)
+                write_run(folder, records, source.decode(plan, todo, records.texts), advance)
         if grid is not None and grid.lost:
             tell(f"Ray: {grid.status}; others went on with what they left")
     if leads:

@@ -22,7 +22,9 @@ class Costs:
 
 def measured_costs(speculative: Sequence[Record], autoregressive: Sequence[Record]) -> Costs | None:
     """Compute the costs from the records of exact speculation and of autoregressive decoding. Return None if one of
-    the two decoded nothing."""
+    the two decoded nothing, or a server made them, which does not tell the time of its models."""
+    if any("target" not in record["seconds"] for record in (*speculative, *autoregressive)):
+        return None
 
     def total(records: Sequence[Record], name: str) -> float:
         return sum(record[name] if name in record else record["seconds"][name] for record in records)

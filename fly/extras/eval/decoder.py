@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,9 +63,8 @@ class Decoder:
         Raises ``ValueError`` naming a problem that cannot be decoded, such as a prompt that is too long.
         """
         texts = dict(texts)
-        # Turns that are decoded together differ in nothing but the problem.
-        for _, group in groupby(turns, lambda turn: (turn.number // self.plan.together, turn.key._replace(problem=""))):
-            for turn, finished in self._decode_together(list(group), texts):
+        for group in self.plan.together_of(turns):
+            for turn, finished in self._decode_together(group, texts):
                 texts[turn.key] = finished.record["text"]
                 yield finished
 
@@ -76,8 +74,7 @@ class Decoder:
         task = turns[0].task
         setting = self._settings[key.way]
         llm = setting.llm
-        before = [[texts[turn.key._replace(turn=n)] for n in range(key.turn)] for turn in turns]
-        prompts = [task.prompt_ids(llm, turn.problem, answers) for turn, answers in zip(turns, before)]
+        prompts = [task.prompt_ids(llm, turn.problem, turn.earlier(texts)) for turn in turns]
         shared = SamplingParams(
             temperature=key.temperature,
             top_p=plan.top_p,
@@ -107,6 +104,7 @@ class Decoder:
             return Finished(record, self.environment, None)
         record["blocks"] = f"blocks/{hashlib.sha256(repr(turn.key).encode()).hexdigest()[:16]}.safetensors"
         runner = llm.engine.runner
+        assert turn.way.k is not None  # only a server's is unknown
         about = {
             **turn.key._asdict(),
             "k": turn.way.k,
@@ -128,6 +126,7 @@ def _load_settings(plan: Plan, ways: Iterable[Way], ranks: Any) -> dict[str, Set
     models = {"none": target}
     settings = {}
     for way in dict.fromkeys(ways):
+        assert way.k is not None  # only a server's is unknown
         if way.draft not in models:
             models[way.draft] = LLM(target, way.draft, ranks=ranks, **options)  # a draft's kernels follow the target's
         settings[way.label] = Setting(way.label, models[way.draft], way.k, way.policy)
@@ -166,15 +165,10 @@ def _record(turn: Turn, done: Completion, llm: LLM) -> dict[str, Any]:
     """Return the record of a completion. ``why`` has one letter per token (m: match, r: relaxed, c: correction, b:
     bonus), and ``ends`` says where each token's text ends. ``excused`` has, for each relaxed token, its place, the
     clause, and the token that the target would have chosen, as id and as text."""
-    key, output = turn.key, done.output
+    output = done.output
     seconds = asdict(done.times)
     return {
-        "kind": "completion",
-        **key._asdict(),
-        "number": turn.number,
-        "group": turn.problem.group,
-        "turns": len(turn.problem.turns),
-        **({"asked": turn.problem.turns[key.turn]} if key.way == AUTOREGRESSIVE else {}),
+        **turn.facts(AUTOREGRESSIVE),
         "text": output.text,
         "token_ids": output.token_ids,
         "why": "".join(_LETTERS[token.why] for token in output.provenance),
@@ -194,7 +188,6 @@ def _record(turn: Turn, done: Completion, llm: LLM) -> dict[str, Any]:
         "drafting": llm.computed[1:] if turn.way.k else [],  # kernels and dtype of each model that drafts
         "judged": seconds.pop("judged"),
         "seconds": seconds,
-        "row_seed": turn.row_seed,
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -33,9 +33,23 @@ from fly.extras.eval.task import Problem, Task, load_task
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.policies.registry import load_policy
 
-__all__ = ["AUTOREGRESSIVE", "Asked", "Plan", "Turn", "Way", "WrittenPlan", "WrittenWay"]
+__all__ = [
+    "AUTOREGRESSIVE",
+    "FLY_FIELD",
+    "SERVERS_OWN",
+    "Asked",
+    "Plan",
+    "RuleField",
+    "Turn",
+    "Way",
+    "WrittenPlan",
+    "WrittenWay",
+]
 
 AUTOREGRESSIVE = "autoregressive"
+FLY_FIELD: Literal["speculation.policy"] = "speculation.policy"
+RuleField = Literal["speculation.policy", "vllm_xargs.fly", "custom_params.fly"]
+SERVERS_OWN = "server's own"  # the draft of a server that takes none by request
 
 
 @dataclass(frozen=True)
@@ -44,7 +58,7 @@ class Way:
 
     label: str
     draft: str  # a text of ``fly.drafts.parse_draft``; "none" for autoregressive decoding
-    k: int
+    k: int | None  # None for that of a server, which does not tell it
     policy: AcceptancePolicy
 
     @property
@@ -64,14 +78,19 @@ class WrittenWay:
 
     label: str
     draft: str
-    k: int
+    k: int | None
     policy: str
     guarantee: str
 
     @property
+    def drafts(self) -> bool:
+        """Whether anything is drafted."""
+        return self.draft != "none"
+
+    @property
     def exact(self) -> bool:
         """Whether this is exact speculation, with which the other ways are compared."""
-        return self.k > 0 and self.policy == str(Exact())
+        return self.drafts and self.policy == str(Exact())
 
 
 @dataclass(frozen=True)
@@ -89,6 +108,24 @@ class Turn:
         """The seed of the completion, which is the same for every way."""
         text = f"{self.key.task}/{self.key.problem}/{self.key.turn}/{self.key.seed}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+    def earlier(self, texts: Mapping[Key, str]) -> list[str]:
+        """Return the answers to the earlier turns of the conversation."""
+        return [texts[self.key._replace(turn=turn)] for turn in range(self.key.turn)]
+
+    def facts(self, reference: str) -> dict[str, Any]:
+        """Return the fields of a record that are known before the completion. The way ``reference`` says what was
+        asked."""
+        return {
+            "kind": "completion",
+            **self.key._asdict(),
+            "number": self.number,
+            "group": self.problem.group,
+            "turns": len(self.problem.turns),
+            **({"asked": self.problem.turns[self.key.turn]} if self.key.way == reference else {}),
+            "guarantee": self.way.policy.guarantee.value,
+            "row_seed": self.row_seed,
+        }
 
 
 def _parsed(text: str) -> AcceptancePolicy:
@@ -162,6 +199,11 @@ class Plan(BaseModel):
       see ``fly.expressions.grid``);
     - the single ways of ``settings``, each together with exact speculation with the same draft and length.
 
+    With ``server``, an OpenAI-compatible server makes the completions, and ``model`` is the name of its model. The rule
+    of each request stands in its field ``rule_field``. Without them, what the server lists decides. Only fly's own
+    servers can decode autoregressively and take ``drafts`` and ``k`` by request; by default these are the server's own.
+    The first way of other servers is exact speculation.
+
     Each way runs at every temperature with every seed. ``limit`` is the number of problems of each task, unless the
     task has its own ``limit``. ``max_tokens`` replaces the tasks' own limits. ``together`` is the number of problems
     decoded at a time. ``record`` keeps the blocks of exact speculation at temperature 0 for ``fly replay``.
@@ -169,9 +211,11 @@ class Plan(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str = "fly-target"
+    model: str = BUNDLED[0]
+    server: str | None = None
+    rule_field: RuleField | None = None
     drafts: _Several[_Draft] = ()
-    k: _Several[Annotated[int, Field(ge=1)]] = (15,)
+    k: _Several[Annotated[int, Field(ge=1)] | None] = (15,)
     policies: Annotated[tuple[_Rule, ...], BeforeValidator(_spread)] = ()
     settings: tuple[_Extra, ...] = ()
     temperatures: _Several[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = (0.0,)
@@ -193,11 +237,42 @@ class Plan(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _default_draft(cls, values: Any) -> Any:
-        """Fill in the default draft: fly-draft for fly-target, and prompt lookup for other models."""
-        if not isinstance(values, dict) or values.get("drafts") is not None:
+        """Fill in the default draft: fly-draft for fly-target, and prompt lookup for other models. The defaults of a
+        server are its own."""
+        if not isinstance(values, dict):
+            return values
+        if values.get("server") is not None:
+            given_values = {name: value for name, value in values.items() if value is not None}
+            return {"model": "", "k": (None,), "drafts": (SERVERS_OWN,), **given_values}
+        if values.get("drafts") is not None:
             return values
         usual = usual_draft(values.get("model", BUNDLED[0]))
         return values | {"drafts": (usual if usual != "none" else "ngram",)}
+
+    @model_validator(mode="after")
+    def _suits_the_server(self) -> Plan:
+        if self.server is None:
+            if self.rule_field is not None:
+                raise PlacedError(f"rule_field: {self.rule_field!r} does nothing without a server", "rule_field")
+            if None in self.k:
+                raise PlacedError("k: a number of tokens is missing", "k")
+            return self
+        for name in ("record", "dtype", "device", "kernels", "deterministic", "cache"):
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                raise PlacedError(f"{name}: {value!r} does nothing with a server, which loads its models itself", name)
+        if self.rule_field not in (None, FLY_FIELD):
+            chosen = {
+                "drafts": self.drafts != (SERVERS_OWN,),
+                "k": self.k != (None,),
+                "settings": any(each.draft or each.k for each in self.settings),
+            }
+            for field in (field for field, is_chosen in chosen.items() if is_chosen):
+                raise PlacedError(
+                    f"{field}: requests choose drafts and k on fly's server alone ({FLY_FIELD}); an engine drafts as "
+                    "it was started",
+                    field,
+                )
+        return self
 
     @model_validator(mode="after")
     def _can_be_recorded(self) -> Plan:
@@ -229,18 +304,26 @@ class Plan(BaseModel):
 
     @property
     def ways(self) -> list[Way]:
-        """Every way to decode: first autoregressive decoding; then, for each draft and length, exact speculation before
-        the others."""
+        """Every way to decode: first autoregressive decoding, where it can be asked for; then, for each draft and
+        length, exact speculation before the others. The others are compared with the first."""
         rules = [Exact(), *map(_parsed, self.policies)]
         combinations = list(product(self.drafts, self.k, rules))
         for extra in self.settings:
             draft, k = extra.draft or self.drafts[0], extra.k or self.k[0]
             combinations += [(draft, k, Exact()), (draft, k, _parsed(extra.policy))]
         several = len({draft for draft, _, _ in combinations}) > 1
-        ways = [Way(AUTOREGRESSIVE, "none", 0, Exact())]
+        ways = []
+        if self.server is None or self.rule_field == FLY_FIELD:
+            ways.append(Way(AUTOREGRESSIVE, "none", 0, Exact()))
         for draft, k, rule in dict.fromkeys(combinations):
-            ways.append(Way(f"{rule} k{k}" + (f" {draft}" if several else ""), draft, k, rule))
+            label = str(rule) + (f" k{k}" if k else "") + (f" {draft}" if several else "")
+            ways.append(Way(label, draft, k, rule))
         return ways
+
+    def together_of(self, turns: Iterable[Turn]) -> Iterator[list[Turn]]:
+        """Yield the completions that are decoded together, which differ in nothing but the problem."""
+        for _, group in groupby(turns, lambda turn: (turn.number // self.together, turn.key._replace(problem=""))):
+            yield list(group)
 
     def loaded_tasks(self) -> dict[str, tuple[Task, int]]:
         """Return the tasks by name, each with the number of problems to decode.

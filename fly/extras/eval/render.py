@@ -25,22 +25,24 @@ __all__ = ["as_html", "as_json", "as_markdown", "columns", "legend", "write_spec
 Cells = Mapping[str, Callable[[Row], str]]
 _NONE = "–"
 
-# What the headings mean that do not say it themselves.
+# What the headings mean that do not say it themselves. ``{reference}`` is what the ways are compared with.
 _MEANINGS = {
-    "over AR": "AR: the target alone · over AR, over exact: speed beside it, or beside the fastest exact speculation ★",
+    "request": "request: mean seconds from a request to its answer",
+    "over AR": "AR: the target alone · over AR: speed beside it",
+    "over exact": "over exact: speed beside the fastest exact speculation ★",
     "at no cost": "at no cost: over AR if decisions took no time",
     "τ": "τ: tokens for each forward of the target",
     "kept": "kept: share of drafted tokens that are emitted",
     "gate": "gate: share of mismatches at which the target was undecided (–: no entropy gate, or it was not asked)",
     "Python": "Python: share of rounds decided in Python",
-    "recovery": "recovery: share right beside AR's",
-    "lost, won": "lost, won: problems that AR, or this way, answers right more often",
+    "recovery": "recovery: share right beside {reference}'s",
+    "lost, won": "lost, won: problems that {reference}, or this way, answers right more often",
     "p": "p: the chance of that by luck alone",
     "relaxed": "relaxed: share of tokens kept though the exact rule rejects them",
-    "same": "same: answers equal to AR's",
+    "same": "same: answers equal to {reference}'s",
     "cut": "cut: answers that ended at the limit of tokens",
     "first": "first: median place of the first other token",
-    "length": "length: tokens beside AR's",
+    "length": "length: tokens beside {reference}'s",
     "place in the draft": "place in the draft: how often it is kept, in drafts that long",
 }
 
@@ -48,7 +50,11 @@ _MEANINGS = {
 def legend(tables: Sequence[Table]) -> str:
     """Explain the columns of these tables."""
     headings = {heading for table in tables for cells in columns(table).values() for heading in cells}
-    meanings = (meaning for heading, meaning in _MEANINGS.items() if heading in headings)
+    names = {"AR" if table.reference == AUTOREGRESSIVE else table.reference for table in tables}
+    reference = " or ".join(sorted(names))
+    meanings = (
+        meaning.replace("{reference}", reference) for heading, meaning in _MEANINGS.items() if heading in headings
+    )
     return f"{' · '.join(meanings)} · after or below values: intervals of 95 %"
 
 
@@ -76,8 +82,8 @@ def columns(table: Table) -> dict[str, Cells]:
     def name(row: Row) -> str:
         return f"{row.way} ★" if row.way == table.best_exact else row.way
 
-    def unless_ar(cell: Callable[[Row], str]) -> Callable[[Row], str]:
-        return lambda row: _NONE if row.way == AUTOREGRESSIVE else cell(row)
+    def unless_reference(cell: Callable[[Row], str]) -> Callable[[Row], str]:
+        return lambda row: _NONE if row.way == table.reference else cell(row)
 
     def marked(row: Row) -> str:
         return _with_interval(row.over_exact).replace("×", "×†", int(row in table.other_stops))
@@ -85,10 +91,11 @@ def columns(table: Table) -> dict[str, Cells]:
     speed: Cells = {
         "decoding": name,
         "tok/s": lambda row: _NONE if row.recorded else f"{row.speed:,.{int(row.speed < 100)}f}",
-        "over AR": unless_ar(lambda row: _with_interval(row.over_ar)),
+        "request": lambda row: _NONE if row.latency is None else f"{row.latency:.3g} s",
+        "over AR": unless_reference(lambda row: _with_interval(row.over_ar)),
         "over exact": lambda row: "1" if row.way == table.best_exact else marked(row),
         "at no cost": lambda row: _times(row.neutral),
-        "τ": lambda row: f"{row.tau:.2f}",
+        "τ": lambda row: _NONE if row.tau is None else f"{row.tau:.2f}",
         "kept": lambda row: _share(row.kept),
         "gate": lambda row: _share(row.gate),
         "Python": lambda row: _share(row.python),
@@ -97,14 +104,14 @@ def columns(table: Table) -> dict[str, Cells]:
     answers: Cells = {
         "decoding": name,
         right: lambda row: _with_interval(row.accuracy, percent=True),
-        over: unless_ar(lambda row: _with_interval(row.still if table.refusals else row.recovery, percent=True)),
-        "lost, won": unless_ar(lambda row: _NONE if row.p is None else f"{row.lost}, {row.won}"),
+        over: unless_reference(lambda row: _with_interval(row.still if table.refusals else row.recovery, percent=True)),
+        "lost, won": unless_reference(lambda row: _NONE if row.p is None else f"{row.lost}, {row.won}"),
         "p": lambda row: _NONE if row.p is None else f"{row.p:.2g}",
-        "relaxed": lambda row: _share(row.relaxed) if row.k else _NONE,
+        "relaxed": lambda row: _NONE if row.way == AUTOREGRESSIVE else _share(row.relaxed),
         "same": lambda row: _share(row.same),
         "cut": lambda row: _share(row.cut / row.completions),
         "first": lambda row: _NONE if row.diverges is None else f"{row.diverges:g}",
-        "length": unless_ar(lambda row: _with_interval(row.length)),
+        "length": unless_reference(lambda row: _with_interval(row.length)),
     }
     longest = max(len(row.curve) for row in table.rows)
     places: Cells = {
@@ -112,7 +119,9 @@ def columns(table: Table) -> dict[str, Cells]:
         **{str(at): _kept_at(at) for at in sorted({*(1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 40), longest}) if at <= longest},
     }
     parts = {"Speed": speed, "Answers": answers, "How often a drafted token was kept": places if longest else {}}
-    noted_headings = {"over AR", "over exact", *([over] if table.rows[0].accuracy else [])}
+    noted_headings = {"over exact", *([over] if table.rows[0].accuracy else [])}
+    if table.reference == AUTOREGRESSIVE:
+        noted_headings.add("over AR")
     part_cells = {
         part: {
             heading: cell
@@ -150,6 +159,11 @@ def _plain(text: str) -> str:
 
 def _described(facts: Mapping[str, Any]) -> str:
     """Describe in one line the software and hardware that made records."""
+    if "server" in facts:
+        return (
+            f"{facts['model']} at {facts['server']} ({facts['software']}), rules in {facts['rule_field']}; asked by "
+            f"fly {facts['fly']}, Python {facts['python']}"
+        )
     drafts = [f"; draft {name}, kernels {k}" if k else f"; draft {name}" for name, k in facts["drafts"].items()]
     return (
         f"{facts['model']} on {facts['machine']} ({facts['threads']} threads, {facts['device']}), {facts['dtype']}, "
@@ -193,10 +207,12 @@ def as_html(found: Report, title: str) -> str:
     with_plots = has_plots()
     for table in found.tables:
         coloured_rows = [(row, COLOURS[number % len(COLOURS)]) for number, row in enumerate(table.rows)]
+        beside = "autoregression" if table.reference == AUTOREGRESSIVE else "exact speculation"
+        speeds = [row.over_ar if table.reference == AUTOREGRESSIVE else row.over_exact for row in table.rows]
         points = [
-            Point(row.way, colour, row.over_ar, row.recovery or Estimate(1.0, 1.0, 1.0))
-            for row, colour in coloured_rows
-            if row.over_ar is not None and (row.recovery is not None or row.way == AUTOREGRESSIVE)
+            Point(row.way, colour, speed, row.recovery or Estimate(1.0, 1.0, 1.0))
+            for (row, colour), speed in zip(coloured_rows, speeds)
+            if speed is not None and (row.recovery is not None or row.way == table.reference)
         ]
         accepted_curves = [
             Curve(row.way, colour, list(enumerate(row.curve, 1))) for row, colour in coloured_rows if row.curve
@@ -205,9 +221,7 @@ def as_html(found: Report, title: str) -> str:
             {
                 "table": table,
                 "parts": columns(table),
-                "pareto": pareto(points, "speed over autoregression", "recovery")
-                if with_plots and len(points) > 1
-                else "",
+                "pareto": pareto(points, f"speed over {beside}", "recovery") if with_plots and len(points) > 1 else "",
                 "curves": curves(accepted_curves, "place in the draft", "accepted", (0.0, 1.0))
                 if with_plots and accepted_curves
                 else "",
@@ -227,8 +241,10 @@ def as_html(found: Report, title: str) -> str:
 
 def write_spec_bench(folder: Path, into: Path) -> list[Path]:
     """Write the answers of a run in the form that Spec-Bench's own scripts read: a file of JSON lines for each way,
-    task and temperature. Returns the files. Raises ``ValueError`` if the folder is no run."""
+    task and temperature. Returns the files. Raises ``ValueError`` if the folder is no run, or one of a server."""
     run = Archive.read(folder)
+    if run.plan.server is not None:
+        raise ValueError(f"{str(folder)!r} was asked of a server, which does not tell the steps that Spec-Bench counts")
     files_: dict[tuple[str, str, float], dict[str, dict[int, list[dict[str, Any]]]]] = {}
     for key, record in sorted(run.records.completions.items()):
         questions = files_.setdefault((key.way, key.task, key.temperature), {})

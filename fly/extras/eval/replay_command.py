@@ -238,13 +238,17 @@ def _kept_at(place: int) -> Callable[[Replay], str]:
     return lambda each: f"{each.curve[place - 1]:.0%}" if len(each.curve) >= place else "–"
 
 
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
 def _show_beside(title: str, compared: Comparison) -> None:
     columns: dict[str, Callable[[Prediction], str]] = {
         "predicted τ": lambda each: _interval(each.predicted.tau),
         "measured": lambda each: _interval(each.measured),
         "off": lambda each: f"{each.off:+.1%}",
         "τ unchanged": lambda each: f"{each.unchanged:+.1%}",
-        "relaxed": lambda each: f"{each.predicted.relaxed:.1%}, {each.relaxed:.1%}",
+        "relaxed": lambda each: f"{each.predicted.relaxed:.1%}, {_share(each.relaxed)}",
     }
     predictions = compared.predictions
     problems = f" · {max(each.problems for each in predictions)} problems" if predictions else ""

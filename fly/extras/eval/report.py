@@ -1,5 +1,5 @@
 """Reports compare each way to decode with autoregressive decoding and with the fastest exact speculation, on the same
-problems.
+problems. A server that cannot be asked for autoregressive decoding has exact speculation in its place.
 
 A report is computed from the folder of a run; no model is loaded.
 """
@@ -27,37 +27,39 @@ Record = dict[str, Any]
 
 @dataclass
 class Row:
-    """One way on one task. Estimates have intervals of 95 %; None stands for unknown."""
+    """One way on one task, beside the table's ``reference``: autoregressive decoding (AR) where a run has it, otherwise
+    exact speculation. Estimates have intervals of 95 %; None stands for unknown."""
 
     way: str
     policy: str
     guarantee: str
-    k: int
+    k: int | None
     problems: int
     completions: int
     tokens: int
     seconds: float
-    tau: float
+    latency: float | None  # mean seconds from a request to its answer; None if no server was asked
+    tau: float | None
     kept: float | None  # share of drafted tokens that were emitted
-    relaxed: float  # share of emitted tokens that were relaxed
+    relaxed: float | None  # share of emitted tokens that were relaxed
     python: float | None  # share of rounds that were decided in Python
     recorded: bool  # whether its blocks were recorded; rounds are then taken one by one
     cut: int  # completions that ended at the limit of tokens
     reach: float | None  # drafts stop below this chance of being kept (``fly.drafts.stops``)
     accuracy: Estimate | None = None
-    recovery: Estimate | None = None  # accuracy relative to autoregressive decoding (AR)
-    lost: int = 0  # problems that AR answers right more often
+    recovery: Estimate | None = None  # accuracy relative to the reference
+    lost: int = 0  # problems that the reference answers right more often
     won: int = 0  # problems that this way answers right more often
     unread: int = 0  # scored answers in which the scorer found nothing to compare, such as a number
     p: float | None = None
-    still: Estimate | None = None  # of the problems that AR answers right, the share that this way answers right
+    still: Estimate | None = None  # of the problems that the reference answers right, the share that it does
     over_ar: Estimate | None = None  # tokens per second, relative to AR
     over_exact: Estimate | None = None
     neutral: float | None = None  # speed relative to AR if decisions took no time
     costs: Costs | None = None
-    same: float | None = None  # share of completions equal to AR's, at temperature 0
+    same: float | None = None  # share of completions equal to the reference's, at temperature 0
     diverges: float | None = None  # median index of the first different token, among the other completions
-    length: Estimate | None = None  # number of tokens, relative to AR
+    length: Estimate | None = None  # number of tokens, relative to the reference
     curve: list[float] = field(default_factory=list)  # for each token of a draft, the share of drafts kept up to it
     gates: dict[str, list[int]] = field(default_factory=dict)  # by clause: mismatches it judged, and for which it held
 
@@ -97,6 +99,7 @@ class Table:
     unscored: int
     scorer: str  # its kind
     refusals: bool  # whether a right answer is a refusal
+    reference: str  # the label of the way that the others are compared with
     best_exact: str | None  # the label of the fastest exact speculation; None if all were recorded
     cases: list[Case]
     together: int  # problems decoded at a time
@@ -155,7 +158,7 @@ def report(folders: Sequence[Path], by_group: bool = False, cases: int = 6, cost
 def _drafts(run: Archive, environment: str) -> dict[str, str]:
     """Return the drafts of an environment, each with the kernels of its models. They are "" for a draft without a
     model, and for records that do not name them."""
-    drafts = {way.label: way.draft for way in run.ways if way.k}
+    drafts = {way.label: way.draft for way in run.ways if way.drafts}
     return {
         drafts[key.way]: " + ".join(f"{kernels} in {dtype}" for kernels, dtype in record.get("drafting", ()))
         for key, record in run.records.completions.items()
@@ -203,6 +206,7 @@ def _tables(run: Archive, by_group: bool, cases: int, costs: Costs | None) -> li
                     unscored=scored.count(False) if tasks[name]["scores"] else 0,
                     scorer=tasks[name]["scorer"],
                     refusals=tasks[name]["scorer"] == "refusal",
+                    reference=comparison.reference,
                     best_exact=best,
                     cases=[] if group else _cases(run, part, cases),
                     together=run.plan.together,
@@ -228,6 +232,7 @@ class _Comparison:
         self.costs = costs
         self.problems = problems
         self.ways = {way.label: way for way in run.ways}
+        self.reference = run.ways[0].label
         # Times can be compared only on problems where a single maker made all completions, in turns.
         makers = [
             {_maker(records.completions[key]) for unit in problem for keys in unit.values() for key in keys}
@@ -259,12 +264,13 @@ class _Comparison:
         # The speed of a recorded way is that of recording, so it is compared with nothing.
         exact = [row for row in rows.values() if self.ways[row.way].exact and not row.recorded]
         for label, row in rows.items():
-            row.over_ar = None if row.recorded else self._speed_over(label, AUTOREGRESSIVE)
+            if self.reference == AUTOREGRESSIVE and not row.recorded:
+                row.over_ar = self._speed_over(label, AUTOREGRESSIVE)
         # The fastest has the highest speed relative to AR or, without comparable times, the most tokens per second.
         best = max(exact, key=lambda row: row.over_ar.value if row.over_ar else row.speed).way if exact else None
         for label, row in rows.items():
             row.over_exact = self._speed_over(label, best) if best else None
-            row.length = bootstrap_ratio([self.sums(label, _tokens)], [self.sums(AUTOREGRESSIVE, _tokens)])
+            row.length = bootstrap_ratio([self.sums(label, _tokens)], [self.sums(self.reference, _tokens)])
             self._compare_answers(label, row)
             self._compare_tokens(label, row)
             self._compare_costs(label, row)
@@ -273,13 +279,14 @@ class _Comparison:
     def _row(self, label: str) -> Row:
         way, way_records = self.ways[label], self._records(label)
         total = {
-            name: sum(record[name] for record in way_records)
+            name: _total(way_records, name)
             for name in ("rounds", "emitted", "drafted", "accepted", "relaxed", "generated", "judged")
         }
         gates: dict[str, list[int]] = {}
         for record in way_records:
-            for name, counts in record["gates"].items():
+            for name, counts in record.get("gates", {}).items():
                 gates[name] = [a + b for a, b in zip(gates.get(name, [0, 0]), counts)]
+        requests = [record["seconds"]["request"] for record in way_records if "request" in record["seconds"]]
         return Row(
             way=label,
             policy=way.policy,
@@ -287,16 +294,17 @@ class _Comparison:
             k=way.k,
             problems=len(self.problems),
             completions=len(way_records),
-            tokens=total["generated"],
+            tokens=sum(record["generated"] for record in way_records),
             seconds=sum(map(_seconds, way_records)),
-            tau=total["emitted"] / max(total["rounds"], 1),
-            kept=total["accepted"] / total["drafted"] if total["drafted"] else None,
-            relaxed=total["relaxed"] / max(total["generated"], 1),
-            python=total["judged"] / total["rounds"] if total["rounds"] and way.k else None,
+            latency=statistics.fmean(requests) if requests else None,
+            tau=_share(total["emitted"], total["rounds"]),
+            kept=_share(total["accepted"], total["drafted"]),
+            relaxed=_share(total["relaxed"], total["generated"]),
+            python=_share(total["judged"], total["rounds"]) if way.drafts else None,
             recorded=any("blocks" in record for record in way_records),
             cut=sum(record["finish_reason"] == "length" for record in way_records),
             reach=way_records[0].get("reach"),
-            curve=_curve([tuple(draft) for record in way_records for draft in record["drafts"]]),
+            curve=_curve([tuple(draft) for record in way_records for draft in record.get("drafts", ())]),
             gates=gates,
         )
 
@@ -309,7 +317,7 @@ class _Comparison:
         return bootstrap_ratio([sums[0], other_sums[1]], [sums[1], other_sums[0]])
 
     def _compare_answers(self, label: str, row: Row) -> None:
-        shares, plain = self.shares(label), self.shares(AUTOREGRESSIVE)
+        shares, plain = self.shares(label), self.shares(self.reference)
         if shares is None or plain is None:
             return
         row.accuracy = wilson(sum(shares), len(shares))
@@ -317,7 +325,7 @@ class _Comparison:
         row.unread = sum(not (score["right"] or score["found"]) for score in scores)
         row.lost = sum(a < b for a, b in zip(shares, plain))
         row.won = sum(a > b for a, b in zip(shares, plain))
-        if label != AUTOREGRESSIVE:
+        if label != self.reference:
             row.recovery = bootstrap_ratio([shares], [plain]) if sum(plain) else None
             row.p = sign_test(row.lost, row.won)
             if sum(plain):
@@ -326,18 +334,23 @@ class _Comparison:
                 row.still = wilson(min(shared / sum(plain), 1.0) * solved, solved)
 
     def _compare_tokens(self, label: str, row: Row) -> None:
-        if label == AUTOREGRESSIVE:
+        """Compare token ids or, without them, texts, which do not say where they differ."""
+        if label == self.reference:
             return
-        firsts, count = [], 0
+        firsts: list[int] = []
+        n_other = count = 0
         for problem in self.problems:
             for unit in problem:
-                completion, reference = (self.records.completions[unit[way][0]] for way in (label, AUTOREGRESSIVE))
+                completion, reference = (self.records.completions[unit[way][0]] for way in (label, self.reference))
                 if completion["temperature"]:
                     return  # sampled answers differ by chance
                 count += 1
-                first = first_difference(completion["token_ids"], reference["token_ids"])
-                firsts += [] if first is None else [first]
-        row.same = 1 - len(firsts) / count
+                if "token_ids" not in completion or "token_ids" not in reference:
+                    n_other += completion["text"] != reference["text"]
+                elif (first := first_difference(completion["token_ids"], reference["token_ids"])) is not None:
+                    n_other += 1
+                    firsts.append(first)
+        row.same = 1 - n_other / count
         row.diverges = statistics.median(firsts) if firsts else None
 
     def _compare_costs(self, label: str, row: Row) -> None:
@@ -345,14 +358,14 @@ class _Comparison:
         and length measured, or from other costs."""
         way = self.ways[label]
         twins = [twin for twin in self.ways.values() if twin.exact and (twin.draft, twin.k) == (way.draft, way.k)]
-        if not twins:
+        if not twins or self.reference != AUTOREGRESSIVE:
             return
         exact, plain = (self._records(name, self.timed) for name in (twins[0].label, AUTOREGRESSIVE))
         way_records = self._records(label)
         row.costs = self.costs or measured_costs(exact, plain)
-        rounds = sum(record["rounds"] for record in way_records)
-        if row.costs is not None and rounds:
-            row.neutral = neutral_speed(row.tau, sum(record["drafted"] for record in way_records) / rounds, row.costs)
+        drafted = _share(_total(way_records, "drafted"), _total(way_records, "rounds"))
+        if row.costs is not None and row.tau is not None and drafted is not None:
+            row.neutral = neutral_speed(row.tau, drafted, row.costs)
 
     def _records(self, label: str, problems: list[list[Unit]] | None = None) -> list[Record]:
         return [record for each in self.of(label, problems) for record in each]
@@ -368,7 +381,18 @@ def _tokens(record: Record) -> float:
 
 
 def _seconds(record: Record) -> float:
-    return float(record["seconds"]["prompt"] + record["seconds"]["decoding"])
+    seconds = record["seconds"]
+    return float(seconds["share"] if "share" in seconds else seconds["prompt"] + seconds["decoding"])
+
+
+def _total(records: Sequence[Record], name: str) -> int | None:
+    """Return the sum of a count over records; None if one does not have it."""
+    return None if any(name not in record for record in records) else sum(record[name] for record in records)
+
+
+def _share(part: int | None, whole: int | None) -> float | None:
+    """Return a ratio of counts; None if one is unknown, or there is nothing to divide by."""
+    return part / whole if part is not None and whole else None
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:
@@ -388,10 +412,11 @@ def _cases(run: Archive, problems: list[list[Unit]], count: int) -> list[Case]:
     """Return the problems whose texts are most worth reading: first those whose score a rule changed, then those with
     the most relaxed tokens."""
     units, records = [problem[0] for problem in problems], run.records
+    reference = run.ways[0].label
 
     def interest(unit: Unit) -> tuple[int, int]:
         scores = {records.scores.get(keys[-1], {}).get("right") for keys in unit.values()}
-        relaxed = sum(records.completions[key]["relaxed"] for keys in unit.values() for key in keys)
+        relaxed = sum(records.completions[key].get("relaxed", 0) for keys in unit.values() for key in keys)
         return len(scores), relaxed
 
     worth_reading = sorted(units, key=interest, reverse=True)[:count]
@@ -402,17 +427,17 @@ def _cases(run: Archive, problems: list[list[Unit]], count: int) -> list[Case]:
             key = unit[way.label][-1]
             right = records.scores.get(key, {}).get("right")
             answers.append((way.label, right, pieces_of(records.completions[key])))
-        plain = _last(unit, AUTOREGRESSIVE)
-        cases.append(Case(plain.problem, records.completions[plain]["asked"], answers))
+        key = _last(unit, reference)
+        cases.append(Case(key.problem, records.completions[key]["asked"], answers))
     return cases
 
 
 def pieces_of(record: Record) -> list[tuple[str, str]]:
     """Split the text of a completion into pieces. Each relaxed token comes with the clause that excused it, and the
     text between them with ""."""
-    text, ends = record["text"], record["ends"]
+    text, ends = record["text"], record.get("ends")
     pieces, at = [], 0
-    for place, clause, _, choice in record["excused"]:
+    for place, clause, _, choice in record.get("excused", ()):
         if not ends:
             break
         start = ends[place - 1] if place else 0
@@ -426,9 +451,13 @@ def _notes(folder: Path, tables: list[Table], records: Records) -> list[str]:
     notes = []
     if len(records.environments) > 1:
         kinds = [
-            f"{e['machine']}, {e['kernels']}, torch {e['torch']}, fly {e['fly']}" for e in records.environments.values()
+            f"{e['server']}, {e['software']}, fly {e['fly']}"
+            if "server" in e
+            else f"{e['machine']}, {e['kernels']}, torch {e['torch']}, fly {e['fly']}"
+            for e in records.environments.values()
         ]
         notes.append(f"{folder}: made by {len(kinds)} different setups: {'; '.join(kinds)}")
+    notes += _notes_of_server(tables, records)
     for table in tables:
         if table.group:
             continue
@@ -483,7 +512,34 @@ def _notes(folder: Path, tables: list[Table], records: Records) -> list[str]:
                         f"{table.task}, {row.way}: {gate} never held ({mismatches} mismatches): nothing is relaxed"
                     )
         if (target_accuracy := table.rows[0].accuracy) and not target_accuracy.value:
+            alone = "the target alone" if table.reference == AUTOREGRESSIVE else "exact speculation"
             no_refusals = "refuses nothing here, so there is no refusal to keep"
             nothing_right = "answers nothing right here, so no rule can lose anything, and recovery has no value"
-            notes.append(f"{table.task}: the target alone {no_refusals if table.refusals else nothing_right}")
+            notes.append(f"{table.task}: {alone} {no_refusals if table.refusals else nothing_right}")
     return list(dict.fromkeys(notes))
+
+
+def _notes_of_server(tables: Sequence[Table], records: Records) -> list[str]:
+    """Return notes on what a server does not tell; none for a run that loaded its models."""
+    if not any("server" in environment for environment in records.environments.values()):
+        return []
+    notes = [
+        "asked of a server: HTTP does not show which tokens a rule relaxed, what its gates did, and what drafts and "
+        "verifications cost, so these columns are absent"
+    ]
+    rows = [row for table in tables for row in table.rows if row.way != AUTOREGRESSIVE]
+    if all(row.tau is None for row in rows):
+        notes.append(
+            "the server does not say how many drafted tokens it accepts, so τ and kept are absent; vLLM says it if "
+            "started with --per-request-spec-decode-metrics summary"
+        )
+    else:
+        notes.append("τ and kept are the server's own counts, over rounds with a draft")
+    if any(table.reference != AUTOREGRESSIVE for table in tables):
+        notes.append(
+            "a rule cannot switch drafts off, so there is no autoregressive decoding: accuracy, speed and texts are "
+            "beside those of exact speculation"
+        )
+    if late := sum(record.get("tries", 1) > 1 for record in records.completions.values()):
+        notes.append(f"{late} answers took several tries; their times are those of the last")
+    return notes

@@ -25,7 +25,8 @@ def remaining(plan: Plan, records: Records) -> list[Turn]:
 def check_folder(plan: Plan, folder: Path) -> None:
     """Write the plan into a new folder, or check that the folder was begun with the same plan.
 
-    A later plan may ask for more problems or tasks, and may allow programs to run.
+    A later plan may ask for more problems or tasks, may allow programs to run, and may name another address of the
+    server.
 
     Raises ``ValueError`` with every other setting that has changed, because the folder would mix results of both.
     """
@@ -42,8 +43,10 @@ def check_folder(plan: Plan, folder: Path) -> None:
         changes = [
             f"{name}: {begun_with[name]!r} then, {value!r} now"
             for name, value in fields.items()
-            if name not in ("tasks", "limit", "run_code") and begun_with[name] != value
+            if name not in ("tasks", "limit", "run_code", "server") and begun_with[name] != value
         ]
+        if (begun_with["server"] is None) != (plan.server is None):
+            changes.append(f"server: {begun_with['server']!r} then, {plan.server!r} now")
         changes += [
             f"task {name}: its file or its data have changed"
             for name, facts in tasks.items()
