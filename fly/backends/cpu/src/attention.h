@@ -4,11 +4,12 @@
 //
 // A token's sum runs over all stored tokens in ascending order. Tokens that it does not see add exact zeros.
 
-constexpr int QUERIES = 32;             // queries whose scores are held at once
+constexpr int QUERIES = 48;             // queries whose scores are held at once
 constexpr int OWN_NORMS = 4;            // up to so many tokens, every thread normalises all of them, which saves a barrier
-constexpr int GROUP = W == 16 ? 4 : 2;  // queries whose sums are in registers at once
-constexpr int BLOCK = 16;               // stored tokens that are scored at once
+constexpr int BLOCK = 2 * W;            // stored tokens that are scored at once
+constexpr int GROUP = 6;                // the most queries whose sums, two vectors of each or more, are in registers at once
 constexpr int TURNED = 6;               // from so many queries of a head on, it pays to transpose its keys
+constexpr int WIDENED = 12;             // with more queries of a head, it pays to widen its values once for all of them
 
 // How many new tokens share a pass over one key/value head, and how many key/value heads share one.
 inline int query_tokens(const Shape& shape) { return max_of(QUERIES / (shape.heads / shape.kv_heads), 1); }
@@ -16,18 +17,18 @@ inline int query_groups(int queries) { return max_of(QUERIES / queries, 1); }
 
 // A thread's own buffers.
 struct Scratch {
-    long stride;                         // of scores, from one query to the next
+    long stride;                         // of scores, from one query to the next: never a power of two, lest caches hold few
     float *scores, *out, *sums, *block;  // block: transposed keys, or widened values
     char* queries;
     void* normed;
     uint8_t* narrow;
     float* steps;
 
-    Scratch(Dealer& from, const Shape& shape, int longest) : stride(padded(longest, BLOCK)) {
+    Scratch(Dealer& from, const Shape& shape, int longest) : stride(padded(longest, 128) + BLOCK) {
         const int queries_of = max_of(shape.heads / shape.kv_heads, QUERIES), width = padded(shape.head_dim);
         scores = from.take<float>(queries_of, stride);
         out = from.take<float>(queries_of, width);
-        sums = from.take<float>(queries_of);
+        sums = from.take<float>(padded(queries_of, W));
         block = from.take<float>(BLOCK, width);
         queries = from.take<char>(queries_of, width, 4);
         normed = from.take<float>(OWN_NORMS, padded(shape.width));
@@ -113,7 +114,7 @@ inline void walk(const Call* call, bool keys, int layer, const Row& row, Range g
     const K* ring[RING][BLOCK];
     const int d = call->model->shape.head_dim, count = groups.to - groups.from;
     const int blocks = (end - begin + BLOCK - 1) / BLOCK;
-    const int ahead = count >= 4 ? 1 : 4;  // blocks
+    const int ahead = count >= 4 ? 1 : 64 / BLOCK;  // blocks
     auto find = [&](int block) {
         const bool here = block < blocks;
         const int other = keys && block - blocks < blocks ? block - blocks : blocks - 1;
@@ -185,51 +186,58 @@ inline void score(Asking<K> who, const int offset[NQ], const K* const* key, Then
         fours(all, who.out, who.stride);
 }
 
-// Adds up ``count`` tokens' values, NV vectors of each, weighted for NQ queries. SUM adds up the weights as well, in
-// the same order, so that zeros between them (tokens of other branches) change nothing. If NV is 2, there may be only
-// ``rest`` numbers left. Fetches the values at ``then`` (or null).
-template <int NQ, int NV, bool SUM, class K, class Then>
-ALWAYS_INLINE void weigh(const Scratch& s, long width, int query, int key, int count, const K* const* value, Then then,
-                  int offset, int at, int rest) {
-    Vec acc[NQ][NV], total[NQ];
-    UNROLL for (int i = 0; i < NQ; i++) {
-        UNROLL for (int v = 0; v < NV; v++) acc[i][v] = ld(s.out + (query + i) * width + at + v * W);
-        if (SUM) total[i] = set1(s.sums[query + i]);
+// Adds up each query's weights over ``count`` tokens, in ascending order, so that zeros between them (tokens of other
+// branches) change nothing. There is room for whole vectors of weights, and zeros after the last one.
+inline void sum_weights(const Scratch& s, int queries, int from, int count) {
+    for (int q = 0; q < queries; q += W) {
+        Vec total = zero();
+        for (int j = 0; j < count; j += W) {
+            Vec weights[W];
+            UNROLL for (int i = 0; i < W; i++) weights[i] = ld(s.scores + min_of(q + i, queries - 1) * s.stride + from + j);
+            transpose(weights);
+            UNROLL for (int i = 0; i < W; i++) total += weights[i];
+        }
+        st(s.sums + q, total);
     }
-    const float* weights = s.scores + query * s.stride + key;
+}
+
+// Adds up ``count`` tokens' values, NV vectors of each, weighted for NQ queries. If NV is 2, there may be only ``rest``
+// numbers left. Fetches the values at ``then`` (or null).
+template <int NQ, int NV, class K, class Then>
+ALWAYS_INLINE void weigh(float* out, long width, const float* weights, long stride, int count, const K* const* value, Then then,
+                         long from, int rest) {
+    Vec acc[NQ][NV];
+    UNROLL for (int i = 0; i < NQ; i++)
+        UNROLL for (int v = 0; v < NV; v++) acc[i][v] = ld(out + i * width + v * W);
     for (int j = 0; j < count; j++) {
         Pair x[NV / 2];
         UNROLL for (int v = 0; v < NV / 2; v++) {
-            fetch_row(then, j, offset + at + v * 2 * W);
-            x[v] = NV == 2 && rest < 2 * W ? pair(value[j] + offset + at, rest) : pair(value[j] + offset + at + v * 2 * W);
+            fetch_row(then, j, from + v * 2 * W);
+            x[v] = NV == 2 && rest < 2 * W ? pair(value[j] + from, rest) : pair(value[j] + from + v * 2 * W);
         }
         UNROLL for (int i = 0; i < NQ; i++) {
-            const Vec weight = set1(weights[i * s.stride + j]);
+            const Vec weight = set1(weights[i * stride + j]);
             UNROLL for (int v = 0; v < NV / 2; v++) {
                 acc[i][2 * v] = fma(weight, x[v].first, acc[i][2 * v]);
                 acc[i][2 * v + 1] = fma(weight, x[v].second, acc[i][2 * v + 1]);
             }
-            if (SUM) total[i] += weight;
         }
     }
-    UNROLL for (int i = 0; i < NQ; i++) {
-        UNROLL for (int v = 0; v < NV; v++) st(s.out + (query + i) * width + at + v * W, acc[i][v]);
-        if (SUM) s.sums[query + i] = total[i][0];
-    }
+    UNROLL for (int i = 0; i < NQ; i++)
+        UNROLL for (int v = 0; v < NV; v++) st(out + i * width + v * W, acc[i][v]);
 }
 
 // The same for the whole width of a head. It is not inlined, because its sums need all registers.
 template <int NQ, class K, class Then>
 NOINLINE void weigh(const Scratch& s, int d, int query, int key, int count, const K* const* value, Then then, int offset) {
-    const long width = padded(d);
-    int at = d >= 4 * W ? 4 * W : 2 * W;
-    if (d >= 4 * W)
-        weigh<NQ, 4, true>(s, width, query, key, count, value, then, offset, 0, 4 * W);
-    else
-        weigh<NQ, 2, true>(s, width, query, key, count, value, then, offset, 0, d);
-    for (; at + 4 * W <= d; at += 4 * W)
-        weigh<NQ, 4, false>(s, width, query, key, count, value, then, offset, at, 4 * W);
-    for (; at < d; at += 2 * W) weigh<NQ, 2, false>(s, width, query, key, count, value, then, offset, at, d - at);
+    constexpr int NV = W == 8 && NQ > 2 ? 2 : 4;
+    const long width = padded(d), stride = s.stride;
+    float* out = s.out + query * width;
+    const float* weights = s.scores + query * stride + key;
+    int at = 0;
+    for (; at + NV * W <= d; at += NV * W)
+        weigh<NQ, NV>(out + at, width, weights, stride, count, value, then, offset + at, NV * W);
+    for (; at < d; at += 2 * W) weigh<NQ, 2>(out + at, width, weights, stride, count, value, then, offset + at, d - at);
 }
 
 // Converts up to BLOCK tokens' values to float32, ``room`` apart, for the head that begins ``offset`` numbers on.
@@ -245,76 +253,89 @@ inline void widen(const K* const* value, const K* const* then, int count, int of
         }
 }
 
-// Transposes W keys of the head that begins ``offset`` values on. For each 2·W values it writes lane after lane, each
-// with the W keys side by side.
+// Transposes a block's keys of the head that begins ``offset`` values on. For each 2·W values it writes lane after lane,
+// each with all keys side by side.
 template <class K>
 inline void turn(const K* const* key, const K* const* then, int offset, int d, float* to) {
     constexpr int PART = W * 4 / (int)sizeof(K);  // values of a key in a vector
-    for (int at = 0; at < d; at += 2 * W, to += W * W * Stored<K>::DEEP)
-        for (int half = 0; half < 2 * W / PART; half++) {
-            const int from = at + half * PART, left = d - from;
-            Vec rows[W];
-            if (!half) UNROLL for (int j = 0; j < W; j++) fetch_row(then[j] + offset + at);
-            if (left >= PART)
-                UNROLL for (int j = 0; j < W; j++) rows[j] = ld((const float*)(key[j] + offset + from));
-            else
-                for (int j = 0; j < W; j++) {
-                    K some[PART] = {};
-                    if (left > 0) memcpy(some, key[j] + offset + from, left * sizeof(K));
-                    rows[j] = ld((const float*)some);
-                }
-            transpose(rows);
-            UNROLL for (int lane = 0; lane < W; lane++) Stored<K>::lay(rows[lane], half, to + lane * W * Stored<K>::DEEP);
-        }
+    for (int at = 0; at < d; at += 2 * W, to += W * Stored<K>::DEEP * BLOCK)
+        for (int half = 0; half < 2 * W / PART; half++)
+            for (int first = 0; first < BLOCK; first += W) {
+                const int from = at + half * PART, left = d - from;
+                Vec rows[W];
+                if (!half) UNROLL for (int j = 0; j < W; j++) fetch_row(then[first + j] + offset + at);
+                if (left >= PART)
+                    UNROLL for (int j = 0; j < W; j++) rows[j] = ld((const float*)(key[first + j] + offset + from));
+                else
+                    for (int j = 0; j < W; j++) {
+                        K some[PART] = {};
+                        if (left > 0) memcpy(some, key[first + j] + offset + from, left * sizeof(K));
+                        rows[j] = ld((const float*)some);
+                    }
+                transpose(rows);
+                UNROLL for (int lane = 0; lane < W; lane++)
+                    Stored<K>::lay(rows[lane], half, to + lane * Stored<K>::DEEP * BLOCK + first, BLOCK);
+            }
 }
 
+// Sums of NQ queries with a block's keys.
 template <int NQ>
 struct Several {
-    Vec of[NQ];
+    Vec of[NQ][2];
 };
 
-// Adds the products with transposed keys, for one lane of one step of 2·W values.
-template <class K, int NQ, int LANE>
-ALWAYS_INLINE void add_step(const Asking<K>& who, const float* keys, int step, Several<NQ>& all) {
-    const float* mine = keys + (step * W + LANE) * W * Stored<K>::DEEP;
-    UNROLL for (int i = 0; i < NQ; i++)
-        all.of[i] = Stored<K>::times(who.query + i * who.width + step * 2 * W, LANE, mine, all.of[i]);
-}
-
-// Adds up these products over COUNT lanes, in the order of ``sums``. STEPS: how many steps of 2·W values a head has, if
-// known; else 0.
-template <class K, int NQ, int STEPS, int COUNT = W, int AT = 0>
+// Adds up the products with transposed keys over COUNT lanes, in the order of ``sums``. A head has ``steps`` times 2·W
+// values.
+template <class K, int NQ, int COUNT = W, int AT = 0>
 ALWAYS_INLINE Several<NQ> over_lanes(const Asking<K>& who, const float* keys, int steps) {
     Several<NQ> all;
     if constexpr (COUNT > 1) {
-        const auto some = over_lanes<K, NQ, STEPS, COUNT / 2, AT>(who, keys, steps);
-        const auto rest = over_lanes<K, NQ, STEPS, COUNT / 2, AT + COUNT / 2>(who, keys, steps);
-        UNROLL for (int i = 0; i < NQ; i++) all.of[i] = some.of[i] + rest.of[i];
+        const auto some = over_lanes<K, NQ, COUNT / 2, AT>(who, keys, steps);
+        const auto rest = over_lanes<K, NQ, COUNT / 2, AT + COUNT / 2>(who, keys, steps);
+        UNROLL for (int i = 0; i < NQ; i++)
+            UNROLL for (int j = 0; j < 2; j++) all.of[i][j] = some.of[i][j] + rest.of[i][j];
     } else {
-        UNROLL for (int i = 0; i < NQ; i++) all.of[i] = zero();
-        if constexpr (STEPS > 0)
-            UNROLL for (int step = 0; step < STEPS; step++) add_step<K, NQ, LANES[AT]>(who, keys, step, all);
-        else
-            for (int step = 0; step < steps; step++) add_step<K, NQ, LANES[AT]>(who, keys, step, all);
+        UNROLL for (int i = 0; i < NQ; i++)
+            UNROLL for (int j = 0; j < 2; j++) all.of[i][j] = zero();
+        constexpr int DEEP = Stored<K>::DEEP, LANE = LANES[AT];
+        const auto* query = who.query;
+        const float* mine = keys + LANE * DEEP * BLOCK;
+        for (int step = 0; step < steps; step++, query += 2 * W, mine += W * DEEP * BLOCK)
+            UNROLL for (int deep = 0; deep < DEEP; deep++) {
+                const Vec key[2] = {ld(mine + deep * BLOCK), ld(mine + deep * BLOCK + W)};
+                UNROLL for (int i = 0; i < NQ; i++) {
+                    const Vec part = Stored<K>::spread(query + i * who.width, LANE, deep);
+                    UNROLL for (int j = 0; j < 2; j++) all.of[i][j] = Stored<K>::times(part, key[j], all.of[i][j]);
+                }
+            }
     }
     return all;
 }
 
-// Scores of NQ queries with the same W transposed keys: the same sums, in the same order, as by ``score``.
+// Scores of NQ queries with a block's transposed keys: the same sums, in the same order, as by ``score``. It is not
+// inlined, because its sums need all registers: the two vectors of keys and a query's value are used 6 and 2 times each,
+// so that the processor multiplies, and does not wait for what it loads.
 template <class K, int NQ>
-inline void score_turned(Asking<K> who, const float* keys, int d) {
-    const auto give = [&](const Several<NQ>& all) {
-        UNROLL for (int i = 0; i < NQ; i++) st(who.out + i * who.stride, all.of[i]);
-    };
-    constexpr int USUAL = 64 / (2 * W);  // heads of 64 or 128
-    const int steps = (d + 2 * W - 1) / (2 * W);
-    if (steps == USUAL) return give(over_lanes<K, NQ, USUAL>(who, keys, steps));
-    if (steps == 2 * USUAL) return give(over_lanes<K, NQ, 2 * USUAL>(who, keys, steps));
-    give(over_lanes<K, NQ, 0>(who, keys, steps));
+NOINLINE void score_turned(Asking<K> who, const float* keys, int d) {
+    const auto all = over_lanes<K, NQ>(who, keys, (d + 2 * W - 1) / (2 * W));
+    UNROLL for (int i = 0; i < NQ; i++)
+        UNROLL for (int j = 0; j < 2; j++) st(who.out + i * who.stride + j * W, all.of[i][j]);
+}
+
+// The same for ``count`` queries, four or more, in groups of six and four. The last ones may be scored twice.
+template <class K>
+inline void score_turned(Asking<K> who, int count, const float* keys, int d) {
+    for (int n = 0, size; n < count; n += size) {
+        const int left = count - n;
+        size = left <= 4 || left == 7 || left == 8 ? 4 : GROUP;
+        const int first = min_of(n, count - size);
+        const Asking<K> some = {who.query + first * who.width, who.width, who.out + first * who.stride, who.stride};
+        size == GROUP ? score_turned<K, GROUP>(some, keys, d) : score_turned<K, 4>(some, keys, d);
+    }
 }
 
 // Turns scores into weights, exp(score - largest). Weights are 0 where ``mask`` hides a token (null: nowhere), and from
-// ``sees`` to ``end``.
+// ``sees`` to the end of the vector in which ``end`` is.
 inline void weights_of(float* score, int sees, int end, const uint8_t* mask, Vec scale) {
     alignas(64) uint8_t last[W] = {};  // a copy of the mask's last bytes, since memory after the mask must not be read
     const int whole = sees / W * W;
@@ -328,7 +349,7 @@ inline void weights_of(float* score, int sees, int end, const uint8_t* mask, Vec
         const Vec weight = exponential((ld(score + j) + offset) * scale);
         st(score + j, j == whole ? where(last, weight, zero()) : mask ? where(mask + j, weight, zero()) : weight);
     }
-    for (int j = padded(sees, W); j < end; j++) score[j] = 0;
+    for (int j = padded(sees, W); j < end; j += W) st(score + j, zero());
 }
 
 // The mask of a row's new token ``n`` over the tokens up to itself. Null: it sees all.
@@ -381,10 +402,10 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     }
     // Scores. Heads with few queries are scored side by side, a few tokens at a time, with keys as they lie in memory.
     // If a head has more queries, its keys are transposed once for all of them, and its values are converted to
-    // float32.
+    // float32 if several groups of queries read them.
     constexpr int FEW = 4, SIDE = W / FEW;
     const bool together = each < SIDE && queries >= SIDE;
-    const bool turns = each >= TURNED, widens = Stored<K>::WIDENS && each > GROUP;
+    const bool turns = each >= TURNED, widens = sizeof(K) < 4 && each > WIDENED;
     int offsets[QUERIES];
     for (int q = 0; q < queries && together; q++) offsets[q] = q / each * d;
     int begin = end;
@@ -394,22 +415,23 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
         const auto asking = [&](int q, int on) {
             return Asking<K>{(const Query*)s.queries + q * width, width, s.scores + q * s.stride + key + on, s.stride};
         };
-        for (int on = 0; on < BLOCK && together; on += FEW)
+        const int some = min_of(end - key, BLOCK);
+        for (int on = 0; on < some && together; on += FEW)
             for (int q = 0; q < queries; q += SIDE) {  // the last queries may be scored twice
                 const int first = q + SIDE <= queries ? q : queries - SIDE;
                 score<K, SIDE>(asking(first, on), offsets + first, keys + on, then + on, d);
             }
-        for (int q = 0, offset = 0; q < queries && !together; q += each, offset += d)
-            for (int on = 0; on < BLOCK; on += W) {
-                if (turns) {
-                    turn<K>(keys + on, then + on, offset, d, s.block);
-                    for (int n = 0; n < each; n += GROUP)
-                        score_turned<K, GROUP>(asking(q + (n + GROUP <= each ? n : each - GROUP), on), s.block, d);
-                    continue;
-                }
+        for (int q = 0, offset = 0; q < queries && !together; q += each, offset += d) {
+            if (turns) {
+                turn<K>(keys, then, offset, d, s.block);
+                score_turned(asking(q, 0), each, s.block, d);
+                continue;
+            }
+            for (int on = 0; on < some; on += W) {
                 score<K, 1>(asking(q, on), &offset, keys + on, then + on, d);
                 for (int n = 1; n < each; n++) score<K, 1>(asking(q + n, on), &offset, keys + on, nullptr, d);
             }
+        }
     });
     // Weights. Tokens before the window get a weight of 0.
     const Vec scale = set1(shape.scale);
@@ -422,20 +444,21 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
         for (int j = 0; j < unseen; j++) score[j] = 0;
     }
     // Weighted sums of values.
+    sum_weights(s, queries, begin, end - begin);
     memset(s.out, 0, queries * width * sizeof(float));
-    memset(s.sums, 0, queries * sizeof(float));
     walk<K>(call, false, layer, row, groups, begin, end, [&](int key, const K* const* values, const K* const* then) {
         const int count = min_of(end - key, BLOCK), room = padded(d, 2 * W);
         // Adds the values for some of a head's ``left`` queries. Returns how many.
         const auto some = [&](auto from, auto then, int size, int offset, int q, int left) {
             if (left >= GROUP) return weigh<GROUP>(s, size, q, key, count, from, then, offset), GROUP;
+            if (left >= 4) return weigh<4>(s, size, q, key, count, from, then, offset), 4;
             if (left >= 2) return weigh<2>(s, size, q, key, count, from, then, offset), 2;
             return weigh<1>(s, size, q, key, count, from, then, offset), 1;
         };
         const float* widened[BLOCK];
         for (int q = 0; q < queries;) {
             const int left = (q / each + 1) * each - q, offset = q / each * d;  // queries of this head
-            if constexpr (Stored<K>::WIDENS)
+            if constexpr (sizeof(K) < 4)
                 if (widens) {
                     if (left == each) {
                         widen(values, then, count, offset, d, s.block, room);
@@ -464,18 +487,21 @@ template <class Wt, class K>
 void attention(Call* call, int layer, int thread, const Scratch& s) {
     typedef typename Wt::Act Act;
     const Shape& shape = call->model->shape;
-    const int groups = shape.kv_heads, per_pass = query_tokens(shape);
+    const int groups = shape.kv_heads;
     const Range range = part(call->piece_count * groups, thread, call->threads);
     int longest = 0;
     for (int i = 0; i < call->piece_count; i++) longest = max_of(longest, call->pieces[i].to - call->pieces[i].from);
-    if (longest <= per_pass) {  // each thread stores the new keys and values that it attends to
-        for (int task = range.from, most; task < range.to; task += most) {
+    // If threads are many, passes are short, so that each thread has some.
+    const int busy = (longest * call->piece_count * groups + call->threads - 1) / call->threads;
+    const int most = min_of(query_tokens(shape), max_of(busy, 1));  // tokens of a pass
+    if (longest <= most) {  // each thread stores the new keys and values that it attends to
+        for (int task = range.from, heads; task < range.to; task += heads) {
             const Piece& piece = call->pieces[task / groups];
             const int first = task % groups;
-            most = query_groups((piece.to - piece.from) * (shape.heads / groups));
-            most = min_of(most, min_of(groups - first, range.to - task));
-            for (int group = first; group < first + most; group++) store<K>(call, piece, layer, group);
-            attend<K, Act>(call, piece, layer, {first, first + most}, piece.from, piece.to, s);
+            heads = query_groups((piece.to - piece.from) * (shape.heads / groups));
+            heads = min_of(heads, min_of(groups - first, range.to - task));
+            for (int group = first; group < first + heads; group++) store<K>(call, piece, layer, group);
+            attend<K, Act>(call, piece, layer, {first, first + heads}, piece.from, piece.to, s);
         }
         return;
     }
@@ -485,10 +511,13 @@ void attention(Call* call, int layer, int thread, const Scratch& s) {
     int task = 0;
     for (int i = 0; i < call->piece_count; i++) {
         const Piece& piece = call->pieces[i];
-        for (int from = piece.from; from < piece.to; from += per_pass)
+        const int tokens = piece.to - piece.from, passes = (tokens + most - 1) / most;
+        for (int pass = 0; pass < passes; pass++) {
+            const Range mine = part(tokens, pass, passes);
             for (int group = 0; group < groups; group++, task++)
                 if (task % call->threads == thread)
-                    attend<K, Act>(call, piece, layer, {group, group + 1}, from, min_of(from + per_pass, piece.to), s);
+                    attend<K, Act>(call, piece, layer, {group, group + 1}, piece.from + mine.from, piece.from + mine.to, s);
+        }
     }
 }
 

@@ -45,10 +45,9 @@ struct Stored<uint16_t> {
     typedef uint16_t Query;
     static constexpr bool WIDENS = false;
     static constexpr int DEEP = 1;
-    static inline void lay(Vec keys, int, float* to) { st(to, keys); }
-    static inline Vec times(const Query* q, int lane, const float* keys, Vec acc) {
-        return _mm512_dpbf16_ps(acc, (__m512bh)fours(q + 2 * lane), (__m512bh)_mm512_loadu_si512(keys));
-    }
+    static inline void lay(Vec keys, int, float* to, long) { st(to, keys); }
+    static inline Vec spread(const Query* q, int lane, int) { return (Vec)fours(q + 2 * lane); }
+    static inline Vec times(Vec part, Vec keys, Vec acc) { return _mm512_dpbf16_ps(acc, (__m512bh)part, (__m512bh)keys); }
     static inline void query(const float* from, Query* to) { st(to, ld(from)), st(to + 16, ld(from + 16)); }
     static inline Vec dot(const Query* q, Vec acc, __m512i key) {
         return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(q), (__m512bh)key);

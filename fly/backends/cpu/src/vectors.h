@@ -29,22 +29,21 @@ inline Pair pair(const uint16_t* p, int count);
 inline void interleave(Pair x, float* to);  // from even and odd places to consecutive ones
 
 // How keys and values of a type are read, and how queries are laid out for them: 2·W values at a time (as a Pair), or
-// as many as are ``left``. ``dot`` multiplies a query with one key. ``lay`` and ``times`` do the same for W transposed
+// as many as are ``left``. ``dot`` multiplies a query with one key. ``spread`` and ``times`` do the same for W transposed
 // keys, lane by lane. A lane has 32 bits of each key, in DEEP vectors (for float32, the first half of the 2·W values,
-// then the second).
+// then the second), which ``lay`` writes ``apart``.
 template <class K>
 struct InFloats {
     typedef float Query;
     static constexpr bool WIDENS = sizeof(K) < 4;  // reading it takes more than loading it
     static constexpr int DEEP = 2;
-    static inline void lay(Vec keys, int half, float* to) {
-        if (!WIDENS) return st(to + half * W, keys);
+    static inline void lay(Vec keys, int half, float* to, long apart) {
+        if (!WIDENS) return st(to + half * apart, keys);
         const Pair two = halves(keys);
-        st(to, two.first), st(to + W, two.second);
+        st(to, two.first), st(to + apart, two.second);
     }
-    static inline Vec times(const Query* q, int lane, const float* keys, Vec acc) {
-        return fma(set1(q[W + lane]), ld(keys + W), fma(set1(q[lane]), ld(keys), acc));
-    }
+    static inline Vec spread(const Query* q, int lane, int deep) { return set1(q[deep * W + lane]); }
+    static inline Vec times(Vec part, Vec keys, Vec acc) { return fma(part, keys, acc); }
     static inline void query(const float* from, Query* to) {
         for (int i = 0; i < 2 * W; i++) to[WIDENS ? i % 2 * W + i / 2 : i] = from[i];
     }
