@@ -238,7 +238,8 @@ def test_products_in_8_bits_are_sums_of_whole_numbers(
         reference.lm_head.weight[::2] = reference.lm_head.weight[::2].sign()
     whole_VC, scale_V = int8_weights(reference.lm_head.weight)
     peak_T1 = hidden_TC.abs().amax(1, keepdim=True)
-    number_TC = (hidden_TC * (127 / peak_T1)).round()
+    inverse_T1 = torch.full_like(peak_T1, 127) / peak_T1  # 127 / peak_T1 would be the product with a rounded 1 / peak
+    number_TC = (hidden_TC * inverse_T1).round()
     sums_TV = number_TC.long() @ whole_VC.long().T
     expected_TV = sums_TV.float() * (peak_T1 / 127) * scale_V
     assert same_bits(PackedLlama(reference, variant).logits(hidden_TC), expected_TV)
