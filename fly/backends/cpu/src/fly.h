@@ -298,11 +298,8 @@ struct Variant {
 
 extern const Variant amx, avx512bf16, avx512, avx2;
 
-// Whether products take the loops for Intel's processors; else those for all others. Set when the library is loaded, by the
-// processor's maker; tests set it (library.cpp: fly_loops). With it,
-// - 5 to 32 rows of W8A8 lie side by side (beside.h): one load of weights serves up to 16 rows;
-// - four bits are fetched to the second level of caches (groups.h): a core waits there for more lines at once.
-// Both were chosen by measurement on such a processor (docs/results/limits.md). No bit of a result depends on it.
+// Whether products take the loops for Intel's processors: 5 to 32 rows of W8A8 then lie side by side (beside.h). Set when the
+// library is loaded, by the processor's maker; tests set it (library.cpp: fly_loops). No bit of a result depends on it.
 extern bool intel;
 
 constexpr const char* LACKS = "this processor lacks some of its instructions";
