@@ -6,6 +6,7 @@ Skipped as a whole if the library was not built.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from fly import LLM
 from fly.backends import executor_of, load_executor
 from fly.backends.cpu import CpuExecutor, PackedLlama, int8_weights, refusal
+from fly.backends.cpu.library import load
 from fly.backends.torch import TorchExecutor
 from fly.cache import PagedBatch, PagedKVCache
 from fly.drafts import NGramDraft
@@ -26,7 +28,7 @@ from fly.models import DenseCausal, LlamaConfig, save_model
 from fly.models.families import FAMILIES, OPTIONS, Family
 from fly.ops import argmax, tree_mask
 from fly.runner.executor import Batch, DraftSpec, TokenByToken
-from tests.kernels import DTYPES, GROUPED, NARROW, VARIANTS, WIDE, built, cut, make_row, paged, same_bits, text
+from tests.kernels import DTYPES, GROUPED, NARROW, VARIANTS, W8A8, WIDE, built, cut, make_row, paged, same_bits, text
 from tests.toys import PLAIN, build_llama, llama_configs, random_llama
 from tests.twins import Twin, assert_within
 
@@ -149,6 +151,14 @@ def test_int8_weights_are_the_nearest_of_their_scale(n: int, k: int, seed: int, 
     assert (error_NK <= 0.501 * scale_N.unsqueeze(1)).all()
 
 
+@pytest.fixture(params=[0, 1], ids=["", "for-intel"], scope="module")
+def loops(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The loops of products for Intel's processors, and those for others (src/fly.h: intel)."""
+    before = load().fly_loops(request.param)
+    yield
+    load().fly_loops(before)
+
+
 @dataclass(frozen=True)
 class Case:
     """A model of one variant and dtype, and the logits of each text fed token by token, alone, on one thread."""
@@ -203,13 +213,36 @@ def test_a_rows_bits_depend_on_nothing_but_its_tokens(case: Case, data: st.DataO
 
 @built
 @pytest.mark.parametrize("count", [*range(1, 34), 64, 257])
-def test_no_number_of_rows_changes_a_product(case: Case, count: int) -> None:
+def test_no_number_of_rows_changes_a_product(case: Case, count: int, loops: None) -> None:
     config = case.model.config
     hidden_TC = torch.randn(count, config.hidden_size, generator=torch.Generator().manual_seed(1)).to(case.model.dtype)
     together = case.model.logits(hidden_TC)
     assert same_bits(together, torch.cat([case.model.logits(row.unsqueeze(0)) for row in hidden_TC]))
     reference = build_llama(config).to(case.model.dtype)
     assert_within(together, Twin(reference, case.model.kernels).project(hidden_TC))
+
+
+@built
+@settings(max_examples=15)
+@given(count=st.integers(1, 40), width=st.integers(4, 150), seed=st.integers(0, 99))
+@pytest.mark.parametrize("variant", W8A8)
+def test_products_in_8_bits_are_sums_of_whole_numbers(
+    variant: str, loops: None, count: int, width: int, seed: int
+) -> None:
+    """Bit for bit those of whole numbers in PyTorch, with weights and inputs at both ends of their range."""
+    config = WIDE.model_copy(update={"hidden_size": 2 * width})
+    reference, generator = build_llama(config), torch.Generator().manual_seed(seed)
+    hidden_TC = torch.randn(count, 2 * width, generator=generator).bfloat16().float()
+    hidden_TC[::3] = hidden_TC[::3].sign()
+    with torch.no_grad():
+        reference.lm_head.weight[::2] = reference.lm_head.weight[::2].sign()
+    whole_VC, scale_V = int8_weights(reference.lm_head.weight)
+    peak_T1 = hidden_TC.abs().amax(1, keepdim=True)
+    inverse_T1 = torch.full_like(peak_T1, 127) / peak_T1  # 127 / peak_T1 would be the product with a rounded 1 / peak
+    number_TC = (hidden_TC * inverse_T1).round()
+    sums_TV = number_TC.long() @ whole_VC.long().T
+    expected_TV = sums_TV.float() * (peak_T1 / 127) * scale_V
+    assert same_bits(PackedLlama(reference, variant).logits(hidden_TC), expected_TV)
 
 
 BROAD = LlamaConfig(  # its matrices take long enough to be shared out as threads go
@@ -226,7 +259,7 @@ BROAD = LlamaConfig(  # its matrices take long enough to be shared out as thread
 
 @built
 @pytest.mark.parametrize("variant", [*VARIANTS, *NARROW])
-def test_threads_that_share_out_a_product_as_they_go_change_no_bit(variant: str) -> None:
+def test_threads_that_share_out_a_product_as_they_go_change_no_bit(variant: str, loops: None) -> None:
     model, row = PackedLlama(build_llama(BROAD).to(torch.bfloat16), variant), text(40, 0, BROAD.vocab_size)
     threads = torch.get_num_threads()
     try:

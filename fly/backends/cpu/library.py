@@ -24,7 +24,7 @@ __all__ = [
     "default_variant", "fast_call", "is_for_drafts", "load", "spans", "split", "unusable", "variant_number", "why_not",
 ]  # fmt: skip
 
-_ABI = 44  # the number in src/library.cpp; a library with another number is refused
+_ABI = 45  # the number in src/library.cpp; a library with another number is refused
 _VARIABLE = "FLY_KERNELS"
 _LACKS = "this processor lacks some of its instructions"  # src/fly.h: LACKS
 TORCH = "torch"
@@ -234,6 +234,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "fly_refusal": (c_char_p, [c_int64 * 3]),
     "fly_variant": (c_char_p, [c_int, c_void_p]),
     "fly_clause": (c_char_p, [c_int]),
+    "fly_loops": (c_int, [c_int]),
     "fly_sum": (c_uint64, [Span, c_int]),
     "fly_new": (c_int, [c_void_p, c_int, c_void_p] + [Span] * 4),
     "fly_free": (None, [c_void_p]),

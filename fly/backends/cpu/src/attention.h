@@ -23,6 +23,7 @@ struct Scratch {
     void* normed;
     uint8_t* narrow;
     float* steps;
+    Beside beside;
 
     Scratch(Dealer& from, const Shape& shape, int longest) : stride(padded(longest, 128) + BLOCK) {
         const int queries_of = max_of(shape.heads / shape.kv_heads, QUERIES), width = padded(shape.head_dim);
@@ -34,6 +35,9 @@ struct Scratch {
         normed = from.take<float>(OWN_NORMS, padded(shape.width));
         narrow = from.take<uint8_t>(narrows(shape) ? OWN_NORMS : 0, padded(most_inputs(shape), 64));
         steps = from.take<float>(OWN_NORMS, steps_of(shape));
+        const int blocks = W == 16 && shape.weights == W8A8 ? BLOCKS_BESIDE : 0;
+        beside.a = from.take<int8_t>(blocks * BESIDE, padded(most_inputs(shape), 64));
+        beside.excess = from.take<int32_t>(blocks * BESIDE);
     }
 };
 

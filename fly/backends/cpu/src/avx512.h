@@ -32,6 +32,7 @@ inline Vec int8_floats(const char* w) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
 }
 inline Vec ld_int8(const int8_t* p) { return int8_floats((const char*)p); }
+typedef int32_t Four __attribute__((may_alias));
 // The same four bytes everywhere.
 inline __m512i fours(const void* from) {
     int32_t four;
@@ -92,6 +93,21 @@ struct Whole8 {
     static ALWAYS_INLINE void add(__m512i& acc, __m512i x, __m512i b) {
         // not the intrinsic, with which GCC keeps the sums in memory
         asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(x), "v"(b));
+    }
+    // Adds to M rows' sums of 16 outputs (beside.h), two steps at a time.
+    template <int M>
+    static NOINLINE void multiply_half(const int8_t* a, const char* w, int steps, const char* fetched, int each, int32_t* sums) {
+        const __m512i top = _mm512_set1_epi8((char)128);
+        __m512i acc[M];
+        UNROLL for (int m = 0; m < M; m++) acc[m] = _mm512_loadu_si512(sums + m * PANEL);
+        for (; steps > 0; steps -= 2, a += 128, w += 2 * 4 * PANEL, fetched += 2 * each)
+            UNROLL for (int i = 0; i < 2; i++) {
+                M > 8 ? fetch_close(fetched + i * each) : fetch(fetched + i * each);
+                const __m512i b = _mm512_xor_si512(_mm512_loadu_si512(w + i * 4 * PANEL), top);
+                UNROLL for (int m = 0; m < M; m++)
+                    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc[m]) : "v"(b), "m"(*(const Four*)(a + i * 64 + m * 4)));
+            }
+        UNROLL for (int m = 0; m < M; m++) st(sums + m * PANEL, acc[m]);
     }
 };
 
@@ -182,6 +198,26 @@ ALWAYS_INLINE void transpose(Vec r[16]) {
         even_odd(r[i], r[i + 4]), even_odd(r[i + 8], r[i + 12]);
         even_odd(r[i], r[i + 8]), even_odd(r[i + 4], r[i + 12]);
     }
+}
+
+// Lays rows of inputs, which were stored plus 128, side by side (beside.h): ``inputs`` of each, a multiple of 64.
+template <class Row>
+inline void lay_beside(const Row* a, long lda, int rows, int inputs, int8_t* to, int32_t* excess) {
+    const __m512i top = _mm512_set1_epi8((char)128), ones = _mm512_set1_epi8(1);
+    __m512i total = _mm512_setzero_si512();
+    for (int from = 0; from < inputs; from += 64, to += 16 * 64) {
+        Vec r[16];
+        for (int m = 0; m < 16; m++)
+            r[m] = m < rows ? (Vec)_mm512_xor_si512(_mm512_loadu_si512(a + m * lda + from), top) : zero();
+        transpose(r);
+        for (int step = 0; step < 16; step++) {
+            st((float*)to + step * 16, r[step]);
+            asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(ones), "v"(r[step]));
+        }
+    }
+    alignas(64) int32_t sums[16];
+    st(sums, total);
+    for (int m = 0; m < rows; m++) excess[m] = 128 * sums[m];
 }
 
 // Copies four values to each quarter.

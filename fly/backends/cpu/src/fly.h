@@ -298,6 +298,10 @@ struct Variant {
 
 extern const Variant amx, avx512bf16, avx512, avx2;
 
+// Whether products take the loops for Intel's processors: 5 to 32 rows of W8A8 then lie side by side (beside.h). Set when the
+// library is loaded, by the processor's maker; tests set it (library.cpp: fly_loops). No bit of a result depends on it.
+extern bool intel;
+
 constexpr const char* LACKS = "this processor lacks some of its instructions";
 
 // Up to 32 rows of activations to be multiplied with one or two panels by tiles (amx.cpp), in the type W8A8 or BFLOAT16.

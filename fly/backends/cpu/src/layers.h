@@ -75,8 +75,8 @@ inline Inputs<Wt> inputs_of(Call* call, int thread, const Scratch& s, const type
     if constexpr (WHOLE<Wt>) {
         const Workspace& work = call->model->work;
         const bool own = rows <= OWN_NORMS;
-        const Inputs<Wt> x = {(typename Wt::In*)(own ? s.narrow : work.narrow), padded(most_inputs(call->model->shape), 64), rows,
-                              own ? s.steps : work.steps, steps_of(call->model->shape)};
+        Inputs<Wt> x = {(typename Wt::In*)(own ? s.narrow : work.narrow), padded(most_inputs(call->model->shape), 64), rows,
+                        own ? s.steps : work.steps, steps_of(call->model->shape)};
         const Range mine = own ? Range{0, rows} : part(rows, thread, call->threads);
         for (int t = mine.from; t < mine.to; t++) {
             if constexpr (Wt::TYPE == GROUPED)
@@ -85,6 +85,15 @@ inline Inputs<Wt> inputs_of(Call* call, int thread, const Scratch& s, const type
                 x.steps[t] = round_to_8_bits(a + t * lda, k, x.a + t * x.lda);
         }
         if (!own) wait(call);
+        if constexpr (MAY_LIE_BESIDE<Wt>)
+            if (lies_beside(call, rows)) {
+                x.beside = s.beside;
+                for (int block = 0, blocks = (rows + BESIDE - 1) / BESIDE; block < blocks; block++) {
+                    const Range slice = part(rows, block, blocks);
+                    lay_beside(x.a + slice.from * x.lda, x.lda, slice.to - slice.from, padded(k, 64),
+                               s.beside.a + block * (long)BESIDE * padded(k, 64), s.beside.excess + slice.from);
+                }
+            }
         return x;
     } else {
         return {(typename Wt::In*)a, lda, rows, nullptr, 0};

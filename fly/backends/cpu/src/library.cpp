@@ -9,6 +9,8 @@ using namespace fly;
 
 const Variant* const fly::variants[] = {&amx, &avx512bf16, &avx512, &avx2};
 
+bool fly::intel = (__builtin_cpu_init(), __builtin_cpu_is("intel"));
+
 // A forward reads every weight, and small memory pages would slow it down.
 void* fly::allocate(int64_t bytes, bool zero) {
     constexpr int64_t large = 2 << 20;
@@ -76,7 +78,15 @@ int fly::refuse(Error error, const char* what, int64_t has, int64_t least, int64
 
 int fly::check_variant(int variant) { return within("variant", variant, 0, sizeof(variants) / sizeof(*variants) - 1); }
 
-EXPORT int fly_abi() { return 44; }
+EXPORT int fly_abi() { return 45; }
+
+// Chooses the loops for Intel's processors (1) or for others (0), between calls of models, and returns what was chosen before.
+// For tests: both give the same bits on every processor.
+EXPORT int fly_loops(int for_intel) {
+    const bool before = intel;
+    intel = for_intel;
+    return before;
+}
 
 // What this thread's last error was about. ``has`` [3] gets the value, and the least and most that it may be.
 EXPORT const char* fly_refusal(int64_t* has) {

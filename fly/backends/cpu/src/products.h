@@ -53,6 +53,8 @@ inline void run(int rows, int panels, const typename Wt::In* a, long lda, const 
     __builtin_unreachable();
 }
 
+#include "beside.h"
+
 // Rows of activations as products take them. ``steps``: for W8A8, the value of a step in each row; for GROUPED, see
 // GroupedRow.
 template <class Wt>
@@ -62,6 +64,7 @@ struct Inputs {
     int rows;
     float* steps;
     long lds;
+    Beside beside = {nullptr, nullptr};
 };
 
 // Rows are multiplied in blocks of about the same size, and each block with some panels at once.
@@ -78,6 +81,7 @@ constexpr bool WHOLE = sizeof(typename Wt::In) == 1;
 // Products on tiles take two tiles of rows at once, or one with two panels.
 constexpr int TILE = 16;
 constexpr Room TILES = {2 * TILE, 0, TILE};
+constexpr Room ALL_BESIDE = {BESIDE * BLOCKS_BESIDE, 0, 0};  // of rows side by side: blocks within a panel are beside.h's
 
 // Whether a product goes by tiles. In 8 bits, vectors give the same sums, and keep up with memory for up to FEW rows
 // (measured by vectors on a processor with tiles: 4 tokens take 1.08 times as long as one, 8 take 1.51 times). In
@@ -97,7 +101,8 @@ template <class Wt, class Finish>
 inline void product_of(const Call* call, const Inputs<Wt>& x, const Matrix& matrix, Range range, Place then, Finish finish) {
     alignas(64) typename Wt::Sum sums[Wt::MAX_BLOCK.rows * PANEL * 4];
     const bool tiles = by_tiles<Wt>(call, x.rows);
-    const Room room = tiles ? TILES : Wt::MAX_BLOCK;
+    const bool beside = x.beside.a;
+    const Room room = beside ? ALL_BESIDE : tiles ? TILES : Wt::MAX_BLOCK;
     const int blocks = blocks_of(room, x.rows), step = layout_of(Wt::TYPE).step, steps = (matrix.k + step - 1) / step;
     const long bytes = matrix.panel_bytes, row_bytes = x.lda * sizeof(typename Wt::In);
     if (tiles) begin_tiles(min_of(x.rows, TILE));
@@ -123,7 +128,10 @@ inline void product_of(const Call* call, const Inputs<Wt>& x, const Matrix& matr
             };
             // The next panels are fetched meanwhile, to keep memory busy: by the only block, or half each by the last
             // two.
-            if (block < blocks - 2)
+            if (beside) {
+                if constexpr (MAY_LIE_BESIDE<Wt>)
+                    product_beside<Wt>(x.beside, count, w, bytes, matrix.offset + p * PANEL, next.at, sums);
+            } else if (block < blocks - 2)
                 multiply(Ahead<Asked::NONE>{});
             else if (blocks > 1)
                 multiply(Ahead<Asked::HALF>{block == blocks - 1 ? bytes + bytes / 2 : bytes, next});
@@ -161,7 +169,7 @@ inline int panels_a_turn(const Call* call, const Matrix& matrix, Room room, int 
 // two products. ``next`` is the matrix that will probably be multiplied after this one.
 template <class Wt, class Finish>
 inline void product(Call* call, int thread, const Inputs<Wt>& x, const Matrix& matrix, const Matrix& next, Finish finish) {
-    const Room room = by_tiles<Wt>(call, x.rows) ? TILES : Wt::MAX_BLOCK;
+    const Room room = x.beside.a ? ALL_BESIDE : by_tiles<Wt>(call, x.rows) ? TILES : Wt::MAX_BLOCK;
     const int size = panels_a_turn(call, matrix, room, x.rows), after = panels_a_turn(call, next, room, x.rows);
     const int first = after ? after * thread : part(next.panels, thread, call->threads).from;
     const Place then = {next.data + first * next.panel_bytes, next.panel_bytes};
