@@ -70,11 +70,7 @@ def check_here(target: str, draft: str, policy: AcceptancePolicy, k: int, dtype:
     """Predict the speed of a setting on this machine from the figures of other models, run it, and compare.
 
     ``draft`` is one checkpoint. The tokens that a round emits (``tau``) are measured; every time is predicted.
-    Raises ``ValueError`` for a draft on the first rank alone, which the cost model does not cover.
     """
-    placement = "auto" if ranks is None else ranks.draft_placement
-    if placement == "first":
-        raise ValueError("draft_placement 'first' is no part of the plan; choices: ['auto', 'replicated', 'sharded']")
     llm = LLM(
         *(target, draft, policy, k),
         dtype=dtype,

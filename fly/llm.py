@@ -306,7 +306,7 @@ class LLM:
     def computed(self) -> list[tuple[str, str]]:
         """Kernels and dtype of the target, and then of each model that drafts."""
         executors = [self.engine.runner.executor, *(each.executor for each in self.engine.setup.drafters)]
-        return [(each.kernels, str(each.dtype).removeprefix("torch.")) for each in executors if each is not None]
+        return [(each.kernels, str(each.dtype).removeprefix("torch.")) for each in executors]
 
     def _vocabulary_of(self, size: int, device: torch.device) -> Vocabulary:
         return Vocabulary(size, device=device) if self.tokenizer is None else self.tokenizer.vocabulary(size, device)

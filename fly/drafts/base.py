@@ -73,7 +73,7 @@ class OwnCache(Protocol):
     """A model or head that drafts, with a cache of its own, such as a ``Runner``."""
 
     @property
-    def executor(self) -> Executor | None: ...
+    def executor(self) -> Executor: ...
 
     @property
     def bytes_per_token(self) -> int: ...
@@ -217,12 +217,6 @@ class DraftSetup:
         setup = copy(self)
         setup.clock = clock
         setup.load_by = load or self.load_by
-        return setup
-
-    def alone(self) -> DraftSetup:
-        """Return a copy of the setup with a list of caches of its own."""
-        setup = copy(self)
-        setup.caches = []
         return setup
 
     @property

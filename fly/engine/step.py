@@ -195,8 +195,8 @@ class Engine:
     def enter_thread(self) -> None:
         """Prepare the calling thread, which will take all steps. Called once, before the first."""
         executor = self.runner.executor
-        drafters = [drafter.executor for drafter in self.setup.drafters]
-        if self.setup.all_built_in and all(other is not None and other.own_threads for other in (executor, *drafters)):
+        drafters = (drafter.executor for drafter in self.setup.drafters)
+        if self.setup.all_built_in and all(each.own_threads for each in (executor, *drafters)):
             executor.enter_thread()
 
     def release(self, row: Row) -> None:
