@@ -766,10 +766,11 @@ def _changed(params: object, fields: dict[str, Any]) -> SamplingParams:
 def _refuse_unknown(fields: abc.Iterable[str], own: abc.Iterable[str]) -> None:
     """Raise ``ValueError`` for an option that is neither a field of ``SamplingParams`` nor among the call's ``own``."""
     option_names = [*SamplingParams.model_fields, *own]
-    if unknown := next((name for name in fields if name not in option_names), None):
-        if unknown == "stream":
+    for name in fields:
+        if name == "stream":
             raise ValueError("'stream' is no option: stream(prompt) streams, and stream(chat_prompt(messages))")
-        raise ValueError(f"{unknown!r} is no option{suggest(unknown, option_names)}")
+        if name not in option_names:
+            raise ValueError(f"{name!r} is no option{suggest(name, option_names)}")
 
 
 def _several(messages: object) -> bool:

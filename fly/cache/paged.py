@@ -148,12 +148,10 @@ class PagedBatch:
             at += count
         return written[0] if len(written) == 1 else torch.cat(written), rows
 
-    def _rows(self, window: int | None) -> list[_Row]:
-        rows = self._packed[1]
-        if window is None:
-            return rows
+    def _within(self, window: int) -> list[_Row]:
+        """Return what each row reads in layers whose tokens see only the last ``window`` tokens."""
         if window not in self._windowed:
-            self._windowed[window] = [row.windowed(window, self.cache.device) for row in rows]
+            self._windowed[window] = [row.windowed(window, self.cache.device) for row in self._packed[1]]
         return self._windowed[window]
 
     def attend(
@@ -184,7 +182,7 @@ class PagedBatch:
                 scale=scale,
                 enable_gqa=grouped,
             )
-            for row in self._rows(window)
+            for row in (self._packed[1] if window is None else self._within(window))
         ]
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
         return out.squeeze(0).transpose(0, 1).to(q_THD.dtype)

@@ -193,7 +193,7 @@ class Row:
     seed: int
     k: int
     stop_ids: frozenset[int] = frozenset()  # tokens that end it: end-of-sequence and the request's own
-    id: int = field(default_factory=lambda: next(_ids))
+    id: int = field(default_factory=_ids.__next__)
     provenance: list[Token] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float]] = field(default_factory=list)  # from ``prompt_logprobs_start`` on
