@@ -284,7 +284,7 @@ def feeding(executor: Executor, tokens: int, context: int) -> Callable[[], None]
 
 def is_divided(draft: DraftStrategy | None) -> bool:
     """Whether the draft is one model of which each rank has a part."""
-    executor = draft.executor if isinstance(draft, SingleDraft) else None
+    executor = draft.runner.executor if isinstance(draft, SingleDraft) else None
     if not isinstance(executor, TorchExecutor) or not isinstance(model := executor.model, Llama):
         return False
     return model.lm_head.weight.shape[0] < model.config.vocab_size

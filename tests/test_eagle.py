@@ -37,7 +37,7 @@ from fly.models import Llama, LlamaConfig
 from fly.models.config import CheckpointError
 from fly.models.eagle import Eagle3Head, HeadConfig, load_head, save_head
 from fly.models.families import FAMILIES
-from fly.models.heads import is_head
+from fly.models.heads import EAGLE3, head_kind
 from fly.models.llama import DenseCausal, embedding_scale, record_states
 from fly.params import SamplingParams
 from fly.runner.executor import Batch, Executor, Head, TokenByToken
@@ -111,7 +111,7 @@ def test_what_is_saved_is_loaded(
     head, path = make_head(vocabulary, own, **flags, **norms), tmp_path_factory.mktemp("head")
     save_head(head, path, torch.float32)
     again = load_head(path)
-    assert is_head(path) and again.config == head.config and again.shares == (not own)
+    assert head_kind(path) == EAGLE3 and again.config == head.config and again.shares == (not own)
     for name, parameter in again.named_parameters():
         assert torch.equal(parameter, dict(head.named_parameters())[name])
     assert torch.equal(again.to_target_U, head.to_target_U)

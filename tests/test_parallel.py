@@ -367,7 +367,7 @@ def place(ranks: Ranks, draft: str, placement: Any) -> list[str]:
     clock, load_by = setup.clock, setup.load_by
     strategy = place_draft(make, setup, Ranks(ranks.group, draft_placement=placement), load_part)
     assert (setup.clock, setup.load_by) == (clock, load_by)  # the caller's setup stays as it is
-    shapes = [] if not isinstance(strategy, SingleDraft) else [tokens_of_head(strategy.executor)]
+    shapes = [] if not isinstance(strategy, SingleDraft) else [tokens_of_head(strategy.runner.executor)]
     return [type(strategy).__name__, str(shapes)]
 
 

@@ -7,7 +7,6 @@ heads, D head width, L layers, P pages, Z tokens per page.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import mmap
 from collections.abc import Hashable, Iterator, Sequence
@@ -294,7 +293,7 @@ class PagedKVCache:
         """Return the slots of the tokens ``start`` to ``stop`` of ``seq``: a slice if consecutive, else a list."""
         size, table = self.allocator.block_size, self.allocator.table(seq)
         pages = table[start // size : -(-stop // size)]
-        if pages and pages[-1] - pages[0] == len(pages) - 1 and all(b - a == 1 for a, b in itertools.pairwise(pages)):
+        if pages and pages == list(range(pages[0], pages[0] + len(pages))):
             first = pages[0] * size + start % size
             return slice(first, first + stop - start)
         return [table[at // size] * size + at % size for at in range(start, stop)]

@@ -15,7 +15,7 @@ from fly.drafts.base import Continuation, DraftSetup, DraftStrategy, StopsByChan
 from fly.drafts.measures import Costs, Rates
 from fly.drafts.suffix import SuffixDraft
 from fly.runner.executor import Spent
-from fly.runner.request import Row, any_reads_logits, common_prefix
+from fly.runner.request import Row, common_prefix
 from fly.types import Draft, Target
 
 __all__ = ["AdaptiveDraft"]
@@ -359,7 +359,7 @@ class AdaptiveDraft(Wrapper):
     def _look_up(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> list[list[int]]:
         """Return what the lookup proposes for each row. If asking it takes too long, it proposes nothing."""
         forward = self._measured[all(row.greedy for row in rows)].costs.plain(len(rows))
-        if self.lookup is None or any_reads_logits(rows):  # a rule reads logits, and copies have none
+        if self.lookup is None or any(row.policy.reads_logits for row in rows):  # copies have no logits
             return [[] for _ in rows]
         if forward and median(self._asking or [0.0]) > _MAX_LOOKUP_SHARE * forward:
             return [[] for _ in rows]

@@ -392,10 +392,8 @@ def drafted_of(rows: int, active: list[int], found: Drafted) -> Draft:
     if found.parents is not None:
         grown = dict(zip(active, zip(found.tokens, found.parents)))
         return pad_trees([grown.get(b, ([], [])) for b in range(rows)])
-    drafted: list[list[int]] = [[] for _ in range(rows)]
-    for b, tokens in zip(active, found.tokens):
-        drafted[b] = tokens
-    proposal = Draft.of(drafted)
+    chains = dict(zip(active, found.tokens))
+    proposal = Draft.of([chains.get(b, []) for b in range(rows)])
     if found.probs_BKV is None and found.logits_BKV is None:
         return proposal
 
@@ -414,8 +412,10 @@ def drafted_of(rows: int, active: list[int], found: Drafted) -> Draft:
 
 def until_end(tokens: list[int], row: Row) -> list[int]:
     """Cut ``tokens`` after the first that ends ``row``."""
-    ends = (at for at, token in enumerate(tokens, start=1) if token in row.stop_ids)
-    return tokens[: next(ends, len(tokens))]
+    for end, token in enumerate(tokens, start=1):
+        if token in row.stop_ids:
+            return tokens[:end]
+    return tokens
 
 
 def pad(drafts: abc.Sequence[list[int]], device: torch.device | str = "cpu") -> Draft:

@@ -34,7 +34,7 @@ from fly.ops import derive, nothing_left, sent
 from fly.policies import AcceptancePolicy, Exact
 from fly.runner.drafting import Certainty, Drafted, draft_apart, draw_tokens, pad_rows
 from fly.runner.executor import DraftSpec, Executor
-from fly.runner.request import Row, any_reads_logits, common_prefix
+from fly.runner.request import Row, common_prefix
 from fly.runner.runner import Runner
 from fly.runner.sampling import BatchSampling
 from fly.types import Draft, Guarantee, Target
@@ -129,16 +129,12 @@ class SingleDraft(StopsByChance):
             raise ValueError(f"the draft model {str(self.model)!r} is not loaded yet: LLM attaches the strategy")
         return self._runner
 
-    @property
-    def executor(self) -> Executor:
-        """The draft model."""
-        return self.runner.executor
-
     def spec(self, rows: abc.Sequence[Row], worth: float = 0.0) -> DraftSpec:
         """Return how the model drafts for ``rows``, including prompt lookup if that is its own draft strategy."""
         lookup = self.draft.lookup if type(self.draft) is NGramDraft and self._lossless else None
         reach = reach_of(rows, self.reach, worth)
-        return DraftSpec(self.confidence, reach, lookup, self.with_logits or any_reads_logits(rows))
+        with_logits = self.with_logits or any(row.policy.reads_logits for row in rows)
+        return DraftSpec(self.confidence, reach, lookup, with_logits)
 
     @property
     def _lossless(self) -> bool:
@@ -160,16 +156,17 @@ class SingleDraft(StopsByChance):
         most = [max(0, min(n, k, self.runner.context - len(row.tokens))) for row, n in zip(rows, max_len)]
         active = [b for b, n in enumerate(most) if n]
         if not active:
-            return Draft.empty(len(rows), self.executor.device)
-        if not self._lossless and not all(rows[b].greedy for b in active):
-            raise ValueError(f"a draft level verified by {self.policy} has no known distribution above temperature 0")
+            return Draft.empty(len(rows), self.runner.executor.device)
         going, lengths = [rows[b] for b in active], [most[b] for b in active]
+        greedy = all(row.greedy for row in going)
+        if not greedy and not self._lossless:
+            raise ValueError(f"a draft level verified by {self.policy} has no known distribution above temperature 0")
         spec = self.spec(going, worth)
         self.runner.commit(rows)  # drop an earlier draft that is still cached, perhaps of a fork with other tokens
-        looks_up = spec.lookup is not None
-        is_alone = [self.draft is None or (looks_up and self.executor.looks_up([row])) for row in going]
+        looks_up = self.runner.executor.looks_up
+        is_alone = [self.draft is None or (spec.lookup is not None and looks_up([row])) for row in going]
         sampling = None
-        if spec.tree is None and not all(row.greedy for row in going):
+        if not greedy and spec.tree is None:
             sampling = BatchSampling.of([row.params for row in going])
         seeds = [seed_of(row) for row in going]
         drafted = draft_apart(is_alone, self._draft_alone, self._draft_in_rounds, spec, going, lengths, sampling, seeds)
@@ -270,8 +267,11 @@ class SingleDraft(StopsByChance):
         """
         if below.probs_BKV is None and below.trees is None and type(self.policy) is Exact:
             target_tokens = target.choices if target.all_greedy else _own_tokens(rows, target.probs_BKV)
-            kept = [common_prefix(chain, tokens) for chain, tokens in zip(below.chains, target_tokens)]
-            return [(tokens[: n + 1], list(range(n + 1))) for tokens, n in zip(target_tokens, kept)]
+            new = []
+            for chain, tokens in zip(below.chains, target_tokens):
+                end = common_prefix(chain, tokens) + 1
+                new.append((tokens[:end], list(range(end))))
+            return new
         decisions = self.runner.judge(rows, target, below, self.draft)
         return [
             (

@@ -387,8 +387,11 @@ class Scheduler:
             ends.append((row, len(row.tokens) + ahead + (self._spare if ahead else 0)))
         ends += step.prefill
         for allocator, longest, of_drafter in self._caches:
-            users = [(row, end) for row, end in ends if row.k or not of_drafter]
-            if slack + sum(allocator.missing(row.id, min(end, longest)) for row, end in users) > allocator.num_free:
+            missing = slack
+            for row, end in ends:
+                if row.k or not of_drafter:
+                    missing += allocator.missing(row.id, min(end, longest))
+            if missing > allocator.num_free:
                 return False
         return True
 

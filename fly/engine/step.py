@@ -194,10 +194,9 @@ class Engine:
 
     def enter_thread(self) -> None:
         """Prepare the calling thread, which will take all steps. Called once, before the first."""
-        executor = self.runner.executor
-        drafters = (drafter.executor for drafter in self.setup.drafters)
-        if self.setup.all_built_in and all(each.own_threads for each in (executor, *drafters)):
-            executor.enter_thread()
+        runners = (self.runner, *self.setup.drafters)
+        if self.setup.all_built_in and all(each.executor.own_threads for each in runners):
+            self.runner.executor.enter_thread()
 
     def release(self, row: Row) -> None:
         """Free everything ``row`` holds, in the target's cache and the strategy's."""

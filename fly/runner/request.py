@@ -23,7 +23,6 @@ __all__ = [
     "Row",
     "Stats",
     "Token",
-    "any_reads_logits",
     "by_policy",
     "common_prefix",
     "most_drafted",
@@ -281,8 +280,3 @@ def by_policy(rows: abc.Sequence[Row]) -> dict[AcceptancePolicy, list[int]]:
     for b, row in enumerate(rows):
         groups.setdefault(row.policy, []).append(b)
     return groups
-
-
-def any_reads_logits(rows: abc.Sequence[Row]) -> bool:
-    """Whether the rule of any of these rows reads the draft's logits (``Draft.logits_BKV``)."""
-    return any(row.policy.reads_logits for row in rows)

@@ -182,8 +182,8 @@ class Runner:
             relaxed_B=lambda: upload([row.stats.relaxed for row in rows], device),
             nats_B=lambda: sent(torch.tensor([row.stats.nats for row in rows]), device),
             spent=lambda label: sent(torch.tensor([row.stats.cost(label) for row in rows]), device),
-            relaxed_at=[row.relaxed_at for row in rows],
-            history=[row.tokens for row in rows],
+            relaxed_at=lambda: [row.relaxed_at for row in rows],
+            history=lambda: [row.tokens for row in rows],
             choices=choices,
         )
 
