@@ -206,8 +206,11 @@ class Scheduler:
             self.engine.step(step.rows, self._stop if self._stopped else None, step.prefill, seconds)
         except Exception as error:
             self._failed(error)
-            # The failed step changed nothing, so it can be taken again in parts.
-            parts = [_Step([row]) for row in step.rows] + [_Step([], [part]) for part in step.prefill]
+            # The failed step emitted nothing, so it can be taken again in parts. If its forward has read the chunks
+            # before the error, each reads one token more, since a step reads something.
+            parts = [_Step([row]) for row in step.rows]
+            for row, end in step.prefill:
+                parts.append(_Step([], [(row, max(end, self.engine.runner.cached(row) + 1))]))
             if len(parts) > 1:
                 if not isinstance(error, OutOfBlocks):
                     warnings.warn(
