@@ -21,8 +21,6 @@ from rich.markup import escape
 from rich.table import Column
 
 from fly.backends.torch import TorchExecutor
-from fly.bundled import open_model
-from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
 from fly.cli.options import RANKS, Policy, takes
 from fly.cli.run import command, memory_in_words, ranks_of
@@ -34,6 +32,8 @@ from fly.extras.bench.plan import JUDGED, Device, Link, Machines, Setting, Work,
 from fly.extras.bench.shapes import random_model, randomise
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
+from fly.models.bundled import open_model
+from fly.models.bundled.tasks import problems
 from fly.models.loading import resolve_dtype
 from fly.ops import argmax
 from fly.parallel import Part, Ranks, memory_here, parallelise

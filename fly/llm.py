@@ -33,7 +33,6 @@ from fly import parallel, runner
 from fly.backends.choice import LoadExecutor, executor_of, load_executor
 from fly.backends.choice import load as load_model
 from fly.backends.cpu.library import check_target
-from fly.bundled import open_model
 from fly.cache import block_size_for
 from fly.config import DEFAULT_K, Config, EngineOptions, check_options, declared
 from fly.drafts.base import DraftStrategy
@@ -48,6 +47,7 @@ from fly.engine.stream import AsyncStream, Stream
 from fly.engine.warming import warm_up
 from fly.engine.worker import Worker
 from fly.errors import explain, shorten, suggest
+from fly.models.bundled import open_model
 from fly.models.checkpoint import Checkpoint
 from fly.models.generation import read_sampling_defaults
 from fly.models.loading import resolve_dtype

@@ -23,8 +23,6 @@ from fly.backends.cpu import available
 from fly.backends.cpu.head import CpuHead, head_refusal
 from fly.backends.heads import TorchHead
 from fly.backends.torch import TorchExecutor
-from fly.bundled import CHECKPOINTS
-from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
 from fly.cli import app
 from fly.drafts import ChooseDraft, DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft, parse_draft
@@ -34,6 +32,8 @@ from fly.extras.train.head import _ALIKE, _order
 from fly.extras.train.lessons import Reader
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
+from fly.models.bundled import CHECKPOINTS
+from fly.models.bundled.tasks import problems
 from fly.models.config import CheckpointError
 from fly.models.eagle import Eagle3Head, HeadConfig, load_head, save_head
 from fly.models.families import FAMILIES

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from fly.bundled import find_checkpoint
 from fly.cache import BlockAllocator
+from fly.models.bundled import find_checkpoint
 from fly.models.checkpoint import Checkpoint
 from fly.models.loading import resolve_device, resolve_dtype
 from fly.models.tokenizer import Tokenizer

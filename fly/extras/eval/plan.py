@@ -23,13 +23,13 @@ from pydantic import (
     model_validator,
 )
 
-from fly.bundled import BUNDLED, usual_draft
 from fly.cache import DEFAULT_BYTES
 from fly.config import Cache, Fields
 from fly.errors import PlacedError, explain
 from fly.expressions import CLASS_PATH, grid
 from fly.extras.eval.records import Key
 from fly.extras.eval.task import Problem, Task, load_task
+from fly.models.bundled import BUNDLED, usual_draft
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.policies.registry import load_policy
 
